@@ -1,0 +1,53 @@
+"""Log with the rank in front, and only when asked: the root logger belongs to the user."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import sys
+
+logger = logging.getLogger("hpctrain")
+logger.addHandler(logging.NullHandler())
+
+
+class _RankPrefix(logging.Formatter):
+    """Put ``[rank host]`` before the lines of every rank but the first."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__("%(message)s")
+        self._prefix = f"[rank {rank} {socket.gethostname()}] " if rank else ""
+
+    def format(self, record: logging.LogRecord) -> str:
+        level = "" if record.levelno == logging.INFO else f"{record.levelname.lower()}: "
+        return f"{self._prefix}{level}{super().format(record)}"
+
+
+class _StderrHandler(logging.StreamHandler[object]):
+    """Write to whatever ``sys.stderr`` is at that moment, and not through a progress bar."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.stream = sys.stderr
+        tqdm = sys.modules.get("tqdm")
+        if tqdm is None:
+            super().emit(record)
+            return
+        try:
+            tqdm.tqdm.write(self.format(record), file=self.stream)
+        except OSError:
+            self.handleError(record)
+
+
+def configure(rank: int = 0, *, verbose: bool = False) -> None:
+    """Send the package's messages to standard error.
+
+    Rank 0 shows INFO and above, the others WARNING and above; ``verbose`` lowers both by one level.
+    Calling it again replaces the earlier choice.
+    """
+    for handler in list(logger.handlers):
+        logger.removeHandler(handler)
+    handler = _StderrHandler()
+    handler.setFormatter(_RankPrefix(rank))
+    logger.addHandler(handler)
+    level = logging.INFO if rank == 0 else logging.WARNING
+    logger.setLevel(level - 10 if verbose else level)
+    logger.propagate = False

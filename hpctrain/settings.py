@@ -1,0 +1,156 @@
+"""Read settings: dataclasses from TOML files and ``a.b=c`` assignments, every mistake named.
+
+A section is a frozen dataclass whose fields carry their types and defaults; what a field means stands beside it
+in the source. ``build`` checks keys and types, so that a section's own ``__post_init__`` checks only values.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import tomllib
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from hpctrain.errors import SettingsError
+
+T = TypeVar("T")
+Tree = dict[str, Any]
+
+
+def read_toml(path: str | Path) -> Tree:
+    """Return the tree of a TOML file; raise ``SettingsError`` where it is missing or does not parse."""
+    try:
+        return tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise SettingsError(f"cannot read settings from {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise SettingsError(f"{path} is not a TOML file: it is not UTF-8 text") from error
+    except tomllib.TOMLDecodeError as error:
+        raise SettingsError(f"{path} is not valid TOML: {error}") from error
+
+
+def assign(tree: Tree, assignment: str) -> None:
+    """Apply one ``a.b=value`` to a tree in place; the value is TOML, or plain text where it is not."""
+    key, equals, text = assignment.partition("=")
+    parts = [part.strip() for part in key.split(".")]
+    if not equals or not all(parts):
+        raise SettingsError(f"cannot read --set {assignment!r}: write it as section.key=value")
+    try:
+        value = tomllib.loads(f"value = {text.strip()}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text.strip()
+    node = tree
+    for part in parts[:-1]:
+        node = node.setdefault(part, {})
+        if not isinstance(node, dict):
+            raise SettingsError(f"cannot set {key.strip()}: {part} is a value, not a section")
+    node[parts[-1]] = value
+
+
+def build(kind: type[T], tree: Mapping[str, Any], path: str = "") -> T:
+    """Make a settings dataclass of a tree; unknown keys and wrong types raise ``SettingsError``."""
+    hints = typing.get_type_hints(kind)
+    known = [field.name for field in dataclasses.fields(kind)]  # type: ignore[arg-type]
+    values: Tree = {}
+    for key, value in tree.items():
+        if key not in known:
+            raise SettingsError(unknown(f"setting {path}{key}", key, known))
+        values[key] = _convert(hints[key], value, f"{path}{key}")
+    return kind(**values)
+
+
+def unknown(what: str, name: str, known: Sequence[str]) -> str:
+    """Return the message for an unknown name: the likely one, then all known ones."""
+    close = difflib.get_close_matches(name, known, n=1)
+    guess = f"did you mean {close[0]}? " if close else ""
+    return f"unknown {what}: {guess}known are {', '.join(sorted(known))}"
+
+
+def to_tree(settings: Any) -> Tree:
+    """Return a settings dataclass as plain nested dictionaries, unset (``None``) values left out."""
+    tree: Tree = {}
+    for field in dataclasses.fields(settings):
+        value = getattr(settings, field.name)
+        if dataclasses.is_dataclass(value):
+            tree[field.name] = to_tree(value)
+        elif value is not None:
+            tree[field.name] = list(value) if isinstance(value, tuple) else value
+    return tree
+
+
+def to_toml(tree: Mapping[str, Any]) -> str:
+    """Write a tree of sections as TOML that ``read_toml`` reads back unchanged."""
+    lines: list[str] = []
+    _write_table(lines, tree, ())
+    return "\n".join(lines).strip() + "\n"
+
+
+def _write_table(lines: list[str], table: Mapping[str, Any], path: tuple[str, ...]) -> None:
+    plain = {key: value for key, value in table.items() if not isinstance(value, Mapping)}
+    if path and (plain or not table):
+        lines += ["", "[" + ".".join(_key(part) for part in path) + "]"]
+    lines += [f"{_key(key)} = {_literal(value)}" for key, value in plain.items()]
+    for key, value in table.items():
+        if isinstance(value, Mapping):
+            _write_table(lines, value, (*path, key))
+
+
+def _key(name: str) -> str:
+    return name if name and all(c.isascii() and (c.isalnum() or c in "-_") for c in name) else _quote(name)
+
+
+def _literal(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str):
+        return _quote(value)
+    if isinstance(value, (list, tuple)):
+        return "[" + ", ".join(_literal(item) for item in value) + "]"
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{_key(key)} = {_literal(item)}" for key, item in value.items()) + "}"
+    return repr(value)
+
+
+def _quote(text: str) -> str:
+    escapes = {"\\": "\\\\", '"': '\\"', "\n": "\\n", "\r": "\\r", "\t": "\\t"}
+    escaped = (escapes.get(c) or (c if c.isprintable() else f"\\U{ord(c):08X}") for c in text)
+    return '"' + "".join(escaped) + '"'
+
+
+def _convert(hint: Any, value: Any, path: str) -> Any:
+    """Return the value as the hint wants it, or say what was expected."""
+    origin = typing.get_origin(hint)
+    if dataclasses.is_dataclass(hint):
+        if not isinstance(value, Mapping):
+            raise SettingsError(f"setting {path} is a section, not the value {value!r}")
+        return build(typing.cast(type, hint), value, f"{path}.")
+    if origin in (typing.Union, types.UnionType):
+        return _convert(_without_none(hint), value, path)
+    if origin is typing.Literal:
+        allowed = typing.get_args(hint)
+        if value not in allowed:
+            raise SettingsError(f"setting {path} = {value!r}: allowed are {', '.join(map(str, allowed))}")
+        return value
+    if origin is tuple:
+        items = [value] if isinstance(value, str) else value
+        if not isinstance(items, (list, tuple)):
+            raise SettingsError(f"setting {path} = {value!r}: expected a list")
+        return tuple(_convert(typing.get_args(hint)[0], item, path) for item in items)
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    plain = origin or hint
+    if hint is Any or isinstance(value, plain) and (plain is bool or not isinstance(value, bool)):
+        return dict(value) if plain is dict else value
+    raise SettingsError(f"setting {path} = {value!r}: expected {_NAMES.get(plain, plain.__name__)}")
+
+
+def _without_none(hint: Any) -> Any:
+    (kind,) = [option for option in typing.get_args(hint) if option is not type(None)]
+    return kind
+
+
+_NAMES: dict[Any, str] = {int: "a whole number", float: "a number", str: "text", bool: "true or false", dict: "a table"}

@@ -1,0 +1,72 @@
+"""Describe a rank's piece of a tensor: the word with which strategies and checkpoints speak of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from hpctrain.errors import UsageError
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Say which box of a global tensor the local tensor holds.
+
+    ``name`` is the logical name, ``shape`` the global shape and ``dtype`` the torch name of the element type
+    (``"float32"``). The local piece starts at ``start`` and has the shape ``extent``, both in elements a dim;
+    ``tensor`` holds it. A tensor that is not split is the box that covers everything.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    start: tuple[int, ...]
+    extent: tuple[int, ...]
+    tensor: Any
+
+    def __post_init__(self) -> None:
+        if not len(self.shape) == len(self.start) == len(self.extent):
+            raise UsageError(
+                f"shard of {self.name}: shape {self.shape}, start {self.start} and extent {self.extent} "
+                "need the same number of dims"
+            )
+        for size, start, extent in zip(self.shape, self.start, self.extent):
+            if start < 0 or extent < 0 or start + extent > size:
+                raise UsageError(
+                    f"shard of {self.name}: start {self.start} with extent {self.extent} "
+                    f"leaves the global shape {self.shape}"
+                )
+
+    @classmethod
+    def whole(cls, name: str, tensor: Any) -> Shard:
+        """Describe a tensor that this rank holds in full."""
+        shape = tuple(tensor.shape)
+        return cls(name, shape, str(tensor.dtype).removeprefix("torch."), (0,) * len(shape), shape, tensor)
+
+    @property
+    def is_whole(self) -> bool:
+        """Tell whether the local tensor is the global one."""
+        return self.extent == self.shape
+
+    def runs(self) -> Iterator[tuple[int, int, int]]:
+        """Yield ``(global_offset, local_offset, count)`` of each stretch that is contiguous in both, in elements.
+
+        Offsets count in C order. Trailing dims that the box covers in full melt into one stretch.
+        """
+        if 0 in self.extent:
+            return
+        strides = [math.prod(self.shape[dim + 1 :]) for dim in range(len(self.shape))]
+        inner = len(self.shape)
+        while inner and self.extent[inner - 1] == self.shape[inner - 1]:
+            inner -= 1
+        outer = max(inner - 1, 0)
+        count = math.prod(self.extent[outer:])
+        first = sum(start * stride for start, stride in zip(self.start, strides))
+        for number in range(math.prod(self.extent[:outer])):
+            offset, rest = first, number
+            for dim in reversed(range(outer)):
+                rest, index = divmod(rest, self.extent[dim])
+                offset += index * strides[dim]
+            yield offset, number * count, count

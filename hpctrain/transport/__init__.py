@@ -1,0 +1,1 @@
+"""Carry bytes between ranks: who, not in what order (that is ``collectives``)."""

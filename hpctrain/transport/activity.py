@@ -1,0 +1,58 @@
+"""Note what this rank waits for, so that a watchdog in another thread can tell a wait from work."""
+
+from __future__ import annotations
+
+import os
+import time
+from types import TracebackType
+
+from hpctrain.errors import SettingsError
+
+
+class Activity:
+    """Say which blocking operation this rank is inside, since when, and how many it has entered.
+
+    A class and no generator: it stands around every message, and a generator costs three times as much.
+    """
+
+    __slots__ = ("operation", "since", "entered")
+
+    def __init__(self) -> None:
+        self.operation = ""
+        self.since = 0.0
+        self.entered = 0
+
+    def __call__(self, operation: str) -> Activity:
+        """Name the operation that the following ``with`` block waits for."""
+        self.since = time.monotonic()
+        self.entered += 1
+        self.operation = operation
+        return self
+
+    def __enter__(self) -> Activity:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.operation = ""
+
+    @property
+    def seconds(self) -> float:
+        """Return how long the present operation has lasted; 0 outside of one."""
+        return time.monotonic() - self.since if self.operation else 0.0
+
+
+waiting = Activity()
+
+
+def timeout_seconds() -> float:
+    """Return the deadline of one collective in seconds: ``HPCTRAIN_TIMEOUT``, ten minutes where it is not set."""
+    text = os.environ.get("HPCTRAIN_TIMEOUT", "600")
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not seconds > 0:
+        raise SettingsError(f"HPCTRAIN_TIMEOUT={text!r} is not a number of seconds above 0")
+    return seconds

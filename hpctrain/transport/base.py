@@ -1,0 +1,175 @@
+"""State what every transport can do; the public methods check and count, the underscored ones carry."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from hpctrain.errors import CommunicationError
+from hpctrain.transport.activity import waiting
+from hpctrain.transport.recorder import Recordable
+
+ANY = -1
+
+
+class Work(Protocol):
+    """Be an operation under way."""
+
+    def done(self) -> bool:
+        """Tell whether it has ended, without waiting."""
+
+    def wait(self) -> None:
+        """Return when it has ended."""
+
+
+class Finished:
+    """Be an operation that ended before the caller could ask."""
+
+    def done(self) -> bool:
+        """Return True."""
+        return True
+
+    def wait(self) -> None:
+        """Return at once."""
+
+
+class Transport(Recordable, ABC):
+    """Carry contiguous host tensors between ``size`` ranks, of which this is number ``rank``.
+
+    Collectives here are the carrier's own ones; ``reduces`` says for which dtypes and operations it has reductions.
+    Every rank calls them in the same order.
+    """
+
+    name: str
+    rank: int
+    size: int
+
+    # Point to point -------------------------------------------------------------------------------------------------
+
+    def send(self, tensor: Tensor, peer: int, tag: int = 0) -> None:
+        """Send a tensor; return when its memory may be written again."""
+        self.isend(tensor, peer, tag).wait()
+
+    def recv(self, tensor: Tensor, peer: int, tag: int = 0) -> None:
+        """Receive into a tensor of the size that was sent."""
+        self.irecv(tensor, peer, tag).wait()
+
+    def isend(self, tensor: Tensor, peer: int, tag: int = 0) -> Work:
+        """Start to send a tensor; its memory must not change before ``wait``."""
+        self._check(tensor, peer)
+        self._count("send", tensor)
+        return self._isend(tensor, peer, tag)
+
+    def irecv(self, tensor: Tensor, peer: int, tag: int = 0) -> Work:
+        """Start to receive into a tensor; its content is there after ``wait``."""
+        self._check(tensor, peer)
+        self._count("recv", tensor)
+        return self._irecv(tensor, peer, tag)
+
+    # Collectives ----------------------------------------------------------------------------------------------------
+
+    def barrier(self) -> None:
+        """Wait until every rank has come."""
+        with waiting("barrier"):
+            self._barrier()
+
+    def broadcast(self, tensor: Tensor, root: int = 0) -> None:
+        """Copy the root's tensor to every rank, in place."""
+        self._check(tensor, root)
+        self._count("broadcast", tensor)
+        with waiting("broadcast"):
+            self._broadcast(tensor, root)
+
+    def all_reduce(self, tensor: Tensor, op: str) -> None:
+        """Reduce elementwise over the ranks, in place; ``op`` is sum, min, max or product."""
+        self._check(tensor)
+        self._count("all_reduce", tensor)
+        with waiting("all_reduce"):
+            self._all_reduce(tensor, op)
+
+    def all_gather(self, out: Tensor, tensor: Tensor) -> None:
+        """Put the tensors of all ranks behind each other, in rank order."""
+        self._check(out), self._check(tensor)
+        self._count("all_gather", tensor)
+        with waiting("all_gather"):
+            self._all_gather(out, tensor)
+
+    def all_to_all(self, out: Tensor, tensor: Tensor, sent: Sequence[int], received: Sequence[int]) -> None:
+        """Send ``sent[r]`` elements to each rank r and receive ``received[r]`` from it, both packed in rank order."""
+        self._check(out), self._check(tensor)
+        self._count("all_to_all", tensor)
+        with waiting("all_to_all"):
+            self._all_to_all(out, tensor, sent, received)
+
+    @abstractmethod
+    def reduces(self, dtype: torch.dtype, op: str) -> bool:
+        """Tell whether the carrier itself can reduce this dtype by this operation."""
+
+    # Small Python objects, for agreements -----------------------------------------------------------------------------
+
+    @abstractmethod
+    def all_gather_object(self, item: Any) -> list[Any]:
+        """Return every rank's object, in rank order."""
+
+    @abstractmethod
+    def broadcast_object(self, item: Any, root: int = 0) -> Any:
+        """Return the root's object."""
+
+    # Life -------------------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def split(self, color: int, key: int) -> Transport:
+        """Return a transport among the ranks of the same color, ordered by key."""
+
+    @abstractmethod
+    def split_node(self) -> Transport:
+        """Return a transport among the ranks that can share memory with this one."""
+
+    @abstractmethod
+    def abort(self, code: int) -> None:
+        """End the whole job now, from any rank and thread."""
+
+    @abstractmethod
+    def free(self) -> None:
+        """Give back what the transport holds; a call by all of its ranks."""
+
+    # What a carrier writes ----------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def _isend(self, tensor: Tensor, peer: int, tag: int) -> Work: ...
+
+    @abstractmethod
+    def _irecv(self, tensor: Tensor, peer: int, tag: int) -> Work: ...
+
+    @abstractmethod
+    def _barrier(self) -> None: ...
+
+    @abstractmethod
+    def _broadcast(self, tensor: Tensor, root: int) -> None: ...
+
+    @abstractmethod
+    def _all_reduce(self, tensor: Tensor, op: str) -> None: ...
+
+    @abstractmethod
+    def _all_gather(self, out: Tensor, tensor: Tensor) -> None: ...
+
+    @abstractmethod
+    def _all_to_all(self, out: Tensor, tensor: Tensor, sent: Sequence[int], received: Sequence[int]) -> None: ...
+
+    def _check(self, tensor: Tensor, peer: int = 0) -> None:
+        if tensor.device.type != "cpu":
+            raise CommunicationError(f"transport {self.name} carries host tensors, not one on {tensor.device}")
+        if not tensor.is_contiguous():
+            raise CommunicationError(
+                f"transport {self.name} carries contiguous tensors, not strides {tuple(tensor.stride())}"
+            )
+        if not 0 <= peer < self.size:
+            raise CommunicationError(f"rank {peer} is not in 0..{self.size - 1}")
+
+    def _count(self, operation: str, tensor: Tensor) -> None:
+        if self.recorder is not None:
+            self.recorder.count(operation, tensor.numel() * tensor.element_size())
