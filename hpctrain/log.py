@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import socket
 import sys
+from typing import TextIO
 
 logger = logging.getLogger("hpctrain")
 logger.addHandler(logging.NullHandler())
@@ -22,7 +23,7 @@ class _RankPrefix(logging.Formatter):
         return f"{self._prefix}{level}{super().format(record)}"
 
 
-class _StderrHandler(logging.StreamHandler[object]):
+class _StderrHandler(logging.StreamHandler[TextIO]):
     """Write to whatever ``sys.stderr`` is at that moment, and not through a progress bar."""
 
     def emit(self, record: logging.LogRecord) -> None:

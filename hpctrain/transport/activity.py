@@ -10,23 +10,27 @@ from hpctrain.errors import SettingsError
 
 
 class Activity:
-    """Say which blocking operation this rank is inside, since when, and how many it has entered.
+    """Say which blocking operation this rank is inside, since when, how many it has entered and how long they took.
 
     A class and no generator: it stands around every message, and a generator costs three times as much.
     """
 
-    __slots__ = ("operation", "since", "entered")
+    __slots__ = ("operation", "since", "entered", "total", "_depth")
 
     def __init__(self) -> None:
         self.operation = ""
         self.since = 0.0
         self.entered = 0
+        self.total = 0.0  # seconds in all operations that have ended
+        self._depth = 0
 
     def __call__(self, operation: str) -> Activity:
-        """Name the operation that the following ``with`` block waits for."""
-        self.since = time.monotonic()
-        self.entered += 1
-        self.operation = operation
+        """Name the operation that the following ``with`` block waits for; one inside another keeps the outer name."""
+        if not self._depth:
+            self.since = time.monotonic()
+            self.entered += 1
+            self.operation = operation
+        self._depth += 1
         return self
 
     def __enter__(self) -> Activity:
@@ -35,7 +39,10 @@ class Activity:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.operation = ""
+        self._depth -= 1
+        if not self._depth:
+            self.total += time.monotonic() - self.since
+            self.operation = ""
 
     @property
     def seconds(self) -> float:

@@ -93,14 +93,16 @@ class Transport(Recordable, ABC):
 
     def all_gather(self, out: Tensor, tensor: Tensor) -> None:
         """Put the tensors of all ranks behind each other, in rank order."""
-        self._check(out), self._check(tensor)
+        self._check(out)
+        self._check(tensor)
         self._count("all_gather", tensor)
         with waiting("all_gather"):
             self._all_gather(out, tensor)
 
     def all_to_all(self, out: Tensor, tensor: Tensor, sent: Sequence[int], received: Sequence[int]) -> None:
         """Send ``sent[r]`` elements to each rank r and receive ``received[r]`` from it, both packed in rank order."""
-        self._check(out), self._check(tensor)
+        self._check(out)
+        self._check(tensor)
         self._count("all_to_all", tensor)
         with waiting("all_to_all"):
             self._all_to_all(out, tensor, sent, received)

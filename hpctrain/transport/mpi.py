@@ -106,7 +106,7 @@ class MpiTransport(Transport):
             self._broadcast(share, root)
 
     def _all_to_all(self, out: Tensor, tensor: Tensor, sent: Sequence[int], received: Sequence[int]) -> None:
-        outgoing, incoming = tensor.view(-1).split(list(sent)), out.view(-1).split(list(received))
+        outgoing, incoming = torch.split(tensor.view(-1), list(sent)), torch.split(out.view(-1), list(received))
         incoming[self.rank].copy_(outgoing[self.rank])
         # Everybody's partner in round k is k ranks away, so that no rank is written to by all the others at once.
         for distance in range(1, self.size):
@@ -132,7 +132,8 @@ class _Requests:
             MPI.Request.Waitall(self._requests)
 
 
-def _adopt(comm: MPI.Intracomm) -> MpiTransport:
+def _adopt(comm: MPI.Comm) -> MpiTransport:
+    assert isinstance(comm, MPI.Intracomm), "ranks of one world make no intercommunicator"
     transport = MpiTransport(comm)
     comm.Free()
     return transport

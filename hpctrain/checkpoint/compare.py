@@ -1,0 +1,50 @@
+"""Compare what a file holds with what a program expects, and say all differences at once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Say how one thing differs; ``in_file`` and ``in_program`` are what each side has, ``-`` where it has nothing."""
+
+    name: str
+    problem: str
+    in_file: str
+    in_program: str
+
+
+@dataclass(frozen=True)
+class Description:
+    """Say what a tensor looks like; ``dtype`` is the torch name."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+    def __str__(self) -> str:
+        return f"{self.dtype} {'x'.join(map(str, self.shape)) or 'scalar'}"
+
+
+def compare(in_file: Mapping[str, Description], in_program: Mapping[str, Description]) -> list[Difference]:
+    """Return all differences in names, shapes and dtypes; the program's order, then what only the file has."""
+    found: list[Difference] = []
+    for name, expected in in_program.items():
+        stored = in_file.get(name)
+        if stored is None:
+            found.append(Difference(name, "missing", "-", str(expected)))
+        elif stored.shape != expected.shape:
+            found.append(Difference(name, "shape", str(stored), str(expected)))
+        elif stored.dtype != expected.dtype:
+            found.append(Difference(name, "dtype", str(stored), str(expected)))
+    unexpected = [name for name in in_file if name not in in_program]
+    return found + [Difference(name, "unexpected", str(in_file[name]), "-") for name in unexpected]
+
+
+def table(differences: Sequence[Difference]) -> str:
+    """Return the differences as lines of aligned columns under a heading."""
+    rows = [("name", "problem", "in the file", "in the program")]
+    rows += [(each.name, each.problem, each.in_file, each.in_program) for each in differences]
+    widths = [max(len(row[column]) for row in rows) for column in range(4)]
+    return "\n".join("  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows)

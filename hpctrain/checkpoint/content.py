@@ -1,0 +1,136 @@
+"""Say what of a training run goes where in its checkpoint: the datasets and the groups with their attributes."""
+
+from __future__ import annotations
+
+import getpass
+import platform
+import socket
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import h5py
+import numpy as np
+import torch
+
+from hpctrain._version import __version__
+from hpctrain.checkpoint import layout
+from hpctrain.checkpoint.attributes import Value, pack
+from hpctrain.checkpoint.optimizer import OptimizerState
+from hpctrain.checkpoint.tensors import to_numpy
+from hpctrain.checkpoint.writer import Source
+from hpctrain.errors import UsageError
+from hpctrain.shard import Shard
+
+Groups = dict[str, dict[str, Value]]
+
+CURVES = "curves"  # the key of ``train`` whose entries are stored as arrays
+# The attributes with which viewers (NeXus: h5web, silx) find the loss curve; they are the file's, not the run's.
+_PLOT = ("NX_class", "signal", "axes", "title")
+
+
+def shard_sources(group: str, shards: Iterable[Shard]) -> list[Source]:
+    """Return what to store of tensors; a name may hold one ``/`` between a parameter and its state."""
+    return [_shard_source(group, shard) for shard in shards]
+
+
+def _shard_source(group: str, shard: Shard) -> Source:
+    path = group
+    for part in shard.name.split("/", 1) if group == layout.OPTIMIZER else [shard.name]:
+        path = layout.child(path, part)
+    if not shard.is_whole:
+        raise UsageError(f"{path} is only the piece {shard.start} + {shard.extent} of {shard.shape}: gather it first")
+    layout.storage_of(shard.dtype, path)
+    return Source(path, shard.shape, shard.dtype, lambda: to_numpy(shard.tensor))
+
+
+def optimizer_groups(state: OptimizerState) -> Groups:
+    """Return the attributes that an optimizer's numbers and hyperparameters become."""
+    groups = {layout.OPTIMIZER: pack({"kind": state.kind, "param_groups": state.groups}, "the optimizer")}
+    for name, values in state.values.items():
+        groups[layout.child(layout.OPTIMIZER, name)] = pack(values, f"the optimizer's state of {name}")
+    return groups
+
+
+def train_content(train: Mapping[str, Any]) -> tuple[list[Source], Groups]:
+    """Return the curves as datasets and everything else as attributes of ``/train``, ready to be plotted."""
+    curves = train.get(CURVES, {})
+    values = {key: value for key, value in train.items() if key != CURVES}
+    for key in _PLOT:
+        if key in values:
+            raise UsageError(f"the name {key} in train is taken: it tells viewers what to plot")
+    attributes = pack(values, "train")
+    if "loss" in curves and "step" in curves:
+        attributes |= {"NX_class": "NXdata", "signal": "loss", "axes": ("step",), "title": "training loss"}
+    return [_curve(name, data) for name, data in curves.items()], {layout.TRAIN: attributes}
+
+
+def without_plot(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of ``/train`` less those that only viewers need."""
+    return {key: value for key, value in values.items() if key not in _PLOT}
+
+
+def _curve(name: str, data: Sequence[float]) -> Source:
+    array = np.asarray(data, dtype=None if len(data) else np.float64)
+    if array.ndim != 1 or array.dtype.name not in layout.STORAGE:
+        raise UsageError(f"the curve {name} has the shape {array.shape} and type {array.dtype}: give a list of numbers")
+    return Source.of(layout.child(layout.TRAIN, name), array, long_name=name.replace("_", " "))
+
+
+def rng_content(states: Sequence[Mapping[str, Any] | None]) -> tuple[list[Source], Groups]:
+    """Return the generators' states of all ranks: arrays as datasets, the rest as attributes of ``/rng/<rank>``."""
+    sources: list[Source] = []
+    groups: Groups = {}
+    for rank, state in enumerate(states):
+        if state is None:
+            continue
+        group = f"{layout.RNG}/{rank}"
+        arrays = {name: value for name, value in state.items() if isinstance(value, np.ndarray)}
+        sources += [Source.of(layout.child(group, name), array) for name, array in arrays.items()]
+        rest = {name: value for name, value in state.items() if name not in arrays}
+        groups[group] = pack(rest, f"rng of rank {rank}")
+    return sources, groups
+
+
+def plain_rng(state: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """Return a generator's state with its tensors as arrays, fit to travel between ranks."""
+    if state is None:
+        return None
+    plain = {name: to_numpy(value) if isinstance(value, torch.Tensor) else value for name, value in state.items()}
+    for name, value in plain.items():
+        if isinstance(value, np.ndarray) and value.dtype.name not in layout.STORAGE:
+            raise UsageError(f"rng {name} has the type {value.dtype}: a checkpoint holds {', '.join(layout.STORAGE)}")
+    return plain
+
+
+def provenance_group(given: Mapping[str, Any] | None, world_size: int) -> Groups:
+    """Return who wrote the file, where and with which versions; what the caller gives comes on top."""
+    values: dict[str, Any] = {
+        "host": socket.gethostname(),
+        "user": _user(),
+        "world_size": world_size,
+        "hpctrain": __version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "numpy": np.__version__,
+        "h5py": h5py.version.version,
+        "hdf5": h5py.version.hdf5_version,
+    }
+    return {layout.PROVENANCE: pack({**values, **(given or {})}, "provenance")}
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):
+        return "unknown"  # a container without an entry for this user id
+
+
+def model_shards(model: torch.nn.Module) -> list[Shard]:
+    """Return the model's parameters and buffers under the names of its ``state_dict``."""
+    shards = []
+    for name, value in model.state_dict().items():
+        if not isinstance(value, torch.Tensor):
+            kind = type(value).__name__
+            raise UsageError(f"{name} of the model's state is of type {kind}: a checkpoint holds tensors")
+        shards.append(Shard.whole(name, value))
+    return shards

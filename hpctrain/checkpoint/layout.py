@@ -1,0 +1,120 @@
+"""Name what a checkpoint file holds and where: format, groups, attributes, element types, rules for names.
+
+Everything here is pure: tables and functions over text and NumPy types. ``docs/checkpoint-format.md`` says the same
+in words.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from hpctrain.errors import CheckpointError
+
+Array = npt.NDArray[np.generic]
+
+FORMAT = "hpctrain-checkpoint"
+VERSION = (1, 0)  # (major, minor): a reader refuses a newer major and ignores what a newer minor added
+
+MODEL, OPTIMIZER, TRAIN, RNG = "/model", "/optimizer", "/train", "/rng"
+CONFIG, PROVENANCE, MANIFEST = "/config", "/provenance", "/manifest"
+CRC32, TORCH_DTYPE, DIGEST = "crc32", "torch_dtype", "manifest_sha256"
+
+PIECE = 16 << 20  # bytes moved at a time: large enough for any filesystem, small enough to stay bounded
+PAGE = 4096  # tensors of a page and more start on a page, so that a reader may map them
+
+# What HDF5 stores for each torch element type. HDF5 has no bfloat16: its 16 bits travel as an unsigned integer.
+STORAGE: dict[str, np.dtype[np.generic]] = {
+    "float64": np.dtype("<f8"),
+    "float32": np.dtype("<f4"),
+    "float16": np.dtype("<f2"),
+    "bfloat16": np.dtype("<u2"),
+    "int64": np.dtype("<i8"),
+    "int32": np.dtype("<i4"),
+    "int16": np.dtype("<i2"),
+    "int8": np.dtype("|i1"),
+    "uint8": np.dtype("|u1"),
+    "bool": np.dtype("|u1"),
+}
+
+_LONGEST_NAME = 1024
+_STEP_FILE = re.compile(r"step_(\d+)\.h5")
+
+
+@dataclass(frozen=True)
+class Record:
+    """Describe a stored tensor; ``dtype`` is the torch name, ``crc32`` covers its bytes in C order, little endian.
+
+    ``attributes`` are all that the dataset carries, as they lie in the file.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: str
+    crc32: int
+    attributes: Mapping[str, Array] = field(default_factory=dict, compare=False)
+
+    @property
+    def storage(self) -> np.dtype[np.generic]:
+        """Return the element type in the file."""
+        return STORAGE[self.dtype]
+
+    @property
+    def nbytes(self) -> int:
+        """Return the number of bytes of the tensor."""
+        return math.prod(self.shape) * self.storage.itemsize
+
+
+def storage_of(dtype: str, what: str) -> np.dtype[np.generic]:
+    """Return the element type in the file for a torch name, or say which names there are."""
+    if dtype not in STORAGE:
+        raise CheckpointError(f"{what} has the dtype {dtype}: a checkpoint holds {', '.join(STORAGE)}")
+    return STORAGE[dtype]
+
+
+def child(group: str, name: str) -> str:
+    """Return the path of ``name`` in a group; dots stay, what HDF5 would read as a path is refused."""
+    check_name(name, f"in {group}")
+    return f"{group.rstrip('/')}/{name}"
+
+
+def check_name(name: str, where: str) -> None:
+    """Raise ``CheckpointError`` unless the name may stand as one part of a path."""
+    reason = _unfit(name)
+    if reason:
+        shown = name if len(name) <= 80 else name[:80] + "..."
+        raise CheckpointError(f"the name {shown!r} {where} cannot be stored: {reason}")
+
+
+def _unfit(name: str) -> str:
+    if name in ("", ".", ".."):
+        return "it must not be empty, '.' or '..'"
+    if "/" in name:
+        return "it must not contain '/'"
+    if not name.isprintable():  # also covers lone surrogates, which UTF-8 cannot hold
+        return "it must not contain control characters"
+    if len(name.encode()) > _LONGEST_NAME:
+        return f"it must not be longer than {_LONGEST_NAME} bytes"
+    return ""
+
+
+def step_file(step: int) -> str:
+    """Return the file name for a step: ``step_00001200.h5``."""
+    return f"step_{step:08d}.h5"
+
+
+def step_of(name: str) -> int | None:
+    """Return the step that a file name speaks of, ``None`` where it is no checkpoint's name."""
+    match = _STEP_FILE.fullmatch(name)
+    return int(match[1]) if match else None
+
+
+def format_version(text: str) -> tuple[int, int]:
+    """Read ``"1.0"``; raise ``ValueError`` where it is not two numbers."""
+    major, minor = text.split(".")
+    return int(major), int(minor)

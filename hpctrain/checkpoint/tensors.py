@@ -1,0 +1,68 @@
+"""Carry torch tensors to NumPy and back, without a copy where memory allows it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from hpctrain.checkpoint.layout import STORAGE, Array, storage_of
+from hpctrain.errors import CheckpointError
+
+
+def dtype_name(tensor: torch.Tensor) -> str:
+    """Return the torch name of the element type: ``"float32"``."""
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """Return the torch element type of a name in the layout's table."""
+    storage_of(name, "a tensor")
+    dtype = getattr(torch, name)
+    assert isinstance(dtype, torch.dtype)
+    return dtype
+
+
+def check_storable(tensor: torch.Tensor, name: str) -> None:
+    """Raise ``CheckpointError`` unless the tensor is dense, has memory and an element type that a file holds."""
+    if tensor.layout != torch.strided or tensor.is_quantized:
+        raise CheckpointError(f"{name} is a {tensor.layout} tensor: a checkpoint holds dense ones")
+    if tensor.is_meta:
+        raise CheckpointError(f"{name} is on the meta device and has no values")
+    storage_of(dtype_name(tensor), name)
+
+
+def to_numpy(tensor: torch.Tensor) -> Array:
+    """Return the elements as a C-contiguous array in the storage type; a view where the tensor lies so on the host."""
+    plain = tensor.detach().to("cpu").contiguous()
+    if plain.dtype == torch.bfloat16:
+        plain = plain.view(torch.int16)
+    return plain.numpy().view(STORAGE[dtype_name(tensor)])
+
+
+def fill(tensor: torch.Tensor, read_into: Callable[[Array], None]) -> None:
+    """Let ``read_into`` fill the tensor in place, through its own memory or, where it must, through a host copy."""
+    target = tensor.detach()
+    if target.device.type == "cpu" and target.is_contiguous():
+        read_into(to_numpy(target))
+        return
+    staged = torch.empty(target.shape, dtype=target.dtype)
+    read_into(to_numpy(staged))
+    target.copy_(staged)
+
+
+def from_numpy(array: Array, dtype: str) -> torch.Tensor:
+    """Return a new tensor of a stored array."""
+    tensor = torch.empty(array.shape, dtype=torch_dtype(dtype))
+    np.copyto(to_numpy(tensor), array)
+    return tensor
+
+
+def is_finite(tensor: torch.Tensor) -> bool:
+    """Tell whether no element is NaN or infinite; one pass and no memory, as long as the sum stays finite."""
+    if not tensor.is_floating_point():
+        return True
+    narrow = tensor.dtype in (torch.float16, torch.bfloat16)
+    total = tensor.detach().sum(dtype=torch.float32 if narrow else None)
+    return bool(torch.isfinite(total)) or bool(torch.isfinite(tensor.detach()).all())

@@ -1,0 +1,95 @@
+"""Serve ``hpctrain data``: pack a corpus into a token file, and show what a data file holds."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import Any
+
+from hpctrain.errors import DataError
+
+_PACK_EPILOG = """\
+examples:
+  hpctrain data pack -o data/stdlib.h5                   the Python standard library's own source
+  hpctrain data pack ~/notes book.txt -o data/mine.h5    every text file below a folder, and one more file
+  hpctrain data pack book.txt -o book.h5 --validation-fraction 0.1
+
+A single file is cut: its last part is held out. Otherwise whole documents are held out, chosen by their names.
+"""
+_SHOW_EPILOG = """\
+examples:
+  hpctrain data show data/stdlib.h5
+  hpctrain data show data/digits.h5 --json
+"""
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add the verb and its two actions to the command line."""
+    parser = subparsers.add_parser("data", help="pack a corpus, show a data file", description=__doc__)
+    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+    _add_pack(actions)
+    _add_show(actions)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Carry out the action; return the exit code."""
+    return _pack(args) if args.action == "pack" else _show(args)
+
+
+def _add_pack(actions: Any) -> None:
+    parser = actions.add_parser(
+        "pack",
+        help="pack text files into one HDF5 file of byte tokens",
+        description="Pack text files into one HDF5 file of byte tokens with a held-out split.",
+        epilog=_PACK_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "sources", nargs="*", metavar="SOURCE", help="files and folders (default: the standard library's source)"
+    )
+    parser.add_argument("-o", "--output", required=True, metavar="FILE", help="the HDF5 file to write")
+    parser.add_argument(
+        "--validation-fraction", type=float, default=0.05, metavar="F", help="share to hold out (default: %(default)s)"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="chooses which documents are held out (default: 0)")
+    parser.add_argument("--force", action="store_true", help="write even if the file exists, whatever it is")
+
+
+def _add_show(actions: Any) -> None:
+    parser = actions.add_parser(
+        "show",
+        help="say what a data file holds and check its checksums",
+        description="Say what a data file holds and check its checksums; a damaged file gives exit code 2.",
+        epilog=_SHOW_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("file", metavar="FILE", help="a token or array file")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def _pack(args: argparse.Namespace) -> int:
+    from hpctrain.data.pack import pack
+
+    report = pack(
+        args.sources, args.output, validation_fraction=args.validation_fraction, seed=args.seed, force=args.force
+    )
+    if not report.written:
+        print(f"{report.path} is up to date: the same corpus, packed in the same way")
+        return 0
+    documents = report.documents
+    parts = [f"{count:,} {split} tokens ({documents[split]:,} documents)" for split, count in report.tokens.items()]
+    skipped = f"; files skipped, not being text: {report.skipped:,}" if report.skipped else ""
+    print(f"packed {' and '.join(parts)} into {report.path}{skipped}")
+    return 0
+
+
+def _show(args: argparse.Namespace) -> int:
+    from hpctrain.data.describe import describe, render
+
+    found = describe(args.file)
+    print(json.dumps(found, indent=2) if args.json else render(found))
+    damaged = [dataset["dataset"] for dataset in found["datasets"] if dataset["crc32"] == "damaged"]
+    if damaged:
+        raise DataError(f"{args.file} is damaged: the checksum of {', '.join(damaged)} does not hold")
+    return 0

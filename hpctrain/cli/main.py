@@ -1,0 +1,80 @@
+"""Find the verb and run it; every error of ours is one line and an exit code."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+
+from hpctrain._version import __version__
+from hpctrain.errors import HpctrainError
+
+VERBS = {
+    "train": "train a model as a TOML file says",
+    "data": "pack corpora, look into data files",
+    "checkpoint": "list, show and verify checkpoints",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run ``hpctrain`` and return its exit code."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    parser = make_parser(arguments)
+    args = parser.parse_args(arguments)
+    if not hasattr(args, "run_verb"):
+        parser.print_help()
+        return 2
+    try:
+        code: int = args.run_verb(args)
+        return code
+    except HpctrainError as error:
+        if not error.everywhere and in_world():
+            raise  # one rank of several failed: the guard ends the job
+        return report(error)
+    except KeyboardInterrupt:
+        print("hpctrain: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def make_parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
+    """Return the parser; only the verb that is called brings its own arguments, and with them its imports."""
+    parser = argparse.ArgumentParser(
+        prog="hpctrain",
+        description="Train PyTorch models on the ranks that mpirun or srun started.",
+        epilog="hpctrain VERB --help tells more, with examples",
+    )
+    parser.add_argument("--version", action="version", version=f"hpctrain {__version__}")
+    verbs = parser.add_subparsers(title="verbs", metavar="VERB")
+    called = next((word for word in arguments if not word.startswith("-")), None)
+    for verb, text in VERBS.items():
+        if verb == called:
+            module = importlib.import_module(f"hpctrain.cli.{verb}")
+            module.add_parser(verbs)
+            verbs.choices[verb].set_defaults(run_verb=module.run)
+        else:
+            verbs.add_parser(verb, help=text)
+    return parser
+
+
+def in_world() -> bool:
+    """Tell whether this process is one of several ranks of MPI."""
+    module = sys.modules.get("mpi4py.MPI")
+    return module is not None and module.Is_initialized() and module.COMM_WORLD.Get_size() > 1
+
+
+def report(error: HpctrainError) -> int:
+    """Print an error once: where all ranks have it, rank 0 speaks for them; return the exit code."""
+    from hpctrain.cluster.launcher import detect
+
+    try:
+        rank = detect().rank or 0
+    except HpctrainError:
+        rank = 0
+    if rank == 0:
+        print(f"hpctrain: error: {error}", file=sys.stderr, flush=True)
+    return error.exit_code

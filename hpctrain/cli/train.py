@@ -1,0 +1,55 @@
+"""Be ``hpctrain train``: start or resume a run from a TOML file, on all ranks alike."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from hpctrain.errors import HpctrainError
+from hpctrain.train import signals
+
+EXAMPLES = """examples:
+  hpctrain train jobs/gpt-tiny.toml                           one process, no MPI needed
+  mpiexec -n 4 hpctrain train jobs/gpt-tiny.toml              four ranks
+  srun hpctrain train big.toml --set train.batch=512          as a SLURM job's step
+  hpctrain train jobs/gpt-tiny.toml --set run.folder=runs/b   leave the first run alone
+
+Started again, a run goes on from its newest valid checkpoint. SIGUSR1 or SIGTERM: save, then exit with code 75.
+"""
+
+
+def add_parser(verbs: Any) -> None:
+    """Add the verb to the parser."""
+    parser = verbs.add_parser(
+        "train",
+        help="train a model as a TOML file says",
+        description="Train a model as a TOML file says, or go on where its run stopped.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("config", metavar="CONFIG.toml", help="the run's settings")
+    parser.add_argument(
+        "--set",
+        dest="assignments",
+        metavar="SECTION.KEY=VALUE",
+        action="append",
+        default=[],
+        help="change a setting of the file (again for more)",
+    )
+    parser.add_argument("-v", "--verbose", action="store_true", help="print the binding table and more")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Train; return 0 when all steps are done."""
+    signals.install()  # before torch is imported: until then USR1 would kill the rank
+    from hpctrain.train.settings import load
+
+    try:
+        settings = load(args.config, args.assignments)
+    except HpctrainError as error:
+        error.everywhere = True  # every rank reads the same file and finds the same mistake
+        raise
+    from hpctrain.train.run import train
+
+    train(settings, verbose=args.verbose)
+    return 0

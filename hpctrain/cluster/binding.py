@@ -1,0 +1,69 @@
+"""Tell which CPUs each rank may use, how many threads are its fair share, and print both as a table."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import astuple, dataclass
+from fractions import Fraction
+
+
+@dataclass(frozen=True)
+class Binding:
+    """Say where one rank runs: a row of the binding table."""
+
+    host: str
+    rank: int
+    local_rank: int
+    cpus: tuple[int, ...]
+    threads: int
+    device: str
+
+
+def cpu_affinity() -> tuple[int, ...]:
+    """Return the CPUs that this process may run on, in order."""
+    if hasattr(os, "sched_getaffinity"):
+        return tuple(sorted(os.sched_getaffinity(0)))
+    return tuple(range(os.cpu_count() or 1))
+
+
+def format_cpus(cpus: Iterable[int]) -> str:
+    """Write CPU numbers as ``taskset`` and ``lscpu`` do: ``0-2,7``."""
+    runs: list[list[int]] = []
+    for cpu in sorted(set(cpus)):
+        if runs and cpu == runs[-1][1] + 1:
+            runs[-1][1] = cpu
+        else:
+            runs.append([cpu, cpu])
+    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+
+
+def threads_for(my_cpus: Sequence[int], all_cpus_on_node: Sequence[Sequence[int]]) -> int:
+    """Return how many threads a rank should run: its share of its CPUs, at least one.
+
+    ``all_cpus_on_node`` holds the CPUs of every rank of the node, this one's among them. A CPU that k ranks may use
+    counts 1/k for each of them. So bound ranks use all of their own CPUs, ranks that were not bound divide the
+    node, and the threads of all ranks together never outnumber the CPUs (but for the one that each must have).
+    """
+    users = Counter(cpu for cpus in all_cpus_on_node for cpu in set(cpus))
+    share = sum((Fraction(1, max(users[cpu], 1)) for cpu in set(my_cpus)), Fraction(0))
+    return max(int(share), 1)
+
+
+def table(rows: Iterable[Binding]) -> str:
+    """Return the binding table as text: a heading and a line for each rank, numbers to the right."""
+    header = ("host", "rank", "local rank", "cpus", "threads", "device")
+    lines = [header]
+    for row in rows:
+        host, rank, local_rank, cpus, threads, device = astuple(row)
+        lines.append((host, str(rank), str(local_rank), format_cpus(cpus), str(threads), device))
+    widths = [max(map(len, column)) for column in zip(*lines)]
+    right = {1, 2, 4}
+    return "\n".join(
+        "  ".join(
+            text.rjust(width) if column in right else text.ljust(width)
+            for column, (text, width) in enumerate(zip(line, widths))
+        ).rstrip()
+        for line in lines
+    )

@@ -1,0 +1,168 @@
+"""Find out from the environment who started this process, as which rank, and in which job.
+
+Note: layers of launchers. A rank sees the variables of every launcher above it. ``mpirun`` in a Slurm job starts
+its daemons by ``srun``, and the ranks inherit the daemons' ``SLURM_PROCID``; ``srun --mpi=pmi2`` sets ``PMI_RANK`` as
+Hydra does; a batch script is a process of Slurm's too and has ``SLURM_PROCID=0``. So the rows below are asked
+from the innermost launcher outwards, and a row speaks only if all of its signs are there.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from hpctrain.cluster.nodes import expand_counts
+from hpctrain.errors import LaunchError
+
+Kind = Literal["none", "openmpi", "hydra", "pmix", "slurm", "pals"]
+Scheduler = Literal["slurm", "pbs"]
+Environ = Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Launch:
+    """Hold what the launcher and the scheduler promised to this process; None where they do not say.
+
+    ``local_rank`` is the launcher's count: Open MPI's may follow another order than the ranks of the node do.
+    """
+
+    kind: Kind
+    rank: int | None
+    size: int | None
+    local_rank: int | None
+    local_size: int | None
+    job_id: str | None
+    scheduler: Scheduler | None
+    restart_count: int | None  # how often the scheduler has requeued this job
+
+
+@dataclass(frozen=True)
+class _Row:
+    """Name the variables of one launcher; of several names for one thing the first that is set counts."""
+
+    kind: Kind
+    signs: tuple[str, ...]
+    rank: str
+    size: tuple[str, ...]
+    local_rank: tuple[str, ...]
+    local_size: tuple[str, ...]
+
+
+_OPENMPI = "OMPI_COMM_WORLD_"
+_TABLE = (
+    _Row(
+        "openmpi",
+        signs=(_OPENMPI + "RANK", _OPENMPI + "SIZE"),
+        rank=_OPENMPI + "RANK",
+        size=(_OPENMPI + "SIZE",),
+        local_rank=(_OPENMPI + "LOCAL_RANK",),
+        local_size=(_OPENMPI + "LOCAL_SIZE",),
+    ),
+    _Row(
+        "pals",
+        signs=("PALS_RANKID",),
+        rank="PALS_RANKID",
+        size=("PMI_SIZE",),
+        local_rank=("PALS_LOCAL_RANKID", "PMI_LOCAL_RANK"),
+        local_size=("PALS_LOCAL_SIZE", "PMI_LOCAL_SIZE"),
+    ),
+    _Row(
+        "hydra",
+        signs=("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),
+        rank="PMI_RANK",
+        size=("PMI_SIZE",),
+        local_rank=("MPI_LOCALRANKID",),
+        local_size=("MPI_LOCALNRANKS",),
+    ),
+    _Row(
+        "slurm",
+        signs=("SLURM_PROCID", "SLURM_STEP_ID", "SLURM_STEP_NUM_TASKS"),
+        rank="SLURM_PROCID",
+        size=("SLURM_STEP_NUM_TASKS",),
+        local_rank=("SLURM_LOCALID",),
+        local_size=(),
+    ),
+    # A process manager that speaks PMI but is none of the above, such as an older Hydra.
+    _Row(
+        "hydra",
+        signs=("PMI_RANK", "PMI_SIZE"),
+        rank="PMI_RANK",
+        size=("PMI_SIZE",),
+        local_rank=("PMI_LOCAL_RANK",),
+        local_size=("PMI_LOCAL_SIZE",),
+    ),
+    _Row("pmix", signs=("PMIX_RANK",), rank="PMIX_RANK", size=(), local_rank=(), local_size=()),
+)
+
+# Slurm numbers what is not a step of srun (interactive shell, batch script, container) from here up: slurm.h.
+_SLURM_FIRST_SPECIAL_STEP = 0xFFFFFFF0
+
+# What launchers and schedulers set, and what of it is the user's own choice.
+_THEIRS = ("HYDI_", "MPI_LOCAL", "OMPI_", "PALS_", "PBS_", "PMI_", "PMI2_", "PMIX_", "PRTE_", "SLURM_", "SPANK_")
+_USERS = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_MCA_", "PMIX_MCA_", "PMIX_PREFIX", "PRTE_MCA_", "PRTE_PREFIX")
+
+
+def detect(environ: Environ = os.environ) -> Launch:
+    """Return what the launcher says about this process; a number that is none raises ``LaunchError``.
+
+    Without a launcher the kind is "none" and the process is rank 0 of 1.
+    """
+    scheduler, job_id, restarts = _job(environ)
+    row = next((row for row in _TABLE if _speaks(row, environ)), None)
+    if row is None:
+        return Launch("none", 0, 1, 0, 1, job_id, scheduler, restarts)
+    rank, size = _number(environ, row.rank), _first(environ, row.size)
+    if rank is not None and size is not None and rank >= size:
+        raise LaunchError(f"{row.rank}={rank} and {row.size[0]}={size} contradict each other: ranks count from 0")
+    local_rank = _first(environ, row.local_rank)
+    local_size = _slurm_local_size(environ) if row.kind == "slurm" else _first(environ, row.local_size)
+    return Launch(row.kind, rank, size, local_rank, local_size, job_id, scheduler, restarts)
+
+
+def without_launcher(environ: Environ = os.environ) -> dict[str, str]:
+    """Return a copy of the environment for a child process that is neither a rank nor a part of this job."""
+    return {name: value for name, value in environ.items() if name.startswith(_USERS) or not name.startswith(_THEIRS)}
+
+
+def _job(environ: Environ) -> tuple[Scheduler | None, str | None, int | None]:
+    """Return scheduler, job id and restarts; Slurm leaves the count unset until the first requeue."""
+    if job_id := environ.get("SLURM_JOB_ID"):
+        return "slurm", job_id, _number(environ, "SLURM_RESTART_COUNT") or 0
+    if job_id := environ.get("PBS_JOBID"):
+        return "pbs", job_id, None
+    return None, None, None
+
+
+def _speaks(row: _Row, environ: Environ) -> bool:
+    if not all(sign in environ for sign in row.signs):
+        return False
+    if row.kind != "slurm":
+        return True
+    step = _number(environ, "SLURM_STEP_ID")
+    return step is not None and step < _SLURM_FIRST_SPECIAL_STEP
+
+
+def _slurm_local_size(environ: Environ) -> int | None:
+    """Return the tasks that the step has on this node: entry ``SLURM_NODEID`` of the list of counts."""
+    counts, node = environ.get("SLURM_STEP_TASKS_PER_NODE"), _number(environ, "SLURM_NODEID")
+    if counts is None or node is None:
+        return None
+    tasks = expand_counts(counts)
+    if node >= len(tasks):
+        raise LaunchError(f"SLURM_NODEID={node} does not fit SLURM_STEP_TASKS_PER_NODE={counts}")
+    return tasks[node]
+
+
+def _first(environ: Environ, names: tuple[str, ...]) -> int | None:
+    return next((_number(environ, name) for name in names if name in environ), None)
+
+
+def _number(environ: Environ, name: str) -> int | None:
+    text = environ.get(name)
+    if text is None:
+        return None
+    if not (text.isascii() and text.isdigit() and len(text) < 19):
+        raise LaunchError(f"{name}={text!r} is not a number: the launcher sets it, unset it if no launcher is at work")
+    return int(text)

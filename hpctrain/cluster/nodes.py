@@ -1,0 +1,119 @@
+"""Read which nodes the batch system gave to the job: PBS node files and Slurm's compressed lists."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+
+from hpctrain.errors import LaunchError
+
+MAX_NODES = 65536  # more than any Slurm takes; a typo such as n[1-99999999] must not fill the memory
+
+_NAME = re.compile(r"(?:[^\s,\[\]]|\[[0-9,-]+\])+")
+_RANGE = re.compile(r"([0-9]{1,18})(?:-([0-9]{1,18}))?")
+_COUNT = re.compile(r"([0-9]{1,18})(?:\(x([0-9]{1,18})\))?")
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """Name the hosts of a job, in the scheduler's order, and how many ranks were asked for on each, if that is known."""
+
+    hosts: tuple[str, ...]
+    slots: tuple[int, ...] | None
+
+
+def allocation(environ: Mapping[str, str] = os.environ) -> Allocation | None:
+    """Return the nodes that the scheduler gave to this job, or None outside of one.
+
+    Slurm's variables count before PBS's: where both are set, Slurm plays PBS. Inside of a step of ``srun`` the slots
+    are unknown: there ``SLURM_TASKS_PER_NODE`` is about the step, which may be that of ``mpirun``'s daemons.
+    """
+    if nodes := environ.get("SLURM_JOB_NODELIST"):
+        hosts = expand_node_list(nodes)
+        counts = environ.get("SLURM_TASKS_PER_NODE")
+        if counts is None or "SLURM_STEP_ID" in environ:
+            return Allocation(hosts, None)
+        slots = expand_counts(counts)
+        if len(slots) != len(hosts):
+            raise LaunchError(f"SLURM_TASKS_PER_NODE={counts} does not fit the {len(hosts)} nodes of {nodes}")
+        return Allocation(hosts, slots)
+    if path := environ.get("PBS_NODEFILE"):
+        found = Counter(read_node_file(path))
+        return Allocation(tuple(found), tuple(found.values()))
+    return None
+
+
+def read_node_file(path: str | Path) -> tuple[str, ...]:
+    """Return the host of every slot that a PBS node file grants, one a line."""
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not text"
+        raise LaunchError(f"cannot read the node file {path} (PBS_NODEFILE): {reason}") from error
+    slots = tuple(line.strip() for line in lines if line.strip())
+    if not slots:
+        raise LaunchError(f"the node file {path} (PBS_NODEFILE) names no node")
+    return slots
+
+
+def expand_node_list(text: str) -> tuple[str, ...]:
+    """Return the hosts of a Slurm node list: ``n[001-002,7],m5`` is n001, n002, n7, m5.
+
+    The syntax is that of ``scontrol show hostnames``; numbers keep their leading zeros.
+    """
+    names = re.split(r",(?![^\[]*\])", text.strip())
+    hosts: list[str] = []
+    for name in names:
+        if not _NAME.fullmatch(name):
+            raise _bad(text)
+        pieces = [_choices(piece, text) for piece in re.split(r"(\[[^\]]*\])", name)]
+        if len(hosts) + math.prod(map(len, pieces)) > MAX_NODES:
+            raise _too_many(text)
+        hosts += map("".join, product(*pieces))
+    return tuple(hosts)
+
+
+def expand_counts(text: str) -> tuple[int, ...]:
+    """Return the numbers of a Slurm count list: ``2(x3),1`` is 2, 2, 2, 1."""
+    counts: list[int] = []
+    for part in text.split(","):
+        match = _COUNT.fullmatch(part.strip())
+        if match is None:
+            raise LaunchError(f"cannot read the task counts {text!r}: expected a list such as 2(x3),1")
+        repeat = int(match[2] or 1)
+        if len(counts) + repeat > MAX_NODES:
+            raise LaunchError(f"task counts {text!r} are for more than {MAX_NODES} nodes")
+        counts += [int(match[1])] * repeat
+    return tuple(counts)
+
+
+def _choices(piece: str, text: str) -> list[str]:
+    """Return what one piece of a name stands for: itself, or every number of its brackets."""
+    if not piece.startswith("["):
+        return [piece]
+    numbers: list[str] = []
+    for part in piece[1:-1].split(","):
+        match = _RANGE.fullmatch(part)
+        if match is None:
+            raise _bad(text)
+        first, last = int(match[1]), int(match[2] or match[1])
+        if last < first:
+            raise _bad(text)
+        if last - first + len(numbers) >= MAX_NODES:
+            raise _too_many(text)
+        numbers += [str(number).zfill(len(match[1])) for number in range(first, last + 1)]
+    return numbers
+
+
+def _bad(text: str) -> LaunchError:
+    return LaunchError(f"cannot read the node list {text!r}: expected names such as n[001-003,7],m5")
+
+
+def _too_many(text: str) -> LaunchError:
+    return LaunchError(f"node list {text!r} names more than {MAX_NODES} nodes")

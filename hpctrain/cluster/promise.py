@@ -1,0 +1,77 @@
+"""Hold MPI to what the launcher promised, so that N processes never train N copies of the same model."""
+
+from __future__ import annotations
+
+from hpctrain.cluster.launcher import Kind, Launch
+from hpctrain.errors import LaunchError
+
+_PROGRAMS: dict[Kind, str] = {
+    "openmpi": "mpiexec of Open MPI",
+    "hydra": "mpiexec of MPICH (Hydra)",
+    "pals": "mpiexec of PALS",
+    "slurm": "srun",
+    "pmix": "a PMIx launcher",
+    "none": "no launcher",
+}
+
+# What each library calls itself, and how srun reaches it.
+_SRUN = {
+    "Open MPI": "pmix",
+    "Cray MPICH": "cray_shasta",
+    "MPICH": "pmi2",
+    "MVAPICH": "pmi2",
+    "Intel MPI": "pmi2",
+}
+
+
+def check_promise(launch: Launch, mpi_size: int | None, mpi_vendor: str | None, *, reason: str | None = None) -> None:
+    """Raise ``LaunchError`` where the launcher started several processes and MPI does not see them as one world.
+
+    ``mpi_size`` is the size of COMM_WORLD; ``mpi_vendor`` is what the library calls itself (``MPI.get_vendor`` or
+    ``MPI.Get_library_version``), None where MPI cannot be imported, and then ``reason`` is why. Every process
+    finds the same, each as rank 0 of its own world: ``launch.rank`` tells which one should speak.
+    """
+    promised = _promised(launch)
+    if promised == 1 or mpi_vendor is not None and mpi_size is not None and _kept(launch, promised, mpi_size):
+        return
+    started = f"{_PROGRAMS[launch.kind]} started {'' if launch.size else 'at least '}{promised} processes"
+    if mpi_vendor is None:
+        why = f"MPI cannot be loaded ({_line(reason)})" if reason else "mpi4py is not installed"
+        raise LaunchError(f"{started}, but {why}: each would train alone; {_install(launch)}", everywhere=True)
+    name = _name(mpi_vendor)
+    alone = ": each would train alone" if mpi_size == 1 else ""
+    raise LaunchError(f"{started}, but {name} sees a world of {mpi_size}{alone}; {_remedy(launch, name)}", everywhere=True)
+
+
+def _promised(launch: Launch) -> int:
+    """Return how many processes there must be at least: PMIx gives a rank and no size."""
+    return launch.size or (launch.rank or 0) + 1
+
+
+def _kept(launch: Launch, promised: int, found: int) -> bool:
+    return found == promised if launch.size else found >= promised
+
+
+def _remedy(launch: Launch, name: str) -> str:
+    same = f"the mpiexec that came with {name}"
+    if launch.kind != "slurm":
+        return f"start with {same}, or install the MPI of this launcher"
+    return f"start with srun --mpi={_SRUN.get(name, '...')} (srun --mpi=list shows the choices), or with {same}"
+
+
+def _install(launch: Launch) -> str:
+    if launch.kind == "hydra":
+        return "install hpctrain[mpich]"
+    if launch.kind == "openmpi":
+        return "install hpctrain[openmpi]"
+    return "install hpctrain[mpich] or hpctrain[openmpi], or mpi4py against the site's MPI"
+
+
+def _name(vendor: str) -> str:
+    """Return the library's short name: ``Get_library_version`` may be a page long."""
+    plain = vendor.lower().replace("(r)", "")
+    return next((name for name in _SRUN if plain.startswith(name.lower())), _line(vendor)[:40])
+
+
+def _line(text: str | None) -> str:
+    return " ".join((text or "").split())

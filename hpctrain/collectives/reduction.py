@@ -1,0 +1,80 @@
+"""Do the arithmetic of reductions: rank order, one scratch block, 16-bit floats summed in float32.
+
+Note: fixed order. ``reduce_blocks`` adds the ranks' pieces as ((r0 + r1) + r2) + ..., whoever calls it and however the
+pieces were cut, so that every rank computes the same bits and so does every rerun.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from hpctrain.errors import CommunicationError
+
+BLOCK = 65536  # elements a step: a block of every rank, and the scratch, stay in the core's own cache
+
+_STEPS: dict[str, Callable[..., Tensor]] = {
+    "sum": torch.add,
+    "average": torch.add,
+    "min": torch.minimum,
+    "max": torch.maximum,
+    "product": torch.mul,
+}
+_WIDENED = (torch.float16, torch.bfloat16)
+
+
+def check_op(op: str, dtype: torch.dtype) -> None:
+    """Raise ``CommunicationError`` for an operation that is unknown or has no meaning for the dtype."""
+    if op not in _STEPS:
+        raise CommunicationError(f"unknown reduction {op!r}: known are {', '.join(_STEPS)}")
+    if op == "average" and not dtype.is_floating_point:
+        raise CommunicationError(f"average of {dtype} is not defined; use sum")
+
+
+def carrier_op(op: str) -> str:
+    """Return the operation that travels: an average is a sum, scaled at the end."""
+    return "sum" if op == "average" else op
+
+
+class Reducer:
+    """Reduce pieces of ranks into one tensor; keeps its scratch block, so one instance serves one thread."""
+
+    def __init__(self) -> None:
+        self._scratch: dict[torch.dtype, Tensor] = {}
+
+    def scratch(self, dtype: torch.dtype, numel: int) -> Tensor:
+        """Return ``numel`` elements (at most a block) to accumulate this dtype in."""
+        wide = torch.float32 if dtype in _WIDENED else dtype
+        block = self._scratch.get(wide)
+        if block is None:
+            block = self._scratch[wide] = torch.empty(BLOCK, dtype=wide)
+        return block[:numel]
+
+    def reduce_block(self, pieces: Sequence[Tensor], op: str, scratch: Tensor, scale: float | None) -> None:
+        """Reduce equally long pieces of at most one block, in the order given, into the scratch."""
+        step = _STEPS[op]
+        if scratch.dtype is pieces[0].dtype and len(pieces) > 1:
+            step(pieces[0], pieces[1], out=scratch)
+            rest = pieces[2:]
+        else:
+            scratch.copy_(pieces[0])
+            rest = pieces[1:]
+        for piece in rest:
+            step(scratch, piece, out=scratch)
+        if scale is not None:
+            scratch.mul_(scale)
+
+    def reduce_into(self, out: Tensor, pieces: Sequence[Tensor], op: str, scale: float | None = None) -> None:
+        """Reduce equally long pieces of any length into ``out``."""
+        for start in range(0, out.numel(), BLOCK):
+            target = out[start : start + BLOCK]
+            scratch = self.scratch(out.dtype, target.numel())
+            self.reduce_block([piece[start : start + BLOCK] for piece in pieces], op, scratch, scale)
+            target.copy_(scratch)
+
+
+def average_scale(op: str, size: int) -> float | None:
+    """Return what an averaged sum is multiplied by; None where nothing is to be done."""
+    return 1.0 / size if op == "average" else None

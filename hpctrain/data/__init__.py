@@ -1,0 +1,53 @@
+"""Turn files into batches: corpora packed once, and samples in an order that does not know how many ranks there are.
+
+Importing this package loads neither torch nor h5py; each name below comes from its own file at first use.
+``hpctrain.data.pack.pack`` and ``hpctrain.data.describe.describe`` have their files' names, so they are imported
+from there.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hpctrain.data.arrays import ArrayDataset as ArrayDataset
+    from hpctrain.data.arrays import write_arrays as write_arrays
+    from hpctrain.data.batch import Batch as Batch
+    from hpctrain.data.evaluation import evaluation_batches as evaluation_batches
+    from hpctrain.data.loader import Loader as Loader
+    from hpctrain.data.order import SampleOrder as SampleOrder
+    from hpctrain.data.settings import DataSettings as DataSettings
+    from hpctrain.data.settings import open_dataset as open_dataset
+    from hpctrain.data.tokens import TokenDataset as TokenDataset
+
+_HOMES = {
+    "ArrayDataset": "arrays",
+    "Batch": "batch",
+    "DataSettings": "settings",
+    "Loader": "loader",
+    "SampleOrder": "order",
+    "TokenDataset": "tokens",
+    "evaluation_batches": "evaluation",
+    "open_dataset": "settings",
+    "write_arrays": "arrays",
+}
+
+__all__ = [
+    "ArrayDataset",
+    "Batch",
+    "DataSettings",
+    "Loader",
+    "SampleOrder",
+    "TokenDataset",
+    "evaluation_batches",
+    "open_dataset",
+    "write_arrays",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name when it is first asked for (PEP 562)."""
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)

@@ -1,0 +1,104 @@
+"""Find the documents of a corpus: the Python standard library's own source, or any files and folders."""
+
+from __future__ import annotations
+
+import os
+import platform
+import stat
+import sysconfig
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from hpctrain.errors import DataError
+
+# Other people's packages, tests (thousands of near-equal lines), and tables that a program wrote: not prose to learn.
+_NOT_LIBRARY = {
+    "dist-packages",
+    "site-packages",
+    "test",
+    "tests",
+    "idle_test",
+    "encodings",
+    "pydoc_data",
+}
+
+
+@dataclass(frozen=True)
+class Document:
+    """Name a file of the corpus by its path relative to the source that it came from, with forward slashes."""
+
+    name: str
+    path: Path
+
+
+def find_documents(sources: Sequence[str | Path] = ()) -> list[Document]:
+    """Return the documents of all sources, sorted by name; without a source, those of the standard library.
+
+    A folder gives the regular files below it, hidden ones and ``__pycache__`` left out; a file gives itself. A file
+    met twice counts once. Raises ``DataError`` where a source is missing or unreadable, or nothing is found.
+    """
+    found = [document for source in sources for document in _expand(Path(source))] if sources else _library()
+    unique = {os.path.realpath(document.path): document for document in reversed(found)}
+    if not unique:
+        places = ", ".join(str(source) for source in sources) or str(_library_folder())
+        raise DataError(f"no file found in {places}: a corpus is text files, or folders that hold some")
+    return sorted(unique.values(), key=lambda document: (document.name, str(document.path)))
+
+
+def name_sources(sources: Sequence[str | Path]) -> list[str]:
+    """Say in words where a corpus came from."""
+    if not sources:
+        return [f"python {platform.python_version()} standard library"]
+    return [_printable(os.path.abspath(source)) for source in sources]
+
+
+def _library_folder() -> Path:
+    return Path(sysconfig.get_paths()["stdlib"])
+
+
+def _library() -> list[Document]:
+    folder = _library_folder()
+    documents = (Document(_relative(path, folder), path) for path in _walk(folder, _NOT_LIBRARY))
+    return [document for document in documents if document.path.suffix == ".py"]
+
+
+def _expand(source: Path) -> list[Document]:
+    """Return the documents of one given path."""
+    try:
+        mode = source.stat().st_mode
+    except OSError as error:
+        raise DataError(f"cannot read corpus {source}: {error.strerror}") from error
+    source = Path(os.path.abspath(source))
+    if stat.S_ISDIR(mode):
+        return [Document(_relative(path, source.parent), path) for path in _walk(source, set())]
+    if not stat.S_ISREG(mode):
+        raise DataError(f"cannot read corpus {source}: it is neither a file nor a folder")
+    return [Document(_printable(source.name), source)]
+
+
+def _walk(folder: Path, leave_out: set[str]) -> Iterator[Path]:
+    for place, folders, files in os.walk(folder, onerror=_refuse):
+        folders[:] = [name for name in folders if not _is_noise(name) and name not in leave_out]
+        for name in files:
+            path = Path(place, name)
+            # Sockets, pipes and dangling links are not documents; opening a pipe would wait for ever.
+            if not _is_noise(name) and path.is_file():
+                yield path
+
+
+def _is_noise(name: str) -> bool:
+    return name.startswith(".") or name == "__pycache__"
+
+
+def _refuse(error: OSError) -> None:
+    raise DataError(f"cannot read corpus folder {error.filename}: {error.strerror}") from error
+
+
+def _relative(path: Path, folder: Path) -> str:
+    return _printable(path.relative_to(folder).as_posix())
+
+
+def _printable(name: str | Path) -> str:
+    """Return a file name as text that UTF-8 can hold: names on disk may be any bytes."""
+    return os.fsencode(name).decode("utf-8", "backslashreplace")

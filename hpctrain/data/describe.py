@@ -1,0 +1,79 @@
+"""Say what a data file holds, without torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import h5py
+
+from hpctrain.data import arrays, pack
+from hpctrain.data.hdf5 import attribute, checksum, dataset_of, open_file
+from hpctrain.data.holdout import SPLITS
+from hpctrain.errors import DataError
+
+_ROOT = ("format", "format_version", "creator", "created", "tokenizer", "vocab_size", "validation_fraction", "seed")
+_COLUMNS = ("dataset", "shape", "dtype", "documents", "bytes", "crc32")
+
+
+def describe(path: str | Path) -> dict[str, Any]:
+    """Return a data file's attributes and, for every dataset, shape, dtype, size and whether its checksum holds.
+
+    All values are plain (JSON). Reads the whole file, in blocks. Raises ``DataError`` for anything but a data file.
+    """
+    with open_file(path) as file:
+        found: dict[str, Any] = {"path": str(path)}
+        found.update({key: attribute(file, key) for key in _ROOT if key in file.attrs})
+        names = _dataset_names(file)
+        if isinstance(file.get("sources"), h5py.Dataset):
+            found["sources"] = [str(source) for source in file["sources"].asstr()[()]]
+        found["datasets"] = [_describe_dataset(file, f"{split}/{name}") for split in SPLITS for name in names]
+        return found
+
+
+def render(found: dict[str, Any]) -> str:
+    """Return a description as text: one line of facts each, then a table."""
+    lines = [f"{key + ':':21}{value}" for key, value in found.items() if key not in ("sources", "datasets")]
+    sources = found.get("sources", [])
+    lines += [f"{'sources:' if not number else '':21}{source}" for number, source in enumerate(sources[:8])]
+    if len(sources) > 8:
+        lines.append(f"{'':21}and {len(sources) - 8} more")
+    return "\n".join([*lines, "", *_table(found["datasets"])])
+
+
+def _dataset_names(file: h5py.File) -> tuple[str, ...]:
+    kind = attribute(file, "format", arrays.FORMAT)
+    if kind == pack.FORMAT:
+        return ("tokens",)
+    if kind == arrays.FORMAT:
+        return ("inputs", "targets")
+    raise DataError(f"{file.filename} has format {kind!r}, expected {pack.FORMAT!r} or {arrays.FORMAT!r}")
+
+
+def _describe_dataset(file: h5py.File, name: str) -> dict[str, Any]:
+    dataset = dataset_of(file, name)
+    crc32 = attribute(dataset, "crc32")
+    offsets = dataset.parent.get("offsets")
+    return {
+        "dataset": f"/{name}",
+        "shape": [int(size) for size in dataset.shape],
+        "dtype": str(dataset.dtype),
+        "documents": len(offsets) - 1 if isinstance(offsets, h5py.Dataset) else None,
+        "bytes": int(dataset.nbytes),
+        "crc32": "none" if crc32 is None else "ok" if checksum(dataset) == crc32 else "damaged",
+    }
+
+
+def _table(datasets: Sequence[dict[str, Any]]) -> list[str]:
+    rows = [_COLUMNS, *(tuple(_cell(dataset[column]) for column in _COLUMNS) for dataset in datasets)]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(_COLUMNS))]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, list):
+        return " x ".join(f"{size:,}" for size in value)
+    return f"{value:,}" if isinstance(value, int) else str(value)

@@ -1,0 +1,149 @@
+"""Pack a corpus into one HDF5 file of byte tokens with a held-out split.
+
+The file holds ``/train`` and ``/validation``, each with ``tokens`` (u1; every document is followed by a NUL byte),
+``offsets`` (where each document begins, and where the last one ends) and ``names``. Memory stays bounded: the corpus
+is read twice, once to measure and once to copy, block by block.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import h5py
+import numpy as np
+from tqdm import tqdm
+
+from hpctrain.data.corpus import find_documents, name_sources
+from hpctrain.data.hdf5 import attribute, checksum, open_file
+from hpctrain.data.holdout import SPLITS, Piece, Split, plan_splits
+from hpctrain.data.publish import new_file
+from hpctrain.data.survey import fingerprint, read_blocks, survey
+from hpctrain.errors import DataError, SettingsError
+
+FORMAT = "hpctrain-tokens"
+FORMAT_VERSION = 1
+SEPARATOR = b"\0"
+
+
+@dataclass(frozen=True)
+class PackReport:
+    """Say what a packed file holds, and whether it was written now (or had been, from the same corpus)."""
+
+    path: Path
+    written: bool
+    tokens: dict[Split, int]
+    documents: dict[Split, int]
+    skipped: int  # files left out because they are not text
+
+
+def pack(
+    sources: Sequence[str | Path],
+    out: str | Path,
+    *,
+    validation_fraction: float = 0.05,
+    seed: int = 0,
+    force: bool = False,
+    progress: bool = True,
+) -> PackReport:
+    """Pack the text of files and folders into ``out``; without sources, that of the Python standard library.
+
+    A file that holds the same corpus, packed in the same way, is left as it is; any other file is only replaced with
+    ``force``. Raises ``DataError`` or ``SettingsError`` with nothing written.
+    """
+    out = Path(out)
+    if not 0 < validation_fraction < 1:
+        raise SettingsError(f"validation fraction {validation_fraction}: allowed is more than 0 and less than 1")
+    measured, skipped = survey(find_documents(sources))
+    if not measured:
+        raise DataError(f"no text found in {', '.join(name_sources(sources))}: {skipped} skipped, not being UTF-8 text")
+    splits = plan_splits(measured, validation_fraction, seed)
+    identity = {
+        "documents_sha256": fingerprint(measured),
+        "validation_fraction": validation_fraction,
+        "seed": seed,
+        "tokenizer": "bytes",
+        "vocab_size": 256,
+    }
+    written = force or not _is_current(out, identity)
+    if written:
+        _write(out, splits, identity, name_sources(sources), progress)
+    return PackReport(
+        path=out,
+        written=written,
+        tokens={split: _length(splits[split]) for split in SPLITS},
+        documents={split: len(splits[split]) for split in SPLITS},
+        skipped=skipped,
+    )
+
+
+def _is_current(out: Path, identity: dict[str, object]) -> bool:
+    """Tell whether ``out`` need not be written; raise ``DataError`` where it exists and is something else."""
+    if not out.exists():
+        return False
+    try:
+        with open_file(out) as file:
+            if attribute(file, "format") != FORMAT:
+                reason = "is not a packed corpus"
+            elif all(attribute(file, key) == value for key, value in identity.items()):
+                return True
+            else:
+                reason = "was packed from another corpus or with other parameters"
+    except DataError:
+        reason = "is not a packed corpus"
+    raise DataError(f"{out} exists and {reason}: --force replaces it")
+
+
+def _write(
+    out: Path, splits: dict[Split, list[Piece]], identity: dict[str, object], sources: list[str], progress: bool
+) -> None:
+    total = sum(_length(pieces) for pieces in splits.values())
+    # disable=None: a bar on a terminal only
+    bar = tqdm(total=total, unit="B", unit_scale=True, desc="pack", leave=False, disable=None if progress else True)
+    with bar, new_file(out, FORMAT, FORMAT_VERSION) as file:
+        file.attrs.update(identity)
+        file.create_dataset("sources", data=sources, dtype=h5py.string_dtype())
+        for split in SPLITS:
+            _write_split(file.create_group(split), splits[split], bar)
+        file.flush()
+        for split in SPLITS:
+            tokens = file[split]["tokens"]
+            if checksum(tokens) != tokens.attrs["crc32"]:
+                raise DataError(f"cannot write {out}: what was written reads back differently")
+
+
+def _write_split(group: h5py.Group, pieces: list[Piece], bar: tqdm[None]) -> None:
+    tokens = group.create_dataset("tokens", shape=(_length(pieces),), dtype="u1")
+    position = crc32 = 0
+    for piece in pieces:
+        for block in _blocks(piece):
+            tokens[position : position + len(block)] = np.frombuffer(block, np.uint8)
+            position, crc32 = position + len(block), zlib.crc32(block, crc32)
+            bar.update(len(block))
+    tokens.attrs["crc32"] = crc32
+    lengths = [piece.stop - piece.start + len(SEPARATOR) for piece in pieces]
+    group.create_dataset("offsets", data=np.cumsum([0, *lengths], dtype=np.int64))
+    names = [piece.source.document.name for piece in pieces]
+    group.create_dataset("names", data=names, dtype=h5py.string_dtype())
+
+
+def _blocks(piece: Piece) -> Iterator[bytes]:
+    """Yield the bytes of a piece and the separator; raise ``DataError`` where the file is no longer what it was."""
+    document, position, crc32 = piece.source.document, 0, 0
+    for block in read_blocks(document.path):
+        crc32 = zlib.crc32(block, crc32)
+        wanted = block[max(piece.start - position, 0) : max(piece.stop - position, 0)]
+        position += len(block)
+        if position > piece.source.length:
+            break
+        if wanted:
+            yield wanted
+    if (position, crc32) != (piece.source.length, piece.source.crc32):
+        raise DataError(f"{document.path} changed while it was packed: pack again when nobody writes to it")
+    yield SEPARATOR
+
+
+def _length(pieces: list[Piece]) -> int:
+    return sum(piece.stop - piece.start + len(SEPARATOR) for piece in pieces)

@@ -1,0 +1,56 @@
+"""Set which data a run reads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from hpctrain.errors import SettingsError
+
+if TYPE_CHECKING:
+    from hpctrain.data.dataset import FileDataset
+
+
+@dataclass(frozen=True)
+class DataSettings:
+    """Name the data files and how to read them."""
+
+    # HDF5 files that each hold a train and a validation split; several are read as one, in this order
+    files: tuple[str, ...] = ()
+
+    # tokens: what `hpctrain data pack` writes; arrays: /train/inputs and /train/targets, images or vectors
+    format: Literal["tokens", "arrays"] = "tokens"
+
+    # samples of the validation split that an evaluation looks at, spread evenly over it; 0 for all
+    validation_samples: int = 256
+
+    def __post_init__(self) -> None:
+        if self.format not in ("tokens", "arrays"):
+            raise SettingsError(f"data.format = {self.format!r}: allowed are tokens, arrays")
+        if self.validation_samples < 0:
+            raise SettingsError(f"data.validation_samples = {self.validation_samples}: allowed is 0 (all) or more")
+        if not all(self.files):
+            raise SettingsError(f"data.files = {list(self.files)}: a file name is empty")
+
+    @property
+    def validation_limit(self) -> int | None:
+        """Return the limit that ``evaluation_batches`` takes."""
+        return self.validation_samples or None
+
+
+def open_dataset(settings: DataSettings, split: str, context: int | None = None) -> FileDataset:
+    """Open a split of the files that are set; token files are cut into windows of ``context`` tokens."""
+    from hpctrain.data.arrays import ArrayDataset
+    from hpctrain.data.dataset import JoinedDataset
+    from hpctrain.data.tokens import TokenDataset
+
+    if not settings.files:
+        raise SettingsError("data.files is empty: name at least one file, such as hpctrain data pack writes")
+    parts: list[FileDataset]
+    if settings.format == "arrays":
+        parts = [ArrayDataset(path, split) for path in settings.files]
+    elif context is None:
+        raise SettingsError("token files need a window length: set model.context")
+    else:
+        parts = [TokenDataset(path, split, context) for path in settings.files]
+    return parts[0] if len(parts) == 1 else JoinedDataset(parts)

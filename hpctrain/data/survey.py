@@ -1,0 +1,74 @@
+"""Read every document once: is it text, how long is it, what is its checksum."""
+
+from __future__ import annotations
+
+import codecs
+import hashlib
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from hpctrain.data.corpus import Document
+from hpctrain.errors import DataError
+
+BLOCK = 4 << 20  # bytes of a document held in memory at a time
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Hold what one reading of a document found: its length in bytes and their CRC-32."""
+
+    document: Document
+    length: int
+    crc32: int
+
+
+def survey(documents: Iterable[Document]) -> tuple[list[Measured], int]:
+    """Return the documents that hold text, in the order given, and how many were skipped because they do not.
+
+    Text is UTF-8 without NUL bytes (which part the documents from each other). Empty files vanish uncounted.
+    """
+    measured: list[Measured] = []
+    skipped = 0
+    for document in documents:
+        found = _measure(document)
+        if found is None:
+            skipped += 1
+        elif found.length:
+            measured.append(found)
+    return measured, skipped
+
+
+def fingerprint(measured: Sequence[Measured]) -> str:
+    """Return a digest of all names and contents, equal exactly for equal corpora."""
+    digest = hashlib.sha256()
+    for found in measured:
+        digest.update(f"{found.document.name}\0{found.length}\0{found.crc32:08x}\n".encode())
+    return digest.hexdigest()
+
+
+def read_blocks(path: Path) -> Iterator[bytes]:
+    """Yield a file's bytes in blocks; raise ``DataError`` where it cannot be read."""
+    try:
+        with path.open("rb", buffering=0) as file:
+            while block := file.read(BLOCK):
+                yield block
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror}") from error
+
+
+def _measure(document: Document) -> Measured | None:
+    """Return length and checksum, or ``None`` for a file that is not text."""
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    length = crc32 = 0
+    try:
+        for block in read_blocks(document.path):
+            if b"\0" in block:
+                return None
+            decoder.decode(block)
+            length, crc32 = length + len(block), zlib.crc32(block, crc32)
+        decoder.decode(b"", final=True)
+    except UnicodeDecodeError:
+        return None
+    return Measured(document, length, crc32)

@@ -1,0 +1,92 @@
+"""Build the model that the settings ask for."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import nn
+
+from hpctrain.errors import SettingsError
+from hpctrain.models.convnet import ConvNet
+from hpctrain.models.gpt import GPT
+from hpctrain.models.mlp import MLP
+from hpctrain.models.settings import ModelSettings
+
+_BUILTIN: dict[str, Callable[..., nn.Module]] = {"convnet": ConvNet, "mlp": MLP}
+
+
+def build(
+    settings: ModelSettings,
+    *,
+    vocab_size: int | None = None,
+    input_shape: Sequence[int] | None = None,
+    outputs: int | None = None,
+) -> nn.Module:
+    """Return the model, its weights drawn from torch's generator as the caller seeded it.
+
+    The keyword arguments are what the data say (a dataset's ``facts``). Raises ``SettingsError`` where the settings
+    do not fit them or a factory cannot be imported, called, or does not return a module.
+    """
+    if settings.factory is not None:
+        return _from_factory(settings.factory, settings.options)
+    if settings.gpt_name is not None:
+        if input_shape is not None:
+            raise SettingsError(f"model {settings.name} reads tokens, the data are images or vectors: set model.name")
+        return GPT(settings.gpt(vocab_size))
+    if input_shape is None or outputs is None:
+        raise SettingsError(f"model {settings.name} needs images or vectors with targets: set data.format = 'arrays'")
+    make = _BUILTIN[settings.name]
+    options = {"input_shape": input_shape, "outputs": outputs, **settings.options}
+    _check_options(f"model {settings.name}", make, options)
+    try:
+        return make(**options)
+    except TypeError as error:
+        raise SettingsError(f"model.options of {settings.name}: {error}") from error
+
+
+def _from_factory(path: str, options: dict[str, Any]) -> nn.Module:
+    """Import and call a user's function; its own errors pass through with their traceback."""
+    function = _import(path)
+    _check_options(f"model.factory {path}", function, options)
+    model = function(**options)
+    if not isinstance(model, nn.Module):
+        raise SettingsError(f"model.factory {path} returned {type(model).__name__}, expected a torch.nn.Module")
+    return model
+
+
+def _import(path: str) -> Callable[..., Any]:
+    module_name, _, name = path.partition(":")
+    # As `python -m` does: a console script's own folder is on the path, the user's is not.
+    if os.getcwd() not in sys.path and "" not in sys.path:
+        sys.path.append(os.getcwd())
+    try:
+        found: Any = importlib.import_module(module_name)
+    except Exception as error:
+        raise SettingsError(
+            f"model.factory {path}: cannot import {module_name}: {type(error).__name__}: {error} "
+            f"(looked in {os.getcwd()} and the Python path)"
+        ) from error
+    for part in name.split("."):
+        if not hasattr(found, part):
+            raise SettingsError(f"model.factory {path}: {module_name} has no {name}")
+        found = getattr(found, part)
+    if not callable(found):
+        raise SettingsError(f"model.factory {path}: {name} is {type(found).__name__}, expected a function or a class")
+    return found  # type: ignore[no-any-return]
+
+
+def _check_options(what: str, function: Callable[..., Any], options: dict[str, Any]) -> None:
+    """Raise ``SettingsError`` for options that a function does not take, or lacks."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        return  # some built-in callables have none: calling it will tell
+    try:
+        signature.bind(**options)
+    except TypeError as error:
+        raise SettingsError(f"{what} cannot be called with model.options: {error}; it takes {signature}") from error

@@ -1,0 +1,44 @@
+"""Build a small convolutional network for images of digits and the like."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor, nn
+
+from hpctrain.errors import SettingsError
+
+
+class ConvNet(nn.Module):
+    """Run convolution, batch norm, ReLU and pooling once for each of ``channels``, then one linear layer.
+
+    Images are ``(height, width)`` or ``(channels, height, width)``; every pooling halves height and width.
+    """
+
+    def __init__(self, input_shape: Sequence[int], outputs: int, channels: Sequence[int] = (16, 32)) -> None:
+        super().__init__()
+        if len(input_shape) not in (2, 3):
+            raise SettingsError(f"convnet on inputs of shape {tuple(input_shape)}: allowed are images of 2 or 3 dims")
+        depth, height, width = input_shape if len(input_shape) == 3 else (1, *input_shape)
+        shrink = 2 ** len(channels)
+        if min(height, width) < shrink or min([*channels, outputs], default=1) < 1:
+            raise SettingsError(
+                f"convnet with channels {list(channels)} and {outputs} outputs on images of {height} x {width}: "
+                f"needs numbers above 0 and at least {shrink} x {shrink} pixels"
+            )
+        layers: list[nn.Module] = []
+        for size, next_size in zip([depth, *channels], channels):
+            layers += [
+                nn.Conv2d(size, next_size, kernel_size=3, padding=1, bias=False),  # the norm brings its own
+                nn.BatchNorm2d(next_size),
+                nn.ReLU(),
+                nn.MaxPool2d(2),
+            ]
+        self.features = nn.Sequential(*layers)
+        self.head = nn.Linear([depth, *channels][-1] * (height // shrink) * (width // shrink), outputs)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Return ``[batch, outputs]`` for images ``[batch, (channels,) height, width]``."""
+        if images.ndim == 3:
+            images = images.unsqueeze(1)
+        return self.head(self.features(images).flatten(1))  # type: ignore[no-any-return]

@@ -1,0 +1,26 @@
+"""Build a multi-layer perceptron."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from torch import nn
+
+from hpctrain.errors import SettingsError
+
+
+class MLP(nn.Sequential):
+    """Flatten the input, then alternate linear layers and ReLU; a plain sequence, easy to cut into stages.
+
+    Maps ``[batch, *input_shape]`` to ``[batch, outputs]``.
+    """
+
+    def __init__(self, input_shape: Sequence[int], outputs: int, hidden: Sequence[int] = (128, 128)) -> None:
+        sizes = [math.prod(input_shape), *hidden, outputs]
+        if min(sizes) < 1:
+            raise SettingsError(f"mlp with sizes {sizes}: allowed are whole numbers above 0")
+        layers: list[nn.Module] = [nn.Flatten()]
+        for size, next_size in zip(sizes, sizes[1:]):
+            layers += [nn.Linear(size, next_size), nn.ReLU()]
+        super().__init__(*layers[:-1])

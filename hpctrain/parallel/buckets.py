@@ -1,0 +1,105 @@
+"""Group gradients that are reduced together, and lay them out in one stretch of (node-shared) memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+ALIGN = 64  # bytes: gradients start on cache lines
+
+
+@dataclass(eq=False)
+class Bucket:
+    """Hold the gradients of some parameters behind each other in ``flat``.
+
+    The last elements of ``flat`` are flags, one a parameter: 1 where this rank's backward pass reached it. They are
+    reduced with the gradients, so that all ranks learn for nothing which parameters nobody used.
+    """
+
+    flat: Tensor
+    members: list[int]  # numbers of the parameters
+    views: list[Tensor]  # their places in flat, in the parameters' shapes
+    flags: Tensor
+    missing: set[int] = field(default_factory=set)  # members whose gradient has not come in this backward pass
+
+    def __post_init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """Expect every member's gradient again."""
+        self.missing = set(self.members)
+        self.flags.fill_(1)
+
+    def fill_missing(self, gradients: Sequence[Tensor | None]) -> set[int]:
+        """Complete the bucket where no gradient came in this backward pass; return the members without any.
+
+        ``gradients`` are this rank's, by parameter: one accumulated before still counts; where there is none, zeros.
+        """
+        absent = set()
+        for place, member in enumerate(self.members):
+            if member not in self.missing:
+                continue
+            gradient = gradients[member]
+            if gradient is None:
+                self.views[place].zero_()
+                self.flags[place] = 0
+                absent.add(member)
+            elif gradient.data_ptr() != self.views[place].data_ptr():
+                self.views[place].copy_(gradient)
+        self.missing.clear()
+        return absent
+
+
+def group(sizes: Sequence[int], order: Sequence[int], first: int, limit: int) -> list[list[int]]:
+    """Return the parameters, in ``order``, cut into groups of at most ``limit`` bytes (``first`` for the first one).
+
+    ``sizes`` are in bytes, by parameter; one that is larger than the limit makes a group of its own.
+    """
+    groups: list[list[int]] = []
+    filled, room = 0, first
+    for number in order:
+        if not groups or filled + sizes[number] > room:
+            room = limit if groups else first
+            groups.append([])
+            filled = 0
+        groups[-1].append(number)
+        filled += sizes[number]
+    return groups
+
+
+def memory_needed(parameters: Sequence[nn.Parameter], dtype: torch.dtype) -> int:
+    """Return the elements that hold all buckets of these parameters, however they are grouped."""
+    align = ALIGN // dtype.itemsize
+    # Each parameter may begin a bucket of its own, whose flags then take a line for themselves.
+    return sum(_padded(parameter.numel(), align) + align for parameter in parameters)
+
+
+def lay_out(
+    memory: Tensor, parameters: Sequence[nn.Parameter], groups: Sequence[Sequence[int]]
+) -> list[Bucket]:
+    """Cut buckets from flat ``memory``, one behind the other."""
+    align = ALIGN // memory.dtype.itemsize
+    buckets, start = [], 0
+    for members in groups:
+        places = []
+        end = start
+        for member in members:
+            places.append(end)
+            end += _padded(parameters[member].numel(), align)
+        views = [
+            memory[place : place + parameters[member].numel()].view(parameters[member].shape)
+            for place, member in zip(places, members)
+        ]
+        flags = memory[end : end + len(members)]
+        end += _padded(len(members), align)
+        memory[start:end].zero_()  # padding is reduced too, and must stay finite
+        buckets.append(Bucket(memory[start:end], list(members), views, flags))
+        start = end
+    return buckets
+
+
+def _padded(numel: int, align: int) -> int:
+    return -(-numel // align) * align

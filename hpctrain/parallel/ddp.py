@@ -1,0 +1,238 @@
+"""Replicate the model, split the batch, average the gradients while backward still runs.
+
+After Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", VLDB 2020: buckets in reverse
+order of the parameters, reduced from autograd hooks, rebuilt once in the order in which gradients really come.
+
+Note: gradients live in the bucket, the bucket in the window. Autograd hands over a fresh gradient; its hook copies it,
+while it is in cache, to its place in the bucket and makes that place the parameter's ``grad``. From there it is reduced
+where it lies (see the note in ``collectives.window``), and the optimizer reads it there: nothing is copied out. Buckets
+are started in one order on all ranks, whatever order their gradients come in, and nobody waits before the end of the
+backward pass: a rank that is ahead goes on computing.
+
+A bucket of another dtype (compression) or device (a GPU without a device transport) is a copy of the gradients, so
+there the result is copied back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Variable
+from torch.utils.hooks import RemovableHandle
+
+from hpctrain.collectives.communicator import Communicator
+from hpctrain.errors import UsageError
+from hpctrain.parallel.agreement import broadcast_model, check_same_model
+from hpctrain.parallel.buckets import Bucket, group, lay_out, memory_needed
+from hpctrain.parallel.settings import ParallelSettings
+from hpctrain.parallel.strategy import Strategy, clip_whole_gradients, trainable
+from hpctrain.transport.base import Work
+
+FIRST_BUCKET = 2**20  # bytes
+
+
+class DataParallel(Strategy):
+    """Attach data parallelism to a module: same parameters on all ranks, gradients averaged over them.
+
+    Raises ``MismatchError`` where the ranks' models differ. With one rank nothing is hooked.
+    """
+
+    def __init__(self, model: nn.Module, comm: Communicator, settings: ParallelSettings = ParallelSettings()) -> None:
+        self.model = model
+        self.comm = comm
+        self.settings = settings
+        check_same_model(model, comm)
+        broadcast_model(model, comm)
+        named = trainable(model)
+        if not named:
+            raise UsageError("the model has no parameter that requires a gradient", everywhere=True)
+        self._names = [name for name, _ in named]
+        self._parameters = [parameter for _, parameter in named]
+        self._handles: list[RemovableHandle] = []
+        self._syncing = True
+        self._running = False  # between a backward pass's first gradient and its end
+        self._works: list[Work] = []
+        self._observed: list[int] = []
+        self._rebuilt = False
+        self._buckets: list[Bucket] = []
+        if comm.size > 1:
+            self._memory = self._allocate()
+            self._build(list(reversed(range(len(named)))))
+            self._hook()
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Let gradients accumulate on each rank alone, for backward passes inside the ``with`` block."""
+        before, self._syncing = self._syncing, False
+        try:
+            yield
+        finally:
+            self._syncing = before
+
+    def contribute_nothing(self) -> None:
+        """Take part in a backward pass of the others, with no sample of one's own."""
+        if self._buckets:
+            if self.settings.broadcast_buffers:
+                broadcast_buffers(self.model, self.comm)
+            self._finish()
+
+    def clip_grad_norm(self, max_norm: float) -> Tensor:
+        """Scale the gradients so that their global norm is at most ``max_norm``; return the norm before, a scalar.
+
+        Every rank holds all gradients, averaged, so the local norm is the global one.
+        """
+        return clip_whole_gradients(self.model, max_norm)
+
+    def detach(self) -> None:
+        """Take all hooks off the module."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    # Building -----------------------------------------------------------------------------------------------------------
+
+    def _allocate(self) -> dict[torch.dtype, Tensor]:
+        """Return one stretch of memory a dtype that travels."""
+        kinds: dict[torch.dtype, list[nn.Parameter]] = {}
+        for parameter in self._parameters:
+            kinds.setdefault(self._travels_as(parameter), []).append(parameter)
+        return {dtype: self.comm.empty(memory_needed(held, dtype), dtype) for dtype, held in kinds.items()}
+
+    def _travels_as(self, parameter: nn.Parameter) -> torch.dtype:
+        narrow = self.settings.compression == "bfloat16" and parameter.dtype is torch.float32
+        return torch.bfloat16 if narrow else parameter.dtype
+
+    def _build(self, order: list[int]) -> None:
+        """Cut the memory into buckets, their members in the given order."""
+        limit = int(self.settings.bucket_mib * 2**20)
+        sizes = [parameter.numel() * self._travels_as(parameter).itemsize for parameter in self._parameters]
+        buckets: list[Bucket] = []
+        for dtype, memory in self._memory.items():
+            members = [number for number in order if self._travels_as(self._parameters[number]) is dtype]
+            groups = group(sizes, members, min(FIRST_BUCKET, limit), limit)
+            buckets += lay_out(memory, self._parameters, groups)
+        place = {number: rank for rank, number in enumerate(order)}
+        # A bucket can start when its last gradient has come.
+        self._buckets = sorted(buckets, key=lambda bucket: max(place[member] for member in bucket.members))
+        self._home = {
+            member: (bucket, view)
+            for bucket in self._buckets
+            for member, view in zip(bucket.members, bucket.views)
+        }
+        self._next = 0
+
+    def _rebuild(self) -> None:
+        """Build once more in the order in which rank 0 saw the gradients of the first backward pass come."""
+        for parameter in self._parameters:
+            if parameter.grad is not None:
+                parameter.grad = parameter.grad.clone()  # its place changes hands
+        order = self.comm.broadcast_object(self._observed)
+        unseen = [number for number in reversed(range(len(self._parameters))) if number not in set(order)]
+        self._rebuilt = True
+        self._observed = []
+        self._build(order + unseen)
+
+    # Hooks --------------------------------------------------------------------------------------------------------------
+
+    def _hook(self) -> None:
+        for number, parameter in enumerate(self._parameters):
+            register: Callable[..., RemovableHandle] = parameter.register_post_accumulate_grad_hook
+            self._handles.append(register(self._gradient_hook(number)))
+        self._handles.append(self.model.register_forward_pre_hook(lambda module, args: self._before_forward()))
+
+    def _before_forward(self) -> None:
+        if not (self._syncing and self.model.training and torch.is_grad_enabled()):
+            return
+        if self.settings.broadcast_buffers:
+            broadcast_buffers(self.model, self.comm)
+
+    def _gradient_hook(self, number: int) -> Callable[[Tensor], None]:
+        def hook(parameter: Tensor) -> None:
+            if self._syncing:
+                self._take(number, parameter)
+
+        return hook
+
+    def _take(self, number: int, parameter: Tensor) -> None:
+        """Put one gradient into its bucket; start the buckets that are full."""
+        if not self._running:
+            self._running = True
+            Variable._execution_engine.queue_callback(self._finish)
+        bucket, view = self._home[number]
+        if number not in bucket.missing:
+            raise UsageError(
+                f"parameter {self._names[number]} got its gradient twice in one backward pass: "
+                "use non-reentrant activation checkpointing (use_reentrant=False)"
+            )
+        gradient = parameter.grad
+        assert gradient is not None
+        if gradient.data_ptr() != view.data_ptr():
+            view.copy_(gradient)
+            if self._lives_in_bucket(parameter, view):
+                parameter.grad = view
+        bucket.missing.discard(number)
+        if not self._rebuilt:
+            self._observed.append(number)
+        if not bucket.missing:
+            self._start_full_buckets()
+
+    @staticmethod
+    def _lives_in_bucket(parameter: Tensor, view: Tensor) -> bool:
+        return parameter.dtype is view.dtype and parameter.device == view.device
+
+    def _start_full_buckets(self) -> None:
+        while self._next < len(self._buckets) and not self._buckets[self._next].missing:
+            bucket = self._buckets[self._next]
+            work = self.comm.all_reduce(bucket.flat, "average", async_op=True)
+            assert not isinstance(work, Tensor)
+            self._works.append(work)
+            self._next += 1
+        if self._works:
+            self._works[-1].done()  # carries on all reductions for which the others are ready
+
+    def _finish(self) -> None:
+        """Reduce what is left when the backward pass has ended, and wait for all of it."""
+        absent: set[int] = set()
+        gradients = [parameter.grad for parameter in self._parameters]
+        for bucket in self._buckets:
+            absent |= bucket.fill_missing(gradients)
+        self._start_full_buckets()
+        for work in self._works:
+            work.wait()
+        for bucket in self._buckets:
+            self._hand_out(bucket, absent)
+            bucket.reset()
+        self._works.clear()
+        self._next = 0
+        self._running = False
+        if not self._rebuilt:
+            self._rebuild()
+
+    def _hand_out(self, bucket: Bucket, absent: set[int]) -> None:
+        """Give parameters the gradients that are not in place yet."""
+        for place, (member, view) in enumerate(zip(bucket.members, bucket.views)):
+            parameter = self._parameters[member]
+            # Nobody used it: then its gradient stays what it was, as in a plain backward pass.
+            if member in absent and bucket.flags[place] == 0:
+                continue
+            if self._lives_in_bucket(parameter, view):
+                parameter.grad = view
+            elif parameter.grad is None:
+                parameter.grad = view.to(parameter.device, parameter.dtype)
+            else:
+                parameter.grad.copy_(view)
+
+
+def broadcast_buffers(model: nn.Module, comm: Communicator) -> None:
+    """Give every rank the buffers of rank 0, all those of one dtype in one message."""
+    kinds: dict[torch.dtype, list[Tensor]] = {}
+    for buffer in model.buffers():
+        kinds.setdefault(buffer.dtype, []).append(buffer)
+    for buffers in kinds.values():
+        flat = torch.cat([buffer.reshape(-1) for buffer in buffers]).cpu()
+        comm.broadcast(flat)
+        for buffer, piece in zip(buffers, torch.split(flat, [buffer.numel() for buffer in buffers])):
+            buffer.copy_(piece.view_as(buffer))

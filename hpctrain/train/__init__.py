@@ -1,0 +1,1 @@
+"""Run a training job: settings, bootstrap, the loop, its life and its end."""

@@ -1,0 +1,60 @@
+"""Start a job: signals first, then MPI, then what the ranks must agree on before anything is computed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from hpctrain.train import signals
+
+if TYPE_CHECKING:
+    from hpctrain.parallel.settings import ParallelSettings
+    from hpctrain.train.job import Job
+
+
+def init(
+    comm: Any = None,
+    *,
+    device: str = "auto",
+    oversubscribe: bool = False,
+    parallel: ParallelSettings | None = None,
+    settings: Mapping[str, Any] | None = None,
+    verbose: bool = False,
+) -> Job:
+    """Join the world that the launcher started, and return this rank's ``Job``.
+
+    ``comm`` is any mpi4py communicator to train in, ``COMM_WORLD`` by default; a process that no launcher started is a
+    world of one and needs no MPI. ``device`` is ``auto``, ``cpu`` or ``cuda``; two ranks may share a GPU only with
+    ``oversubscribe``. ``settings`` are compared over the ranks. ``verbose`` prints the binding table.
+
+    Raises ``LaunchError`` where the launcher started ranks that MPI does not see, ``MismatchError`` where ranks disagree
+    on versions or settings, ``DeviceError`` where ranks would share a GPU. From here on, a rank that fails ends the job.
+    """
+    signals.install()  # before torch, whose import takes seconds in which USR1 would kill
+
+    import torch
+
+    from hpctrain import log
+    from hpctrain.collectives.agreement import agreed
+    from hpctrain.collectives.communicator import Communicator
+    from hpctrain.parallel.settings import ParallelSettings
+    from hpctrain.train import hello
+    from hpctrain.train.device import check_unshared, pick
+    from hpctrain.train.guard import Guard
+    from hpctrain.train.job import Job
+    from hpctrain.transport.connect import connect
+
+    transport, launch = connect(comm)
+    log.configure(transport.rank, verbose=verbose)
+    guard = Guard(transport)
+    world = Communicator(transport)
+    own = agreed(world, lambda: pick(device, world.local_rank))
+    if own.type == "cuda":
+        torch.cuda.set_device(own)
+    hellos = hello.introduce(world, own, settings or {})
+    if not oversubscribe:
+        check_unshared([(one.host, one.device_identity) for one in hellos], hello.table(hellos))
+    torch.set_num_threads(hello.threads(hellos, world.rank))
+    if verbose and world.rank == 0:
+        log.logger.info("%s", hello.table(hellos))
+    return Job(world, own, launch, guard, parallel or ParallelSettings())

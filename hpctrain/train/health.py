@@ -1,0 +1,94 @@
+"""Keep NaN and infinity out of the weights, and find out where they came from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from hpctrain.collectives.communicator import Communicator
+from hpctrain.errors import NonFiniteError
+from hpctrain.log import logger
+from hpctrain.parallel.strategy import Strategy, trainable
+
+Policy = Literal["abort", "skip", "rollback"]
+SKIPS = 10  # updates left out in a row after which there is no hope
+ROLLBACKS = 3
+
+
+class Health:
+    """Look at the gradients before every update; after a reduction all ranks see the same, and so decide the same.
+
+    ``norm`` is the global norm of the present step's gradients, once somebody has computed it.
+    """
+
+    def __init__(self, model: nn.Module, strategy: Strategy, comm: Communicator, policy: Policy) -> None:
+        self.model = model
+        self.strategy = strategy
+        self.comm = comm
+        self.policy = policy
+        self.norm: Tensor | None = None
+        self.skipped = 0  # in a row
+        self.rollbacks = 0
+        self.wants_rollback = False
+        self.replay: Callable[[], object] | None = None
+
+    def before_update(self, step: int) -> None:
+        """Let the update pass, or make it do nothing, or raise ``NonFiniteError`` on all ranks."""
+        norm = self.norm if self.norm is not None else self.strategy.clip_grad_norm(float("inf"))
+        self.norm = norm
+        if bool(torch.isfinite(norm)):
+            self.skipped = 0
+            return
+        where = self.find()
+        for _, parameter in trainable(self.model):
+            parameter.grad = None  # an optimizer leaves parameters without a gradient as they are
+        self._decide(f"gradient norm is {float(norm)} in step {step}: {where}")
+
+    def find(self) -> str:
+        """Say on which rank, and where, the first value is not finite.
+
+        The reduction has mixed the ranks' gradients, so the step is computed once more, on each rank alone.
+        """
+        found = next(self._broken(), None)
+        everyone = self.comm.all_gather_object(found)
+        for rank, text in enumerate(everyone):
+            if text:
+                return f"rank {rank} has {text}"
+        return "no rank alone has one; the sum over the ranks overflows"
+
+    def _broken(self) -> Iterator[str]:
+        for name, parameter in self.model.named_parameters():
+            if not bool(torch.isfinite(parameter).all()):
+                yield f"parameter {name} not finite"
+        if self.replay is None:
+            for name, parameter in trainable(self.model):
+                if parameter.grad is not None and not bool(torch.isfinite(parameter.grad).all()):
+                    yield f"the averaged gradient of {name} not finite"
+            return
+        for _, parameter in trainable(self.model):
+            parameter.grad = None
+        with self.strategy.no_sync():
+            self.replay()
+        for name, parameter in trainable(self.model):
+            if parameter.grad is not None and not bool(torch.isfinite(parameter.grad).all()):
+                yield f"the gradient of {name} not finite"
+
+    def _decide(self, what: str) -> None:
+        if self.policy == "abort":
+            raise NonFiniteError(f"{what}; see train.on_nonfinite for what else can be done", everywhere=True)
+        if self.policy == "skip":
+            self.skipped += 1
+            if self.skipped > SKIPS:
+                raise NonFiniteError(f"{what}; {SKIPS} updates in a row were left out", everywhere=True)
+            if self.comm.rank == 0:
+                logger.warning("%s; leaving out this update", what)
+            return
+        self.rollbacks += 1
+        if self.rollbacks > ROLLBACKS:
+            raise NonFiniteError(f"{what}; went back {ROLLBACKS} times already", everywhere=True)
+        self.wants_rollback = True
+        if self.comm.rank == 0:
+            logger.warning("%s; going back to the last checkpoint, past these samples", what)

@@ -1,0 +1,110 @@
+"""Be what ``hpctrain.init`` returns: this rank's place in the job, and the two things to do with it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from hpctrain.cluster.launcher import Launch
+from hpctrain.collectives.communicator import Communicator
+from hpctrain.errors import UsageError
+from hpctrain.parallel.attach import attach
+from hpctrain.parallel.settings import ParallelSettings
+from hpctrain.parallel.strategy import Strategy
+from hpctrain.train.guard import Guard
+
+if TYPE_CHECKING:
+    from hpctrain.train.session import Run
+
+
+class Job:
+    """Hold ``rank``, ``size``, ``local_rank``, ``local_size``, ``node`` (numbers), ``device`` and ``comm``.
+
+    Usable as ``with hpctrain.init() as job``; without it, the job ends with the process.
+    """
+
+    def __init__(
+        self,
+        comm: Communicator,
+        device: torch.device,
+        launch: Launch,
+        guard: Guard,
+        parallel: ParallelSettings = ParallelSettings(),
+    ) -> None:
+        self.comm = comm
+        self.device = device
+        self.launch = launch
+        self.guard = guard
+        self.parallel = parallel
+        self.rank, self.size = comm.rank, comm.size
+        self.local_rank, self.local_size = comm.local_rank, comm.local_size
+        self.node, self.nodes = comm.node, comm.nodes
+        self.strategies: dict[int, Strategy] = {}
+
+    def wrap(self, model: nn.Module, parallel: ParallelSettings | None = None) -> nn.Module:
+        """Move a model to this rank's device and attach the strategy of the settings; return the same model.
+
+        Names in ``state_dict`` do not change. Parameters and buffers of rank 0 are given to all ranks. Make the
+        optimizer afterwards or before, as you like. Raises ``MismatchError`` where the ranks hold different models.
+        """
+        model.to(self.device)
+        self.strategies[id(model)] = attach(model, self.comm, parallel or self.parallel)
+        return model
+
+    def strategy(self, model: nn.Module) -> Strategy:
+        """Return the strategy that ``wrap`` attached to a model."""
+        try:
+            return self.strategies[id(model)]
+        except KeyError:
+            raise UsageError("this model has no strategy: call job.wrap(model) first", everywhere=True) from None
+
+    def run(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        loader: Iterable[Any],
+        *,
+        checkpoints: str,
+        steps: int | None = None,
+        every: int = 100,
+        keep: int = 2,
+        **options: Any,
+    ) -> Run:
+        """Return a run in the folder ``checkpoints``: iterate it for ``(step, batch)``; see ``train.session.Run``.
+
+        Entered with ``with``, it locks the folder, resumes from the newest valid checkpoint there, writes
+        metrics and a checkpoint every ``every`` steps (``keep`` newest kept), and saves when it ends or is told to.
+        """
+        from hpctrain.train.session import Run
+
+        return Run(self, model, optimizer, loader, folder=checkpoints, steps=steps, every=every, keep=keep, **options)
+
+    def close(self) -> None:
+        """Stop watching the job and give back what it holds; a call by all ranks."""
+        self.guard.close()
+        for strategy in self.strategies.values():
+            strategy.detach()
+        self.strategies.clear()
+
+    def __enter__(self) -> Job:
+        return self
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        if error is None:
+            self.close()
+
+    def describe(self) -> Mapping[str, Any]:
+        """Return this rank's place as plain values."""
+        return {
+            "rank": self.rank,
+            "size": self.size,
+            "local_rank": self.local_rank,
+            "local_size": self.local_size,
+            "node": self.node,
+            "nodes": self.nodes,
+            "device": str(self.device),
+            "launcher": self.launch.kind,
+        }

@@ -1,0 +1,55 @@
+"""Show how a run goes: a bar on a terminal, a line now and then elsewhere, on rank 0 only."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import Any
+
+from hpctrain.log import logger
+
+LINE_EVERY = 10.0  # seconds between two lines where there is no terminal
+
+
+class Progress:
+    """Show steps done, what was measured, tokens/s and the time left."""
+
+    def __init__(self, first: int, last: int | None, tokens: int, *, shown: bool) -> None:
+        self._first, self._last, self._tokens = first, last, tokens
+        self._shown = shown
+        self._bar: Any = None
+        self._kept: dict[str, str] = {}
+        self._begun = self._spoken = time.monotonic()
+        if shown and sys.stderr.isatty():
+            from tqdm import tqdm
+
+            self._bar = tqdm(total=last, initial=first, unit="step", dynamic_ncols=True, smoothing=0.05)
+
+    def update(self, step: int, tokens: int, facts: dict[str, str]) -> None:
+        """Say that a step is done; ``tokens`` counts from the beginning of the run. Facts stay until they change."""
+        self._kept.update(facts)
+        if not self._shown:
+            return
+        now = time.monotonic()
+        shown = dict(self._kept)
+        if tokens > self._tokens:
+            shown["tokens/s"] = f"{(tokens - self._tokens) / (now - self._begun):,.0f}"
+        if self._bar is not None:
+            self._bar.set_postfix(shown, refresh=False)
+            self._bar.update(step - self._bar.n)
+        elif now - self._spoken >= LINE_EVERY or step == self._last:
+            self._spoken = now
+            logger.info("%s", self._line(step, now, shown))
+
+    def close(self) -> None:
+        """Leave the bar where it is."""
+        if self._bar is not None:
+            self._bar.close()
+
+    def _line(self, step: int, now: float, facts: dict[str, str]) -> str:
+        parts = [f"step {step}" + (f"/{self._last}" if self._last else "")]
+        parts += [f"{name} {value}" for name, value in facts.items()]
+        if self._last and step > self._first:
+            left = round((now - self._begun) / (step - self._first) * (self._last - step))
+            parts.append(f"left {left // 60}:{left % 60:02d}")
+        return "  ".join(parts)

@@ -1,0 +1,158 @@
+"""Train a model as the settings say: the recipe, in the order in which it happens."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import torch
+from torch import nn
+
+from hpctrain.collectives.agreement import agreed
+from hpctrain.data.dataset import FileDataset
+from hpctrain.data.loader import Loader, check_batch
+from hpctrain.data.settings import open_dataset
+from hpctrain.log import logger
+from hpctrain.models.build import build
+from hpctrain.settings import to_toml, to_tree
+from hpctrain.train import optimizer as optimizers
+from hpctrain.train.bootstrap import init
+from hpctrain.train.evaluate import evaluate
+from hpctrain.train.job import Job
+from hpctrain.train.session import Run
+from hpctrain.train.settings import Settings
+from hpctrain.train.step import Stepper
+from hpctrain.train.summary import sample_text, summarise
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Hold the two splits of the data."""
+
+    train: FileDataset
+    validation: FileDataset
+
+
+def train(settings: Settings, *, verbose: bool = False) -> None:
+    """Train to the last step, or until told to stop; resumes where the run's folder says that it was.
+
+    Raises an ``HpctrainError`` on all ranks for anything wrong in the input, before anything is written.
+    """
+    tree = to_tree(settings)
+    job = init(
+        device=settings.run.device,
+        oversubscribe=settings.run.oversubscribe,
+        parallel=settings.parallel,
+        settings=tree,
+        verbose=verbose,
+    )
+    with job:
+        # Everything that can be wrong with the input is looked at before the folder is touched.
+        agreed(job.comm, lambda: check_batch(settings.train.batch, job.size, settings.train.accumulate))
+        corpus = agreed(job.comm, lambda: open_corpus(settings))
+        model = agreed(job.comm, lambda: make_model(settings, corpus))
+
+        # The same weights on all ranks, then a generator of its own for each: dropout must differ.
+        job.wrap(model)
+        seed_generators(settings.train.seed + 1 + job.rank)
+        optimizer = optimizers.make(model, settings.optimizer)
+        step = Stepper(model, job.strategy(model), settings.train, job.device)
+        loader = Loader(
+            corpus.train, batch=settings.train.batch, rank=job.rank, size=job.size, seed=settings.train.seed
+        )
+
+        run = job.run(
+            model,
+            optimizer,
+            loader,
+            checkpoints=settings.run.folder,
+            steps=settings.train.steps,
+            every=settings.checkpoint.every,
+            keep=settings.checkpoint.keep,
+            resume=settings.run.resume,
+            strict=settings.run.strict,
+            on_nonfinite=settings.train.on_nonfinite,
+            config=to_toml(tree),
+            provenance={"parallel": settings.parallel.data},
+        )
+        with run:
+            resumed_at = run.step
+            announce(job, run, model, corpus)
+            for number, batch in run:
+                run.health.replay = partial(step, batch)
+                rate = optimizers.learning_rate(number, settings.train.steps, settings.optimizer)
+                optimizers.set_learning_rate(optimizer, rate)
+                loss = step(batch)
+                run.clip(settings.train.clip)
+                optimizer.step()
+                optimizer.zero_grad()
+                run.log(loss=loss, tokens=tokens_in(batch.targets, job), same={"learning_rate": rate})
+                if is_due(number, settings):
+                    run.log(same={"validation_loss": validate(settings, job, model, step, corpus)})
+
+        if job.rank == 0:
+            text = sample_text(model, settings.train.prompt, job.device)
+            summarise(run, corpus.train.facts, text, resumed=resumed_at >= settings.train.steps)
+
+
+def open_corpus(settings: Settings) -> Corpus:
+    """Open both splits of the data."""
+    window = settings.model.window
+    return Corpus(open_dataset(settings.data, "train", window), open_dataset(settings.data, "validation", window))
+
+
+def make_model(settings: Settings, corpus: Corpus) -> nn.Module:
+    """Build the model that the data ask for, its weights drawn from the run's seed."""
+    torch.use_deterministic_algorithms(settings.train.deterministic)
+    seed_generators(settings.train.seed)
+    return build(settings.model, **corpus.train.facts)
+
+
+def seed_generators(seed: int) -> None:
+    """Seed torch's, NumPy's and Python's generators."""
+    torch.manual_seed(seed)
+    np.random.seed(seed % 2**32)
+    random.seed(seed)
+
+
+def tokens_in(targets: torch.Tensor, job: Job) -> int:
+    """Return the number of targets of a step over all ranks, which hold equally many."""
+    return targets.numel() * job.size
+
+
+def is_due(number: int, settings: Settings) -> bool:
+    """Tell whether a step is followed by an evaluation."""
+    every = settings.train.evaluate_every
+    return number == settings.train.steps or bool(every) and number % every == 0
+
+
+def validate(settings: Settings, job: Job, model: nn.Module, step: Stepper, corpus: Corpus) -> float:
+    """Return the loss on the validation split."""
+    return evaluate(
+        model,
+        step.compare,
+        corpus.validation,
+        job.comm,
+        batch=settings.train.batch,
+        limit=settings.data.validation_limit,
+        device=job.device,
+    )
+
+
+def announce(job: Job, run: Run, model: nn.Module, corpus: Corpus) -> None:
+    """Say what is about to be trained."""
+    if job.rank or run.finished:
+        return
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    ranks = "1 rank" if job.size == 1 else f"{job.size} ranks on {job.nodes} node{'s' if job.nodes > 1 else ''}"
+    logger.info(
+        "%s parameters, %s training samples, %s, %s, %d threads a rank; writing into %s",
+        f"{parameters:,}",
+        f"{len(corpus.train):,}",
+        ranks,
+        job.device,
+        torch.get_num_threads(),
+        run.folder,
+    )

@@ -1,0 +1,133 @@
+"""Hold the settings of a run: one section a room, each beside what it sets."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from hpctrain.data.settings import DataSettings
+from hpctrain.errors import SettingsError
+from hpctrain.models.settings import ModelSettings
+from hpctrain.parallel.settings import ParallelSettings
+from hpctrain.settings import assign, build, read_toml
+
+
+@dataclass(frozen=True)
+class RunSettings:
+    """Say where a run lives and on what it runs."""
+
+    # Everything the run writes goes here.
+    folder: str = "runs/run"
+    # auto: go on from the newest valid checkpoint if there is one; never: start anew in an empty folder; must: refuse
+    # to start anew.
+    resume: Literal["auto", "never", "must"] = "auto"
+    # A damaged newest checkpoint is an error instead of a warning and the one before.
+    strict: bool = False
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    # Let ranks share a GPU.
+    oversubscribe: bool = False
+
+
+@dataclass(frozen=True)
+class TrainSettings:
+    """Say how long and how carefully to train."""
+
+    # Optimizer updates in all, over all resumes.
+    steps: int = 1000
+    # Samples a step over all ranks.
+    batch: int = 32
+    # Backward passes a step; each takes batch / accumulate samples over all ranks.
+    accumulate: int = 1
+    # Decides initial weights, order of samples and dropout.
+    seed: int = 0
+    # Refuse operations that may give other bits on a rerun.
+    deterministic: bool = False
+    # Precision of forward and backward; parameters and updates stay in float32.
+    precision: Literal["float32", "bfloat16"] = "float32"
+    # What the model's output and the targets are compared by.
+    loss: Literal["cross_entropy", "mse"] = "cross_entropy"
+    # Largest global norm of the gradients; 0 does not clip.
+    clip: float = 1.0
+    # Steps between evaluations on the validation split; 0 evaluates at the end only.
+    evaluate_every: int = 100
+    # A NaN or infinite gradient: stop the job, leave out the update, or go back to the last checkpoint.
+    on_nonfinite: Literal["abort", "skip", "rollback"] = "abort"
+    # What a byte-level language model goes on from when training ends; empty for none.
+    prompt: str = ""
+
+    def __post_init__(self) -> None:
+        positive = {"steps": self.steps, "batch": self.batch, "accumulate": self.accumulate}
+        for name, value in positive.items():
+            if value < 1:
+                raise SettingsError(f"setting train.{name} = {value}: must be at least 1")
+        for name, number in {"clip": self.clip, "evaluate_every": self.evaluate_every, "seed": self.seed}.items():
+            if not number >= 0:
+                raise SettingsError(f"setting train.{name} = {number}: must not be negative")
+
+
+@dataclass(frozen=True)
+class OptimizerSettings:
+    """Set AdamW (Loshchilov and Hutter, ICLR 2019) and the learning rate over the steps."""
+
+    learning_rate: float = 1e-3
+    # Steps of linear rise from 0 to the learning rate.
+    warmup: int = 0
+    # What follows: half a cosine down to learning_rate x final, or no change.
+    schedule: Literal["cosine", "constant"] = "cosine"
+    final: float = 0.1
+    betas: tuple[float, ...] = (0.9, 0.95)
+    epsilon: float = 1e-8
+    # Applied to matrices only, not to biases and norms.
+    weight_decay: float = 0.1
+
+    def __post_init__(self) -> None:
+        if not (len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas)):
+            raise SettingsError(f"setting optimizer.betas = {list(self.betas)}: must be two numbers in [0, 1)")
+        bounds = {"learning_rate": self.learning_rate, "epsilon": self.epsilon, "weight_decay": self.weight_decay}
+        for name, value in {**bounds, "warmup": self.warmup, "final": self.final}.items():
+            if not value >= 0:
+                raise SettingsError(f"setting optimizer.{name} = {value}: must not be negative")
+
+
+@dataclass(frozen=True)
+class CheckpointSettings:
+    """Say when to save and what to keep."""
+
+    # Steps between checkpoints; the last step is always saved.
+    every: int = 100
+    # The newest ones that stay.
+    keep: int = 2
+
+    def __post_init__(self) -> None:
+        for name, value in {"every": self.every, "keep": self.keep}.items():
+            if value < 1:
+                raise SettingsError(f"setting checkpoint.{name} = {value}: must be at least 1")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Hold all sections."""
+
+    run: RunSettings = RunSettings()
+    data: DataSettings = DataSettings()
+    model: ModelSettings = field(default_factory=ModelSettings)
+    train: TrainSettings = TrainSettings()
+    optimizer: OptimizerSettings = OptimizerSettings()
+    parallel: ParallelSettings = ParallelSettings()
+    checkpoint: CheckpointSettings = CheckpointSettings()
+
+
+def load(path: str | Path, assignments: Sequence[str] = ()) -> Settings:
+    """Return the settings of a TOML file with ``section.key=value`` assignments on top.
+
+    Where nothing names the run's folder, it is ``runs/`` and the file's name. Raises ``SettingsError``.
+    """
+    tree: dict[str, Any] = read_toml(path)
+    for assignment in assignments:
+        assign(tree, assignment)
+    run = tree.setdefault("run", {})
+    if isinstance(run, dict):
+        run.setdefault("folder", f"runs/{Path(path).stem}")
+    return build(Settings, tree)

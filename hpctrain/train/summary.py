@@ -1,0 +1,50 @@
+"""Say at the end what came out of a run and where it lies."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from hpctrain.models.gpt import GPT
+from hpctrain.models.sampling import generate
+
+if TYPE_CHECKING:
+    from hpctrain.train.session import Run
+
+LENGTH = 300  # bytes of generated text
+BYTES = 256  # vocabulary of a byte-level model
+
+
+def sample_text(model: nn.Module, prompt: str, device: torch.device) -> str | None:
+    """Return what a byte-level GPT writes after the prompt; None where there is no prompt or no such model."""
+    if not prompt or not isinstance(model, GPT) or model.config.vocab_size != BYTES:
+        return None
+    tokens = torch.tensor(list(prompt.encode()), dtype=torch.int64, device=device)
+    generator = torch.Generator(device=device).manual_seed(0)
+    written = generate(model, tokens, LENGTH, temperature=0.7, top_k=40, generator=generator)
+    return bytes(written.tolist()).decode(errors="replace")
+
+
+def summarise(run: Run, facts: Mapping[str, Any], text: str | None, *, resumed: bool) -> None:
+    """Print the last losses, the sample, and where to look further."""
+    if resumed:
+        print(f"{run.folder} is finished: {run.step} steps are done; set train.steps higher to go on")
+    losses = run.state.curves.columns
+    if losses.get("loss"):
+        print(f"training loss    {losses['loss'][-1]:.4f} nats after step {run.step}")
+    if losses.get("validation_loss"):
+        nats = losses["validation_loss"][-1]
+        unit = " a byte" if facts.get("vocab_size") == BYTES else ""
+        print(f"validation loss  {nats:.4f} nats{unit} = {nats / math.log(2):.4f} bits{unit}")
+    if text is not None:
+        print("\nThe model goes on from the prompt:\n")
+        print("\n".join(f"    {line}" for line in text.splitlines()))
+        print()
+    print(f"run folder       {run.folder}")
+    print(f"look inside      hpctrain checkpoint show {run.state.path(run.step)}")
+    sys.stdout.flush()

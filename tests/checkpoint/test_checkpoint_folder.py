@@ -1,0 +1,94 @@
+"""The newest sound file is found by looking, and what is deleted is never needed."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from hpctrain.checkpoint.folder import keep_last, list_checkpoints, newest_valid, remove_leftovers
+from hpctrain.checkpoint.layout import step_file
+from hpctrain.checkpoint.writer import Source, write_file
+from hpctrain.errors import CheckpointError, UsageError
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for step in (2, 10, 100_000_000, 30):
+        write_file(tmp_path / step_file(step), [Source.of("/model/w", np.full(4, step, dtype="<f4"))], {})
+    (tmp_path / ".step_00000040.h5.tmp-host-1").write_bytes(b"torn")
+    (tmp_path / "notes.txt").write_text("keep")
+    return tmp_path
+
+
+def damage(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[100] ^= 1
+    path.write_bytes(data)
+
+
+def names(paths: list[Path]) -> list[str]:
+    return [path.name for path in paths]
+
+
+def test_the_order_is_that_of_the_steps(folder: Path) -> None:
+    assert names(list_checkpoints(folder)) == ["step_00000002.h5", "step_00000010.h5", "step_00000030.h5", "step_100000000.h5"]
+    assert list_checkpoints(folder / "none") == []
+
+
+def test_a_damaged_newest_is_passed_over_loudly(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert newest_valid(folder) == folder / "step_100000000.h5"
+    damage(folder / "step_100000000.h5")
+    (folder / "step_00000030.h5").write_bytes(b"")
+    with caplog.at_level(logging.WARNING, "hpctrain"):
+        assert newest_valid(folder) == folder / "step_00000010.h5"
+    first, second = (record.getMessage() for record in caplog.records)
+    assert "step_100000000.h5 is not used" in first and "damaged" in first
+    assert "step_00000030.h5 is not used" in second and "is empty" in second
+
+
+def test_strict_raises_instead(folder: Path) -> None:
+    assert newest_valid(folder, strict=True) == folder / "step_100000000.h5"
+    damage(folder / "step_100000000.h5")
+    with pytest.raises(CheckpointError, match="step_100000000.h5"):
+        newest_valid(folder, strict=True)
+
+
+def test_nothing_is_none_but_all_damaged_is_an_error(folder: Path) -> None:
+    assert newest_valid(folder / "none") is None
+    for path in list_checkpoints(folder):
+        damage(path)
+    with pytest.raises(CheckpointError, match="none of the 4 checkpoints"):
+        newest_valid(folder)
+
+
+def test_the_oldest_go(folder: Path) -> None:
+    assert names(keep_last(folder, 2)) == ["step_00000002.h5", "step_00000010.h5"]
+    assert names(list_checkpoints(folder)) == ["step_00000030.h5", "step_100000000.h5"]
+    assert keep_last(folder, 2) == [] and (folder / "notes.txt").exists()
+
+
+def test_nothing_goes_while_the_newest_is_damaged(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    damage(folder / "step_100000000.h5")
+    assert keep_last(folder, 1) == []
+    assert "older checkpoints are kept" in caplog.text
+    assert keep_last(folder, 1, verified=folder / "step_00000030.h5") == [], "only the newest counts"
+    assert len(list_checkpoints(folder)) == 4
+
+
+def test_a_file_just_committed_needs_no_second_look(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hpctrain.checkpoint.folder.verify_file", lambda path: pytest.fail("read again"))
+    assert len(keep_last(folder, 3, verified=folder / "step_100000000.h5")) == 1
+
+
+def test_at_least_one_is_kept(folder: Path) -> None:
+    with pytest.raises(UsageError, match="keep at least 1"):
+        keep_last(folder, 0)
+
+
+def test_leftovers_of_killed_writers_go(folder: Path) -> None:
+    assert names(remove_leftovers(folder)) == [".step_00000040.h5.tmp-host-1"]
+    assert remove_leftovers(folder) == [] and remove_leftovers(folder / "none") == []
+    assert len(list_checkpoints(folder)) == 4 and (folder / "notes.txt").exists()

@@ -1,0 +1,102 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from hpctrain.cluster.launcher import Kind, Launch
+from hpctrain.cluster.promise import check_promise
+from hpctrain.errors import EXIT_USAGE, LaunchError
+
+
+def promised(kind: Kind, size: int | None, rank: int = 0) -> Launch:
+    return Launch(kind, rank, size, None, None, None, None, None)
+
+
+def message(*args: Any, **kwargs: Any) -> str:
+    with pytest.raises(LaunchError) as caught:
+        check_promise(*args, **kwargs)
+    assert caught.value.exit_code == EXIT_USAGE and caught.value.everywhere
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "launch, mpi_size",
+    [
+        (promised("none", 1), 1),
+        (promised("none", 1), None),
+        (promised("hydra", 1), 1),
+        (promised("slurm", 4), 4),
+        (promised("pmix", None), 1),
+        (promised("pmix", None, rank=2), 3),
+        (promised("pmix", None, rank=2), 8),
+    ],
+)
+def test_kept_promise_passes(launch: Launch, mpi_size: int | None) -> None:
+    check_promise(launch, mpi_size, "MPICH" if mpi_size else None)
+
+
+@pytest.mark.parametrize(
+    "vendor, name, plugin",
+    [
+        ("Open MPI", "Open MPI", "pmix"),
+        ("Open MPI v5.0.11, package: Open MPI user@localhost Distribution", "Open MPI", "pmix"),
+        ("MPICH", "MPICH", "pmi2"),
+        ("MPICH Version:      5.0.2\nMPICH Release date: ...", "MPICH", "pmi2"),
+        ("CRAY MPICH version 8.1.29.2", "Cray MPICH", "cray_shasta"),
+        ("Intel(R) MPI Library 2021.10 for Linux* OS", "Intel MPI", "pmi2"),
+    ],
+)
+def test_singletons_of_srun_get_the_right_plugin(vendor: str, name: str, plugin: str) -> None:
+    text = message(promised("slurm", 4), 1, vendor)
+    assert text.startswith(f"srun started 4 processes, but {name} sees a world of 1: each would train alone; ")
+    assert f"srun --mpi={plugin} " in text and f"the mpiexec that came with {name}" in text
+
+
+def test_mpiexec_of_another_mpi() -> None:
+    text = message(promised("openmpi", 2), 1, "MPICH")
+    assert "mpiexec of Open MPI started 2 processes, but MPICH sees a world of 1" in text
+    assert "start with the mpiexec that came with MPICH" in text and "srun" not in text
+
+
+def test_world_of_another_size() -> None:
+    assert "started 4 processes, but MPICH sees a world of 2; start" in message(promised("hydra", 4), 2, "MPICH")
+
+
+def test_rank_above_zero_is_not_alone() -> None:
+    assert "at least 3 processes" in message(promised("pmix", None, rank=2), 1, "Open MPI")
+
+
+def test_unknown_library_is_asked_to_look() -> None:
+    text = message(promised("slurm", 4), 1, "Some MPI\nof a vendor " + "x" * 200)
+    assert "srun --mpi=list" in text and "Some MPI of a vendor" in text and len(text) < 300
+
+
+def test_missing_mpi_names_what_to_install() -> None:
+    assert "mpi4py is not installed" in message(promised("hydra", 2), None, None)
+    assert "hpctrain[openmpi]" in message(promised("openmpi", 2), None, None)
+    text = message(promised("slurm", 2), 1, None, reason="cannot load\n libmpi.so.12")
+    assert "MPI cannot be loaded (cannot load libmpi.so.12)" in text
+
+
+CHECK = """
+from hpctrain.cluster.launcher import detect
+from hpctrain.cluster.promise import check_promise
+from mpi4py import MPI
+
+try:
+    check_promise(detect(), MPI.COMM_WORLD.size, MPI.Get_library_version())
+    print("kept")
+except Exception as error:
+    print(error)
+"""
+
+
+def test_real_launcher_keeps_its_promise(launch: Any) -> None:
+    assert launch(2, CHECK).stdout.splitlines() == ["kept", "kept"]
+
+
+def test_real_singleton_is_found(launch: Any) -> None:
+    """Act as a task of srun that MPI cannot reach: it starts as a world of its own."""
+    task = {"SLURM_PROCID": "1", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2"}
+    assert "srun started 2 processes, but" in launch(0, CHECK, env=task).stdout

@@ -1,0 +1,96 @@
+"""Let tests run in one process, or on the ranks of ``mpiexec -n N python -m pytest -m ranks``.
+
+Tests without the marker ``ranks`` run in one process. Those with it run in a world of a size that the marker names
+(``ranks(2, 4)``), or of any size from two on where it names none. Every test has a time limit, ``limit(seconds)``.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Generator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.jobs import JobStarter
+from support.limits import Watchdog
+from support.ranks import RankRun, runs_here, world
+
+from hpctrain.cluster.launcher import detect
+
+_WATCHDOG = pytest.StashKey[Watchdog]()
+_COMM = pytest.StashKey[Any]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addini("test_limit", "seconds that a test may take (limit(seconds) on a test says otherwise)", default="60")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "limit(seconds): end the session with all stacks if the test takes longer")
+    launch = detect()
+    # Taken here because nothing is captured yet: what goes to this descriptor is seen.
+    descriptor = os.dup(sys.__stderr__.fileno() if sys.__stderr__ else 2)
+    comm = config.stash[_COMM] = world(launch)
+    watchdog = Watchdog(f"[rank {comm.rank}] " if comm else "", descriptor)
+    config.stash[_WATCHDOG] = watchdog
+    config.add_cleanup(watchdog.disarm)
+    if comm is not None:
+        config.pluginmanager.register(RankRun(config, comm, descriptor), "hpctrain-ranks")
+    watchdog.arm(float(config.getini("test_limit")), "collecting the tests")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    size = config.stash[_COMM].size if config.stash[_COMM] else 1
+    others = [item for item in items if not runs_here(item, size)]
+    if others:
+        config.hook.pytest_deselected(items=others)
+        items[:] = [item for item in items if runs_here(item, size)]
+    wanting = [item for item in items if item.get_closest_marker("gpu")]
+    if wanting and not _has_gpu():
+        for item in wanting:
+            item.add_marker(pytest.mark.skip(reason="needs a GPU"))
+
+
+def _has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def _limit(item: pytest.Item) -> float:
+    marker = item.get_closest_marker("limit")
+    return float(marker.args[0] if marker else item.config.getini("test_limit"))
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    watchdog = item.config.stash[_WATCHDOG]
+    if not item.config.option.usepdb:
+        watchdog.arm(_limit(item), item.nodeid)
+    try:
+        return (yield)
+    finally:
+        watchdog.disarm()
+
+
+@pytest.fixture(scope="session")
+def comm() -> Any:
+    """Return the communicator of all ranks; in one process a world of size 1 that needs no MPI."""
+    from hpctrain.collectives.communicator import Communicator
+
+    return Communicator.world()
+
+
+@pytest.fixture
+def shared_tmp_path(tmp_path: Path, pytestconfig: pytest.Config) -> Path:
+    """Return a new folder, the same on all ranks."""
+    ranks = pytestconfig.stash[_COMM]
+    return tmp_path if ranks is None else Path(ranks.bcast(str(tmp_path)))
+
+
+@pytest.fixture
+def launch(tmp_path: Path, request: pytest.FixtureRequest) -> JobStarter:
+    """Start jobs of several ranks in subprocesses: ``launch(2, "print('hello')").stdout``."""
+    return JobStarter(tmp_path, request.config.stash[_WATCHDOG], _limit(request.node))

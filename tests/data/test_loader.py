@@ -1,0 +1,153 @@
+"""The global batches do not depend on the number of ranks, and a position is all that a resume needs."""
+
+from __future__ import annotations
+
+import json
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from hpctrain.data.dataset import Indices
+from hpctrain.data.loader import Loader, check_batch
+from hpctrain.data.order import SampleOrder
+from hpctrain.errors import DataError, SettingsError
+
+
+class Numbers:
+    """Hand out the number of each sample as input and target."""
+
+    def __init__(self, length: int) -> None:
+        self._length = length
+
+    def __len__(self) -> int:
+        return self._length
+
+    def batch(self, indices: Indices) -> tuple[Tensor, Tensor]:
+        return torch.from_numpy(indices.copy()), torch.from_numpy(indices.copy())
+
+
+def _steps(loader: Loader, count: int | None = None) -> list[list[int]]:
+    return [batch.inputs.tolist() for batch in islice(loader, count)]
+
+
+def _world(length: int, size: int, count: int | None, **options: Any) -> list[list[int]]:
+    """Run the loaders of all ranks and put each step's shares together, in the order of the ranks."""
+    ranks = [_steps(Loader(Numbers(length), rank=rank, size=size, **options), count) for rank in range(size)]
+    assert len({len(steps) for steps in ranks}) == 1
+    return [sum(shares, []) for shares in zip(*ranks)]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 6])
+def test_all_numbers_of_ranks_see_the_same_global_batches(size: int) -> None:
+    order = SampleOrder(100, seed=5)
+    expected = [order.indices(24 * step, 24).tolist() for step in range(20)]
+    assert _world(100, size, 20, batch=24, seed=5) == expected
+
+
+@pytest.mark.parametrize("position", [0, 1, 24, 95, 100, 1234])
+def test_a_run_goes_on_at_any_position_on_any_number_of_ranks_with_any_batch(position: int) -> None:
+    first = Loader(Numbers(100), batch=24, seed=5, position=position)
+    _steps(first, 3)
+    state = json.loads(json.dumps(first.state_dict()))
+    rest = sum(_steps(first, 10), [])
+    for size, batch in ((1, 24), (2, 24), (3, 12), (4, 48), (6, 60)):
+        steps = []
+        for rank in range(size):
+            loader = Loader(Numbers(100), batch=batch, rank=rank, size=size, seed=5)
+            loader.load_state_dict(state)
+            steps.append(_steps(loader, 240 // batch))
+        assert sum((sum(shares, []) for shares in zip(*steps)), []) == rest[: 240 // batch * batch]
+
+
+def test_the_position_counts_what_was_handed_out() -> None:
+    loader = Loader(Numbers(100), batch=24, rank=1, size=2)
+    for step, batch in enumerate(islice(loader, 10), start=1):
+        assert batch.samples == 12 and batch.weight == 1.0
+        assert loader.state_dict()["position"] == loader.position == 24 * step
+        assert loader.epoch == 24 * step // 100
+
+
+def test_a_batch_may_be_larger_than_the_data() -> None:
+    steps = _world(5, 2, 3, batch=12)
+    assert [np.bincount(step, minlength=5).sum() for step in steps] == [12, 12, 12]
+    assert np.bincount(sum(steps, [])[:35], minlength=5).tolist() == [7] * 5
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 6])
+def test_epochs_end_with_what_is_left_over(size: int) -> None:
+    steps = _world(101, size, None, batch=24, epochs=3, drop_last=False, seed=2)
+    assert [len(step) for step in steps] == [24, 24, 24, 24, 5] * 3
+    for epoch in range(3):
+        assert sorted(sum(steps[5 * epoch : 5 * epoch + 5], [])) == list(range(101))
+    assert steps == _world(101, 1, None, batch=24, epochs=3, drop_last=False, seed=2)
+    tail = [list(Loader(Numbers(101), batch=24, rank=r, size=size, epochs=1, drop_last=False))[-1] for r in range(size)]
+    assert sum(batch.weight for batch in tail) == pytest.approx(size)
+    assert [batch.weight for batch in tail] == pytest.approx([batch.samples * size / 5 for batch in tail])
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_epochs_drop_what_is_left_over(size: int) -> None:
+    steps = _world(101, size, None, batch=24, epochs=3)
+    assert [len(step) for step in steps] == [24] * 12
+    order = SampleOrder(101)
+    assert [steps[0], steps[4], steps[11]] == [order.indices(p, 24).tolist() for p in (0, 101, 2 * 101 + 72)]
+
+
+@pytest.mark.parametrize("drop_last", [True, False])
+@pytest.mark.parametrize("done", range(16))
+def test_a_bounded_run_goes_on_where_it_stopped(drop_last: bool, done: int) -> None:
+    whole = _steps(Loader(Numbers(101), batch=24, epochs=3, drop_last=drop_last))
+    first = Loader(Numbers(101), batch=24, epochs=3, drop_last=drop_last)
+    before = _steps(first, done)
+    second = Loader(Numbers(101), batch=24, epochs=3, drop_last=drop_last)
+    second.load_state_dict(first.state_dict())
+    assert before + _steps(second) == whole
+
+
+def test_data_that_divide_evenly_lose_nothing() -> None:
+    assert [len(step) for step in _world(96, 2, None, batch=24, epochs=2)] == [24] * 8
+
+
+@pytest.mark.parametrize(
+    "batch, size, microbatches, nearest",
+    [(10, 4, 1, "4 ranks: nearest are 8 and 12"), (2, 3, 1, "3 ranks: nearest are 3$"),
+     (12, 2, 4, "2 ranks x 4 microbatches: nearest are 8 and 16")],
+)  # fmt: skip
+def test_a_batch_that_cannot_be_dealt_out_is_refused(batch: int, size: int, microbatches: int, nearest: str) -> None:
+    with pytest.raises(SettingsError, match=f"a batch of {batch} samples cannot be dealt out evenly to {nearest}"):
+        Loader(Numbers(100), batch=batch, size=size, microbatches=microbatches)
+    for allowed in [int(word) for word in nearest.rstrip("$").split("are ")[1].split(" and ")]:
+        check_batch(allowed, size, microbatches)
+
+
+@pytest.mark.parametrize("numbers", [(0, 1, 1), (-4, 2, 1), (4, 0, 1), (4, 1, 0)])
+def test_numbers_below_one_are_refused(numbers: tuple[int, int, int]) -> None:
+    with pytest.raises(SettingsError, match="each must be 1 or more"):
+        check_batch(*numbers)
+
+
+def test_nonsense_is_refused() -> None:
+    with pytest.raises(SettingsError, match="rank 2 of 2: ranks are numbered 0 to 1"):
+        Loader(Numbers(100), batch=4, rank=2, size=2)
+    with pytest.raises(DataError, match="3 samples do not fill a batch of 4"):
+        Loader(Numbers(3), batch=4, epochs=1)
+    with pytest.raises(SettingsError, match="position"):
+        Loader(Numbers(3), batch=4, position=-1)
+    with pytest.raises(SettingsError, match="epochs"):
+        Loader(Numbers(3), batch=2, epochs=0)
+
+
+def test_a_resume_with_other_data_or_order_is_refused() -> None:
+    state = Loader(Numbers(100), batch=4, seed=1).state_dict()
+    with pytest.raises(DataError, match="other order: the run had seed = 1, this one has 2"):
+        Loader(Numbers(100), batch=4, seed=2).load_state_dict(state)
+    with pytest.raises(DataError, match="other data: the run had samples = 100, this one has 99"):
+        Loader(Numbers(99), batch=4, seed=1).load_state_dict(state)
+    with pytest.raises(DataError, match="lacks samples"):
+        Loader(Numbers(100), batch=4, seed=1).load_state_dict({"position": 3, "seed": 1})
+    with pytest.raises(DataError, match="is -3, expected 0 or more"):
+        Loader(Numbers(100), batch=4, seed=1).load_state_dict({**state, "position": -3})

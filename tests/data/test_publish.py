@@ -1,0 +1,61 @@
+"""A data file is there in full or not at all."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import h5py
+import pytest
+
+from hpctrain.data.publish import new_file
+from hpctrain.errors import DataError
+
+
+def test_a_file_appears_when_it_is_complete(tmp_path: Path) -> None:
+    out = tmp_path / "made" / "for" / "it.h5"
+    with new_file(out, "kind", 3) as file:
+        file["x"] = [1, 2, 3]
+        assert not out.exists()
+    assert [path.name for path in out.parent.iterdir()] == ["it.h5"]
+    with h5py.File(out) as file:
+        assert (file.attrs["format"], file.attrs["format_version"]) == ("kind", 3)
+        assert file["x"][()].tolist() == [1, 2, 3]
+
+
+@pytest.mark.parametrize("failure", [RuntimeError("flush failed"), OSError(28, "No space left on device")])
+@pytest.mark.parametrize("place", ["body", "fsync", "replace"])
+def test_an_error_leaves_the_old_file_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str, failure: Exception
+) -> None:
+    out = tmp_path / "it.h5"
+    out.write_text("old")
+
+    def fail(*args: object) -> None:
+        raise failure
+
+    if place != "body":
+        monkeypatch.setattr(os, place, fail)
+    with pytest.raises(DataError, match="cannot write .*it.h5: (No space left on device|flush failed)"):
+        with new_file(out, "kind", 1):
+            if place == "body":
+                fail()
+    assert [path.name for path in tmp_path.iterdir()] == ["it.h5"]
+    assert out.read_text() == "old"
+
+
+def test_an_interrupt_leaves_nothing(tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        with new_file(tmp_path / "it.h5", "kind", 1):
+            raise KeyboardInterrupt
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_place_that_takes_no_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(DataError, match="cannot write .*: it is a folder"):
+        with new_file(tmp_path, "kind", 1):
+            pass
+    with pytest.raises(DataError, match="cannot write .*it.h5: "):
+        with new_file(tmp_path / "file" / "it.h5", "kind", 1):
+            pass

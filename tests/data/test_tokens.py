@@ -1,0 +1,131 @@
+"""Windows are those of the file, and a file that is not right is refused with what it holds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+import torch
+
+from hpctrain.data import tokens as tokens_module
+from hpctrain.data.tokens import TokenDataset
+from hpctrain.errors import DataError, SettingsError
+
+
+def _file(path: Path, values: Any, vocab_size: Any = 256, **storage: Any) -> Path:
+    with h5py.File(path, "w") as file:
+        file.attrs.update({"format": "hpctrain-tokens", "format_version": 1, "vocab_size": vocab_size})
+        file.create_dataset("train/tokens", data=values, **storage)
+    return path
+
+
+@pytest.mark.parametrize("dtype", ["u1", "<u2", ">u2", "<i4", "u4", "i8"])
+@pytest.mark.parametrize("storage", [{}, {"chunks": (7,)}, {"compression": "gzip"}])
+def test_windows_are_those_of_the_file(tmp_path: Path, dtype: str, storage: dict[str, Any]) -> None:
+    values = np.random.default_rng(0).integers(0, 200, 103).astype(dtype)
+    dataset = TokenDataset(_file(tmp_path / "x.h5", values, **storage), "train", 10)
+    assert (len(dataset), dataset.tokens, dataset.vocab_size, dataset.facts) == (10, 103, 256, {"vocab_size": 256})
+    inputs, targets = dataset.batch(np.array([9, 0, 3, 0]))
+    plain = [int(value) for value in values]
+    assert inputs.tolist() == [plain[10 * index : 10 * index + 10] for index in (9, 0, 3, 0)]
+    assert targets.tolist() == [plain[10 * index + 1 : 10 * index + 11] for index in (9, 0, 3, 0)]
+    assert inputs.dtype == targets.dtype == torch.int64
+    assert inputs.is_contiguous() and targets.is_contiguous()
+
+
+@pytest.mark.parametrize("length, windows", [(11, 1), (20, 1), (21, 2), (30, 2), (31, 3)])
+def test_every_token_but_the_first_and_a_tail_is_a_target_once(tmp_path: Path, length: int, windows: int) -> None:
+    dataset = TokenDataset(_file(tmp_path / "x.h5", np.arange(length, dtype="u1")), "train", 10)
+    assert len(dataset) == windows
+    targets = dataset.batch(np.arange(windows))[1].flatten()
+    assert targets.tolist() == list(range(1, 10 * windows + 1))
+
+
+def test_an_empty_batch_has_the_right_shape(tmp_path: Path) -> None:
+    dataset = TokenDataset(_file(tmp_path / "x.h5", np.zeros(100, "u1")), "train", 10)
+    inputs, targets = dataset.batch(np.empty(0, np.int64))
+    assert inputs.shape == targets.shape == (0, 10)
+
+
+def test_a_mapped_file_stays_readable_when_it_is_replaced(tmp_path: Path) -> None:
+    path = _file(tmp_path / "x.h5", np.arange(100, dtype="u1"))
+    dataset = TokenDataset(path, "train", 10)
+    _file(tmp_path / "y.h5", np.zeros(100, "u1")).replace(path)
+    assert dataset.batch(np.array([1]))[0].tolist() == [list(range(10, 20))]
+
+
+@pytest.mark.parametrize("index", [-1, 10])
+def test_a_sample_that_does_not_exist_is_refused(tmp_path: Path, index: int) -> None:
+    dataset = TokenDataset(_file(tmp_path / "x.h5", np.zeros(103, "u1")), "train", 10)
+    with pytest.raises(DataError, match=f"no sample {index} in .*x.h5: samples are numbered 0 to 9"):
+        dataset.batch(np.array([0, index]))
+
+
+@pytest.mark.parametrize(
+    "values, message",
+    [
+        (np.zeros(100, "f4"), r"x.h5: /train/tokens is float32 with 1 dims, allowed are integers"),
+        (np.zeros((10, 10), "u1"), r"uint8 with 2 dims"),
+        (np.zeros(100, "S1"), r"allowed are integers"),
+        (np.zeros(10, "u1"), r"has 10 tokens, too short for a context of 10: needs 11"),
+        (np.array([0] * 50 + [100] + [0] * 50, "u1"), r"holds the id 100, allowed are 0 to 99"),
+        (np.array([0] * 50 + [-3] + [0] * 50, "i4"), r"holds the id -3, allowed are 0 to 99"),
+    ],
+)
+def test_wrong_tokens_are_refused(tmp_path: Path, values: Any, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        TokenDataset(_file(tmp_path / "x.h5", values, vocab_size=100), "train", 10)
+
+
+def test_an_id_that_the_scan_missed_is_refused_when_it_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tokens_module, "_SCAN_BLOCK", 10)
+    monkeypatch.setattr(tokens_module, "_SCAN_BLOCKS", 2)
+    values = np.zeros(1001, "u2")
+    values[505] = 300
+    dataset = TokenDataset(_file(tmp_path / "x.h5", values), "train", 10)
+    dataset.batch(np.array([49, 51]))
+    with pytest.raises(DataError, match="holds the id 300, allowed are 0 to 255"):
+        dataset.batch(np.array([49, 50]))
+
+
+@pytest.mark.parametrize("place", [0, 500_000, 1_100_000, 2_500_000, 3_000_000])
+def test_small_files_are_scanned_in_full(tmp_path: Path, place: int) -> None:
+    values = np.zeros(3_000_001, "u1")
+    values[place] = 100
+    with pytest.raises(DataError, match="holds the id 100"):
+        TokenDataset(_file(tmp_path / "x.h5", values, vocab_size=100), "train", 10)
+
+
+@pytest.mark.parametrize(
+    "attributes, message",
+    [
+        ({"format": "something else"}, "is not a token file: its format attribute is 'something else'"),
+        ({"format": None}, "is not a token file: its format attribute is None"),
+        ({"format_version": 2}, "has format version 2, this hpctrain reads 1"),
+        ({"vocab_size": 0}, "declares vocab_size 0"),
+        ({"vocab_size": "many"}, "declares vocab_size 'many'"),
+        ({"vocab_size": None}, "declares vocab_size None"),
+    ],
+)
+def test_foreign_files_are_refused(tmp_path: Path, attributes: dict[str, Any], message: str) -> None:
+    path = _file(tmp_path / "x.h5", np.zeros(100, "u1"))
+    with h5py.File(path, "r+") as file:
+        for key, value in attributes.items():
+            del file.attrs[key]
+            if value is not None:
+                file.attrs[key] = value
+    with pytest.raises(DataError, match=message):
+        TokenDataset(path, "train", 10)
+
+
+def test_a_missing_split_and_a_bad_context_are_refused(tmp_path: Path) -> None:
+    path = _file(tmp_path / "x.h5", np.zeros(100, "u1"))
+    with pytest.raises(DataError, match="has no dataset /validation/tokens: it has train/tokens"):
+        TokenDataset(path, "validation", 10)
+    with pytest.raises(SettingsError, match="context of 0 tokens: allowed is 1 or more"):
+        TokenDataset(path, "train", 0)

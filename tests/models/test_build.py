@@ -1,0 +1,113 @@
+"""Settings and data together give the model, and a wrong factory is named for what is wrong with it."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from hpctrain.errors import SettingsError
+from hpctrain.models.build import build
+from hpctrain.models.convnet import ConvNet
+from hpctrain.models.gpt import GPT
+from hpctrain.models.mlp import MLP
+from hpctrain.models.settings import ModelSettings
+
+SOURCE = """
+import torch
+from torch import nn
+
+NUMBER = 3
+
+class Nets:
+    @staticmethod
+    def linear(inputs, outputs=2):
+        return nn.Linear(inputs, outputs)
+
+def linear(inputs, outputs=2):
+    return nn.Linear(inputs, outputs)
+
+def keywords(**options):
+    return nn.Linear(options["inputs"], 1)
+
+def nothing():
+    return None
+
+def broken():
+    return {}["key"]
+"""
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Work in a folder with a user's modules, as from a console script: the folder is not on the path."""
+    (tmp_path / "mynets_of_test.py").write_text(SOURCE)
+    (tmp_path / "torn_of_test.py").write_text("def broken(:\n")
+    (tmp_path / "needy_of_test.py").write_text("import no_such_package_anywhere\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path not in ("", str(tmp_path))])
+    return tmp_path
+
+
+def test_models_by_name_fit_the_data() -> None:
+    gpt = build(ModelSettings(layers=1), vocab_size=300)
+    assert isinstance(gpt, GPT) and gpt.config.vocab_size == 300 and len(gpt.blocks) == 1
+    mlp = build(ModelSettings(name="mlp", options={"hidden": [9]}), input_shape=(3, 2), outputs=4)
+    assert isinstance(mlp, MLP) and [tuple(p.shape) for p in mlp.parameters()] == [(9, 6), (9,), (4, 9), (4,)]
+    convnet = build(ModelSettings(name="convnet"), input_shape=(8, 8), outputs=10)
+    assert isinstance(convnet, ConvNet) and convnet(torch.zeros(2, 8, 8)).shape == (2, 10)
+
+
+def test_the_callers_seed_decides_the_weights() -> None:
+    def first(seed: int) -> torch.Tensor:
+        torch.manual_seed(seed)
+        return next(build(ModelSettings()).parameters())
+
+    assert torch.equal(first(1), first(1)) and not torch.equal(first(1), first(2))
+
+
+@pytest.mark.parametrize("path", ["linear", "Nets.linear", "keywords"])
+def test_a_factory_is_called_with_the_options(project: Path, path: str) -> None:
+    model = build(ModelSettings(factory=f"mynets_of_test:{path}", options={"inputs": 5}), vocab_size=256)
+    assert isinstance(model, torch.nn.Linear) and model.in_features == 5
+
+
+def test_a_class_is_a_factory() -> None:
+    options = {"in_features": 3, "out_features": 2}
+    assert isinstance(build(ModelSettings(factory="torch.nn:Linear", options=options)), torch.nn.Linear)
+
+
+@pytest.mark.parametrize(
+    "factory, options, message",
+    [
+        ("no_such_module_anywhere:f", {}, "cannot import no_such_module_anywhere: ModuleNotFoundError.*looked in"),
+        ("torn_of_test:f", {}, "cannot import torn_of_test: SyntaxError"),
+        ("needy_of_test:f", {}, "cannot import needy_of_test: .*no_such_package_anywhere"),
+        ("mynets_of_test:gone", {}, "mynets_of_test has no gone"),
+        ("mynets_of_test:NUMBER", {}, "NUMBER is int, expected a function or a class"),
+        ("mynets_of_test:nothing", {}, "returned NoneType, expected a torch.nn.Module"),
+        ("mynets_of_test:linear", {}, "missing a required argument: 'inputs'; it takes .inputs, outputs=2."),
+        ("mynets_of_test:linear", {"inputs": 1, "depth": 2}, "unexpected keyword argument 'depth'"),
+    ],
+)
+def test_a_wrong_factory_is_refused(project: Path, factory: str, options: dict[str, int], message: str) -> None:
+    with pytest.raises(SettingsError, match=f"model.factory {factory}.*{message}"):
+        build(ModelSettings(factory=factory, options=options))
+
+
+def test_an_error_inside_a_factory_is_the_users_own(project: Path) -> None:
+    with pytest.raises(KeyError, match="key"):
+        build(ModelSettings(factory="mynets_of_test:broken"))
+
+
+def test_wrong_options_and_data_are_refused() -> None:
+    with pytest.raises(SettingsError, match="model mlp needs images or vectors .* data.format = 'arrays'"):
+        build(ModelSettings(name="mlp"), vocab_size=256)
+    with pytest.raises(SettingsError, match="model mlp cannot be called with model.options: .*'depth'; it takes"):
+        build(ModelSettings(name="mlp", options={"depth": 3}), input_shape=(3,), outputs=2)
+    with pytest.raises(SettingsError, match="model.options of mlp: "):
+        build(ModelSettings(name="mlp", options={"hidden": ["wide"]}), input_shape=(3,), outputs=2)
+    with pytest.raises(SettingsError, match="the data are images or vectors"):
+        build(ModelSettings(), input_shape=(8, 8), outputs=10)

@@ -1,0 +1,48 @@
+"""The convolutional network takes the images it says, and learns to tell them apart."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from hpctrain.errors import SettingsError
+from hpctrain.models.convnet import ConvNet
+
+
+@pytest.mark.parametrize("shape", [(8, 8), (1, 8, 8), (3, 28, 28), (9, 13)])
+def test_images_of_any_size_give_one_row_each(shape: tuple[int, ...]) -> None:
+    model = ConvNet(shape, outputs=10)
+    assert model(torch.zeros(5, *shape)).shape == (5, 10)
+    assert sum(isinstance(module, torch.nn.BatchNorm2d) for module in model.modules()) == 2
+
+
+def test_it_learns_where_a_square_is() -> None:
+    torch.manual_seed(0)
+    model = ConvNet((8, 8), outputs=4)
+    classes = torch.arange(64) % 4
+    images = 0.3 * torch.randn(64, 8, 8)
+    for image, where in zip(images, classes.tolist()):
+        image[4 * (where // 2) :, 4 * (where % 2) :][:4, :4] += 1
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for _ in range(25):
+        loss = torch.nn.functional.cross_entropy(model(images), classes)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    assert (model(images).argmax(1) == classes).float().mean() > 0.95
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ({"input_shape": (8,)}, r"inputs of shape \(8,\): allowed are images of 2 or 3 dims"),
+        ({"input_shape": (3, 8)}, "at least 4 x 4 pixels"),
+        ({"channels": (16, 0)}, "needs numbers above 0"),
+        ({"outputs": 0}, "needs numbers above 0"),
+    ],
+)
+def test_what_does_not_fit_is_refused(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(SettingsError, match=message):
+        ConvNet(**{"input_shape": (8, 8), "outputs": 10, **arguments})

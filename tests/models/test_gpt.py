@@ -1,0 +1,155 @@
+"""The GPT computes what its description says: the same logits as a plain function written from the paper."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from hpctrain.errors import UsageError
+from hpctrain.models.gpt import GPT
+from hpctrain.models.shapes import GPTConfig
+
+CONFIG = GPTConfig(layers=3, heads=4, width=24, context=16, vocab_size=50, tied=False)
+
+
+def _model(config: GPTConfig = CONFIG, seed: int = 0) -> GPT:
+    torch.manual_seed(seed)
+    model = GPT(config).double()
+    for parameter in model.parameters():  # away from 0 and 1, so that no bias or gain goes unseen
+        torch.nn.init.normal_(parameter, std=0.3)
+    return model
+
+
+def _norm(x: Tensor, gain: Tensor, bias: Tensor) -> Tensor:
+    mean = x.mean(-1, keepdim=True)
+    variance = ((x - mean) ** 2).mean(-1, keepdim=True)
+    return (x - mean) / (variance + 1e-5).sqrt() * gain + bias
+
+
+def _gelu(x: Tensor) -> Tensor:
+    return 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+
+
+def _plain(weights: dict[str, Tensor], tokens: Tensor, heads: int, layers: int) -> Tensor:
+    """Compute GPT-2's logits with einsum and explicit masks, from a dictionary of weights."""
+    length = tokens.shape[1]
+    x = weights["embedding.token.weight"][tokens] + weights["embedding.position.weight"][:length]
+    width = x.shape[-1] // heads
+    future = torch.ones(length, length).triu(1).bool()
+    for layer in range(layers):
+        w = {key.removeprefix(f"blocks.{layer}."): value for key, value in weights.items()}
+        y = _norm(x, w["norm1.weight"], w["norm1.bias"])
+        mixed = []
+        for head in range(heads):
+            rows = slice(3 * width * head, 3 * width * (head + 1))
+            q, k, v = (y @ w["attention.qkv.weight"][rows].T + w["attention.qkv.bias"][rows]).split(width, dim=-1)
+            scores = torch.einsum("bic,bjc->bij", q, k) / math.sqrt(width)
+            mixed.append(torch.einsum("bij,bjc->bic", scores.masked_fill(future, -math.inf).softmax(-1), v))
+        x = x + torch.cat(mixed, -1) @ w["attention.project.weight"].T + w["attention.project.bias"]
+        y = _norm(x, w["norm2.weight"], w["norm2.bias"])
+        x = x + _gelu(y @ w["mlp.fc.weight"].T + w["mlp.fc.bias"]) @ w["mlp.project.weight"].T + w["mlp.project.bias"]
+    return _norm(x, weights["norm.weight"], weights["norm.bias"]) @ weights["head.weight"].T
+
+
+@pytest.mark.parametrize("length", [1, 7, 16])
+@pytest.mark.parametrize("tied", [False, True])
+def test_logits_are_those_of_a_plain_function(length: int, tied: bool) -> None:
+    model = _model(GPTConfig(layers=3, heads=4, width=24, context=16, vocab_size=50, tied=tied))
+    tokens = torch.randint(50, (2, length))
+    torch.testing.assert_close(model(tokens), _plain(dict(model.state_dict()), tokens, heads=4, layers=3))
+
+
+def test_no_token_sees_the_ones_after_it() -> None:
+    model = _model()
+    tokens = torch.randint(50, (1, 16))
+    changed = tokens.clone()
+    changed[0, 9:] = (changed[0, 9:] + 1) % 50
+    same = (model(tokens) == model(changed)).all(-1)[0]
+    assert same[:9].all() and not same[9:].any()
+
+
+def test_a_piece_of_the_attention_weights_is_whole_heads() -> None:
+    attention = _model().blocks[1].attention
+    x = torch.randn(2, 5, 24, dtype=torch.float64)
+    whole = attention(x)
+    parts = []
+    for half in range(2):
+        rows = slice(36 * half, 36 * (half + 1))
+        part = type(attention)(CONFIG).double()
+        part.qkv = torch.nn.Linear(24, 36).double()
+        part.project = torch.nn.Linear(12, 24, bias=False).double()
+        with torch.no_grad():
+            part.qkv.weight.copy_(attention.qkv.weight[rows])
+            part.qkv.bias.copy_(attention.qkv.bias[rows])
+            part.project.weight.copy_(attention.project.weight[:, 12 * half : 12 * (half + 1)])
+        parts.append(part(x))
+    torch.testing.assert_close(sum(parts) + attention.project.bias, whole)
+
+
+def test_a_tied_head_is_the_embedding() -> None:
+    config = GPTConfig(layers=1, heads=1, width=8, context=4, vocab_size=11)
+    model = GPT(config)
+    assert model.head.weight is model.embedding.token.weight
+    assert {"head.weight", "embedding.token.weight"} <= set(model.state_dict())
+
+
+def test_weights_start_as_gpt2_does() -> None:
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(layers=8, heads=4, width=256, context=128, vocab_size=1000, tied=False))
+    for name, parameter in model.named_parameters():
+        if "norm" in name:
+            assert torch.equal(parameter, torch.full_like(parameter, float(name.endswith("weight"))))
+        elif name.endswith("bias"):
+            assert not parameter.any()
+        else:
+            expected = 0.02 / 4 if "project" in name else 0.02  # 4 = sqrt(2 * 8)
+            assert parameter.std().item() == pytest.approx(expected, rel=0.03), name
+
+
+def test_the_seed_alone_decides_the_weights() -> None:
+    def weights(seed: int) -> list[Tensor]:
+        torch.manual_seed(seed)
+        return list(GPT(CONFIG).parameters())
+
+    assert all(torch.equal(a, b) for a, b in zip(weights(3), weights(3)))
+    assert not all(torch.equal(a, b) for a, b in zip(weights(3), weights(4)))
+
+
+def test_dropout_acts_in_training_only() -> None:
+    model = _model(GPTConfig(layers=2, heads=2, width=24, context=16, vocab_size=50, dropout=0.5))
+    tokens = torch.randint(50, (2, 16))
+    assert not torch.equal(model(tokens), model(tokens))
+    model.eval()
+    assert torch.equal(model(tokens), model(tokens))
+
+
+def test_gradients_are_right() -> None:
+    model = _model(GPTConfig(layers=1, heads=2, width=4, context=3, vocab_size=5, tied=True))
+    tokens = torch.randint(5, (1, 3))
+    names = [name for name, _ in model.named_parameters()]
+
+    def logits(*values: Tensor) -> Tensor:
+        return torch.func.functional_call(model, dict(zip(names, values)), (tokens,))  # type: ignore[no-any-return]
+
+    assert torch.autograd.gradcheck(logits, tuple(model.parameters()), fast_mode=True)
+
+
+def test_a_sequence_beyond_the_context_is_refused() -> None:
+    with pytest.raises(UsageError, match="a sequence of 17 tokens is longer than the model's context of 16"):
+        _model()(torch.zeros(1, 17, dtype=torch.int64))
+
+
+def test_it_learns_a_sequence_by_heart() -> None:
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(layers=2, heads=2, width=32, context=16, vocab_size=20, tied=False))
+    tokens = torch.randint(20, (4, 17))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for _ in range(60):
+        loss = torch.nn.functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    assert loss.item() < 0.2

@@ -1,0 +1,76 @@
+"""Model settings are checked at birth, and need no torch."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from hpctrain.errors import SettingsError
+from hpctrain.models.settings import ModelSettings
+from hpctrain.models.shapes import SHAPES
+from hpctrain.settings import build, to_tree
+
+
+def test_a_named_shape_follows_changes_and_the_data() -> None:
+    assert ModelSettings(name="gpt2").gpt() == SHAPES["gpt2"]
+    changed = ModelSettings(name="gpt-mini", layers=2, heads=4, width=64, context=32, dropout=0.1, tied=True).gpt(300)
+    assert (changed.layers, changed.heads, changed.width, changed.context) == (2, 4, 64, 32)
+    assert (changed.dropout, changed.tied, changed.vocab_size) == (0.1, True, 300)
+
+
+def test_the_vocabulary_is_set_or_the_datas_or_the_shapes() -> None:
+    assert ModelSettings(name="gpt2").gpt().vocab_size == 50257
+    assert ModelSettings(name="gpt2").gpt(256).vocab_size == 256
+    assert ModelSettings(name="gpt2", vocab_size=512).gpt(256).vocab_size == 512
+    with pytest.raises(SettingsError, match="model.vocab_size = 100: the data's vocabulary needs 256"):
+        ModelSettings(vocab_size=100).gpt(256)
+
+
+def test_the_window_is_known_before_the_model_is_built() -> None:
+    assert ModelSettings(name="gpt2").window == 1024
+    assert ModelSettings(name="gpt2", context=64).window == 64
+    assert ModelSettings(name="mlp").window is None
+    assert ModelSettings(factory="a.b:c", context=64).window == 64
+
+
+def test_settings_come_from_a_tree_and_go_back() -> None:
+    tree = {"name": "mlp", "options": {"hidden": [3, 4]}}
+    assert to_tree(build(ModelSettings, tree, "model.")) == tree
+
+
+@pytest.mark.parametrize(
+    "values, message",
+    [
+        ({"name": "gpt-tinny"}, "unknown model.name 'gpt-tinny': did you mean gpt-tiny.* known are convnet, gpt-25m"),
+        ({"heads": 3}, "width 128 and 3 heads"),
+        ({"context": 0}, "context = 0"),
+        ({"name": "mlp", "context": 0}, "model.context = 0: allowed is 1 or more"),
+        ({"options": {"layers": 3}}, "model.options do not apply to gpt-tiny: set layers, heads"),
+        ({"name": "mlp", "layers": 3}, "model.layers applies to the GPT family, not to mlp: use model.options"),
+        ({"factory": "a:b", "tied": False}, "model.tied applies to the GPT family, not to a:b"),
+        ({"factory": "a.b"}, "model.factory = 'a.b': write it as package.module:function"),
+        ({"factory": "a b:c"}, "write it as package.module:function"),
+        ({"factory": ""}, "write it as package.module:function"),
+    ],
+)
+def test_wrong_settings_are_refused(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(SettingsError, match=message):
+        ModelSettings(**values)
+
+
+def test_only_a_gpt_has_a_gpt_shape() -> None:
+    with pytest.raises(SettingsError, match="model mlp is not of the GPT family"):
+        ModelSettings(name="mlp").gpt()
+
+
+def test_the_package_exports_what_it_lists_and_settings_load_no_torch() -> None:
+    import hpctrain.models
+
+    assert all(getattr(hpctrain.models, name).__name__ == name for name in hpctrain.models.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
+        hpctrain.models.nonsense
+    code = "import sys; from hpctrain.models import ModelSettings, GPTConfig; print('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"

@@ -1,0 +1,56 @@
+"""End a test that hangs: print the stacks of all threads and leave, so that the whole job dies."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import tempfile
+import threading
+import time
+
+# The first rank that leaves takes the others along; until then each may write its own stacks.
+_FAREWELL = 2.0
+# Where a thread holds the interpreter's lock no Python runs any more; then the C watchdog speaks.
+_BACKSTOP = 5.0
+_RUNNER = ("/_pytest/", "/pluggy/", "/pytest/__main__.py", "<frozen ")
+
+
+class Watchdog:
+    """Hold the time limit of what this process is doing; ``descriptor`` is where the stacks go."""
+
+    def __init__(self, prefix: str, descriptor: int) -> None:
+        self._prefix = prefix
+        self._descriptor = descriptor
+        self._timer: threading.Timer | None = None
+        self._what = ""
+
+    def arm(self, seconds: float, what: str | None = None) -> None:
+        """Start anew: from now on ``what`` (or what was named last) has so many seconds."""
+        self.disarm()
+        self._what = what or self._what
+        self._timer = threading.Timer(seconds, self._fire, (seconds,))
+        self._timer.daemon = True
+        self._timer.start()
+        faulthandler.dump_traceback_later(seconds + _BACKSTOP, exit=True, file=self._descriptor)
+
+    def disarm(self) -> None:
+        """Let the process run as long as it likes."""
+        faulthandler.cancel_dump_traceback_later()
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _fire(self, seconds: float) -> None:
+        lines = [f"{self._what} is not done after {seconds:g} s; the stacks of all threads:", *_stacks()]
+        os.write(self._descriptor, "".join(f"{self._prefix}{line}\n" for line in lines).encode())
+        time.sleep(_FAREWELL)
+        os._exit(1)
+
+
+def _stacks() -> list[str]:
+    """Return the stacks of the other threads, without the frames of the test runner itself."""
+    with tempfile.TemporaryFile() as file:
+        faulthandler.dump_traceback(file, all_threads=True)
+        file.seek(0)
+        blocks = file.read().decode(errors="replace").split("\n\n")
+    lines = [line for block in blocks if not block.startswith("Current thread") for line in block.splitlines()]
+    return [line for line in lines if not any(part in line for part in _RUNNER)]

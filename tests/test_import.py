@@ -1,0 +1,52 @@
+from __future__ import annotations
+
+import statistics
+import subprocess
+import sys
+
+import pytest
+
+import hpctrain
+
+HEAVY = {"torch", "mpi4py", "numpy", "h5py", "tqdm", "cupy", "matplotlib"}
+
+
+def run(code: str, *options: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, *options, "-c", code], capture_output=True, text=True, check=True)
+
+
+def loaded_by(code: str) -> set[str]:
+    return set(run(f"{code}\nimport sys\nprint(*{{name.partition('.')[0] for name in sys.modules}})").stdout.split())
+
+
+def milliseconds() -> float:
+    """Return the cumulative time in the last line of the report, that of the package itself."""
+    lines = run("import hpctrain", "-X", "importtime").stderr.splitlines()
+    _, cumulative, name = lines[-1].split("|")
+    assert name.strip() == "hpctrain"
+    return int(cumulative) / 1000
+
+
+def test_import_takes_less_than_50_ms() -> None:
+    assert statistics.median(milliseconds() for _ in range(5)) < 50
+
+
+@pytest.mark.parametrize(
+    "module", ["hpctrain", "hpctrain.settings", "hpctrain.shard", "hpctrain.log", "hpctrain.cluster.launcher"]
+)
+def test_import_loads_nothing_heavy(module: str) -> None:
+    assert not loaded_by(f"import {module}") & HEAVY
+
+
+def test_the_measure_sees_heavy_modules() -> None:
+    assert "numpy" in loaded_by("import numpy")
+
+
+def test_public_names_come_at_first_use() -> None:
+    assert isinstance(hpctrain.Communicator, type)
+    assert set(hpctrain.__all__) >= {"init", "Job", "Communicator", "checkpoint"}
+
+
+def test_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
+        hpctrain.nonsense  # type: ignore[attr-defined]

@@ -1,0 +1,190 @@
+"""Sessions of pytest on several ranks, started as jobs: what they select, report, and how they end."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+HERE = Path(__file__).resolve().parent
+
+
+@pytest.fixture
+def session(tmp_path: Path, launch: Any) -> Any:
+    """Return a function that runs a test file under this project's conftest, on n ranks."""
+
+    def run(n: int, source: str, *options: str, env: dict[str, str] | None = None, **kwargs: Any) -> Any:
+        folder = tmp_path / "project"
+        folder.mkdir(exist_ok=True)
+        shutil.copy(HERE / "conftest.py", folder)
+        shutil.copy(HERE.parent / "setup.cfg", folder)
+        (folder / "test_inner.py").write_text("import os, time, pytest\n" + source)
+        arguments = ["-m", "pytest", "-c", "setup.cfg", "--rootdir=.", "-p", "no:cacheprovider", *options, "."]
+        paths = {"PYTHONPATH": f"{HERE}:{HERE.parent}", "COLUMNS": "200"}
+        return launch(n, *arguments, cwd=folder, env=paths | (env or {}), **kwargs)
+
+    return run
+
+
+SELECTION = """
+def test_serial(): pass
+@pytest.mark.ranks
+def test_any(): pass
+@pytest.mark.ranks(2, 4)
+def test_two_or_four(): pass
+@pytest.mark.ranks(1, 3)
+def test_one_or_three(): pass
+"""
+
+
+@pytest.mark.parametrize(
+    "n, selected",
+    [
+        (0, {"test_serial", "test_one_or_three"}),
+        (1, {"test_serial", "test_one_or_three"}),
+        (2, {"test_any", "test_two_or_four"}),
+        (3, {"test_any", "test_one_or_three"}),
+    ],
+)
+def test_selection_and_one_report(session: Any, n: int, selected: set[str]) -> None:
+    result = session(n, SELECTION, "-v")
+    assert result.returncode == 0, result
+    assert {name for name in SELECTION.split() if f"::{name.removesuffix('():')} PASSED" in result.stdout} == {
+        f"{name}():" for name in selected
+    }
+    assert result.stdout.count("test session starts") == 1
+    assert f"{len(selected)} passed, {4 - len(selected)} deselected" in result.stdout
+
+
+def test_failure_on_another_rank_is_the_failure_of_all(session: Any) -> None:
+    source = """
+@pytest.mark.ranks
+def test_first(comm):
+    print("said before")
+    assert comm.rank != 1, "rank one is wrong"
+@pytest.mark.ranks
+def test_second(comm): comm.barrier()
+"""
+    result = session(2, source)
+    assert result.returncode != 0
+    assert "failed on rank 1, call: AssertionError: rank one is wrong" in result.stdout
+    assert "1 failed, 2 passed" in result.stdout
+    assert "[rank 1] test_inner.py::test_first (call)" in result.stderr and "said before" in result.stderr
+
+
+def test_failure_on_rank_0_is_reported_once(session: Any) -> None:
+    source = """
+@pytest.mark.ranks
+def test_it(comm): assert comm.rank, "rank zero is wrong"
+"""
+    result = session(2, source)
+    assert result.returncode != 0
+    assert "1 failed in" in result.stdout and "[rank 1]" not in result.stderr
+
+
+def test_stop_at_the_first_failure_stops_every_rank(session: Any) -> None:
+    source = """
+@pytest.mark.ranks
+def test_it(comm): assert comm.rank != 1
+@pytest.mark.ranks
+def test_more(comm): comm.barrier()
+"""
+    result = session(2, source, "-x", timeout=30)
+    assert result.returncode != 0 and "stopping after 1 failures" in result.stdout and result.seconds < 25
+
+
+def test_hang_ends_with_the_stacks_of_every_rank(session: Any) -> None:
+    source = """
+import torch
+@pytest.mark.ranks
+@pytest.mark.limit(6)
+def test_hang(comm):
+    if comm.rank == 0: waiting_for_the_other(comm)
+    else: sleeping()
+def waiting_for_the_other(comm): comm.barrier()
+def sleeping(): time.sleep(100)
+"""
+    result = session(2, source, timeout=40)
+    assert result.returncode != 0 and result.seconds < 30 and not result.survivors
+    assert "[rank 0] test_inner.py::test_hang is not done after 6 s" in result.stderr
+    assert "in waiting_for_the_other" in result.stderr and "in sleeping" in result.stderr
+
+
+def test_hang_without_ranks_ends_too(session: Any) -> None:
+    result = session(0, "def test_hang(): time.sleep(100)\n", "-o", "test_limit=1")
+    assert result.returncode == 1 and result.seconds < 15
+    assert "test_inner.py::test_hang is not done after 1 s" in result.stderr and "in test_hang" in result.stderr
+
+
+def test_hang_that_holds_the_interpreter_ends_too(session: Any) -> None:
+    source = "import re\ndef test_hang(): re.match('(a*)*b', 'a' * 64)\n"
+    result = session(0, source, "-o", "test_limit=1", timeout=30)
+    assert result.returncode == 1 and "Timeout" in result.stderr and "in test_hang" in result.stderr
+
+
+def test_ranks_that_collect_different_tests_do_not_start(session: Any) -> None:
+    source = """
+@pytest.mark.ranks
+@pytest.mark.parametrize("pid", [os.getpid()])
+def test_it(pid): pass
+"""
+    result = session(2, source)
+    assert result.returncode != 0 and "rank 0 and rank 1 collected different tests" in result.stderr
+
+
+def test_file_that_one_rank_cannot_import_stops_all(session: Any) -> None:
+    source = """
+from mpi4py import MPI
+if MPI.COMM_WORLD.rank == 1: raise ImportError("only here")
+@pytest.mark.ranks
+def test_it(): pass
+"""
+    result = session(2, source, timeout=30)
+    assert result.returncode != 0 and "[rank 1]" in result.stderr and "only here" in result.stderr
+
+
+def test_singletons_are_refused(session: Any) -> None:
+    task = {"SLURM_PROCID": "0", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2"}
+    result = session(0, "def test_it(): pass\n", env=task)
+    assert result.returncode == 4 and "ERROR: srun started 2 processes, but" in result.stderr
+
+
+def test_shared_folder_is_one_folder(session: Any) -> None:
+    source = """
+@pytest.mark.ranks
+def test_it(comm, shared_tmp_path, tmp_path):
+    (shared_tmp_path / str(comm.rank)).touch()
+    comm.barrier()
+    assert len(list(shared_tmp_path.iterdir())) == comm.size
+    assert comm.rank == 0 or tmp_path != shared_tmp_path
+"""
+    assert session(2, source).returncode == 0
+
+
+def test_gpu_tests_are_skipped_where_there_is_none(session: Any) -> None:
+    result = session(0, "@pytest.mark.gpu\ndef test_it(): pass\n", env={"CUDA_VISIBLE_DEVICES": ""})
+    assert "needs a GPU" in result.stdout
+
+
+def test_job_gets_its_arguments_and_no_launcher(launch: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PMI_RANK", "5")
+    code = "import os, sys\nprint(sys.argv[1:], *map(os.getenv, ['PMI_RANK', 'OMP_NUM_THREADS', 'X', 'HOME']))"
+    result = launch(0, code, "a", 2, env={"X": "y", "HOME": None})
+    assert (result.returncode, result.stdout) == (0, "['a', '2'] None 1 y None\n")
+
+
+def test_job_beyond_its_time_is_killed_with_all_its_children(launch: Any) -> None:
+    code = "import subprocess, sys, time\nprint('begun', flush=True)\nsubprocess.run(['sleep', '300'])"
+    with pytest.raises(pytest.fail.Exception, match="(?s)not done after 3 s.*begun"):
+        launch(2, code, timeout=3)
+
+
+def test_survivors_are_named_and_killed(launch: Any) -> None:
+    code = "import subprocess\nprint(subprocess.Popen(['sleep', '300'], start_new_session=True).pid)"
+    result = launch(0, code)
+    assert result.survivors == (int(result.stdout),)
+    time.sleep(0.2)
+    assert not Path(f"/proc/{result.survivors[0]}/exe").exists()

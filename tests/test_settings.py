@@ -1,0 +1,162 @@
+from __future__ import annotations
+
+import random
+import tomllib
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+
+from hpctrain.errors import SettingsError
+from hpctrain.settings import assign, build, read_toml, to_toml, to_tree, unknown
+
+
+@dataclass(frozen=True)
+class Data:
+    files: tuple[str, ...] = ()
+    fraction: float = 0.1
+    workers: int | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Run:
+    folder: str = "runs/a"
+    steps: int = 10
+    resume: bool = True
+    mode: Literal["fast", "exact"] = "fast"
+    data: Data = field(default_factory=Data)
+
+    def __post_init__(self) -> None:
+        if self.steps < 1:
+            raise SettingsError(f"setting steps = {self.steps}: at least 1")
+
+
+def test_file_becomes_a_dataclass(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text('folder = "runs/b"\nresume = false\n[data]\nfiles = ["a.h5", "b.h5"]\nworkers = 2\n')
+    assert build(Run, read_toml(path)) == Run("runs/b", resume=False, data=Data(("a.h5", "b.h5"), workers=2))
+
+
+@pytest.mark.parametrize(
+    "content, reason",
+    [
+        (None, "No such file"),
+        (b"\xff\xfe", "not UTF-8"),
+        (b"a = ", "not valid TOML"),
+        (b"a = 1\na = 2\n", "not valid TOML"),
+    ],
+)
+def test_unreadable_file_is_named(tmp_path: Path, content: bytes | None, reason: str) -> None:
+    path = tmp_path / "run.toml"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(SettingsError, match=f"{path}.*{reason}"):
+        read_toml(path)
+
+
+@pytest.mark.parametrize(
+    "assignment, tree",
+    [
+        ("steps=5", {"steps": 5}),
+        ("data.fraction = 0.5", {"data": {"fraction": 0.5}}),
+        ("resume=false", {"resume": False}),
+        ("folder=runs/b", {"folder": "runs/b"}),
+        ('folder="5"', {"folder": "5"}),
+        ('data.files=["a", "b"]', {"data": {"files": ["a", "b"]}}),
+        ("folder=a=b", {"folder": "a=b"}),
+        ("folder=", {"folder": ""}),
+    ],
+)
+def test_assignment(assignment: str, tree: dict[str, Any]) -> None:
+    found: dict[str, Any] = {}
+    assign(found, assignment)
+    assert found == tree
+
+
+def test_assignment_wins_over_the_file_and_leaves_the_rest() -> None:
+    tree: dict[str, Any] = {"steps": 1, "data": {"fraction": 0.2, "workers": 3}}
+    assign(tree, "data.workers=4")
+    assert tree == {"steps": 1, "data": {"fraction": 0.2, "workers": 4}}
+
+
+@pytest.mark.parametrize("assignment", ["steps", "=5", "data.=5", ".steps=5", ""])
+def test_malformed_assignment_is_refused(assignment: str) -> None:
+    with pytest.raises(SettingsError, match="write it as section.key=value"):
+        assign({}, assignment)
+
+
+def test_value_is_no_section() -> None:
+    with pytest.raises(SettingsError, match="cannot set steps.x: steps is a value"):
+        assign({"steps": 5}, "steps.x=1")
+
+
+def test_unknown_setting_lists_the_known_and_the_likely() -> None:
+    with pytest.raises(SettingsError) as caught:
+        build(Run, {"data": {"fractoin": 0.5}})
+    assert str(caught.value) == (
+        "unknown setting data.fractoin: did you mean fraction? known are files, fraction, options, workers"
+    )
+
+
+def test_unknown_without_a_likely_one() -> None:
+    assert unknown("verb", "zzz", ["train", "plan"]) == "unknown verb: known are plan, train"
+
+
+@pytest.mark.parametrize(
+    "tree, message",
+    [
+        ({"steps": "ten"}, "setting steps = 'ten': expected a whole number"),
+        ({"steps": 1.5}, "setting steps = 1.5: expected a whole number"),
+        ({"steps": True}, "setting steps = True: expected a whole number"),
+        ({"resume": 1}, "setting resume = 1: expected true or false"),
+        ({"folder": 3}, "setting folder = 3: expected text"),
+        ({"mode": "slow"}, "setting mode = 'slow': allowed are fast, exact"),
+        ({"data": 3}, "setting data is a section, not the value 3"),
+        ({"data": {"fraction": "x"}}, "setting data.fraction = 'x': expected a number"),
+        ({"data": {"files": 3}}, "setting data.files = 3: expected a list"),
+        ({"data": {"files": ["a", 3]}}, "setting data.files = 3: expected text"),
+        ({"data": {"options": 3}}, "setting data.options = 3: expected a table"),
+        ({"steps": 0}, "setting steps = 0: at least 1"),
+    ],
+)
+def test_wrong_values_are_named(tree: dict[str, Any], message: str) -> None:
+    with pytest.raises(SettingsError) as caught:
+        build(Run, tree)
+    assert str(caught.value) == message
+
+
+def test_what_is_convenient_is_allowed() -> None:
+    made = build(Run, {"data": {"files": "one.h5", "fraction": 1, "workers": 2}})
+    assert made.data == Data(("one.h5",), 1.0, 2) and isinstance(made.data.fraction, float)
+
+
+def test_settings_survive_the_way_through_a_file(tmp_path: Path) -> None:
+    before = Run(folder='a "b"\\\n\tc\x00é', data=Data(("x", "y"), 1e-9, None, {"deep er": {"k": [1, 2.5, "t", True]}}))
+    path = tmp_path / "config.toml"
+    path.write_text(to_toml(to_tree(before)), encoding="utf-8")
+    assert build(Run, read_toml(path)) == before
+
+
+KEYS = ["plain", "a-b_c", "dotted.key", "spaced key", "quote\"", "é", ""]
+
+
+def random_tree(chance: random.Random, depth: int = 0) -> Any:
+    kind = chance.randrange(7 if depth < 3 else 4)
+    if kind == 0:
+        return chance.choice([True, False, chance.randint(-(10**12), 10**12)])
+    if kind == 1:
+        return chance.choice([chance.gauss(0, 1) * 10 ** chance.randint(-30, 30), 1e300, 0.0])
+    if kind in (2, 3):
+        return "".join(chance.choice("a.\"'\\\n\r\t\x00\x7f\u2028é #=[]🙂") for _ in range(chance.randint(0, 6)))
+    if kind == 4:
+        return [random_tree(chance, 3) for _ in range(chance.randint(0, 3))]
+    return {f"{chance.choice(KEYS)}{n}": random_tree(chance, depth + 1) for n in range(chance.randint(0, 3))}
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_toml_reads_back_unchanged(seed: int) -> None:
+    chance = random.Random(seed)
+    tree = {f"key{n}": random_tree(chance) for n in range(4)}
+    assert tomllib.loads(to_toml(tree)) == tree
