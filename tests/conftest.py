@@ -21,6 +21,7 @@ from hpctrain.cluster.launcher import detect
 
 _WATCHDOG = pytest.StashKey[Watchdog]()
 _COMM = pytest.StashKey[Any]()
+_COLLECTING = 300.0  # seconds; every rank imports every test file, on few cores
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -38,7 +39,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.add_cleanup(watchdog.disarm)
     if comm is not None:
         config.pluginmanager.register(RankRun(config, comm, descriptor), "hpctrain-ranks")
-    watchdog.arm(float(config.getini("test_limit")), "collecting the tests")
+    watchdog.arm(_COLLECTING, "collecting the tests")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

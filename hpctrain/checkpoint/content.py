@@ -25,7 +25,7 @@ Groups = dict[str, dict[str, Value]]
 
 CURVES = "curves"  # the key of ``train`` whose entries are stored as arrays
 # The attributes with which viewers (NeXus: h5web, silx) find the loss curve; they are the file's, not the run's.
-_PLOT = ("NX_class", "signal", "axes", "title")
+_PLOT = ("NX_class", "signal", "axes")
 
 
 def shard_sources(group: str, shards: Iterable[Shard]) -> list[Source]:
@@ -60,7 +60,7 @@ def train_content(train: Mapping[str, Any]) -> tuple[list[Source], Groups]:
             raise UsageError(f"the name {key} in train is taken: it tells viewers what to plot")
     attributes = pack(values, "train")
     if "loss" in curves and "step" in curves:
-        attributes |= {"NX_class": "NXdata", "signal": "loss", "axes": ("step",), "title": "training loss"}
+        attributes |= {"NX_class": "NXdata", "signal": "loss", "axes": ("step",)}
     return [_curve(name, data) for name, data in curves.items()], {layout.TRAIN: attributes}
 
 

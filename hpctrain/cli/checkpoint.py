@@ -38,7 +38,7 @@ examples:
 exit code: 0 all files are sound, 1 a file is damaged, 2 a file is not there
 """
 _BIG = 256 << 20  # bytes from which a progress bar is worth its line
-_GROUPS_APART = ("NX_class", "signal", "axes", "title", "step")  # of /train: for viewers, or shown above
+_GROUPS_APART = ("NX_class", "signal", "axes", "step")  # of /train: for viewers, or shown above
 
 
 def add_parser(subparsers: Any) -> None:

@@ -57,8 +57,8 @@ def map_dataset(dataset: h5py.Dataset) -> npt.NDArray[Any] | None:
 
     A map costs no copy, no lock and no open handle, and all ranks of a node share its pages.
     """
-    offset = dataset.id.get_offset()
-    if offset is None or dataset.chunks or dataset.is_virtual or dataset.external or dataset.dtype.hasobject:
+    offset = dataset.id.get_offset()  # none where chunked, virtual, external or not yet allocated
+    if offset is None or dataset.dtype.hasobject:
         return None
     return np.memmap(dataset.file.filename, dtype=dataset.dtype, mode="r", offset=offset, shape=dataset.shape)
 

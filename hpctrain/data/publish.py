@@ -3,15 +3,47 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import h5py
 
 from hpctrain._version import __version__
 from hpctrain.errors import DataError
+
+
+class _Sink(io.FileIO):
+    """Be the file under HDF5: keep the first failure, and from then on take everything and write nothing.
+
+    Note: HDF5 holds data back and cannot give up a file whose disk is full. It tries again at every close and at the
+    end of the process, where the library was seen to crash. So it never hears of the failure; whoever opened the
+    sink looks at ``failure`` and removes the file.
+    """
+
+    failure: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        """Write all bytes, or none after a failure."""
+        view = memoryview(data).cast("B")
+        done = 0
+        while self.failure is None and done < len(view):
+            try:
+                done += super().write(view[done:]) or 0
+            except OSError as error:
+                self.failure = error
+        return len(view)
+
+    def truncate(self, size: int | None = None) -> int:
+        """Set the length, or do nothing after a failure."""
+        try:
+            return self.tell() if self.failure else super().truncate(size)
+        except OSError as error:
+            self.failure = error
+            return self.tell()
 
 
 @contextlib.contextmanager
@@ -25,14 +57,15 @@ def new_file(out: Path, kind: str, version: int) -> Iterator[h5py.File]:
     temporary = out.with_name(f"{out.name}.tmp-{os.getpid()}")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        with h5py.File(temporary, "w") as file:
-            file.attrs["format"] = kind
-            file.attrs["format_version"] = version
-            file.attrs["creator"] = f"hpctrain {__version__}"
-            file.attrs["created"] = datetime.now(UTC).isoformat(timespec="seconds")
-            yield file
-            file.flush()  # close() swallows a full disk, flush() does not
-        _sync(temporary)
+        with _Sink(temporary, "w+") as sink:
+            try:
+                with h5py.File(sink, "w") as file:
+                    _describe(file, kind, version)
+                    yield file
+            finally:
+                if sink.failure:
+                    pass
+            os.fsync(sink.fileno())
         os.replace(temporary, out)
         _sync(out.parent)
     except (OSError, RuntimeError) as error:
@@ -42,8 +75,15 @@ def new_file(out: Path, kind: str, version: int) -> Iterator[h5py.File]:
             temporary.unlink()
 
 
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
+def _describe(file: h5py.File, kind: str, version: int) -> None:
+    file.attrs["format"] = kind
+    file.attrs["format_version"] = version
+    file.attrs["creator"] = f"hpctrain {__version__}"
+    file.attrs["created"] = datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def _sync(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

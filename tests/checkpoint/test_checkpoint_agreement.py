@@ -2,49 +2,11 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable
-from typing import Any
-
 import pytest
+from support.checkpoints import ThreadRank, ThreadRanks
 
 from hpctrain.checkpoint.agreement import agreed
 from hpctrain.errors import CheckpointError, HpctrainError, NonFiniteError, UsageError
-
-
-class ThreadRanks:
-    """Let threads be ranks: gather by a barrier and a list."""
-
-    def __init__(self, size: int) -> None:
-        self.size, self.slots, self.barrier = size, [None] * size, threading.Barrier(size)
-
-    def run(self, body: Callable[[Any], object]) -> list[object]:
-        results: list[object] = [None] * self.size
-
-        def one(rank: int) -> None:
-            try:
-                results[rank] = body(ThreadRank(self, rank))
-            except Exception as error:
-                results[rank] = error
-
-        threads = [threading.Thread(target=one, args=(rank,)) for rank in range(self.size)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(60)
-        return results
-
-
-class ThreadRank:
-    def __init__(self, ranks: ThreadRanks, rank: int) -> None:
-        self.ranks, self.rank, self.size = ranks, rank, ranks.size
-
-    def all_gather_object(self, value: Any) -> list[Any]:
-        self.ranks.slots[self.rank] = value
-        self.ranks.barrier.wait(30)
-        found = list(self.ranks.slots)
-        self.ranks.barrier.wait(30)
-        return found
 
 
 def fail_on(failing: dict[int, Exception]) -> list[object]:

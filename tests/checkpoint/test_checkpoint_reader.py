@@ -95,7 +95,7 @@ def test_extension_is_refused(small_file: Path) -> None:
 
 def test_zeroed_and_swapped_pages_name_the_tensor(tmp_path: Path) -> None:
     path = tmp_path / "p.h5"
-    write_file(path, [Source.of("/model/w", np.arange(4096, dtype="<f4")), Source.of("/model/v", np.ones(9, dtype="<f4"))], {})
+    write_file(path, [Source.of("/model/w", np.arange(4096, dtype="<f4")), Source.of("/model/v", np.ones(9))], {})
     data = path.read_bytes()
     with h5py.File(path, "r") as file:
         start = file["/model/w"].id.get_offset()
@@ -133,7 +133,9 @@ def test_zero_for_all_ones_is_found(tmp_path: Path) -> None:
         (lambda file: file["/model/b"].attrs.modify("crc32", np.uint32(1)), "attribute crc32 of /model/b is altered"),
     ],
 )
-def test_what_another_program_changed_is_named(small_file: Path, change: Callable[[h5py.File], object], message: str) -> None:
+def test_what_another_program_changed_is_named(
+    small_file: Path, change: Callable[[h5py.File], object], message: str
+) -> None:
     with h5py.File(small_file, "r+", libver=("v110", "v110")) as file:
         change(file)
     with pytest.raises(CheckpointError, match=message) as caught:

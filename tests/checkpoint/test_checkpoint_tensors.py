@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from conftest import all_dtypes
+from support.checkpoints import all_dtypes
 
 from hpctrain.checkpoint.layout import STORAGE
 from hpctrain.checkpoint.tensors import check_storable, dtype_name, fill, from_numpy, is_finite, to_numpy, torch_dtype

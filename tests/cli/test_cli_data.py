@@ -69,6 +69,23 @@ def test_show_refuses_a_damaged_file(corpus: Path, tmp_path: Path, capsys: pytes
     assert "damaged" in capsys.readouterr().out
 
 
+def test_a_full_disk_is_one_clear_error(corpus: Path, tmp_path: Path) -> None:
+    (corpus / "long.txt").write_text("once upon a time " * 10_000)
+    code = f"""
+import resource
+from hpctrain.data.pack import pack
+from hpctrain.errors import DataError
+resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))
+try:
+    pack([{str(corpus)!r}], {str(tmp_path / "x.h5")!r})
+except DataError as error:
+    print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, f"cannot write {tmp_path / 'x.h5'}: File too large\n"), done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["corpus"]
+
+
 def test_neither_action_loads_torch_or_mpi(corpus: Path, tmp_path: Path) -> None:
     code = f"""
 import argparse, sys

@@ -80,12 +80,13 @@ def test_what_does_not_lie_in_one_piece_is_not_mapped(tmp_path: Path) -> None:
         file.create_dataset("chunked", data=np.arange(100), chunks=(10,))
         file.create_dataset("packed", data=np.arange(100), compression="gzip")
         file.create_dataset("outside", shape=(100,), dtype="u1", external=[(str(tmp_path / "raw"), 0, 100)])
+        file.create_dataset("words", data=["a", "b"], dtype=h5py.string_dtype())
         file.create_dataset("late", shape=(100,), dtype="u1")
         layout = h5py.VirtualLayout((100,), "i8")
         layout[:] = h5py.VirtualSource(file["chunked"])
         file.create_virtual_dataset("virtual", layout)
     with open_file(tmp_path / "x.h5") as file:
-        assert [map_dataset(file[name]) for name in file] == [None] * 5
+        assert [map_dataset(file[name]) for name in file] == [None] * 6
 
 
 def test_checksum_is_the_crc_of_the_bytes_whatever_the_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import h5py
@@ -49,6 +51,30 @@ def test_an_interrupt_leaves_nothing(tmp_path: Path) -> None:
         with new_file(tmp_path / "it.h5", "kind", 1):
             raise KeyboardInterrupt
     assert not list(tmp_path.iterdir())
+
+
+_FULL = """
+import resource, sys
+import numpy as np
+from pathlib import Path
+from hpctrain.data.publish import new_file
+from hpctrain.errors import DataError
+
+resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[3]),) * 2)
+try:
+    with new_file(Path(sys.argv[1]), "kind", 1) as file:
+        file["x"] = np.ones(int(sys.argv[2]), "u1")
+except DataError as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize("size, room", [(10, 10), (1 << 15, 3000), (1 << 15, 8192), (1 << 22, 1 << 20)])
+def test_a_full_disk_leaves_nothing_and_the_process_lives(tmp_path: Path, size: int, room: int) -> None:
+    command = [sys.executable, "-c", _FULL, str(tmp_path / "it.h5"), str(size), str(room)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.stdout == f"cannot write {tmp_path / 'it.h5'}: File too large\n", done.stderr
+    assert done.returncode == 0 and not list(tmp_path.iterdir())
 
 
 def test_a_place_that_takes_no_file_is_refused(tmp_path: Path) -> None:

@@ -18,6 +18,24 @@ def test_images_of_any_size_give_one_row_each(shape: tuple[int, ...]) -> None:
     assert sum(isinstance(module, torch.nn.BatchNorm2d) for module in model.modules()) == 2
 
 
+def test_outputs_are_those_of_plain_functions() -> None:
+    torch.manual_seed(0)
+    model = ConvNet((2, 9, 8), outputs=3, channels=(4, 5)).eval()
+    for tensor in [*model.parameters(), *model.buffers()]:
+        if tensor.is_floating_point():
+            torch.nn.init.uniform_(tensor, 0.1, 1) if tensor.ndim == 1 else torch.nn.init.normal_(tensor)
+    weights, x = model.state_dict(), torch.randn(6, 2, 9, 8)
+    y = x
+    for conv in (0, 4):
+        y = torch.nn.functional.conv2d(y, weights[f"features.{conv}.weight"], padding=1)
+        w = {key: weights[f"features.{conv + 1}.{key}"][:, None, None] for key in ("running_mean", "weight", "bias")}
+        deviation = (weights[f"features.{conv + 1}.running_var"] + 1e-5).sqrt()[:, None, None]
+        y = ((y - w["running_mean"]) / deviation * w["weight"] + w["bias"]).clamp_min(0)
+        height, width = y.shape[2] // 2, y.shape[3] // 2
+        y = y[:, :, : 2 * height, : 2 * width].reshape(6, -1, height, 2, width, 2).amax((3, 5))
+    torch.testing.assert_close(model(x), y.flatten(1) @ weights["head.weight"].T + weights["head.bias"])
+
+
 def test_it_learns_where_a_square_is() -> None:
     torch.manual_seed(0)
     model = ConvNet((8, 8), outputs=4)

@@ -1,0 +1,90 @@
+"""Measure fairly and write down where the numbers come from: shared by all benchmarks."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def summary(seconds: Sequence[float]) -> dict[str, float]:
+    """Return median, quartiles and range of repeated timings, in seconds."""
+    ordered = sorted(seconds)
+    low, _, high = statistics.quantiles(ordered, n=4)
+    return {
+        "median": statistics.median(ordered),
+        "quartile_1": low,
+        "quartile_3": high,
+        "min": ordered[0],
+        "max": ordered[-1],
+        "repeats": len(ordered),
+    }
+
+
+def slowest(per_rank: Sequence[Sequence[float]]) -> list[float]:
+    """Return, repeat by repeat, the time of the slowest rank."""
+    return [max(times) for times in zip(*per_rank)]
+
+
+def provenance(ranks: int, mpi: str) -> dict[str, Any]:
+    """Return when, where, with what and by which command a result came about."""
+    import torch
+
+    return {
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "command": " ".join(["mpiexec", "-n", str(ranks), "python", *sys.argv]),
+        "commit": _output("git", "rev-parse", "--short", "HEAD"),
+        "changed": bool(_output("git", "status", "--porcelain", "--", "hpctrain", "benchmarks/*.py")),
+        "processor": _processor(),
+        "cores": os.cpu_count(),
+        "load": [round(value, 2) for value in os.getloadavg()],
+        "system": platform.platform(),
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+        "mpi": mpi,
+        "ranks": ranks,
+        "threads_per_rank": torch.get_num_threads(),
+    }
+
+
+def write(name: str, content: Mapping[str, Any]) -> Path:
+    """Write a result as JSON beside the others; return where."""
+    RESULTS.mkdir(exist_ok=True)
+    path = RESULTS / f"{name}.json"
+    path.write_text(json.dumps(content, indent=2) + "\n")
+    return path
+
+
+def table(rows: Sequence[Sequence[str]]) -> str:
+    """Return rows as aligned columns, the first one to the left."""
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    return "\n".join(
+        "  ".join(cell.ljust(width) if number == 0 else cell.rjust(width) for number, (cell, width) in enumerate(zip(row, widths)))
+        for row in rows
+    )
+
+
+def milliseconds(times: Mapping[str, float]) -> list[str]:
+    """Return median, quartiles and minimum of a summary as text, in milliseconds."""
+    return [f"{times[name] * 1e3:.1f}" for name in ("median", "quartile_1", "quartile_3", "min")]
+
+
+def _processor() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()
+
+
+def _output(*command: str) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent.parent)
+    return done.stdout.strip()

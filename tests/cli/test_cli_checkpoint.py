@@ -1,0 +1,160 @@
+"""The verbs say what is there, with the promised exit codes, for people and as JSON."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from hpctrain.checkpoint.writer import Source, write_file
+from hpctrain.cli import checkpoint as verb
+from hpctrain.errors import CheckpointError, UsageError
+
+
+@pytest.fixture
+def run_folder(tmp_path: Path) -> Path:
+    folder = tmp_path / "checkpoints"
+    folder.mkdir()
+    for step in (3, 40):
+        sources = [
+            Source.of("/model/head.weight", np.array([[1.5, -2.0], [np.inf, 4.0]], dtype="<f4")),
+            Source.of("/model/scale", np.array(0.25, dtype="<f8")),
+            Source.of("/model/none", np.empty((0, 3), dtype="<f4")),
+            Source.of("/optimizer/head.weight/exp_avg", np.zeros((40, 2), dtype="<f4")),
+            Source.of("/train/step", np.arange(1, 9)),
+            Source.of("/train/loss", np.linspace(5.5, 2.0, 8)),
+        ]
+        groups = {
+            "/": {"step": step, "world_size": 2},
+            "/train": {"step": step, "sampler.json": '{"seed": 3}'},
+            "/provenance": {"host": "node\x1b[31m7"},
+            "/config": {"toml": "[train]\nsteps = 40\n"},
+        }
+        write_file(folder / f"step_{step:08d}.h5", sources, groups)
+    return tmp_path
+
+
+def call(*arguments: object) -> int:
+    parser = argparse.ArgumentParser(prog="hpctrain")
+    verb.add_parser(parser.add_subparsers())
+    args = parser.parse_args(["checkpoint", *map(str, arguments)])
+    return int(args.run(args))
+
+
+def damage(path: Path) -> None:
+    data = path.read_bytes()
+    path.write_bytes(data.replace(np.float32(1.5).tobytes() + np.float32(-2).tobytes(), bytes(8)))
+
+
+def test_ls(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    newest = run_folder / "checkpoints" / "step_00000040.h5"
+    newest.write_bytes(newest.read_bytes()[:-5])
+    assert call("ls", run_folder) == 0
+    first, second = capsys.readouterr().out.splitlines()
+    assert first.startswith("step_00000003.h5") and "step 3" in first and "2 ranks" in first and "loss 2.0000" in first
+    assert second.startswith("step_00000040.h5") and "damaged: " in second and "truncated" in second
+    assert call("ls", run_folder / "checkpoints", "--json") == 0
+    entries = json.loads(capsys.readouterr().out)
+    assert [entry["step"] for entry in entries] == [3, 40] and entries[0]["error"] is None and entries[0]["loss"] == 2.0
+    newest.unlink(), (run_folder / "checkpoints" / "step_00000003.h5").unlink()
+    assert call("ls", run_folder) == 0 and "no checkpoints in" in capsys.readouterr().out
+
+
+def test_show(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = run_folder / "checkpoints" / "step_00000003.h5"
+    assert call("show", path) == 0
+    out = capsys.readouterr().out
+    lines = [line.split() for line in out.splitlines()]
+    assert ["loss", "5.5", "█▇▆▅▄▃▂▁", "2"] in lines
+    assert ["head.weight", "float32", "2x2", "min", "-2", "max", "4", "norm", "4.717", "1", "not", "finite"] in lines
+    assert ["scale", "float64", "scalar", "0.25"] in lines and ["none", "float32", "0x3", "empty"] in lines
+    assert ["sampler", '{"seed":', "3}"] in lines and ["steps", "=", "40"] in lines
+    assert "4 tensors, 344 B" in out and "world size 2" in out
+    assert "\x1b" not in out and "node\\x1b[31m7" in out
+
+
+def test_show_of_a_name(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = run_folder / "checkpoints" / "step_00000003.h5"
+    assert call("show", path, "head.weight") == 0
+    out = capsys.readouterr().out
+    assert "1.5, -2, inf, 4" in out and "/optimizer/head.weight" in out and "provenance" not in out
+    with pytest.raises(UsageError, match="did you mean head.weight"):
+        call("show", path, "head.wieght")
+
+
+def test_show_json_is_json(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call("show", run_folder / "checkpoints" / "step_00000003.h5", "head.weight", "--json") == 0
+
+    def refuse(word: str) -> None:
+        pytest.fail(f"{word} is no JSON")
+
+    shown = json.loads(capsys.readouterr().out, parse_constant=refuse)
+    assert shown["tensors"][0]["values"] == [1.5, -2.0, None, 4.0] and shown["tensors"][0]["nonfinite"] == 1
+    assert shown["root"]["step"] == 3 and shown["curves"]["loss"][0] == 5.5
+
+
+def test_show_of_a_damaged_file_is_an_error(run_folder: Path) -> None:
+    path = run_folder / "checkpoints" / "step_00000003.h5"
+    damage(path)
+    with pytest.raises(CheckpointError, match="/model/head.weight is damaged") as caught:
+        call("show", path)
+    assert caught.value.exit_code == 2
+
+
+def test_verify(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    good, bad = sorted((run_folder / "checkpoints").iterdir())
+    assert call("verify", good, bad) == 0
+    assert capsys.readouterr().out == f"ok       {good}\nok       {bad}\n"
+    damage(bad)
+    assert call("verify", bad, good) == 1
+    first, second = capsys.readouterr().out.splitlines()
+    assert first.startswith(f"damaged  {bad}: /model/head.weight is damaged") and second == f"ok       {good}"
+    assert call("verify", good, bad, "--json") == 1
+    verdicts = json.loads(capsys.readouterr().out)
+    assert [(verdict["file"], verdict["ok"]) for verdict in verdicts] == [(str(good), True), (str(bad), False)]
+    assert "/model/head.weight" in verdicts[1]["error"]
+
+
+def test_a_file_that_is_not_there_is_a_mistake_of_the_user(run_folder: Path) -> None:
+    for missing in (run_folder / "none.h5", run_folder):
+        with pytest.raises(UsageError, match=f"there is no file {missing}") as caught:
+            call("verify", missing)
+        assert caught.value.exit_code == 2
+    with pytest.raises(UsageError, match="is not a folder"):
+        call("ls", run_folder / "none")
+
+
+def test_a_bar_only_on_a_terminal_and_for_much(
+    run_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = run_folder / "checkpoints" / "step_00000003.h5"
+    monkeypatch.setattr(verb, "_BIG", 1)
+    assert call("verify", path) == 0 and capsys.readouterr().err == ""
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    assert call("verify", path) == 0
+    assert "reading" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("action", ["ls", "show", "verify"])
+def test_help_has_examples(action: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        call(action, "--help")
+    assert caught.value.code == 0 and f"hpctrain checkpoint {action} runs/a" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("action", ["ls", "show", "verify"])
+def test_neither_torch_nor_mpi_is_imported(run_folder: Path, action: str) -> None:
+    code = (
+        "import argparse, sys\nfrom hpctrain.cli import checkpoint\n"
+        "parser = argparse.ArgumentParser()\ncheckpoint.add_parser(parser.add_subparsers())\n"
+        "args = parser.parse_args(['checkpoint', *sys.argv[1:]])\nassert args.run(args) == 0\n"
+        "print([name for name in ('torch', 'mpi4py') if name in sys.modules])"
+    )
+    target = run_folder if action == "ls" else run_folder / "checkpoints" / "step_00000003.h5"
+    done = subprocess.run([sys.executable, "-c", code, action, target], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"

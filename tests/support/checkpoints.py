@@ -1,0 +1,93 @@
+"""Give the checkpoint tests arrays of every element type, a model that trains, and threads that are ranks."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from hpctrain.checkpoint.layout import STORAGE
+
+
+def all_dtypes() -> dict[str, np.ndarray]:
+    """Return an array in the storage type of every element type, bit patterns included that are no nice numbers."""
+    generator = np.random.default_rng(7)
+    arrays = {}
+    for name, storage in STORAGE.items():
+        if name == "bool":
+            arrays[name] = np.array([[0, 1, 1]], dtype="|u1")
+        else:
+            arrays[name] = generator.integers(0, 256, 6 * storage.itemsize, dtype=np.uint8).view(storage).reshape(2, 3)
+    return arrays
+
+
+def make_model() -> torch.nn.Module:
+    """Return a model with buffers, a scalar buffer and a shared parameter."""
+    torch.manual_seed(1)
+    layers = [torch.nn.Linear(4, 5), torch.nn.BatchNorm1d(5), torch.nn.Linear(5, 5), torch.nn.Linear(5, 5)]
+    model = torch.nn.Sequential(*layers)
+    model[3].weight = model[2].weight
+    return model
+
+
+def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: int, seed: int = 3) -> None:
+    """Take a few steps on random input."""
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(steps):
+        loss = (model(torch.randn(8, 4, generator=generator)) ** 2).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+
+def same(one: Any, two: Any) -> bool:
+    """Tell whether two nested states are equal in bits, types, devices and order."""
+    if isinstance(one, torch.Tensor):
+        return one.dtype == two.dtype and one.device == two.device and torch.equal(one, two)
+    if isinstance(one, dict):
+        return list(one) == list(two) and all(same(one[key], two[key]) for key in one)
+    if isinstance(one, (list, tuple)):
+        return type(one) is type(two) and len(one) == len(two) and all(map(same, one, two))
+    return type(one) is type(two) and one == two
+
+
+class ThreadRanks:
+    """Let threads be ranks: gather by a barrier and a list."""
+
+    def __init__(self, size: int) -> None:
+        self.size, self.slots, self.barrier = size, [None] * size, threading.Barrier(size)
+
+    def run(self, body: Callable[[Any], object]) -> list[object]:
+        """Run the body on every rank and return its results, or the errors it raised."""
+        results: list[object] = [None] * self.size
+
+        def one(rank: int) -> None:
+            try:
+                results[rank] = body(ThreadRank(self, rank))
+            except Exception as error:
+                results[rank] = error
+
+        threads = [threading.Thread(target=one, args=(rank,)) for rank in range(self.size)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        return results
+
+
+class ThreadRank:
+    """Be the communicator of one such rank."""
+
+    def __init__(self, ranks: ThreadRanks, rank: int) -> None:
+        self.ranks, self.rank, self.size = ranks, rank, ranks.size
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        """Return the values of all ranks."""
+        self.ranks.slots[self.rank] = value
+        self.ranks.barrier.wait(30)
+        found = list(self.ranks.slots)
+        self.ranks.barrier.wait(30)
+        return found

@@ -1,0 +1,38 @@
+"""Hold docs/settings.md to the settings: every field stands there, with its default."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from hpctrain.settings import to_tree
+from hpctrain.train.settings import Settings
+
+PAGE = Path(__file__).parent.parent / "docs" / "settings.md"
+# Defaults that the page tells in words.
+IN_WORDS = {"run.folder", "data.files", "model.options", "model.dropout"}
+
+
+def documented() -> dict[str, str]:
+    return dict(re.findall(r"^\| `([a-z]+\.[a-z_]+)` \| (.+?) \|", PAGE.read_text(), re.MULTILINE))
+
+
+def fields() -> set[str]:
+    names = set()
+    for section in Settings.__dataclass_fields__:
+        names |= {f"{section}.{field}" for field in getattr(Settings(), section).__dataclass_fields__}
+    return names
+
+
+def test_every_setting_is_documented_and_nothing_else() -> None:
+    assert set(documented()) == fields()
+
+
+def test_defaults_are_those_of_the_code() -> None:
+    page = documented()
+    for section, values in to_tree(Settings()).items():
+        for key, value in values.items():
+            name = f"{section}.{key}"
+            if name not in IN_WORDS:
+                text = {True: "true", False: "false"}[value] if isinstance(value, bool) else repr(value)
+                assert page[name].strip("`") == text.replace("'", '"'), name
