@@ -34,10 +34,9 @@ def commit(path: Path, write: Callable[[Path], None], needed: int) -> None:
         verify_file(temporary)
         os.rename(temporary, path)
     except BaseException as error:
-        free = _free_bytes(path.parent)
         _discard(temporary)
         if isinstance(error, Exception):
-            raise _explained(error, path, needed, free) from error
+            raise _explained(error, path, needed) from error
         raise
     _flush_folder(path)
 
@@ -70,7 +69,7 @@ def _flush_folder(path: Path) -> None:
             ) from error
 
 
-def _explained(error: Exception, path: Path, needed: int, free: int | None) -> Exception:
+def _explained(error: Exception, path: Path, needed: int) -> Exception:
     number = error.errno if isinstance(error, OSError) else None
     if isinstance(error, HpctrainError) and number is None:
         if not isinstance(error, CheckpointError):
@@ -78,6 +77,7 @@ def _explained(error: Exception, path: Path, needed: int, free: int | None) -> E
         return CheckpointError(f"cannot write {path}: {error}")
     reason = os.strerror(number) if number else " ".join(str(error).split()) or type(error).__name__
     if number in _NO_SPACE:
+        free = _free_bytes(path.parent)  # without the private file: what there was to write into
         room = "an unknown number of" if free is None else str(free)
         reason += f": {needed} bytes are needed, {room} bytes are free in {path.parent}"
     return CheckpointError(f"cannot write {path}: {reason.lower() if number else reason}")

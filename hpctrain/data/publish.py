@@ -64,7 +64,7 @@ def new_file(out: Path, kind: str, version: int) -> Iterator[h5py.File]:
                     yield file
             finally:
                 if sink.failure:
-                    pass
+                    raise sink.failure
             os.fsync(sink.fileno())
         os.replace(temporary, out)
         _sync(out.parent)

@@ -114,6 +114,16 @@ def test_bytes_that_changed_on_their_way_are_never_promoted(target: Path, monkey
     assert holds(target, OLD) and os.listdir(target.parent) == [target.name]
 
 
+def test_the_free_bytes_are_those_without_the_private_file(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[list[str]] = []
+    real = os.statvfs
+    monkeypatch.setattr(os, "statvfs", lambda folder: seen.append(os.listdir(folder)) or real(folder))
+    fail_at_call(monkeypatch, "pwrite", 4, errno.ENOSPC)
+    with pytest.raises(CheckpointError, match="bytes are free in"):
+        commit(target, write(NEW), 1)
+    assert seen == [[target.name]]
+
+
 def test_an_error_of_the_caller_stays_what_it_is(target: Path) -> None:
     def fail(path: Path) -> None:
         path.write_bytes(b"half")

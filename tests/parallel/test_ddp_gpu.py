@@ -1,0 +1,62 @@
+"""Train data parallel on a GPU: gradients are staged through node memory, results are the single process's."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import mse_loss
+
+from hpctrain.parallel.ddp import DataParallel
+from hpctrain.parallel.settings import ParallelSettings
+
+pytestmark = pytest.mark.gpu
+BATCH, WIDTH, STEPS = 12, 16, 5
+TOLERANCE: dict[str, float] = {"none": 1e-5, "bfloat16": 2e-2}
+
+
+def make() -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(WIDTH, 32), nn.Tanh(), nn.Linear(32, WIDTH)).cuda()
+
+
+def train(model: nn.Module, inputs: torch.Tensor) -> nn.Module:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    for _ in range(STEPS):
+        mse_loss(model(inputs), inputs.flip(1)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model
+
+
+@pytest.mark.ranks(2, 3, 4)
+@pytest.mark.parametrize("compression", ["none", "bfloat16"])
+def test_ranks_that_share_a_gpu_learn_what_one_process_learns(
+    comm: Any, compression: Literal["none", "bfloat16"]
+) -> None:
+    inputs = torch.randn(BATCH, WIDTH, generator=torch.Generator().manual_seed(1)).cuda()
+    alone = train(make(), inputs)
+    model = make()
+    DataParallel(model, comm, ParallelSettings(compression=compression))
+    train(model, inputs.chunk(comm.size)[comm.rank])
+    for ours, plain in zip(model.parameters(), alone.parameters()):
+        torch.testing.assert_close(ours, plain, rtol=TOLERANCE[compression], atol=TOLERANCE[compression])
+
+
+@pytest.mark.ranks
+def test_collectives_stage_device_tensors(comm: Any) -> None:
+    tensor = torch.full((1000,), float(comm.rank + 1), device="cuda")
+    comm.all_reduce(tensor)
+    assert tensor.eq(comm.size * (comm.size + 1) / 2).all()
+    gathered = torch.empty(2 * comm.size, device="cuda")
+    comm.all_gather(gathered, torch.full((2,), float(comm.rank), device="cuda"))
+    assert gathered.view(-1, 2)[:, 0].tolist() == list(range(comm.size))
+
+
+def test_one_rank_on_one_gpu_gets_no_hooks(comm: Any) -> None:
+    model = make()
+    DataParallel(model, comm)
+    assert not model._forward_pre_hooks
+    train(model, torch.randn(4, WIDTH, device="cuda"))
