@@ -40,7 +40,6 @@ export PRTE_PREFIX := $(CURDIR)/$(VENV)
 endif
 
 PYTEST := $(BIN)/python -m pytest
-TOKENS := $(RUN).h5
 
 .DEFAULT_GOAL := help
 .PHONY: help env train test test-gpu lint types floors bench docs clean
@@ -78,18 +77,11 @@ endif
 
 # Training -----------------------------------------------------------------------------------------------------------
 
-# The tokens are packed again when CORPUS names something else than at the last time.
-ifneq ($(strip $(shell cat $(TOKENS).corpus 2>/dev/null)),$(strip $(CORPUS)))
-.PHONY: $(TOKENS)
-endif
-
-$(TOKENS): | env
-	@mkdir -p $(@D)
-	$(BIN)/hpctrain data pack $(CORPUS) -o $@
-	@echo '$(CORPUS)' > $@.corpus
-
-train: env $(TOKENS) ## pack CORPUS and train a small GPT on NP ranks; again: resume
-	$(MPIEXEC) -n $(NP) $(BIN)/hpctrain train jobs/gpt-tiny.toml --set run.folder=$(RUN) --set data.files=$(TOKENS)
+# Packing again is quick and changes nothing; a file from another CORPUS is refused, as its run would be: set RUN.
+train: env ## pack CORPUS and train a small GPT on NP ranks; again: resume
+	@mkdir -p $(dir $(RUN))
+	$(BIN)/hpctrain data pack $(CORPUS) -o $(RUN).h5
+	$(MPIEXEC) -n $(NP) $(BIN)/hpctrain train jobs/gpt-tiny.toml --set run.folder=$(RUN) --set data.files=$(RUN).h5
 
 # Tests --------------------------------------------------------------------------------------------------------------
 
@@ -123,6 +115,14 @@ docs: env ## check that links and commands in the documentation lead somewhere
 
 bench: env ## run the benchmarks
 	$(MAKE) -C benchmarks
+
+# benchmarks/Makefile starts its programs through these two: launcher and environment are set in one place.
+.PHONY: ranks alone
+ranks: env
+	@$(MPIEXEC) -n $(NP) $(BIN)/python $(PROGRAM)
+
+alone: env
+	@$(BIN)/python $(PROGRAM)
 
 clean: ## remove builds and caches; runs and environments stay
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .import_linter_cache .coverage .coverage.*

@@ -22,9 +22,9 @@ def session(tmp_path: Path, launch: Any) -> Any:
         shutil.copy(HERE / "conftest.py", folder)
         shutil.copy(HERE.parent / "setup.cfg", folder)
         (folder / "test_inner.py").write_text("import os, time, pytest\n" + source)
-        arguments = ["-m", "pytest", "-c", "setup.cfg", "--rootdir=.", "-p", "no:cacheprovider", *options, "."]
+        fixed = ["-c", "setup.cfg", "--rootdir=.", "-p", "no:cacheprovider", "--color=no", "."]
         paths = {"PYTHONPATH": f"{HERE}:{HERE.parent}", "COLUMNS": "200"}
-        return launch(n, *arguments, cwd=folder, env=paths | (env or {}), **kwargs)
+        return launch(n, "-m", "pytest", *fixed, *options, cwd=folder, env=paths | (env or {}), **kwargs)
 
     return run
 

@@ -7,9 +7,10 @@ import importlib
 import os
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 from hpctrain._version import __version__
-from hpctrain.errors import HpctrainError
+from hpctrain.errors import EXIT_USAGE, HpctrainError, UsageError
 
 VERBS = {
     "train": "train a model as a TOML file says",
@@ -21,12 +22,12 @@ VERBS = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run ``hpctrain`` and return its exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    parser = make_parser(arguments)
-    args = parser.parse_args(arguments)
-    if not hasattr(args, "run_verb"):
-        parser.print_help()
-        return 2
     try:
+        parser = make_parser(arguments)
+        args = parser.parse_args(arguments)
+        if not hasattr(args, "run_verb"):
+            parser.print_help()
+            return EXIT_USAGE
         code: int = args.run_verb(args)
         return code
     except HpctrainError as error:
@@ -41,9 +42,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
 
 
+class Parser(argparse.ArgumentParser):
+    """Report wrong arguments as every other wrong input: in one line, on one rank."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message} (see {self.prog} --help)", everywhere=True)
+
+
 def make_parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
     """Return the parser; only the verb that is called brings its own arguments, and with them its imports."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="hpctrain",
         description="Train PyTorch models on the ranks that mpirun or srun started.",
         epilog="hpctrain VERB --help tells more, with examples",
@@ -69,12 +77,8 @@ def in_world() -> bool:
 
 def report(error: HpctrainError) -> int:
     """Print an error once: where all ranks have it, rank 0 speaks for them; return the exit code."""
-    from hpctrain.cluster.launcher import detect
+    from hpctrain.cluster.launcher import first_guess_of_rank
 
-    try:
-        rank = detect().rank or 0
-    except HpctrainError:
-        rank = 0
-    if rank == 0:
+    if first_guess_of_rank() == 0:
         print(f"hpctrain: error: {error}", file=sys.stderr, flush=True)
     return error.exit_code

@@ -121,6 +121,14 @@ def detect(environ: Environ = os.environ) -> Launch:
     return Launch(row.kind, rank, size, local_rank, local_size, job_id, scheduler, restarts)
 
 
+def first_guess_of_rank(environ: Environ = os.environ) -> int:
+    """Return the rank that the launcher gave this process, 0 where it does not say or contradicts itself."""
+    try:
+        return detect(environ).rank or 0
+    except LaunchError:
+        return 0
+
+
 def without_launcher(environ: Environ = os.environ) -> dict[str, str]:
     """Return a copy of the environment for a child process that is neither a rank nor a part of this job."""
     return {name: value for name, value in environ.items() if name.startswith(_USERS) or not name.startswith(_THEIRS)}

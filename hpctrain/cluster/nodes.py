@@ -22,7 +22,7 @@ _COUNT = re.compile(r"([0-9]{1,18})(?:\(x([0-9]{1,18})\))?")
 
 @dataclass(frozen=True)
 class Allocation:
-    """Name the hosts of a job, in the scheduler's order, and how many ranks were asked for on each, if that is known."""
+    """Name the hosts of a job in the scheduler's order, and, where it is known, the ranks asked for on each."""
 
     hosts: tuple[str, ...]
     slots: tuple[int, ...] | None

@@ -39,8 +39,8 @@ def check_promise(launch: Launch, mpi_size: int | None, mpi_vendor: str | None, 
         why = f"MPI cannot be loaded ({_line(reason)})" if reason else "mpi4py is not installed"
         raise LaunchError(f"{started}, but {why}: each would train alone; {_install(launch)}", everywhere=True)
     name = _name(mpi_vendor)
-    alone = ": each would train alone" if mpi_size == 1 else ""
-    raise LaunchError(f"{started}, but {name} sees a world of {mpi_size}{alone}; {_remedy(launch, name)}", everywhere=True)
+    found = f"a world of {mpi_size}" + (": each would train alone" if mpi_size == 1 else "")
+    raise LaunchError(f"{started}, but {name} sees {found}; {_remedy(launch, name)}", everywhere=True)
 
 
 def _promised(launch: Launch) -> int:

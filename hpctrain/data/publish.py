@@ -38,9 +38,9 @@ class _Sink(io.FileIO):
         return len(view)
 
     def truncate(self, size: int | None = None) -> int:
-        """Set the length, or do nothing after a failure."""
+        """Set the length, if that can be done."""
         try:
-            return self.tell() if self.failure else super().truncate(size)
+            return super().truncate(size)
         except OSError as error:
             self.failure = error
             return self.tell()

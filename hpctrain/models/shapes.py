@@ -51,7 +51,7 @@ _BYTES = 256
 # GPT-2's shapes: Radford et al., Language Models are Unsupervised Multitask Learners, 2019, table 2. The smaller ones
 # are meant for bytes.
 SHAPES = {
-    "gpt-tiny": GPTConfig(layers=4, heads=4, width=128, context=128, vocab_size=_BYTES, tied=False),
+    "gpt-tiny": GPTConfig(layers=4, heads=4, width=128, context=64, vocab_size=_BYTES, tied=False),
     "gpt-mini": GPTConfig(layers=6, heads=6, width=384, context=256, vocab_size=_BYTES, tied=False),
     "gpt-25m": GPTConfig(layers=8, heads=8, width=512, context=256, vocab_size=_BYTES),
     "gpt-50m": GPTConfig(layers=10, heads=10, width=640, context=512, vocab_size=_BYTES),

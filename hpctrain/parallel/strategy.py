@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -40,6 +41,13 @@ def trainable(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 
 def clip_whole_gradients(model: nn.Module, max_norm: float) -> Tensor:
-    """Clip gradients that this rank holds in full."""
+    """Clip gradients that this rank holds in full; return their norm before.
+
+    Where the norm is not finite they stay as they are: scaling would spread NaN over all of them, and hide where it
+    came from.
+    """
     parameters = [parameter for _, parameter in trainable(model) if parameter.grad is not None]
-    return torch.nn.utils.clip_grad_norm_(parameters, max_norm)
+    norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in parameters if parameter.grad is not None])
+    if math.isfinite(max_norm) and bool(torch.isfinite(norm)):
+        torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+    return norm

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from hpctrain.errors import LaunchError
 from hpctrain.train import signals
 
 if TYPE_CHECKING:
@@ -27,14 +28,16 @@ def init(
     world of one and needs no MPI. ``device`` is ``auto``, ``cpu`` or ``cuda``; two ranks may share a GPU only with
     ``oversubscribe``. ``settings`` are compared over the ranks. ``verbose`` prints the binding table.
 
-    Raises ``LaunchError`` where the launcher started ranks that MPI does not see, ``MismatchError`` where ranks disagree
-    on versions or settings, ``DeviceError`` where ranks would share a GPU. From here on, a rank that fails ends the job.
+    Raises ``LaunchError`` where the launcher started ranks that MPI does not see, ``MismatchError`` where ranks
+    disagree on versions or settings, ``DeviceError`` where ranks would share a GPU. From here on, a rank that fails
+    ends the job.
     """
     signals.install()  # before torch, whose import takes seconds in which USR1 would kill
 
     import torch
 
     from hpctrain import log
+    from hpctrain.cluster.launcher import first_guess_of_rank
     from hpctrain.collectives.agreement import agreed
     from hpctrain.collectives.communicator import Communicator
     from hpctrain.parallel.settings import ParallelSettings
@@ -42,9 +45,14 @@ def init(
     from hpctrain.train.device import check_unshared, pick
     from hpctrain.train.guard import Guard
     from hpctrain.train.job import Job
+    from hpctrain.train.leaving import let_one_speak
     from hpctrain.transport.connect import connect
 
-    transport, launch = connect(comm)
+    try:
+        transport, launch = connect(comm)
+    except LaunchError as error:
+        let_one_speak(error, first_guess_of_rank())
+        raise
     log.configure(transport.rank, verbose=verbose)
     guard = Guard(transport)
     world = Communicator(transport)

@@ -1,17 +1,16 @@
 """End the whole job when one rank fails: an exception, an early exit, a thread that dies, a wait without end.
 
-Note: why a rank that raises must abort. Left alone it would wait in ``MPI_Finalize`` for the others, who wait for it in a
-collective: no launcher ends that. So uncaught exceptions print once and call ``MPI_Abort``. A rank that leaves early
-without an error (``sys.exit(0)``) may be right to do so, if the others need nothing more of it; only who waits for it knows.
-So a leaving rank tells the others, and a watchdog thread aborts a rank that has been waiting since. The same thread
-enforces ``HPCTRAIN_TIMEOUT`` on waits inside the MPI library. It sleeps; it does not poll MPI while nothing waits.
+Note: why a rank that raises must abort. Left alone it would wait in ``MPI_Finalize`` for the others, who wait for it in
+a collective: no launcher ends that. So uncaught exceptions print once and call ``MPI_Abort``. A rank that leaves early
+without an error (``sys.exit(0)``) may be right to do so, if the others need nothing more of it; only who waits for it
+knows. So a leaving rank tells the others, and a watchdog thread aborts a rank that has been waiting since. The same
+thread enforces ``HPCTRAIN_TIMEOUT`` on waits inside the MPI library. It sleeps; it does not poll MPI while nothing waits.
 """
 
 from __future__ import annotations
 
 import atexit
 import faulthandler
-import os
 import socket
 import sys
 import threading
@@ -20,17 +19,22 @@ import traceback
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from hpctrain.errors import EXIT_FAILURE, HpctrainError
+from hpctrain.collectives.agreement import agreed
+from hpctrain.errors import EXIT_FAILURE, DeadlineError, HpctrainError
 from hpctrain.log import logger
+from hpctrain.train.leaving import exit_code, leave_with
+from hpctrain.train.stacks import print_stacks
 from hpctrain.transport.activity import timeout_seconds, waiting
 from hpctrain.transport.base import Transport
 
 if TYPE_CHECKING:
     from hpctrain.transport.farewell import Farewell
+    from hpctrain.transport.vitals import Vitals
 
 LOOK_EVERY = 0.5  # seconds between two looks of the watchdog
 PATIENCE = 2.0  # seconds of waiting after which a rank asks whether somebody has left
 CLAIM = 0.2  # seconds in which a rank that failed first may say so
+SILENCE = 5.0  # seconds that a rank leaves to the one that failed first, before it ends the job itself
 
 
 class Guard:
@@ -38,14 +42,19 @@ class Guard:
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
-        self._farewell = _farewell(transport)
+        self._farewell: Farewell | None = None
+        self._vitals: Vitals | None = None
         self._closed = threading.Event()
+        self._ending = threading.Lock()
+        self._stacks_printed = threading.Lock()
         self.step: int | None = None
         self._hooks = (sys.excepthook, threading.excepthook)
         if transport.size > 1:
+            self._farewell, self._vitals = _instruments(transport)
             sys.excepthook = self._on_exception
             threading.excepthook = self._on_thread_exception
             atexit.register(self._on_exit)
+            self._limit = agreed(transport, timeout_seconds)
             threading.Thread(target=self._watch, name="hpctrain-watchdog", daemon=True).start()
         if not faulthandler.is_enabled():
             faulthandler.enable(all_threads=True)
@@ -56,20 +65,18 @@ class Guard:
         sys.excepthook, threading.excepthook = self._hooks
         atexit.unregister(self._on_exit)
 
-    # A rank that raises -------------------------------------------------------------------------------------------------
+    # A rank that raises -----------------------------------------------------------------------------------------------
 
-    def _on_exception(
-        self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
-    ) -> None:
+    def _on_exception(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if isinstance(error, HpctrainError) and error.everywhere:
             if self._transport.rank == 0:
                 self._hooks[0](kind, error, trace)
-            self._leave_together(error.exit_code)
+            leave_with(error.exit_code, self._on_exit)
             return
         if issubclass(kind, KeyboardInterrupt):
             self._end("interrupted", "", 130)
         text = "".join(traceback.format_exception(kind, error, trace))
-        self._end(f"{kind.__name__}: {error}", text, exit_code(error))
+        self._end(f"{kind.__name__}: {error}", text, exit_code(error), stacks=issubclass(kind, DeadlineError))
 
     def _on_thread_exception(self, args: Any) -> None:
         if args.exc_type is SystemExit:
@@ -78,30 +85,21 @@ class Guard:
         name = args.thread.name if args.thread else "unknown"
         self._end(f"thread {name} died of {args.exc_type.__name__}: {args.exc_value}", text, EXIT_FAILURE)
 
-    def _end(self, why: str, text: str, code: int) -> None:
-        """Say once why the job ends, and end it."""
-        if self._farewell is None or self._farewell.claim(CLAIM):
+    def _end(self, why: str, text: str, code: int, *, stacks: bool = False) -> None:
+        """Say once why the job ends, with the stacks of all ranks of the node if asked to, and end it."""
+        # Another thread of this rank may be here already; then it has the word.
+        alone = self._ending.acquire(blocking=False)
+        if alone and (self._vitals is None or self._vitals.claim(CLAIM)):
+            if stacks:
+                self._collect_stacks()
             at = "" if self.step is None else f" in step {self.step}"
             where = f"rank {self._transport.rank} of {self._transport.size} on {socket.gethostname()}{at}"
             print(f"{text}hpctrain: {where} ends the job: {why}", file=sys.stderr, flush=True)
         else:
-            time.sleep(PATIENCE)  # the rank that failed first has the word, and will end this one too
+            time.sleep(SILENCE)
         self._transport.abort(code)
 
-    def _leave_together(self, code: int) -> None:
-        """Leave with the exit code that all ranks have agreed on; Python's own after an exception is always 1."""
-
-        def leave() -> None:
-            self._on_exit()
-            sys.stdout.flush()
-            sys.stderr.flush()
-            finalize()
-            os._exit(code)
-
-        if code != EXIT_FAILURE:
-            atexit.register(leave)
-
-    # A rank that leaves early -------------------------------------------------------------------------------------------
+    # A rank that leaves early -----------------------------------------------------------------------------------------
 
     def _on_exit(self) -> None:
         """Wait until all ranks leave; tell those that may wait for this one."""
@@ -109,51 +107,54 @@ class Guard:
             self._farewell.leave()
         self._closed.set()
 
-    # A rank that waits --------------------------------------------------------------------------------------------------
+    # A rank that waits ------------------------------------------------------------------------------------------------
 
     def _watch(self) -> None:
-        limit = timeout_seconds()
         while not self._closed.wait(LOOK_EVERY):
             seconds, operation, number = waiting.seconds, waiting.operation, waiting.entered
+            if self._vitals is not None:
+                self._vitals.beat(operation, seconds)
+                if self._vitals.stacks_wanted():
+                    self._print_stacks()
             if seconds < PATIENCE:
                 continue
             left = self._farewell.who_left() if self._farewell is not None else []
             if waiting.entered != number or not waiting.operation:
                 continue
             if left:
-                ranks = ", ".join(map(str, left))
-                self._end_waiting(f"rank {ranks} has left, this one waits for it in {operation}")
-            elif seconds > limit:
-                self._end_waiting(f"{operation} has not ended within {limit:g} s (HPCTRAIN_TIMEOUT)")
+                ranks = f"rank {left[0]} has" if len(left) == 1 else f"ranks {', '.join(map(str, left))} have"
+                self._end(f"{ranks} left, this one waits in {operation}", "", EXIT_FAILURE, stacks=True)
+            elif seconds > self._limit:
+                why = f"{operation} has not ended within {self._limit:g} s (HPCTRAIN_TIMEOUT){self._others()}"
+                self._end(why, "", EXIT_FAILURE, stacks=True)
 
-    def _end_waiting(self, why: str) -> None:
-        faulthandler.dump_traceback(all_threads=True)
-        self._end(why, "", EXIT_FAILURE)
+    def _others(self) -> str:
+        """Tell who is late, or, where everybody waits, what for: they may have come to different collectives."""
+        vitals = self._vitals.look() if self._vitals is not None else []
+        return "".join(f"; {vital}" for vital in ([vital for vital in vitals if vital.late] or vitals))
+
+    def _collect_stacks(self) -> None:
+        if self._vitals is not None:
+            self._vitals.ask_for_stacks()
+        self._print_stacks()
+        time.sleep(2 * LOOK_EVERY)  # in which the watchdogs of the others look up
+
+    def _print_stacks(self) -> None:
+        if self._stacks_printed.acquire(blocking=False):
+            print_stacks(f"rank {self._transport.rank} on {socket.gethostname()}")
 
 
-def _farewell(transport: Transport) -> Farewell | None:
-    """Return what ranks take leave by, where MPI lets a second thread read it."""
-    if transport.size == 1:
-        return None
+def _instruments(transport: Transport) -> tuple[Farewell | None, Vitals]:
+    """Return what ranks take leave by, where MPI lets a second thread read it, and what shows that they live."""
     from mpi4py import MPI
 
     from hpctrain.transport.farewell import Farewell
     from hpctrain.transport.mpi import MpiTransport
+    from hpctrain.transport.vitals import Vitals
 
     assert isinstance(transport, MpiTransport), "several ranks are ranks of MPI"
+    vitals = Vitals(transport.comm)
     if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
         logger.warning("MPI runs without THREAD_MULTIPLE: a rank that leaves early is noticed at the deadline only")
-        return None
-    return Farewell(transport)
-
-
-def exit_code(error: BaseException) -> int:
-    """Return the code with which a job ends that ended by this error."""
-    return error.exit_code if isinstance(error, HpctrainError) else EXIT_FAILURE
-
-
-def finalize() -> None:
-    """Finalize MPI if it is up: a rank that skips it looks like a crash to some launchers."""
-    module = sys.modules.get("mpi4py.MPI")
-    if module is not None and module.Is_initialized() and not module.Is_finalized():
-        module.Finalize()
+        return None, vitals
+    return Farewell(transport.comm), vitals

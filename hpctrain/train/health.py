@@ -21,7 +21,8 @@ ROLLBACKS = 3
 class Health:
     """Look at the gradients before every update; after a reduction all ranks see the same, and so decide the same.
 
-    ``norm`` is the global norm of the present step's gradients, once somebody has computed it.
+    ``norm`` is the global norm of the present step's gradients, once somebody has computed it. ``replay`` computes the
+    present step's gradients once more; with it the rank can be named that had the first bad value.
     """
 
     def __init__(self, model: nn.Module, strategy: Strategy, comm: Communicator, policy: Policy) -> None:
@@ -34,6 +35,13 @@ class Health:
         self.rollbacks = 0
         self.wants_rollback = False
         self.replay: Callable[[], object] | None = None
+        self._buffers: list[Tensor] = []
+
+    def begin_step(self) -> None:
+        """Forget the last step's norm; keep what a forward pass with NaN in it would spoil beyond its own step."""
+        self.norm = None
+        if self.policy == "skip":
+            self._buffers = [buffer.clone() for buffer in self.model.buffers()]
 
     def before_update(self, step: int) -> None:
         """Let the update pass, or make it do nothing, or raise ``NonFiniteError`` on all ranks."""
@@ -48,38 +56,41 @@ class Health:
         self._decide(f"gradient norm is {float(norm)} in step {step}: {where}")
 
     def find(self) -> str:
-        """Say on which rank, and where, the first value is not finite.
+        """Say on which rank, and where, the first value is not finite; a call by all ranks.
 
         The reduction has mixed the ranks' gradients, so the step is computed once more, on each rank alone.
         """
-        found = next(self._broken(), None)
-        everyone = self.comm.all_gather_object(found)
-        for rank, text in enumerate(everyone):
-            if text:
-                return f"rank {rank} has {text}"
-        return "no rank alone has one; the sum over the ranks overflows"
-
-    def _broken(self) -> Iterator[str]:
-        for name, parameter in self.model.named_parameters():
-            if not bool(torch.isfinite(parameter).all()):
-                yield f"parameter {name} not finite"
         if self.replay is None:
-            for name, parameter in trainable(self.model):
-                if parameter.grad is not None and not bool(torch.isfinite(parameter.grad).all()):
-                    yield f"the averaged gradient of {name} not finite"
-            return
+            return next(self._broken("averaged gradient"), "the sum over its elements overflows")
+        self._compute_again(self.replay)
+        found = next(self._broken("gradient"), None)
+        for rank, text in enumerate(self.comm.all_gather_object(found)):
+            if text:
+                return f"on rank {rank} {text}"
+        return "on no rank alone; the sum over the ranks overflows"
+
+    def _compute_again(self, replay: Callable[[], object]) -> None:
         for _, parameter in trainable(self.model):
             parameter.grad = None
-        with self.strategy.no_sync():
-            self.replay()
+        device = next(self.model.parameters()).device
+        # What comes after must not depend on whether anybody looked.
+        with self.strategy.no_sync(), torch.random.fork_rng([device] if device.type == "cuda" else []):
+            replay()
+
+    def _broken(self, kind: str) -> Iterator[str]:
+        for name, parameter in self.model.named_parameters():
+            if not bool(torch.isfinite(parameter).all()):
+                yield f"the parameter {name} is not finite"
         for name, parameter in trainable(self.model):
             if parameter.grad is not None and not bool(torch.isfinite(parameter.grad).all()):
-                yield f"the gradient of {name} not finite"
+                yield f"the {kind} of {name} is not finite"
 
     def _decide(self, what: str) -> None:
         if self.policy == "abort":
             raise NonFiniteError(f"{what}; see train.on_nonfinite for what else can be done", everywhere=True)
         if self.policy == "skip":
+            for buffer, before in zip(self.model.buffers(), self._buffers):
+                buffer.copy_(before)
             self.skipped += 1
             if self.skipped > SKIPS:
                 raise NonFiniteError(f"{what}; {SKIPS} updates in a row were left out", everywhere=True)

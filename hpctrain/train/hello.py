@@ -48,8 +48,12 @@ def versions() -> dict[str, str]:
 
 
 def introduce(comm: Communicator, device: torch.device, settings: Mapping[str, Any]) -> list[Hello]:
-    """Return what every rank says of itself, by rank; raise ``MismatchError`` on all where they must agree and do not."""
-    digest = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()
+    """Return what every rank says of itself, by rank.
+
+    Raises ``MismatchError`` on all of them where they must agree and do not.
+    """
+    flat = flatten(settings)
+    digest = hashlib.sha256(json.dumps(flat, sort_keys=True).encode()).hexdigest()
     own = Hello(
         host=socket.gethostname(),
         node=comm.node,
@@ -62,12 +66,16 @@ def introduce(comm: Communicator, device: torch.device, settings: Mapping[str, A
     )
     hellos: list[Hello] = comm.all_gather_object(own)
     for rank, hello in enumerate(hellos):
-        check_agreement(hellos[0], hello, rank)
+        check_versions(hellos[0], hello, rank)
+    differing = next((rank for rank, hello in enumerate(hellos) if hello.settings != hellos[0].settings), None)
+    if differing is not None:
+        everyone = comm.all_gather_object(flat)
+        refuse_settings(everyone[0], everyone[differing], differing, hellos[differing].host)
     return hellos
 
 
-def check_agreement(first: Hello, other: Hello, rank: int) -> None:
-    """Raise ``MismatchError`` where rank ``rank`` differs from rank 0 in a version or in its settings."""
+def check_versions(first: Hello, other: Hello, rank: int) -> None:
+    """Raise ``MismatchError`` where rank ``rank`` runs another version of anything than rank 0."""
     for package in sorted(first.versions | other.versions):
         here, there = first.versions.get(package, "none"), other.versions.get(package, "none")
         if here != there:
@@ -76,11 +84,29 @@ def check_agreement(first: Hello, other: Hello, rank: int) -> None:
                 "start all ranks from one environment",
                 everywhere=True,
             )
-    if first.settings != other.settings:
-        raise MismatchError(
-            f"rank {rank} on {other.host} has other settings than rank 0: give all ranks the same file and --set",
-            everywhere=True,
-        )
+
+
+def refuse_settings(first: Mapping[str, str], other: Mapping[str, str], rank: int, host: str) -> None:
+    """Raise ``MismatchError`` with every setting in which rank ``rank`` differs from rank 0."""
+    names = [name for name in sorted(first | other) if first.get(name) != other.get(name)]
+    shown = [f"{name} = {first.get(name, 'unset')} on rank 0, {other.get(name, 'unset')} on rank {rank}" for name in names[:4]]
+    more = f" and {len(names) - 4} more" if len(names) > 4 else ""
+    raise MismatchError(
+        f"rank {rank} on {host} has other settings than rank 0: {'; '.join(shown)}{more}: "
+        "give all ranks the same file and --set",
+        everywhere=True,
+    )
+
+
+def flatten(settings: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+    """Return nested settings as ``section.key`` and text."""
+    flat: dict[str, str] = {}
+    for name, value in settings.items():
+        if isinstance(value, Mapping):
+            flat |= flatten(value, f"{prefix}{name}.")
+        else:
+            flat[prefix + name] = repr(value)
+    return flat
 
 
 def threads(hellos: list[Hello], rank: int) -> int:

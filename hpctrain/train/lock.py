@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import socket
@@ -13,6 +14,8 @@ from hpctrain.errors import LockError
 from hpctrain.log import logger
 
 NAME = "lock.json"
+PATIENCE = 2.0  # seconds that another job may take to write its lock, or to clear away a dead one
+PAUSE = 0.02
 
 
 class FolderLock:
@@ -35,27 +38,34 @@ class FolderLock:
 
     def acquire(self) -> None:
         """Take the lock; raise ``LockError`` naming who holds it."""
-        for _ in range(3):
+        deadline = time.monotonic() + PATIENCE
+        while True:
             try:
                 handle = os.open(self.path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
             except FileExistsError:
-                self._clear_stale()
+                self._clear_stale(time.monotonic() > deadline)
                 continue
             except OSError as error:
                 raise LockError(f"cannot write to the run's folder {self.path.parent}: {error.strerror}") from error
-            with os.fdopen(handle, "w") as file:
-                json.dump(self._own, file)
-                file.flush()
-                os.fsync(file.fileno())
-            self._held = True
+            self._sign(handle)
             return
-        raise LockError(f"other jobs fight for {self.path}: give each its own folder")
 
     def release(self) -> None:
         """Give the lock back; one that somebody else has taken over stays."""
         if self._held and self._read() == self._own:
             self.path.unlink(missing_ok=True)
         self._held = False
+
+    def _sign(self, handle: int) -> None:
+        try:
+            with os.fdopen(handle, "w") as file:
+                json.dump(self._own, file)
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            self.path.unlink(missing_ok=True)
+            raise LockError(f"cannot write {self.path}: {error.strerror}") from error
+        self._held = True
 
     def _read(self) -> dict[str, Any] | None:
         try:
@@ -64,13 +74,17 @@ class FolderLock:
             return None
         return found if isinstance(found, dict) else None
 
-    def _clear_stale(self) -> None:
-        """Remove a lock whose holder is dead; raise ``LockError`` where it may be alive."""
+    def _clear_stale(self, late: bool) -> None:
+        """Remove a lock whose holder is dead; raise ``LockError`` where it may be alive.
+
+        A lock that cannot be read may be one that is just being written, so that is an error only when it is ``late``.
+        """
         holder = self._read()
         if holder is None:
-            if not self.path.exists():
-                return
-            raise LockError(f"cannot read {self.path}: if no job works in this folder, delete that file")
+            if late and self.path.exists():
+                raise LockError(f"cannot read {self.path}: if no job works in this folder, delete that file")
+            time.sleep(PAUSE)
+            return
         dead = self._is_dead(holder)
         if dead is None:
             raise LockError(
@@ -78,19 +92,40 @@ class FolderLock:
                 f"since {holder.get('since')}) works in {self.path.parent}: give this run its own folder, "
                 f"or delete {self.path} if that job is gone"
             )
-        logger.warning("taking over the lock on %s: %s", self.path.parent, dead)
-        # Moved aside under a name of our own first: of several that clear it, one finds it.
-        aside = self.path.with_name(f".{NAME}.stale-{self._own['host']}-{self._own['pid']}")
+        if self._remove(holder, late):
+            logger.warning("took over the lock on %s: %s", self.path.parent, dead)
+
+    def _remove(self, holder: dict[str, Any], late: bool) -> bool:
+        """Remove the lock of this holder and no other; tell whether it was done here.
+
+        Of several that found the same dead holder, one removes it; the others must not remove what that one then
+        puts in its place. So the removal has a lock of its own, named after the dead holder, under which the holder is read
+        again: whoever holds it knows that the lock is still the dead one's.
+        """
+        digest = hashlib.sha256(json.dumps(holder, sort_keys=True).encode()).hexdigest()[:16]
+        mark = self.path.with_name(f".{NAME}.removing-{digest}")
         try:
-            self.path.rename(aside)
-        except FileNotFoundError:
-            return
-        aside.unlink(missing_ok=True)
+            os.close(os.open(mark, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644))
+        except FileExistsError:
+            if late:
+                raise LockError(f"a job died while taking over {self.path}: delete that file and {mark}") from None
+            time.sleep(PAUSE)
+            return False
+        except OSError as error:
+            raise LockError(f"cannot write to the run's folder {self.path.parent}: {error.strerror}") from error
+        try:
+            if self._read() != holder:
+                return False
+            self.path.unlink()
+            return True
+        finally:
+            mark.unlink(missing_ok=True)
 
     def _is_dead(self, holder: dict[str, Any]) -> str | None:
         """Return why the holder cannot be alive; None where it can."""
         if holder.get("host") == self._own["host"]:
-            started = process_started(int(holder.get("pid") or 0))
+            pid = holder.get("pid")
+            started = process_started(pid) if isinstance(pid, int) else None
             if started is None or started != holder.get("started"):
                 return f"its process {holder.get('pid')} on this host is no more"
             return None
@@ -100,13 +135,15 @@ class FolderLock:
 
 
 def process_started(pid: int) -> int | None:
-    """Return when a process of this host started, in clock ticks since boot; None where there is none.
+    """Return when a process of this host started, in clock ticks since boot; None where none runs.
 
-    The process id alone is not enough: after a reboot or a long day it belongs to somebody else.
+    The process id alone is not enough: after a reboot or a long day it belongs to somebody else. A zombie does not
+    run, and in a container that collects no orphans it stays for good.
     """
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
         return None
-    # Field 22; the second field is a name in brackets that may hold anything, brackets too.
-    return int(text.rpartition(")")[2].split()[19])
+    # Fields 3 and 22; the second field is a name in brackets that may hold anything, brackets too.
+    fields = text.rpartition(")")[2].split()
+    return None if fields[0] in "ZX" else int(fields[19])

@@ -24,8 +24,7 @@ class Metrics:
 
     def write(self, row: dict[str, Any]) -> None:
         """Append one object; a NaN is written as null, which JSON has."""
-        clean = {key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in row.items()}
-        self._file.write(json.dumps(clean) + "\n")
+        self._file.write(json.dumps({key: _finite(value) for key, value in row.items()}) + "\n")
         self._file.flush()
 
     def rewind(self, last_step: int) -> None:
@@ -51,7 +50,7 @@ def read(path: Path) -> list[dict[str, Any]]:
     if not path.exists():
         return []
     rows = []
-    for line in path.read_text().splitlines():
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
             row = json.loads(line)
         except ValueError:
@@ -59,6 +58,10 @@ def read(path: Path) -> list[dict[str, Any]]:
         if isinstance(row, dict) and isinstance(row.get("step"), int):
             rows.append(row)
     return rows
+
+
+def _finite(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 class Curves:

@@ -12,42 +12,44 @@
 from __future__ import annotations
 
 import time
-import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from hpctrain.checkpoint import folder as files
+from hpctrain.checkpoint import rng
 from hpctrain.collectives.agreement import on_first_rank
 from hpctrain.errors import EXIT_REQUEUE, CheckpointError, NonFiniteError, UsageError
 from hpctrain.log import logger
+from hpctrain.train.books import Books
+from hpctrain.train.exchange import LOGGED, StepExchange
 from hpctrain.train.health import Health, Policy
 from hpctrain.train.hello import versions
-from hpctrain.train.lock import FolderLock
-from hpctrain.train.metrics import Metrics
 from hpctrain.train.progress import Progress
-from hpctrain.train.receipt import Receipt
 from hpctrain.train.signals import install
-from hpctrain.train.state import Stateful, TrainState
+from hpctrain.train.state import LOADER, Stateful, TrainState
 from hpctrain.transport.activity import waiting
 
 if TYPE_CHECKING:
     from hpctrain.train.job import Job
 
-NUMBERS = 32  # what the ranks exchange at the end of a step: a few flags, and what was logged
-_FLAGS = 3
+Resume = Literal["auto", "never", "must"]
 
 
 class Run:
     """Iterate for ``(step, batch)``, steps counting from 1 over all resumes; enter with ``with`` before.
 
     ``loader`` is any iterable of batches; one with ``state_dict`` and ``load_state_dict`` resumes at its position, any
-    other is read again up to the step. ``states`` names more things to save (a learning-rate scheduler).
-    ``config`` is text to keep beside the checkpoints, ``provenance`` facts to record in them.
+    other is read again up to there, with the generators as they were when the run began, so that a shuffling
+    one shuffles as before. ``states`` names more things to save (a learning-rate scheduler). ``config`` is text to keep
+    beside the checkpoints, ``provenance`` facts to record in them.
+
+    Leave the loop by ``break`` on all ranks together; a step whose update was made then still counts.
     """
 
     def __init__(
@@ -61,13 +63,16 @@ class Run:
         steps: int | None = None,
         every: int = 100,
         keep: int = 2,
-        resume: Literal["auto", "never", "must"] = "auto",
+        resume: Resume = "auto",
         strict: bool = False,
         on_nonfinite: Policy = "abort",
         states: Mapping[str, Stateful] | None = None,
         config: str | None = None,
         provenance: Mapping[str, Any] | None = None,
     ) -> None:
+        _check_counts({"steps": steps, "every": every, "keep": keep})
+        _check_choice("resume", resume, get_args(Resume))
+        _check_choice("on_nonfinite", on_nonfinite, get_args(Policy))
         self.job, self.loader, self.optimizer = job, loader, optimizer
         self.folder = Path(folder)
         self.steps, self.every, self.keep = steps, every, keep
@@ -75,7 +80,7 @@ class Run:
         self.provenance = {**versions(), **job.describe(), **(provenance or {})}
         parts = dict(states or {})
         if isinstance(loader, Stateful):
-            parts["loader"] = loader
+            parts[LOADER] = loader
         self.state = TrainState(model, optimizer, parts, job.comm, self.folder / "checkpoints")
         self.health = Health(model, job.strategy(model), job.comm, on_nonfinite)
         self.stop_request = install()
@@ -83,10 +88,13 @@ class Run:
         self._saved_step = 0
         self._logged: dict[str, float] = {}
         self._own: dict[str, float] = {}
-        self._numbers = job.comm.empty(NUMBERS, torch.float64)
-        self._lock = FolderLock(self.folder, job.launch.job_id)
-        self._metrics: Metrics | None = None
-        self._receipt: Receipt | None = None
+        self._exchange = StepExchange(job.comm)
+        self._fresh_rng = rng.capture_rng()
+        self._begun: tuple[float, float] | None = None  # when the present step began, and what was waited before
+        self._updated = False  # by the present step
+        self._hooks: list[RemovableHandle] = []
+        self._progress: Progress | None = None
+        self._books = Books(self.folder, job.launch.job_id)
 
     # What a loop may ask ------------------------------------------------------------------------------------------------
 
@@ -105,6 +113,10 @@ class Run:
 
         ``tokens`` counts what the step trained on over all ranks. Every rank logs the same names.
         """
+        if "step" in values or "step" in (same or {}):
+            raise UsageError("cannot log a number called step: that is what the run counts")
+        if len(self._logged | values) > LOGGED:
+            raise UsageError(f"a step can log {LOGGED} averaged numbers, not {len(self._logged | values)}")
         self._logged.update({name: float(value) for name, value in values.items()})
         self._own.update(same or {})
         self.state.tokens += tokens
@@ -121,8 +133,7 @@ class Run:
         started = time.monotonic()
         path = self.state.save(config=self.config, provenance=self.provenance, keep=self.keep)
         self._saved_step = self.step
-        if self._receipt is not None:
-            self._receipt.update(step=self.step, last_save_seconds=round(time.monotonic() - started, 3))
+        self._books.saved(self.step, time.monotonic() - started)
         return path
 
     # Entering -----------------------------------------------------------------------------------------------------------
@@ -131,39 +142,37 @@ class Run:
         on_first_rank(self.job.comm, self._take_folder)
         try:
             self._resume()
+            on_first_rank(self.job.comm, self._open_books)
         except BaseException:
-            if self.job.rank == 0:
-                self._lock.release()
+            self._books.close("failed", self.step, None)
             raise
-        self._hook = self.optimizer.register_step_pre_hook(lambda *_: self.health.before_update(self.step + 1))
-        if self.job.rank == 0:
-            self._metrics = Metrics(self.folder, self.step)
-            if self.config is not None:
-                (self.folder / "config.toml").write_text(self.config)
-            self._receipt = Receipt(self.folder, {**self.provenance, "first_step": self.step + 1})
+        self._hooks = [
+            self.optimizer.register_step_pre_hook(lambda *_: self.health.before_update(self.step + 1)),
+            self.optimizer.register_step_post_hook(lambda *_: self._note_update()),
+        ]
         shown = self.job.rank == 0 and not self.finished
         self._progress = Progress(self.step, self.steps, self.state.tokens, shown=shown)
         return self
 
     def _take_folder(self) -> None:
+        """Lock the folder; what can be refused without writing is refused before."""
+        if self.resume == "must" and not files.list_checkpoints(self.state.folder):
+            raise CheckpointError(f"{self.folder} holds no checkpoint to resume from and run.resume is must")
+        if self.resume == "never" and files.list_checkpoints(self.state.folder):
+            raise CheckpointError(f"{self.folder} holds checkpoints and run.resume is never: take another folder")
         try:
             self.state.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UsageError(f"cannot make the run's folder {self.state.folder}: {error.strerror}") from error
-        self._lock.acquire()
+        self._books.lock()
+
+    def _open_books(self) -> None:
         files.remove_leftovers(self.state.folder)
+        self._books.open(self.step, self.config, self.provenance)
 
     def _resume(self) -> None:
         found = self.state.find(strict=self.strict)
-        if found is not None and self.resume == "never":
-            raise CheckpointError(
-                f"{self.folder} holds checkpoints and run.resume is never: take another folder", everywhere=True
-            )
         if found is None:
-            if self.resume == "must":
-                raise CheckpointError(
-                    f"{self.folder} holds no checkpoint to resume from and run.resume is must", everywhere=True
-                )
             return
         self.state.restore(found)
         self._saved_step = self.step
@@ -173,28 +182,55 @@ class Run:
     # Iterating ----------------------------------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[tuple[int, Any]]:
-        source = iter(self.loader)
-        if "loader" not in self.state.parts:
-            for _, _ in zip(range(self.step), source):  # read again what came before
-                continue
+        if self._progress is None:
+            raise UsageError("enter the run before its loop: with job.run(...) as run", everywhere=True)
+        self._complete_step()
+        source = self._open_loader()
         while not self.finished and self.stopped_by is None:
             started, waited = time.monotonic(), waiting.total
             try:
                 batch = next(source)
             except StopIteration:
                 break
-            self._begin_step()
+            self._begin_step(started, waited)
             yield self.step + 1, batch
-            self._end_step(started, waited)
+            self._end_step()
 
-    def _begin_step(self) -> None:
+    def _open_loader(self) -> Iterator[Any]:
+        """Return an iterator over what is left; a loader without a state of its own is read up to there again."""
+        if LOADER in self.state.parts or not self.state.batches:
+            return iter(self.loader)
+        now = rng.capture_rng()
+        rng.restore_rng(self._fresh_rng)
+        source = iter(self.loader)
+        for _ in zip(range(self.state.batches), source):
+            continue
+        rng.restore_rng(now)
+        return source
+
+    def _begin_step(self, started: float, waited: float) -> None:
+        self._begun, self._updated = (started, waited), False
         self.job.guard.step = self.step + 1
+        self.health.begin_step()
         self._logged.clear()
         self._own.clear()
-        self.health.norm = None
 
-    def _end_step(self, started: float, waited: float) -> None:
-        averages = self._exchange()
+    def _note_update(self) -> None:
+        self._updated = True
+
+    def _complete_step(self) -> None:
+        """Bring a step to its end that the caller left by ``break`` after its update."""
+        if self._begun is not None and self._updated:
+            self._end_step()
+        self._begun = None
+
+    def _end_step(self) -> None:
+        assert self._begun is not None
+        (started, waited), self._begun = self._begun, None
+        averages, stop = self._exchange(self._logged, self.stop_request.signal, self.step + 1)
+        if stop:
+            self.stopped_by = self.stop_request.name or "a signal to another rank"
+        self.state.batches += 1
         if self.health.wants_rollback:
             self._go_back()
             return
@@ -207,33 +243,11 @@ class Run:
         if self.health.skipped:
             row["skipped"] = True
         self.state.curves.add(row)
-        if self._metrics is not None:
-            self._metrics.write(row)
-        self._progress.update(self.step, self.state.tokens, _shown(row))
+        self._books.record(row)
+        if self._progress is not None:
+            self._progress.update(self.step, self.state.tokens, _shown(row))
         if self.step % self.every == 0 and not self.finished and self.stopped_by is None:
             self.save()
-
-    def _exchange(self) -> dict[str, float]:
-        """Average what the ranks logged, and learn whether any of them was told to stop."""
-        names = sorted(self._logged)
-        if len(names) > NUMBERS - _FLAGS:
-            raise UsageError(f"a step can log {NUMBERS - _FLAGS} averaged numbers, not {len(names)}", everywhere=True)
-        mark = float(zlib.crc32(",".join(names).encode()))
-        asked = self.stop_request.signal or 0
-        flags = [float(asked), mark, mark * mark]
-        self._numbers.zero_()
-        self._numbers[: _FLAGS + len(names)] = torch.tensor(
-            flags + [self._logged[name] for name in names], dtype=torch.float64
-        )
-        self.job.comm.all_reduce(self._numbers, "average")
-        stop, mean, square, *values = self._numbers.tolist()
-        if abs(square - mean * mean) > 1e-6 * square:
-            raise UsageError(
-                f"the ranks log different names in step {self.step + 1}; rank {self.job.rank}: {names}", everywhere=True
-            )
-        if stop:
-            self.stopped_by = self.stop_request.name or "a signal to another rank"
-        return dict(zip(names, values))
 
     def _go_back(self) -> None:
         """Restore the last checkpoint, but not the position in the data: those samples broke the run."""
@@ -241,37 +255,52 @@ class Run:
         found = self.state.find(strict=self.strict)
         if found is None:
             raise NonFiniteError("there is no checkpoint to go back to yet", everywhere=True)
-        self.state.restore(found, positions=False)
-        if self._metrics is not None:
-            self._metrics.rewind(self.step)
+        self.state.restore(found, rewind_data=False)
+        self._saved_step = self.step
+        self._books.rewind(self.step)
 
     # Leaving ------------------------------------------------------------------------------------------------------------
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._hook.remove()
-        self._progress.close()
-        if error is None:
-            if self.step > self._saved_step:
-                self.save()
-            self._close("stopped" if self.stopped_by else "finished", reason=self.stopped_by)
-        else:
-            # The other ranks may know nothing of this: no collective from here on.
-            self._close("failed", reason=f"{type(error).__name__}: {error}")
-            return
-        if self.stopped_by:
+        try:
+            # After an error the other ranks may know nothing of it: then no collective from here on.
+            if error is None:
+                self._complete_step()
+                if self.step > self._saved_step:
+                    self.save()
+        except BaseException as failure:
+            error = failure
+            raise
+        finally:
+            self._close(error)
+        if error is None and self.stopped_by:
             if self.job.rank == 0:
                 logger.warning("%s: saved after step %d, start again to go on", self.stopped_by, self.step)
             raise SystemExit(EXIT_REQUEUE)
 
-    def _close(self, status: str, reason: str | None) -> None:
-        if self._metrics is not None:
-            self._metrics.close()
-        if self._receipt is not None:
-            self._receipt.end(status, step=self.step, **({"reason": reason} if reason else {}))
-        if self.job.rank == 0:
-            self._lock.release()
+    def _close(self, error: BaseException | None) -> None:
+        """Give back hooks, bar and folder, and write down how it ended."""
+        for hook in self._hooks:
+            hook.remove()
+        if self._progress is not None:
+            self._progress.close()
+        if error is not None:
+            self._books.close("failed", self.step, f"{type(error).__name__}: {error}")
+        else:
+            self._books.close("stopped" if self.stopped_by else "finished", self.step, self.stopped_by)
+
+
+def _check_counts(counts: Mapping[str, int | None]) -> None:
+    for name, count in counts.items():
+        if count is not None and count < 1:
+            raise UsageError(f"a run with {name} = {count}: must be at least 1", everywhere=True)
+
+
+def _check_choice(name: str, value: str, allowed: Sequence[str]) -> None:
+    if value not in allowed:
+        raise UsageError(f"a run with {name} = {value!r}: allowed are {', '.join(allowed)}", everywhere=True)
 
 
 def _shown(row: Mapping[str, Any]) -> dict[str, str]:

@@ -19,6 +19,8 @@ from hpctrain.train.metrics import Curves
 if TYPE_CHECKING:
     from hpctrain.collectives.communicator import Communicator
 
+LOADER = "loader"  # the part that holds the position in the data
+
 
 @runtime_checkable
 class Stateful(Protocol):
@@ -48,6 +50,7 @@ class TrainState:
         self.model, self.optimizer, self.parts, self.comm = model, optimizer, parts, comm
         self.folder = folder
         self.step = 0
+        self.batches = 0  # taken from the loader; more than steps where the run went back past some
         self.tokens = 0
         self.curves = Curves()
 
@@ -60,6 +63,7 @@ class TrainState:
         path = self.path(self.step)
         train = {
             "step": self.step,
+            "batches": self.batches,
             "tokens": self.tokens,
             "states": {name: dict(part.state_dict()) for name, part in self.parts.items()},
             "curves": self.curves.columns,
@@ -82,17 +86,19 @@ class TrainState:
         """Return the newest valid checkpoint, on all ranks what rank 0 sees."""
         return on_first_rank(self.comm, lambda: files.newest_valid(self.folder, strict=strict))
 
-    def restore(self, path: Path, *, positions: bool = True) -> Loaded:
-        """Go back to a checkpoint; without ``positions``, the parts (data, schedulers) stay where they are."""
+    def restore(self, path: Path, *, rewind_data: bool = True) -> Loaded:
+        """Go back to a checkpoint; without ``rewind_data``, the position in the data stays where it is."""
         loaded = load(path, model=self.model, optimizer=self.optimizer, comm=self.comm)
         train = loaded.train
         states = train.get("states", {})
         missing = sorted(set(self.parts) - set(states))
         if missing:
             raise CheckpointError(f"{path} holds no state of {', '.join(missing)}", everywhere=True)
-        if positions:
-            for name, part in self.parts.items():
+        for name, part in self.parts.items():
+            if rewind_data or name != LOADER:
                 part.load_state_dict(states[name])
+        if rewind_data:
+            self.batches = int(train.get("batches", loaded.step))
         if loaded.rng is not None:
             rng.restore_rng(loaded.rng)
         self.step = loaded.step

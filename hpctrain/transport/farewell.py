@@ -6,37 +6,19 @@ import time
 
 from mpi4py import MPI
 
-from hpctrain.transport.mpi import MpiTransport
-
 GRACE = 1.0  # seconds in which all ranks of a job that ends well have come to its end
 
 
 class Farewell:
-    """Hold a communicator of its own for notices, and a page of node memory for claims.
+    """Hold a communicator of its own for notices.
 
-    All ranks of the transport make it together, with MPI at THREAD_MULTIPLE: notices are read from a second thread.
+    All ranks of ``comm`` make it together, with MPI at THREAD_MULTIPLE: notices are read from a second thread.
     """
 
-    def __init__(self, transport: MpiTransport) -> None:
-        self._comm = transport.comm.Dup()
-        self._node = self._comm.Split_type(MPI.COMM_TYPE_SHARED, self._comm.Get_rank())
-        assert isinstance(self._node, MPI.Intracomm), "a part of a world is no intercommunicator"
-        self._window = MPI.Win.Allocate_shared(8, 8, comm=self._node)
-        claims = [self._window.Shared_query(rank)[0] for rank in range(self._node.Get_size())]
-        self._claims = [claim.cast("q") for claim in claims]
-        self._claims[self._node.Get_rank()][0] = 0
-        self._node.Barrier()
+    def __init__(self, comm: MPI.Intracomm) -> None:
+        self._comm = comm.Dup()
         self._left: set[int] = set()
         self._told = False
-
-    def claim(self, seconds: float) -> bool:
-        """Tell whether this rank is the first of its node to claim the last word; takes ``seconds``."""
-        me = self._node.Get_rank()
-        stamp = time.monotonic_ns()  # one clock for all processes of a node
-        self._claims[me][0] = stamp
-        time.sleep(seconds)
-        rivals = [(claim[0], rank) for rank, claim in enumerate(self._claims) if claim[0]]
-        return min(rivals) == (stamp, me)
 
     def leave(self) -> None:
         """Return when all ranks leave; if that takes long, tell the others first."""

@@ -1,0 +1,62 @@
+"""Let the ranks exchange, at the end of a step, what each has logged and whether any was told to stop."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from hpctrain.collectives.communicator import Communicator
+from hpctrain.errors import UsageError
+
+NUMBERS = 32  # what travels: a few flags, and what was logged
+_FLAGS = 3
+LOGGED = NUMBERS - _FLAGS
+
+
+class StepExchange:
+    """Average numbers over the ranks, all of them in one small reduction of a fixed length.
+
+    The length is fixed because MPI gives garbage, and no error, where ranks reduce different numbers of elements.
+    """
+
+    def __init__(self, comm: Communicator) -> None:
+        self._comm = comm
+        self._numbers = comm.empty(NUMBERS, torch.float64)
+
+    def __call__(self, logged: Mapping[str, float], signal: int | None, step: int) -> tuple[dict[str, float], bool]:
+        """Return the averages by name, and whether a signal has come to any rank; a call by all ranks.
+
+        Raises ``UsageError`` on all of them where they logged different names.
+        """
+        names = sorted(logged)
+        mark = _mark(names)
+        flags = [float(signal or 0), mark, mark * mark]
+        self._numbers.zero_()
+        self._numbers[: _FLAGS + len(names)] = torch.tensor(
+            flags + [logged[name] for name in names], dtype=torch.float64
+        )
+        self._comm.all_reduce(self._numbers, "average")
+        stop, mean, square, *values = self._numbers.tolist()
+        # The marks are equal where their variance is nothing but rounding.
+        if abs(square - mean * mean) > 1e-9 * square:
+            self._refuse(names, step)
+        return dict(zip(names, values)), bool(stop)
+
+    def _refuse(self, names: list[str], step: int) -> None:
+        everyone = self._comm.all_gather_object(names)
+        rank = next(rank for rank, other in enumerate(everyone) if other != everyone[0])
+        raise UsageError(
+            f"the ranks log different names in step {step}: rank 0 {_tell(everyone[0])}, "
+            f"rank {rank} {_tell(everyone[rank])}; every rank must log the same",
+            everywhere=True,
+        )
+
+
+def _mark(names: Sequence[str]) -> float:
+    return float(zlib.crc32(",".join(names).encode()))
+
+
+def _tell(names: Sequence[str]) -> str:
+    return f"logs {', '.join(names)}" if names else "logs nothing"

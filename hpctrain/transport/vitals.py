@@ -1,0 +1,97 @@
+"""Let the ranks of a node see each other's signs of life: who speaks last, who waits in what, who is late.
+
+Note: a page that needs nobody. Each rank has a line of node memory that it alone writes and everybody reads; nothing
+here sends a message or waits, so it works while MPI hangs, from any thread. Ranks of other nodes are not seen.
+"""
+
+from __future__ import annotations
+
+import struct
+import time
+from dataclasses import dataclass
+
+from mpi4py import MPI
+
+LINE = 128  # bytes a rank: two cache lines, because processors fetch lines in pairs
+_CLAIM, _STACKS, _NAME = 0, 8, 40  # offsets in a line; between them lie beat and since
+_BEAT = struct.Struct("qq")
+_BEAT_AT = 16
+_NAME_BYTES = LINE - _NAME
+STALE = 3.0  # seconds without a beat after which a rank is stopped, or holds the interpreter's lock
+
+
+@dataclass(frozen=True)
+class Vital:
+    """Say what one rank was doing when it last looked up: ``waited`` seconds in ``operation``, if in any."""
+
+    rank: int
+    operation: str
+    waited: float
+    silent: float  # seconds since then
+
+    @property
+    def late(self) -> bool:
+        """Tell whether others may be waiting for this rank."""
+        return not self.operation or self.silent > STALE
+
+    def __str__(self) -> str:
+        if self.silent > STALE:
+            return f"rank {self.rank} has given no sign of life for {self.silent:.0f} s"
+        if not self.operation:
+            return f"rank {self.rank} is in no collective"
+        return f"rank {self.rank} waits in {self.operation}"
+
+
+class Vitals:
+    """Hold the page of the ranks of this node; all ranks of ``comm`` make it together."""
+
+    def __init__(self, comm: MPI.Intracomm) -> None:
+        node = comm.Split_type(MPI.COMM_TYPE_SHARED, comm.Get_rank())
+        assert isinstance(node, MPI.Intracomm), "a part of a world is no intercommunicator"
+        self._node = node
+        self._me = node.Get_rank()
+        self._ranks: list[int] = node.allgather(comm.Get_rank())
+        self._window = MPI.Win.Allocate_shared(LINE, 1, comm=node)
+        self._lines = [memoryview(self._window.Shared_query(rank)[0]) for rank in range(node.Get_size())]
+        self._lines[self._me][:] = bytes(LINE)
+        self.beat("", 0.0)
+        node.Barrier()
+
+    def claim(self, seconds: float) -> bool:
+        """Tell whether this rank is the first of its node to claim the last word; takes ``seconds``."""
+        stamp = time.monotonic_ns()  # one clock for all processes of a node
+        self._put(_CLAIM, stamp)
+        time.sleep(seconds)
+        rivals = [(self._get(rank, _CLAIM), rank) for rank in range(len(self._lines))]
+        return min(rival for rival in rivals if rival[0]) == (stamp, self._me)
+
+    def beat(self, operation: str, waited: float) -> None:
+        """Say that this rank lives, and how long it has waited in which operation."""
+        now = time.monotonic_ns()
+        line = self._lines[self._me]
+        _BEAT.pack_into(line, _BEAT_AT, now, now - int(waited * 1e9))
+        line[_NAME:] = operation.encode()[: _NAME_BYTES - 1].ljust(_NAME_BYTES, b"\0")
+
+    def look(self) -> list[Vital]:
+        """Return what the ranks of this node were doing at their last beats, in rank order."""
+        now, found = time.monotonic_ns(), []
+        for rank, line in zip(self._ranks, self._lines):
+            beat, since = _BEAT.unpack_from(line, _BEAT_AT)
+            operation = bytes(line[_NAME:]).partition(b"\0")[0].decode(errors="replace")
+            found.append(Vital(rank, operation, (beat - since) / 1e9, (now - beat) / 1e9))
+        return found
+
+    def ask_for_stacks(self) -> None:
+        """Ask all ranks of this node to print the stacks of their threads."""
+        self._put(_STACKS, 1)
+
+    def stacks_wanted(self) -> bool:
+        """Tell whether any rank of this node has asked for stacks."""
+        return any(self._get(rank, _STACKS) for rank in range(len(self._lines)))
+
+    def _put(self, place: int, value: int) -> None:
+        struct.pack_into("q", self._lines[self._me], place, value)
+
+    def _get(self, rank: int, place: int) -> int:
+        value: int = struct.unpack_from("q", self._lines[rank], place)[0]
+        return value
