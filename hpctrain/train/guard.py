@@ -4,7 +4,7 @@ Note: why a rank that raises must abort. Left alone it would wait in ``MPI_Final
 a collective: no launcher ends that. So uncaught exceptions print once and call ``MPI_Abort``. A rank that leaves early
 without an error (``sys.exit(0)``) may be right to do so, if the others need nothing more of it; only who waits for it
 knows. So a leaving rank tells the others, and a watchdog thread aborts a rank that has been waiting since. The same
-thread enforces ``HPCTRAIN_TIMEOUT`` on waits inside the MPI library. It sleeps; it does not poll MPI while nothing waits.
+thread enforces ``HPCTRAIN_TIMEOUT`` on waits inside the MPI library. It sleeps; it polls MPI only while something waits.
 """
 
 from __future__ import annotations

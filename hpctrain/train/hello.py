@@ -88,8 +88,8 @@ def check_versions(first: Hello, other: Hello, rank: int) -> None:
 
 def refuse_settings(first: Mapping[str, str], other: Mapping[str, str], rank: int, host: str) -> None:
     """Raise ``MismatchError`` with every setting in which rank ``rank`` differs from rank 0."""
-    names = [name for name in sorted(first | other) if first.get(name) != other.get(name)]
-    shown = [f"{name} = {first.get(name, 'unset')} on rank 0, {other.get(name, 'unset')} on rank {rank}" for name in names[:4]]
+    names = [name for name in sorted({*first, *other}) if first.get(name) != other.get(name)]
+    shown = [f"{name} is {first.get(name, 'unset')} there and {other.get(name, 'unset')} here" for name in names[:4]]
     more = f" and {len(names) - 4} more" if len(names) > 4 else ""
     raise MismatchError(
         f"rank {rank} on {host} has other settings than rank 0: {'; '.join(shown)}{more}: "

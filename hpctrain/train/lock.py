@@ -99,8 +99,8 @@ class FolderLock:
         """Remove the lock of this holder and no other; tell whether it was done here.
 
         Of several that found the same dead holder, one removes it; the others must not remove what that one then
-        puts in its place. So the removal has a lock of its own, named after the dead holder, under which the holder is read
-        again: whoever holds it knows that the lock is still the dead one's.
+        puts in its place. So the removal has a lock of its own, named after the dead holder, under which the holder is
+        read again: whoever holds it knows that the lock is still the dead one's.
         """
         digest = hashlib.sha256(json.dumps(holder, sort_keys=True).encode()).hexdigest()[:16]
         mark = self.path.with_name(f".{NAME}.removing-{digest}")

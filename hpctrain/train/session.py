@@ -96,7 +96,7 @@ class Run:
         self._progress: Progress | None = None
         self._books = Books(self.folder, job.launch.job_id)
 
-    # What a loop may ask ------------------------------------------------------------------------------------------------
+    # What a loop may ask ----------------------------------------------------------------------------------------------
 
     @property
     def step(self) -> int:
@@ -136,7 +136,7 @@ class Run:
         self._books.saved(self.step, time.monotonic() - started)
         return path
 
-    # Entering -----------------------------------------------------------------------------------------------------------
+    # Entering ---------------------------------------------------------------------------------------------------------
 
     def __enter__(self) -> Run:
         on_first_rank(self.job.comm, self._take_folder)
@@ -179,7 +179,7 @@ class Run:
         if self.job.rank == 0 and not self.finished:
             logger.info("resuming after step %d from %s", self.step, found)
 
-    # Iterating ----------------------------------------------------------------------------------------------------------
+    # Iterating --------------------------------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[tuple[int, Any]]:
         if self._progress is None:
@@ -259,7 +259,7 @@ class Run:
         self._saved_step = self.step
         self._books.rewind(self.step)
 
-    # Leaving ------------------------------------------------------------------------------------------------------------
+    # Leaving ----------------------------------------------------------------------------------------------------------
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -9,6 +9,7 @@ from __future__ import annotations
 import struct
 import time
 from dataclasses import dataclass
+from typing import Any
 
 from mpi4py import MPI
 
@@ -52,7 +53,8 @@ class Vitals:
         self._me = node.Get_rank()
         self._ranks: list[int] = node.allgather(comm.Get_rank())
         self._window = MPI.Win.Allocate_shared(LINE, 1, comm=node)
-        self._lines = [memoryview(self._window.Shared_query(rank)[0]) for rank in range(node.Get_size())]
+        memory: list[Any] = [self._window.Shared_query(rank)[0] for rank in range(node.Get_size())]
+        self._lines = [memoryview(line) for line in memory]
         self._lines[self._me][:] = bytes(LINE)
         self.beat("", 0.0)
         node.Barrier()
