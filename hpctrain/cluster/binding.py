@@ -6,7 +6,6 @@ import os
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass
-from fractions import Fraction
 
 
 @dataclass(frozen=True)
@@ -47,8 +46,8 @@ def threads_for(my_cpus: Sequence[int], all_cpus_on_node: Sequence[Sequence[int]
     node, and the threads of all ranks together never outnumber the CPUs (but for the one that each must have).
     """
     users = Counter(cpu for cpus in all_cpus_on_node for cpu in set(cpus))
-    share = sum((Fraction(1, max(users[cpu], 1)) for cpu in set(my_cpus)), Fraction(0))
-    return max(int(share), 1)
+    share = sum(1 / max(users[cpu], 1) for cpu in set(my_cpus))
+    return max(int(share + 1e-6), 1)  # thirds do not add up to one
 
 
 def table(rows: Iterable[Binding]) -> str:
