@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from hpctrain.checkpoint import content, layout
 from hpctrain.checkpoint import optimizer as optimizers
-from hpctrain.checkpoint.agreement import Communicator, agreed
 from hpctrain.checkpoint.attributes import Value
 from hpctrain.checkpoint.commit import commit
 from hpctrain.checkpoint.compare import Description, Difference, compare, table
@@ -19,7 +18,11 @@ from hpctrain.checkpoint.layout import Array
 from hpctrain.checkpoint.reader import Reader
 from hpctrain.checkpoint.tensors import check_storable, fill, is_finite
 from hpctrain.checkpoint.writer import Source, write_file
+from hpctrain.collectives.agreement import agreed
 from hpctrain.errors import CheckpointError, NonFiniteError, UsageError
+
+if TYPE_CHECKING:
+    from hpctrain.collectives.communicator import Communicator
 
 
 @dataclass(frozen=True)

@@ -78,7 +78,7 @@ def in_world() -> bool:
 def report(error: HpctrainError) -> int:
     """Print an error once: where all ranks have it, rank 0 speaks for them; return the exit code."""
     from hpctrain.cluster.launcher import first_guess_of_rank
+    from hpctrain.train.leaving import say_once
 
-    if first_guess_of_rank() == 0:
-        print(f"hpctrain: error: {error}", file=sys.stderr, flush=True)
+    say_once(error, first_guess_of_rank())
     return error.exit_code

@@ -20,8 +20,8 @@ class Gathers(Protocol):
 def agreed(comm: Gathers | None, action: Callable[[], T]) -> T:
     """Do something on this rank and return its result, if it succeeded on all ranks.
 
-    Otherwise every rank raises the same error, which names the ranks and their reasons and has ``everywhere`` set: it is
-    of the kind that the first failing rank raised. Every rank must come here, whatever happens in the action.
+    Otherwise every rank raises the same error, which names the ranks and their reasons and has ``everywhere`` set: it
+    is of the kind that the first failing rank raised. Every rank must come here, whatever happens in the action.
     """
     if comm is None:
         return action()
@@ -33,7 +33,8 @@ def agreed(comm: Gathers | None, action: Callable[[], T]) -> T:
         error = caught
     reports = comm.all_gather_object(None if error is None else _report(error))
     if any(reports):
-        raise _joint(reports) from error
+        # An error of ours says all in its text; of any other the traceback is wanted too.
+        raise _joint(reports) from (None if isinstance(error, errors.HpctrainError) else error)
     return outcome[0]
 
 

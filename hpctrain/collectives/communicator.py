@@ -27,8 +27,8 @@ class Communicator:
     """Let ``size`` ranks exchange tensors; this is number ``rank``.
 
     Every collective is called by all ranks in the same order, with tensors of the same size and dtype. Host tensors of
-    ``empty`` lie in memory that the ranks of a node share, which makes their reductions several times faster. A tensor
-    on a GPU is staged through host memory.
+    ``empty`` lie in memory that the ranks of a node share, which makes their reductions several times faster; all ranks
+    then name the same piece of the same tensor. A tensor on a GPU is staged through host memory.
     """
 
     def __init__(self, transport: Transport) -> None:
@@ -44,6 +44,9 @@ class Communicator:
         self._window: WindowReductions | None = None
         self._across: Transport | None = None
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Communicator:
+        return self  # a copy of a model talks to the same ranks
+
     @classmethod
     def world(cls, comm: Any = None) -> Communicator:
         """Return the communicator of all ranks, or of any mpi4py communicator."""
@@ -51,12 +54,18 @@ class Communicator:
 
     # Memory -----------------------------------------------------------------------------------------------------------
 
+    @property
+    def shares_memory(self) -> bool:
+        """Tell whether tensors of ``empty`` are shared, so that their reductions can stay under way (``async_op``)."""
+        # Nodes with unequal numbers of ranks would cut a tensor into unequal slices, which cannot meet across nodes.
+        return self.local_size > 1 and (self.nodes == 1 or self.uniform)
+
     def empty(self, numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """Return a flat tensor, in node-shared memory where there is a node to share with; a call by all ranks.
 
         The memory lives as long as the communicator.
         """
-        if not self._has_window():
+        if not self.shares_memory:
             return torch.empty(numel, dtype=dtype)
         buffer, offset = self._node_memory().allocate(max(numel, 1) * dtype.itemsize)
         return buffer.views(offset, numel, dtype)[self.local_rank]
@@ -78,15 +87,17 @@ class Communicator:
     ) -> Tensor | Work:
         """Reduce elementwise over all ranks, in place; return the tensor, or its ``Work`` if ``async_op``.
 
-        ``op`` is sum, average, min, max or product; 16-bit floats are accumulated in float32. All ranks get identical
-        bits. With ``async_op`` a window reduction goes on whenever ``done`` or ``wait`` of any of them is called; other
-        algorithms have ended on return. Raises ``CommunicationError`` for an operation or algorithm that cannot serve.
+        ``op`` is sum, average, min, max or product; 16-bit floats are accumulated in float32 (and rounded once more
+        between nodes). All ranks get identical bits. With ``async_op`` a window reduction goes on whenever ``done`` or
+        ``wait`` of any of them is called; other algorithms have ended on return. Raises ``CommunicationError`` for an
+        operation or algorithm that cannot serve.
         """
         check_op(op, tensor.dtype)
         found = self._find(tensor)
         carries = self.transport.reduces(tensor.dtype, carrier_op(op))
-        chosen = select(algorithm, in_window=found is not None, carrier_reduces=carries)
-        if self.size == 1:
+        nothing = self.size == 1 or not tensor.numel()
+        chosen = select(algorithm, in_window=nothing or found is not None, carrier_reduces=carries)
+        if nothing:
             return Finished() if async_op else tensor
         if chosen == "window" and found is not None and self._window is not None:
             work = self._window.start(found[0], found[1], tensor.numel(), tensor.dtype, op)
@@ -107,9 +118,6 @@ class Communicator:
         self._check_shares(out, tensor)
         with _hosted(tensor, back=False) as host, _hosted(out) as part:
             direct.reduce_scatter(self.transport, self._reducer, part.view(-1), host.view(-1), op)
-            scale = average_scale(op, self.size)
-            if scale is not None:
-                part.mul_(scale)
         return out
 
     def all_gather(self, out: Tensor, tensor: Tensor) -> Tensor:
@@ -154,16 +162,12 @@ class Communicator:
     @contextmanager
     def recording(self) -> Iterator[Recorder]:
         """Count calls and bytes of this rank, messages and node memory, for the length of a ``with`` block."""
-        with self.transport.recording() as recorder:
-            parts = [part for part in (self._memory, self._across) if part is not None]
-            before = [part.recorder for part in parts]
-            for part in parts:
-                part.recorder = recorder
-            try:
+        try:
+            with self.transport.recording() as recorder:
+                self._share_recorder()
                 yield recorder
-            finally:
-                for part, earlier in zip(parts, before):
-                    part.recorder = earlier
+        finally:
+            self._share_recorder()
 
     def free(self) -> None:
         """Give back memory and transports; a call by all ranks, after which its tensors must not be touched."""
@@ -177,9 +181,10 @@ class Communicator:
 
     # How --------------------------------------------------------------------------------------------------------------
 
-    def _has_window(self) -> bool:
-        # Nodes with unequal numbers of ranks would cut a tensor into unequal slices, which cannot meet across nodes.
-        return self.local_size > 1 and (self.nodes == 1 or self.uniform)
+    def _share_recorder(self) -> None:
+        for part in (self._memory, self._across):
+            if part is not None:
+                part.recorder = self.transport.recorder
 
     def _node_memory(self) -> NodeMemory:
         if self._memory is None:
@@ -191,12 +196,13 @@ class Communicator:
             self._memory = NodeMemory(self._node.split_node())
             if self.nodes > 1:
                 self._across = self.transport.split(self.local_rank, self.rank)
-            self._window = WindowReductions(self._memory, self._reduce_across if self._across else None, self.nodes)
+            self._window = WindowReductions(self._memory, self._reduce_across if self._across else None)
+            self._share_recorder()
         return self._memory
 
-    def _reduce_across(self, tensor: Tensor, op: str) -> None:
+    def _reduce_across(self, tensor: Tensor, op: str) -> Work:
         assert self._across is not None
-        direct.all_reduce(self._across, self._reducer, tensor, op)
+        return direct.start_all_reduce(self._across, self._reducer, tensor, op)
 
     def _find(self, tensor: Tensor) -> tuple[NodeBuffer, int] | None:
         if self._memory is None or tensor.device.type != "cpu" or not tensor.is_contiguous():
@@ -204,10 +210,10 @@ class Communicator:
         return self._memory.find(tensor)
 
     def _reduce_host(self, flat: Tensor, op: str, algorithm: str) -> None:
-        if algorithm == "mpi":
-            self.transport.all_reduce(flat, carrier_op(op))
-        else:
+        if algorithm == "direct":
             direct.all_reduce(self.transport, self._reducer, flat, op)
+            return
+        self.transport.all_reduce(flat, carrier_op(op))
         scale = average_scale(op, self.size)
         if scale is not None:
             flat.mul_(scale)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
-from hpctrain.collectives.reduction import Reducer, carrier_op
-from hpctrain.transport.base import Transport
+from hpctrain.collectives.reduction import Reducer, average_scale
+from hpctrain.transport.base import Chain, Transport, Work
 
 
 def slices(numel: int, size: int) -> list[int]:
@@ -25,19 +27,35 @@ def reduce_scatter(transport: Transport, reducer: Reducer, out: Tensor, tensor: 
     own = counts[transport.rank]
     received = torch.empty(own * transport.size, dtype=tensor.dtype)
     transport.all_to_all(received, tensor, counts, [own] * transport.size)
-    if own:
-        reducer.reduce_into(out, received.view(transport.size, own).unbind(), carrier_op(op))
+    _reduce(transport, reducer, out, received, op)
 
 
 def all_reduce(transport: Transport, reducer: Reducer, tensor: Tensor, op: str) -> None:
-    """Reduce a flat tensor over all ranks, in place: reduce-scatter, then all-gather.
+    """Reduce a flat tensor over all ranks, in place: reduce-scatter, then all-gather."""
+    start_all_reduce(transport, reducer, tensor, op).wait()
+
+
+def start_all_reduce(transport: Transport, reducer: Reducer, tensor: Tensor, op: str) -> Work:
+    """Start to reduce a flat tensor over all ranks, in place; it goes on when ``done`` or ``wait`` is called.
 
     Bytes sent per rank: 2 S (p-1)/p, the lower bound. Cost: 2 (p-1) alpha + 2 S (p-1)/p beta + S (p-1)/p gamma
     (pairwise exchange: Thakur, Rabenseifner, Gropp, "Optimization of Collective Communication Operations in MPICH",
-    2005, section 4).
+    2005, section 4). One at a time may be under way on a transport.
     """
+    return Chain(_exchanges(transport, reducer, tensor, op))
+
+
+def _exchanges(transport: Transport, reducer: Reducer, tensor: Tensor, op: str) -> Iterator[Work]:
     counts = slices(tensor.numel(), transport.size)
     own = torch.empty(counts[transport.rank], dtype=tensor.dtype)
-    reduce_scatter(transport, reducer, own, tensor, op)
-    copies = own.repeat(transport.size)
-    transport.all_to_all(tensor, copies, [own.numel()] * transport.size, counts)
+    equal = [own.numel()] * transport.size
+    received = torch.empty(sum(equal), dtype=tensor.dtype)
+    yield transport.iall_to_all(received, tensor, counts, equal)
+    _reduce(transport, reducer, own, received, op)
+    yield transport.iall_to_all(tensor, own.repeat(transport.size), equal, counts)
+
+
+def _reduce(transport: Transport, reducer: Reducer, out: Tensor, received: Tensor, op: str) -> None:
+    if out.numel():
+        pieces = received.view(transport.size, out.numel()).unbind()
+        reducer.reduce_into(out, pieces, op, average_scale(op, transport.size))

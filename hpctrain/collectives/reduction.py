@@ -21,7 +21,12 @@ _STEPS: dict[str, Callable[..., Tensor]] = {
     "min": torch.minimum,
     "max": torch.maximum,
     "product": torch.mul,
+    "band": torch.bitwise_and,
+    "bor": torch.bitwise_or,
+    "bxor": torch.bitwise_xor,
 }
+_BITWISE = ("band", "bor", "bxor")
+_ROUNDING = ("sum", "average", "product")
 _WIDENED = (torch.float16, torch.bfloat16)
 
 
@@ -31,11 +36,18 @@ def check_op(op: str, dtype: torch.dtype) -> None:
         raise CommunicationError(f"unknown reduction {op!r}: known are {', '.join(_STEPS)}")
     if op == "average" and not dtype.is_floating_point:
         raise CommunicationError(f"average of {dtype} is not defined; use sum")
+    if op in _BITWISE and (dtype.is_floating_point or dtype.is_complex):
+        raise CommunicationError(f"{op} of {dtype} is not defined; bitwise reductions are for integers and bool")
 
 
 def carrier_op(op: str) -> str:
     """Return the operation that travels: an average is a sum, scaled at the end."""
     return "sum" if op == "average" else op
+
+
+def partial_dtype(dtype: torch.dtype, op: str) -> torch.dtype:
+    """Return the type in which partial results travel, so that 16-bit floats are rounded once, at the end."""
+    return torch.float32 if dtype in _WIDENED and op in _ROUNDING else dtype
 
 
 class Reducer:
@@ -73,6 +85,19 @@ class Reducer:
             scratch = self.scratch(out.dtype, target.numel())
             self.reduce_block([piece[start : start + BLOCK] for piece in pieces], op, scratch, scale)
             target.copy_(scratch)
+
+    def combine(self, out: Tensor, left: Tensor, right: Tensor, op: str) -> None:
+        """Reduce two partial results into ``out``, of their (wider) type; it may be one of them."""
+        if left.dtype is right.dtype is out.dtype:
+            _STEPS[op](left, right, out=out)
+        else:
+            self.reduce_into(out, (left, right), op)
+
+    def settle(self, out: Tensor, partial: Tensor, op: str, size: int) -> None:
+        """Turn what ``size`` ranks gave into the result: scale an average, round to the type of ``out``."""
+        scale = average_scale(op, size)
+        if scale is not None or partial is not out:
+            self.reduce_into(out, (partial,), op, scale)
 
 
 def average_scale(op: str, size: int) -> float | None:

@@ -8,7 +8,8 @@ a rank that arrives late finds the others at work, not waiting.
 
 With several nodes the slices that a node has reduced are reduced once more across the nodes, each by its own local
 rank, before they are written back (hierarchical, every local rank a leader: Bayatpour et al., "Scalable Reduction
-Collectives with Data Partitioning-based Multi-Leader Design", SC 2017).
+Collectives with Data Partitioning-based Multi-Leader Design", SC 2017). That part is left under way too: a rank that
+waited for another node in ``progress`` would hold up whatever collective the other node is in.
 """
 
 from __future__ import annotations
@@ -20,14 +21,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hpctrain.collectives.reduction import BLOCK, Reducer, average_scale, carrier_op
+from hpctrain.collectives.reduction import BLOCK, Reducer, average_scale
 from hpctrain.transport.activity import waiting
+from hpctrain.transport.base import Work
 from hpctrain.transport.window import NodeBuffer, NodeMemory
 
 ALIGN = 64  # bytes: slices end on cache lines, so that no two ranks write into one
 
-# Reduces a contiguous host tensor across nodes, in place.
-AcrossNodes = Callable[[Tensor, str], None]
+PLANS = 1024  # plans kept; who reduces ever other pieces shall not fill the memory with them
+
+# Starts to reduce a contiguous host tensor across nodes, in place.
+AcrossNodes = Callable[[Tensor, str], Work]
 
 
 @dataclass(frozen=True)
@@ -37,17 +41,19 @@ class _Plan:
     own: Tensor  # this rank's slice, in this rank's buffer
     blocks: list[list[Tensor]]  # a block of the slice, in every rank's buffer
     op: str
-    scale: float | None
+    scale: float | None  # of an average over the node's ranks
     nbytes: int
 
 
 class WindowReductions:
-    """Start and carry on the reductions of one node, in the order in which they were started."""
+    """Start and carry on the reductions of one node, in the order in which they were started.
 
-    def __init__(self, memory: NodeMemory, across: AcrossNodes | None = None, nodes: int = 1) -> None:
+    With ``across`` they go on over all nodes, which then hold equally many ranks each.
+    """
+
+    def __init__(self, memory: NodeMemory, across: AcrossNodes | None = None) -> None:
         self._memory = memory
         self._across = across
-        self._ranks = memory.size * nodes
         self._reducer = Reducer()
         self._pending: deque[_Reduction] = deque()
         self._plans: dict[tuple[int, int, int, torch.dtype, str], _Plan] = {}
@@ -57,48 +63,44 @@ class WindowReductions:
         key = (id(buffer), offset, numel, dtype, op)
         plan = self._plans.get(key)
         if plan is None:
+            if len(self._plans) >= PLANS:
+                self._plans.clear()
             plan = self._plans[key] = self._plan(buffer, offset, numel, dtype, op)
         reduction = _Reduction(self, plan, self._memory.arrive())
         self._pending.append(reduction)
         return reduction
 
-    def barrier(self) -> None:
-        """Wait until every rank of the node has come."""
-        number = self._memory.arrive()
-        self._memory.wait(lambda: self._progressed(self._memory.all_arrived(number)), "barrier", number)
-
     def progress(self) -> None:
-        """Do this rank's share of every operation for which all ranks have arrived."""
+        """Do this rank's share of every operation for which all ranks have arrived; wait for nobody."""
         while self._pending and self._memory.all_arrived(self._pending[0].number):
-            reduction = self._pending.popleft()
             with waiting("all_reduce"):
-                self._carry_out(reduction.plan)
-            self._memory.finish(reduction.number)
+                if not self._carry_on(self._pending[0]):
+                    return
+            self._memory.finish(self._pending.popleft().number)
 
-    def _progressed(self, reached: bool) -> bool:
-        self.progress()
-        return reached
-
-    def _carry_out(self, plan: _Plan) -> None:
-        if self._memory.recorder is not None:
-            self._memory.recorder.count("window", plan.nbytes)
-        if self._across is None:
-            self._reduce_blocks(plan, plan.op, plan.scale, everywhere=True)
-            return
-        self._reduce_blocks(plan, carrier_op(plan.op), None, everywhere=False)
-        self._across(plan.own, carrier_op(plan.op))
-        if plan.scale is not None:
-            plan.own.mul_(plan.scale)
+    def _carry_on(self, reduction: _Reduction) -> bool:
+        """Do what can be done of this rank's share; tell whether that was the last of it."""
+        plan = reduction.plan
+        if reduction.across is None:
+            self._reduce_blocks(plan, everywhere=self._across is None)
+            if self._memory.recorder is not None:
+                self._memory.recorder.count("window", plan.nbytes)
+            if self._across is None:
+                return True
+            reduction.across = self._across(plan.own, plan.op)
+        if not reduction.across.done():
+            return False
         for block in plan.blocks:
             self._spread(block, block[self._memory.rank])
+        return True
 
-    def _reduce_blocks(self, plan: _Plan, op: str, scale: float | None, everywhere: bool) -> None:
+    def _reduce_blocks(self, plan: _Plan, everywhere: bool) -> None:
         for block in plan.blocks:
             own = block[self._memory.rank]
             # Two ranks of a full-width type need no scratch: nothing is read after the result is written.
             direct = len(block) == 2 and own.dtype not in (torch.float16, torch.bfloat16)
             result = own if direct else self._reducer.scratch(own.dtype, own.numel())
-            self._reducer.reduce_block(block, op, result, scale)
+            self._reducer.reduce_block(block, plan.op, result, plan.scale)
             if everywhere:
                 self._spread(block, result)
             elif not direct:
@@ -121,7 +123,7 @@ class WindowReductions:
             for start in range(0, high - low, BLOCK)
         ]
         others = (self._memory.size - 1) * (high - low) * dtype.itemsize
-        return _Plan(pieces[self._memory.rank], blocks, op, average_scale(op, self._ranks), others)
+        return _Plan(pieces[self._memory.rank], blocks, op, average_scale(op, self._memory.size), others)
 
 
 class _Reduction:
@@ -131,6 +133,7 @@ class _Reduction:
         self._owner = owner
         self.plan = plan
         self.number = number
+        self.across: Work | None = None  # its part between the nodes, once that has begun
 
     def done(self) -> bool:
         """Do what can be done now, and tell whether all ranks have done theirs."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from hpctrain.collectives.communicator import Communicator
@@ -32,6 +33,18 @@ def broadcast_model(model: nn.Module, comm: Communicator) -> None:
     tensors: list[Tensor] = [*model.parameters(), *model.buffers()]
     for tensor in tensors:
         comm.broadcast(tensor)
+
+
+def broadcast_buffers(model: nn.Module, comm: Communicator) -> None:
+    """Give every rank the buffers of rank 0, all those of one dtype in one message."""
+    kinds: dict[torch.dtype, list[Tensor]] = {}
+    for buffer in model.buffers():
+        kinds.setdefault(buffer.dtype, []).append(buffer)
+    for buffers in kinds.values():
+        flat = torch.cat([buffer.reshape(-1) for buffer in buffers]).cpu()
+        comm.broadcast(flat)
+        for buffer, piece in zip(buffers, torch.split(flat, [buffer.numel() for buffer in buffers])):
+            buffer.copy_(piece.view_as(buffer))
 
 
 def describe(model: nn.Module) -> list[Entry]:

@@ -1,13 +1,14 @@
 """Replicate the model, split the batch, average the gradients while backward still runs.
 
-After Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", VLDB 2020: buckets in reverse
-order of the parameters, reduced from autograd hooks, rebuilt once in the order in which gradients really come.
+After Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", VLDB 2020: buckets in
+reverse order of the parameters, reduced from autograd hooks, rebuilt once in the order in which gradients really come.
 
 Note: gradients live in the bucket, the bucket in the window. Autograd hands over a fresh gradient; its hook copies it,
 while it is in cache, to its place in the bucket and makes that place the parameter's ``grad``. From there it is reduced
 where it lies (see the note in ``collectives.window``), and the optimizer reads it there: nothing is copied out. Buckets
 are started in one order on all ranks, whatever order their gradients come in, and nobody waits before the end of the
-backward pass: a rank that is ahead goes on computing.
+backward pass: a rank that is ahead goes on computing. Where ranks share no memory a reduction cannot be left under way;
+there all of them run at the end, so that they never come between the collectives of the model's own backward pass.
 
 A bucket of another dtype (compression) or device (a GPU without a device transport) is a copy of the gradients, so
 there the result is copied back.
@@ -25,10 +26,11 @@ from torch.utils.hooks import RemovableHandle
 
 from hpctrain.collectives.communicator import Communicator
 from hpctrain.errors import UsageError
-from hpctrain.parallel.agreement import broadcast_model, check_same_model
+from hpctrain.parallel.agreement import broadcast_buffers, broadcast_model, check_same_model
 from hpctrain.parallel.buckets import Bucket, group, lay_out, memory_needed
 from hpctrain.parallel.settings import ParallelSettings
 from hpctrain.parallel.strategy import Strategy, clip_whole_gradients, trainable
+from hpctrain.parallel.sync_batchnorm import SyncBatchNorm
 from hpctrain.transport.base import Work
 
 FIRST_BUCKET = 2**20  # bytes
@@ -73,11 +75,16 @@ class DataParallel(Strategy):
             self._syncing = before
 
     def contribute_nothing(self) -> None:
-        """Take part in a backward pass of the others, with no sample of one's own."""
-        if self._buckets:
-            if self.settings.broadcast_buffers:
-                broadcast_buffers(self.model, self.comm)
-            self._finish()
+        """Take part in a forward and backward pass of the others, with no sample of one's own."""
+        if not self._buckets:
+            return
+        if any(isinstance(module, SyncBatchNorm) for module in self.model.modules()):
+            raise UsageError(
+                f"rank {self.comm.rank} has no sample in this step, but synchronised batch norm needs some of every "
+                "rank: make the batch larger, or drop the last one"
+            )
+        self._before_forward()
+        self._finish()
 
     def clip_grad_norm(self, max_norm: float) -> Tensor:
         """Scale the gradients so that their global norm is at most ``max_norm``; return the norm before, a scalar.
@@ -87,12 +94,13 @@ class DataParallel(Strategy):
         return clip_whole_gradients(self.model, max_norm)
 
     def detach(self) -> None:
-        """Take all hooks off the module."""
+        """Take all hooks off the module; its gradients stay where they are, in the communicator's memory."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        self._buckets.clear()
 
-    # Building -----------------------------------------------------------------------------------------------------------
+    # Building ---------------------------------------------------------------------------------------------------------
 
     def _allocate(self) -> dict[torch.dtype, Tensor]:
         """Return one stretch of memory a dtype that travels."""
@@ -135,7 +143,7 @@ class DataParallel(Strategy):
         self._observed = []
         self._build(order + unseen)
 
-    # Hooks --------------------------------------------------------------------------------------------------------------
+    # Hooks ------------------------------------------------------------------------------------------------------------
 
     def _hook(self) -> None:
         for number, parameter in enumerate(self._parameters):
@@ -169,6 +177,8 @@ class DataParallel(Strategy):
             )
         gradient = parameter.grad
         assert gradient is not None
+        if gradient.layout is not torch.strided:
+            raise UsageError(f"parameter {self._names[number]} got a sparse gradient: only dense ones can be reduced")
         if gradient.data_ptr() != view.data_ptr():
             view.copy_(gradient)
             if self._lives_in_bucket(parameter, view):
@@ -176,7 +186,7 @@ class DataParallel(Strategy):
         bucket.missing.discard(number)
         if not self._rebuilt:
             self._observed.append(number)
-        if not bucket.missing:
+        if not bucket.missing and self.comm.shares_memory:
             self._start_full_buckets()
 
     @staticmethod
@@ -224,15 +234,3 @@ class DataParallel(Strategy):
                 parameter.grad = view.to(parameter.device, parameter.dtype)
             else:
                 parameter.grad.copy_(view)
-
-
-def broadcast_buffers(model: nn.Module, comm: Communicator) -> None:
-    """Give every rank the buffers of rank 0, all those of one dtype in one message."""
-    kinds: dict[torch.dtype, list[Tensor]] = {}
-    for buffer in model.buffers():
-        kinds.setdefault(buffer.dtype, []).append(buffer)
-    for buffers in kinds.values():
-        flat = torch.cat([buffer.reshape(-1) for buffer in buffers]).cpu()
-        comm.broadcast(flat)
-        for buffer, piece in zip(buffers, torch.split(flat, [buffer.numel() for buffer in buffers])):
-            buffer.copy_(piece.view_as(buffer))

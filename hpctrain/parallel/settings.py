@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -24,5 +25,5 @@ class ParallelSettings:
     sync_batchnorm: bool = False
 
     def __post_init__(self) -> None:
-        if self.bucket_mib <= 0:
-            raise SettingsError(f"setting parallel.bucket_mib = {self.bucket_mib}: must be above 0")
+        if not 0 < self.bucket_mib < math.inf:
+            raise SettingsError(f"setting parallel.bucket_mib = {self.bucket_mib}: must be a number of MiB above 0")

@@ -24,7 +24,7 @@ class Strategy(ABC):
 
     @abstractmethod
     def contribute_nothing(self) -> None:
-        """Take part in a backward pass of the others, with no sample of one's own."""
+        """Take part in a forward and backward pass of the others, with no sample of one's own."""
 
     @abstractmethod
     def clip_grad_norm(self, max_norm: float) -> Tensor:

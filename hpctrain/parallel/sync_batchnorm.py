@@ -16,6 +16,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from hpctrain.collectives.communicator import Communicator
+from hpctrain.errors import UsageError
 
 
 class SyncBatchNorm(_BatchNorm):
@@ -30,12 +31,13 @@ class SyncBatchNorm(_BatchNorm):
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 (torch's own name)
         """Normalise ``input`` of shape [samples, features, ...]."""
-        if not (self.training or self.running_mean is None) or self.comm.size == 1:
+        if not self.training or self.comm.size == 1:
             plain: Tensor = super().forward(input)
             return plain
+        self._check_input_dim(input)
         normalise: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]] = _Normalise.apply
         output, mean, variance, count = normalise(input, self.weight, self.bias, self.eps, self.comm)
-        if self.training and self.track_running_stats:
+        if self.track_running_stats:
             self._update(mean, variance, count)
         return output
 
@@ -49,8 +51,11 @@ class SyncBatchNorm(_BatchNorm):
         self.running_var.lerp_(unbiased.to(self.running_var.dtype), share)
 
     def _check_input_dim(self, input: Tensor) -> None:  # noqa: A002
-        if input.dim() < 2:
-            raise ValueError(f"expected input of 2 or more dims, [samples, features, ...], got {input.dim()}")
+        if input.dim() < 2 or input.shape[1] != self.num_features:
+            raise UsageError(
+                f"batch norm of {self.num_features} features got input of shape {tuple(input.shape)}: "
+                "allowed is [samples, features, ...]"
+            )
 
 
 class _Normalise(torch.autograd.Function):
@@ -68,12 +73,12 @@ class _Normalise(torch.autograd.Function):
         variance = (squares / count - mean.square()).clamp(min=0)
         shape = [1, -1] + [1] * (input.dim() - 2)
         scale = (variance + eps).rsqrt()
-        normal = ((wide - mean.view(shape)) * scale.view(shape)).to(input.dtype)
-        ctx.save_for_backward(normal, scale, count, weight)
+        normal = (wide - mean.view(shape)) * scale.view(shape)
+        ctx.save_for_backward(normal.to(input.dtype), scale, count, weight)
         ctx.comm, ctx.dims, ctx.shape = comm, dims, shape
         output = normal if weight is None else normal * weight.view(shape) + bias.view(shape)
         ctx.mark_non_differentiable(mean, variance, count)
-        return output, mean, variance, count
+        return output.to(input.dtype), mean, variance, count
 
     @staticmethod
     @once_differentiable
@@ -96,14 +101,22 @@ class _Normalise(torch.autograd.Function):
 def convert(model: nn.Module, comm: Communicator) -> nn.Module:
     """Replace every batch norm below ``model`` by a synchronised one with the same parameters and buffers.
 
-    Names in ``state_dict`` do not change, and an optimizer made before keeps working. Returns the model, or its
-    replacement where the model itself is a batch norm.
+    Names in ``state_dict`` do not change, a module that stands in several places still does, and an optimizer made
+    before keeps working. Returns the model, or its replacement where the model itself is a batch norm.
     """
-    if isinstance(model, _BatchNorm) and not isinstance(model, SyncBatchNorm):
-        return _synchronised(model, comm)
-    for name, child in model.named_children():
-        setattr(model, name, convert(child, comm))
-    return model
+    twins: dict[nn.Module, SyncBatchNorm] = {}
+
+    def replaced(module: nn.Module) -> nn.Module:
+        if isinstance(module, _BatchNorm) and not isinstance(module, SyncBatchNorm):
+            if module not in twins:
+                twins[module] = _synchronised(module, comm)
+            return twins[module]
+        for name, child in module._modules.items():
+            if child is not None:
+                module._modules[name] = replaced(child)
+        return module
+
+    return replaced(model)
 
 
 def _synchronised(norm: _BatchNorm, comm: Communicator) -> SyncBatchNorm:

@@ -41,13 +41,14 @@ def init(
     from hpctrain.collectives.agreement import agreed
     from hpctrain.collectives.communicator import Communicator
     from hpctrain.parallel.settings import ParallelSettings
-    from hpctrain.train import hello
+    from hpctrain.train import compiler, hello
     from hpctrain.train.device import check_unshared, pick
     from hpctrain.train.guard import Guard
     from hpctrain.train.job import Job
     from hpctrain.train.leaving import let_one_speak
     from hpctrain.transport.connect import connect
 
+    compiler.put_off()
     try:
         transport, launch = connect(comm)
     except LaunchError as error:

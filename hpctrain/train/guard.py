@@ -4,7 +4,7 @@ Note: why a rank that raises must abort. Left alone it would wait in ``MPI_Final
 a collective: no launcher ends that. So uncaught exceptions print once and call ``MPI_Abort``. A rank that leaves early
 without an error (``sys.exit(0)``) may be right to do so, if the others need nothing more of it; only who waits for it
 knows. So a leaving rank tells the others, and a watchdog thread aborts a rank that has been waiting since. The same
-thread enforces ``HPCTRAIN_TIMEOUT`` on waits inside the MPI library. It sleeps; it polls MPI only while something waits.
+thread enforces ``HPCTRAIN_TIMEOUT`` on waits inside the MPI library. It sleeps; it polls MPI only while its rank waits.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from hpctrain.collectives.agreement import agreed
 from hpctrain.errors import EXIT_FAILURE, DeadlineError, HpctrainError
 from hpctrain.log import logger
-from hpctrain.train.leaving import exit_code, leave_with
+from hpctrain.train.leaving import exit_code, leave_with, let_be_read
 from hpctrain.train.stacks import print_stacks
 from hpctrain.transport.activity import timeout_seconds, waiting
 from hpctrain.transport.base import Transport
@@ -95,6 +95,7 @@ class Guard:
             at = "" if self.step is None else f" in step {self.step}"
             where = f"rank {self._transport.rank} of {self._transport.size} on {socket.gethostname()}{at}"
             print(f"{text}hpctrain: {where} ends the job: {why}", file=sys.stderr, flush=True)
+            let_be_read()
         else:
             time.sleep(SILENCE)
         self._transport.abort(code)

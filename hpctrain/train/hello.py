@@ -15,8 +15,9 @@ from typing import Any
 import torch
 
 from hpctrain._version import __version__
-from hpctrain.cluster.binding import Binding, cpu_affinity, threads_for
+from hpctrain.cluster.binding import Binding, cpu_affinity
 from hpctrain.cluster.binding import table as binding_table
+from hpctrain.cluster.binding import threads_for
 from hpctrain.collectives.communicator import Communicator
 from hpctrain.errors import MismatchError
 from hpctrain.train.device import identity

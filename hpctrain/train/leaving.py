@@ -1,14 +1,21 @@
-"""Leave with the exit code that all ranks have agreed on, and with MPI finalized."""
+"""Leave a job: with the exit code that all ranks have agreed on, MPI finalized, and the last words heard."""
 
 from __future__ import annotations
 
 import atexit
+import fcntl
 import os
 import sys
+import termios
+import time
+from array import array
 from collections.abc import Callable
 from types import TracebackType
 
 from hpctrain.errors import EXIT_FAILURE, HpctrainError
+
+PASS_ON = 0.2  # seconds
+SILENCE = 1.0  # seconds that the other ranks leave to rank 0
 
 
 def exit_code(error: BaseException) -> int:
@@ -30,6 +37,38 @@ def leave_with(code: int, farewell: Callable[[], object]) -> None:
         atexit.register(leave)
 
 
+def say_once(error: HpctrainError, rank: int | None) -> None:
+    """Print an error that every process has, if this is rank 0; otherwise let that one come first.
+
+    A launcher may end all processes as soon as one ends with an error, and rank 0 must have spoken by then.
+    """
+    if rank:
+        time.sleep(SILENCE)
+        return
+    print(f"hpctrain: error: {error}", file=sys.stderr, flush=True)
+
+
+def let_be_read(descriptor: int = 2, seconds: float = 1.0) -> None:
+    """Wait until the launcher has taken what was printed, and a moment more in which it may pass that on.
+
+    A launcher that is told to abort kills its helpers, and what they had not passed on by then is never seen.
+    """
+    deadline = time.monotonic() + seconds
+    while _unread(descriptor) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    time.sleep(PASS_ON)
+
+
+def _unread(descriptor: int) -> int:
+    """Return the bytes that wait in a pipe; 0 for what is none."""
+    count = array("i", [0])
+    try:
+        fcntl.ioctl(descriptor, termios.FIONREAD, count)
+    except OSError:
+        return 0
+    return count[0]
+
+
 def finalize() -> None:
     """Finalize MPI if it is up: a rank that skips it looks like a crash to some launchers."""
     module = sys.modules.get("mpi4py.MPI")
@@ -48,8 +87,7 @@ def let_one_speak(error: HpctrainError, rank: int | None) -> None:
         if raised is not error:
             before(kind, raised, trace)
             return
-        if not rank:
-            print(f"hpctrain: error: {error}", file=sys.stderr, flush=True)
+        say_once(error, rank)
         leave_with(error.exit_code, lambda: None)
 
     sys.excepthook = hook

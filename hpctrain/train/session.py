@@ -117,7 +117,7 @@ class Run:
             raise UsageError("cannot log a number called step: that is what the run counts")
         if len(self._logged | values) > LOGGED:
             raise UsageError(f"a step can log {LOGGED} averaged numbers, not {len(self._logged | values)}")
-        self._logged.update({name: float(value) for name, value in values.items()})
+        self._logged.update({name: _number(value) for name, value in values.items()})
         self._own.update(same or {})
         self.state.tokens += tokens
         if tokens:
@@ -290,6 +290,10 @@ class Run:
             self._books.close("failed", self.step, f"{type(error).__name__}: {error}")
         else:
             self._books.close("stopped" if self.stopped_by else "finished", self.step, self.stopped_by)
+
+
+def _number(value: float | Tensor) -> float:
+    return float(value.detach() if isinstance(value, Tensor) else value)
 
 
 def _check_counts(counts: Mapping[str, int | None]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -13,7 +13,8 @@ from hpctrain.errors import CommunicationError
 from hpctrain.transport.activity import waiting
 from hpctrain.transport.recorder import Recordable
 
-ANY = -1
+# Tags that a caller may use; the next one, the highest that MPI promises to know, marks the transport's own messages.
+TAGS = 32767
 
 
 class Work(Protocol):
@@ -35,6 +36,26 @@ class Finished:
 
     def wait(self) -> None:
         """Return at once."""
+
+
+class Chain:
+    """Be operations of which each is started when the one before it has ended: the iterator starts the next."""
+
+    def __init__(self, links: Iterator[Work]) -> None:
+        self._links = links
+        self._link = next(links, None)
+
+    def done(self) -> bool:
+        """Start what can be started, and tell whether the last one has ended."""
+        while self._link is not None and self._link.done():
+            self._link = next(self._links, None)
+        return self._link is None
+
+    def wait(self) -> None:
+        """Return when the last one has ended."""
+        while self._link is not None:
+            self._link.wait()
+            self._link = next(self._links, None)
 
 
 class Transport(Recordable, ABC):
@@ -60,13 +81,13 @@ class Transport(Recordable, ABC):
 
     def isend(self, tensor: Tensor, peer: int, tag: int = 0) -> Work:
         """Start to send a tensor; its memory must not change before ``wait``."""
-        self._check(tensor, peer)
+        self._check(tensor, peer, tag)
         self._count("send", tensor)
         return self._isend(tensor, peer, tag)
 
     def irecv(self, tensor: Tensor, peer: int, tag: int = 0) -> Work:
         """Start to receive into a tensor; its content is there after ``wait``."""
-        self._check(tensor, peer)
+        self._check(tensor, peer, tag)
         self._count("recv", tensor)
         return self._irecv(tensor, peer, tag)
 
@@ -92,7 +113,7 @@ class Transport(Recordable, ABC):
             self._all_reduce(tensor, op)
 
     def all_gather(self, out: Tensor, tensor: Tensor) -> None:
-        """Put the tensors of all ranks behind each other, in rank order."""
+        """Put the tensors of all ranks behind each other, in rank order; ``tensor`` may be its own place in ``out``."""
         self._check(out)
         self._check(tensor)
         self._count("all_gather", tensor)
@@ -101,11 +122,15 @@ class Transport(Recordable, ABC):
 
     def all_to_all(self, out: Tensor, tensor: Tensor, sent: Sequence[int], received: Sequence[int]) -> None:
         """Send ``sent[r]`` elements to each rank r and receive ``received[r]`` from it, both packed in rank order."""
+        with waiting("all_to_all"):
+            self.iall_to_all(out, tensor, sent, received).wait()
+
+    def iall_to_all(self, out: Tensor, tensor: Tensor, sent: Sequence[int], received: Sequence[int]) -> Work:
+        """Start an ``all_to_all``, one at a time; it goes on when ``done`` or ``wait`` is called."""
         self._check(out)
         self._check(tensor)
         self._count("all_to_all", tensor)
-        with waiting("all_to_all"):
-            self._all_to_all(out, tensor, sent, received)
+        return self._iall_to_all(out, tensor, sent, received)
 
     @abstractmethod
     def reduces(self, dtype: torch.dtype, op: str) -> bool:
@@ -139,7 +164,7 @@ class Transport(Recordable, ABC):
     def free(self) -> None:
         """Give back what the transport holds; a call by all of its ranks."""
 
-    # What a carrier writes ----------------------------------------------------------------------------------------------
+    # What a carrier writes --------------------------------------------------------------------------------------------
 
     @abstractmethod
     def _isend(self, tensor: Tensor, peer: int, tag: int) -> Work: ...
@@ -160,9 +185,9 @@ class Transport(Recordable, ABC):
     def _all_gather(self, out: Tensor, tensor: Tensor) -> None: ...
 
     @abstractmethod
-    def _all_to_all(self, out: Tensor, tensor: Tensor, sent: Sequence[int], received: Sequence[int]) -> None: ...
+    def _iall_to_all(self, out: Tensor, tensor: Tensor, sent: Sequence[int], received: Sequence[int]) -> Work: ...
 
-    def _check(self, tensor: Tensor, peer: int = 0) -> None:
+    def _check(self, tensor: Tensor, peer: int = 0, tag: int = 0) -> None:
         if tensor.device.type != "cpu":
             raise CommunicationError(f"transport {self.name} carries host tensors, not one on {tensor.device}")
         if not tensor.is_contiguous():
@@ -171,6 +196,8 @@ class Transport(Recordable, ABC):
             )
         if not 0 <= peer < self.size:
             raise CommunicationError(f"rank {peer} is not in 0..{self.size - 1}")
+        if not 0 <= tag < TAGS:
+            raise CommunicationError(f"tag {tag} is not in 0..{TAGS - 1}")
 
     def _count(self, operation: str, tensor: Tensor) -> None:
         if self.recorder is not None:

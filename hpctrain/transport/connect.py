@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from typing import Any
 
 from hpctrain.cluster.launcher import Launch, detect
@@ -21,7 +22,10 @@ def connect(comm: Any = None) -> tuple[Transport, Launch]:
     if comm is None and launch.kind == "none":
         return SingleTransport(), launch
     try:
-        from mpi4py import MPI
+        with warnings.catch_warnings():
+            # What mpi4py suspects from the environment, check_promise knows, and says once and not on every rank.
+            warnings.filterwarnings("ignore", "\\s*suspicious MPI execution environment", RuntimeWarning)
+            from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
         check_promise(launch, 1, None, reason=str(error))
         return SingleTransport(), launch

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hpctrain.errors import CommunicationError
 from hpctrain.transport.activity import waiting
-from hpctrain.transport.base import Transport, Work
+from hpctrain.transport.base import TAGS, Chain, Transport, Work
 
 # Both MPI libraries lose a factor of two on messages above 32 MiB: they allocate temporaries of the message's size,
 # and glibc maps and unmaps anything that large on every call.
@@ -41,8 +41,12 @@ class MpiTransport(Transport):
         self.size = self.comm.Get_size()
 
     def reduces(self, dtype: torch.dtype, op: str) -> bool:
-        """Tell whether MPI reduces this dtype; 16-bit floats it does not, or not in every library."""
-        return dtype in DTYPES and op in OPS
+        """Tell whether MPI reduces this dtype as torch does.
+
+        16-bit floats it does not know, or not in every library; its minimum and maximum drop NaN or keep it as the
+        order of the ranks will have it.
+        """
+        return dtype in DTYPES and op in OPS and not (dtype.is_floating_point and op in ("min", "max"))
 
     def all_gather_object(self, item: Any) -> list[Any]:
         """Return every rank's object, pickled on the way."""
@@ -96,24 +100,27 @@ class MpiTransport(Transport):
             self.comm.Allreduce(MPI.IN_PLACE, [_bytes(piece), piece.numel(), DTYPES[tensor.dtype]], OPS[op])
 
     def _all_gather(self, out: Tensor, tensor: Tensor) -> None:
-        # A gather cannot be cut without strided receives; past the limit the ranks send their pieces one by one.
-        if tensor.numel() * tensor.element_size() <= MESSAGE_BYTES:
-            self.comm.Allgather([_bytes(tensor), MPI.BYTE], [_bytes(out), MPI.BYTE])
-            return
         shares = out.view(-1).chunk(self.size)
-        shares[self.rank].copy_(tensor.reshape(-1))
+        shares[self.rank].copy_(tensor.view(-1))
+        if tensor.numel() * tensor.element_size() <= MESSAGE_BYTES:
+            self.comm.Allgather(MPI.IN_PLACE, [_bytes(out), MPI.BYTE])
+            return
+        # A gather cannot be cut without strided receives; past the limit the ranks send their pieces one by one.
         for root, share in enumerate(shares):
             self._broadcast(share, root)
 
-    def _all_to_all(self, out: Tensor, tensor: Tensor, sent: Sequence[int], received: Sequence[int]) -> None:
+    def _iall_to_all(self, out: Tensor, tensor: Tensor, sent: Sequence[int], received: Sequence[int]) -> Work:
         outgoing, incoming = torch.split(tensor.view(-1), list(sent)), torch.split(out.view(-1), list(received))
         incoming[self.rank].copy_(outgoing[self.rank])
+        return Chain(self._rounds(incoming, outgoing))
+
+    def _rounds(self, incoming: Sequence[Tensor], outgoing: Sequence[Tensor]) -> Iterator[Work]:
         # Everybody's partner in round k is k ranks away, so that no rank is written to by all the others at once.
         for distance in range(1, self.size):
             to, source = (self.rank + distance) % self.size, (self.rank - distance) % self.size
-            arriving = self._irecv(incoming[source], source, 0)
-            self._isend(outgoing[to], to, 0).wait()
-            arriving.wait()
+            arriving = self._irecv(incoming[source], source, TAGS)
+            yield self._isend(outgoing[to], to, TAGS)
+            yield arriving
 
 
 class _Requests:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hpctrain.errors import CommunicationError
-from hpctrain.transport.base import Transport, Work
+from hpctrain.transport.base import Finished, Transport, Work
 
 
 class SingleTransport(Transport):
@@ -68,5 +68,6 @@ class SingleTransport(Transport):
     def _all_gather(self, out: Tensor, tensor: Tensor) -> None:
         out.view(-1).copy_(tensor.reshape(-1))
 
-    def _all_to_all(self, out: Tensor, tensor: Tensor, sent: Sequence[int], received: Sequence[int]) -> None:
+    def _iall_to_all(self, out: Tensor, tensor: Tensor, sent: Sequence[int], received: Sequence[int]) -> Work:
         out.view(-1)[: received[0]].copy_(tensor.reshape(-1)[: sent[0]])
+        return Finished()

@@ -1,8 +1,8 @@
 """Share memory among the ranks of a node: every rank maps every rank's buffer.
 
 Note: how ranks meet without messages. Each rank owns two counters in the shared control block, ``arrived`` and
-``finished``; only the owner writes them, everybody reads them. All ranks start the same operations in the same order, so
-an operation is known by its number: "rank r has arrived at 7" means that its data of operation 7, and of all before,
+``finished``; only the owner writes them, everybody reads them. All ranks start the same operations in the same order,
+so an operation is known by its number: "rank r has arrived at 7" means that its data of operation 7, and of all before,
 lies in memory; "finished 7" means that rank r has done its share of it. The counters only grow, so no reset can race,
 and several operations can be under way at once. A wait yields its core after a few hundred looks, because there may be
 more ranks than cores, and looks at the clock now and then, because a rank that never comes must not hang the job.
@@ -100,6 +100,8 @@ class NodeMemory(Recordable):
         self._slab = None
         for counter in self._counters:
             counter.release()
+        if self._fence is not None:
+            self._windows[0].Unlock_all()
         for window in self._windows:
             window.Free()
         self._windows.clear()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import shutil
+import tempfile
 from collections.abc import Generator
 from typing import Any
 
@@ -51,6 +53,10 @@ class RankRun:
         if comm.rank:
             # pytest's own plugins leave the cache and the report files alone where they find this mark.
             config.workerinput = {}  # type: ignore[attr-defined]
+            # Of their own, because pytest tidies the usual place up, and trips over others that do the same.
+            folder = tempfile.mkdtemp(prefix="pytest-rank")
+            config.option.basetemp = folder
+            config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
 
     def pytest_plugin_registered(self, plugin: object, plugin_name: str) -> None:
         """Let rank 0 alone write to the terminal."""

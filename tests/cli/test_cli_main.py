@@ -1,0 +1,104 @@
+"""The command itself: verbs, help, and every mistake in one line."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from hpctrain import __version__
+from hpctrain.cli.main import VERBS, main
+from hpctrain.errors import DataError
+from hpctrain.train import leaving
+
+
+def test_help_lists_the_verbs(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--help"])
+    assert ended.value.code == 0
+    said = capsys.readouterr().out
+    assert all(verb in said and text in said for verb, text in VERBS.items())
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_verb_has_help_with_examples(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([verb, "--help"])
+    assert ended.value.code == 0 and f"usage: hpctrain {verb}" in capsys.readouterr().out
+
+
+def test_help_of_train(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["train", "--help"])
+    said = capsys.readouterr().out
+    assert "CONFIG.toml" in said and "--set SECTION.KEY=VALUE" in said and "mpiexec -n 4 hpctrain train" in said
+
+
+def test_version_and_no_verb(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--version"])
+    assert capsys.readouterr().out == f"hpctrain {__version__}\n"
+    assert main([]) == 2 and "usage: hpctrain" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        (["trian"], "invalid choice: 'trian'"),
+        (["train"], "required: CONFIG.toml (see hpctrain train --help)"),
+        (["train", "a.toml", "--fast"], "unrecognized arguments: --fast"),
+        (["checkpoint"], "see hpctrain checkpoint --help"),
+    ],
+)
+def test_wrong_words_are_one_line(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words) == 2
+    out, err = capsys.readouterr()
+    assert not out and err.startswith("hpctrain: error: ") and said in err and err.count("\n") == 1
+
+
+def test_wrong_words_on_another_rank_are_not_said_again(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(leaving, "SILENCE", 0.0)
+    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "1")
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
+    assert main(["trian"]) == 2 and capsys.readouterr() == ("", "")
+
+
+def _verb_that(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
+    from hpctrain.cli import data
+
+    def run(args: Any) -> int:
+        raise error
+
+    monkeypatch.setattr(data, "run", run)
+
+
+def test_an_error_of_ours_is_a_line_and_its_exit_code(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _verb_that(monkeypatch, DataError("no such thing"))
+    assert main(["data", "show", "x"]) == 2
+    assert capsys.readouterr() == ("", "hpctrain: error: no such thing\n")
+
+
+def test_an_interrupt_and_a_bug(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    _verb_that(monkeypatch, KeyboardInterrupt())
+    assert main(["data", "show", "x"]) == 130 and capsys.readouterr().err == "hpctrain: interrupted\n"
+    _verb_that(monkeypatch, ZeroDivisionError("a bug"))
+    with pytest.raises(ZeroDivisionError):  # with its traceback, for whoever mends it
+        main(["data", "show", "x"])
+
+
+def test_a_reader_that_goes_away() -> None:
+    call = f"{sys.executable} -c 'import sys; from hpctrain.cli.main import main; sys.exit(main())' --help | true"
+    result = subprocess.run(["bash", "-o", "pipefail", "-c", call], capture_output=True, text=True, timeout=30)
+    assert "Traceback" not in result.stderr
+
+
+def test_the_command_starts_without_torch_and_mpi() -> None:
+    code = "import sys; from hpctrain.cli.main import make_parser; make_parser(['train', 'x'])"
+    check = "; assert not {'torch', 'mpi4py', 'h5py', 'numpy'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code + check], check=True, timeout=30)

@@ -1,0 +1,97 @@
+"""``hpctrain train``: a mistake is one line over all ranks, exit code 2, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.corpus import make_project
+
+from hpctrain.cli.main import main
+from hpctrain.train.signals import SIGNALS
+
+HPCTRAIN = "import sys; from hpctrain.cli.main import main; sys.exit(main())\n"
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Iterator[Path]:
+    """Return a folder with a corpus, a model and configs, good and bad."""
+    folder = tmp_path / "project"
+    folder.mkdir()
+    make_project(folder)
+    (folder / "model.toml").write_text('[model]\nname = "gtp-tiny"\n')
+    handlers = {number: signal.getsignal(number) for number in SIGNALS}
+    yield folder
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+@pytest.fixture
+def refused(launch: Any, project: Path) -> Any:
+    """Return a function that runs ``hpctrain train`` on n ranks, sees it refused, and returns the line."""
+    before = sorted(path.name for path in project.rglob("*"))
+
+    def run(n: int, *words: str, timeout: float = 30) -> str:
+        result = launch(n, HPCTRAIN, "train", *words, cwd=project, timeout=timeout)
+        assert result.returncode == 2 and "Traceback" not in result.stderr and not result.stdout, result
+        lines = [line for line in result.stderr.splitlines() if line.startswith("hpctrain:")]
+        assert len(lines) == 1 and lines[0].startswith("hpctrain: error: "), result
+        assert sorted(path.name for path in project.rglob("*") if "__pycache__" not in str(path)) == before
+        return str(lines[0])
+
+    return run
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        (["nowhere.toml"], "cannot read settings from nowhere.toml: No such file or directory"),
+        (["bytes_model.py"], "bytes_model.py is not valid TOML"),
+        (["tiny.toml", "--set", "train.stepz=3"], "unknown setting train.stepz: did you mean steps? known are accu"),
+        (["tiny.toml", "--set", "trian.steps=3"], "unknown setting trian: did you mean train? known are checkpoint"),
+        (["tiny.toml", "--set", "train.steps"], "write it as section.key=value"),
+        (["tiny.toml", "--set", "train.steps=many"], "setting train.steps = 'many': expected a whole number"),
+        (["tiny.toml", "--set", "train.batch=0"], "setting train.batch = 0: must be at least 1"),
+        (["tiny.toml", "--set", "model.factory=x"], "write it as package.module:function"),
+        (["model.toml"], "unknown model.name 'gtp-tiny': did you mean gpt-tiny? known are convnet, gpt-25m"),
+    ],
+)
+def test_settings(
+    project: Path, words: list[str], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(project)
+    before = sorted(project.rglob("*"))
+    assert main(["train", *words]) == 2
+    out, err = capsys.readouterr()
+    assert not out and err.startswith("hpctrain: error: ") and said in err and err.count("\n") == 1
+    assert sorted(project.rglob("*")) == before
+
+
+def test_an_unknown_setting_on_ranks(refused: Any) -> None:
+    assert "unknown setting train.stepz: did you mean steps?" in refused(2, "tiny.toml", "--set", "train.stepz=3")
+
+
+def test_a_missing_config_on_ranks(refused: Any) -> None:
+    assert "cannot read settings from nowhere.toml" in refused(3, "nowhere.toml")
+
+
+def test_a_batch_that_ranks_cannot_share(refused: Any) -> None:
+    said = refused(2, "tiny.toml", "--set", "train.batch=3")
+    assert "a batch of 3 samples cannot be dealt out evenly to 2 ranks: nearest are 2 and 4" in said
+
+
+def test_a_missing_data_file(refused: Any) -> None:
+    said = refused(2, "tiny.toml", "--set", "data.files=nowhere.h5")
+    assert "no data file nowhere.h5: hpctrain data pack makes one" in said
+
+
+def test_the_folder_is_named_after_the_config(launch: Any, tmp_path: Path) -> None:
+    make_project(tmp_path)
+    result = launch(0, HPCTRAIN, "train", "tiny.toml", "--set", "train.steps=2", "-v", cwd=tmp_path, timeout=30)
+    assert result.returncode == 0, result
+    assert (tmp_path / "runs/tiny/checkpoints/step_00000002.h5").exists()
+    assert "hpctrain checkpoint show runs/tiny/checkpoints/step_00000002.h5" in result.stdout
+    assert "local rank" in result.stderr  # the binding table

@@ -1,0 +1,33 @@
+"""Where ranks believe that they are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from support.nodes import Placing, alone, dealt_out, groups, in_pairs, placed
+
+from hpctrain.collectives.topology import Topology, discover
+from hpctrain.transport.single import SingleTransport
+
+
+def test_one_rank_is_one_node() -> None:
+    assert discover(SingleTransport(), SingleTransport()) == Topology(0, 1, 0, 1, True)
+
+
+@pytest.mark.ranks
+def test_ranks_of_one_machine_share_a_node(comm: Any) -> None:
+    assert (comm.node, comm.nodes, comm.local_rank, comm.local_size) == (0, 1, comm.rank, comm.size)
+    assert comm.uniform
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("placing", [in_pairs, dealt_out, alone, lambda rank: -rank])
+def test_nodes_are_numbered_by_their_lowest_rank(comm: Any, placing: Placing) -> None:
+    spread = placed(comm, lambda rank: placing(rank) % 8)
+    nodes = sorted(groups(placing, comm.size))
+    node = next(number for number, ranks in enumerate(nodes) if comm.rank in ranks)
+    assert (spread.node, spread.nodes) == (node, len(nodes))
+    assert (spread.local_rank, spread.local_size) == (nodes[node].index(comm.rank), len(nodes[node]))
+    assert spread.uniform == (len(set(map(len, nodes))) == 1)
+    spread.free()

@@ -1,0 +1,31 @@
+"""The settings name the strategy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from torch import nn
+
+from hpctrain.errors import UsageError
+from hpctrain.parallel.attach import attach
+from hpctrain.parallel.ddp import DataParallel
+from hpctrain.parallel.settings import ParallelSettings
+from hpctrain.parallel.sync_batchnorm import SyncBatchNorm
+
+
+def test_attaches_in_place(comm: Any) -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    strategy = attach(model, comm, ParallelSettings())
+    assert isinstance(strategy, DataParallel) and strategy.model is model and type(model[1]) is nn.BatchNorm1d
+
+
+def test_synchronises_batch_norms_when_asked(comm: Any) -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    attach(model, comm, ParallelSettings(sync_batchnorm=True))
+    assert isinstance(model[1], SyncBatchNorm)
+
+
+def test_model_that_would_have_to_be_replaced_is_refused(comm: Any) -> None:
+    with pytest.raises(UsageError, match="^sync_batchnorm cannot replace a model that is itself a batch norm$"):
+        attach(nn.BatchNorm1d(3), comm, ParallelSettings(sync_batchnorm=True))

@@ -1,0 +1,244 @@
+"""Data parallelism learns what one process learns from the whole batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from support.replicas import (
+    KINDS,
+    TINY,
+    WIDTH,
+    assert_same,
+    assert_same_on_all_ranks,
+    backward,
+    gradients,
+    learn,
+    make_mlp,
+    part,
+    share,
+    vectors,
+    weights,
+)
+from torch import nn
+
+from hpctrain.parallel.ddp import DataParallel
+from hpctrain.parallel.settings import ParallelSettings
+
+STEPS = 6
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("settings", [ParallelSettings(), ParallelSettings(bucket_mib=0.002), TINY])
+@pytest.mark.parametrize("kind", KINDS)
+def test_learns_what_one_process_learns(comm: Any, kind: str, settings: ParallelSettings) -> None:
+    make = KINDS[kind][0]
+    alone, model = make(), make()
+    with torch.no_grad():
+        model.get_parameter(next(iter(dict(model.named_parameters())))).add_(comm.rank)  # only rank 0's values count
+    names = list(model.state_dict())
+    DataParallel(model, comm, settings)
+    assert list(model.state_dict()) == names
+    losses = learn(model, kind, STEPS, comm)
+    torch.testing.assert_close(losses, learn(alone, kind, STEPS), rtol=1e-5, atol=0)
+    assert_same(weights(model), weights(alone), rtol=1e-5, atol=1e-6)
+    assert_same_on_all_ranks(comm, weights(model))
+
+
+@pytest.fixture
+def process_group(comm: Any, shared_tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Let the same ranks be a process group of torch.distributed, for the length of a test."""
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    store = f"file://{shared_tmp_path}/store"
+    torch.distributed.init_process_group("gloo", init_method=store, rank=comm.rank, world_size=comm.size)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("kind", KINDS)
+def test_learns_what_torch_ddp_learns(comm: Any, kind: str, process_group: None) -> None:
+    make = KINDS[kind][0]
+    theirs, ours = make(), make()
+    peer = nn.parallel.DistributedDataParallel(theirs)
+    DataParallel(ours, comm)
+    losses = learn(ours, kind, STEPS, comm)
+    torch.testing.assert_close(losses, learn(theirs, kind, STEPS, comm, forward=peer), rtol=1e-5, atol=0)
+    assert_same(weights(ours), weights(theirs), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("to_none", [True, False])
+def test_accumulation_is_one_large_batch(comm: Any, to_none: bool) -> None:
+    model, alone = make_mlp(), make_mlp()
+    strategy = DataParallel(model, comm, TINY)
+    for step in range(3):
+        for piece in range(2):
+            inputs, targets = (share(tensor, comm).chunk(2)[piece] for tensor in vectors(step, 24))
+            if piece == 0:
+                with strategy.no_sync():
+                    backward(model, (inputs, targets), 0.5)
+            else:
+                backward(model, (inputs, targets), 0.5)
+        backward(alone, vectors(step, 24))
+        assert_same(gradients(model), gradients(alone))
+        for each in (model, alone):
+            each.zero_grad(set_to_none=to_none)
+
+
+@pytest.mark.ranks
+def test_no_sync_sends_nothing_and_ends_with_its_block(comm: Any) -> None:
+    model, alone = make_mlp(), make_mlp()
+    strategy = DataParallel(model, comm)
+    with comm.recording() as recorder:
+        with pytest.raises(KeyError):
+            with strategy.no_sync(), strategy.no_sync():
+                backward(model, part(comm, comm.rank))
+                raise KeyError
+    backward(alone, part(comm, comm.rank))
+    assert not recorder.calls
+    assert_same(gradients(model), gradients(alone), rtol=0, atol=0)
+    model.zero_grad()
+    alone.zero_grad()
+    backward(model, part(comm, comm.rank))
+    backward(alone, vectors())
+    assert_same(gradients(model), gradients(alone))
+
+
+@pytest.mark.ranks
+def test_gradients_add_up_where_nobody_clears_them(comm: Any) -> None:
+    model, alone = make_mlp(), make_mlp()
+    DataParallel(model, comm)
+    for step in range(3):
+        backward(model, part(comm, comm.rank, step))
+        backward(alone, vectors(step))
+        assert_same(gradients(model), gradients(alone))
+
+
+@pytest.mark.ranks
+def test_uneven_batches_with_ranks_that_have_no_sample(comm: Any) -> None:
+    model, alone = make_mlp(), make_mlp()
+    strategy = DataParallel(model, comm, TINY)
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, alone)]
+    for step in range(4):
+        # Five samples: three for one rank, two for another, none for the rest; rank 0 begins with none.
+        counts = [[0, 3, 2, 0][(rank - step) % comm.size] for rank in range(comm.size)]
+        total, count = sum(counts), counts[comm.rank]
+        start = sum(counts[: comm.rank])
+        inputs, targets = vectors(step, total)
+        if count:
+            batch = inputs[start : start + count], targets[start : start + count]
+            backward(model, batch, count * comm.size / total)
+        else:
+            strategy.contribute_nothing()
+        backward(alone, (inputs, targets))
+        assert_same(gradients(model), gradients(alone))
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_same(weights(model), weights(alone), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.ranks
+def test_rank_that_accumulated_something_may_end_with_nothing(comm: Any) -> None:
+    model, alone = make_mlp(), make_mlp()
+    strategy = DataParallel(model, comm)
+    with strategy.no_sync():
+        backward(model, part(comm, comm.rank), 0.5)
+    if comm.rank:
+        strategy.contribute_nothing()
+    else:
+        backward(model, part(comm, 0, step=1), 0.5)
+    backward(alone, vectors(), 0.5)
+    backward(alone, part(comm, 0, step=1), 0.5 / comm.size)
+    assert_same(gradients(model), gradients(alone))
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("max_norm", [1e-3, 1e3])
+def test_clips_by_the_norm_of_the_whole_batch(comm: Any, max_norm: float) -> None:
+    model, alone = make_mlp(), make_mlp()
+    strategy = DataParallel(model, comm)
+    backward(model, part(comm, comm.rank))
+    backward(alone, vectors())
+    norm = strategy.clip_grad_norm(max_norm)
+    torch.testing.assert_close(norm, nn.utils.clip_grad_norm_(alone.parameters(), max_norm))
+    assert_same(gradients(model), gradients(alone))
+
+
+def normed() -> nn.Module:
+    torch.manual_seed(7)
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, WIDTH))
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("broadcast", [True, False])
+def test_batch_norm_statistics_are_those_of_rank_0(comm: Any, broadcast: bool) -> None:
+    model, first = normed(), normed()
+    strategy = DataParallel(model, comm, ParallelSettings(broadcast_buffers=broadcast))
+    for step in range(3):
+        backward(model, part(comm, comm.rank, step))
+        model.zero_grad()
+        backward(first, part(comm, 0, step))
+    if comm.rank == comm.size - 1:
+        strategy.contribute_nothing()
+    else:
+        backward(model, part(comm, comm.rank, 3))
+    # The last rank has no sample in the last step, so its statistics are those that were given before it.
+    for name, buffer in model.named_buffers():
+        if comm.rank == comm.size - 1:
+            equal = torch.equal(buffer, first.get_buffer(name))
+            assert equal == (broadcast or name.endswith("tracked"))
+
+
+@pytest.mark.ranks
+def test_evaluation_is_nobody_elses_business(comm: Any) -> None:
+    model = normed()
+    DataParallel(model, comm)
+    with comm.recording() as recorder:
+        model.eval()
+        if comm.rank == 0:
+            model(vectors()[0])
+        model.train()
+        if comm.rank == 1:
+            with torch.no_grad():
+                model(vectors()[0])
+        model.eval()
+        if comm.rank == 1:
+            model(vectors()[0])
+    assert not recorder.calls
+
+
+@pytest.mark.ranks
+def test_detached_model_is_a_plain_one(comm: Any) -> None:
+    model, alone = normed(), normed()
+    strategy = DataParallel(model, comm)
+    backward(model, part(comm, comm.rank))
+    strategy.detach()
+    assert not model._forward_pre_hooks
+    assert not any(parameter._post_accumulate_grad_hooks for parameter in model.parameters())
+    model.zero_grad()
+    with comm.recording() as recorder:
+        for each in (model, alone):
+            backward(each, part(comm, comm.rank))
+        strategy.contribute_nothing()
+    assert not recorder.calls
+    assert_same(gradients(model), gradients(alone), rtol=0, atol=0)
+
+
+def test_one_rank_is_left_alone(comm: Any) -> None:
+    model, alone = normed(), normed()
+    strategy = DataParallel(model, comm)
+    assert not model._forward_pre_hooks
+    with strategy.no_sync():
+        backward(model, vectors())
+    backward(model, vectors(1))
+    strategy.contribute_nothing()
+    for step in range(2):
+        backward(alone, vectors(step))
+    assert_same(gradients(model), gradients(alone), rtol=0, atol=0)
+    strategy.clip_grad_norm(1e-3)
+    strategy.detach()
+    assert sum(float(p.grad.norm() ** 2) for p in model.parameters()) ** 0.5 == pytest.approx(1e-3, rel=1e-2)

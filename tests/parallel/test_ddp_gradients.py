@@ -1,0 +1,233 @@
+"""Where gradients live, and which parameters get one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from support.replicas import (
+    BOTH,
+    TINY,
+    Branches,
+    Mixed,
+    assert_same,
+    assert_same_on_all_ranks,
+    average,
+    backward,
+    branch_gradients,
+    gradients,
+    make_gpt,
+    make_mlp,
+    part,
+    token_loss,
+    tokens,
+    vectors,
+)
+from torch import nn
+
+from hpctrain.errors import UsageError
+from hpctrain.parallel.ddp import DataParallel
+from hpctrain.parallel.settings import ParallelSettings
+
+pytestmark = pytest.mark.ranks
+
+
+def places(model: nn.Module) -> dict[str, int]:
+    return {name: parameter.grad.data_ptr() for name, parameter in model.named_parameters()}
+
+
+def branches(comm: Any, settings: ParallelSettings, names: str = "abc") -> tuple[Branches, DataParallel]:
+    model = Branches(names)
+    return model, DataParallel(model, comm, settings)
+
+
+# Where they live ------------------------------------------------------------------------------------------------------
+
+
+@BOTH
+@pytest.mark.parametrize("to_none", [True, False])
+def test_gradients_live_in_node_memory_and_stay_there(comm: Any, settings: ParallelSettings, to_none: bool) -> None:
+    model = make_mlp()
+    DataParallel(model, comm, settings)
+    seen = []
+    for step in range(4):
+        backward(model, part(comm, comm.rank, step))
+        seen.append(places(model))
+        if step:  # after the first step the places change hands
+            assert all(comm._find(parameter.grad) is not None for parameter in model.parameters())
+        model.zero_grad(set_to_none=to_none)
+    assert seen[1] == seen[2] == seen[3]
+    assert all(place % 64 == 0 for place in seen[3].values())
+
+
+@BOTH
+def test_places_follow_the_order_in_which_gradients_came_first(comm: Any, settings: ParallelSettings) -> None:
+    model, _ = branches(comm, settings)
+    for step, use in enumerate(("bca", "abc", "cab", "abc")):
+        model.zero_grad()
+        backward(model, part(comm, comm.rank, step), 1, *use)
+    # The first pass went forward through b, c, a: gradients came from a first. Later orders change nothing.
+    found = sorted(places(model), key=places(model).__getitem__)
+    assert [name.split(".")[0] for name in found] == ["a", "a", "c", "c", "b", "b"]
+
+
+@BOTH
+def test_order_is_the_one_of_rank_0_on_every_rank(comm: Any, settings: ParallelSettings) -> None:
+    model, _ = branches(comm, settings)
+    orders = ["abc", "cab", "bca", "cba"][: comm.size]
+    for _ in range(3):
+        model.zero_grad()
+        backward(model, part(comm, comm.rank), 1, *orders[comm.rank])
+        assert_same(gradients(model), branch_gradients(comm, orders))
+    found = sorted(places(model), key=places(model).__getitem__)
+    assert [name.split(".")[0] for name in found][::2] == ["c", "b", "a"]
+
+
+def test_fresh_gradients_are_let_go_during_the_backward_pass(comm: Any) -> None:
+    model, found = Branches(), []
+    DataParallel(model, comm)
+    for step in range(2):
+        model.zero_grad()
+        inputs, targets = part(comm, comm.rank, step)
+        # When the gradient of the input is there, those of the last layer have come.
+        inputs.requires_grad_().register_hook(lambda _: found.append(comm._find(model.c.weight.grad)))
+        backward(model, (inputs, targets), 1, *"abc")
+    assert None not in found and len(found) == 2
+
+
+def test_gradients_go_on_accumulating_in_the_bucket(comm: Any) -> None:
+    model = make_mlp()
+    strategy = DataParallel(model, comm)
+    backward(model, part(comm, comm.rank))
+    model.zero_grad()
+    backward(model, part(comm, comm.rank))
+    before = places(model)
+    with strategy.no_sync():
+        backward(model, part(comm, comm.rank))
+    assert places(model) == before
+
+
+# Who gets one ---------------------------------------------------------------------------------------------------------
+
+
+@BOTH
+def test_parameters_that_one_rank_uses(comm: Any, settings: ParallelSettings) -> None:
+    model, _ = branches(comm, settings)
+    for turn in range(comm.size + 2):  # more than once each, so that old gradients lie in the buckets
+        model.zero_grad()
+        use = ["abc" if rank == turn % comm.size else "ac" for rank in range(comm.size)]
+        backward(model, part(comm, comm.rank), 1, *use[comm.rank])
+        assert_same(gradients(model), branch_gradients(comm, use))
+        assert_same_on_all_ranks(comm, gradients(model))
+
+
+@BOTH
+def test_parameters_that_nobody_uses_get_no_gradient(comm: Any, settings: ParallelSettings) -> None:
+    model, _ = branches(comm, settings)
+    for use in ("ac", "abc", "b", "ac"):
+        model.zero_grad()
+        backward(model, part(comm, comm.rank), 1, *use)
+        assert_same(gradients(model), branch_gradients(comm, [use] * comm.size))
+        assert {name[0] for name, gradient in gradients(model).items() if gradient is not None} == set(use)
+
+
+@BOTH
+def test_gradient_that_nobody_adds_to_stays_what_it_was(comm: Any, settings: ParallelSettings) -> None:
+    model, _ = branches(comm, settings)
+    for step, use in enumerate(("abc", "ac", "ac")):
+        backward(model, part(comm, comm.rank, step), 1, *use)
+    everyone = [[use] * comm.size for use in ("abc", "ac", "ac")]
+    assert_same(gradients(model), branch_gradients(comm, *everyone))
+    model.zero_grad(set_to_none=False)
+    backward(model, part(comm, comm.rank), 1, "a")
+    assert gradients(model)["b.weight"].eq(0).all()
+
+
+@BOTH
+def test_what_was_accumulated_before_counts(comm: Any, settings: ParallelSettings) -> None:
+    # b is used in the pass that nobody synchronises, on one rank only, and by nobody in the one that is.
+    model, strategy = branches(comm, settings)
+    for user in (0, comm.size - 1):
+        model.zero_grad()
+        first = ["abc" if rank == user else "a" for rank in range(comm.size)]
+        last = ["ac"] * comm.size
+        with strategy.no_sync():
+            backward(model, part(comm, comm.rank, 0), 1, *first[comm.rank])
+        backward(model, part(comm, comm.rank, 1), 1, *last[comm.rank])
+        assert_same(gradients(model), branch_gradients(comm, first, last))
+
+
+def test_frozen_parameters_are_left_alone(comm: Any) -> None:
+    model, alone = make_mlp(), make_mlp()
+    for each in (model, alone):
+        each[3].weight.requires_grad_(False)
+    DataParallel(model, comm, TINY)
+    for step in range(2):
+        model.zero_grad()
+        alone.zero_grad()
+        backward(model, part(comm, comm.rank, step))
+        backward(alone, vectors(step))
+    assert_same(gradients(model), gradients(alone))
+    assert model[3].weight.grad is None
+
+
+def test_parameter_that_is_frozen_later_gets_no_gradient(comm: Any) -> None:
+    model, alone = make_mlp(), make_mlp()
+    DataParallel(model, comm)
+    for step in range(3):
+        for each in (model, alone):
+            each.zero_grad()
+            each[1].weight.requires_grad_(step != 1)
+        backward(model, part(comm, comm.rank, step))
+        backward(alone, vectors(step))
+        assert_same(gradients(model), gradients(alone))
+
+
+def test_shared_parameter_gets_the_sum(comm: Any) -> None:
+    model, alone = make_gpt(), make_gpt()
+    DataParallel(model, comm, TINY)
+    inputs, targets = tokens()
+    token_loss(model(inputs.chunk(comm.size)[comm.rank]), targets.chunk(comm.size)[comm.rank]).backward()
+    token_loss(alone(inputs), targets).backward()
+    assert_same(gradients(model), gradients(alone))
+    assert model.head.weight.grad is model.embedding.token.weight.grad
+
+
+@BOTH
+def test_dtypes_may_be_mixed(comm: Any, settings: ParallelSettings) -> None:
+    model, parts = Mixed(), []
+    DataParallel(model, comm, settings)
+    for step in range(2):
+        model.zero_grad()
+        backward(model, part(comm, comm.rank, step))
+    for rank in range(comm.size):
+        alone = Mixed()
+        backward(alone, part(comm, rank, 1))
+        parts.append({name: gradient.double() for name, gradient in gradients(alone).items()})
+    found = gradients(model)
+    assert [gradient.dtype for gradient in found.values()] == [p.dtype for p in model.parameters()]
+    wanted = {name: tensor.to(found[name].dtype) for name, tensor in average(parts).items()}
+    assert_same(found, wanted)
+    assert_same_on_all_ranks(comm, found)
+
+
+def test_strided_parameter_gets_its_gradient_in_its_shape(comm: Any) -> None:
+    model, alone = (nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last) for _ in range(2))
+    model.load_state_dict(alone.state_dict())
+    DataParallel(model, comm)
+    images = torch.randn(12, 3, 8, 8, generator=torch.Generator().manual_seed(1))
+    alone.weight.data.copy_(comm.broadcast(alone.weight.detach().contiguous()))
+    alone.bias.data.copy_(comm.broadcast(alone.bias.detach().clone()))
+    for _ in range(2):
+        for each, mine in ((model, images.chunk(comm.size)[comm.rank]), (alone, images)):
+            each.zero_grad()
+            each(mine).square().mean().backward()
+    assert_same(gradients(model), gradients(alone))
+
+
+def test_sparse_gradient_is_refused(own: Any) -> None:
+    model = nn.Embedding(5, 3, sparse=True)
+    DataParallel(model, own)
+    with pytest.raises(UsageError, match="^parameter weight got a sparse gradient: only dense ones can be reduced$"):
+        model(torch.tensor([own.rank])).sum().backward()

@@ -1,0 +1,111 @@
+"""How often a step of data parallelism touches the others' memory, and with how many bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from support.replicas import TINY, Branches, Mixed, backward, make_mlp, part
+from torch import nn
+
+from hpctrain.parallel.ddp import DataParallel
+from hpctrain.parallel.settings import ParallelSettings
+from hpctrain.transport.recorder import Recorder
+
+pytestmark = pytest.mark.ranks
+SIZES = [170, 17, 391, 23, 230, 10]  # elements of the perceptron's parameters
+
+
+def lines(numel: int, itemsize: int = 4) -> int:
+    """Return how many cache lines so many elements take."""
+    return -(-numel * itemsize // 64)
+
+
+def written(comm: Any, bucket: int) -> int:
+    """Return the bytes that this rank writes for the others, of a bucket of so many lines."""
+    share = -(-bucket // comm.size)
+    own = min(bucket, (comm.rank + 1) * share) - min(bucket, comm.rank * share)
+    return 64 * own * (comm.size - 1)
+
+
+def second_step(comm: Any, settings: ParallelSettings) -> tuple[Recorder, Recorder]:
+    """Return what the first two steps of the perceptron count."""
+    model, recorders = make_mlp(), []
+    DataParallel(model, comm, settings)
+    for step in range(2):
+        with comm.recording() as recorder:
+            backward(model, part(comm, comm.rank, step))
+        recorders.append(recorder)
+    return recorders[0], recorders[1]
+
+
+@pytest.mark.parametrize("compression, itemsize", [("none", 4), ("bfloat16", 2)])
+def test_one_bucket_is_one_reduction(comm: Any, compression: Any, itemsize: int) -> None:
+    bucket = sum(lines(size, itemsize) for size in SIZES) + lines(len(SIZES), itemsize)
+    for recorder in second_step(comm, ParallelSettings(compression=compression)):
+        assert recorder.calls == {"window": 1}
+        assert recorder.bytes == {"window": written(comm, bucket)}
+
+
+def test_every_parameter_a_bucket(comm: Any) -> None:
+    for recorder in second_step(comm, TINY):
+        assert recorder.calls == {"window": len(SIZES)}
+        assert recorder.bytes == {"window": sum(written(comm, lines(size) + 1) for size in SIZES)}
+
+
+def test_buckets_hold_what_the_setting_says(comm: Any) -> None:
+    # 1000 bytes: in the order of the backward pass 10 + 230, 23, 391, 17 + 170 elements.
+    recorder = second_step(comm, ParallelSettings(bucket_mib=1000 / 2**20))[1]
+    groups = [[10, 230], [23], [391], [17, 170]]
+    wanted = [sum(map(lines, group)) + 1 for group in groups]
+    assert recorder.calls == {"window": 4}
+    assert recorder.bytes == {"window": sum(written(comm, bucket) for bucket in wanted)}
+
+
+def test_accumulating_passes_send_nothing(comm: Any) -> None:
+    model = make_mlp()
+    strategy = DataParallel(model, comm)
+    backward(model, part(comm, comm.rank))
+    with comm.recording() as recorder:
+        with strategy.no_sync():
+            backward(model, part(comm, comm.rank))
+            backward(model, part(comm, comm.rank))
+        assert not recorder.calls
+        backward(model, part(comm, comm.rank))
+    assert recorder.calls == {"window": 1}
+
+
+def test_unused_parameters_cost_no_message_of_their_own(comm: Any) -> None:
+    model = Branches()
+    DataParallel(model, comm)
+    for step in range(3):
+        with comm.recording() as recorder:
+            backward(model, part(comm, comm.rank, step), 1, *("abc" if comm.rank else "a"))
+        assert recorder.calls == {"window": 1}
+
+
+def test_buffers_travel_once_a_forward_pass_in_one_message_a_dtype(comm: Any) -> None:
+    model = nn.Sequential(make_mlp(), nn.BatchNorm1d(10), nn.BatchNorm1d(10))
+    strategy = DataParallel(model, comm)
+    with comm.recording() as recorder:
+        model(part(comm, comm.rank)[0])
+    assert recorder.calls == {"broadcast": 2} and recorder.bytes == {"broadcast": 4 * 40 + 8 * 2}
+    with comm.recording() as recorder, strategy.no_sync():
+        model(part(comm, comm.rank)[0])
+    assert not recorder.calls
+
+
+@pytest.mark.parametrize("kind", [make_mlp, Mixed])
+def test_reductions_begin_before_the_backward_pass_ends(comm: Any, kind: Callable[[], nn.Module]) -> None:
+    model, begun = kind(), []
+    DataParallel(model, comm, TINY)
+    buckets = len(list(model.parameters()))
+    for step in range(2):
+        model.zero_grad()
+        inputs, targets = part(comm, comm.rank, step)
+        inputs.requires_grad_().register_hook(lambda gradient: begun.append(comm._memory._started))
+        before = comm._memory._started
+        backward(model, (inputs, targets))
+        # When the gradient of the input is there, those of two layers of three have come.
+        assert begun[step] - before >= 4 and comm._memory._started - before == buckets

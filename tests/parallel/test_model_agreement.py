@@ -1,0 +1,138 @@
+"""Ranks that hold different models are told so; those that hold the same get the same values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from support.replicas import assert_same_on_all_ranks, make_gpt, make_mlp, weights
+from torch import nn
+
+from hpctrain.errors import MismatchError, UsageError
+from hpctrain.parallel.agreement import broadcast_buffers, broadcast_model, check_same_model, describe
+from hpctrain.parallel.ddp import DataParallel
+
+
+def renamed(model: nn.Module) -> None:
+    model.other = model._modules.pop("5")
+
+
+def wider(model: nn.Module) -> None:
+    model[5].weight = nn.Parameter(torch.zeros(11, 23))
+
+
+def doubled(model: nn.Module) -> None:
+    model[3].bias = nn.Parameter(torch.zeros(23, dtype=torch.float64))
+
+
+def frozen(model: nn.Module) -> None:
+    model[1].bias.requires_grad_(False)
+
+
+def longer(model: nn.Module) -> None:
+    model.append(nn.Linear(1, 1))
+
+
+def buffered(model: nn.Module) -> None:
+    model.register_buffer("steps", torch.zeros(2, dtype=torch.int64))
+
+
+def shorter(model: nn.Module) -> None:
+    del model[5]
+
+
+ALL = "parameter 5.weight of shape (10, 23) and dtype float32"
+CHANGES: list[tuple[Callable[[nn.Module], None], str]] = [
+    (renamed, f"has {ALL}, rank LAST has parameter other.weight of shape (10, 23) and dtype float32 at position 4"),
+    (wider, f"has {ALL}, rank LAST has parameter 5.weight of shape (11, 23) and dtype float32 at position 4"),
+    (doubled, "dtype float32, rank LAST has parameter 3.bias of shape (23,) and dtype float64 at position 3"),
+    (frozen, "dtype float32, rank LAST has parameter 1.bias of shape (17,) and dtype float32, frozen at position 1"),
+    (longer, "has nothing, rank LAST has parameter 6.weight of shape (1, 1) and dtype float32 at position 6"),
+    (buffered, "has nothing, rank LAST has buffer steps of shape (2,) and dtype int64 at position 6"),
+    (shorter, f"has {ALL}, rank LAST has nothing at position 4"),
+]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("change, text", CHANGES, ids=lambda case: getattr(case, "__name__", ""))
+def test_difference_is_named_on_all_ranks(comm: Any, change: Callable[[nn.Module], None], text: str) -> None:
+    model, last = make_mlp(), comm.size - 1
+    if comm.rank == last:
+        change(model)
+    before = weights(model)
+    with pytest.raises(MismatchError) as caught:
+        DataParallel(model, comm)
+    assert text.replace("LAST", str(last)) in str(caught.value) and "rank 0 has" in str(caught.value)
+    assert caught.value.everywhere and str(caught.value).endswith("from the same settings")
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items()), "nothing was touched"
+    assert not model._forward_pre_hooks
+
+
+@pytest.mark.ranks
+def test_sharing_must_be_the_same(comm: Any) -> None:
+    model = make_gpt()
+    if comm.rank == 0:
+        model.head.weight = nn.Parameter(model.head.weight.detach().clone())
+    with pytest.raises(MismatchError, match="rank 0 has parameter head.weight .*, rank 1 has nothing"):
+        check_same_model(model, comm)
+
+
+@pytest.mark.ranks
+def test_same_models_differ_in_values_only(comm: Any) -> None:
+    model = make_gpt()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(comm.rank)
+    check_same_model(model, comm)
+
+
+def test_description_holds_what_must_agree() -> None:
+    model = nn.Sequential(nn.Linear(2, 3, dtype=torch.float64), nn.BatchNorm1d(3, affine=False))
+    model[0].bias.requires_grad_(False)
+    assert describe(model) == [
+        ("parameter", "0.weight", (3, 2), "float64", True),
+        ("parameter", "0.bias", (3,), "float64", False),
+        ("buffer", "1.running_mean", (3,), "float32", False),
+        ("buffer", "1.running_var", (3,), "float32", False),
+        ("buffer", "1.num_batches_tracked", (), "int64", False),
+    ]
+
+
+def mixed_model(rank: int) -> nn.Module:
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2, dtype=torch.bfloat16))
+    model[0].weight = nn.Parameter(torch.empty(3, 4).t())
+    model.register_buffer("mask", torch.tensor([True, False]))
+    model.register_buffer("step", torch.tensor(0))
+    generator = torch.Generator().manual_seed(rank)
+    with torch.no_grad():
+        for tensor in (*model.parameters(), *model.buffers()):
+            tensor.copy_(torch.randint(0, 2 if tensor.dtype is torch.bool else 50, tensor.shape, generator=generator))
+    return model
+
+
+@pytest.mark.ranks
+def test_rank_0_gives_its_parameters_and_buffers(comm: Any) -> None:
+    model = mixed_model(comm.rank)
+    broadcast_model(model, comm)
+    assert_same_on_all_ranks(comm, weights(model))
+    first = weights(mixed_model(0))
+    assert all(torch.equal(tensor, first[name]) for name, tensor in weights(model).items())
+
+
+@pytest.mark.ranks
+def test_rank_0_gives_its_buffers_in_one_message_a_dtype(comm: Any) -> None:
+    model, first, mine = mixed_model(comm.rank), weights(mixed_model(0)), weights(mixed_model(comm.rank))
+    with comm.recording() as recorder:
+        broadcast_buffers(model, comm)
+    assert recorder.calls == {"broadcast": 3} and recorder.bytes == {"broadcast": 2 * 4 * 4 + 2 * 8 + 2}
+    buffers = {name for name, _ in model.named_buffers()}
+    for name, tensor in weights(model).items():
+        assert torch.equal(tensor, (first if name in buffers else mine)[name])
+
+
+def test_model_without_anything_to_train_is_refused(comm: Any) -> None:
+    model = make_mlp().requires_grad_(False)
+    with pytest.raises(UsageError, match="^the model has no parameter that requires a gradient$"):
+        DataParallel(model, comm)

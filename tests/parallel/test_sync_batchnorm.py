@@ -1,0 +1,246 @@
+"""Synchronised batch norm computes what plain batch norm computes from the whole batch."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hpctrain.errors import UsageError
+from hpctrain.parallel.ddp import DataParallel
+from hpctrain.parallel.sync_batchnorm import SyncBatchNorm, convert
+
+FEATURES = 5
+SHAPES = {"1d": (), "1d-long": (6,), "2d": (4, 3), "3d": (2, 3, 2)}
+PLAIN = {"1d": nn.BatchNorm1d, "1d-long": nn.BatchNorm1d, "2d": nn.BatchNorm2d, "3d": nn.BatchNorm3d}
+Kept = dict[str, Tensor]
+
+
+def whole_batch(kind: str, step: int, samples: int = 12) -> tuple[Tensor, Tensor]:
+    """Return inputs far from zero, and what they are weighed with in the loss."""
+    generator = torch.Generator().manual_seed(step)
+    shape = (samples, FEATURES, *SHAPES[kind])
+    return 3 + 2 * torch.randn(shape, generator=generator), torch.randn(shape, generator=generator)
+
+
+def make(kind: str, **options: Any) -> nn.Module:
+    torch.manual_seed(7)
+    norm = PLAIN[kind](FEATURES, **options)
+    if norm.affine:
+        nn.init.normal_(norm.weight)
+        nn.init.normal_(norm.bias)
+    return norm
+
+
+def run(norm: nn.Module, inputs: Tensor, factors: Tensor) -> Kept:
+    """Return output and gradients of one pass."""
+    norm.zero_grad()
+    inputs = inputs.clone().requires_grad_()
+    output = norm(inputs)
+    (output * factors).sum().backward()
+    assert inputs.grad is not None
+    return {"output": output.detach(), "input": inputs.grad}
+
+
+def cut(tensor: Tensor, comm: Any, counts: Sequence[int]) -> Tensor:
+    return torch.split(tensor, list(counts))[comm.rank]
+
+
+def even(comm: Any, total: int = 12) -> list[int]:
+    return [total // comm.size] * comm.size
+
+
+def uneven(comm: Any) -> list[int]:
+    """Return eight samples for rank 0, then four, then none."""
+    return [8, 4, 0, 0][: comm.size]
+
+
+def compare(comm: Any, kind: str, counts: Sequence[int], steps: int = 3, **options: Any) -> None:
+    plain = make(kind, **options)
+    ours = convert(nn.Sequential(make(kind, **options)), comm)[0]
+    assert isinstance(ours, SyncBatchNorm)
+    for step in range(steps):
+        inputs, factors = whole_batch(kind, step)
+        wanted = run(plain, inputs, factors)
+        found = run(ours, cut(inputs, comm, counts), cut(factors, comm, counts))
+        for name, tensor in found.items():
+            torch.testing.assert_close(tensor, cut(wanted[name], comm, counts), rtol=1e-4, atol=1e-5)
+        for name, parameter in ours.named_parameters():
+            total = comm.all_reduce(parameter.grad.clone())
+            torch.testing.assert_close(total, plain.get_parameter(name).grad, rtol=1e-4, atol=1e-4)
+        for name, buffer in ours.named_buffers():
+            torch.testing.assert_close(buffer, plain.get_buffer(name))
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("kind", SHAPES)
+def test_equals_plain_batch_norm_on_the_whole_batch(comm: Any, kind: str) -> None:
+    compare(comm, kind, even(comm))
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("kind", SHAPES)
+def test_ranks_may_hold_different_numbers_of_samples(comm: Any, kind: str) -> None:
+    compare(comm, kind, uneven(comm))
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"affine": False},
+        {"track_running_stats": False},
+        {"momentum": None},
+        {"momentum": 0.7, "eps": 0.1},
+        {"affine": False, "track_running_stats": False},
+    ],
+    ids=str,
+)
+def test_options_mean_the_same(comm: Any, options: dict[str, Any]) -> None:
+    compare(comm, "2d", even(comm), **options)
+
+
+@pytest.mark.ranks
+def test_large_offsets_do_not_cancel(comm: Any) -> None:
+    plain, ours = nn.BatchNorm1d(FEATURES, dtype=torch.float64), SyncBatchNorm(comm, FEATURES)
+    inputs = whole_batch("1d", 0)[0] + 1000
+    wanted = plain(inputs.double())
+    torch.testing.assert_close(ours(cut(inputs, comm, even(comm))).double(), cut(wanted, comm, even(comm)), **_LOOSE)
+
+
+_LOOSE = {"rtol": 1e-5, "atol": 1e-5}
+
+
+@pytest.mark.ranks
+def test_all_ranks_keep_the_same_statistics(comm: Any) -> None:
+    norm = SyncBatchNorm(comm, FEATURES)
+    inputs, factors = whole_batch("1d", 0)
+    run(norm, cut(inputs, comm, uneven(comm)), cut(factors, comm, uneven(comm)))
+    for other in comm.all_gather_object(dict(norm.named_buffers())):
+        assert all(torch.equal(other[name], buffer) for name, buffer in norm.named_buffers())
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("tracking", [True, False])
+def test_evaluation_is_plain_and_nobody_elses_business(comm: Any, tracking: bool) -> None:
+    plain = make("2d", track_running_stats=tracking)
+    ours = convert(nn.Sequential(copy.deepcopy(plain)), comm).eval()
+    plain.eval()
+    if comm.rank == 0:
+        with comm.recording() as recorder:
+            inputs = whole_batch("2d", 0)[0]
+            torch.testing.assert_close(ours(inputs), plain(inputs))
+        assert not recorder.calls
+
+
+@pytest.mark.ranks
+def test_sixteen_bit_input_stays_what_it_is(comm: Any) -> None:
+    plain = make("2d")
+    ours = convert(nn.Sequential(make("2d")), comm)[0]
+    inputs, factors = (tensor.bfloat16() for tensor in whole_batch("2d", 0))
+    wanted = run(plain, inputs.float(), factors.float())
+    found = run(ours, cut(inputs, comm, even(comm)), cut(factors, comm, even(comm)))
+    assert {tensor.dtype for tensor in found.values()} == {torch.bfloat16} == {
+        nn.BatchNorm2d(FEATURES)(inputs).dtype
+    }
+    for name, tensor in found.items():
+        torch.testing.assert_close(tensor.float(), cut(wanted[name], comm, even(comm)), rtol=2e-2, atol=2e-2)
+    assert ours.weight.grad.dtype is torch.float32
+
+
+@pytest.mark.ranks
+def test_two_messages_a_pass(comm: Any) -> None:
+    norm = SyncBatchNorm(comm, FEATURES)
+    inputs, factors = (cut(tensor, comm, even(comm)) for tensor in whole_batch("2d", 0))
+    with comm.recording() as recorder:
+        run(norm, inputs, factors)
+    assert recorder.calls == {"all_reduce": 2}
+    assert recorder.bytes == {"all_reduce": 8 * (2 * FEATURES + 1 + 2 * FEATURES)}
+
+
+@pytest.mark.ranks
+def test_wrong_input_is_refused(comm: Any) -> None:
+    norm = SyncBatchNorm(comm, FEATURES)
+    for shape in ((FEATURES,), (3, FEATURES + 1)):
+        with pytest.raises(UsageError, match=r"^batch norm of 5 features got input of shape .*: allowed is \[samples,"):
+            norm(torch.zeros(shape))
+
+
+def test_one_rank_computes_the_plain_thing(comm: Any) -> None:
+    for kind in SHAPES:
+        compare(comm, kind, even(comm))
+
+
+# Conversion -----------------------------------------------------------------------------------------------------------
+
+
+class Net(nn.Module):
+    """Have batch norms in several places, one of them in two."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.BatchNorm2d(FEATURES)
+        self.again = self.first
+        self.block = nn.Sequential(nn.Conv2d(FEATURES, 3, 1), nn.BatchNorm2d(3, affine=False), nn.GroupNorm(1, 3))
+        self.inner = nn.ModuleDict({"first": self.first, "late": nn.BatchNorm1d(4, momentum=None)})
+        self.absent = None
+        self.inner["late"].eval()
+
+
+def test_conversion_keeps_names_tensors_and_sharing(comm: Any) -> None:
+    net = Net()
+    before, parameters = net.state_dict(keep_vars=True), list(net.parameters())
+    assert convert(net, comm) is net
+    after = net.state_dict(keep_vars=True)
+    assert list(after) == list(before) and all(after[name] is tensor for name, tensor in before.items())
+    assert all(new is old for new, old in zip(net.parameters(), parameters, strict=True))
+    assert net.first is net.again is net.inner["first"] and isinstance(net.first, SyncBatchNorm)
+    assert isinstance(net.block[1], SyncBatchNorm) and not net.block[1].affine
+    assert isinstance(net.block[2], nn.GroupNorm)
+    assert net.inner["late"].momentum is None and not net.inner["late"].training and net.first.training
+    assert not any(type(module) in PLAIN.values() for module in net.modules())
+
+
+def test_conversion_of_a_batch_norm_returns_another(comm: Any) -> None:
+    plain = nn.BatchNorm1d(3)
+    converted = convert(plain, comm)
+    assert isinstance(converted, SyncBatchNorm) and converted.weight is plain.weight
+    assert convert(converted, comm) is converted
+
+
+def test_converted_model_can_be_copied(comm: Any) -> None:
+    net = convert(Net(), comm)
+    twin = copy.deepcopy(net)
+    assert twin.first is not net.first and twin.first.comm is net.first.comm
+
+
+# With a strategy ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.ranks
+def test_data_parallelism_averages_its_parameters_like_all_others(comm: Any) -> None:
+    def make_net() -> nn.Module:
+        torch.manual_seed(7)
+        return nn.Sequential(nn.Conv2d(FEATURES, FEATURES, 1), nn.BatchNorm2d(FEATURES), nn.ReLU())
+
+    model, alone = convert(make_net(), comm), make_net()
+    DataParallel(model, comm)
+    for step in range(3):
+        inputs, factors = whole_batch("2d", step)
+        run(alone, inputs, factors / comm.size)
+        run(model, cut(inputs, comm, even(comm)), cut(factors, comm, even(comm)))
+        for name, parameter in model.named_parameters():
+            torch.testing.assert_close(parameter.grad, alone.get_parameter(name).grad, rtol=1e-4, atol=1e-4)
+    for name, buffer in model.named_buffers():
+        torch.testing.assert_close(buffer, alone.get_buffer(name))
+
+
+@pytest.mark.ranks
+def test_rank_without_a_sample_is_refused(comm: Any) -> None:
+    strategy = DataParallel(convert(nn.Sequential(nn.BatchNorm1d(FEATURES)), comm), comm)
+    with pytest.raises(UsageError, match=f"^rank {comm.rank} has no sample in this step, but synchronised batch norm"):
+        strategy.contribute_nothing()

@@ -1,0 +1,211 @@
+"""What every algorithm promises, whichever it is: subclass a suite for each operation that a module has.
+
+Values are such that no order of adding them loses a bit, so that results must equal NumPy's exactly: 16-bit floats hold
+whole numbers whose sums they cannot hold, and must be rounded once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import reduce
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.reductions import DTYPES, FLOATS, INTEGERS, reduced, same_bits, values
+from support.threads import ThreadWorld
+from torch import Tensor
+
+from hpctrain.collectives.direct import slices
+from hpctrain.collectives.reduction import Reducer
+from hpctrain.transport.base import Transport
+
+SIZES = tuple(range(1, 10))
+LENGTHS = (0, 1, 2, 7, 60, 251)
+BITWISE: dict[str, Any] = {"band": np.bitwise_and, "bor": np.bitwise_or, "bxor": np.bitwise_xor}
+MOVED = (*DTYPES, torch.bool, torch.complex64)
+CASES = [
+    *((dtype, op) for dtype in FLOATS for op in ("sum", "average", "min", "max", "product")),
+    *((dtype, op) for dtype in INTEGERS for op in ("sum", "min", "max", "product", *BITWISE)),
+    *((torch.bool, op) for op in ("min", "max", *BITWISE)),
+]
+
+Body = Callable[[Transport], Any]
+Play = Callable[[Body], Any]
+
+
+def exact(rank: int, numel: int, dtype: torch.dtype, op: str) -> Tensor:
+    """Return what a rank brings along: numbers that are reduced exactly in the type that sums are kept in."""
+    generator = torch.Generator().manual_seed(rank)
+    if op == "product" and dtype.is_floating_point:
+        return torch.tensor([0.5, -1.0, 1.0, 2.0])[torch.randint(0, 4, (numel,), generator=generator)].to(dtype)
+    top = 2 if dtype is torch.bool else 100
+    return torch.randint(0, top, (numel,), generator=generator).to(dtype)
+
+
+def wanted(size: int, numel: int, dtype: torch.dtype, op: str) -> Tensor:
+    """Return what all ranks together make of it, by NumPy."""
+    pieces = [exact(rank, numel, dtype, op) for rank in range(size)]
+    if op in BITWISE:
+        return torch.from_numpy(reduce(BITWISE[op], [piece.numpy() for piece in pieces]))
+    return reduced(pieces, op)
+
+
+def all_same(transport: Transport, tensor: Tensor) -> bool:
+    return all(same_bits(tensor, other) for other in transport.all_gather_object(tensor.clone()))
+
+
+class Suite:
+    """Give the fixture ``play``."""
+
+    algorithm: Any
+
+    @pytest.fixture(params=[*SIZES, pytest.param("mpi", marks=pytest.mark.ranks(2, 3, 4))])
+    def play(self, request: pytest.FixtureRequest) -> Play:
+        """Return what runs a function on ranks: on 1 to 9 that are threads, or on those of MPI."""
+        if request.param != "mpi":
+            return ThreadWorld(request.param).run
+        comm = request.getfixturevalue("comm")
+        return lambda body: body(comm.transport)
+
+
+class AllReduceSuite(Suite):
+    """Test ``all_reduce(transport, reducer, tensor, op)``."""
+
+    @pytest.mark.parametrize("dtype, op", CASES, ids=str)
+    def test_all_reduce_equals_numpy(self, play: Play, dtype: torch.dtype, op: str) -> None:
+        def body(transport: Transport) -> None:
+            reducer = Reducer()
+            for numel in LENGTHS:
+                tensor = exact(transport.rank, numel, dtype, op)
+                self.algorithm(transport, reducer, tensor, op)
+                assert same_bits(tensor, wanted(transport.size, numel, dtype, op)), numel
+
+        play(body)
+
+    @pytest.mark.parametrize("dtype", FLOATS, ids=str)
+    @pytest.mark.parametrize("op", ["sum", "average", "product", "max"])
+    def test_all_ranks_get_the_same_bits_and_so_does_a_rerun(self, play: Play, dtype: torch.dtype, op: str) -> None:
+        def body(transport: Transport) -> None:
+            first = values(transport.rank, 500, dtype)
+            self.algorithm(transport, Reducer(), first, op)
+            again = values(transport.rank, 500, dtype)
+            self.algorithm(transport, Reducer(), again, op)
+            assert same_bits(first, again) and all_same(transport, first)
+            plain = reduced([values(rank, 500, dtype) for rank in range(transport.size)], op)
+            torch.testing.assert_close(first, plain)
+
+        play(body)
+
+    @pytest.mark.parametrize("op", ["sum", "min", "max"])
+    def test_not_a_number_reaches_all_ranks(self, play: Play, op: str) -> None:
+        def body(transport: Transport) -> None:
+            tensor = torch.ones(transport.size + 1)
+            tensor[transport.rank] = torch.nan
+            self.algorithm(transport, Reducer(), tensor, op)
+            assert tensor.isnan().tolist() == [True] * transport.size + [False]
+
+        play(body)
+
+    def test_average_of_large_numbers_does_not_overflow(self, play: Play) -> None:
+        def body(transport: Transport) -> None:
+            tensor = torch.full((20,), 60000, dtype=torch.float16)
+            self.algorithm(transport, Reducer(), tensor, "average")
+            assert tensor.tolist() == [60000] * 20
+
+        play(body)
+
+    def test_all_reduce_left_under_way_ends(self, play: Play) -> None:
+        def body(transport: Transport) -> None:
+            tensor = exact(transport.rank, 60, torch.float32, "sum")
+            work = self.algorithm.start(transport, Reducer(), tensor, "sum")
+            while not work.done():
+                pass
+            work.wait()
+            assert same_bits(tensor, wanted(transport.size, 60, torch.float32, "sum"))
+
+        play(body)
+
+
+class ReduceSuite(Suite):
+    """Test ``reduce(transport, reducer, tensor, op, root)``."""
+
+    @pytest.mark.parametrize("dtype, op", CASES, ids=str)
+    def test_reduce_equals_numpy_at_the_root_and_the_others_keep_theirs(
+        self, play: Play, dtype: torch.dtype, op: str
+    ) -> None:
+        def body(transport: Transport) -> None:
+            for root in {0, transport.size // 2, transport.size - 1}:
+                for numel in LENGTHS:
+                    tensor = exact(transport.rank, numel, dtype, op)
+                    self.algorithm(transport, Reducer(), tensor, op, root)
+                    result = wanted(transport.size, numel, dtype, op)
+                    mine = exact(transport.rank, numel, dtype, op)
+                    assert same_bits(tensor, result if transport.rank == root else mine), (root, numel)
+
+        play(body)
+
+    @pytest.mark.parametrize("dtype", FLOATS, ids=str)
+    def test_reduce_gives_the_same_bits_again(self, play: Play, dtype: torch.dtype) -> None:
+        def body(transport: Transport) -> None:
+            tensors = [values(transport.rank, 500, dtype) for _ in range(2)]
+            for tensor in tensors:
+                self.algorithm(transport, Reducer(), tensor, "sum", 0)
+            assert same_bits(*tensors)
+            if transport.rank == 0:
+                plain = reduced([values(rank, 500, dtype) for rank in range(transport.size)], "sum")
+                torch.testing.assert_close(tensors[0], plain)
+
+        play(body)
+
+
+class ReduceScatterSuite(Suite):
+    """Test ``reduce_scatter(transport, reducer, out, tensor, op)``."""
+
+    @pytest.mark.parametrize("dtype, op", CASES, ids=str)
+    def test_reduce_scatter_gives_each_rank_its_slice(self, play: Play, dtype: torch.dtype, op: str) -> None:
+        def body(transport: Transport) -> None:
+            for numel in LENGTHS:
+                counts = slices(numel, transport.size)
+                tensor = exact(transport.rank, numel, dtype, op)
+                out = torch.empty(counts[transport.rank], dtype=dtype)
+                self.algorithm(transport, Reducer(), out, tensor, op)
+                assert same_bits(out, torch.split(wanted(transport.size, numel, dtype, op), counts)[transport.rank])
+                assert same_bits(tensor, exact(transport.rank, numel, dtype, op))
+
+        play(body)
+
+
+class AllGatherSuite(Suite):
+    """Test ``all_gather(transport, out, tensor)``."""
+
+    @pytest.mark.parametrize("in_place", [False, True])
+    @pytest.mark.parametrize("dtype", MOVED, ids=str)
+    def test_all_gather_puts_the_slices_in_order(self, play: Play, dtype: torch.dtype, in_place: bool) -> None:
+        def body(transport: Transport) -> None:
+            for numel in LENGTHS:
+                counts = slices(numel, transport.size)
+                parts = [values(rank, count, dtype) for rank, count in enumerate(counts)]
+                out, tensor = torch.zeros(numel, dtype=dtype), parts[transport.rank]
+                if in_place:
+                    tensor = torch.split(out, counts)[transport.rank].copy_(tensor)
+                self.algorithm(transport, out, tensor)
+                assert same_bits(out, torch.cat(parts)), numel
+
+        play(body)
+
+
+class BroadcastSuite(Suite):
+    """Test ``broadcast(transport, tensor, root)``."""
+
+    @pytest.mark.parametrize("dtype", MOVED, ids=str)
+    def test_broadcast_gives_the_tensor_of_any_root(self, play: Play, dtype: torch.dtype) -> None:
+        def body(transport: Transport) -> None:
+            for root in range(transport.size):
+                for numel in LENGTHS:
+                    tensor = values(transport.rank, numel, dtype)
+                    self.algorithm(transport, tensor, root)
+                    assert same_bits(tensor, values(root, numel, dtype)), (root, numel)
+
+        play(body)

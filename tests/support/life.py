@@ -1,0 +1,126 @@
+"""Give the tests of a run's life small models, loaders and runs, and processes that come to harm."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import torch
+
+from hpctrain.log import logger
+
+
+@contextmanager
+def give_back_process() -> Iterator[None]:
+    """Restore what an ``hpctrain.init`` changes for the whole process."""
+    handlers, level, propagate = list(logger.handlers), logger.level, logger.propagate
+    threads, deterministic = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
+    try:
+        yield
+    finally:
+        logger.handlers[:] = handlers
+        logger.setLevel(level)
+        logger.propagate = propagate
+        torch.set_num_threads(threads)
+        torch.use_deterministic_algorithms(deterministic)
+
+
+def seed_everything(seed: int) -> None:
+    """Seed the three generators that a checkpoint holds."""
+    torch.manual_seed(seed)
+    np.random.seed(seed)
+    random.seed(seed)
+
+
+def make_net(dropout: float = 0.5) -> torch.nn.Module:
+    """Return a net whose training draws random numbers and keeps buffers."""
+    layers = [torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Dropout(dropout), torch.nn.Linear(8, 1)]
+    return torch.nn.Sequential(*layers)
+
+
+def make_batches(count: int, seed: int = 5) -> list[torch.Tensor]:
+    """Return a list of batches: a loader with no state of its own."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(6, 4, generator=generator) for _ in range(count)]
+
+
+class PositionedLoader:
+    """Hand out batches with a saved position, and remember which ones it gave."""
+
+    def __init__(self, batches: list[torch.Tensor]) -> None:
+        self.batches, self.position, self.given = batches, 0, list[int]()
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        while self.position < len(self.batches):
+            self.position += 1
+            self.given.append(self.position)
+            yield self.batches[self.position - 1]
+
+    def state_dict(self) -> dict[str, int]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.position = state["position"]
+
+
+class Training:
+    """Be a user's own training: a net, torch's Adam, a schedule of the learning rate and a loader."""
+
+    def __init__(self, job: Any, folder: Path, loader: Any, **options: Any) -> None:
+        seed_everything(11)
+        self.model = job.wrap(make_net())
+        # As a program does that draws on every rank for itself: what follows differs from rank to rank.
+        seed_everything(100 + job.rank)
+        self.optimizer = torch.optim.Adam(self.model.parameters(), lr=0.05)
+        self.schedule = torch.optim.lr_scheduler.StepLR(self.optimizer, 3, 0.5)
+        states = {"schedule": self.schedule}
+        self.job, self.losses = job, list[float]()
+        self.run = job.run(self.model, self.optimizer, loader, checkpoints=str(folder), states=states, **options)
+
+    def go(self, before: Callable[[int, torch.Tensor], Any] = lambda step, batch: None) -> Training:
+        """Train; ``before`` sees each step and batch first, and may return another batch."""
+        with self.run as run:
+            for step, batch in run:
+                changed = before(step, batch)
+                loss = (self.model(batch if changed is None else changed) ** 2).mean()
+                loss.backward()
+                self.optimizer.step()
+                self.optimizer.zero_grad()
+                self.schedule.step()
+                run.log(loss=loss, same={"rate": self.schedule.get_last_lr()[0]})
+                self.losses.append(float(loss.detach()))
+        return self
+
+
+def metrics_of(folder: Path) -> list[dict[str, Any]]:
+    """Return the rows of a run's metrics, read by nothing of ours."""
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def receipt_of(folder: Path) -> dict[str, Any]:
+    """Return what ``run.json`` says."""
+    content: dict[str, Any] = json.loads((folder / "run.json").read_text())
+    return content
+
+
+def checkpoints_of(folder: Path) -> list[str]:
+    """Return the names of a run's checkpoints, oldest first."""
+    return sorted(path.name for path in (folder / "checkpoints").iterdir())
+
+
+def contents(path: Path) -> dict[str, bytes]:
+    """Return the bytes of every dataset of a checkpoint but those of the manifest, by h5py alone."""
+    found: dict[str, bytes] = {}
+    with h5py.File(path, "r") as file:
+        file.visititems(
+            lambda name, item: found.update({name: np.asarray(item[()]).tobytes()})
+            if isinstance(item, h5py.Dataset) and not name.startswith("manifest")
+            else None
+        )
+    return found

@@ -1,0 +1,103 @@
+"""Stand for a device: a log of what its streams were told, which a test can also play late, as a device would."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass
+class FakeStream:
+    """Hold work that the device has not done yet: an action, or an event that must have come before the next one."""
+
+    name: str
+    queue: list[Any] = field(default_factory=list)
+
+
+@dataclass
+class FakeEvent:
+    name: str
+    come: bool = False
+
+
+class LateStreams:
+    """Do nothing until somebody waits, and then no more than what the wait needs: the laziest device that is correct.
+
+    Work that was not ordered stays undone, so that a missing wait shows as a wrong value.
+    """
+
+    def __init__(self, device: torch.device = torch.device("cpu")) -> None:
+        self.device = device
+        self.caller = FakeStream("caller")
+        self.streams = [self.caller]
+        self.log: list[str] = []
+        self.kept: list[tuple[int, str]] = []
+        self._events = 0
+
+    def current(self) -> FakeStream:
+        return self.caller
+
+    def new(self) -> FakeStream:
+        self.streams.append(FakeStream(f"stream{len(self.streams)}"))
+        return self.streams[-1]
+
+    def handle(self, stream: FakeStream) -> int:
+        return self.streams.index(stream)
+
+    def record(self, stream: FakeStream) -> FakeEvent:
+        self._events += 1
+        event = FakeEvent(f"event{self._events}")
+        self.log.append(f"{event.name} after {stream.name}")
+        stream.queue.append(event)
+        return event
+
+    def wait(self, stream: FakeStream, event: FakeEvent) -> None:
+        self.log.append(f"{stream.name} waits for {event.name}")
+        stream.queue.append(lambda: self._until(event))
+
+    def done(self, event: FakeEvent) -> bool:
+        return event.come
+
+    def synchronize(self, event: FakeEvent) -> None:
+        self.log.append(f"host waits for {event.name}")
+        self._until(event)
+
+    def copy(self, target: Tensor, source: Tensor, stream: FakeStream) -> None:
+        self.log.append(f"{stream.name} copies {source.numel()}")
+        self.give(stream, lambda: target.copy_(source))
+
+    def keep(self, tensor: Tensor, stream: FakeStream) -> None:
+        self.kept.append((tensor.data_ptr(), stream.name))
+
+    def pinned(self, nbytes: int) -> Tensor:
+        self.log.append(f"pinned {nbytes}")
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+    @contextlib.contextmanager
+    def entered(self) -> Iterator[None]:
+        yield
+
+    def give(self, stream: FakeStream | int, action: Callable[[], object]) -> None:
+        """Put work on a stream, which may be given by its handle."""
+        found = self.streams[stream] if isinstance(stream, int) else stream
+        found.queue.append(action)
+
+    def finish(self) -> None:
+        """Do what the caller's stream holds, and what that waits for; nothing else."""
+        self._until(self.record(self.caller))
+
+    def _until(self, event: FakeEvent) -> None:
+        if event.come:
+            return
+        stream = next(stream for stream in self.streams if event in stream.queue)
+        while not event.come:
+            work = stream.queue.pop(0)
+            if isinstance(work, FakeEvent):
+                work.come = True
+            else:
+                work()

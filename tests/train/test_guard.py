@@ -1,0 +1,175 @@
+"""A rank comes to harm and the whole job ends: soon, non-zero, the reason printed once."""
+
+from __future__ import annotations
+
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.life import checkpoints_of, contents, receipt_of
+
+WAIT = {"window": "job.comm.all_reduce(shared)", "mpi": "job.comm.barrier()"}
+JOB = """
+import ctypes, os, signal, sys, threading, time
+import hpctrain
+
+job = hpctrain.init()
+shared = job.comm.empty(1000)
+job.guard.step = 7
+if {who}:
+    print("harm at", time.time(), flush=True)
+    {what}
+{then}
+print(f"rank {{job.rank}} came to its end")
+"""
+
+HARM = {
+    "abort": "os.abort()",
+    "segfault": "ctypes.string_at(0)",
+    "kill": "os.kill(os.getpid(), signal.SIGKILL)",
+}
+
+
+class Ended:
+    """Hold how a job ended, and how many seconds after it came to harm."""
+
+    def __init__(self, result: Any) -> None:
+        self.returncode, self.stderr = result.returncode, result.stderr
+        began = re.search(r"harm at (\S+)\n", result.stdout)
+        self.seconds = time.time() - float(began[1]) if began else 0.0
+        self.stdout = re.sub(r"harm at .*\n", "", result.stdout)
+        self.text = str(result)
+
+    def __repr__(self) -> str:
+        return f"{self.seconds:.1f} s after the harm: {self.text}"
+
+
+@pytest.fixture
+def harmed(launch: Any) -> Any:
+    """Return a function that runs a job in which rank 1 does something, and the others then something else."""
+
+    def run(what: str, *, who: str = "job.rank == 1", then: str = WAIT["window"], n: int = 2, **options: Any) -> Any:
+        result = launch(n, JOB.format(what=what, who=who, then=then), timeout=30, **options)
+        assert not result.survivors
+        return Ended(result)
+
+    return run
+
+
+def _said_once(result: Any, pattern: str) -> None:
+    assert len(re.findall(pattern, result.stderr)) == 1, result
+
+
+@pytest.mark.parametrize("wait", WAIT)
+def test_an_exception(harmed: Any, wait: str) -> None:
+    result = harmed("raise KeyError('boom')", then=WAIT[wait])
+    assert result.returncode == 1 and result.seconds < 10, result
+    _said_once(result, "Traceback")
+    _said_once(result, r"hpctrain: rank 1 of 2 on \S+ in step 7 ends the job: KeyError: 'boom'")
+    assert "came to its end" not in result.stdout
+
+
+def test_all_ranks_raise_at_once(harmed: Any) -> None:
+    result = harmed("raise ValueError('boom')", who="True", n=3)
+    assert result.returncode == 1 and result.seconds < 10, result
+    _said_once(result, "Traceback")
+    _said_once(result, "ends the job: ValueError: boom")
+
+
+def test_a_rank_that_leaves_while_others_wait_for_it(harmed: Any) -> None:
+    result = harmed("sys.exit(0)")
+    assert result.returncode != 0 and result.seconds < 10, result
+    _said_once(result, r"rank 0 of 2 on \S+ in step 7 ends the job: rank 1 has left, this one waits in \w+")
+    assert "came to its end" not in result.stdout
+
+
+def test_a_rank_that_leaves_while_others_need_nothing_of_it(harmed: Any) -> None:
+    result = harmed("sys.exit(0)", then="time.sleep(4)")
+    assert result.returncode == 0 and "ends the job" not in result.stderr, result
+    assert result.stdout == "rank 0 came to its end\n" and result.seconds >= 3.5
+
+
+def test_an_exit_code_of_all_ranks_is_the_jobs(harmed: Any) -> None:
+    result = harmed("sys.exit(3)", who="True")
+    assert result.returncode == 3 and "ends the job" not in result.stderr, result
+
+
+def test_an_exception_in_a_thread(harmed: Any) -> None:
+    result = harmed("threading.Thread(target=lambda: 1 / 0, name='feeder').start(); time.sleep(30)")
+    assert result.returncode == 1 and result.seconds < 10, result
+    _said_once(result, "Traceback")
+    _said_once(result, r"rank 1 of 2 on \S+ in step 7 ends the job: thread feeder died of ZeroDivisionError")
+
+
+@pytest.mark.parametrize("harm", HARM)
+def test_a_rank_that_dies(harmed: Any, harm: str) -> None:
+    result = harmed(HARM[harm])
+    assert result.returncode != 0 and result.seconds < 10, result
+    assert "came to its end" not in result.stdout
+    assert ("Fatal Python error" in result.stderr) == (harm != "kill")
+
+
+def test_a_rank_that_hangs(harmed: Any) -> None:
+    result = harmed("time.sleep(1000)", env={"HPCTRAIN_TIMEOUT": "3"})
+    assert result.returncode == 1 and result.seconds < 3 + 10, result
+    # Whoever is first speaks: the wait itself, or the watchdog.
+    late = r"(local ranks \[1\] have not come|all_reduce has not ended) within 3 s .*"
+    _said_once(result, f"rank 0 of 2 .* ends the job: .*{late}")
+    assert "[1]" in result.stderr or "rank 1 is in no collective" in result.stderr
+    for rank in (0, 1):
+        _said_once(result, f"the stacks of rank {rank} on")
+    last = result.stderr.partition("the stacks of rank 1 on")[2]
+    assert re.search(r'job1\.py", line 10 in <module>', last), result  # where it sleeps
+
+
+def test_a_rank_that_is_stopped_is_named(harmed: Any) -> None:
+    options = {"then": WAIT["mpi"], "env": {"HPCTRAIN_TIMEOUT": "4"}}
+    result = harmed("os.kill(os.getpid(), signal.SIGSTOP)", **options)
+    assert result.returncode == 1 and result.seconds < 4 + 10, result
+    _said_once(result, r"barrier has not ended within 4 s .*; rank 1 has given no sign of life for \d+ s")
+
+
+def test_ranks_in_different_collectives(harmed: Any) -> None:
+    options = {"then": "job.comm.broadcast_object(1) if job.rank else job.comm.barrier()", "who": "False"}
+    result = harmed("pass", env={"HPCTRAIN_TIMEOUT": "3"}, n=3, **options)
+    assert result.returncode == 1 and result.seconds < 3 + 10, result
+    _said_once(result, "ends the job: .*has not ended within 3 s")
+    others = "; ".join(f"rank {rank} waits in broadcast_object" for rank in (1, 2))
+    assert f"rank 0 waits in barrier; {others}" in result.stderr
+
+
+def test_a_deadline_that_is_no_number(harmed: Any) -> None:
+    result = harmed("pass", env={"HPCTRAIN_TIMEOUT": "soon"})
+    assert result.returncode == 2, result
+    _said_once(result, "HPCTRAIN_TIMEOUT='soon' is not a number of seconds above 0")
+    _said_once(result, "Traceback")
+
+
+RUN = """
+import sys, time
+sys.path[:0] = sys.argv[2:]
+import hpctrain
+from support.life import Training, make_batches
+
+job = hpctrain.init()
+
+def before(step, batch):
+    if step == 7 and job.rank == 1:
+        print("harm at", time.time(), flush=True)
+        raise RuntimeError("no more")
+
+Training(job, sys.argv[1], make_batches(10), every=5).go(before)
+"""
+
+
+def test_a_run_in_whose_step_7_a_rank_raises(launch: Any, tmp_path: Path) -> None:
+    support = Path(__file__).resolve().parents[1]
+    folder = tmp_path / "run"
+    result = Ended(launch(2, RUN, folder, support, timeout=30))
+    assert result.returncode == 1 and result.seconds < 10, result
+    _said_once(result, "Traceback")
+    _said_once(result, r"hpctrain: rank 1 of 2 on \S+ in step 7 ends the job: RuntimeError: no more")
+    assert checkpoints_of(folder) == ["step_00000005.h5"] and receipt_of(folder)["status"] == "running"
+    assert "model/0.weight" in contents(folder / "checkpoints/step_00000005.h5")

@@ -1,0 +1,239 @@
+"""NaN on one rank: all ranks decide the same, before the update, and nothing of it stays."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+import torch
+from support.life import PositionedLoader, Training, checkpoints_of, make_batches, metrics_of
+
+from hpctrain.errors import NonFiniteError
+from hpctrain.log import configure
+from hpctrain.train.health import ROLLBACKS, SKIPS
+
+NAN = float("nan")
+
+
+def _poison(job: Any, *steps: int) -> Any:
+    """Return what gives the last rank a NaN in some of its steps."""
+
+    def before(step: int, batch: torch.Tensor) -> torch.Tensor | None:
+        poisoned = batch.clone()
+        poisoned[0, 0] = NAN
+        return poisoned if step in steps and job.rank == job.size - 1 else None
+
+    return before
+
+
+def _all_finite(path: Path) -> bool:
+    found: list[bool] = []
+    with h5py.File(path) as file:
+        visit = lambda name, item: found.append(bool(np.isfinite(item[()]).all()))  # noqa: E731
+        for group in ("model", "optimizer"):
+            file[group].visititems(lambda name, item: visit(name, item) if isinstance(item, h5py.Dataset) else None)
+    assert found
+    return all(found)
+
+
+@pytest.mark.ranks(1, 2, 3)
+def test_abort_before_the_update(job: Any, shared_tmp_path: Path) -> None:
+    training = Training(job, shared_tmp_path, make_batches(9), every=2)
+    weights: list[torch.Tensor] = []
+    poison = _poison(job, 4)
+
+    def before(step: int, batch: torch.Tensor) -> Any:
+        weights[:] = [parameter.detach().clone() for parameter in training.model.parameters()]
+        return poison(step, batch)
+
+    with pytest.raises(NonFiniteError, match="in step 4: the averaged gradient of 0.weight is not finite") as found:
+        training.go(before)
+    assert found.value.everywhere and found.value.exit_code == 1
+    assert all(torch.equal(*pair) for pair in zip(training.model.parameters(), weights))
+    job.comm.barrier()
+    assert checkpoints_of(shared_tmp_path) == ["step_00000002.h5"]
+    assert _all_finite(shared_tmp_path / "checkpoints/step_00000002.h5")
+    assert [row["step"] for row in metrics_of(shared_tmp_path)] == [1, 2, 3]
+
+
+@pytest.mark.ranks(1, 2, 3)
+def test_a_replay_names_the_rank(job: Any, shared_tmp_path: Path) -> None:
+    training = Training(job, shared_tmp_path, make_batches(9))
+    drawn: list[torch.Tensor] = []
+
+    def before(step: int, batch: torch.Tensor) -> torch.Tensor | None:
+        seen = batch
+        if step == 2 and job.rank == job.size - 1:
+            seen = batch * NAN
+
+        def replay() -> None:
+            (training.model(seen) ** 2).mean().backward()
+
+        training.run.health.replay = replay
+        drawn.append(torch.get_rng_state())
+        return seen
+
+    said = f"in step 2: on rank {job.size - 1} the gradient of 0.weight is not finite"
+    with pytest.raises(NonFiniteError, match=said):
+        training.go(before)
+    # What looking for the culprit drew from the generator was given back: one forward pass, not two.
+    after = torch.get_rng_state()
+    torch.set_rng_state(drawn[-1])
+    training.model(torch.zeros(6, 4))
+    assert torch.equal(torch.get_rng_state(), after)
+
+
+@pytest.mark.ranks(1, 2, 3)
+@pytest.mark.parametrize("clip", [None, 0.5])
+def test_the_parameter_with_the_nan_is_named(job: Any, shared_tmp_path: Path, clip: float | None) -> None:
+    training = Training(job, shared_tmp_path, make_batches(9))
+    with pytest.raises(NonFiniteError, match="gradient of 3.bias is not finite"):
+        with training.run as run:
+            for _, batch in run:
+                (training.model(batch) ** 2).mean().backward()
+                with torch.no_grad():
+                    training.model[3].bias.grad.fill_(NAN)  # as a kernel with a bug would on every rank
+                if clip:
+                    run.clip(clip)
+                training.optimizer.step()
+
+
+def test_a_parameter_that_is_not_finite(job: Any, tmp_path: Path) -> None:
+    training = Training(job, tmp_path, make_batches(9))
+
+    def break_weights(step: int, batch: torch.Tensor) -> None:
+        if step == 3:
+            with torch.no_grad():
+                training.model[3].weight[0, 2] = NAN
+
+    with pytest.raises(NonFiniteError, match="the parameter 3.weight is not finite"):
+        training.go(break_weights)
+    assert not checkpoints_of(tmp_path)
+
+
+def test_norms_that_overflow(job: Any, tmp_path: Path) -> None:
+    training = Training(job, tmp_path, make_batches(9))
+    with pytest.raises(NonFiniteError, match="gradient norm is inf in step 1: .*overflows"):
+        with training.run as run:
+            for _ in run:
+                for parameter in training.model.parameters():
+                    parameter.grad = torch.full_like(parameter, 1e30)
+                training.optimizer.step()
+
+
+@pytest.mark.ranks(1, 2)
+def test_skip_equals_a_run_without_that_update(job: Any, shared_tmp_path: Path) -> None:
+    skipping = Training(job, shared_tmp_path / "skipping", make_batches(9), on_nonfinite="skip")
+    skipping.go(_poison(job, 4, 5))
+
+    plain = Training(job, shared_tmp_path / "plain", make_batches(9))
+    with plain.run as run:
+        for step, batch in run:
+            buffers = [buffer.clone() for buffer in plain.model.buffers()]
+            (plain.model(batch) ** 2).mean().backward()
+            if step in (4, 5):
+                for buffer, before in zip(plain.model.buffers(), buffers):
+                    buffer.copy_(before)
+            else:
+                plain.optimizer.step()
+            plain.optimizer.zero_grad()
+            plain.schedule.step()
+    states = [training.model.state_dict() for training in (skipping, plain)]
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+    job.comm.barrier()
+    rows = metrics_of(shared_tmp_path / "skipping")
+    assert [row["step"] for row in rows if row.get("skipped")] == [4, 5] and len(rows) == 9
+    assert [row["loss"] is None for row in rows] == [row["step"] in (4, 5) for row in rows]
+
+
+@pytest.mark.ranks(1, 2)
+def test_too_many_skips_in_a_row(job: Any, shared_tmp_path: Path) -> None:
+    configure(job.rank)
+    batches = make_batches(3 * SKIPS)
+    Training(job, shared_tmp_path / "a", batches, on_nonfinite="skip").go(_poison(job, *range(2, 30, 2)))
+    job.comm.barrier()
+    training = Training(job, shared_tmp_path / "b", batches, on_nonfinite="skip")
+    with pytest.raises(NonFiniteError, match=f"{SKIPS} updates in a row were left out"):
+        training.go(_poison(job, *range(3, 99)))
+    assert len(training.losses) == 2 + SKIPS
+
+
+@pytest.mark.ranks(1, 2)
+@pytest.mark.parametrize("loader", [list, PositionedLoader])
+def test_rollback_goes_on_past_the_bad_samples(job: Any, shared_tmp_path: Path, loader: Any) -> None:
+    batches = make_batches(9)
+    seen: list[tuple[int, int]] = []
+    bad = batches[5]
+
+    def before(step: int, batch: torch.Tensor) -> torch.Tensor | None:
+        number = next(number for number, other in enumerate(batches, 1) if torch.equal(other, batch))
+        seen.append((step, number))
+        return batch * NAN if torch.equal(batch, bad) and job.rank == job.size - 1 else None
+
+    options = {"every": 4, "steps": 8, "on_nonfinite": "rollback"}
+    training = Training(job, shared_tmp_path, loader(batches), **options)
+    with pytest.raises(StopAsAsked):
+        training.go(_until(7, before))
+    # Step 4 was saved; step 5 took sample 5, step 6 the bad one. Back to step 4, steps 5 and 6 take samples 7 and 8.
+    assert seen == [(1, 1), (2, 2), (3, 3), (4, 4), (5, 5), (6, 6), (5, 7), (6, 8), (7, 9)]
+    job.comm.barrier()
+    rows = metrics_of(shared_tmp_path)
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
+    # The schedule went back too: its rate halves every three steps.
+    assert [row["rate"] for row in rows] == [0.05, 0.05, 0.025, 0.025, 0.025, 0.0125]
+
+
+@pytest.mark.ranks(1, 2)
+@pytest.mark.parametrize("loader", [list, PositionedLoader])
+def test_a_resume_after_a_rollback_keeps_the_place_in_the_data(job: Any, shared_tmp_path: Path, loader: Any) -> None:
+    batches = make_batches(12)
+    bad = batches[2]
+
+    def before(step: int, batch: torch.Tensor) -> torch.Tensor | None:
+        return batch * NAN if torch.equal(batch, bad) else None
+
+    options = {"every": 2, "on_nonfinite": "rollback"}
+    whole = Training(job, shared_tmp_path / "whole", loader(batches), **options).go(before)
+    with pytest.raises(StopAsAsked):
+        Training(job, shared_tmp_path / "halves", loader(batches), **options).go(_until(7, before))
+    job.comm.barrier()
+    again = Training(job, shared_tmp_path / "halves", loader(batches), **options).go(before)
+    assert whole.run.step == again.run.step == 11 and again.losses == whole.losses[-5:]
+
+
+class StopAsAsked(Exception):
+    """Be what ends a run in the middle."""
+
+
+def _until(last: int, before: Any) -> Any:
+    def stopping(step: int, batch: torch.Tensor) -> Any:
+        changed = before(step, batch)
+        if step == last:
+            raise StopAsAsked
+        return changed
+
+    return stopping
+
+
+@pytest.mark.ranks(1, 2)
+def test_rollbacks_that_cannot_help(job: Any, shared_tmp_path: Path) -> None:
+    options = {"every": 4, "on_nonfinite": "rollback"}
+    with pytest.raises(NonFiniteError, match="no checkpoint to go back to"):
+        Training(job, shared_tmp_path / "early", make_batches(9), **options).go(_poison(job, 2))
+    training = Training(job, shared_tmp_path / "often", make_batches(30), **options)
+    with pytest.raises(NonFiniteError, match=f"went back {ROLLBACKS} times already"):
+        training.go(_poison(job, *range(6, 99)))
+    job.comm.barrier()
+    assert _all_finite(shared_tmp_path / "often/checkpoints/step_00000004.h5")
+
+
+@pytest.mark.ranks(2)
+def test_one_rank_speaks(job: Any, shared_tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    configure(job.rank)
+    Training(job, shared_tmp_path, make_batches(4), on_nonfinite="skip").go(_poison(job, 2))
+    said = len(re.findall("leaving out this update", capfd.readouterr().err))
+    assert said == (job.rank == 0)

@@ -1,0 +1,77 @@
+"""Ranks introduce themselves: what differs is named on all of them, before anything is computed."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+
+from hpctrain.errors import MismatchError
+from hpctrain.train import hello
+from hpctrain.train.hello import flatten, introduce, table, threads, versions
+
+CPU = torch.device("cpu")
+
+
+def _odd(comm: Any) -> bool:
+    return bool(comm.rank == comm.size - 1)
+
+
+@pytest.mark.ranks(1, 2, 3, 4)
+def test_equal_ranks_know_each_other(comm: Any) -> None:
+    hellos = introduce(comm, CPU, {"train": {"steps": 3}})
+    assert [one.local_rank for one in hellos] == list(range(comm.size)) and len({one.host for one in hellos}) == 1
+    lines = table(hellos).splitlines()
+    assert len(lines) == comm.size + 1 and all(line.endswith("cpu") for line in lines[1:])
+
+
+@pytest.mark.ranks(2, 3)
+def test_another_version_on_one_rank(comm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = versions() | ({"torch": "1.0"} if _odd(comm) else {})
+    monkeypatch.setattr(hello, "versions", lambda: own)
+    comm.barrier()
+    began = time.monotonic()
+    said = rf"has torch \d.*, rank {comm.size - 1} on .* has 1\.0: start all"
+    with pytest.raises(MismatchError, match=said) as found:
+        introduce(comm, CPU, {})
+    assert time.monotonic() - began < 1
+    assert found.value.everywhere and found.value.exit_code == 2
+
+
+@pytest.mark.ranks(2)
+def test_a_package_that_one_rank_lacks(comm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = {name: version for name, version in versions().items() if name != "h5py" or not _odd(comm)}
+    monkeypatch.setattr(hello, "versions", lambda: own)
+    with pytest.raises(MismatchError, match="rank 0 on .* has h5py .*, rank 1 on .* has none: start all ranks"):
+        introduce(comm, CPU, {})
+
+
+@pytest.mark.ranks(2, 3)
+def test_other_settings_on_one_rank(comm: Any) -> None:
+    steps = 4 if _odd(comm) else 3
+    settings: dict[str, Any] = {"train": {"steps": steps, "batch": 8}, "run": {"folder": "x"}}
+    if _odd(comm):
+        settings["extra"] = True
+    began = time.monotonic()
+    with pytest.raises(MismatchError) as found:
+        introduce(comm, CPU, settings)
+    assert time.monotonic() - began < 1
+    said = str(found.value)
+    assert f"rank {comm.size - 1} on" in said and "train.steps is 3 there and 4 here" in said
+    assert "extra is unset there and True here" in said and "batch" not in said
+    assert found.value.everywhere
+
+
+def test_settings_by_dotted_name() -> None:
+    assert flatten({"a": {"b": {"c": 1}}, "d": "x", "e": {}}) == {"a.b.c": "1", "d": "'x'"}
+
+
+def test_threads_of_a_rank(comm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    hellos = introduce(comm, CPU, {})
+    for text, expected in (("3", 3), ("999", 999), ("0", len(hellos[0].cpus)), ("many", len(hellos[0].cpus))):
+        monkeypatch.setenv("OMP_NUM_THREADS", text)
+        assert threads(hellos, 0) == expected
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    assert threads(hellos, 0) == len(hellos[0].cpus)

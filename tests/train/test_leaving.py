@@ -1,0 +1,81 @@
+"""The end of a process: its code, and that its last words are heard."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from typing import Any
+
+import pytest
+
+from hpctrain.errors import DataError, HpctrainError
+from hpctrain.train.leaving import exit_code, let_be_read
+
+
+def _run(code: str) -> Any:
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30)
+
+
+def test_the_code_of_an_error() -> None:
+    assert [exit_code(error) for error in (DataError("x"), HpctrainError("x"), KeyError("x"))] == [2, 1, 1]
+
+
+def test_a_process_that_ends_by_an_exception_has_our_code() -> None:
+    code = "from hpctrain.train.leaving import leave_with; leave_with(75, lambda: print('bye')); raise KeyError"
+    result = _run(code)
+    assert (result.returncode, result.stdout) == (75, "bye\n") and "KeyError" in result.stderr
+
+
+LET_ONE = """
+from hpctrain.errors import LaunchError
+from hpctrain.train.leaving import let_one_speak
+error = LaunchError("no world")
+let_one_speak(error, {rank})
+{then}
+"""
+
+
+@pytest.mark.parametrize("rank", [0, None, 3])
+def test_one_speaks_for_all(rank: int | None) -> None:
+    result = _run(LET_ONE.format(rank=rank, then="raise error"))
+    assert (result.returncode, result.stderr) == (2, "" if rank else "hpctrain: error: no world\n")
+
+
+def test_another_error_and_one_that_is_caught_go_their_way() -> None:
+    other = _run(LET_ONE.format(rank=3, then="raise KeyError('mine')"))
+    assert other.returncode == 1 and "KeyError: 'mine'" in other.stderr
+    caught = _run(LET_ONE.format(rank=3, then="try:\n    raise error\nexcept LaunchError:\n    print('caught')"))
+    assert (caught.returncode, caught.stdout) == (0, "caught\n")
+
+
+def test_it_waits_until_a_pipe_is_read() -> None:
+    reader, writer = os.pipe()
+    os.write(writer, b"last words")
+    read: list[float] = []
+
+    def read_late() -> None:
+        time.sleep(0.3)
+        read.append(time.monotonic())
+        os.read(reader, 100)
+
+    thread = threading.Thread(target=read_late)
+    thread.start()
+    let_be_read(writer, 10)
+    assert read and time.monotonic() > read[0]
+    thread.join()
+    os.write(writer, b"nobody reads this")
+    began = time.monotonic()
+    let_be_read(writer, 0.2)
+    assert time.monotonic() - began < 2
+    os.close(reader)
+    os.close(writer)
+
+
+def test_a_file_needs_no_waiting(tmp_path: Any) -> None:
+    with (tmp_path / "log").open("w") as file:
+        began = time.monotonic()
+        let_be_read(file.fileno(), 30)
+        assert time.monotonic() - began < 5

@@ -1,0 +1,221 @@
+"""The lock on a folder: who is refused, who may take over, and that of several exactly one does."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpctrain.errors import LockError
+from hpctrain.train import lock
+from hpctrain.train.lock import NAME, FolderLock, process_started
+
+HERE = socket.gethostname()
+
+
+def _holder(folder: Path, **changes: Any) -> dict[str, Any]:
+    """Leave a lock of this very process behind, with some changes."""
+    holder = {
+        "job_id": None,
+        "host": HERE,
+        "pid": os.getpid(),
+        "started": process_started(os.getpid()),
+        "since": "2026-01-02T03:04:05Z",
+        **changes,
+    }
+    (folder / NAME).write_text(json.dumps(holder))
+    return holder
+
+
+def _dead_pid() -> int:
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    return process.pid
+
+
+def test_taken_and_given_back(tmp_path: Path) -> None:
+    own = FolderLock(tmp_path, "77")
+    own.acquire()
+    said = json.loads((tmp_path / NAME).read_text())
+    assert (said["job_id"], said["host"], said["pid"]) == ("77", HERE, os.getpid())
+    own.release()
+    assert not list(tmp_path.iterdir())
+    own.release()
+
+
+def test_a_living_holder_is_named(tmp_path: Path) -> None:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        started = process_started(process.pid)
+        _holder(tmp_path, pid=process.pid, started=started, job_id="41")
+        with pytest.raises(LockError) as found:
+            FolderLock(tmp_path, "42").acquire()
+    said = str(found.value)
+    parts = ("job 41", HERE, str(process.pid), "2026-01-02T03:04:05Z", str(tmp_path / NAME))
+    assert all(part in said for part in parts)
+    assert found.value.exit_code == 2
+    assert json.loads((tmp_path / NAME).read_text())["job_id"] == "41"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        pytest.param({"pid": "dead"}, id="dead process"),
+        pytest.param({"started": 1}, id="process id used again"),
+        pytest.param({"host": "elsewhere", "job_id": "42"}, id="this job on another host"),
+        pytest.param({"pid": "what?"}, id="no process id"),
+    ],
+)
+def test_taken_over_at_once(tmp_path: Path, changes: dict[str, Any], capfd: pytest.CaptureFixture[str]) -> None:
+    if changes.get("pid") == "dead":
+        changes = {"pid": _dead_pid()}
+    _holder(tmp_path, **changes)
+    began = time.monotonic()
+    FolderLock(tmp_path, "42").acquire()
+    assert time.monotonic() - began < 1
+    assert json.loads((tmp_path / NAME).read_text())["job_id"] == "42"
+    assert [path.name for path in tmp_path.iterdir()] == [NAME]
+
+
+@pytest.mark.parametrize("job_id", ["41", None])
+def test_a_holder_on_another_host_is_asked_about(tmp_path: Path, job_id: str | None) -> None:
+    _holder(tmp_path, host="elsewhere", job_id=job_id)
+    for own in ("42", None):
+        with pytest.raises(LockError, match=f"delete {tmp_path / NAME} if that job is gone"):
+            FolderLock(tmp_path, own).acquire()
+
+
+def test_a_zombie_is_dead(tmp_path: Path) -> None:
+    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    started = process_started(process.pid)
+    assert started is not None
+    process.kill()
+    deadline = time.monotonic() + 10
+    while process_started(process.pid) is not None:  # not waited for: it stays as a zombie
+        assert time.monotonic() < deadline
+    _holder(tmp_path, pid=process.pid, started=started)
+    FolderLock(tmp_path, None).acquire()
+    process.communicate()
+
+
+@pytest.mark.parametrize("text", ["", "{", "[1]", "\0\0"])
+def test_a_lock_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    monkeypatch.setattr(lock, "PATIENCE", 0.1)
+    (tmp_path / NAME).write_text(text)
+    with pytest.raises(LockError, match=f"cannot read {tmp_path / NAME}"):
+        FolderLock(tmp_path, "42").acquire()
+    assert (tmp_path / NAME).read_text() == text
+
+
+def test_a_lock_that_is_being_written_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / NAME).write_text("")
+    looked: list[float] = []
+
+    def meanwhile(seconds: float) -> None:
+        looked.append(seconds)
+        _holder(tmp_path)
+
+    monkeypatch.setattr(lock.time, "sleep", meanwhile)
+    with pytest.raises(LockError, match="works in"):
+        FolderLock(tmp_path, "42").acquire()
+    assert len(looked) == 1
+
+
+def test_a_lock_of_somebody_else_is_left_alone(tmp_path: Path) -> None:
+    own = FolderLock(tmp_path, "42")
+    own.acquire()
+    other = _holder(tmp_path, job_id="43")
+    own.release()
+    assert json.loads((tmp_path / NAME).read_text()) == other
+
+
+def test_a_slow_job_does_not_remove_a_lock_that_was_taken_over(tmp_path: Path) -> None:
+    """Both found the dead holder; the slow one comes to its removal when the fast one works already."""
+    dead = _holder(tmp_path, pid=_dead_pid())
+    slow, fast = FolderLock(tmp_path, "1"), FolderLock(tmp_path, "2")
+    fast.acquire()
+    assert slow._remove(dead, late=False) is False
+    assert json.loads((tmp_path / NAME).read_text())["job_id"] == "2"
+    with pytest.raises(LockError):
+        slow.acquire()
+
+
+def test_a_job_that_died_while_taking_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lock, "PATIENCE", 0.1)
+    _holder(tmp_path, pid=_dead_pid())
+    monkeypatch.setattr(os, "unlink", _killed)
+    monkeypatch.setattr(Path, "unlink", _killed)
+    with pytest.raises(KeyboardInterrupt):
+        FolderLock(tmp_path, None).acquire()
+    monkeypatch.undo()
+    monkeypatch.setattr(lock, "PATIENCE", 0.1)
+    with pytest.raises(LockError, match="died while taking over") as found:
+        FolderLock(tmp_path, None).acquire()
+    assert all(str(path) in str(found.value) for path in tmp_path.iterdir())
+    for path in tmp_path.iterdir():
+        path.unlink()
+    FolderLock(tmp_path, None).acquire()
+
+
+def _killed(*args: Any, **kwargs: Any) -> None:
+    raise KeyboardInterrupt
+
+
+RACE = """
+import sys, time
+from pathlib import Path
+from hpctrain.errors import LockError
+from hpctrain.train.lock import FolderLock
+
+folder = Path(sys.argv[1])
+lock = FolderLock(folder, None)
+print("ready", flush=True)
+while not (folder / "go").exists():
+    pass
+try:
+    lock.acquire()
+    print("won", flush=True)
+except LockError as error:
+    print("lost", error, flush=True)
+input()
+"""
+
+
+def test_of_several_that_find_a_dead_holder_one_wins(tmp_path: Path) -> None:
+    for round_number in range(4):
+        folder = tmp_path / str(round_number)
+        folder.mkdir()
+        _holder(folder, pid=_dead_pid())
+        command = [sys.executable, "-c", RACE, str(folder)]
+        pipe = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        racers = [subprocess.Popen(command, **pipe) for _ in range(4)]  # type: ignore[call-overload]
+        try:
+            assert all(racer.stdout.readline() == "ready\n" for racer in racers)
+            (folder / "go").write_text("")
+            said = [racer.stdout.readline() for racer in racers]
+        finally:
+            for racer in racers:
+                racer.communicate("\n")
+        assert said.count("won\n") == 1, said
+        assert all(line == "won\n" or "works in" in line for line in said), said
+
+
+def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
+    with pytest.raises(LockError, match="cannot write to the run's folder .*missing"):
+        FolderLock(tmp_path / "missing", None).acquire()
+
+
+def test_a_lock_that_cannot_be_written_is_not_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(handle: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(LockError, match="No space left"):
+        FolderLock(tmp_path, None).acquire()
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,79 @@
+"""Metrics: one row a step, whatever tore the file or sent the run back."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpctrain.train.metrics import NAME, Curves, Metrics, read
+
+
+def _rows(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / NAME).read_text().splitlines()]
+
+
+def _write(folder: Path, last_step: int, *steps: int) -> None:
+    metrics = Metrics(folder, last_step)
+    for step in steps:
+        metrics.write({"step": step, "loss": step / 3})
+    metrics.close()
+
+
+def test_a_row_is_on_disk_when_the_step_ends(tmp_path: Path) -> None:
+    metrics = Metrics(tmp_path, 0)
+    metrics.write({"step": 1, "loss": 0.1})
+    assert _rows(tmp_path) == [{"step": 1, "loss": 0.1}]
+    metrics.close()
+
+
+def test_no_step_stands_twice_after_a_resume(tmp_path: Path) -> None:
+    _write(tmp_path, 0, 1, 2, 3, 4, 5)
+    _write(tmp_path, 3, 4, 5, 6)
+    assert [row["step"] for row in _rows(tmp_path)] == [1, 2, 3, 4, 5, 6]
+    assert [row["loss"] for row in _rows(tmp_path)] == [step / 3 for step in range(1, 7)]
+
+
+@pytest.mark.parametrize("torn", ['{"step": 6, "lo', '{"step": 6}\n{"st', "\0\0\0", "\n", '"text"\n', "\udcff\udcfe"])
+def test_a_torn_end_is_left_out(tmp_path: Path, torn: str) -> None:
+    _write(tmp_path, 0, 1, 2, 3)
+    with (tmp_path / NAME).open("a", errors="surrogateescape") as file:
+        file.write(torn)
+    assert [row["step"] for row in read(tmp_path / NAME)][:3] == [1, 2, 3]
+    _write(tmp_path, 3, 4)
+    assert [row["step"] for row in _rows(tmp_path)] == [1, 2, 3, 4]
+
+
+def test_rewind(tmp_path: Path) -> None:
+    metrics = Metrics(tmp_path, 0)
+    for step in (1, 2, 3, 4):
+        metrics.write({"step": step})
+    metrics.rewind(2)
+    metrics.write({"step": 3, "again": True})
+    metrics.close()
+    assert _rows(tmp_path) == [{"step": 1}, {"step": 2}, {"step": 3, "again": True}]
+    assert [path.name for path in tmp_path.iterdir()] == [NAME]
+
+
+def test_what_json_does_not_have_is_null(tmp_path: Path) -> None:
+    metrics = Metrics(tmp_path, 0)
+    metrics.write({"step": 1, "loss": math.nan, "norm": math.inf, "ok": 1.5})
+    metrics.close()
+    assert (tmp_path / NAME).read_text() == '{"step": 1, "loss": null, "norm": null, "ok": 1.5}\n'
+
+
+def test_no_file_has_no_rows(tmp_path: Path) -> None:
+    assert read(tmp_path / NAME) == []
+
+
+def test_curves_have_a_value_a_step() -> None:
+    curves = Curves()
+    curves.add({"step": 1, "loss": 2.0, "grad_norm": 3.0, "learning_rate": 0.1})
+    curves.add({"step": 2, "loss": 1.0, "validation_loss": 1.5})
+    columns = curves.columns
+    assert columns["step"] == [1, 2] and columns["loss"] == [2, 1]
+    assert columns["validation_step"] == [2] and columns["validation_loss"] == [1.5]
+    assert columns["grad_norm"][0] == 3 and math.isnan(columns["grad_norm"][1])

@@ -1,0 +1,79 @@
+"""Progress: a bar on a terminal, lines elsewhere, nothing on other ranks; by a clock that the test turns."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import pty
+import struct
+import sys
+import termios
+from collections.abc import Iterator
+
+import pytest
+
+from hpctrain.log import configure
+from hpctrain.train import progress
+from hpctrain.train.progress import LINE_EVERY, Progress
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
+    now = [100.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    yield now
+
+
+def test_a_line_now_and_then(clock: list[float], capsys: pytest.CaptureFixture[str]) -> None:
+    configure()
+    shown = Progress(10, 110, 5000, shown=True)
+    for step in range(11, 111):
+        clock[0] += 1.0
+        facts = {"loss": f"{step}.0"} | ({"validation": "3.5"} if step == 15 else {})
+        shown.update(step, 5000 + 50 * (step - 10), facts)
+    shown.close()
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 100 / LINE_EVERY
+    assert lines[0] == "step 20/110  loss 20.0  validation 3.5  tokens/s 50  left 1:30"
+    assert lines[-1] == "step 110/110  loss 110.0  validation 3.5  tokens/s 50  left 0:00"
+
+
+def test_the_last_step_has_a_line_however_fast(clock: list[float], capsys: pytest.CaptureFixture[str]) -> None:
+    configure()
+    shown = Progress(0, 2, 0, shown=True)
+    clock[0] += 0.5
+    shown.update(1, 0, {})
+    shown.update(2, 0, {"loss": "1"})
+    assert capsys.readouterr().err == "step 2/2  loss 1  left 0:00\n"
+
+
+def test_without_an_end_there_is_no_time_left(clock: list[float], capsys: pytest.CaptureFixture[str]) -> None:
+    configure()
+    shown = Progress(0, None, 0, shown=True)
+    clock[0] += LINE_EVERY
+    shown.update(1, 0, {})
+    assert capsys.readouterr().err == "step 1\n"
+
+
+def test_other_ranks_are_silent(clock: list[float], capsys: pytest.CaptureFixture[str]) -> None:
+    configure()
+    shown = Progress(0, 2, 0, shown=False)
+    clock[0] += 100
+    shown.update(2, 0, {})
+    shown.close()
+    assert capsys.readouterr().err == ""
+
+
+def test_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    leader, follower = pty.openpty()
+    fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("4H", 24, 100, 0, 0))  # rows, columns
+    with open(follower, "w") as terminal:
+        monkeypatch.setattr(sys, "stderr", terminal)
+        shown = Progress(2, 4, 0, shown=True)
+        shown.update(3, 10, {"loss": "1.25"})
+        shown.update(1, 10, {})  # a run that went back
+        shown.update(4, 10, {})
+        shown.close()
+        said = os.read(leader, 65536).decode()
+    os.close(leader)
+    assert "2/4" in said and "4/4" in said and "loss=1.25" in said and "tokens/s=" in said and "\n" not in said[:-1]

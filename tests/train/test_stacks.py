@@ -1,0 +1,25 @@
+"""Stacks of all threads, in one piece under a heading."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from hpctrain.train.stacks import print_stacks
+
+
+def test_all_threads_under_one_heading(capfd: pytest.CaptureFixture[str]) -> None:
+    done = threading.Event()
+
+    def waits_here() -> None:
+        done.wait()
+
+    thread = threading.Thread(target=waits_here)
+    thread.start()
+    print_stacks("rank 3 on n1")
+    done.set()
+    thread.join()
+    said = capfd.readouterr().err
+    assert said.startswith("hpctrain: the stacks of rank 3 on n1:\n")
+    assert "in waits_here" in said and "in test_all_threads_under_one_heading" in said
