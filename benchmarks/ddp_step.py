@@ -1,9 +1,9 @@
 """Time one training step of a GPT of 10.9 million parameters, and what the synchronisation adds to it.
 
 In one run, on the same ranks, the same batches and the same initial weights: the step without synchronisation, torch's
-DistributedDataParallel on gloo (as it comes, and with gradients as bucket views), and hpctrain's DDP. The candidates take
-turns, so that a machine that drifts drifts for all. All ranks start each step together; a step takes as long as on the
-slowest rank. The score is
+DistributedDataParallel on gloo (as it comes, and with gradients as bucket views), and hpctrain's DDP. The candidates
+take turns, so that a machine that drifts drifts for all. All ranks start each step together; a step takes as long as on
+the slowest rank. The score is
 
     (step without synchronisation + 2 S / B) / step
 

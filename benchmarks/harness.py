@@ -67,10 +67,11 @@ def write(name: str, content: Mapping[str, Any]) -> Path:
 def table(rows: Sequence[Sequence[str]]) -> str:
     """Return rows as aligned columns, the first one to the left."""
     widths = [max(map(len, column)) for column in zip(*rows)]
-    return "\n".join(
-        "  ".join(cell.ljust(width) if number == 0 else cell.rjust(width) for number, (cell, width) in enumerate(zip(row, widths)))
-        for row in rows
-    )
+    lines = []
+    for first, *rest in rows:
+        cells = [first.ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(rest, widths[1:]))]
+        lines.append("  ".join(cells))
+    return "\n".join(lines)
 
 
 def milliseconds(times: Mapping[str, float]) -> list[str]:

@@ -1,8 +1,8 @@
 """Time a job from `mpiexec` to its first step, against what no job can do without.
 
-The ideal is two things measured in the same run: as many concurrent `import torch` as there are ranks, and MPI's own start
-(`mpiexec` to a first barrier). The job is a user's script with the library's face: init, wrap, run; it writes into
-a temporary folder. The candidates take turns.
+The ideal is two things measured in the same run: as many concurrent `import torch` as there are ranks, and MPI's own
+start (`mpiexec` to a first barrier). The job is a user's script with the library's face: init, wrap, run; it writes
+into a temporary folder. The candidates take turns.
 
     python benchmarks/startup.py --ranks 2 --rounds 7
 """
@@ -49,7 +49,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     args = parser.parse_args()
     launcher = [str(Path(sys.executable).parent / "mpiexec"), "-n", str(args.ranks), sys.executable]
-    measured: dict[str, list[float]] = {"import torch": [], "MPI start": [], "first step begun": [], "first step ended": []}
+    names = ("import torch", "MPI start", "first step begun", "first step ended")
+    measured: dict[str, list[float]] = {name: [] for name in names}
     for number in range(args.rounds + 1):
         imports = concurrent_imports(args.ranks)
         start = timed(lambda: run([*launcher, "-c", MPI_START]))

@@ -2,8 +2,8 @@
 
 Note: a stand-in for ``torch._dynamo``. torch's optimizers import the compiler when they are first used (1.2 s on every
 rank, more where ranks outnumber cores) only to tell it to stay away, in case it is tracing: they call ``disable`` and
-``graph_break``. While it is not loaded nobody can be tracing, so until then a stand-in answers: ``disable`` returns
-the function as it is, ``graph_break`` does nothing, as the real one outside of a trace. Whoever asks for anything else gets
+``graph_break``. While it is not loaded nobody can be tracing, so until then a stand-in answers: ``disable`` returns the
+function as it is, ``graph_break`` does nothing, as the real one outside of a trace. Whoever asks for anything else gets
 the real module, which takes the stand-in's place, and what was not disabled meanwhile is disabled at its next call.
 """
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from itertools import product
 
+import numpy as np
 import pytest
 import torch
 from support.reductions import DTYPES, ops_of, reduced, same_bits, values
 
-from hpctrain.collectives.reduction import BLOCK, Reducer, average_scale, carrier_op, check_op
+from hpctrain.collectives.reduction import BLOCK, Reducer, average_scale, carrier_op, check_op, partial_dtype
 from hpctrain.errors import CommunicationError
 
 LENGTHS = (0, 1, 63, BLOCK - 1, BLOCK, 2 * BLOCK + 17)
@@ -85,8 +86,44 @@ def test_only_an_average_is_scaled_and_travels_as_a_sum() -> None:
     }
 
 
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int8, torch.uint8, torch.bool], ids=str)
+def test_bits_are_combined_as_numpy_does(dtype: torch.dtype) -> None:
+    for op, step in (("band", np.bitwise_and), ("bor", np.bitwise_or), ("bxor", np.bitwise_xor)):
+        check_op(op, dtype)
+        pieces = [torch.randint(0, 2 if dtype is torch.bool else 100, (300,)).to(dtype) for _ in range(3)]
+        out = torch.empty(300, dtype=dtype)
+        Reducer().reduce_into(out, pieces, op)
+        assert same_bits(out, torch.from_numpy(step(step(pieces[0].numpy(), pieces[1].numpy()), pieces[2].numpy())))
+
+
+def test_partial_results_of_sixteen_bit_floats_are_wide_where_they_would_be_rounded() -> None:
+    wide = {op: partial_dtype(torch.bfloat16, op) for op in ("sum", "average", "product", "min", "max")}
+    assert [op for op, dtype in wide.items() if dtype is torch.float32] == ["sum", "average", "product"]
+    assert wide["min"] is torch.bfloat16 and partial_dtype(torch.float64, "sum") is torch.float64
+
+
+def test_combining_keeps_the_order_and_the_wide_type() -> None:
+    reducer, narrow = Reducer(), torch.full((BLOCK + 3,), 1.0, dtype=torch.bfloat16)
+    wide = torch.full((BLOCK + 3,), 256.0)
+    reducer.combine(wide, wide, narrow, "sum")
+    reducer.combine(wide, narrow, wide, "sum")
+    assert wide.eq(258).all()
+    reducer.settle(narrow, wide, "average", 2)
+    assert narrow.eq(129).all()
+    same = torch.tensor([4.0])
+    reducer.settle(same, same, "sum", 2)
+    assert same.item() == 4
+    reducer.settle(same, same, "average", 2)
+    assert same.item() == 2
+
+
+def test_bits_of_floats_are_refused() -> None:
+    with pytest.raises(CommunicationError, match="^band of torch.float32 is not defined; bitwise .* and bool$"):
+        check_op("band", torch.float32)
+
+
 def test_unknown_operations_are_refused() -> None:
-    with pytest.raises(CommunicationError, match="^unknown reduction 'mean': known are sum, average, min, max,"):
+    with pytest.raises(CommunicationError, match="^unknown reduction 'mean': known are .*, product, band, bor, bxor$"):
         check_op("mean", torch.float32)
     with pytest.raises(CommunicationError, match="^average of torch.int32 is not defined; use sum$"):
         check_op("average", torch.int32)

@@ -6,7 +6,7 @@ from itertools import product
 
 import pytest
 import torch
-from support.reductions import INTEGERS, expected, ops_of, same_bits, values
+from support.reductions import expected, ops_of, same_bits, values
 
 from hpctrain.errors import CommunicationError
 from hpctrain.transport.base import TAGS, Transport
@@ -36,7 +36,7 @@ class TransportSuite:
             transport.broadcast(tensor, transport.size - 1)
             assert torch.equal(tensor, torch.full(shape, float(transport.size - 1)))
 
-    @pytest.mark.parametrize("dtype", INTEGERS, ids=str)
+    @pytest.mark.parametrize("dtype", [torch.int64, torch.int32], ids=str)
     def test_all_reduce_of_whole_numbers_is_exact(self, transport: Transport, dtype: torch.dtype) -> None:
         for numel, op in product(LENGTHS, ops_of(dtype)):
             assert transport.reduces(dtype, op)

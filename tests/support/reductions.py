@@ -34,7 +34,9 @@ def values(rank: int, numel: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
     generator = torch.Generator().manual_seed(1000 * seed + rank)
     if dtype.is_floating_point:
         return torch.randn(numel, generator=generator, dtype=torch.float64).to(dtype)
-    return torch.randint(0, 100, (numel,), generator=generator).to(dtype)
+    # Large enough for sums to wrap around, where the library does not stop at the largest number.
+    high = 2 if dtype is torch.bool else min(torch.iinfo(dtype).max, 2**31 - 1)
+    return torch.randint(0, high, (numel,), generator=generator).to(dtype)
 
 
 def reduced(pieces: Sequence[Tensor], op: str) -> Tensor:
