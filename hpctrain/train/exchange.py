@@ -6,6 +6,7 @@ import zlib
 from collections.abc import Mapping, Sequence
 
 import torch
+from torch import Tensor
 
 from hpctrain.collectives.communicator import Communicator
 from hpctrain.errors import UsageError
@@ -13,6 +14,29 @@ from hpctrain.errors import UsageError
 NUMBERS = 32  # what travels: a few flags, and what was logged
 _FLAGS = 3
 LOGGED = NUMBERS - _FLAGS
+
+
+class StepLog:
+    """Hold what this rank logs in a step: ``averaged`` over the ranks, or the ``same`` on all of them."""
+
+    def __init__(self) -> None:
+        self.averaged: dict[str, float] = {}
+        self.same: dict[str, float] = {}
+
+    def note(self, averaged: Mapping[str, float | Tensor], same: Mapping[str, float]) -> None:
+        """Add numbers; a name noted again has its last value."""
+        if "step" in averaged or "step" in same:
+            raise UsageError("cannot log a number called step: that is what the run counts")
+        if len({*self.averaged, *averaged}) > LOGGED:
+            raise UsageError(f"a step can log {LOGGED} averaged numbers, not {len({*self.averaged, *averaged})}")
+        for name, value in averaged.items():
+            self.averaged[name] = float(value.detach() if isinstance(value, Tensor) else value)
+        self.same.update(same)
+
+    def clear(self) -> None:
+        """Begin a new step."""
+        self.averaged.clear()
+        self.same.clear()
 
 
 class StepExchange:

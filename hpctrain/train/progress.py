@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Mapping
 from typing import Any
 
 from hpctrain.log import logger
 
 LINE_EVERY = 10.0  # seconds between two lines where there is no terminal
+
+
+def shown(row: Mapping[str, Any]) -> dict[str, str]:
+    """Return what of a step's numbers is shown, by short name."""
+    labels = {"loss": "loss", "validation_loss": "validation"}
+    return {label: f"{row[name]:.4f}" for name, label in labels.items() if name in row}
 
 
 class Progress:

@@ -12,10 +12,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -27,18 +27,17 @@ from hpctrain.collectives.agreement import on_first_rank
 from hpctrain.errors import EXIT_REQUEUE, CheckpointError, NonFiniteError, UsageError
 from hpctrain.log import logger
 from hpctrain.train.books import Books
-from hpctrain.train.exchange import LOGGED, StepExchange
+from hpctrain.train.exchange import StepExchange, StepLog
 from hpctrain.train.health import Health, Policy
 from hpctrain.train.hello import versions
-from hpctrain.train.progress import Progress
+from hpctrain.train.options import Resume, RunOptions
+from hpctrain.train.progress import Progress, shown
 from hpctrain.train.signals import install
 from hpctrain.train.state import LOADER, Stateful, TrainState
 from hpctrain.transport.activity import waiting
 
 if TYPE_CHECKING:
     from hpctrain.train.job import Job
-
-Resume = Literal["auto", "never", "must"]
 
 
 class Run:
@@ -70,13 +69,9 @@ class Run:
         config: str | None = None,
         provenance: Mapping[str, Any] | None = None,
     ) -> None:
-        _check_counts({"steps": steps, "every": every, "keep": keep})
-        _check_choice("resume", resume, get_args(Resume))
-        _check_choice("on_nonfinite", on_nonfinite, get_args(Policy))
+        self.options = RunOptions(steps, every, keep, resume, strict, on_nonfinite)
         self.job, self.loader, self.optimizer = job, loader, optimizer
-        self.folder = Path(folder)
-        self.steps, self.every, self.keep = steps, every, keep
-        self.resume, self.strict, self.config = resume, strict, config
+        self.folder, self.config = Path(folder), config
         self.provenance = {**versions(), **job.describe(), **(provenance or {})}
         parts = dict(states or {})
         if isinstance(loader, Stateful):
@@ -86,8 +81,7 @@ class Run:
         self.stop_request = install()
         self.stopped_by: str | None = None
         self._saved_step = 0
-        self._logged: dict[str, float] = {}
-        self._own: dict[str, float] = {}
+        self._log = StepLog()
         self._exchange = StepExchange(job.comm)
         self._fresh_rng = rng.capture_rng()
         self._begun: tuple[float, float] | None = None  # when the present step began, and what was waited before
@@ -106,22 +100,17 @@ class Run:
     @property
     def finished(self) -> bool:
         """Tell whether all steps are done."""
-        return self.steps is not None and self.step >= self.steps
+        return self.options.steps is not None and self.step >= self.options.steps
 
     def log(self, *, tokens: int = 0, same: Mapping[str, float] | None = None, **values: float | Tensor) -> None:
         """Note numbers of this step: ``values`` are averaged over the ranks, ``same`` are equal on all of them.
 
         ``tokens`` counts what the step trained on over all ranks. Every rank logs the same names.
         """
-        if "step" in values or "step" in (same or {}):
-            raise UsageError("cannot log a number called step: that is what the run counts")
-        if len(self._logged | values) > LOGGED:
-            raise UsageError(f"a step can log {LOGGED} averaged numbers, not {len(self._logged | values)}")
-        self._logged.update({name: _number(value) for name, value in values.items()})
-        self._own.update(same or {})
+        self._log.note(values, same or {})
         self.state.tokens += tokens
         if tokens:
-            self._own["tokens"] = self.state.tokens
+            self._log.note({}, {"tokens": self.state.tokens})
 
     def clip(self, max_norm: float) -> Tensor:
         """Clip the gradients by their global norm (0: only compute it) and return it."""
@@ -131,7 +120,7 @@ class Run:
     def save(self) -> Path:
         """Write a checkpoint now; a call by all ranks. Raises ``CheckpointError`` on all of them."""
         started = time.monotonic()
-        path = self.state.save(config=self.config, provenance=self.provenance, keep=self.keep)
+        path = self.state.save(config=self.config, provenance=self.provenance, keep=self.options.keep)
         self._saved_step = self.step
         self._books.saved(self.step, time.monotonic() - started)
         return path
@@ -150,15 +139,15 @@ class Run:
             self.optimizer.register_step_pre_hook(lambda *_: self.health.before_update(self.step + 1)),
             self.optimizer.register_step_post_hook(lambda *_: self._note_update()),
         ]
-        shown = self.job.rank == 0 and not self.finished
-        self._progress = Progress(self.step, self.steps, self.state.tokens, shown=shown)
+        visible = self.job.rank == 0 and not self.finished
+        self._progress = Progress(self.step, self.options.steps, self.state.tokens, shown=visible)
         return self
 
     def _take_folder(self) -> None:
         """Lock the folder; what can be refused without writing is refused before."""
-        if self.resume == "must" and not files.list_checkpoints(self.state.folder):
+        if self.options.resume == "must" and not files.list_checkpoints(self.state.folder):
             raise CheckpointError(f"{self.folder} holds no checkpoint to resume from and run.resume is must")
-        if self.resume == "never" and files.list_checkpoints(self.state.folder):
+        if self.options.resume == "never" and files.list_checkpoints(self.state.folder):
             raise CheckpointError(f"{self.folder} holds checkpoints and run.resume is never: take another folder")
         try:
             self.state.folder.mkdir(parents=True, exist_ok=True)
@@ -171,7 +160,7 @@ class Run:
         self._books.open(self.step, self.config, self.provenance)
 
     def _resume(self) -> None:
-        found = self.state.find(strict=self.strict)
+        found = self.state.find(strict=self.options.strict)
         if found is None:
             return
         self.state.restore(found)
@@ -212,8 +201,7 @@ class Run:
         self._begun, self._updated = (started, waited), False
         self.job.guard.step = self.step + 1
         self.health.begin_step()
-        self._logged.clear()
-        self._own.clear()
+        self._log.clear()
 
     def _note_update(self) -> None:
         self._updated = True
@@ -227,7 +215,7 @@ class Run:
     def _end_step(self) -> None:
         assert self._begun is not None
         (started, waited), self._begun = self._begun, None
-        averages, stop = self._exchange(self._logged, self.stop_request.signal, self.step + 1)
+        averages, stop = self._exchange(self._log.averaged, self.stop_request.signal, self.step + 1)
         if stop:
             self.stopped_by = self.stop_request.name or "a signal to another rank"
         self.state.batches += 1
@@ -235,7 +223,7 @@ class Run:
             self._go_back()
             return
         self.state.step += 1
-        row = {"step": self.step, **averages, **self._own}
+        row = {"step": self.step, **averages, **self._log.same}
         if self.health.norm is not None:
             row["grad_norm"] = float(self.health.norm)
         row["step_seconds"] = round(time.monotonic() - started, 6)
@@ -245,14 +233,14 @@ class Run:
         self.state.curves.add(row)
         self._books.record(row)
         if self._progress is not None:
-            self._progress.update(self.step, self.state.tokens, _shown(row))
-        if self.step % self.every == 0 and not self.finished and self.stopped_by is None:
+            self._progress.update(self.step, self.state.tokens, shown(row))
+        if self.step % self.options.every == 0 and not self.finished and self.stopped_by is None:
             self.save()
 
     def _go_back(self) -> None:
         """Restore the last checkpoint, but not the position in the data: those samples broke the run."""
         self.health.wants_rollback = False
-        found = self.state.find(strict=self.strict)
+        found = self.state.find(strict=self.options.strict)
         if found is None:
             raise NonFiniteError("there is no checkpoint to go back to yet", everywhere=True)
         self.state.restore(found, rewind_data=False)
@@ -290,27 +278,3 @@ class Run:
             self._books.close("failed", self.step, f"{type(error).__name__}: {error}")
         else:
             self._books.close("stopped" if self.stopped_by else "finished", self.step, self.stopped_by)
-
-
-def _number(value: float | Tensor) -> float:
-    return float(value.detach() if isinstance(value, Tensor) else value)
-
-
-def _check_counts(counts: Mapping[str, int | None]) -> None:
-    for name, count in counts.items():
-        if count is not None and count < 1:
-            raise UsageError(f"a run with {name} = {count}: must be at least 1", everywhere=True)
-
-
-def _check_choice(name: str, value: str, allowed: Sequence[str]) -> None:
-    if value not in allowed:
-        raise UsageError(f"a run with {name} = {value!r}: allowed are {', '.join(allowed)}", everywhere=True)
-
-
-def _shown(row: Mapping[str, Any]) -> dict[str, str]:
-    """Return what of a step's numbers the progress bar shows."""
-    facts = {}
-    for name, label in (("loss", "loss"), ("validation_loss", "validation")):
-        if name in row:
-            facts[label] = f"{row[name]:.4f}"
-    return facts

@@ -20,6 +20,7 @@ def own_process() -> Iterator[None]:
     """Leave signal handlers, log handlers, generators and the thread count as they were."""
     handlers = {number: signal.getsignal(number) for number in SIGNALS}
     with give_back_process():
+        torch.set_num_threads(1)
         yield
     stop_request.signal = None
     for number, handler in handlers.items():

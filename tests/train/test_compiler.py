@@ -5,7 +5,9 @@ from __future__ import annotations
 import subprocess
 import sys
 
-PUT_OFF = """
+import pytest
+
+TRAIN = """
 import sys, torch
 from hpctrain.train.compiler import put_off
 put_off()
@@ -22,37 +24,38 @@ def trained():
 before = trained()
 """
 
-
-def run(code: str) -> str:
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=50)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
-def test_an_optimizer_trains_without_the_compiler() -> None:
-    loaded = run(PUT_OFF + "print(sorted(name for name in sys.modules if name.startswith('torch._dynamo')))")
-    assert loaded.strip() == "['torch._dynamo']"  # the stand-in and nothing below it
-
-
-def test_whoever_compiles_gets_the_compiler() -> None:
-    checks = """
+# Nothing of the compiler but the stand-in is there; then somebody compiles, and everything is the real one's.
+THEN_COMPILE = """
+assert [name for name in sys.modules if name.startswith("torch._dynamo")] == ["torch._dynamo"]
+assert not getattr(torch._dynamo, "__dict__", {}).get("__path__")
 double = torch.compile(lambda x: 2 * x, backend="eager", fullgraph=True)
 assert double(torch.ones(2)).tolist() == [2.0, 2.0]
 real = sys.modules["torch._dynamo"]
 assert real is torch._dynamo and real.__file__ and real.__path__
-# What passed the stand-in is disabled by the real one from its next use on.
 raw = torch.optim.Optimizer.add_param_group.__wrapped__
 assert "__dynamo_disable" not in raw.__dict__
 assert torch.equal(trained(), before)
 assert raw.__dict__["__dynamo_disable"] is not raw
 """
-    run(PUT_OFF + checks)
+
+THEN_IMPORT = """
+import torch._dynamo.config as config
+assert config.__file__
+from torch._dynamo import reset
+reset()
+"""
+
+LOADED_BEFORE = """
+assert torch._dynamo is real and sys.modules["torch._dynamo"] is real
+"""
 
 
-def test_submodules_can_be_imported() -> None:
-    run(PUT_OFF + "import torch._dynamo.config as config; assert config.__file__")
-    run(PUT_OFF + "from torch._dynamo import reset; reset()")
-
-
-def test_a_compiler_that_is_loaded_stays() -> None:
-    run("import torch._dynamo; real = torch._dynamo\n" + PUT_OFF + "assert torch._dynamo is real")
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "code",
+    [TRAIN + THEN_COMPILE, TRAIN + THEN_IMPORT, "import torch._dynamo; real = torch._dynamo" + TRAIN + LOADED_BEFORE],
+    ids=["then compile", "then import a part", "loaded before"],
+)
+def test_the_stand_in_gives_way(code: str) -> None:
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=50)
+    assert done.returncode == 0, done.stderr

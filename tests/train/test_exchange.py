@@ -6,9 +6,10 @@ import math
 from typing import Any
 
 import pytest
+import torch
 
 from hpctrain.errors import UsageError
-from hpctrain.train.exchange import LOGGED, NUMBERS, StepExchange
+from hpctrain.train.exchange import LOGGED, NUMBERS, StepExchange, StepLog
 
 
 @pytest.mark.ranks(1, 2, 3, 4)
@@ -47,3 +48,22 @@ def test_it_is_one_message_of_a_fixed_size(comm: Any) -> None:
         with comm.recording() as recorder:
             exchange({f"v{number}": 1.0 for number in range(count)}, None, 1)
         assert sum(recorder.calls.values()) == 1 and sum(recorder.bytes.values()) <= NUMBERS * 8
+
+
+def test_a_log_holds_the_last_value_and_no_graph() -> None:
+    log = StepLog()
+    log.note({"loss": 1.0}, {"rate": 0.1})
+    log.note({"loss": torch.tensor(2.5, requires_grad=True), "other": 3}, {})
+    assert (log.averaged, log.same) == ({"loss": 2.5, "other": 3.0}, {"rate": 0.1})
+    log.note({f"v{number}": 0.0 for number in range(LOGGED - 2)}, {})
+    log.note({"loss": 2.0}, {})
+    with pytest.raises(UsageError, match=f"can log {LOGGED} averaged numbers, not {LOGGED + 1}"):
+        log.note({"one more": 0.0}, {})
+    log.clear()
+    assert not log.averaged and not log.same
+
+
+@pytest.mark.parametrize("averaged, same", [({"step": 1.0}, {}), ({}, {"step": 1.0})])
+def test_a_log_takes_no_step(averaged: dict[str, float], same: dict[str, float]) -> None:
+    with pytest.raises(UsageError, match="cannot log a number called step"):
+        StepLog().note(averaged, same)

@@ -14,7 +14,7 @@ import pytest
 
 from hpctrain.log import configure
 from hpctrain.train import progress
-from hpctrain.train.progress import LINE_EVERY, Progress
+from hpctrain.train.progress import LINE_EVERY, Progress, shown
 
 
 @pytest.fixture
@@ -26,12 +26,12 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
 
 def test_a_line_now_and_then(clock: list[float], capsys: pytest.CaptureFixture[str]) -> None:
     configure()
-    shown = Progress(10, 110, 5000, shown=True)
+    bar = Progress(10, 110, 5000, shown=True)
     for step in range(11, 111):
         clock[0] += 1.0
         facts = {"loss": f"{step}.0"} | ({"validation": "3.5"} if step == 15 else {})
-        shown.update(step, 5000 + 50 * (step - 10), facts)
-    shown.close()
+        bar.update(step, 5000 + 50 * (step - 10), facts)
+    bar.close()
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 100 / LINE_EVERY
     assert lines[0] == "step 20/110  loss 20.0  validation 3.5  tokens/s 50  left 1:30"
@@ -40,27 +40,27 @@ def test_a_line_now_and_then(clock: list[float], capsys: pytest.CaptureFixture[s
 
 def test_the_last_step_has_a_line_however_fast(clock: list[float], capsys: pytest.CaptureFixture[str]) -> None:
     configure()
-    shown = Progress(0, 2, 0, shown=True)
+    bar = Progress(0, 2, 0, shown=True)
     clock[0] += 0.5
-    shown.update(1, 0, {})
-    shown.update(2, 0, {"loss": "1"})
+    bar.update(1, 0, {})
+    bar.update(2, 0, {"loss": "1"})
     assert capsys.readouterr().err == "step 2/2  loss 1  left 0:00\n"
 
 
 def test_without_an_end_there_is_no_time_left(clock: list[float], capsys: pytest.CaptureFixture[str]) -> None:
     configure()
-    shown = Progress(0, None, 0, shown=True)
+    bar = Progress(0, None, 0, shown=True)
     clock[0] += LINE_EVERY
-    shown.update(1, 0, {})
+    bar.update(1, 0, {})
     assert capsys.readouterr().err == "step 1\n"
 
 
 def test_other_ranks_are_silent(clock: list[float], capsys: pytest.CaptureFixture[str]) -> None:
     configure()
-    shown = Progress(0, 2, 0, shown=False)
+    bar = Progress(0, 2, 0, shown=False)
     clock[0] += 100
-    shown.update(2, 0, {})
-    shown.close()
+    bar.update(2, 0, {})
+    bar.close()
     assert capsys.readouterr().err == ""
 
 
@@ -69,11 +69,16 @@ def test_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("4H", 24, 100, 0, 0))  # rows, columns
     with open(follower, "w") as terminal:
         monkeypatch.setattr(sys, "stderr", terminal)
-        shown = Progress(2, 4, 0, shown=True)
-        shown.update(3, 10, {"loss": "1.25"})
-        shown.update(1, 10, {})  # a run that went back
-        shown.update(4, 10, {})
-        shown.close()
+        bar = Progress(2, 4, 0, shown=True)
+        bar.update(3, 10, {"loss": "1.25"})
+        bar.update(1, 10, {})  # a run that went back
+        bar.update(4, 10, {})
+        bar.close()
         said = os.read(leader, 65536).decode()
     os.close(leader)
     assert "2/4" in said and "4/4" in said and "loss=1.25" in said and "tokens/s=" in said and "\n" not in said[:-1]
+
+
+def test_what_is_shown_of_a_step() -> None:
+    assert shown({"step": 3, "loss": 1.23456, "grad_norm": 2.0}) == {"loss": "1.2346"}
+    assert shown({"validation_loss": 2.0, "loss": float("nan")}) == {"loss": "nan", "validation": "2.0000"}

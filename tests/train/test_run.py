@@ -33,6 +33,7 @@ def project(shared_tmp_path: Path, comm: Any, monkeypatch: pytest.MonkeyPatch) -
     comm.barrier()
     if error:
         raise error
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.chdir(shared_tmp_path)
     monkeypatch.syspath_prepend(str(shared_tmp_path))
     monkeypatch.delitem(sys.modules, "bytes_model", raising=False)

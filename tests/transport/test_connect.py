@@ -1,0 +1,79 @@
+"""The world: one rank alone without MPI, all ranks with it, and nothing in between."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any
+
+import pytest
+
+from hpctrain.cluster.launcher import without_launcher
+from hpctrain.errors import LaunchError
+from hpctrain.transport.connect import connect
+
+
+@pytest.fixture
+def environ(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Return a function that makes the environment that of a process with these variables and no launcher's."""
+
+    def be(**variables: str) -> None:
+        monkeypatch.setattr(os, "environ", without_launcher() | variables)
+
+    return be
+
+
+@pytest.fixture
+def no_mpi(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "mpi4py", None)
+
+
+def test_without_a_launcher(environ: Any, no_mpi: None) -> None:
+    environ()
+    transport, launch = connect()
+    assert (transport.name, transport.rank, transport.size, launch.kind) == ("single", 0, 1, "none")
+
+
+def test_one_process_of_a_launcher_needs_no_mpi(environ: Any, no_mpi: None) -> None:
+    environ(OMPI_COMM_WORLD_RANK="0", OMPI_COMM_WORLD_SIZE="1")
+    transport, launch = connect()
+    assert (transport.name, transport.size, launch.kind) == ("single", 1, "openmpi")
+
+
+def test_several_processes_without_mpi(environ: Any, no_mpi: None) -> None:
+    environ(OMPI_COMM_WORLD_RANK="1", OMPI_COMM_WORLD_SIZE="2")
+    with pytest.raises(LaunchError, match="started 2 processes, but MPI cannot be loaded") as found:
+        connect()
+    assert "install hpctrain[openmpi]" in str(found.value)
+    assert found.value.everywhere and found.value.exit_code == 2
+
+
+@pytest.mark.ranks
+def test_the_ranks_of_a_launcher() -> None:
+    from mpi4py import MPI
+
+    transport, launch = connect()
+    assert (transport.name, transport.rank, transport.size) == ("mpi", MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size)
+    assert launch.rank == transport.rank
+    transport.free()
+
+
+@pytest.mark.ranks
+def test_fewer_ranks_than_were_promised(environ: Any) -> None:
+    from mpi4py import MPI
+
+    environ(OMPI_COMM_WORLD_RANK="0", OMPI_COMM_WORLD_SIZE=str(MPI.COMM_WORLD.size + 1))
+    with pytest.raises(LaunchError, match=f"sees a world of {MPI.COMM_WORLD.size}; "):
+        connect()
+
+
+@pytest.mark.ranks
+def test_a_communicator_of_the_users(environ: Any) -> None:
+    from mpi4py import MPI
+
+    own = MPI.COMM_WORLD.Split(0, -MPI.COMM_WORLD.rank)
+    transport, _ = connect(own)
+    own.Free()  # the transport has one of its own
+    assert transport.rank == MPI.COMM_WORLD.size - 1 - MPI.COMM_WORLD.rank
+    transport.barrier()
+    transport.free()

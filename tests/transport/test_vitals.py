@@ -1,0 +1,87 @@
+"""Signs of life in a page of node memory: one rank has the last word, the late one is known."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+
+from hpctrain.transport import vitals as module
+
+
+@pytest.fixture
+def world() -> Any:
+    from mpi4py import MPI
+
+    return MPI.COMM_WORLD
+
+
+@pytest.mark.ranks
+def test_the_first_to_claim_has_the_word(world: Any) -> None:
+    vitals = module.Vitals(world)
+    world.Barrier()
+    assert world.allgather(vitals.claim(0.3)).count(True) == 1
+
+
+@pytest.mark.ranks
+def test_a_later_claim_loses(world: Any) -> None:
+    vitals = module.Vitals(world)
+    if world.rank == world.size - 1:
+        won = vitals.claim(0.0)
+        world.Barrier()
+    else:
+        world.Barrier()
+        won = vitals.claim(0.0)
+    assert world.allgather(won) == [False] * (world.size - 1) + [True]
+
+
+@pytest.mark.ranks
+def test_everybody_sees_what_the_others_do(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    vitals = module.Vitals(world)
+    vitals.beat("" if world.rank == 0 else "all_reduce", 2.5 * world.rank)
+    world.Barrier()
+    seen = vitals.look()
+    assert [vital.rank for vital in seen] == list(range(world.size))
+    assert [vital.operation for vital in seen] == [""] + ["all_reduce"] * (world.size - 1)
+    assert [vital.waited for vital in seen] == pytest.approx([2.5 * rank for rank in range(world.size)])
+    assert [vital.late for vital in seen] == [True] + [False] * (world.size - 1)
+    assert str(seen[0]) == "rank 0 is in no collective" and str(seen[1]) == "rank 1 waits in all_reduce"
+    world.Barrier()
+    vitals.beat("broadcast", 0.0)
+    world.Barrier()
+    assert {vital.operation for vital in vitals.look()} == {"broadcast"}
+
+
+@pytest.mark.ranks
+def test_a_rank_that_gives_no_sign_is_late(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "STALE", 0.2)
+    vitals = module.Vitals(world)
+    vitals.beat("barrier", 1.0)
+    world.Barrier()
+    deadline = time.monotonic() + 0.3
+    while time.monotonic() < deadline:
+        if world.rank:
+            vitals.beat("barrier", 1.0)
+    assert vitals.look()[0].late and "rank 0 has given no sign of life" in str(vitals.look()[0])
+    world.Barrier()
+
+
+@pytest.mark.ranks
+def test_stacks_are_asked_for_by_any_rank(world: Any) -> None:
+    vitals = module.Vitals(world)
+    assert not vitals.stacks_wanted()
+    world.Barrier()
+    if world.rank == 1:
+        vitals.ask_for_stacks()
+    world.Barrier()
+    assert vitals.stacks_wanted()
+
+
+@pytest.mark.ranks
+def test_a_long_name_stays_in_its_line(world: Any) -> None:
+    vitals = module.Vitals(world)
+    vitals.beat("x" * 500, 0.0)
+    world.Barrier()
+    assert {vital.operation for vital in vitals.look()} == {"x" * (module._NAME_BYTES - 1)}
+    assert not vitals.stacks_wanted()
