@@ -117,11 +117,11 @@ bench: env ## run the benchmarks
 	$(MAKE) -C benchmarks
 
 # benchmarks/Makefile starts its programs through these two: launcher and environment are set in one place.
-.PHONY: ranks alone
-ranks: env
+.PHONY: _ranks _alone
+_ranks: env
 	@$(MPIEXEC) -n $(NP) $(BIN)/python $(PROGRAM)
 
-alone: env
+_alone: env
 	@$(BIN)/python $(PROGRAM)
 
 clean: ## remove builds and caches; runs and environments stay

@@ -7,6 +7,7 @@ one message at a time in each direction, whatever the threads take in truth.
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
@@ -27,7 +28,7 @@ class ThreadWorld:
 
     def __init__(self, size: int, alpha: int = 1, beta: int = 0) -> None:
         self.size, self.alpha, self.beta = size, alpha, beta
-        self.changed = threading.Condition()
+        self.lock = threading.RLock()
         self.failed = False
         self.sends: dict[tuple[int, int, int], deque[ThreadSend]] = defaultdict(deque)
         self.receives: dict[tuple[int, int, int], deque[ThreadReceive]] = defaultdict(deque)
@@ -55,26 +56,31 @@ class ThreadWorld:
             try:
                 results[transport.rank] = body(transport)
             except BaseException as error:  # pytest's own failures are no exceptions
-                with self.changed:
+                with self.lock:
                     errors.append(error)
                     self.failed = True
-                    self.changed.notify_all()
+                    self.wake()
 
         threads = [threading.Thread(target=one, args=(transport,)) for transport in self.transports]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        interval = sys.getswitchinterval()
+        try:
+            sys.setswitchinterval(1e-4)  # who is woken need not wait long for who computes
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        finally:
+            sys.setswitchinterval(interval)
         if errors:
             raise errors[0]
         assert not any(self.sends.values()) and not any(self.receives.values()), "a message was never received"
         assert all(work.ended for work in self.works), "a message was never waited for"
         return results
 
-    def until(self, ready: Callable[[], bool]) -> None:
-        """Return when another rank has made it so; the caller holds ``changed``."""
-        if not self.changed.wait_for(lambda: self.failed or ready(), PATIENCE) or not ready():
-            raise CommunicationError("another rank failed" if self.failed else "the other ranks did not come")
+    def wake(self) -> None:
+        """Let all ranks look whether what they wait for has come; the caller holds the lock."""
+        for transport in self.transports:
+            transport.changed.notify_all()
 
 
 class ThreadWork:
@@ -86,15 +92,15 @@ class ThreadWork:
 
     def done(self) -> bool:
         """Tell whether it has ended, without waiting."""
-        with self.owner.world.changed:
+        with self.owner.world.lock:
             if self.met and not self.ended:
                 self.end()
         return self.ended
 
     def wait(self) -> None:
         """Return when it has ended."""
-        with self.owner.world.changed:
-            self.owner.world.until(lambda: self.met)
+        with self.owner.world.lock:
+            self.owner.until(lambda: self.met)
             if not self.ended:
                 self.end()
 
@@ -145,8 +151,14 @@ class ThreadTransport(Transport):
 
     def __init__(self, world: ThreadWorld, rank: int) -> None:
         self.world, self.rank, self.size = world, rank, world.size
+        self.changed = threading.Condition(world.lock)
         self.clock = self._sent_until = self._gathered = 0
         self._heard: list[tuple[int, int]] = []
+
+    def until(self, ready: Callable[[], bool]) -> None:
+        """Return when another rank has made it so; the caller holds the lock."""
+        if not self.changed.wait_for(lambda: self.world.failed or ready(), PATIENCE) or not ready():
+            raise CommunicationError("another rank failed" if self.world.failed else "the other ranks did not come")
 
     def take_port(self, nbytes: int) -> tuple[int, int]:
         """Return when a message leaves and when it has arrived: after those that this rank sent before it."""
@@ -171,11 +183,11 @@ class ThreadTransport(Transport):
     def all_gather_object(self, item: Any) -> list[Any]:
         """Return every rank's object."""
         world, self._gathered = self.world, self._gathered + 1
-        with world.changed:
+        with world.lock:
             items = world.items[self._gathered]
             items[self.rank] = item
-            world.changed.notify_all()
-            world.until(lambda: len(items) == self.size)
+            world.wake()
+            self.until(lambda: len(items) == self.size)
         return [items[rank] for rank in range(self.size)]
 
     def broadcast_object(self, item: Any, root: int = 0) -> Any:
@@ -202,25 +214,25 @@ class ThreadTransport(Transport):
         """Have nothing to give back."""
 
     def _isend(self, tensor: Tensor, peer: int, tag: int) -> Work:
-        with self.world.changed:
+        with self.world.lock:
             send, key = ThreadSend(self, tensor), (self.rank, peer, tag)
             self.world.works.append(send)
             if self.world.receives[key]:
                 self.world.receives[key].popleft().meet(send)
             else:
                 self.world.sends[key].append(send)
-            self.world.changed.notify_all()
+            self.world.transports[peer].changed.notify_all()
         return send
 
     def _irecv(self, tensor: Tensor, peer: int, tag: int) -> Work:
-        with self.world.changed:
+        with self.world.lock:
             receive, key = ThreadReceive(self, tensor), (peer, self.rank, tag)
             self.world.works.append(receive)
             if self.world.sends[key]:
                 receive.meet(self.world.sends[key].popleft())
             else:
                 self.world.receives[key].append(receive)
-            self.world.changed.notify_all()
+            self.world.transports[peer].changed.notify_all()
         return receive
 
     # The carrier's own collectives cost nothing on the clock.
