@@ -10,11 +10,14 @@ import torch
 from torch import Tensor
 
 from hpctrain.collectives import direct
-from hpctrain.collectives.reduction import Reducer, average_scale, carrier_op, check_op
-from hpctrain.collectives.select import select
+from hpctrain.collectives.check import order_check
+from hpctrain.collectives.host import HostCollectives
+from hpctrain.collectives.hosted import hosted
+from hpctrain.collectives.reduction import check_op
+from hpctrain.collectives.select import uses_window
 from hpctrain.collectives.topology import discover
 from hpctrain.errors import CommunicationError
-from hpctrain.transport.base import Finished, Transport, Work
+from hpctrain.transport.base import TAGS, Finished, Transport, Work
 from hpctrain.transport.connect import connect
 from hpctrain.transport.recorder import Recorder
 
@@ -22,13 +25,16 @@ if TYPE_CHECKING:
     from hpctrain.collectives.window import WindowReductions
     from hpctrain.transport.window import NodeBuffer, NodeMemory
 
+USER_TAGS = TAGS - 2  # the last two are those of the collectives
+
 
 class Communicator:
     """Let ``size`` ranks exchange tensors; this is number ``rank``.
 
     Every collective is called by all ranks in the same order, with tensors of the same size and dtype. Host tensors of
     ``empty`` lie in memory that the ranks of a node share, which makes their reductions several times faster; all ranks
-    then name the same piece of the same tensor. A tensor on a GPU is staged through host memory.
+    then name the same piece of the same tensor. A tensor on a GPU is staged through host memory. With
+    ``HPCTRAIN_CHECK=order`` the ranks compare each collective before they begin it.
     """
 
     def __init__(self, transport: Transport) -> None:
@@ -39,7 +45,8 @@ class Communicator:
         place = discover(transport, self._node)
         self.node, self.nodes, self.uniform = place.node, place.nodes, place.uniform
         self.local_rank, self.local_size = place.local_rank, place.local_size
-        self._reducer = Reducer()
+        self._host = HostCollectives(transport)
+        self._check = order_check(transport)
         self._memory: NodeMemory | None = None
         self._window: WindowReductions | None = None
         self._across: Transport | None = None
@@ -65,6 +72,7 @@ class Communicator:
 
         The memory lives as long as the communicator.
         """
+        self._announce("empty", detail=f"{numel} {dtype}")
         if not self.shares_memory:
             return torch.empty(numel, dtype=dtype)
         buffer, offset = self._node_memory().allocate(max(numel, 1) * dtype.itemsize)
@@ -74,12 +82,27 @@ class Communicator:
 
     def barrier(self) -> None:
         """Wait until every rank has come."""
+        self._announce("barrier")
         self.transport.barrier()
 
-    def broadcast(self, tensor: Tensor, root: int = 0) -> Tensor:
-        """Copy the root's tensor to every rank, in place; return it."""
-        with _hosted(tensor) as host:
-            self.transport.broadcast(host, root)
+    def broadcast(self, tensor: Tensor, root: int = 0, *, algorithm: str = "auto") -> Tensor:
+        """Copy the root's tensor to every rank, in place; return it. Algorithms: mpi, tree, ring, double_tree."""
+        self._check_root(root)
+        self._announce("broadcast", tensor, detail=f"root {root}")
+        with hosted(tensor) as host:
+            self._host.broadcast(host.view(-1), root, algorithm)
+        return tensor
+
+    def reduce(self, tensor: Tensor, op: str = "sum", root: int = 0, *, algorithm: str = "auto") -> Tensor:
+        """Reduce elementwise into the root's tensor; the others keep theirs; return it. Algorithms: tree, double_tree.
+
+        ``op`` is as for ``all_reduce``.
+        """
+        check_op(op, tensor.dtype)
+        self._check_root(root)
+        self._announce("reduce", tensor, detail=f"{op}, root {root}")
+        with hosted(tensor) as host:
+            self._host.reduce(host.view(-1), op, root, algorithm)
         return tensor
 
     def all_reduce(
@@ -87,59 +110,101 @@ class Communicator:
     ) -> Tensor | Work:
         """Reduce elementwise over all ranks, in place; return the tensor, or its ``Work`` if ``async_op``.
 
-        ``op`` is sum, average, min, max or product; 16-bit floats are accumulated in float32 (and rounded once more
-        between nodes). All ranks get identical bits. With ``async_op`` a window reduction goes on whenever ``done`` or
-        ``wait`` of any of them is called; other algorithms have ended on return. Raises ``CommunicationError`` for an
-        operation or algorithm that cannot serve.
+        ``op`` is sum, average, min, max, product, or for integers and bool band, bor, bxor; 16-bit floats are
+        accumulated in float32 (and rounded once more between nodes). All ranks get identical bits. Algorithms: window
+        (tensors of ``empty``), mpi, direct, tree, ring, recursive, double_tree. With ``async_op`` a window reduction
+        goes on whenever ``done`` or ``wait`` of any of them is called; other algorithms have ended on return. Raises
+        ``CommunicationError`` for an operation or algorithm that cannot serve.
         """
         check_op(op, tensor.dtype)
+        self._announce("all_reduce", tensor, detail=op)
         found = self._find(tensor)
-        carries = self.transport.reduces(tensor.dtype, carrier_op(op))
         nothing = self.size == 1 or not tensor.numel()
-        chosen = select(algorithm, in_window=nothing or found is not None, carrier_reduces=carries)
-        if nothing:
-            return Finished() if async_op else tensor
-        if chosen == "window" and found is not None and self._window is not None:
+        if uses_window(algorithm, in_window=nothing or found is not None) and not nothing:
+            assert found is not None and self._window is not None
             work = self._window.start(found[0], found[1], tensor.numel(), tensor.dtype, op)
             if async_op:
                 return work
             work.wait()
-            return tensor
-        with _hosted(tensor) as host:
-            self._reduce_host(host.view(-1), op, chosen)
+        elif algorithm != "window":
+            with hosted(tensor) as host:
+                self._host.all_reduce(host.view(-1), op, algorithm)
         return Finished() if async_op else tensor
 
-    def reduce_scatter(self, out: Tensor, tensor: Tensor, op: str = "sum") -> Tensor:
+    def reduce_scatter(self, out: Tensor, tensor: Tensor, op: str = "sum", *, algorithm: str = "auto") -> Tensor:
         """Reduce over all ranks and keep slice ``rank`` of the flat result in ``out``; return it.
 
-        ``tensor`` has ``size`` times the elements of ``out``.
+        ``tensor`` has ``size`` times the elements of ``out``. Algorithms: direct, ring, recursive.
         """
         check_op(op, tensor.dtype)
         self._check_shares(out, tensor)
-        with _hosted(tensor, back=False) as host, _hosted(out) as part:
-            direct.reduce_scatter(self.transport, self._reducer, part.view(-1), host.view(-1), op)
+        self._announce("reduce_scatter", tensor, detail=op)
+        with hosted(tensor, back=False) as host, hosted(out) as part:
+            self._host.reduce_scatter(part.view(-1), host.view(-1), op, algorithm)
         return out
 
-    def all_gather(self, out: Tensor, tensor: Tensor) -> Tensor:
+    def all_gather(self, out: Tensor, tensor: Tensor, *, algorithm: str = "auto") -> Tensor:
         """Put the tensors of all ranks behind each other in ``out``, in rank order; return it.
 
-        ``out`` has ``size`` times the elements of ``tensor``.
+        ``out`` has ``size`` times the elements of ``tensor``. Algorithms: mpi, ring, recursive.
         """
         self._check_shares(tensor, out)
-        with _hosted(tensor, back=False) as host, _hosted(out) as whole:
-            self.transport.all_gather(whole, host)
+        self._announce("all_gather", tensor)
+        with hosted(tensor, back=False) as host, hosted(out) as whole:
+            self._host.all_gather(whole.view(-1), host.view(-1), algorithm)
+        return out
+
+    def gather(self, out: Tensor | None, tensor: Tensor, root: int = 0) -> Tensor | None:
+        """Put the tensors of all ranks behind each other in the root's ``out``, in rank order; return it.
+
+        On the root ``out`` has ``size`` times the elements of ``tensor``; the other ranks give None.
+        """
+        self._check_root(root)
+        whole = self._only_on(root, out, "out", tensor)
+        self._announce("gather", tensor, detail=f"root {root}")
+        with hosted(tensor, back=False) as host, hosted(tensor if whole is None else whole) as target:
+            self._host.gather(None if whole is None else target.view(-1), host.view(-1), root)
+        return whole
+
+    def scatter(self, out: Tensor, tensor: Tensor | None, root: int = 0) -> Tensor:
+        """Give each rank its share of the root's tensor in ``out``; return it.
+
+        On the root ``tensor`` has ``size`` times the elements of ``out``; the other ranks give None.
+        """
+        self._check_root(root)
+        whole = self._only_on(root, tensor, "tensor", out)
+        self._announce("scatter", out, detail=f"root {root}")
+        with hosted(out) as part, hosted(out if whole is None else whole, back=False) as source:
+            self._host.scatter(part.view(-1), None if whole is None else source.view(-1), root)
+        return out
+
+    def all_to_all(self, out: Tensor, tensor: Tensor) -> Tensor:
+        """Send share r of a tensor to rank r and keep in ``out`` the shares that come, in rank order; return it.
+
+        Both have the same number of elements, a multiple of ``size``.
+        """
+        if out.dtype != tensor.dtype or out.numel() != tensor.numel() or tensor.numel() % self.size:
+            raise CommunicationError(
+                f"all_to_all of {tensor.numel()} elements of {tensor.dtype} into {out.numel()} of {out.dtype}: "
+                f"expected equal tensors that {self.size} ranks can share"
+            )
+        self._announce("all_to_all", tensor)
+        with hosted(tensor, back=False) as host, hosted(out) as target:
+            self._host.all_to_all(target.view(-1), host.view(-1))
         return out
 
     # Point to point ---------------------------------------------------------------------------------------------------
 
     def send(self, tensor: Tensor, peer: int, tag: int = 0) -> None:
         """Send a tensor to one rank; return when its memory may be written again."""
-        with _hosted(tensor, back=False) as host:
+        self._check_tag(tag)
+        with hosted(tensor, back=False) as host:
             self.transport.send(host, peer, tag)
 
     def recv(self, tensor: Tensor, peer: int, tag: int = 0) -> Tensor:
         """Receive from one rank into a tensor of the size that was sent; return it."""
-        with _hosted(tensor) as host:
+        self._check_tag(tag)
+        with hosted(tensor) as host:
             self.transport.recv(host, peer, tag)
         return tensor
 
@@ -147,10 +212,12 @@ class Communicator:
 
     def all_gather_object(self, item: Any) -> list[Any]:
         """Return every rank's object, in rank order."""
+        self._announce("all_gather_object")
         return self.transport.all_gather_object(item)
 
     def broadcast_object(self, item: Any, root: int = 0) -> Any:
         """Return the root's object."""
+        self._announce("broadcast_object", detail=f"root {root}")
         return self.transport.broadcast_object(item, root)
 
     # Life -------------------------------------------------------------------------------------------------------------
@@ -176,6 +243,8 @@ class Communicator:
         if self._memory is not None:
             self._memory.free()
         self._memory = self._window = self._across = None
+        if self._check is not None:
+            self._check.free()
         self._node.free()
         self.transport.free()
 
@@ -202,21 +271,36 @@ class Communicator:
 
     def _reduce_across(self, tensor: Tensor, op: str) -> Work:
         assert self._across is not None
-        return direct.start_all_reduce(self._across, self._reducer, tensor, op)
+        return direct.start_all_reduce(self._across, self._host.reducer, tensor, op)
 
     def _find(self, tensor: Tensor) -> tuple[NodeBuffer, int] | None:
         if self._memory is None or tensor.device.type != "cpu" or not tensor.is_contiguous():
             return None
         return self._memory.find(tensor)
 
-    def _reduce_host(self, flat: Tensor, op: str, algorithm: str) -> None:
-        if algorithm == "direct":
-            direct.all_reduce(self.transport, self._reducer, flat, op)
-            return
-        self.transport.all_reduce(flat, carrier_op(op))
-        scale = average_scale(op, self.size)
-        if scale is not None:
-            flat.mul_(scale)
+    def _announce(self, operation: str, *tensors: Tensor, detail: str = "") -> None:
+        """Compare what all ranks are about to do, where ``HPCTRAIN_CHECK`` asks for that."""
+        if self._check is not None:
+            self._check(operation, *tensors, detail=detail)
+
+    def _check_root(self, root: int) -> None:
+        if not 0 <= root < self.size:
+            raise CommunicationError(f"rank {root} is not in 0..{self.size - 1}")
+
+    def _check_tag(self, tag: int) -> None:
+        if not 0 <= tag < USER_TAGS:
+            raise CommunicationError(f"tag {tag} is not in 0..{USER_TAGS - 1}")
+
+    def _only_on(self, root: int, whole: Tensor | None, name: str, share: Tensor) -> Tensor | None:
+        """Return the tensor that only the root has to give, checked; None on the other ranks."""
+        if self.rank != root:
+            return None
+        if whole is None:
+            raise CommunicationError(
+                f"the root, rank {root}, needs {name}: {self.size} shares of {share.numel()} elements"
+            )
+        self._check_shares(share, whole)
+        return whole
 
     def _check_shares(self, share: Tensor, whole: Tensor) -> None:
         if share.dtype != whole.dtype or share.numel() * self.size != whole.numel():
@@ -224,16 +308,3 @@ class Communicator:
                 f"{whole.numel()} elements of {whole.dtype} are not {self.size} shares "
                 f"of {share.numel()} elements of {share.dtype}"
             )
-
-
-@contextmanager
-def _hosted(tensor: Tensor, *, back: bool = True) -> Iterator[Tensor]:
-    """Yield a contiguous host tensor with the same content; afterwards copy it ``back`` where it is a copy."""
-    host = tensor.detach()
-    if host.device.type == "cpu" and host.is_contiguous():
-        yield host
-        return
-    host = host.contiguous().cpu()
-    yield host
-    if back:
-        tensor.detach().copy_(host)

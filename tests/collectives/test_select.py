@@ -4,33 +4,34 @@ from __future__ import annotations
 
 import pytest
 
-from hpctrain.collectives.select import select
+from hpctrain.collectives.select import choose, uses_window
 from hpctrain.errors import CommunicationError
 
 
+def test_auto_is_the_default_and_a_name_is_itself() -> None:
+    assert choose("broadcast", "auto", ("tree", "mpi"), "mpi") == "mpi"
+    assert choose("broadcast", "tree", ("tree", "mpi"), "mpi") == "tree"
+
+
+def test_an_unknown_algorithm_lists_the_known_ones() -> None:
+    with pytest.raises(CommunicationError, match="^unknown algorithm 'star' of broadcast: known are auto, mpi, tree$"):
+        choose("broadcast", "star", ("tree", "mpi"), "mpi")
+
+
 @pytest.mark.parametrize(
-    "algorithm, in_window, carrier_reduces, chosen",
+    "algorithm, in_window, used",
     [
-        ("auto", True, True, "window"),
-        ("auto", True, False, "window"),
-        ("auto", False, True, "mpi"),
-        ("auto", False, False, "direct"),
-        ("window", True, False, "window"),
-        ("direct", True, True, "direct"),
-        ("direct", False, True, "direct"),
-        ("mpi", True, True, "mpi"),
-        ("mpi", False, False, "mpi"),
+        ("auto", True, True),
+        ("auto", False, False),
+        ("window", True, True),
+        ("mpi", True, False),
+        ("ring", False, False),
     ],
 )
-def test_what_is_chosen(algorithm: str, in_window: bool, carrier_reduces: bool, chosen: str) -> None:
-    assert select(algorithm, in_window=in_window, carrier_reduces=carrier_reduces) == chosen
-
-
-def test_unknown_algorithm_lists_the_known_ones() -> None:
-    with pytest.raises(CommunicationError, match="^unknown algorithm 'ring': known are auto, window, mpi, direct$"):
-        select("ring", in_window=True, carrier_reduces=True)
+def test_where_the_window_serves(algorithm: str, in_window: bool, used: bool) -> None:
+    assert uses_window(algorithm, in_window=in_window) is used
 
 
 def test_window_needs_a_window() -> None:
     with pytest.raises(CommunicationError, match=r"^algorithm window needs a tensor of comm.empty\(\), .*use auto"):
-        select("window", in_window=False, carrier_reduces=True)
+        uses_window("window", in_window=False)

@@ -1,0 +1,211 @@
+"""Compare what the ranks are about to do, before they do it: ``HPCTRAIN_CHECK=order``.
+
+Without this a collective of different shapes, dtypes or operations gives wrong numbers or waits for ever. With it every
+rank tells all others, on a transport of its own and before each collective, what it calls and where, and the first
+difference is raised on all ranks. That costs 2 (p - 1) messages of ``RECORD`` bytes a rank and collective: for finding
+an error, not for production. All tell all, and not one for all, so that each rank that waits can name who is missing.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import FrameType
+
+import torch
+from torch import Tensor
+
+from hpctrain.errors import CommunicationError, DeadlineError, MismatchError, SettingsError
+from hpctrain.log import logger
+from hpctrain.transport.activity import timeout_seconds, waiting
+from hpctrain.transport.base import Transport, Work
+
+VARIABLE = "HPCTRAIN_CHECK"
+RECORD = 4096  # bytes of one rank's record
+_ROOM = 180  # characters of a text in it, each of which may become twelve; longer texts are cut
+_NAMED = 8  # ranks named in a message before the rest is counted
+
+_PACKAGE = str(Path(__file__).parents[1]) + os.sep
+_FLOORS = (f"{_PACKAGE}collectives{os.sep}", f"{_PACKAGE}transport{os.sep}")
+_NOT_USERS = (_PACKAGE, str(Path(torch.__file__).parent) + os.sep, "<frozen ")
+
+
+@dataclass(frozen=True)
+class Call:
+    """Say what one rank is about to do: its ``number``-th collective."""
+
+    number: int
+    operation: str
+    detail: str  # operation of a reduction, root
+    dtype: str
+    shape: str
+    site: str
+
+    def __str__(self) -> str:
+        what = f"{self.operation}({self.detail})" if self.detail else self.operation
+        return f"{what} of {self.dtype} {self.shape}" if self.dtype else what
+
+
+def wanted() -> bool:
+    """Tell whether ``HPCTRAIN_CHECK`` asks for the check."""
+    value = os.environ.get(VARIABLE, "")
+    if value not in ("", "order"):
+        raise SettingsError(f"{VARIABLE}={value!r}: allowed is order, which compares every collective across ranks")
+    return value == "order"
+
+
+def order_check(transport: Transport) -> OrderCheck | None:
+    """Return the check of a communicator, None where it is not wanted; a call by all ranks."""
+    modes = transport.all_gather_object(os.environ.get(VARIABLE, ""))
+    if len(set(modes)) > 1:
+        odd = next(rank for rank, mode in enumerate(modes) if mode != modes[0])
+        raise MismatchError(
+            f"{VARIABLE} is {modes[0]!r} on rank 0 and {modes[odd]!r} on rank {odd}: set it alike for all ranks",
+            everywhere=True,
+        )
+    return OrderCheck(transport.split(0, transport.rank)) if wanted() and transport.size > 1 else None
+
+
+class OrderCheck:
+    """Compare the calls of all ranks of a transport, which it owns and which nobody else uses."""
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+        self._others = [rank for rank in range(transport.size) if rank != transport.rank]
+        self._number = 0
+        self._last: dict[int, Call] = {}
+        self._sites_said: set[tuple[str, ...]] = set()
+        self._unfinished: list[tuple[Tensor, Work]] = []
+
+    def __call__(self, operation: str, *tensors: Tensor, detail: str = "") -> None:
+        """Wait until all ranks have come to this collective; raise where they have not come to the same one.
+
+        ``tensors`` are those whose shape and dtype all ranks must agree on. Raises ``MismatchError`` on all ranks, or
+        ``DeadlineError`` on those that wait for others longer than ``HPCTRAIN_TIMEOUT``.
+        """
+        self._number += 1
+        own = _describe(self._number, operation, tensors, detail)
+        calls = {self._transport.rank: own, **self._collect(own)}
+        self._compare([calls[rank] for rank in range(self._transport.size)])
+        self._last = calls
+
+    def free(self) -> None:
+        """Give the transport back; a call by all ranks."""
+        self._transport.free()
+
+    def _collect(self, own: Call) -> dict[int, Call]:
+        record = _pack(own)
+        arriving: dict[int, tuple[Tensor, Work]] = {}
+        for rank in self._others:
+            place = torch.empty(RECORD, dtype=torch.uint8)
+            arriving[rank] = (place, self._transport.irecv(place, rank))
+        leaving = [(record, self._transport.isend(record, rank)) for rank in self._others]
+        missing = self._await({rank: work for rank, (_, work) in arriving.items()}, own)
+        calls = {rank: _unpack(place) for rank, (place, _) in arriving.items() if rank not in missing}
+        if missing:
+            # MPI may still write there; the memory must outlive this call.
+            self._unfinished += [*leaving, *(arriving[rank] for rank in missing)]
+            raise DeadlineError(self._report(missing, {self._transport.rank: own, **calls}))
+        for _, work in leaving:
+            work.wait()
+        return calls
+
+    def _await(self, works: dict[int, Work], own: Call) -> set[int]:
+        """Return the ranks that have not come before the deadline."""
+        limit = timeout_seconds()
+        started, missing = time.monotonic(), set(works)
+        with waiting(f"check of {own.operation} at {own.site}"):
+            while missing:
+                missing = {rank for rank in missing if not works[rank].done()}
+                waited = time.monotonic() - started
+                if waited > limit:
+                    break
+                time.sleep(0 if waited < 0.001 else min(waited / 10, 0.005))
+        return missing
+
+    def _compare(self, calls: Sequence[Call]) -> None:
+        for what in ("operation", "detail", "dtype", "shape"):
+            if len({getattr(call, what) for call in calls}) > 1:
+                called = _grouped(calls, lambda call: f"{call} at {call.site}")
+                name = {"detail": "root or reduction"}.get(what, what)
+                raise MismatchError(f"collective {self._number}: the ranks differ in {name}: {called}", everywhere=True)
+        sites = tuple(call.site for call in calls)
+        if len(set(sites)) > 1 and sites not in self._sites_said:
+            # Often meant (if rank == 0: ...), so it is no error; but where values are wrong, here is where to look.
+            self._sites_said.add(sites)
+            if self._transport.rank == 0:
+                called = _grouped(calls, lambda call: call.site)
+                logger.warning("collective %d, %s, is called from different lines: %s", self._number, calls[0], called)
+
+    def _report(self, missing: set[int], come: dict[int, Call]) -> str:
+        limit, size = timeout_seconds(), self._transport.size
+        waits = _grouped([come.get(rank) for rank in range(size)], lambda call: f"waiting in {call} at {call.site}")
+        text = (
+            f"collective {self._number}: {_name(sorted(missing))} {'has' if len(missing) == 1 else 'have'} not come "
+            f"within {limit:g} s (HPCTRAIN_TIMEOUT); {waits}"
+        )
+        before = [self._last.get(rank) if rank in missing else None for rank in range(size)]
+        if any(before):
+            text += "; " + _grouped(before, lambda call: f"last in {call} at {call.site}")
+        return text
+
+
+def call_site() -> str:
+    """Return the line that called a collective: the first outside of the communication layer.
+
+    Where that is the package's own (a strategy's hook), the first line of the user's follows it.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    inner = ""
+    while frame is not None:
+        path = frame.f_code.co_filename
+        if not path.startswith(_FLOORS):
+            place = f"{_short(path)}:{frame.f_lineno}"
+            if not path.startswith(_NOT_USERS):
+                return f"{inner} from {place}" if inner else place
+            inner = inner or place
+        frame = frame.f_back
+    return inner or "an unknown line"
+
+
+def _short(path: str) -> str:
+    """Return the last two parts of a path: enough to find the file, and alike on nodes with other mounts."""
+    return "/".join(Path(path).parts[-2:])
+
+
+def _describe(number: int, operation: str, tensors: Sequence[Tensor], detail: str) -> Call:
+    dtype = ", ".join(str(tensor.dtype).removeprefix("torch.") for tensor in tensors)
+    shape = ", ".join(str(list(tensor.shape)) for tensor in tensors)
+    return Call(number, operation, detail, dtype[:_ROOM], shape[:_ROOM], call_site()[-_ROOM:])
+
+
+def _pack(call: Call) -> Tensor:
+    data = json.dumps(asdict(call)).encode()
+    return torch.frombuffer(bytearray(data.ljust(RECORD)), dtype=torch.uint8)
+
+
+def _unpack(record: Tensor) -> Call:
+    try:
+        return Call(**json.loads(bytes(record.numpy()).decode()))
+    except (ValueError, TypeError) as error:
+        raise CommunicationError(f"a rank sent no readable record of its collective: {error}") from error
+
+
+def _grouped(calls: Sequence[Call | None], text: Callable[[Call], str]) -> str:
+    """Say who does what, ranks that do the same named together; None is a rank that does nothing."""
+    groups: dict[str, list[int]] = {}
+    for rank, call in enumerate(calls):
+        if call is not None:
+            groups.setdefault(text(call), []).append(rank)
+    return "; ".join(f"{_name(ranks)}: {said}" for said, ranks in groups.items())
+
+
+def _name(ranks: Sequence[int]) -> str:
+    named = ", ".join(map(str, ranks[:_NAMED]))
+    rest = f" and {len(ranks) - _NAMED} more" if len(ranks) > _NAMED else ""
+    return f"rank{'s' if len(ranks) > 1 else ''} {named}{rest}"

@@ -1,0 +1,209 @@
+"""Say what an algorithm costs, as a formula: messages in a row, bytes, and bytes reduced.
+
+Assumed: a rank sends one message at a time and receives one at a time, both together; a message of n bytes takes
+alpha + n beta seconds, reducing n bytes gamma n. S is the bytes of the whole tensor, in the type that travels: partial
+sums of 16-bit floats travel in float32. Each formula is derived where its algorithm stands.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import ceil, isqrt
+
+from hpctrain.errors import CommunicationError
+
+# What a link carries in the time that a message takes to start, alpha / beta, where nothing was measured: a few
+# microseconds at some GB/s.
+LATENCY_BYTES = 32768
+RING_SEGMENT = 2**18  # long enough to hide a message's start, short enough to stay in a core's cache
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Hold what the longest chain of messages takes, and what the busiest rank sends."""
+
+    steps: int  # messages one after the other on the longest chain
+    path: float  # bytes of these messages
+    messages: int  # sent by the rank that sends the most of them
+    sent: float  # bytes sent by the rank that sends the most
+    reduced: float = 0.0  # bytes reduced one after the other
+
+    def seconds(self, alpha: float, beta: float, gamma: float = 0.0) -> float:
+        """Return the time at alpha seconds a message, beta a byte sent, gamma a byte reduced."""
+        return self.steps * alpha + self.path * beta + self.reduced * gamma
+
+    def __add__(self, other: Cost) -> Cost:
+        """Return the cost of one after the other, where the same rank is the busiest in both."""
+        return Cost(
+            self.steps + other.steps,
+            self.path + other.path,
+            self.messages + other.messages,
+            self.sent + other.sent,
+            self.reduced + other.reduced,
+        )
+
+
+Formula = Callable[[int, int, int | None], Cost]  # of ranks, bytes, and bytes of a segment
+
+
+def cost(algorithm: str, operation: str, p: int, nbytes: int, segment: int | None = None) -> Cost:
+    """Return what an operation on ``nbytes``, the whole tensor, costs over p ranks.
+
+    ``segment`` is the bytes of a piece where an algorithm sends pieces; the one that it takes of itself where none is
+    given. Slices count as equally long. Raises ``CommunicationError`` where the algorithm has no such operation.
+    """
+    formula = FORMULAS.get((algorithm, operation))
+    if formula is None:
+        known = ", ".join(sorted(name for name, known_operation in FORMULAS if known_operation == operation))
+        raise CommunicationError(f"no cost of {operation} by {algorithm!r}: {operation} is known by {known or 'none'}")
+    return formula(p, nbytes, segment) if p > 1 else Cost(0, 0, 0, 0)
+
+
+def best_segment(nbytes: int, depth: int) -> int:
+    """Return the bytes of a segment at which a pipeline of ``depth`` further hops is fastest.
+
+    That is sqrt(S alpha / (depth beta)), where (depth + S/m) (alpha + m beta) is least.
+    """
+    return max(1, min(nbytes, isqrt(nbytes * LATENCY_BYTES // depth))) if depth > 0 else max(1, nbytes)
+
+
+def tree_height(p: int) -> int:
+    """Return the height of a binary tree of p - 1 ranks that stands below a root: the links from its top to a leaf."""
+    return max(0, (p - 1).bit_length() - 1)
+
+
+def prefers_doubling(p: int, nbytes: int) -> bool:
+    """Tell whether doubling reduces faster than halving: fewer messages against fewer bytes."""
+    doubling, halving = _doubling(p, nbytes, None), _halving(p, nbytes, None)
+    return doubling.seconds(LATENCY_BYTES, 1) <= halving.seconds(LATENCY_BYTES, 1)
+
+
+def _depth(p: int) -> int:
+    """Return ceil(log2 p)."""
+    return (p - 1).bit_length()
+
+
+def _share(p: int, nbytes: int) -> float:
+    return nbytes * (p - 1) / p
+
+
+def _pieces(nbytes: float, segment: int) -> int:
+    return max(1, ceil(nbytes / segment))
+
+
+def _tree_broadcast(p: int, nbytes: int, segment: int | None) -> Cost:
+    steps = _depth(p)
+    return Cost(steps, steps * nbytes, steps, steps * nbytes)
+
+
+def _tree_reduce(p: int, nbytes: int, segment: int | None) -> Cost:
+    steps = _depth(p)
+    return Cost(steps, steps * nbytes, 1, nbytes, steps * nbytes)
+
+
+def _tree_all_reduce(p: int, nbytes: int, segment: int | None) -> Cost:
+    # Rank 0 sends nothing in the reduction; the second busiest has one child fewer and sends once more.
+    steps = _depth(p)
+    return Cost(2 * steps, 2 * steps * nbytes, steps, steps * nbytes, steps * nbytes)
+
+
+def _tree_gather(p: int, nbytes: int, segment: int | None) -> Cost:
+    top = 1 << (_depth(p) - 1)
+    return Cost(_depth(p), _share(p, nbytes), 1, max(top // 2, p - top) * nbytes / p)
+
+
+def _tree_scatter(p: int, nbytes: int, segment: int | None) -> Cost:
+    return Cost(_depth(p), _share(p, nbytes), _depth(p), _share(p, nbytes))
+
+
+def _ring_broadcast(p: int, nbytes: int, segment: int | None) -> Cost:
+    pieces = _pieces(nbytes, segment or best_segment(nbytes, p - 2))
+    return Cost(p - 2 + pieces, nbytes + (p - 2) * nbytes / pieces, pieces, nbytes)
+
+
+def _ring_reduce_scatter(p: int, nbytes: int, segment: int | None) -> Cost:
+    messages = (p - 1) * _pieces(nbytes / p, segment or RING_SEGMENT)
+    return Cost(messages, _share(p, nbytes), messages, _share(p, nbytes), _share(p, nbytes))
+
+
+def _ring_all_gather(p: int, nbytes: int, segment: int | None) -> Cost:
+    return Cost(p - 1, _share(p, nbytes), p - 1, _share(p, nbytes))
+
+
+def _ring_all_reduce(p: int, nbytes: int, segment: int | None) -> Cost:
+    return _ring_reduce_scatter(p, nbytes, segment) + _ring_all_gather(p, nbytes, segment)
+
+
+def _halving_reduce_scatter(p: int, nbytes: int, segment: int | None) -> Cost:
+    return Cost(_depth(p), _share(p, nbytes), _depth(p), _share(p, nbytes), _share(p, nbytes))
+
+
+def _doubling_all_gather(p: int, nbytes: int, segment: int | None) -> Cost:
+    return Cost(_depth(p), _share(p, nbytes), _depth(p), _share(p, nbytes))
+
+
+def _halving(p: int, nbytes: int, segment: int | None) -> Cost:
+    return _halving_reduce_scatter(p, nbytes, segment) + _doubling_all_gather(p, nbytes, segment)
+
+
+def _doubling(p: int, nbytes: int, segment: int | None) -> Cost:
+    steps = p.bit_length() - 1
+    folded = p != 1 << steps
+    sent, steps = steps + folded, steps + 2 * folded
+    return Cost(steps, steps * nbytes, sent, sent * nbytes, _depth(p) * nbytes)
+
+
+def _recursive_all_reduce(p: int, nbytes: int, segment: int | None) -> Cost:
+    return (_doubling if prefers_doubling(p, nbytes) else _halving)(p, nbytes, None)
+
+
+def _double_tree_broadcast(p: int, nbytes: int, segment: int | None) -> Cost:
+    height = tree_height(p)
+    pieces = 2 * _pieces(nbytes / 2, segment or best_segment(nbytes, 2 * height))
+    return Cost(pieces + 2 * height, nbytes + 2 * height * nbytes / pieces, pieces, nbytes)
+
+
+def _double_tree_reduce(p: int, nbytes: int, segment: int | None) -> Cost:
+    down = _double_tree_broadcast(p, nbytes, segment)
+    return Cost(down.steps, down.path, down.messages, down.sent, down.path)
+
+
+def _double_tree_all_reduce(p: int, nbytes: int, segment: int | None) -> Cost:
+    return _double_tree_reduce(p, nbytes, segment) + _double_tree_broadcast(p, nbytes, segment)
+
+
+def _pairwise(p: int, nbytes: int, segment: int | None) -> Cost:
+    return Cost(p - 1, _share(p, nbytes), p - 1, _share(p, nbytes))
+
+
+def _direct_reduce_scatter(p: int, nbytes: int, segment: int | None) -> Cost:
+    return Cost(p - 1, _share(p, nbytes), p - 1, _share(p, nbytes), _share(p, nbytes))
+
+
+def _direct_all_reduce(p: int, nbytes: int, segment: int | None) -> Cost:
+    return _direct_reduce_scatter(p, nbytes, segment) + _pairwise(p, nbytes, segment)
+
+
+FORMULAS: dict[tuple[str, str], Formula] = {
+    ("tree", "broadcast"): _tree_broadcast,
+    ("tree", "reduce"): _tree_reduce,
+    ("tree", "all_reduce"): _tree_all_reduce,
+    ("tree", "gather"): _tree_gather,
+    ("tree", "scatter"): _tree_scatter,
+    ("ring", "broadcast"): _ring_broadcast,
+    ("ring", "reduce_scatter"): _ring_reduce_scatter,
+    ("ring", "all_gather"): _ring_all_gather,
+    ("ring", "all_reduce"): _ring_all_reduce,
+    ("recursive", "reduce_scatter"): _halving_reduce_scatter,
+    ("recursive", "all_gather"): _doubling_all_gather,
+    ("recursive", "all_reduce"): _recursive_all_reduce,
+    ("doubling", "all_reduce"): _doubling,
+    ("halving", "all_reduce"): _halving,
+    ("double_tree", "broadcast"): _double_tree_broadcast,
+    ("double_tree", "reduce"): _double_tree_reduce,
+    ("double_tree", "all_reduce"): _double_tree_all_reduce,
+    ("pairwise", "all_to_all"): _pairwise,
+    ("direct", "reduce_scatter"): _direct_reduce_scatter,
+    ("direct", "all_reduce"): _direct_all_reduce,
+}

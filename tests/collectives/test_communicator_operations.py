@@ -1,0 +1,109 @@
+"""Every operation of the communicator by every algorithm that it names, on real ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from hpctrain.errors import CommunicationError
+
+LENGTH = 1003  # nothing divides it
+
+
+def mine(rank: int, length: int = LENGTH, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return ((torch.arange(length) * 7 + 13 * rank) % 31).to(dtype)
+
+
+def total(size: int, length: int = LENGTH) -> torch.Tensor:
+    return torch.stack([mine(rank, length) for rank in range(size)]).sum(0)  # whole numbers: any order is exact
+
+
+@pytest.mark.ranks(1, 2, 3, 4)
+@pytest.mark.parametrize("algorithm", ["auto", "mpi", "direct", "tree", "ring", "recursive", "double_tree"])
+def test_all_reduce_by_name(comm: Any, algorithm: str) -> None:
+    tensor = mine(comm.rank).view(17, 59)
+    assert comm.all_reduce(tensor, algorithm=algorithm) is tensor
+    assert torch.equal(tensor.view(-1), total(comm.size))
+    averaged = comm.all_reduce(mine(comm.rank), "average", algorithm=algorithm)
+    torch.testing.assert_close(averaged, total(comm.size) / comm.size)
+
+
+@pytest.mark.ranks(1, 2, 3, 4)
+@pytest.mark.parametrize("algorithm", ["auto", "mpi", "tree", "ring", "double_tree"])
+def test_broadcast_by_name(comm: Any, algorithm: str) -> None:
+    for root in range(comm.size):
+        tensor = comm.broadcast(mine(comm.rank), root, algorithm=algorithm)
+        assert torch.equal(tensor, mine(root))
+
+
+@pytest.mark.ranks(1, 2, 3, 4)
+@pytest.mark.parametrize("algorithm", ["auto", "tree", "double_tree"])
+def test_reduce_by_name(comm: Any, algorithm: str) -> None:
+    root = comm.size - 1
+    tensor = comm.reduce(mine(comm.rank), "sum", root, algorithm=algorithm)
+    assert torch.equal(tensor, total(comm.size) if comm.rank == root else mine(comm.rank))
+
+
+@pytest.mark.ranks(1, 2, 3, 4)
+@pytest.mark.parametrize("algorithm", ["auto", "direct", "ring", "recursive"])
+def test_reduce_scatter_by_name(comm: Any, algorithm: str) -> None:
+    length = 10 * comm.size
+    share = comm.reduce_scatter(torch.empty(10), mine(comm.rank, length), algorithm=algorithm)
+    assert torch.equal(share, total(comm.size, length)[10 * comm.rank : 10 * (comm.rank + 1)])
+
+
+@pytest.mark.ranks(1, 2, 3, 4)
+@pytest.mark.parametrize("algorithm", ["auto", "mpi", "ring", "recursive"])
+def test_all_gather_by_name(comm: Any, algorithm: str) -> None:
+    whole = comm.all_gather(torch.empty(LENGTH * comm.size), mine(comm.rank), algorithm=algorithm)
+    assert torch.equal(whole, torch.cat([mine(rank) for rank in range(comm.size)]))
+
+
+@pytest.mark.ranks(1, 2, 3, 4)
+def test_gather_and_scatter_on_every_root(comm: Any) -> None:
+    everything = torch.cat([mine(rank) for rank in range(comm.size)])
+    for root in range(comm.size):
+        out = torch.empty(LENGTH * comm.size) if comm.rank == root else None
+        whole = comm.gather(out, mine(comm.rank), root)
+        assert whole is out and (whole is None or torch.equal(whole, everything))
+        share = comm.scatter(torch.empty(LENGTH), everything if comm.rank == root else None, root)
+        assert torch.equal(share, mine(comm.rank))
+
+
+@pytest.mark.ranks(1, 2, 3, 4)
+def test_all_to_all_is_a_transposition(comm: Any) -> None:
+    given = torch.arange(3 * comm.size) + 100 * comm.rank
+    out = comm.all_to_all(torch.empty_like(given), given)
+    columns = [torch.arange(3 * comm.rank, 3 * comm.rank + 3) + 100 * rank for rank in range(comm.size)]
+    assert torch.equal(out, torch.cat(columns))
+
+
+@pytest.mark.ranks(1, 2, 3, 4)
+def test_bits_of_integers_and_truth_values(comm: Any) -> None:
+    flags = torch.arange(8, dtype=torch.int32) << comm.rank
+    expected = flags.clone() * 0
+    for rank in range(comm.size):
+        expected |= torch.arange(8, dtype=torch.int32) << rank
+    assert torch.equal(comm.all_reduce(flags, "bor"), expected)
+    truth = torch.tensor([True, comm.rank == 0, False])
+    assert comm.all_reduce(truth, "band").tolist() == [True, comm.size == 1, False]
+
+
+@pytest.mark.ranks(1, 2, 3, 4)
+def test_what_does_not_fit_is_refused(comm: Any) -> None:
+    one, several = torch.zeros(1), torch.zeros(comm.size)
+    with pytest.raises(CommunicationError, match="rank 99 is not in 0"):
+        comm.reduce(one, "sum", 99)
+    with pytest.raises(CommunicationError, match="bor of torch.float32 is not defined"):
+        comm.all_reduce(one, "bor")
+    with pytest.raises(CommunicationError, match="expected equal tensors"):
+        comm.all_to_all(torch.zeros(comm.size + 1), several)
+    with pytest.raises(CommunicationError, match="'mpi' of reduce: known are auto, double_tree, tree"):
+        comm.reduce(one, algorithm="mpi")
+    with pytest.raises(CommunicationError, match="tag 32765 is not in 0..32764"):
+        comm.send(one, 0, 32765)
+    if comm.rank == 0:
+        with pytest.raises(CommunicationError, match="the root, rank 0, needs out"):
+            comm.gather(None, one, 0)
