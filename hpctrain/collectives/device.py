@@ -1,0 +1,242 @@
+"""Carry the collectives of tensors on a GPU, on the path that ``transport.device`` chooses.
+
+Note: reductions that NCCL does otherwise than torch. NCCL rounds 16-bit floats after every rank and drops NaN from
+minimum and maximum. There the ranks exchange slices by NCCL, reduce their own one on the GPU, in rank order and with
+16-bit floats in float32, and exchange the results: the bytes of a ring, 2 S (p-1)/p, and the bits of the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from hpctrain.collectives.direct import slices
+from hpctrain.collectives.queue import OperationQueue
+from hpctrain.collectives.reduction import Reducer, average_scale, carrier_op, partial_dtype
+from hpctrain.errors import CommunicationError
+from hpctrain.transport.base import Finished, Transport, Work
+from hpctrain.transport.device import Abilities, Announcer, Choice, Path, choose_path
+from hpctrain.transport.nccl import NcclTransport
+from hpctrain.transport.nccl_channel import NcclChannel
+from hpctrain.transport.pieces import Piece, elementwise, gathered, scattered
+from hpctrain.transport.staged import PIECE_BYTES, StagedCopier
+from hpctrain.transport.streams import Streams, streams_of
+
+_OnHost = Callable[[Tensor, Tensor], object]
+
+
+class HostCollectives(Protocol):
+    """Say what staging needs: the collectives on contiguous host tensors."""
+
+    def broadcast(self, tensor: Tensor, root: int) -> object:
+        """Copy the root's tensor to every rank."""
+
+    def all_reduce(self, tensor: Tensor, op: str) -> object:
+        """Reduce over all ranks, in place."""
+
+    def reduce_scatter(self, out: Tensor, tensor: Tensor, op: str) -> object:
+        """Reduce over all ranks and keep this rank's share."""
+
+    def all_gather(self, out: Tensor, tensor: Tensor) -> object:
+        """Put the tensors of all ranks behind each other."""
+
+
+class DeviceCollectives:
+    """Hold the ways of the tensors on one device of this rank; all ranks make it together, and use it alike.
+
+    ``transport`` and ``host`` carry host tensors for staging. ``make`` makes the transport of a path ("nccl" or "mpi"),
+    here and not at first use: that might be a message between two ranks, and the others would not come. What has been
+    handed to the device has ended in the order of the caller's stream.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        host: HostCollectives,
+        device: torch.device,
+        abilities: Abilities,
+        make: Callable[[Path], Transport],
+        *,
+        queue: OperationQueue,
+        measured: Mapping[str, Sequence[tuple[int, Path]]] | None = None,
+        streams: Streams | None = None,
+    ) -> None:
+        self._transport = transport
+        self._host = host
+        self._device = device
+        self._abilities = abilities
+        self._queue = queue
+        self._measured = measured or {}
+        self._copier = StagedCopier(streams or streams_of(device))
+        self._reducer = Reducer()
+        self._announcer = Announcer(transport.rank)
+        able: list[Path] = [path for path, why in _hindrances(abilities).items() if not why]
+        self._carriers = {path: make(path) for path in able}
+        for channel in self._channels():
+            queue.adopt(channel)
+
+    def broadcast(self, tensor: Tensor, root: int = 0, algorithm: str = "auto") -> None:
+        """Copy the root's tensor to every rank, in place."""
+        path = self._choose("broadcast", tensor, algorithm)
+        with self._flat(tensor) as flat, self._queue(path, "broadcast"):
+            if path != "staged":
+                self._carriers[path].broadcast(flat, root)
+                return
+            reads = self._transport.rank == root
+            pieces = elementwise(flat, PIECE_BYTES, read=reads, write=not reads)
+            self._stage(pieces, lambda out, tensor: self._host.broadcast(tensor if reads else out, root), flat.dtype)
+
+    def all_reduce(self, tensor: Tensor, op: str, algorithm: str = "auto") -> Work:
+        """Reduce over all ranks, in place; the result is there for what the caller's stream does next."""
+        path = self._choose("all_reduce", tensor, algorithm, op)
+        with self._flat(tensor) as flat, self._queue(path, "all_reduce"):
+            if path == "staged":
+                pieces = elementwise(flat, PIECE_BYTES)
+                self._stage(pieces, lambda out, _: self._host.all_reduce(out, op), flat.dtype)
+            else:
+                self._reduce_on_device(self._carriers[path], flat, op)
+        return Finished()
+
+    def reduce_scatter(self, out: Tensor, tensor: Tensor, op: str, algorithm: str = "auto") -> None:
+        """Reduce over all ranks and keep share ``rank`` of the flat result in ``out``."""
+        path = self._choose("reduce_scatter", tensor, algorithm, op)
+        with self._flat(tensor, back=False) as whole, self._flat(out) as part, self._queue(path, "reduce_scatter"):
+            if path == "staged":
+                pieces = scattered(part, whole, self._transport.size, PIECE_BYTES)
+                self._stage(pieces, lambda out, tensor: self._host.reduce_scatter(out, tensor, op), part.dtype)
+            else:
+                carrier = self._carriers[path]
+                part.copy_(self._reduced_share(carrier, whole, [part.numel()] * carrier.size, op))
+
+    def all_gather(self, out: Tensor, tensor: Tensor, algorithm: str = "auto") -> None:
+        """Put the tensors of all ranks behind each other in ``out``."""
+        path = self._choose("all_gather", tensor, algorithm)
+        with self._flat(tensor, back=False) as part, self._flat(out) as whole, self._queue(path, "all_gather"):
+            if path == "staged":
+                pieces = gathered(whole, part, self._transport.size, PIECE_BYTES)
+                self._stage(pieces, lambda out, tensor: self._host.all_gather(out, tensor), part.dtype)
+            else:
+                self._carriers[path].all_gather(whole, part)
+
+    def send(self, tensor: Tensor, peer: int, tag: int = 0) -> None:
+        """Send to one rank; with a tag other than 0 on a path that knows tags."""
+        path = self._choose("send", tensor, "auto", tag=tag)
+        with self._flat(tensor, back=False) as flat, self._queue(path, "send"):
+            if path == "staged":
+                pieces = elementwise(flat, _message_bytes(), write=False)
+                self._stage(pieces, lambda _, tensor: self._transport.send(tensor, peer, tag), flat.dtype)
+            else:
+                self._carriers[path].send(flat, peer, tag)
+
+    def recv(self, tensor: Tensor, peer: int, tag: int = 0) -> None:
+        """Receive from one rank into a tensor of the size that was sent."""
+        path = self._choose("send", tensor, "auto", tag=tag)
+        with self._flat(tensor) as flat, self._queue(path, "recv"):
+            if path == "staged":
+                pieces = elementwise(flat, _message_bytes(), read=False)
+                self._stage(pieces, lambda out, _: self._transport.recv(out, peer, tag), flat.dtype)
+            else:
+                self._carriers[path].recv(flat, peer, tag)
+
+    def free(self) -> None:
+        """Give the transports of the paths back; a call by all ranks."""
+        for channel in self._channels():
+            self._queue.forget(channel)
+        for carrier in self._carriers.values():
+            carrier.free()
+        self._carriers.clear()
+
+    # How --------------------------------------------------------------------------------------------------------------
+
+    def _choose(self, operation: str, tensor: Tensor, algorithm: str, op: str = "", tag: int = 0) -> Path:
+        if tensor.device != self._device:
+            raise CommunicationError(
+                f"{operation} of a tensor on {tensor.device}: this rank's tensors are on {self._device} or on the host"
+            )
+        nbytes = tensor.numel() * tensor.element_size()
+        abilities = self._abilities
+        if tag:
+            abilities = Abilities("NCCL knows no tags", abilities.no_mpi, abilities.ranks_per_gpu, abilities.mpi_reason)
+        choice: Choice = choose_path(
+            operation,
+            nbytes,
+            abilities,
+            algorithm=algorithm,
+            mpi_reduces=not op or self._transport.reduces(tensor.dtype, carrier_op(op)),
+            measured=self._measured.get(operation, ()),
+        )
+        self._announcer.say(choice)
+        return choice.path
+
+    def _channels(self) -> list[NcclChannel]:
+        return [carrier.channel for carrier in self._carriers.values() if isinstance(carrier, NcclTransport)]
+
+    def _reduce_on_device(self, carrier: Transport, flat: Tensor, op: str) -> None:
+        if carrier.reduces(flat.dtype, op):
+            carrier.all_reduce(flat, op)
+        elif carrier.reduces(flat.dtype, carrier_op(op)):
+            carrier.all_reduce(flat, carrier_op(op))
+            flat.mul_(average_scale(op, carrier.size) or 1.0)
+        else:
+            counts = slices(flat.numel(), carrier.size)
+            own = self._reduced_share(carrier, flat, counts, op)
+            carrier.all_to_all(flat, own.repeat(carrier.size), [own.numel()] * carrier.size, counts)
+
+    def _reduced_share(self, carrier: Transport, flat: Tensor, counts: Sequence[int], op: str) -> Tensor:
+        """Return this rank's slice of the reduction: the slices of all ranks fetched, then reduced in rank order."""
+        own = counts[carrier.rank]
+        received = flat.new_empty(own * carrier.size)
+        carrier.all_to_all(received, flat, counts, [own] * carrier.size)
+        first, *rest = received.view(carrier.size, own).unbind()
+        wide = partial_dtype(flat.dtype, op)
+        total = first.to(wide, copy=True)
+        for piece in rest:
+            self._reducer.combine(total, total, piece.to(wide), op)
+        scale = average_scale(op, carrier.size)
+        return (total if scale is None else total.mul_(scale)).to(flat.dtype)
+
+    def _stage(self, pieces: Sequence[Piece], operation: _OnHost, dtype: torch.dtype) -> None:
+        def run(target: Tensor, source: Tensor) -> None:
+            operation(target, source)
+
+        self._copier.run(pieces, run, dtype)
+
+    @contextmanager
+    def _flat(self, tensor: Tensor, *, back: bool = True) -> Iterator[Tensor]:
+        """Yield the tensor flat and contiguous; afterwards copy it ``back`` where that was a copy."""
+        plain = tensor.detach()
+        if plain.is_contiguous():
+            yield plain.view(-1)
+            return
+        packed = plain.contiguous()
+        yield packed.view(-1)
+        if back:
+            plain.copy_(packed)
+
+
+def _hindrances(abilities: Abilities) -> dict[Path, str]:
+    return {"nccl": abilities.no_nccl, "mpi": abilities.no_mpi}
+
+
+def maker(transport: Any, device: torch.device) -> Callable[[Path], Transport]:
+    """Return what makes the transport of a path among the ranks of an MPI transport."""
+
+    def make(path: Path) -> Transport:
+        if path == "nccl":
+            return NcclTransport(transport, device)
+        from hpctrain.transport.cuda_mpi import CudaMpiTransport
+
+        return CudaMpiTransport(transport.comm, device)
+
+    return make
+
+
+def _message_bytes() -> int:
+    # A message staged in pieces must be cut as MPI's transport cuts one, because the other end may lie on the host.
+    from hpctrain.transport.mpi import MESSAGE_BYTES
+
+    return MESSAGE_BYTES

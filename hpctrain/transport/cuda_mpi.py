@@ -1,0 +1,60 @@
+"""Hand device pointers to a CUDA-aware MPI; only where a canary exchange has proved that it takes them.
+
+MPI knows nothing of streams: before each call the host waits until the caller's stream has computed what is sent.
+What MPI has received lies in memory when its call returns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from mpi4py import MPI
+from torch import Tensor
+
+from hpctrain.transport.base import Work
+from hpctrain.transport.mpi import MpiTransport
+from hpctrain.transport.on_device import OnDevice
+from hpctrain.transport.streams import Streams, streams_of
+
+
+class CudaMpiTransport(OnDevice, MpiTransport):
+    """Carry tensors on ``device`` over a communicator of its own, duplicated from the one given."""
+
+    name = "mpi"
+
+    def __init__(self, comm: MPI.Intracomm, device: torch.device, streams: Streams | None = None) -> None:
+        super().__init__(comm)
+        self.device = device
+        self._streams = streams or streams_of(device)
+
+    def _settle(self) -> None:
+        self._streams.synchronize(self._streams.record(self._streams.current()))
+
+    def _isend(self, tensor: Tensor, peer: int, tag: int) -> Work:
+        self._settle()
+        return super()._isend(tensor, peer, tag)
+
+    def _irecv(self, tensor: Tensor, peer: int, tag: int) -> Work:
+        # What the caller still computes with the old content must not see the new one.
+        self._settle()
+        return super()._irecv(tensor, peer, tag)
+
+    def _broadcast(self, tensor: Tensor, root: int) -> None:
+        self._settle()
+        super()._broadcast(tensor, root)
+
+    def _all_reduce(self, tensor: Tensor, op: str) -> None:
+        self._settle()
+        super()._all_reduce(tensor, op)
+
+    def _all_gather(self, out: Tensor, tensor: Tensor) -> None:
+        share = out.view(-1)[self.rank * tensor.numel() : (self.rank + 1) * tensor.numel()]
+        share.copy_(tensor.view(-1))
+        self._settle()
+        # The parent copies this share onto itself, which changes nothing while MPI reads it.
+        super()._all_gather(out, share)
+
+    def _iall_to_all(self, out: Tensor, tensor: Tensor, sent: Sequence[int], received: Sequence[int]) -> Work:
+        self._settle()
+        return super()._iall_to_all(out, tensor, sent, received)

@@ -1,0 +1,58 @@
+"""Cut a collective on long tensors into collectives on pieces: pure, so that all ranks cut alike."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Hold the parts of tensors that one host operation reads and writes, each packed in the order given.
+
+    ``in_place`` says that the operation works in the memory that it reads from.
+    """
+
+    inputs: list[Tensor]
+    outputs: list[Tensor]
+    in_place: bool = False
+
+
+def _ranges(numel: int, step: int) -> Iterator[slice]:
+    # An empty tensor is one empty piece: the others wait for this rank all the same.
+    for start in range(0, max(numel, 1), max(step, 1)):
+        yield slice(start, min(start + step, numel))
+
+
+def elementwise(tensor: Tensor, nbytes: int, *, read: bool = True, write: bool = True) -> list[Piece]:
+    """Cut a flat tensor that is operated on in place (all_reduce, broadcast), only read (send) or only written (recv).
+
+    A piece has at most ``nbytes`` bytes.
+    """
+    step = nbytes // tensor.element_size()
+    cuts = [tensor[piece] for piece in _ranges(tensor.numel(), step)]
+    return [Piece([cut] if read else [], [cut] if write else [], in_place=read and write) for cut in cuts]
+
+
+def gathered(out: Tensor, tensor: Tensor, size: int, nbytes: int) -> list[Piece]:
+    """Cut an all_gather of flat tensors: a piece of this rank's share in, the same piece of every share out."""
+    step = nbytes // (tensor.element_size() * size)
+    shares = out.view(size, tensor.numel())
+    cuts = _ranges(tensor.numel(), step)
+    return [Piece([tensor[piece]], [share[piece] for share in shares.unbind()]) for piece in cuts]
+
+
+def scattered(out: Tensor, tensor: Tensor, size: int, nbytes: int) -> list[Piece]:
+    """Cut a reduce_scatter or an equal all_to_all of flat tensors: a piece of every share in.
+
+    Out goes the same piece of ``out``, which is one share (reduce_scatter) or as many as ``tensor`` (all_to_all).
+    """
+    step = nbytes // (tensor.element_size() * size)
+    shares = tensor.view(size, tensor.numel() // size)
+    results = out.view(-1, shares.shape[1]) if shares.shape[1] else out.view(1, 0)
+    return [
+        Piece([share[piece] for share in shares.unbind()], [result[piece] for result in results.unbind()])
+        for piece in _ranges(shares.shape[1], step)
+    ]

@@ -1,0 +1,124 @@
+"""The canary: a verdict for every way in which an exchange can end, and never a crash of who asks."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from hpctrain.transport import canary
+from hpctrain.transport.canary import MARK, Verdict, exchange, judge, library_name, mpi_says, probe
+
+SMALL = (2, 1000)
+HOST = torch.device("cpu")
+
+
+def program(text: str) -> Any:
+    return probe([], program=(sys.executable, "-c", text), timeout=5)
+
+
+def printed(verdict: Verdict) -> str:
+    facts = {"cuda_aware": verdict.cuda_aware, "reason": verdict.reason, "library": verdict.library}
+    return f"print('warning: x'); print({MARK + json.dumps(facts)!r})"
+
+
+@pytest.mark.ranks
+def test_a_right_exchange(comm: Any) -> None:
+    assert exchange(comm.transport, HOST, SMALL) == []
+    verdict = judge(comm.transport, HOST, "Some MPI 1", SMALL)
+    memory = "from memory of cpu to memory of cpu"
+    assert verdict == Verdict(False, f"every value arrived on {comm.size} ranks, {memory}", "Some MPI 1")
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("broken", ["recv", "broadcast", "all_reduce", "all_gather"])
+def test_one_wrong_value_on_one_rank_is_everybodys_verdict(
+    comm: Any, broken: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kind = type(comm.transport)
+    name = "_irecv" if broken == "recv" else f"_{broken}"
+    right = getattr(kind, name)
+
+    def spoil(tensor: Tensor) -> None:
+        if comm.rank == comm.size - 1 and tensor.numel() >= 1000:
+            tensor[17] += 1
+
+    class Spoiled:
+        def __init__(self, work: Any, tensor: Tensor) -> None:
+            self.work, self.tensor = work, tensor
+
+        def wait(self) -> None:
+            self.work.wait()
+            spoil(self.tensor)
+
+    def wrong(self: Any, tensor: Tensor, *rest: Any) -> Any:
+        work = right(self, tensor, *rest)
+        if work is not None:
+            return Spoiled(work, tensor)
+        spoil(tensor)
+
+    monkeypatch.setattr(kind, name, wrong)
+    verdict = judge(comm.transport, HOST, "Some MPI 1", SMALL)
+    said = "send and recv" if broken == "recv" else broken
+    assert not verdict.cuda_aware
+    assert verdict.reason == f"{said} of 1000 elements brought 1 wrong ones to rank {comm.size - 1}"
+    assert comm.all_gather_object(verdict) == [verdict] * comm.size
+
+
+def test_the_exchange_runs_as_a_job_of_its_own() -> None:
+    verdict = probe(program=(sys.executable, "-m", "hpctrain.transport.canary", "--device", "cpu"))
+    assert verdict.reason == "every value arrived on 2 ranks, from memory of cpu to memory of cpu"
+    assert verdict.holds_for(library_name()) and not verdict.holds_for("Other MPI 2")
+
+
+def test_without_a_gpu_the_verdict_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    verdict = probe()
+    assert (verdict.cuda_aware, verdict.reason) == (False, "no GPU is visible")
+
+
+def test_a_crash_is_a_verdict() -> None:
+    verdict = program("import os; print('about to read', flush=True); os.abort()")
+    assert verdict == Verdict(False, "the exchange ended with status -6: about to read", "")
+
+
+def test_a_crash_after_the_verdict_counts() -> None:
+    good = Verdict(True, "every value arrived", "Some MPI 1")
+    verdict = program(f"{printed(good)}\nimport os, sys; sys.stdout.flush(); os.abort()")
+    assert not verdict.cuda_aware and "ended with status -6" in verdict.reason and verdict.library == "Some MPI 1"
+
+
+def test_a_hang_is_a_verdict_and_leaves_nobody_behind() -> None:
+    started = time.monotonic()
+    verdict = probe([], program=(sys.executable, "-c", "import time; time.sleep(60)"), timeout=0.5)
+    assert verdict == Verdict(False, "the exchange did not end within 0.5 s", "")
+    assert time.monotonic() - started < 10
+
+
+def test_silence_and_nonsense_are_verdicts() -> None:
+    assert program("pass").reason == "the exchange ended with status 0: it printed nothing"
+    assert not program(f"print({MARK!r} + '{{broken')").cuda_aware
+    assert not program(f"print({MARK!r} + '{{}}')").cuda_aware
+
+
+@pytest.mark.parametrize("aware", [True, False])
+def test_a_verdict_is_found_among_warnings(aware: bool) -> None:
+    verdict = Verdict(aware, "said so", "Some MPI 1")
+    assert program(printed(verdict)) == verdict
+
+
+@pytest.mark.ranks
+def test_an_mpi_that_says_no_is_not_tried(comm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert mpi_says() in (True, False, None)
+    monkeypatch.setattr(canary, "mpi_says", lambda: False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert "built without CUDA (MPIX_Query_cuda_support)" in canary._hindrance("cuda", 2)
+    assert canary._hindrance("cpu", 2) == "" and canary._hindrance("cpu", 1) == "the canary needs two ranks"
+    for unsure in (True, None):
+        monkeypatch.setattr(canary, "mpi_says", lambda: unsure)
+        assert canary._hindrance("cuda", 2) == ""

@@ -1,0 +1,69 @@
+"""What is said where CuPy or its NCCL is missing, too old or broken, and which reductions are NCCL's."""
+
+from __future__ import annotations
+
+import sys
+import types
+from typing import Any
+
+import pytest
+import torch
+from support.nccl import FakeNccl
+
+from hpctrain.errors import CommunicationError
+from hpctrain.transport.nccl_library import load, op_code, why_missing
+
+
+def install(monkeypatch: pytest.MonkeyPatch, nccl: Any) -> None:
+    cuda = types.ModuleType("cupy.cuda")
+    cuda.nccl = nccl  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "cupy", types.ModuleType("cupy"))
+    monkeypatch.setitem(sys.modules, "cupy.cuda", cuda)
+
+
+def test_cupy_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    with pytest.raises(CommunicationError, match=r"NCCL needs CuPy \(pip install hpctrain\[cuda\]\): "):
+        load()
+
+
+def test_cupy_has_no_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, types.SimpleNamespace(available=False))
+    with pytest.raises(CommunicationError, match="CuPy has no NCCL: install nvidia-nccl-cu12"):
+        load()
+
+
+def test_nccl_is_too_old_to_send(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, FakeNccl(version=2604))
+    with pytest.raises(CommunicationError, match="NCCL 2604 cannot send from rank to rank: 2.7 or newer is needed"):
+        load()
+
+
+def test_a_gpu_is_looked_for_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = FakeNccl()
+    install(monkeypatch, found)
+    assert load() is found
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert why_missing() == "no GPU is visible"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert why_missing() == ""
+    install(monkeypatch, types.SimpleNamespace(available=False))
+    assert "CuPy has no NCCL" in why_missing()
+
+
+@pytest.mark.parametrize(
+    "dtype, op, known",
+    [
+        (torch.float32, "sum", True),
+        (torch.float32, "max", False),  # NCCL drops NaN
+        (torch.bfloat16, "sum", False),  # NCCL rounds after every rank
+        (torch.bfloat16, "max", False),
+        (torch.int16, "sum", False),
+        (torch.int64, "max", True),
+        (torch.int64, "average", False),
+        (torch.bool, "average", False),
+        (torch.int32, "bxor", False),
+    ],
+)
+def test_what_nccl_reduces_as_torch_does(dtype: torch.dtype, op: str, known: bool) -> None:
+    assert (op_code(dtype, op, 22105) is not None) == known
