@@ -33,7 +33,15 @@ class Bucket:
         self.missing = set(self.members)
         self.flags.fill_(1)
 
-    def fill_missing(self, gradients: Sequence[Tensor | None]) -> set[int]:
+    def put(self, place: int, gradient: Tensor, share: float) -> None:
+        """Write ``share`` x a gradient to its place, in one pass; it may lie there already."""
+        view = self.views[place]
+        if gradient.device != view.device:
+            view.copy_(gradient).mul_(share)
+        else:
+            torch.mul(gradient, share, out=view)
+
+    def fill_missing(self, gradients: Sequence[Tensor | None], share: float) -> set[int]:
         """Complete the bucket where no gradient came in this backward pass; return the members without any.
 
         ``gradients`` are this rank's, by parameter: one accumulated before still counts; where there is none, zeros.
@@ -47,8 +55,8 @@ class Bucket:
                 self.views[place].zero_()
                 self.flags[place] = 0
                 absent.add(member)
-            elif gradient.data_ptr() != self.views[place].data_ptr():
-                self.views[place].copy_(gradient)
+            else:
+                self.put(place, gradient, share)
         self.missing.clear()
         return absent
 

@@ -3,9 +3,10 @@
 After Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", VLDB 2020: buckets in
 reverse order of the parameters, reduced from autograd hooks, rebuilt once in the order in which gradients really come.
 
-Note: gradients live in the bucket, the bucket in the window. Autograd hands over a fresh gradient; its hook copies it,
-while it is in cache, to its place in the bucket and makes that place the parameter's ``grad``. From there it is reduced
-where it lies (see the note in ``collectives.window``), and the optimizer reads it there: nothing is copied out. Buckets
+Note: gradients live in the bucket, the bucket in the window. Autograd hands over a fresh gradient; its hook writes it,
+while it is in cache and divided by the number of ranks on the way, to its place in the bucket and makes that place the
+parameter's ``grad``. From there it is reduced where it lies (see the note in ``collectives.window``), and the optimizer
+reads it there: nothing is copied out. Buckets
 are started in one order on all ranks, whatever order their gradients come in, and nobody waits before the end of the
 backward pass: a rank that is ahead goes on computing. Where ranks share no memory a reduction cannot be left under way;
 there all of them run at the end, so that they never come between the collectives of the model's own backward pass.
@@ -54,6 +55,7 @@ class DataParallel(Strategy):
         self._names = [name for name, _ in named]
         self._parameters = [parameter for _, parameter in named]
         self._handles: list[RemovableHandle] = []
+        self._share = 1.0 / comm.size  # each rank puts in its share of the average, so no pass is needed to divide
         self._syncing = True
         self._running = False  # between a backward pass's first gradient and its end
         self._works: list[Work] = []
@@ -126,9 +128,7 @@ class DataParallel(Strategy):
         # A bucket can start when its last gradient has come.
         self._buckets = sorted(buckets, key=lambda bucket: max(place[member] for member in bucket.members))
         self._home = {
-            member: (bucket, view)
-            for bucket in self._buckets
-            for member, view in zip(bucket.members, bucket.views)
+            member: (bucket, place) for bucket in self._buckets for place, member in enumerate(bucket.members)
         }
         self._next = 0
 
@@ -169,7 +169,7 @@ class DataParallel(Strategy):
         if not self._running:
             self._running = True
             Variable._execution_engine.queue_callback(self._finish)
-        bucket, view = self._home[number]
+        bucket, place = self._home[number]
         if number not in bucket.missing:
             raise UsageError(
                 f"parameter {self._names[number]} got its gradient twice in one backward pass: "
@@ -179,10 +179,9 @@ class DataParallel(Strategy):
         assert gradient is not None
         if gradient.layout is not torch.strided:
             raise UsageError(f"parameter {self._names[number]} got a sparse gradient: only dense ones can be reduced")
-        if gradient.data_ptr() != view.data_ptr():
-            view.copy_(gradient)
-            if self._lives_in_bucket(parameter, view):
-                parameter.grad = view
+        bucket.put(place, gradient, self._share)
+        if self._lives_in_bucket(parameter, bucket.views[place]):
+            parameter.grad = bucket.views[place]
         bucket.missing.discard(number)
         if not self._rebuilt:
             self._observed.append(number)
@@ -196,7 +195,7 @@ class DataParallel(Strategy):
     def _start_full_buckets(self) -> None:
         while self._next < len(self._buckets) and not self._buckets[self._next].missing:
             bucket = self._buckets[self._next]
-            work = self.comm.all_reduce(bucket.flat, "average", async_op=True)
+            work = self.comm.all_reduce(bucket.flat, "sum", async_op=True)
             assert not isinstance(work, Tensor)
             self._works.append(work)
             self._next += 1
@@ -208,7 +207,7 @@ class DataParallel(Strategy):
         absent: set[int] = set()
         gradients = [parameter.grad for parameter in self._parameters]
         for bucket in self._buckets:
-            absent |= bucket.fill_missing(gradients)
+            absent |= bucket.fill_missing(gradients, self._share)
         self._start_full_buckets()
         for work in self._works:
             work.wait()

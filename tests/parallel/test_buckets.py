@@ -83,8 +83,8 @@ def test_missing_gradients_are_filled_in() -> None:
     bucket.missing.discard(3)
     bucket.views[3].fill_(7)
     elsewhere, in_place = torch.full((3,), 6.0), bucket.views[3]
-    assert bucket.fill_missing([None, elsewhere, in_place, None]) == {0}
-    assert [view[0].item() for view in bucket.views] == [5, 6, 0, 7]
+    assert bucket.fill_missing([None, elsewhere, in_place, None], share=0.5) == {0}
+    assert [view[0].item() for view in bucket.views] == [5, 3, 0, 3.5]  # what had come before is not touched
     assert bucket.flags.tolist() == [1, 1, 0, 1] and not bucket.missing
     bucket.reset()
     assert bucket.flags.tolist() == [1] * 4 and bucket.missing == {0, 1, 2, 3}
