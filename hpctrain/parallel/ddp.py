@@ -6,10 +6,10 @@ reverse order of the parameters, reduced from autograd hooks, rebuilt once in th
 Note: gradients live in the bucket, the bucket in the window. Autograd hands over a fresh gradient; its hook writes it,
 while it is in cache and divided by the number of ranks on the way, to its place in the bucket and makes that place the
 parameter's ``grad``. From there it is reduced where it lies (see the note in ``collectives.window``), and the optimizer
-reads it there: nothing is copied out. Buckets
-are started in one order on all ranks, whatever order their gradients come in, and nobody waits before the end of the
-backward pass: a rank that is ahead goes on computing. Where ranks share no memory a reduction cannot be left under way;
-there all of them run at the end, so that they never come between the collectives of the model's own backward pass.
+reads it there: nothing is copied out. Buckets are started in one order on all ranks, whatever order their gradients
+come in, and nobody waits before the end of the backward pass: a rank that is ahead goes on computing. Where ranks share
+no memory a reduction cannot be left under way; there all of them run at the end, so that they never come between the
+collectives of the model's own backward pass.
 
 A bucket of another dtype (compression) or device (a GPU without a device transport) is a copy of the gradients, so
 there the result is copied back.

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
+import os
+import shutil
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,6 +33,14 @@ def sample_text(model: nn.Module, prompt: str, device: torch.device) -> str | No
     return bytes(written.tolist()).decode(errors="replace")
 
 
+def _program() -> str:
+    """Return how to call the command from this folder: by name where it is in PATH, else by where it lies."""
+    if shutil.which("hpctrain"):
+        return "hpctrain"
+    beside = Path(sys.executable).with_name("hpctrain")
+    return os.path.relpath(beside) if beside.exists() else f"{sys.executable} -m hpctrain"
+
+
 def summarise(run: Run, facts: Mapping[str, Any], text: str | None, *, resumed: bool) -> None:
     """Print the last losses, the sample, and where to look further."""
     if resumed:
@@ -46,5 +57,5 @@ def summarise(run: Run, facts: Mapping[str, Any], text: str | None, *, resumed: 
         print("\n".join(f"    {line}" for line in text.splitlines()))
         print()
     print(f"run folder       {run.folder}")
-    print(f"look inside      hpctrain checkpoint show {run.state.path(run.step)}")
+    print(f"look inside      {_program()} checkpoint show {run.state.path(run.step)}")
     sys.stdout.flush()
