@@ -18,7 +18,7 @@ from hpctrain.train import guard
 from hpctrain.train.run import train
 from hpctrain.train.settings import load
 
-STEPS = 20
+STEPS = 50
 
 
 @pytest.fixture
