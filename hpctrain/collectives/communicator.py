@@ -2,28 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from hpctrain.collectives import direct
 from hpctrain.collectives.check import order_check
 from hpctrain.collectives.host import HostCollectives
 from hpctrain.collectives.hosted import hosted
 from hpctrain.collectives.reduction import check_op
-from hpctrain.collectives.select import uses_window
 from hpctrain.collectives.topology import discover
 from hpctrain.errors import CommunicationError
-from hpctrain.transport.base import TAGS, Finished, Transport, Work
+from hpctrain.transport.base import TAGS, Transport, Work
 from hpctrain.transport.connect import connect
 from hpctrain.transport.recorder import Recorder
 
 if TYPE_CHECKING:
-    from hpctrain.collectives.window import WindowReductions
-    from hpctrain.transport.window import NodeBuffer, NodeMemory
+    from hpctrain.collectives.table import Table
 
 USER_TAGS = TAGS - 2  # the last two are those of the collectives
 
@@ -45,11 +42,8 @@ class Communicator:
         place = discover(transport, self._node)
         self.node, self.nodes, self.uniform = place.node, place.nodes, place.uniform
         self.local_rank, self.local_size = place.local_rank, place.local_size
-        self._host = HostCollectives(transport)
+        self._host = HostCollectives(transport, self._node, place)
         self._check = order_check(transport)
-        self._memory: NodeMemory | None = None
-        self._window: WindowReductions | None = None
-        self._across: Transport | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Communicator:
         return self  # a copy of a model talks to the same ranks
@@ -64,19 +58,25 @@ class Communicator:
     @property
     def shares_memory(self) -> bool:
         """Tell whether tensors of ``empty`` are shared, so that their reductions can stay under way (``async_op``)."""
-        # Nodes with unequal numbers of ranks would cut a tensor into unequal slices, which cannot meet across nodes.
-        return self.local_size > 1 and (self.nodes == 1 or self.uniform)
+        return self._host.memory.exists
 
     def empty(self, numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """Return a flat tensor, in node-shared memory where there is a node to share with; a call by all ranks.
 
-        The memory lives as long as the communicator.
+        Each rank has its own; the memory lives as long as the communicator.
         """
         self._announce("empty", detail=f"{numel} {dtype}")
-        if not self.shares_memory:
-            return torch.empty(numel, dtype=dtype)
-        buffer, offset = self._node_memory().allocate(max(numel, 1) * dtype.itemsize)
-        return buffer.views(offset, numel, dtype)[self.local_rank]
+        return self._host.empty(numel, dtype)
+
+    def common(self, numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Return a flat tensor that is one and the same for all ranks of the node; a call by all ranks.
+
+        What one rank writes, the others read, after the next collective. Gathering shares that lie in their places
+        there copies nothing: ``comm.all_gather(whole, whole.chunk(comm.size)[comm.rank])``. Where nothing is shared,
+        each rank has its own. The memory lives as long as the communicator.
+        """
+        self._announce("common", detail=f"{numel} {dtype}")
+        return self._host.empty(numel, dtype, common=True)
 
     # Collectives ------------------------------------------------------------------------------------------------------
 
@@ -86,23 +86,28 @@ class Communicator:
         self.transport.barrier()
 
     def broadcast(self, tensor: Tensor, root: int = 0, *, algorithm: str = "auto") -> Tensor:
-        """Copy the root's tensor to every rank, in place; return it. Algorithms: mpi, tree, ring, double_tree."""
+        """Copy the root's tensor to every rank, in place; return it.
+
+        Algorithms: mpi, tree, ring, double_tree, window, hierarchical.
+        """
+        if self._known(tensor, "broadcast", tensor.data_ptr(), tensor.numel(), tensor.dtype, root, algorithm):
+            return tensor
         self._check_root(root)
         self._announce("broadcast", tensor, detail=f"root {root}")
         with hosted(tensor) as host:
-            self._host.broadcast(host.view(-1), root, algorithm)
+            self._host.broadcast(host, root, algorithm)
         return tensor
 
     def reduce(self, tensor: Tensor, op: str = "sum", root: int = 0, *, algorithm: str = "auto") -> Tensor:
-        """Reduce elementwise into the root's tensor; the others keep theirs; return it. Algorithms: tree, double_tree.
+        """Reduce elementwise into the root's tensor; the others keep theirs; return it.
 
-        ``op`` is as for ``all_reduce``.
+        ``op`` is as for ``all_reduce``. Algorithms: mpi, tree, double_tree, window (tensors of ``empty``).
         """
         check_op(op, tensor.dtype)
         self._check_root(root)
         self._announce("reduce", tensor, detail=f"{op}, root {root}")
         with hosted(tensor) as host:
-            self._host.reduce(host.view(-1), op, root, algorithm)
+            self._host.reduce(host, op, root, algorithm)
         return tensor
 
     def all_reduce(
@@ -112,46 +117,53 @@ class Communicator:
 
         ``op`` is sum, average, min, max, product, or for integers and bool band, bor, bxor; 16-bit floats are
         accumulated in float32 (and rounded once more between nodes). All ranks get identical bits. Algorithms: window
-        (tensors of ``empty``), mpi, direct, tree, ring, recursive, double_tree. With ``async_op`` a window reduction
-        goes on whenever ``done`` or ``wait`` of any of them is called; other algorithms have ended on return. Raises
-        ``CommunicationError`` for an operation or algorithm that cannot serve.
+        and hierarchical (on one node, and on several), mpi, direct, tree, ring, recursive, double_tree. With
+        ``async_op`` the reduction of a tensor of ``empty`` goes on whenever ``done`` or ``wait`` of any of them is
+        called; others have ended on return. Raises ``CommunicationError`` for an operation or algorithm that cannot
+        serve.
         """
+        if async_op:
+            check_op(op, tensor.dtype)
+            self._announce("all_reduce", tensor, detail=op)
+            with hosted(tensor) as host:
+                return self._host.start_all_reduce(host, op, algorithm)
+        if self._known(tensor, "all_reduce", tensor.data_ptr(), tensor.numel(), tensor.dtype, op, algorithm):
+            return tensor
         check_op(op, tensor.dtype)
         self._announce("all_reduce", tensor, detail=op)
-        found = self._find(tensor)
-        nothing = self.size == 1 or not tensor.numel()
-        if uses_window(algorithm, in_window=nothing or found is not None) and not nothing:
-            assert found is not None and self._window is not None
-            work = self._window.start(found[0], found[1], tensor.numel(), tensor.dtype, op)
-            if async_op:
-                return work
-            work.wait()
-        elif algorithm != "window":
-            with hosted(tensor) as host:
-                self._host.all_reduce(host.view(-1), op, algorithm)
-        return Finished() if async_op else tensor
+        with hosted(tensor) as host:
+            self._host.all_reduce(host, op, algorithm)
+        return tensor
 
     def reduce_scatter(self, out: Tensor, tensor: Tensor, op: str = "sum", *, algorithm: str = "auto") -> Tensor:
         """Reduce over all ranks and keep slice ``rank`` of the flat result in ``out``; return it.
 
-        ``tensor`` has ``size`` times the elements of ``out``. Algorithms: direct, ring, recursive.
+        ``tensor`` has ``size`` times the elements of ``out``, which may be its slice ``rank``. Algorithms: mpi, direct,
+        ring, recursive, window, hierarchical.
         """
+        key = (out.data_ptr(), tensor.data_ptr(), out.numel(), out.dtype, op, algorithm)
+        if out.is_contiguous() and self._known(tensor, "reduce_scatter", *key):
+            return out
         check_op(op, tensor.dtype)
         self._check_shares(out, tensor)
         self._announce("reduce_scatter", tensor, detail=op)
         with hosted(tensor, back=False) as host, hosted(out) as part:
-            self._host.reduce_scatter(part.view(-1), host.view(-1), op, algorithm)
+            self._host.reduce_scatter(part, host, op, algorithm)
         return out
 
     def all_gather(self, out: Tensor, tensor: Tensor, *, algorithm: str = "auto") -> Tensor:
         """Put the tensors of all ranks behind each other in ``out``, in rank order; return it.
 
-        ``out`` has ``size`` times the elements of ``tensor``. Algorithms: mpi, ring, recursive.
+        ``out`` has ``size`` times the elements of ``tensor``, which may be its slice ``rank``. Algorithms: mpi, ring,
+        recursive, window, hierarchical.
         """
+        key = (out.data_ptr(), tensor.data_ptr(), out.numel(), out.dtype, algorithm)
+        if out.is_contiguous() and self._known(tensor, "all_gather", *key):
+            return out
         self._check_shares(tensor, out)
         self._announce("all_gather", tensor)
         with hosted(tensor, back=False) as host, hosted(out) as whole:
-            self._host.all_gather(whole.view(-1), host.view(-1), algorithm)
+            self._host.all_gather(whole, host, algorithm)
         return out
 
     def gather(self, out: Tensor | None, tensor: Tensor, root: int = 0) -> Tensor | None:
@@ -163,7 +175,7 @@ class Communicator:
         whole = self._only_on(root, out, "out", tensor)
         self._announce("gather", tensor, detail=f"root {root}")
         with hosted(tensor, back=False) as host, hosted(tensor if whole is None else whole) as target:
-            self._host.gather(None if whole is None else target.view(-1), host.view(-1), root)
+            self._host.gather(None if whole is None else target, host, root)
         return whole
 
     def scatter(self, out: Tensor, tensor: Tensor | None, root: int = 0) -> Tensor:
@@ -175,7 +187,7 @@ class Communicator:
         whole = self._only_on(root, tensor, "tensor", out)
         self._announce("scatter", out, detail=f"root {root}")
         with hosted(out) as part, hosted(out if whole is None else whole, back=False) as source:
-            self._host.scatter(part.view(-1), None if whole is None else source.view(-1), root)
+            self._host.scatter(part, None if whole is None else source, root)
         return out
 
     def all_to_all(self, out: Tensor, tensor: Tensor) -> Tensor:
@@ -190,7 +202,7 @@ class Communicator:
             )
         self._announce("all_to_all", tensor)
         with hosted(tensor, back=False) as host, hosted(out) as target:
-            self._host.all_to_all(target.view(-1), host.view(-1))
+            self._host.all_to_all(target, host)
         return out
 
     # Point to point ---------------------------------------------------------------------------------------------------
@@ -220,6 +232,12 @@ class Communicator:
         self._announce("broadcast_object", detail=f"root {root}")
         return self.transport.broadcast_object(item, root)
 
+    # Choice -----------------------------------------------------------------------------------------------------------
+
+    def use_table(self, table: Table | None) -> None:
+        """Let ``auto`` choose as a calibration measured, or as by default; a call by all ranks with the same table."""
+        self._host.use_table(table)
+
     # Life -------------------------------------------------------------------------------------------------------------
 
     def split(self, color: int, key: int | None = None) -> Communicator:
@@ -231,18 +249,14 @@ class Communicator:
         """Count calls and bytes of this rank, messages and node memory, for the length of a ``with`` block."""
         try:
             with self.transport.recording() as recorder:
-                self._share_recorder()
+                self._host.memory.share_recorder(recorder)
                 yield recorder
         finally:
-            self._share_recorder()
+            self._host.memory.share_recorder(self.transport.recorder)
 
     def free(self) -> None:
         """Give back memory and transports; a call by all ranks, after which its tensors must not be touched."""
-        if self._across is not None:
-            self._across.free()
-        if self._memory is not None:
-            self._memory.free()
-        self._memory = self._window = self._across = None
+        self._host.free()
         if self._check is not None:
             self._check.free()
         self._node.free()
@@ -250,33 +264,14 @@ class Communicator:
 
     # How --------------------------------------------------------------------------------------------------------------
 
-    def _share_recorder(self) -> None:
-        for part in (self._memory, self._across):
-            if part is not None:
-                part.recorder = self.transport.recorder
-
-    def _node_memory(self) -> NodeMemory:
-        if self._memory is None:
-            from hpctrain.collectives.window import WindowReductions
-            from hpctrain.transport.mpi import MpiTransport
-            from hpctrain.transport.window import NodeMemory
-
-            assert isinstance(self._node, MpiTransport), "only MPI has nodes of several ranks"
-            self._memory = NodeMemory(self._node.split_node())
-            if self.nodes > 1:
-                self._across = self.transport.split(self.local_rank, self.rank)
-            self._window = WindowReductions(self._memory, self._reduce_across if self._across else None)
-            self._share_recorder()
-        return self._memory
-
-    def _reduce_across(self, tensor: Tensor, op: str) -> Work:
-        assert self._across is not None
-        return direct.start_all_reduce(self._across, self._host.reducer, tensor, op)
-
-    def _find(self, tensor: Tensor) -> tuple[NodeBuffer, int] | None:
-        if self._memory is None or tensor.device.type != "cpu" or not tensor.is_contiguous():
-            return None
-        return self._memory.find(tensor)
+    def _known(self, tensor: Tensor, *key: Hashable) -> bool:
+        """Carry out an operation as before on the same memory; tell whether it was one of those."""
+        # All that is checked elsewhere was checked the first time; what the ranks compare, they compare each time.
+        way = self._host.known(*key) if self._check is None else None
+        if way is None or not tensor.is_contiguous():
+            return False
+        way()
+        return True
 
     def _announce(self, operation: str, *tensors: Tensor, detail: str = "") -> None:
         """Compare what all ranks are about to do, where ``HPCTRAIN_CHECK`` asks for that."""

@@ -237,6 +237,6 @@ def maker(transport: Any, device: torch.device) -> Callable[[Path], Transport]:
 
 def _message_bytes() -> int:
     # A message staged in pieces must be cut as MPI's transport cuts one, because the other end may lie on the host.
-    from hpctrain.transport.mpi import MESSAGE_BYTES
+    from hpctrain.transport.mpi_calls import MESSAGE_BYTES
 
     return MESSAGE_BYTES

@@ -23,10 +23,17 @@ def reduce_scatter(transport: Transport, reducer: Reducer, out: Tensor, tensor: 
     Steps: p - 1 messages to each of the others at once. Bytes sent per rank: S (p-1)/p. The result is the same bits
     whichever rank computes it (see the note on fixed order in ``reduction``).
     """
+    Chain(reduce_scatter_steps(transport, reducer, out, tensor, op)).wait()
+
+
+def reduce_scatter_steps(
+    transport: Transport, reducer: Reducer, out: Tensor, tensor: Tensor, op: str
+) -> Iterator[Work]:
+    """Yield what a ``reduce_scatter`` has to wait for."""
     counts = slices(tensor.numel(), transport.size)
     own = counts[transport.rank]
     received = torch.empty(own * transport.size, dtype=tensor.dtype)
-    transport.all_to_all(received, tensor, counts, [own] * transport.size)
+    yield transport.iall_to_all(received, tensor, counts, [own] * transport.size)
     _reduce(transport, reducer, out, received, op)
 
 

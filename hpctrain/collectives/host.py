@@ -1,73 +1,104 @@
-"""Carry out collectives on host tensors, by the algorithm that is named or by the one that serves best by default."""
+"""Carry out collectives on host tensors, by the algorithm that is named or by the one that serves best."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
+from typing import TypeVar
 
+import torch
 from torch import Tensor
 
-from hpctrain.collectives import direct, double_tree, pairwise, recursive, ring, tree
-from hpctrain.collectives.reduction import Reducer, average_scale, carrier_op
-from hpctrain.collectives.select import choose
-from hpctrain.transport.base import Transport
+from hpctrain.collectives import pairwise, tree
+from hpctrain.collectives.reduction import Reducer
+from hpctrain.collectives.select import check_known
+from hpctrain.collectives.shared import SharedMemory
+from hpctrain.collectives.table import Table
+from hpctrain.collectives.topology import Topology
+from hpctrain.collectives.ways import NODE_ALGORITHMS, Way, Ways
+from hpctrain.transport.base import Finished, Transport, Work
+
+T = TypeVar("T", bound=Callable[[], object])
+
+KEPT = 1024  # ways kept; who reduces ever other tensors shall not fill the memory with them
 
 
 class HostCollectives:
-    """Hold the algorithms that go by messages over one transport; tensors are flat and contiguous.
+    """Hold the collectives of flat, contiguous host tensors among several ranks of a transport.
 
-    ``mpi`` is the carrier's own collective. Shares of ``reduce_scatter`` and ``all_gather`` are equal.
+    How to carry out an operation is decided once for a tensor and kept, because a small tensor is reduced in less time
+    than that takes. Shares of ``reduce_scatter`` and ``all_gather`` are equal.
     """
 
-    def __init__(self, transport: Transport) -> None:
+    def __init__(self, transport: Transport, node: Transport, place: Topology) -> None:
+        reducer = Reducer()
         self.transport = transport
-        self.reducer = Reducer()
+        self.memory = SharedMemory(transport, node, place, reducer)
+        self._ways = Ways(transport, reducer, self.memory)
+        self._kept: dict[Hashable, Callable[[], object]] = {}
+
+    def use_table(self, table: Table | None) -> None:
+        """Choose by what was measured; a call by all ranks with the same table."""
+        self._ways.use_table(table)
+        self._kept.clear()
+
+    def empty(self, numel: int, dtype: torch.dtype, *, common: bool = False) -> Tensor:
+        """Return a flat tensor in node memory where there is some; a call by all ranks."""
+        self._kept.clear()  # the new tensor may lie where this rank, but no other, had memory of its own
+        return self.memory.empty(numel, dtype, common=common)
+
+    def free(self) -> None:
+        """Give node memory back; a call by all ranks."""
+        self._kept.clear()
+        self.memory.free()
+
+    # Collectives ------------------------------------------------------------------------------------------------------
+
+    def known(self, *key: Hashable) -> Way | None:
+        """Return the way of an operation that was carried out before; the keys stand below."""
+        return self._kept.get(key)
 
     def broadcast(self, tensor: Tensor, root: int, algorithm: str = "auto") -> None:
         """Copy the root's tensor to every rank, in place."""
-        ways: dict[str, Callable[..., None]] = {
-            "mpi": self.transport.broadcast,
-            "tree": self._over(tree.broadcast),
-            "ring": self._over(ring.broadcast),
-            "double_tree": self._over(double_tree.broadcast),
-        }
-        ways[choose("broadcast", algorithm, ways, "mpi")](tensor, root)
+        key = ("broadcast", tensor.data_ptr(), tensor.numel(), tensor.dtype, root, algorithm)
+        if self._moves("broadcast", algorithm, tensor):
+            self._keep(key, lambda: self._ways.broadcast(tensor, root, algorithm))()
 
     def reduce(self, tensor: Tensor, op: str, root: int, algorithm: str = "auto") -> None:
         """Reduce into the root's tensor; the others keep theirs."""
-        ways: dict[str, Callable[..., None]] = {"tree": tree.reduce, "double_tree": double_tree.reduce}
-        way = ways[choose("reduce", algorithm, ways, "tree")]
-        way(self.transport, self.reducer, tensor, op, root)
+        key = ("reduce", tensor.data_ptr(), tensor.numel(), tensor.dtype, op, root, algorithm)
+        if self._moves("reduce", algorithm, tensor):
+            self._keep(key, lambda: self._ways.reduce(tensor, op, root, algorithm))()
 
     def all_reduce(self, tensor: Tensor, op: str, algorithm: str = "auto") -> None:
         """Reduce over all ranks, in place."""
-        ways: dict[str, Callable[..., None]] = {
-            "direct": self._reducing(direct.all_reduce),
-            "tree": self._reducing(tree.all_reduce),
-            "ring": self._reducing(ring.all_reduce),
-            "recursive": self._reducing(recursive.all_reduce),
-            "double_tree": self._reducing(double_tree.all_reduce),
-            "mpi": self._carrier_all_reduce,
-        }
-        default = "mpi" if self.transport.reduces(tensor.dtype, carrier_op(op)) else "direct"
-        ways[choose("all_reduce", algorithm, [*ways, "window"], default)](tensor, op)
+        key = ("all_reduce", tensor.data_ptr(), tensor.numel(), tensor.dtype, op, algorithm)
+        if self._moves("all_reduce", algorithm, tensor):
+            self._keep(key, lambda: self._ways.all_reduce(tensor, op, algorithm))()
+
+    def start_all_reduce(self, tensor: Tensor, op: str, algorithm: str = "auto") -> Work:
+        """Start to reduce over all ranks, in place; only in node memory it is left under way."""
+        in_node = algorithm in ("auto", *NODE_ALGORITHMS) and self.memory.place_of(tensor) == "window"
+        if not (in_node and tensor.numel()):
+            self.all_reduce(tensor, op, algorithm)
+            return Finished()
+        key = ("start", tensor.data_ptr(), tensor.numel(), tensor.dtype, op)
+        return self._keep(key, lambda: self.memory.node.start_all_reduce(tensor, op))()
 
     def reduce_scatter(self, out: Tensor, tensor: Tensor, op: str, algorithm: str = "auto") -> None:
         """Reduce over all ranks and keep this rank's share in ``out``."""
-        ways: dict[str, Callable[..., None]] = {
-            "direct": direct.reduce_scatter,
-            "ring": ring.reduce_scatter,
-            "recursive": recursive.reduce_scatter,
-        }
-        ways[choose("reduce_scatter", algorithm, ways, "direct")](self.transport, self.reducer, out, tensor, op)
+        key = ("reduce_scatter", out.data_ptr(), tensor.data_ptr(), out.numel(), out.dtype, op, algorithm)
+        if self._moves("reduce_scatter", algorithm, out):
+            self._keep(key, lambda: self._ways.reduce_scatter(out, tensor, op, algorithm))()
+        else:
+            out.copy_(tensor)
 
     def all_gather(self, out: Tensor, tensor: Tensor, algorithm: str = "auto") -> None:
         """Put the tensors of all ranks behind each other, in rank order."""
-        ways: dict[str, Callable[..., None]] = {
-            "mpi": self.transport.all_gather,
-            "ring": self._over(ring.all_gather),
-            "recursive": self._over(recursive.all_gather),
-        }
-        ways[choose("all_gather", algorithm, ways, "mpi")](out, tensor)
+        key = ("all_gather", out.data_ptr(), tensor.data_ptr(), out.numel(), out.dtype, algorithm)
+        if self._moves("all_gather", algorithm, tensor):
+            self._keep(key, lambda: self._ways.all_gather(out, tensor, algorithm))()
+        else:
+            out.copy_(tensor)
 
     def gather(self, out: Tensor | None, tensor: Tensor, root: int) -> None:
         """Put the tensors of all ranks behind each other on the root, which alone gives ``out``."""
@@ -81,14 +112,17 @@ class HostCollectives:
         """Send share r to rank r, and keep the shares that come in rank order."""
         pairwise.all_to_all(self.transport, out, tensor)
 
-    def _over(self, way: Callable[..., None]) -> Callable[..., None]:
-        return lambda *arguments: way(self.transport, *arguments)
+    def _moves(self, operation: str, algorithm: str, tensor: Tensor) -> bool:
+        """Tell whether anything has to go anywhere; a wrong name is refused all the same."""
+        if self.transport.size > 1 and tensor.numel():
+            return True
+        check_known(operation, algorithm)
+        return False
 
-    def _reducing(self, way: Callable[..., None]) -> Callable[..., None]:
-        return lambda *arguments: way(self.transport, self.reducer, *arguments)
-
-    def _carrier_all_reduce(self, tensor: Tensor, op: str) -> None:
-        self.transport.all_reduce(tensor, carrier_op(op))
-        scale = average_scale(op, self.transport.size)
-        if scale is not None:
-            tensor.mul_(scale)
+    def _keep(self, key: Hashable, make: Callable[[], T]) -> T:
+        found = self._kept.get(key)
+        if found is None:
+            if len(self._kept) >= KEPT:
+                self._kept.clear()
+            found = self._kept[key] = make()
+        return found  # type: ignore[return-value]

@@ -10,12 +10,12 @@ from torch import Tensor
 
 @contextmanager
 def hosted(tensor: Tensor, *, back: bool = True) -> Iterator[Tensor]:
-    """Yield a contiguous host tensor with the same content; afterwards copy it ``back`` where it is a copy."""
+    """Yield a flat, contiguous host tensor of the same content; afterwards copy it ``back`` where it is a copy."""
     host = tensor.detach()
     if host.device.type == "cpu" and host.is_contiguous():
-        yield host
+        yield host.view(-1)
         return
     host = host.contiguous().cpu()
-    yield host
+    yield host.view(-1)
     if back:
         tensor.detach().copy_(host)

@@ -50,6 +50,11 @@ def partial_dtype(dtype: torch.dtype, op: str) -> torch.dtype:
     return torch.float32 if dtype in _WIDENED and op in _ROUNDING else dtype
 
 
+def widens(dtype: torch.dtype) -> bool:
+    """Tell whether a block of this dtype is accumulated in a wider one."""
+    return dtype in _WIDENED
+
+
 class Reducer:
     """Reduce pieces of ranks into one tensor; keeps its scratch block, so one instance serves one thread."""
 

@@ -9,13 +9,21 @@ from hpctrain.transport.base import Transport
 
 @dataclass(frozen=True)
 class Topology:
-    """Place a rank: its node among ``nodes``, its place there, and whether all nodes hold equally many ranks."""
+    """Place a rank: its node among ``nodes``, its place there, and whether all nodes hold equally many ranks.
+
+    ``grid[node][local_rank]`` is a rank of the communicator.
+    """
 
     node: int
     nodes: int
     local_rank: int
     local_size: int
-    uniform: bool
+    grid: tuple[tuple[int, ...], ...]
+
+    @property
+    def uniform(self) -> bool:
+        """Tell whether all nodes hold equally many ranks."""
+        return len({len(ranks) for ranks in self.grid}) == 1
 
 
 def discover(transport: Transport, node: Transport) -> Topology:
@@ -24,7 +32,9 @@ def discover(transport: Transport, node: Transport) -> Topology:
     Nodes are numbered by their lowest rank.
     """
     leader = node.broadcast_object(transport.rank)
-    everyone = transport.all_gather_object((leader, node.size))
+    everyone = transport.all_gather_object((leader, node.rank))
     leaders = sorted({leader for leader, _ in everyone})
-    uniform = len({size for _, size in everyone}) == 1
-    return Topology(leaders.index(leader), len(leaders), node.rank, node.size, uniform)
+    grid = [[rank for rank, (other, _) in enumerate(everyone) if other == leader] for leader in leaders]
+    for ranks in grid:
+        ranks.sort(key=lambda rank: everyone[rank][1])
+    return Topology(leaders.index(leader), len(leaders), node.rank, node.size, tuple(map(tuple, grid)))

@@ -1,145 +1,129 @@
-"""Reduce tensors where they lie: every rank maps all buffers of its node, so nothing is sent.
+"""Work on tensors where they lie: every rank maps all buffers of its node, so nothing is sent.
 
 Note: the in-place window reduction. All ranks arrive; rank r reduces slice r of all buffers, a block at a time, and
 writes the result back into all of them; all ranks finish. Each rank touches 2 S bytes (S read, S written) whatever the
 number of ranks p, where a ring moves 2 S (p-1)/p through memory four times over. Cost: two meetings + 2 S / B, with B
-the streaming rate of one core. The meetings are those of ``transport.window``, so the operation can be left under way:
-a rank that arrives late finds the others at work, not waiting.
+the streaming rate of one core. The meetings are those of ``transport.window``, so the operation can be left under way
+(``node_queue``).
 
-With several nodes the slices that a node has reduced are reduced once more across the nodes, each by its own local
-rank, before they are written back (hierarchical, every local rank a leader: Bayatpour et al., "Scalable Reduction
-Collectives with Data Partitioning-based Multi-Leader Design", SC 2017). That part is left under way too: a rank that
-waited for another node in ``progress`` would hold up whatever collective the other node is in.
+The other collectives follow the same pattern, and each keeps all p cores of the node busy:
+
+* reduce: as above, but slice r goes into the root's buffer alone. 2 S/p + S (p-1)/p bytes a rank.
+* reduce_scatter: rank r reduces slice r of all buffers into its own share. S read, S/p written a rank.
+* all_gather: every rank copies its share into all other buffers, 2 S (p-1)/p bytes a rank; where all shares lie in one
+  common tensor it copies nothing.
+* broadcast: rank r carries slice r of the root's buffer to all others, S/p read and S (p-1)/p written a rank.
+
+The functions here make one rank's share of an operation (``node_queue.Share``) and hold the views that it needs: making
+these costs more than reducing a small tensor.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from hpctrain.collectives.reduction import BLOCK, Reducer, average_scale
-from hpctrain.transport.activity import waiting
-from hpctrain.transport.base import Work
-from hpctrain.transport.window import NodeBuffer, NodeMemory
+from hpctrain.collectives.node_queue import Share
+from hpctrain.collectives.reduction import BLOCK, Reducer, average_scale, widens
+from hpctrain.transport.recorder import Recordable
 
 ALIGN = 64  # bytes: slices end on cache lines, so that no two ranks write into one
 
-PLANS = 1024  # plans kept; who reduces ever other pieces shall not fill the memory with them
 
-# Starts to reduce a contiguous host tensor across nodes, in place.
-AcrossNodes = Callable[[Tensor, str], Work]
-
-
-@dataclass(frozen=True)
-class _Plan:
-    """Hold the views that one reduction needs: making them costs more than reducing a small tensor."""
-
-    own: Tensor  # this rank's slice, in this rank's buffer
-    blocks: list[list[Tensor]]  # a block of the slice, in every rank's buffer
-    op: str
-    scale: float | None  # of an average over the node's ranks
-    nbytes: int
+def bounds(numel: int, itemsize: int, rank: int, size: int) -> tuple[int, int]:
+    """Return where the slice of a rank begins and ends."""
+    align = max(ALIGN // itemsize, 1)
+    share = -(-numel // (size * align)) * align
+    low = min(rank * share, numel)
+    return low, min(low + share, numel)
 
 
-class WindowReductions:
-    """Start and carry on the reductions of one node, in the order in which they were started.
+class WindowShares:
+    """Make the shares of local rank ``rank`` of ``size``; ``views`` are one tensor, in every local rank's buffer."""
 
-    With ``across`` they go on over all nodes, which then hold equally many ranks each.
-    """
+    def __init__(self, rank: int, size: int, counted: Recordable, reducer: Reducer) -> None:
+        self.rank = rank
+        self.size = size
+        self.reducer = reducer
+        self._counted = counted
 
-    def __init__(self, memory: NodeMemory, across: AcrossNodes | None = None) -> None:
-        self._memory = memory
-        self._across = across
-        self._reducer = Reducer()
-        self._pending: deque[_Reduction] = deque()
-        self._plans: dict[tuple[int, int, int, torch.dtype, str], _Plan] = {}
+    def all_reduce(self, views: Sequence[Tensor], op: str) -> Share:
+        """Reduce this rank's slice and write the result into all buffers."""
+        pieces = self.slices(views)
+        own = pieces[self.rank]
+        others = [piece for piece in pieces if piece is not own]
+        return self._reducing(pieces, op, own, others, len(others) * own.nbytes)
 
-    def start(self, buffer: NodeBuffer, offset: int, numel: int, dtype: torch.dtype, op: str) -> _Reduction:
-        """Start to reduce the piece at ``offset`` bytes of all ranks' buffers, in place."""
-        key = (id(buffer), offset, numel, dtype, op)
-        plan = self._plans.get(key)
-        if plan is None:
-            if len(self._plans) >= PLANS:
-                self._plans.clear()
-            plan = self._plans[key] = self._plan(buffer, offset, numel, dtype, op)
-        reduction = _Reduction(self, plan, self._memory.arrive())
-        self._pending.append(reduction)
-        return reduction
+    def reduce(self, views: Sequence[Tensor], op: str, root: int) -> Share:
+        """Reduce this rank's slice and write the result into the root's buffer."""
+        pieces = self.slices(views)
+        return self._reducing(pieces, op, pieces[root], [], 0 if root == self.rank else pieces[root].nbytes)
 
-    def progress(self) -> None:
-        """Do this rank's share of every operation for which all ranks have arrived; wait for nobody."""
-        while self._pending and self._memory.all_arrived(self._pending[0].number):
-            with waiting("all_reduce"):
-                if not self._carry_on(self._pending[0]):
-                    return
-            self._memory.finish(self._pending.popleft().number)
+    def reduce_scatter(self, out: Tensor, views: Sequence[Tensor], op: str) -> Share:
+        """Reduce this rank's slice, of ``out.numel()`` elements, into ``out``."""
+        low = self.rank * out.numel()
+        return self._reducing([view[low : low + out.numel()] for view in views], op, out, [], 0)
 
-    def _carry_on(self, reduction: _Reduction) -> bool:
-        """Do what can be done of this rank's share; tell whether that was the last of it."""
-        plan = reduction.plan
-        if reduction.across is None:
-            self._reduce_blocks(plan, everywhere=self._across is None)
-            if self._memory.recorder is not None:
-                self._memory.recorder.count("window", plan.nbytes)
-            if self._across is None:
-                return True
-            reduction.across = self._across(plan.own, plan.op)
-        if not reduction.across.done():
-            return False
-        for block in plan.blocks:
-            self._spread(block, block[self._memory.rank])
-        return True
+    def all_gather(self, outs: Sequence[Tensor], tensor: Tensor) -> Share:
+        """Copy this rank's tensor to its place in every local rank's ``out``."""
+        low = self.rank * tensor.numel()
+        places = [out[low : low + tensor.numel()] for out in outs]
+        # Each rank begins at another one, so that no two write into one memory at the same time.
+        return self.copying([(tensor, places[self.rank :] + places[: self.rank])])
 
-    def _reduce_blocks(self, plan: _Plan, everywhere: bool) -> None:
-        for block in plan.blocks:
-            own = block[self._memory.rank]
-            # Two ranks of a full-width type need no scratch: nothing is read after the result is written.
-            direct = len(block) == 2 and own.dtype not in (torch.float16, torch.bfloat16)
-            result = own if direct else self._reducer.scratch(own.dtype, own.numel())
-            self._reducer.reduce_block(block, plan.op, result, plan.scale)
-            if everywhere:
-                self._spread(block, result)
-            elif not direct:
-                own.copy_(result)
+    def broadcast(self, views: Sequence[Tensor], root: int) -> Share:
+        """Copy this rank's slice of the root's buffer into all others."""
+        pieces = self.slices(views)
+        return self.copying([(pieces[root], [piece for rank, piece in enumerate(pieces) if rank != root])])
 
-    @staticmethod
-    def _spread(block: list[Tensor], result: Tensor) -> None:
-        for copy in block:
-            if copy is not result:
-                copy.copy_(result)
+    # Parts, of which operations over several nodes are made too -------------------------------------------------------
 
-    def _plan(self, buffer: NodeBuffer, offset: int, numel: int, dtype: torch.dtype, op: str) -> _Plan:
-        align = max(ALIGN // dtype.itemsize, 1)
-        share = -(-numel // (self._memory.size * align)) * align
-        low = min(self._memory.rank * share, numel)
-        high = min(low + share, numel)
-        pieces = [view[low:high] for view in buffer.views(offset, numel, dtype)]
-        blocks = [
-            [piece[start : start + BLOCK] for piece in pieces]  #
-            for start in range(0, high - low, BLOCK)
-        ]
-        others = (self._memory.size - 1) * (high - low) * dtype.itemsize
-        return _Plan(pieces[self._memory.rank], blocks, op, average_scale(op, self._memory.size), others)
+    def slices(self, views: Sequence[Tensor]) -> list[Tensor]:
+        """Return this rank's slice of every view."""
+        low, high = bounds(views[0].numel(), views[0].itemsize, self.rank, self.size)
+        return [view[low:high] for view in views]
 
+    def _reducing(
+        self, pieces: Sequence[Tensor], op: str, target: Tensor, others: Sequence[Tensor], nbytes: int
+    ) -> Share:
+        """Return the share that reduces pieces into a target and copies that to others, a block after the other."""
+        reduce_block, scratch, scale = self.reducer.reduce_block, self.reducer.scratch, average_scale(op, self.size)
+        # With more than two pieces the target, which may be one of them, would be written before all are read.
+        straight = len(pieces) == 2 and not widens(target.dtype)
+        rows = zip(*(torch.split(tensor, BLOCK) for tensor in (*pieces, target, *others)))
+        blocks = [(row[: self.size], row[self.size], row[self.size + 1 :]) for row in rows]
 
-class _Reduction:
-    """Be one reduction under way (``Work``)."""
+        def share() -> None:
+            for block, goal, copies in blocks:
+                result = goal if straight else scratch(goal.dtype, goal.numel())
+                reduce_block(block, op, result, scale)
+                if not straight:
+                    goal.copy_(result)
+                for copy in copies:
+                    copy.copy_(result)
+            self.count(nbytes)
 
-    def __init__(self, owner: WindowReductions, plan: _Plan, number: int) -> None:
-        self._owner = owner
-        self.plan = plan
-        self.number = number
-        self.across: Work | None = None  # its part between the nodes, once that has begun
+        return share
 
-    def done(self) -> bool:
-        """Do what can be done now, and tell whether all ranks have done theirs."""
-        self._owner.progress()
-        return self._owner._memory.all_finished(self.number)
+    def copying(self, copies: Sequence[tuple[Tensor, Sequence[Tensor]]]) -> Share:
+        """Return the share that copies each source to its targets, a block to all of them before the next."""
+        moves: list[tuple[Tensor, Tensor]] = []
+        for source, targets in copies:
+            others = [target for target in targets if target.data_ptr() != source.data_ptr()]
+            for block, *places in zip(torch.split(source, BLOCK), *(torch.split(target, BLOCK) for target in others)):
+                moves += [(place, block) for place in places]
+        nbytes = sum(place.nbytes for place, _ in moves)
 
-    def wait(self) -> None:
-        """Return when the result lies in this rank's buffer."""
-        self._owner._memory.wait(self.done, "all_reduce", self.number)
+        def share() -> None:
+            for place, block in moves:
+                place.copy_(block)
+            self.count(nbytes)
+
+        return share
+
+    def count(self, nbytes: int) -> None:
+        """Count bytes that were written into node memory."""
+        if self._counted.recorder is not None:
+            self._counted.recorder.count("window", nbytes)

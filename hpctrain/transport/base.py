@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -15,6 +16,9 @@ from hpctrain.transport.recorder import Recordable
 
 # Tags that a caller may use; the next one, the highest that MPI promises to know, marks the transport's own messages.
 TAGS = 32767
+
+
+Call = Callable[[], object]
 
 
 class Work(Protocol):
@@ -135,6 +139,28 @@ class Transport(Recordable, ABC):
     @abstractmethod
     def reduces(self, dtype: torch.dtype, op: str) -> bool:
         """Tell whether the carrier itself can reduce this dtype by this operation."""
+
+    # Prepared calls, for what is called again and again on the same memory -------------------------------------------
+
+    def prepared_broadcast(self, tensor: Tensor, root: int) -> Call:
+        """Return a call that copies the root's tensor to every rank."""
+        return partial(self.broadcast, tensor, root)
+
+    def prepared_all_reduce(self, tensor: Tensor, op: str) -> Call:
+        """Return a call that reduces a tensor over the ranks, in place."""
+        return partial(self.all_reduce, tensor, op)
+
+    def prepared_all_gather(self, out: Tensor, tensor: Tensor) -> Call:
+        """Return a call that puts the tensors of all ranks behind each other."""
+        return partial(self.all_gather, out, tensor)
+
+    def prepared_reduce(self, tensor: Tensor, op: str, root: int) -> Call:
+        """Return a call that reduces over the ranks into the root's tensor; the others keep theirs."""
+        raise CommunicationError(f"transport {self.name} has no reduce")
+
+    def prepared_reduce_scatter(self, out: Tensor, tensor: Tensor, op: str) -> Call:
+        """Return a call that reduces over the ranks and keeps share ``rank`` in ``out``."""
+        raise CommunicationError(f"transport {self.name} has no reduce_scatter")
 
     # Small Python objects, for agreements -----------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ import torch
 from mpi4py import MPI
 from torch import Tensor
 
-from hpctrain.transport.base import Work
+from hpctrain.transport.base import Call, Work
 from hpctrain.transport.mpi import MpiTransport
 from hpctrain.transport.on_device import OnDevice
 from hpctrain.transport.streams import Streams, streams_of
@@ -27,6 +27,15 @@ class CudaMpiTransport(OnDevice, MpiTransport):
         super().__init__(comm)
         self.device = device
         self._streams = streams or streams_of(device)
+
+    def _prepared(self, operation: str, calls: list[Call], tensor: Tensor) -> Call:
+        prepared = super()._prepared(operation, calls, tensor)
+
+        def call() -> None:
+            self._settle()
+            prepared()
+
+        return call
 
     def _settle(self) -> None:
         self._streams.synchronize(self._streams.record(self._streams.current()))

@@ -11,22 +11,10 @@ from mpi4py import MPI
 from torch import Tensor
 
 from hpctrain.errors import CommunicationError
+from hpctrain.transport import mpi_calls
 from hpctrain.transport.activity import waiting
-from hpctrain.transport.base import TAGS, Chain, Transport, Work
-
-# Both MPI libraries lose a factor of two on messages above 32 MiB: they allocate temporaries of the message's size,
-# and glibc maps and unmaps anything that large on every call.
-MESSAGE_BYTES = 16 * 2**20
-
-# 16-bit floats MPI does not know, or not in every library; sums of 8- and 16-bit integers end at the largest number in
-# Open MPI's vector code, and wrap around elsewhere.
-DTYPES = {
-    torch.float64: MPI.DOUBLE,
-    torch.float32: MPI.FLOAT,
-    torch.int64: MPI.INT64_T,
-    torch.int32: MPI.INT32_T,
-}
-OPS = {"sum": MPI.SUM, "min": MPI.MIN, "max": MPI.MAX, "product": MPI.PROD}
+from hpctrain.transport.base import TAGS, Call, Chain, Transport, Work
+from hpctrain.transport.mpi_calls import in_bytes
 
 
 class MpiTransport(Transport):
@@ -40,8 +28,8 @@ class MpiTransport(Transport):
         self.size = self.comm.Get_size()
 
     def reduces(self, dtype: torch.dtype, op: str) -> bool:
-        """Tell whether MPI reduces this dtype as torch does; its minimum and maximum may drop NaN, so those do not."""
-        return dtype in DTYPES and op in OPS and not (dtype.is_floating_point and op in ("min", "max"))
+        """Tell whether MPI reduces this dtype as torch does."""
+        return mpi_calls.reduces(dtype, op)
 
     def all_gather_object(self, item: Any) -> list[Any]:
         """Return every rank's object, pickled on the way."""
@@ -71,38 +59,67 @@ class MpiTransport(Transport):
         """Give the communicator back; a call by all of its ranks."""
         self.comm.Free()
 
+    def prepared_broadcast(self, tensor: Tensor, root: int) -> Call:
+        """Return a call that copies the root's tensor to every rank."""
+        return self._prepared("broadcast", mpi_calls.broadcast(self.comm, tensor, root), tensor)
+
+    def prepared_all_reduce(self, tensor: Tensor, op: str) -> Call:
+        """Return a call that reduces a tensor over the ranks, in place."""
+        self._check_reduction(tensor, op)
+        return self._prepared("all_reduce", mpi_calls.all_reduce(self.comm, tensor, op), tensor)
+
+    def prepared_reduce(self, tensor: Tensor, op: str, root: int) -> Call:
+        """Return a call that reduces over the ranks into the root's tensor; the others keep theirs."""
+        self._check_reduction(tensor, op)
+        return self._prepared("reduce", mpi_calls.reduce(self.comm, tensor, op, root), tensor)
+
+    def prepared_reduce_scatter(self, out: Tensor, tensor: Tensor, op: str) -> Call:
+        """Return a call that reduces over the ranks and keeps share ``rank`` in ``out``."""
+        self._check_reduction(tensor, op)
+        return self._prepared("reduce_scatter", mpi_calls.reduce_scatter(self.comm, out, tensor, op), tensor)
+
+    def prepared_all_gather(self, out: Tensor, tensor: Tensor) -> Call:
+        """Return a call that puts the tensors of all ranks behind each other."""
+        own = out.view(-1)[self.rank * tensor.numel() : (self.rank + 1) * tensor.numel()]
+        gather = self._prepared("all_gather", mpi_calls.all_gather(self.comm, out, tensor), tensor)
+        if own.data_ptr() == tensor.data_ptr():
+            return gather
+
+        def call() -> None:
+            own.copy_(tensor)
+            gather()
+
+        return call
+
+    def _prepared(self, operation: str, calls: list[Call], tensor: Tensor) -> Call:
+        return mpi_calls.prepared(operation, calls, self, tensor.nbytes)
+
+    def _check_reduction(self, tensor: Tensor, op: str) -> None:
+        if not self.reduces(tensor.dtype, op):
+            raise CommunicationError(f"MPI does not reduce {tensor.dtype} by {op}; use algorithm direct or auto")
+
     def _isend(self, tensor: Tensor, peer: int, tag: int) -> Work:
-        pieces = _pieces(tensor)
-        return _Requests("send", [self.comm.Isend(piece, peer, tag) for piece in pieces], tensor)
+        return _Requests("send", [self.comm.Isend(piece, peer, tag) for piece in in_bytes(tensor)], tensor)
 
     def _irecv(self, tensor: Tensor, peer: int, tag: int) -> Work:
-        pieces = _pieces(tensor)
-        return _Requests("recv", [self.comm.Irecv(piece, peer, tag) for piece in pieces], tensor)
+        return _Requests("recv", [self.comm.Irecv(piece, peer, tag) for piece in in_bytes(tensor)], tensor)
 
     def _barrier(self) -> None:
         self.comm.Barrier()
 
     def _broadcast(self, tensor: Tensor, root: int) -> None:
-        for piece in _pieces(tensor):
-            self.comm.Bcast(piece, root)
+        for call in mpi_calls.broadcast(self.comm, tensor, root):
+            call()
 
     def _all_reduce(self, tensor: Tensor, op: str) -> None:
-        if not self.reduces(tensor.dtype, op):
-            raise CommunicationError(f"MPI does not reduce {tensor.dtype} by {op}; use algorithm direct or auto")
-        flat, step = tensor.view(-1), MESSAGE_BYTES // tensor.element_size()
-        for start in range(0, flat.numel(), step):
-            piece = flat[start : start + step]
-            self.comm.Allreduce(MPI.IN_PLACE, [_bytes(piece), piece.numel(), DTYPES[tensor.dtype]], OPS[op])
+        self._check_reduction(tensor, op)
+        for call in mpi_calls.all_reduce(self.comm, tensor, op):
+            call()
 
     def _all_gather(self, out: Tensor, tensor: Tensor) -> None:
-        shares = out.view(-1).chunk(self.size)
-        shares[self.rank].copy_(tensor.view(-1))
-        if tensor.numel() * tensor.element_size() <= MESSAGE_BYTES:
-            self.comm.Allgather(MPI.IN_PLACE, [_bytes(out), MPI.BYTE])
-            return
-        # A gather cannot be cut without strided receives; past the limit the ranks send their pieces one by one.
-        for root, share in enumerate(shares):
-            self._broadcast(share, root)
+        out.view(-1).chunk(self.size)[self.rank].copy_(tensor.view(-1))
+        for call in mpi_calls.all_gather(self.comm, out, tensor):
+            call()
 
     def _iall_to_all(self, out: Tensor, tensor: Tensor, sent: Sequence[int], received: Sequence[int]) -> Work:
         outgoing, incoming = torch.split(tensor.view(-1), list(sent)), torch.split(out.view(-1), list(received))
@@ -139,15 +156,3 @@ def _adopt(comm: MPI.Comm) -> MpiTransport:
     transport = MpiTransport(comm)
     comm.Free()
     return transport
-
-
-def _bytes(tensor: Tensor) -> MPI.buffer:
-    return MPI.buffer.fromaddress(tensor.data_ptr(), tensor.numel() * tensor.element_size())
-
-
-def _pieces(tensor: Tensor) -> Iterator[list[Any]]:
-    """Yield the tensor's bytes as buffers of at most one message; one empty message for an empty tensor."""
-    address, total = tensor.data_ptr(), tensor.numel() * tensor.element_size()
-    for start in range(0, max(total, 1), MESSAGE_BYTES):
-        nbytes = min(MESSAGE_BYTES, total - start)
-        yield [MPI.buffer.fromaddress(address + start, nbytes), nbytes, MPI.BYTE]

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hpctrain.errors import CommunicationError, DeviceError
 from hpctrain.transport import nccl_library
-from hpctrain.transport.base import Transport, Work
+from hpctrain.transport.base import Call, Transport, Work
 from hpctrain.transport.nccl_channel import NcclChannel
 from hpctrain.transport.nccl_library import BYTES, DTYPES, op_code
 from hpctrain.transport.on_device import OnDevice
@@ -131,6 +131,14 @@ class NcclTransport(OnDevice, Transport):
                 _get(comm, out, root, stream)
 
         return self.channel.start("scatter", [out, *shares], call)
+
+    def prepared_reduce(self, tensor: Tensor, op: str, root: int) -> Call:
+        """Return a call that reduces over the ranks into the root's tensor."""
+        return lambda: self.ireduce(tensor, op, root).wait()
+
+    def prepared_reduce_scatter(self, out: Tensor, tensor: Tensor, op: str) -> Call:
+        """Return a call that reduces over the ranks and keeps share ``rank`` in ``out``."""
+        return lambda: self.ireduce_scatter(out, tensor, op).wait()
 
     # What every transport does ----------------------------------------------------------------------------------------
 

@@ -36,10 +36,14 @@ _ORDERED = platform.machine() in ("x86_64", "AMD64")
 
 @dataclass(frozen=True)
 class NodeBuffer:
-    """Hold one allocation: the bytes of every local rank, as tensors of uint8 that all ranks map."""
+    """Hold one allocation: the bytes of every local rank, as tensors of uint8 that all ranks map.
+
+    In a ``common`` buffer these are the same bytes for all ranks.
+    """
 
     ranks: list[Tensor]
     addresses: list[int]
+    common: bool = False
 
     def views(self, offset: int, numel: int, dtype: torch.dtype) -> list[Tensor]:
         """Return the same piece of every rank's buffer, ``offset`` in bytes."""
@@ -85,6 +89,18 @@ class NodeMemory(Recordable):
         offset, self._slab_used = self._slab_used, self._slab_used + rounded
         return self._slab, offset
 
+    def allocate_common(self, nbytes: int) -> NodeBuffer:
+        """Return ``nbytes`` zeroed bytes that are the same for all ranks; a call by all ranks with one size."""
+        paged = -(-nbytes // PAGE) * PAGE
+        part = _tensor(self._window(paged if self.rank == 0 else 0).Shared_query(0)[0], paged)
+        # Each rank touches its share first, and so finds it on its own memory bank.
+        share = -(-paged // PAGE // self.size) * PAGE
+        part[self.rank * share : (self.rank + 1) * share].zero_()
+        buffer = NodeBuffer([part] * self.size, [part.data_ptr()] * self.size, common=True)
+        self._buffers.append(buffer)
+        self._transport.barrier()
+        return buffer
+
     def find(self, tensor: Tensor) -> tuple[NodeBuffer, int] | None:
         """Return the buffer that a tensor lies in and its offset there in bytes; None for memory of its own."""
         address = tensor.data_ptr()
@@ -110,8 +126,7 @@ class NodeMemory(Recordable):
     def _map(self, nbytes: int) -> NodeBuffer:
         # Whole pages, so that each page has one owner who touches it first and finds it on its own memory bank.
         paged = -(-nbytes // PAGE) * PAGE
-        window = MPI.Win.Allocate_shared(paged, 1, comm=self._transport.comm)
-        self._windows.append(window)
+        window = self._window(paged)
         ranks = [_tensor(window.Shared_query(rank)[0], paged) for rank in range(self.size)]
         ranks[self.rank].zero_()
         buffer = NodeBuffer(ranks, [part.data_ptr() for part in ranks])
@@ -119,6 +134,11 @@ class NodeMemory(Recordable):
             self._buffers.append(buffer)
         self._transport.barrier()
         return buffer
+
+    def _window(self, nbytes: int) -> MPI.Win:
+        window = MPI.Win.Allocate_shared(nbytes, 1, comm=self._transport.comm)
+        self._windows.append(window)
+        return window
 
     # Meeting ----------------------------------------------------------------------------------------------------------
 
@@ -144,20 +164,33 @@ class NodeMemory(Recordable):
         """Tell whether every rank has done its share of an operation."""
         return self._reached(number, LINE)
 
+    def await_arrived(self, number: int, operation: str) -> None:
+        """Wait until every rank's data of an operation lies in memory; ``DeadlineError`` names late ranks."""
+        self._await(0, number, operation)
+
+    def await_finished(self, number: int, operation: str) -> None:
+        """Wait until every rank has done its share of an operation; ``DeadlineError`` names late ranks."""
+        self._await(LINE, number, operation)
+
     def wait(self, ready: Callable[[], bool], operation: str, number: int) -> None:
         """Look until ``ready()``; raise ``DeadlineError`` naming the late ranks at the deadline."""
         if ready():
             return
         with waiting(operation):
-            spins, deadline = 0, 0.0
+            patience = _Patience()
             while not ready():
-                spins += 1
-                if spins > SPINS:
-                    os.sched_yield()
-                if spins % 4096 == 0:
-                    deadline = deadline or time.monotonic() + timeout_seconds()
-                    if time.monotonic() > deadline:
+                if patience.ends():
+                    raise DeadlineError(self._late(operation, number))
+
+    def _await(self, which: int, number: int, operation: str) -> None:
+        for counter in self._counters:
+            if counter[which] < number:
+                patience = _Patience()
+                while counter[which] < number:
+                    if patience.ends():
                         raise DeadlineError(self._late(operation, number))
+        if self._fence is not None:
+            self._fence()
 
     def _reached(self, number: int, which: int) -> bool:
         for counter in self._counters:
@@ -172,6 +205,27 @@ class NodeMemory(Recordable):
         slow = [rank for rank, counter in enumerate(self._counters) if counter[LINE] < number]
         who = f"local ranks {late} have not come" if late else f"local ranks {slow} have not finished"
         return f"{operation} number {number}: {who} within {timeout_seconds():g} s (HPCTRAIN_TIMEOUT)"
+
+
+class _Patience:
+    """Look for a while, then offer the core to other ranks between looks, and mind the deadline."""
+
+    __slots__ = ("_looks", "_deadline")
+
+    def __init__(self) -> None:
+        self._looks = 0
+        self._deadline = 0.0
+
+    def ends(self) -> bool:
+        """Come between two looks; tell whether the deadline has passed."""
+        self._looks += 1
+        if self._looks <= SPINS:
+            return False
+        os.sched_yield()
+        if self._looks % 4096:
+            return False
+        self._deadline = self._deadline or time.monotonic() + timeout_seconds()
+        return time.monotonic() > self._deadline
 
 
 def _tensor(memory: MPI.buffer, nbytes: int) -> Tensor:

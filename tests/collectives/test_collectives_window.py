@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from itertools import product
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 from support.reductions import DTYPES, expected, ops_of, same_bits, values
 
-from hpctrain.collectives import window
+from hpctrain.collectives import host
 from hpctrain.collectives.reduction import BLOCK
 
 SHORT = (0, 1, 7, 63, 64, 65, 1000)
@@ -18,6 +19,14 @@ LONG = (BLOCK - 1, BLOCK + 1, 3 * BLOCK + 17, 9 * BLOCK + 5)
 LONG_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.int32, torch.uint8)
 Nodes = tuple[Any, list[list[int]]]
 ROOM = 8 * (max(LONG) + 64)
+
+
+@pytest.fixture(scope="module")
+def own(comm: Any) -> Iterator[Any]:
+    """Return a communicator of the ranks of this node, which share memory; where there are more nodes, one of each."""
+    own = comm.split(comm.node)
+    yield own
+    own.free()
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +66,7 @@ def test_reduces_in_the_nodes_and_then_across(nodes: Nodes, dtype: torch.dtype) 
     assert spread.shares_memory
     for numel, op in [*product(SHORT, ops_of(dtype)), (LONG[1], "sum")]:
         tensor = spread.empty(numel, dtype).copy_(values(spread.rank, numel, dtype))
-        spread.all_reduce(tensor, op)
+        spread.all_reduce(tensor, op, algorithm="hierarchical")
         assert same_bits(tensor, expected(ranks, numel, dtype, op)), (numel, op)
 
 
@@ -87,7 +96,7 @@ def test_rerun_gives_the_same_bits_on_all_ranks(own: Any, room: torch.Tensor) ->
     results = []
     for _ in range(3):
         tensor = put(room, values(own.rank, 70000, torch.float32))
-        own.all_reduce(tensor, "average")
+        own.all_reduce(tensor, "average", algorithm="window")
         results += own.all_gather_object(tensor.clone())
     assert all(same_bits(results[0], other) for other in results[1:])
 
@@ -177,7 +186,7 @@ def test_bytes_written_for_others_are_counted(own: Any, room: torch.Tensor) -> N
     numel = 160 * own.size
     with own.recording() as recorder:
         for dtype in (torch.float32, torch.bfloat16):
-            own.all_reduce(put(room, values(own.rank, numel, dtype)))
+            own.all_reduce(put(room, values(own.rank, numel, dtype)), algorithm="window")
     assert recorder.calls == {"window": 2}
     assert recorder.bytes == {"window": (own.size - 1) * 160 * (4 + 2)}
 
@@ -187,19 +196,19 @@ def test_bytes_on_two_nodes_are_those_of_the_node_and_of_the_slices_across(nodes
     spread, _ = nodes
     tensor = spread.empty(640).fill_(1)
     with spread.recording() as recorder:
-        spread.all_reduce(tensor)
-    # Half of the tensor is this rank's; it goes to one neighbour, and twice through an exchange between two nodes.
-    assert recorder.calls == {"window": 1, "all_to_all": 2}
-    assert recorder.bytes == {"window": 4 * 320, "all_to_all": 2 * 4 * 320}
+        spread.all_reduce(tensor, algorithm="hierarchical")
+    # Half of the tensor is this rank's: it goes to one neighbour, and half of that each way between the nodes.
+    assert recorder.calls == {"window": 1, "send": 2, "recv": 2}
+    assert recorder.bytes == {"window": 4 * 320, "send": 2 * 4 * 160, "recv": 2 * 4 * 160}
 
 
 @pytest.mark.ranks
 def test_ever_other_pieces_do_not_fill_the_memory(
     own: Any, room: torch.Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(window, "PLANS", 5)
+    monkeypatch.setattr(host, "KEPT", 5)
     whole = put(room, values(own.rank, 40, torch.int32))
     for start in range(0, 40, 2):
-        own.all_reduce(whole[start : start + 2])
+        own.all_reduce(whole[start : start + 2], algorithm="window")
     assert same_bits(whole, expected([list(range(own.size))], 40, torch.int32, "sum"))
-    assert len(own._window._plans) <= 5
+    assert len(own._host._kept) <= 5

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from hpctrain.collectives.select import ALGORITHMS
 from hpctrain.errors import CommunicationError
 
 LENGTH = 1003  # nothing divides it
@@ -21,7 +22,7 @@ def total(size: int, length: int = LENGTH) -> torch.Tensor:
 
 
 @pytest.mark.ranks(1, 2, 3, 4)
-@pytest.mark.parametrize("algorithm", ["auto", "mpi", "direct", "tree", "ring", "recursive", "double_tree"])
+@pytest.mark.parametrize("algorithm", ["auto", *ALGORITHMS["all_reduce"]])
 def test_all_reduce_by_name(comm: Any, algorithm: str) -> None:
     tensor = mine(comm.rank).view(17, 59)
     assert comm.all_reduce(tensor, algorithm=algorithm) is tensor
@@ -31,7 +32,7 @@ def test_all_reduce_by_name(comm: Any, algorithm: str) -> None:
 
 
 @pytest.mark.ranks(1, 2, 3, 4)
-@pytest.mark.parametrize("algorithm", ["auto", "mpi", "tree", "ring", "double_tree"])
+@pytest.mark.parametrize("algorithm", ["auto", *ALGORITHMS["broadcast"]])
 def test_broadcast_by_name(comm: Any, algorithm: str) -> None:
     for root in range(comm.size):
         tensor = comm.broadcast(mine(comm.rank), root, algorithm=algorithm)
@@ -39,7 +40,7 @@ def test_broadcast_by_name(comm: Any, algorithm: str) -> None:
 
 
 @pytest.mark.ranks(1, 2, 3, 4)
-@pytest.mark.parametrize("algorithm", ["auto", "tree", "double_tree"])
+@pytest.mark.parametrize("algorithm", ["auto", "mpi", "tree", "double_tree"])
 def test_reduce_by_name(comm: Any, algorithm: str) -> None:
     root = comm.size - 1
     tensor = comm.reduce(mine(comm.rank), "sum", root, algorithm=algorithm)
@@ -47,7 +48,7 @@ def test_reduce_by_name(comm: Any, algorithm: str) -> None:
 
 
 @pytest.mark.ranks(1, 2, 3, 4)
-@pytest.mark.parametrize("algorithm", ["auto", "direct", "ring", "recursive"])
+@pytest.mark.parametrize("algorithm", ["auto", *ALGORITHMS["reduce_scatter"]])
 def test_reduce_scatter_by_name(comm: Any, algorithm: str) -> None:
     length = 10 * comm.size
     share = comm.reduce_scatter(torch.empty(10), mine(comm.rank, length), algorithm=algorithm)
@@ -55,7 +56,7 @@ def test_reduce_scatter_by_name(comm: Any, algorithm: str) -> None:
 
 
 @pytest.mark.ranks(1, 2, 3, 4)
-@pytest.mark.parametrize("algorithm", ["auto", "mpi", "ring", "recursive"])
+@pytest.mark.parametrize("algorithm", ["auto", *ALGORITHMS["all_gather"]])
 def test_all_gather_by_name(comm: Any, algorithm: str) -> None:
     whole = comm.all_gather(torch.empty(LENGTH * comm.size), mine(comm.rank), algorithm=algorithm)
     assert torch.equal(whole, torch.cat([mine(rank) for rank in range(comm.size)]))
@@ -100,8 +101,8 @@ def test_what_does_not_fit_is_refused(comm: Any) -> None:
         comm.all_reduce(one, "bor")
     with pytest.raises(CommunicationError, match="expected equal tensors"):
         comm.all_to_all(torch.zeros(comm.size + 1), several)
-    with pytest.raises(CommunicationError, match="'mpi' of reduce: known are auto, double_tree, tree"):
-        comm.reduce(one, algorithm="mpi")
+    with pytest.raises(CommunicationError, match="'ring' of reduce: known are auto, double_tree, mpi, tree, window"):
+        comm.reduce(one, algorithm="ring")
     with pytest.raises(CommunicationError, match="tag 32765 is not in 0..32764"):
         comm.send(one, 0, 32765)
     if comm.rank == 0:

@@ -111,7 +111,7 @@ def test_messages(comm: Any, device: DeviceCollectives, tag: int) -> None:
 def test_a_message_may_end_on_the_host(comm: Any, path: Path, device: DeviceCollectives, monkeypatch: Any) -> None:
     if path == "nccl":
         pytest.skip("NCCL carries messages from GPU to GPU only")
-    monkeypatch.setattr("hpctrain.transport.mpi.MESSAGE_BYTES", 16)
+    monkeypatch.setattr("hpctrain.transport.mpi_calls.MESSAGE_BYTES", 16)
     out = torch.empty(NUMEL)
     if comm.rank == 0:
         device.send(values(0, NUMEL, torch.float32), 1)

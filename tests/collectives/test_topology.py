@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from typing import Any
 
 import pytest
@@ -17,8 +18,11 @@ def test_one_rank_is_one_node() -> None:
 
 @pytest.mark.ranks
 def test_ranks_of_one_machine_share_a_node(comm: Any) -> None:
-    assert (comm.node, comm.nodes, comm.local_rank, comm.local_size) == (0, 1, comm.rank, comm.size)
-    assert comm.uniform
+    names = comm.all_gather_object(socket.gethostname())
+    here = [rank for rank, name in enumerate(names) if name == names[comm.rank]]
+    assert (comm.local_rank, comm.local_size) == (here.index(comm.rank), len(here))
+    assert (comm.node, comm.nodes) == (list(dict.fromkeys(names)).index(names[comm.rank]), len(set(names)))
+    assert comm.uniform == (len({names.count(name) for name in names}) == 1)
 
 
 @pytest.mark.ranks

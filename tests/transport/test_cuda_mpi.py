@@ -21,7 +21,7 @@ pytestmark = pytest.mark.ranks
 @pytest.fixture(params=[16 * 2**20, 64], ids=["whole", "cut"])
 def transport(comm: Any, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Transport]:
     """Return a transport of all ranks whose device is the host."""
-    monkeypatch.setattr("hpctrain.transport.mpi.MESSAGE_BYTES", request.param)
+    monkeypatch.setattr("hpctrain.transport.mpi_calls.MESSAGE_BYTES", request.param)
     transport = CudaMpiTransport(comm.transport.comm, torch.device("cpu"))
     yield transport
     transport.free()

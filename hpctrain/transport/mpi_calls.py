@@ -1,0 +1,124 @@
+"""Prepare collectives of MPI, so that a call costs little more than the library itself takes for it.
+
+A prepared call knows addresses and counts; what it costs beyond MPI is a note of what this rank waits for. It does not
+keep the memory that it works on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from mpi4py import MPI
+from torch import Tensor
+
+from hpctrain.transport.activity import waiting
+from hpctrain.transport.base import Call
+from hpctrain.transport.recorder import Recordable
+
+# Both MPI libraries lose a factor of two on messages above 32 MiB: they allocate temporaries of the message's size,
+# and glibc maps and unmaps anything that large on every call.
+MESSAGE_BYTES = 16 * 2**20
+
+# 16-bit floats MPI does not know, or not in every library; sums of 8- and 16-bit integers end at the largest number in
+# Open MPI's vector code, and wrap around elsewhere.
+DTYPES = {
+    torch.float64: MPI.DOUBLE,
+    torch.float32: MPI.FLOAT,
+    torch.int64: MPI.INT64_T,
+    torch.int32: MPI.INT32_T,
+}
+OPS = {"sum": MPI.SUM, "min": MPI.MIN, "max": MPI.MAX, "product": MPI.PROD}
+
+Spec = list[Any]  # what mpi4py takes for a buffer: memory, count, type
+
+
+def reduces(dtype: torch.dtype, op: str) -> bool:
+    """Tell whether MPI reduces this dtype as torch does; its minimum and maximum may drop NaN, so those do not."""
+    return dtype in DTYPES and op in OPS and not (dtype.is_floating_point and op in ("min", "max"))
+
+
+def memory(tensor: Tensor) -> MPI.buffer:
+    """Return the bytes of a contiguous tensor."""
+    return MPI.buffer.fromaddress(tensor.data_ptr(), tensor.nbytes)
+
+
+def in_bytes(tensor: Tensor) -> list[Spec]:
+    """Return the tensor's bytes as messages; one empty message for an empty tensor."""
+    address, total = tensor.data_ptr(), tensor.nbytes
+    sizes = [min(MESSAGE_BYTES, total - start) for start in range(0, max(total, 1), MESSAGE_BYTES)]
+    return [
+        [MPI.buffer.fromaddress(address + number * MESSAGE_BYTES, nbytes), nbytes, MPI.BYTE]
+        for number, nbytes in enumerate(sizes)
+    ]
+
+
+def in_elements(tensor: Tensor) -> list[Spec]:
+    """Return the tensor's elements as messages."""
+    pieces = torch.split(tensor.view(-1), MESSAGE_BYTES // tensor.element_size())
+    return [[memory(piece), piece.numel(), DTYPES[tensor.dtype]] for piece in pieces]
+
+
+def broadcast(comm: MPI.Intracomm, tensor: Tensor, root: int) -> list[Call]:
+    """Return the calls of a broadcast."""
+    return [partial(comm.Bcast, spec, root) for spec in in_bytes(tensor)]
+
+
+def all_reduce(comm: MPI.Intracomm, tensor: Tensor, op: str) -> list[Call]:
+    """Return the calls of an all_reduce, in place."""
+    return [partial(comm.Allreduce, MPI.IN_PLACE, spec, OPS[op]) for spec in in_elements(tensor)]
+
+
+def reduce(comm: MPI.Intracomm, tensor: Tensor, op: str, root: int) -> list[Call]:
+    """Return the calls of a reduce into the root's tensor."""
+    if comm.Get_rank() == root:
+        return [partial(comm.Reduce, MPI.IN_PLACE, spec, OPS[op], root) for spec in in_elements(tensor)]
+    return [partial(comm.Reduce, spec, None, OPS[op], root) for spec in in_elements(tensor)]
+
+
+def reduce_scatter(comm: MPI.Intracomm, out: Tensor, tensor: Tensor, op: str) -> list[Call]:
+    """Return the calls of a reduce_scatter into equal shares; a share above a message is reduced to its owner."""
+    kind = DTYPES[tensor.dtype]
+    if tensor.nbytes <= MESSAGE_BYTES:
+        whole, part = [memory(tensor), out.numel(), kind], [memory(out), out.numel(), kind]
+        return [partial(comm.Reduce_scatter_block, whole, part, OPS[op])]
+    calls: list[Call] = []
+    for root, share in enumerate(torch.split(tensor.view(-1), out.numel())):
+        for source, target in zip(in_elements(share), in_elements(out)):
+            calls.append(partial(comm.Reduce, source, target if root == comm.Get_rank() else None, OPS[op], root))
+    return calls
+
+
+def all_gather(comm: MPI.Intracomm, out: Tensor, tensor: Tensor) -> list[Call]:
+    """Return the calls of an all_gather of shares, each of which lies in its place; above a message they go singly."""
+    if tensor.nbytes <= MESSAGE_BYTES:
+        return [partial(comm.Allgather, MPI.IN_PLACE, [memory(out), MPI.BYTE])]
+    # A gather cannot be cut without strided receives.
+    return [call for root, share in enumerate(out.view(-1).chunk(comm.size)) for call in broadcast(comm, share, root)]
+
+
+def prepared(
+    operation: str, calls: Sequence[Call], counted: Recordable, nbytes: int
+) -> Call:
+    """Return one call that makes them all, notes what it waits for, and counts what it handed over."""
+    if len(calls) == 1:
+        only = calls[0]
+
+        def single() -> None:
+            if counted.recorder is not None:
+                counted.recorder.count(operation, nbytes)
+            with waiting(operation):
+                only()
+
+        return single
+
+    def several() -> None:
+        if counted.recorder is not None:
+            counted.recorder.count(operation, nbytes)
+        with waiting(operation):
+            for call in calls:
+                call()
+
+    return several
