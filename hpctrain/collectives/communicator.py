@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from hpctrain.collectives.bucket import Bucket
 from hpctrain.collectives.check import order_check
 from hpctrain.collectives.host import HostCollectives
-from hpctrain.collectives.hosted import hosted
+from hpctrain.collectives.hosted import HostedCollectives
 from hpctrain.collectives.reduction import check_op
+from hpctrain.collectives.table import Layout, Table
 from hpctrain.collectives.topology import discover
 from hpctrain.errors import CommunicationError
 from hpctrain.transport.base import TAGS, Transport, Work
@@ -20,7 +22,8 @@ from hpctrain.transport.connect import connect
 from hpctrain.transport.recorder import Recorder
 
 if TYPE_CHECKING:
-    from hpctrain.collectives.table import Table
+    from hpctrain.collectives.device import DeviceCollectives
+    from hpctrain.transport.canary import Verdict
 
 USER_TAGS = TAGS - 2  # the last two are those of the collectives
 
@@ -42,8 +45,13 @@ class Communicator:
         place = discover(transport, self._node)
         self.node, self.nodes, self.uniform = place.node, place.nodes, place.uniform
         self.local_rank, self.local_size = place.local_rank, place.local_size
+        self._layout = Layout(transport.size, place.nodes, place.local_size)
         self._host = HostCollectives(transport, self._node, place)
         self._check = order_check(transport)
+        self._hosted = HostedCollectives(self._host)
+        self._device: DeviceCollectives | None = None
+        self._tables: Mapping[Layout, Table] = {}
+        self._place: tuple[torch.device, Verdict | None] = torch.device("cpu"), None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Communicator:
         return self  # a copy of a model talks to the same ranks
@@ -83,7 +91,8 @@ class Communicator:
     def barrier(self) -> None:
         """Wait until every rank has come."""
         self._announce("barrier")
-        self.transport.barrier()
+        with self._hosted.turn("barrier"):
+            self.transport.barrier()
 
     def broadcast(self, tensor: Tensor, root: int = 0, *, algorithm: str = "auto") -> Tensor:
         """Copy the root's tensor to every rank, in place; return it.
@@ -94,8 +103,7 @@ class Communicator:
             return tensor
         self._check_root(root)
         self._announce("broadcast", tensor, detail=f"root {root}")
-        with hosted(tensor) as host:
-            self._host.broadcast(host, root, algorithm)
+        self._side(tensor).broadcast(tensor, root, algorithm)
         return tensor
 
     def reduce(self, tensor: Tensor, op: str = "sum", root: int = 0, *, algorithm: str = "auto") -> Tensor:
@@ -106,8 +114,7 @@ class Communicator:
         check_op(op, tensor.dtype)
         self._check_root(root)
         self._announce("reduce", tensor, detail=f"{op}, root {root}")
-        with hosted(tensor) as host:
-            self._host.reduce(host, op, root, algorithm)
+        self._side(tensor).reduce(tensor, op, root, algorithm)
         return tensor
 
     def all_reduce(
@@ -122,17 +129,14 @@ class Communicator:
         called; others have ended on return. Raises ``CommunicationError`` for an operation or algorithm that cannot
         serve.
         """
-        if async_op:
-            check_op(op, tensor.dtype)
-            self._announce("all_reduce", tensor, detail=op)
-            with hosted(tensor) as host:
-                return self._host.start_all_reduce(host, op, algorithm)
-        if self._known(tensor, "all_reduce", tensor.data_ptr(), tensor.numel(), tensor.dtype, op, algorithm):
+        key = ("all_reduce", tensor.data_ptr(), tensor.numel(), tensor.dtype, op, algorithm)
+        if not async_op and self._known(tensor, *key):
             return tensor
         check_op(op, tensor.dtype)
         self._announce("all_reduce", tensor, detail=op)
-        with hosted(tensor) as host:
-            self._host.all_reduce(host, op, algorithm)
+        if async_op:
+            return self._side(tensor).start_all_reduce(tensor, op, algorithm)
+        self._side(tensor).all_reduce(tensor, op, algorithm)
         return tensor
 
     def reduce_scatter(self, out: Tensor, tensor: Tensor, op: str = "sum", *, algorithm: str = "auto") -> Tensor:
@@ -147,8 +151,7 @@ class Communicator:
         check_op(op, tensor.dtype)
         self._check_shares(out, tensor)
         self._announce("reduce_scatter", tensor, detail=op)
-        with hosted(tensor, back=False) as host, hosted(out) as part:
-            self._host.reduce_scatter(part, host, op, algorithm)
+        self._side(tensor).reduce_scatter(out, tensor, op, algorithm)
         return out
 
     def all_gather(self, out: Tensor, tensor: Tensor, *, algorithm: str = "auto") -> Tensor:
@@ -162,8 +165,7 @@ class Communicator:
             return out
         self._check_shares(tensor, out)
         self._announce("all_gather", tensor)
-        with hosted(tensor, back=False) as host, hosted(out) as whole:
-            self._host.all_gather(whole, host, algorithm)
+        self._side(tensor).all_gather(out, tensor, algorithm)
         return out
 
     def gather(self, out: Tensor | None, tensor: Tensor, root: int = 0) -> Tensor | None:
@@ -174,8 +176,7 @@ class Communicator:
         self._check_root(root)
         whole = self._only_on(root, out, "out", tensor)
         self._announce("gather", tensor, detail=f"root {root}")
-        with hosted(tensor, back=False) as host, hosted(tensor if whole is None else whole) as target:
-            self._host.gather(None if whole is None else target, host, root)
+        self._side(tensor).gather(whole, tensor, root)
         return whole
 
     def scatter(self, out: Tensor, tensor: Tensor | None, root: int = 0) -> Tensor:
@@ -186,8 +187,7 @@ class Communicator:
         self._check_root(root)
         whole = self._only_on(root, tensor, "tensor", out)
         self._announce("scatter", out, detail=f"root {root}")
-        with hosted(out) as part, hosted(out if whole is None else whole, back=False) as source:
-            self._host.scatter(part, None if whole is None else source, root)
+        self._side(out).scatter(out, whole, root)
         return out
 
     def all_to_all(self, out: Tensor, tensor: Tensor) -> Tensor:
@@ -201,48 +201,98 @@ class Communicator:
                 f"expected equal tensors that {self.size} ranks can share"
             )
         self._announce("all_to_all", tensor)
-        with hosted(tensor, back=False) as host, hosted(out) as target:
-            self._host.all_to_all(target, host)
+        self._side(tensor).all_to_all(out, tensor)
         return out
+
+    def bucket(self) -> Bucket:
+        """Return a ``with`` block that carries several small tensors in one message, an operation and dtype."""
+        return Bucket(self)
 
     # Point to point ---------------------------------------------------------------------------------------------------
 
     def send(self, tensor: Tensor, peer: int, tag: int = 0) -> None:
         """Send a tensor to one rank; return when its memory may be written again."""
         self._check_tag(tag)
-        with hosted(tensor, back=False) as host:
-            self.transport.send(host, peer, tag)
+        self._side(tensor).send(tensor, peer, tag)
 
     def recv(self, tensor: Tensor, peer: int, tag: int = 0) -> Tensor:
         """Receive from one rank into a tensor of the size that was sent; return it."""
         self._check_tag(tag)
-        with hosted(tensor) as host:
-            self.transport.recv(host, peer, tag)
+        self._side(tensor).recv(tensor, peer, tag)
         return tensor
+
+    def isend(self, tensor: Tensor, peer: int, tag: int = 0) -> Work:
+        """Start to send a tensor to one rank; it must not change before ``wait``."""
+        self._check_tag(tag)
+        return self._side(tensor).isend(tensor, peer, tag)
+
+    def irecv(self, tensor: Tensor, peer: int, tag: int = 0) -> Work:
+        """Start to receive from one rank into a contiguous tensor; the content is there after ``wait``."""
+        self._check_tag(tag)
+        if not tensor.is_contiguous():
+            raise CommunicationError(f"irecv wants a contiguous tensor, not strides {tuple(tensor.stride())}; use recv")
+        return self._side(tensor).irecv(tensor, peer, tag)
 
     # Small objects ----------------------------------------------------------------------------------------------------
 
     def all_gather_object(self, item: Any) -> list[Any]:
         """Return every rank's object, in rank order."""
         self._announce("all_gather_object")
-        return self.transport.all_gather_object(item)
+        with self._hosted.turn("all_gather_object"):
+            return self.transport.all_gather_object(item)
 
     def broadcast_object(self, item: Any, root: int = 0) -> Any:
         """Return the root's object."""
         self._announce("broadcast_object", detail=f"root {root}")
-        return self.transport.broadcast_object(item, root)
+        with self._hosted.turn("broadcast_object"):
+            return self.transport.broadcast_object(item, root)
 
     # Choice -----------------------------------------------------------------------------------------------------------
 
-    def use_table(self, table: Table | None) -> None:
-        """Let ``auto`` choose as a calibration measured, or as by default; a call by all ranks with the same table."""
-        self._host.use_table(table)
+    def use_tables(self, tables: Mapping[Layout, Table]) -> None:
+        """Let ``auto`` choose as was measured for this layout of ranks; a call by all ranks with the same tables.
+
+        Communicators that are split from this one have other layouts, and choose by their tables.
+        """
+        self._tables = tables
+        self._host.use_tables(tables)
+
+    def use_device(
+        self, device: torch.device, verdict: Verdict | None = None, parent: Communicator | None = None
+    ) -> None:
+        """Let tensors on a GPU travel by NCCL, by MPI with device pointers, or staged; a call by all ranks.
+
+        ``device`` is this rank's. ``verdict`` is what the canary found out about MPI and device pointers; one about
+        another MPI does not count. A ``parent``, of which this is a part, shares its order of operations.
+        """
+        from hpctrain.collectives.device import DeviceCollectives, maker, paths_of
+        from hpctrain.collectives.queue import OperationQueue
+        from hpctrain.transport.canary import library_name
+        from hpctrain.transport.device import believe, gather_abilities
+
+        found = verdict.cuda_aware if verdict is not None and verdict.holds_for(library_name()) else None
+        abilities = gather_abilities(self.transport, device, believe(found))
+        queue = self._hosted.queue = OperationQueue(None if parent is None else parent._hosted.queue)
+        self._device = DeviceCollectives(
+            self.transport,
+            self._host,
+            device,
+            abilities,
+            maker(self.transport, device),
+            queue=queue,
+            measured=paths_of(self._tables.get(self._layout)),
+        )
+        self._place = device, verdict
 
     # Life -------------------------------------------------------------------------------------------------------------
 
     def split(self, color: int, key: int | None = None) -> Communicator:
         """Return a communicator among the ranks of the same color, ordered by key (by rank where none is given)."""
-        return Communicator(self.transport.split(color, self.rank if key is None else key))
+        part = Communicator(self.transport.split(color, self.rank if key is None else key))
+        part.use_tables(self._tables)
+        if self._device is not None and part.size > 1:
+            part.use_device(*self._place, parent=self)
+        return part
 
     @contextmanager
     def recording(self) -> Iterator[Recorder]:
@@ -256,6 +306,8 @@ class Communicator:
 
     def free(self) -> None:
         """Give back memory and transports; a call by all ranks, after which its tensors must not be touched."""
+        if self._device is not None:
+            self._device.free()
         self._host.free()
         if self._check is not None:
             self._check.free()
@@ -267,11 +319,15 @@ class Communicator:
     def _known(self, tensor: Tensor, *key: Hashable) -> bool:
         """Carry out an operation as before on the same memory; tell whether it was one of those."""
         # All that is checked elsewhere was checked the first time; what the ranks compare, they compare each time.
-        way = self._host.known(*key) if self._check is None else None
+        way = self._host.known(*key) if self._check is None and self._device is None else None
         if way is None or not tensor.is_contiguous():
             return False
         way()
         return True
+
+    def _side(self, tensor: Tensor) -> HostedCollectives | DeviceCollectives:
+        """Return who carries a tensor."""
+        return self._hosted if self._device is None or tensor.device.type == "cpu" else self._device
 
     def _announce(self, operation: str, *tensors: Tensor, detail: str = "") -> None:
         """Compare what all ranks are about to do, where ``HPCTRAIN_CHECK`` asks for that."""

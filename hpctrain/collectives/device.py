@@ -9,17 +9,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from hpctrain.collectives import tree
 from hpctrain.collectives.direct import slices
+from hpctrain.collectives.host import HostCollectives
+from hpctrain.collectives.lend import hosted
 from hpctrain.collectives.queue import OperationQueue
 from hpctrain.collectives.reduction import Reducer, average_scale, carrier_op, partial_dtype
+from hpctrain.collectives.table import Table
 from hpctrain.errors import CommunicationError
 from hpctrain.transport.base import Finished, Transport, Work
-from hpctrain.transport.device import Abilities, Announcer, Choice, Path, choose_path
+from hpctrain.transport.device import PATHS, Abilities, Announcer, Choice, Path, choose_path
 from hpctrain.transport.nccl import NcclTransport
 from hpctrain.transport.nccl_channel import NcclChannel
 from hpctrain.transport.pieces import Piece, elementwise, gathered, scattered
@@ -27,22 +31,6 @@ from hpctrain.transport.staged import PIECE_BYTES, StagedCopier
 from hpctrain.transport.streams import Streams, streams_of
 
 _OnHost = Callable[[Tensor, Tensor], object]
-
-
-class HostCollectives(Protocol):
-    """Say what staging needs: the collectives on contiguous host tensors."""
-
-    def broadcast(self, tensor: Tensor, root: int) -> object:
-        """Copy the root's tensor to every rank."""
-
-    def all_reduce(self, tensor: Tensor, op: str) -> object:
-        """Reduce over all ranks, in place."""
-
-    def reduce_scatter(self, out: Tensor, tensor: Tensor, op: str) -> object:
-        """Reduce over all ranks and keep this rank's share."""
-
-    def all_gather(self, out: Tensor, tensor: Tensor) -> object:
-        """Put the tensors of all ranks behind each other."""
 
 
 class DeviceCollectives:
@@ -62,7 +50,7 @@ class DeviceCollectives:
         make: Callable[[Path], Transport],
         *,
         queue: OperationQueue,
-        measured: Mapping[str, Sequence[tuple[int, Path]]] | None = None,
+        measured: Mapping[str, Sequence[tuple[float, Path]]] | None = None,
         streams: Streams | None = None,
     ) -> None:
         self._transport = transport
@@ -90,7 +78,7 @@ class DeviceCollectives:
             pieces = elementwise(flat, PIECE_BYTES, read=reads, write=not reads)
             self._stage(pieces, lambda out, tensor: self._host.broadcast(tensor if reads else out, root), flat.dtype)
 
-    def all_reduce(self, tensor: Tensor, op: str, algorithm: str = "auto") -> Work:
+    def all_reduce(self, tensor: Tensor, op: str, algorithm: str = "auto") -> None:
         """Reduce over all ranks, in place; the result is there for what the caller's stream does next."""
         path = self._choose("all_reduce", tensor, algorithm, op)
         with self._flat(tensor) as flat, self._queue(path, "all_reduce"):
@@ -99,7 +87,6 @@ class DeviceCollectives:
                 self._stage(pieces, lambda out, _: self._host.all_reduce(out, op), flat.dtype)
             else:
                 self._reduce_on_device(self._carriers[path], flat, op)
-        return Finished()
 
     def reduce_scatter(self, out: Tensor, tensor: Tensor, op: str, algorithm: str = "auto") -> None:
         """Reduce over all ranks and keep share ``rank`` of the flat result in ``out``."""
@@ -122,6 +109,59 @@ class DeviceCollectives:
             else:
                 self._carriers[path].all_gather(whole, part)
 
+    def reduce(self, tensor: Tensor, op: str, root: int, algorithm: str = "auto") -> None:
+        """Reduce over all ranks into the root's tensor; the others keep theirs."""
+        path = self._choose("reduce", tensor, algorithm, op)
+        mine = self._transport.rank == root
+        with self._flat(tensor, back=mine) as flat, self._queue(path, "reduce"):
+            if path == "staged":
+                pieces = elementwise(flat, PIECE_BYTES, write=mine)
+                self._stage(pieces, lambda _, tensor: self._host.reduce(tensor, op, root), flat.dtype)
+            elif self._carriers[path].reduces(flat.dtype, op):
+                self._carriers[path].prepared_reduce(flat, op, root)()
+            else:
+                copy = flat.clone()
+                self._reduce_on_device(self._carriers[path], copy, op)
+                if mine:
+                    flat.copy_(copy)
+
+    def gather(self, out: Tensor | None, tensor: Tensor, root: int) -> None:
+        """Put the tensors of all ranks behind each other on the root, which alone gives ``out``."""
+        path, whole = self._choose("gather", tensor, "auto"), tensor if out is None else out
+        with self._flat(tensor, back=False) as part, self._flat(whole) as target, self._queue(path, "gather"):
+            given = None if out is None else target
+            if path == "staged":
+                with hosted(part, back=False) as host, hosted(target, back=out is not None) as room:
+                    self._host.gather(None if out is None else room, host, root)
+            else:
+                tree.gather(self._carriers[path], given, part, root)
+
+    def scatter(self, out: Tensor, tensor: Tensor | None, root: int) -> None:
+        """Give each rank its share of the root's tensor, which alone gives one."""
+        path, whole = self._choose("scatter", out, "auto"), out if tensor is None else tensor
+        with self._flat(out) as part, self._flat(whole, back=False) as source, self._queue(path, "scatter"):
+            if path == "staged":
+                with hosted(part) as host, hosted(source, back=False) as room:
+                    self._host.scatter(host, None if tensor is None else room, root)
+            else:
+                tree.scatter(self._carriers[path], part, None if tensor is None else source, root)
+
+    def all_to_all(self, out: Tensor, tensor: Tensor) -> None:
+        """Send share r to rank r, and keep the shares that come in rank order."""
+        path = self._choose("all_to_all", tensor, "auto")
+        with self._flat(tensor, back=False) as source, self._flat(out) as target, self._queue(path, "all_to_all"):
+            if path == "staged":
+                with hosted(source, back=False) as host, hosted(target) as room:
+                    self._host.all_to_all(room, host)
+            else:
+                shares = [source.numel() // self._transport.size] * self._transport.size
+                self._carriers[path].all_to_all(target, source, shares, shares)
+
+    def start_all_reduce(self, tensor: Tensor, op: str, algorithm: str = "auto") -> Work:
+        """Start to reduce over all ranks, in place: on a GPU nothing else ever happens."""
+        self.all_reduce(tensor, op, algorithm)
+        return Finished()
+
     def send(self, tensor: Tensor, peer: int, tag: int = 0) -> None:
         """Send to one rank; with a tag other than 0 on a path that knows tags."""
         path = self._choose("send", tensor, "auto", tag=tag)
@@ -141,6 +181,16 @@ class DeviceCollectives:
                 self._stage(pieces, lambda out, _: self._transport.recv(out, peer, tag), flat.dtype)
             else:
                 self._carriers[path].recv(flat, peer, tag)
+
+    def isend(self, tensor: Tensor, peer: int, tag: int = 0) -> Work:
+        """Send to one rank; the tensor may be written again by what the caller's stream does next."""
+        self.send(tensor, peer, tag)
+        return Finished()
+
+    def irecv(self, tensor: Tensor, peer: int, tag: int = 0) -> Work:
+        """Receive from one rank."""
+        self.recv(tensor, peer, tag)
+        return Finished()
 
     def free(self) -> None:
         """Give the transports of the paths back; a call by all ranks."""
@@ -233,6 +283,16 @@ def maker(transport: Any, device: torch.device) -> Callable[[Path], Transport]:
         return CudaMpiTransport(transport.comm, device)
 
     return make
+
+
+def paths_of(table: Table | None) -> dict[str, Sequence[tuple[float, Path]]]:
+    """Return what a calibration found of tensors on a GPU: by operation, (bytes, the best path up to so many)."""
+    rules = {} if table is None else table.rules
+    return {
+        operation: [(limit, path) for limit, name in steps for path in PATHS if path == name]
+        for (operation, place, kind), steps in rules.items()
+        if place == "cuda" and kind == "carried"
+    }
 
 
 def _message_bytes() -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from typing import TypeVar
 
 import torch
@@ -12,7 +12,7 @@ from hpctrain.collectives import pairwise, tree
 from hpctrain.collectives.reduction import Reducer
 from hpctrain.collectives.select import check_known
 from hpctrain.collectives.shared import SharedMemory
-from hpctrain.collectives.table import Table
+from hpctrain.collectives.table import Layout, Table
 from hpctrain.collectives.topology import Topology
 from hpctrain.collectives.ways import NODE_ALGORITHMS, Way, Ways
 from hpctrain.transport.base import Finished, Transport, Work
@@ -36,9 +36,9 @@ class HostCollectives:
         self._ways = Ways(transport, reducer, self.memory)
         self._kept: dict[Hashable, Callable[[], object]] = {}
 
-    def use_table(self, table: Table | None) -> None:
-        """Choose by what was measured; a call by all ranks with the same table."""
-        self._ways.use_table(table)
+    def use_tables(self, tables: Mapping[Layout, Table]) -> None:
+        """Choose by what was measured; a call by all ranks with the same tables."""
+        self._ways.use_tables(tables)
         self._kept.clear()
 
     def empty(self, numel: int, dtype: torch.dtype, *, common: bool = False) -> Tensor:

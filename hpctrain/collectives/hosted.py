@@ -1,21 +1,98 @@
-"""Lend a collective that works in host memory any tensor."""
+"""Carry out collectives of any tensors in host memory: other strides are copied, other devices too."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 
 from torch import Tensor
 
+from hpctrain.collectives.host import HostCollectives
+from hpctrain.collectives.lend import hosted
+from hpctrain.collectives.queue import OperationQueue
+from hpctrain.transport.base import Work
 
-@contextmanager
-def hosted(tensor: Tensor, *, back: bool = True) -> Iterator[Tensor]:
-    """Yield a flat, contiguous host tensor of the same content; afterwards copy it ``back`` where it is a copy."""
-    host = tensor.detach()
-    if host.device.type == "cpu" and host.is_contiguous():
-        yield host.view(-1)
-        return
-    host = host.contiguous().cpu()
-    yield host.view(-1)
-    if back:
-        tensor.detach().copy_(host)
+
+class HostedCollectives:
+    """Carry out collectives and messages of any tensors in host memory, in turn with those on a GPU if there are any.
+
+    Its methods are those of ``device.DeviceCollectives``.
+    """
+
+    def __init__(self, host: HostCollectives) -> None:
+        self._host = host
+        self.queue: OperationQueue | None = None
+
+    def broadcast(self, tensor: Tensor, root: int, algorithm: str) -> None:
+        """Copy the root's tensor to every rank, in place."""
+        with self.turn("broadcast"), hosted(tensor) as host:
+            self._host.broadcast(host, root, algorithm)
+
+    def reduce(self, tensor: Tensor, op: str, root: int, algorithm: str) -> None:
+        """Reduce into the root's tensor; the others keep theirs."""
+        with self.turn("reduce"), hosted(tensor) as host:
+            self._host.reduce(host, op, root, algorithm)
+
+    def all_reduce(self, tensor: Tensor, op: str, algorithm: str) -> None:
+        """Reduce over all ranks, in place."""
+        with self.turn("all_reduce"), hosted(tensor) as host:
+            self._host.all_reduce(host, op, algorithm)
+
+    def start_all_reduce(self, tensor: Tensor, op: str, algorithm: str) -> Work:
+        """Start to reduce over all ranks, in place."""
+        with self.turn("all_reduce"), hosted(tensor) as host:
+            return self.held(self._host.start_all_reduce(host, op, algorithm))
+
+    def reduce_scatter(self, out: Tensor, tensor: Tensor, op: str, algorithm: str) -> None:
+        """Reduce over all ranks and keep this rank's share in ``out``."""
+        with self.turn("reduce_scatter"), hosted(tensor, back=False) as host, hosted(out) as part:
+            self._host.reduce_scatter(part, host, op, algorithm)
+
+    def all_gather(self, out: Tensor, tensor: Tensor, algorithm: str) -> None:
+        """Put the tensors of all ranks behind each other in ``out``."""
+        with self.turn("all_gather"), hosted(tensor, back=False) as host, hosted(out) as whole:
+            self._host.all_gather(whole, host, algorithm)
+
+    def gather(self, out: Tensor | None, tensor: Tensor, root: int) -> None:
+        """Put the tensors of all ranks behind each other on the root, which alone gives ``out``."""
+        room = tensor if out is None else out
+        with self.turn("gather"), hosted(tensor, back=False) as host, hosted(room, back=out is not None) as target:
+            self._host.gather(None if out is None else target, host, root)
+
+    def scatter(self, out: Tensor, tensor: Tensor | None, root: int) -> None:
+        """Give each rank its share of the root's tensor, which alone gives one."""
+        given = out if tensor is None else tensor
+        with self.turn("scatter"), hosted(out) as part, hosted(given, back=False) as source:
+            self._host.scatter(part, None if tensor is None else source, root)
+
+    def all_to_all(self, out: Tensor, tensor: Tensor) -> None:
+        """Send share r to rank r, and keep the shares that come in rank order."""
+        with self.turn("all_to_all"), hosted(tensor, back=False) as host, hosted(out) as target:
+            self._host.all_to_all(target, host)
+
+    def send(self, tensor: Tensor, peer: int, tag: int) -> None:
+        """Send to one rank."""
+        with self.turn("send"), hosted(tensor, back=False) as host:
+            self._host.transport.send(host, peer, tag)
+
+    def recv(self, tensor: Tensor, peer: int, tag: int) -> None:
+        """Receive from one rank."""
+        with self.turn("recv"), hosted(tensor) as host:
+            self._host.transport.recv(host, peer, tag)
+
+    def isend(self, tensor: Tensor, peer: int, tag: int) -> Work:
+        """Start to send to one rank."""
+        with self.turn("send"), hosted(tensor, back=False) as host:
+            return self.held(self._host.transport.isend(host, peer, tag))
+
+    def irecv(self, tensor: Tensor, peer: int, tag: int) -> Work:
+        """Start to receive from one rank into a contiguous tensor."""
+        with self.turn("recv"):
+            return self.held(self._host.transport.irecv(tensor.detach(), peer, tag))
+
+    def turn(self, operation: str) -> AbstractContextManager[object]:
+        """Come to the turn of an operation on the host."""
+        return nullcontext() if self.queue is None else self.queue("host", operation)
+
+    def held(self, work: Work) -> Work:
+        """Remember what is left under way, where something else may have to wait for it."""
+        return work if self.queue is None else self.queue.hold(work)

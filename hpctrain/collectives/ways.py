@@ -36,10 +36,10 @@ class Ways:
         self._layout = Layout(transport.size, memory.place.nodes, memory.place.local_size)
         self._tables: tuple[Table, ...] = (default_table(self._layout),)
 
-    def use_table(self, table: Table | None) -> None:
-        """Choose by what was measured, where that says something."""
-        default = default_table(self._layout)
-        self._tables = (default,) if table is None else (table, default)
+    def use_tables(self, tables: Mapping[Layout, Table]) -> None:
+        """Choose by what was measured for this layout of ranks, where that says something."""
+        default, measured = default_table(self._layout), tables.get(self._layout)
+        self._tables = (default,) if measured is None else (measured, default)
 
     def broadcast(self, tensor: Tensor, root: int, algorithm: str) -> Way:
         """Return the way to copy the root's tensor to every rank."""

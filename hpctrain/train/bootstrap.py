@@ -9,6 +9,9 @@ from hpctrain.errors import LaunchError
 from hpctrain.train import signals
 
 if TYPE_CHECKING:
+    import torch
+
+    from hpctrain.collectives.communicator import Communicator
     from hpctrain.parallel.settings import ParallelSettings
     from hpctrain.train.job import Job
 
@@ -64,6 +67,18 @@ def init(
     if not oversubscribe:
         check_unshared([(one.host, one.device_identity) for one in hellos], hello.table(hellos))
     torch.set_num_threads(hello.threads(hellos, world.rank))
+    _equip(world, own)
     if verbose and world.rank == 0:
         log.logger.info("%s", hello.table(hellos))
     return Job(world, own, launch, guard, parallel or ParallelSettings())
+
+
+def _equip(world: Communicator, device: torch.device) -> None:
+    """Tell the communicator what was measured on machines like this, and of the GPUs of its ranks."""
+    from hpctrain.train.calibration import stored
+
+    calibration = stored(world)
+    if calibration is not None:
+        world.use_tables({layout: one.table for layout, one in calibration.measurements.items()})
+    if world.size > 1 and all(kind == "cuda" for kind in world.all_gather_object(device.type)):
+        world.use_device(device, calibration.verdict if calibration is not None else None)

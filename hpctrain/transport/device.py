@@ -94,7 +94,7 @@ def choose_path(
     *,
     algorithm: str = "auto",
     mpi_reduces: bool = True,
-    measured: Sequence[tuple[int, Path]] = (),
+    measured: Sequence[tuple[float, Path]] = (),
 ) -> Choice:
     """Return the path of one operation of ``nbytes`` bytes.
 
@@ -119,7 +119,7 @@ def choose_path(
         raise CommunicationError(f"algorithm {algorithm} is not for tensors on a GPU: auto, {', '.join(PATHS)} are")
     for limit, path in measured:
         if nbytes <= limit and not hindrances[path]:
-            return Choice(path, f"measured best up to {limit} bytes")
+            return Choice(path, f"measured best up to {limit:.0f} bytes")
     return _by_default(hindrances, abilities)
 
 

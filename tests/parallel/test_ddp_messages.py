@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -15,6 +15,14 @@ from hpctrain.transport.recorder import Recorder
 
 pytestmark = pytest.mark.ranks
 SIZES = [170, 17, 391, 23, 230, 10]  # elements of the perceptron's parameters
+
+
+@pytest.fixture(scope="module")
+def comm(comm: Any) -> Iterator[Any]:
+    """Return a communicator of the ranks of this node: what is counted here are the bytes in its memory."""
+    node = comm.split(comm.node)
+    yield node
+    node.free()
 
 
 def lines(numel: int, itemsize: int = 4) -> int:
@@ -105,11 +113,11 @@ def test_reductions_begin_while_the_backward_pass_runs(
     DataParallel(model, comm, TINY)
 
     def when_the_first_layer_is_all_that_is_left(module: nn.Module, args: Any, output: Tensor) -> None:
-        output.register_hook(lambda gradient: seen.append(comm._memory._started))
+        output.register_hook(lambda gradient: seen.append(comm._host.memory.node._memory._started))
 
     model.get_submodule(first).register_forward_hook(when_the_first_layer_is_all_that_is_left)
     for step in range(2):
         model.zero_grad()
-        before = comm._memory._started
+        before = comm._host.memory.node._memory._started
         backward(model, part(comm, comm.rank, step))
-    assert seen[1] - before >= begun and comm._memory._started - before == all_of_them
+    assert seen[1] - before >= begun and comm._host.memory.node._memory._started - before == all_of_them

@@ -1,0 +1,139 @@
+"""Calibrate: measure the algorithms on the ranks at hand, try MPI on GPUs, keep both for the jobs to come."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from hpctrain.collectives.agreement import on_first_rank
+from hpctrain.collectives.check import wanted
+from hpctrain.collectives.measure import Measured, measure
+from hpctrain.errors import CommunicationError, DataError, UsageError
+from hpctrain.train.calibration import Calibration, Measurement, find, folder, keep, part_of, place, read
+from hpctrain.train.job import Job
+from hpctrain.train.machine import Machine, mpi_name, this_machine
+from hpctrain.transport.activity import timeout_seconds
+from hpctrain.transport.canary import TIMEOUT, Verdict, probe
+
+_NO_CANARY = None, "not tried (--no-canary)"
+
+
+@dataclass(frozen=True)
+class Report:
+    """Say what a calibration found, and where it is kept."""
+
+    machine: Machine
+    measured: Measured
+    measurement: Measurement | None  # None where one rank had nothing to choose
+    verdict: Verdict | None
+    canary: str  # the verdict in words, or why there is none
+    path: Path | None  # None where there was nothing to keep
+
+
+def calibrate(
+    job: Job,
+    sizes: Sequence[int],
+    seconds: float,
+    *,
+    output: Path | None = None,
+    try_canary: bool = True,
+    progress: Callable[[float, str], None] = lambda seconds, what: None,
+) -> Report:
+    """Measure for about so many seconds, and keep what was found; a call by all ranks, who return the same.
+
+    ``output`` is the file to keep it in, by default the one that jobs on this machine look into. Raises ``UsageError``
+    before anything is measured where that file cannot be written or holds something else.
+    """
+    if wanted():
+        raise UsageError("HPCTRAIN_CHECK slows every collective: unset it to calibrate", everywhere=True)
+    comm = job.comm
+    # First, because a minute of measuring shall not be lost to a folder that cannot be written.
+    earlier, path = on_first_rank(comm, lambda: _prepare(output))
+    measured = measure(comm, sizes, seconds, job.device, progress)
+    verdict, said = on_first_rank(comm, lambda: _canary(earlier.machine) if try_canary else _NO_CANARY)
+    measurement = _measurement(measured) if measured.times else None
+    found = _joined(earlier, measurement, verdict)
+    keeps = found is not earlier
+    if keeps:
+        on_first_rank(comm, lambda: keep(found, path))
+    return Report(found.machine, measured, measurement, verdict or earlier.verdict, said, path if keeps else None)
+
+
+def _prepare(output: Path | None) -> tuple[Calibration, Path]:
+    """Return what is kept already, to be added to, and the file to keep it in."""
+    machine = this_machine(mpi_name())
+    path = output or place(machine)
+    if path is None:
+        raise UsageError("there is no home folder to keep a calibration in: name a file with --output")
+    if path.is_dir():
+        raise UsageError(f"{path} is a folder: name a file in it with --output")
+    named = output is not None or folder() is None
+    if named and path.exists():
+        earlier = _of_this_machine(path, machine)
+    else:
+        earlier = (None if named else find(machine)) or Calibration(machine)
+    _check_writable(path)
+    return earlier, path
+
+
+def _of_this_machine(path: Path, machine: Machine) -> Calibration:
+    """Return what a file holds that the user named; refuse to write over anything else."""
+    advice = "name another file with --output, or delete this one"
+    try:
+        found = read(path)
+    except DataError as error:
+        raise UsageError(f"{error}: {advice}") from error
+    if found.machine != machine:
+        differences = ", ".join(machine.differences(found.machine))
+        raise UsageError(f"{path} was measured on another machine: {differences}: {advice}")
+    return found
+
+
+def _check_writable(path: Path) -> None:
+    """Raise ``UsageError`` where a file cannot be put; leave none behind."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part = part_of(path)
+        part.touch()
+        part.unlink()
+    except OSError as error:
+        raise UsageError(f"cannot keep a calibration in {path}: {error.strerror}") from error
+
+
+def _canary(machine: Machine) -> tuple[Verdict | None, str]:
+    """Try in a job of its own whether MPI takes device pointers; return the verdict, and in words how it went."""
+    if not torch.cuda.is_available():
+        return None, "not tried: no GPU is visible"
+    try:
+        verdict = probe(timeout=min(TIMEOUT, timeout_seconds() / 2))
+    except (CommunicationError, OSError) as error:
+        return None, f"not tried: {error}"
+    if not verdict.library:  # it died before it could say which MPI it was: that of this environment
+        verdict = replace(verdict, library=machine.mpi)
+    return verdict, verdict_in_words(verdict)
+
+
+def verdict_in_words(verdict: Verdict) -> str:
+    """Return whether MPI gets device pointers, and why."""
+    return f"MPI {'takes' if verdict.cuda_aware else 'gets no'} device pointers: {verdict.reason}"
+
+
+def _measurement(measured: Measured) -> Measurement:
+    times = {
+        "/".join(key): {
+            name: {str(size): float(f"{seconds:.4g}") for size, seconds in by_size.items()}
+            for name, by_size in of_key.items()
+        }
+        for key, of_key in measured.times.items()
+    }
+    date = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+    return Measurement(measured.table(), times, date)
+
+
+def _joined(earlier: Calibration, measurement: Measurement | None, verdict: Verdict | None) -> Calibration:
+    found = earlier if measurement is None else earlier.with_measurement(measurement)
+    return found if verdict is None else found.with_verdict(verdict)

@@ -1,0 +1,241 @@
+"""Keep what was measured on a machine, and find it again: a JSON file for each type of node, MPI and set of versions.
+
+``HPCTRAIN_CALIBRATION`` names the file, or the folder of such files; else they lie in ``hpctrain/calibration`` of
+``$XDG_CACHE_HOME`` (``~/.cache``). A file holds tables of several layouts of ranks, and whether its MPI takes device
+pointers. One that is damaged or of another machine is not used, which is said once: a run never fails of it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, Protocol, get_type_hints
+
+from hpctrain.collectives.table import Layout, Table, members
+from hpctrain.errors import DataError, SettingsError
+from hpctrain.log import logger
+from hpctrain.train.machine import Machine, mpi_name, this_machine
+from hpctrain.transport.canary import Verdict
+
+VARIABLE = "HPCTRAIN_CALIBRATION"
+FORMAT = "hpctrain-calibration 1"
+LARGEST = 2**24  # bytes; what is larger was not written here
+
+
+class Ranks(Protocol):
+    """Say what of a communicator or transport is needed here."""
+
+    rank: int
+    size: int
+
+    def broadcast_object(self, item: Any, root: int = 0) -> Any:
+        """Return the root's object."""
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """Hold the table of one layout, and what it was made of: seconds, by rule, algorithm and bytes."""
+
+    table: Table
+    times: Mapping[str, Mapping[str, Mapping[str, float]]]
+    date: str
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Hold what one file holds."""
+
+    machine: Machine
+    measurements: Mapping[Layout, Measurement] = field(default_factory=dict)
+    verdict: Verdict | None = None
+
+    def with_measurement(self, measurement: Measurement) -> Calibration:
+        """Return this with the measurement of one layout put in, or in place of an earlier one."""
+        return replace(self, measurements={**self.measurements, measurement.table.layout: measurement})
+
+    def with_verdict(self, verdict: Verdict) -> Calibration:
+        """Return this with what the canary found out."""
+        return replace(self, verdict=verdict)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the calibration as plain values."""
+        return {
+            "format": FORMAT,
+            "machine": asdict(self.machine),
+            "cuda_aware": asdict(self.verdict) if self.verdict else None,
+            "measurements": [
+                {"table": one.table.to_json(), "times": one.times, "date": one.date}
+                for one in self.measurements.values()
+            ],
+        }
+
+    @classmethod
+    def from_json(cls, tree: Any) -> Calibration:
+        """Return the calibration of plain values; raise ``SettingsError`` where they are none."""
+        if not isinstance(tree, dict) or tree.get("format") != FORMAT:
+            raise SettingsError(f"its format is not {FORMAT!r}")
+        parts = members(tree, "a calibration", ("format", "machine", "cuda_aware", "measurements"))
+        if not isinstance(parts["measurements"], list):
+            raise SettingsError("measurements of a calibration: expected a list")
+        found = [_measurement(one) for one in parts["measurements"]]
+        verdict = None if parts["cuda_aware"] is None else _record(Verdict, parts["cuda_aware"], "cuda_aware")
+        machine = _record(Machine, parts["machine"], "machine")
+        return cls(machine, {one.table.layout: one for one in found}, verdict)
+
+
+# Where ----------------------------------------------------------------------------------------------------------------
+
+
+def folder(environ: Mapping[str, str] = os.environ) -> Path | None:
+    """Return the folder of the files; None where a single file is named, or there is no home."""
+    named = environ.get(VARIABLE, "")
+    if named:
+        return None if _names_file(Path(named)) else Path(named)
+    cache = environ.get("XDG_CACHE_HOME", "")
+    if not os.path.isabs(cache):  # the standard says: a relative one counts for nothing
+        home = os.path.expanduser("~")
+        cache = os.path.join(home, ".cache") if os.path.isabs(home) else ""
+    return Path(cache, "hpctrain", "calibration") if cache else None
+
+
+def place(machine: Machine, environ: Mapping[str, str] = os.environ) -> Path | None:
+    """Return the file for a machine; None where there is no home to keep one in."""
+    named = environ.get(VARIABLE, "")
+    if named and _names_file(Path(named)):
+        return Path(named)
+    where = folder(environ)
+    return where / file_name(machine) if where else None
+
+
+def file_name(machine: Machine) -> str:
+    """Return the name of a machine's file: machines that differ in anything have different ones."""
+    digest = hashlib.sha256(json.dumps(asdict(machine), sort_keys=True).encode()).hexdigest()
+    return f"{digest[:16]}.json"
+
+
+def _names_file(path: Path) -> bool:
+    return path.is_file() or not path.is_dir() and path.suffix == ".json"
+
+
+# Reading and writing --------------------------------------------------------------------------------------------------
+
+
+def read(path: Path) -> Calibration:
+    """Return what a file holds; raise ``DataError`` where it is missing, damaged or something else."""
+    try:
+        if not path.is_file():
+            raise DataError(f"there is no file {path}: hpctrain bench calibrate makes one")
+        if path.stat().st_size > LARGEST:
+            raise DataError(f"{path} is no calibration: it has more than {LARGEST} bytes")
+        return Calibration.from_json(json.loads(path.read_text(encoding="utf-8")))
+    except OSError as error:
+        raise DataError(f"cannot read the calibration {path}: {error.strerror}") from error
+    except SettingsError as error:
+        raise DataError(f"{path} is no calibration: {error}") from error
+    except (ValueError, RecursionError) as error:
+        if isinstance(error, DataError):
+            raise
+        raise DataError(f"{path} is damaged: it is not JSON") from error
+
+
+def keep(calibration: Calibration, path: Path) -> None:
+    """Write a calibration in one step: who reads meanwhile finds the old file or the new one."""
+    part = part_of(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with part.open("w", encoding="utf-8") as file:
+                json.dump(calibration.to_json(), file, indent=1)
+                file.flush()
+                os.fsync(file.fileno())
+            part.replace(path)
+        finally:
+            part.unlink(missing_ok=True)
+    except OSError as error:
+        raise DataError(f"cannot keep the calibration in {path}: {error.strerror}") from error
+
+
+def part_of(path: Path) -> Path:
+    """Return where a file is written before it takes its name."""
+    return path.with_name(f".{path.name}.{os.getpid()}")
+
+
+def find(machine: Machine, environ: Mapping[str, str] = os.environ) -> Calibration | None:
+    """Return what is kept for a machine; None, with a warning where that is strange, if nothing of use is."""
+    path = place(machine, environ)
+    if path is None or not path.exists() and folder(environ) is not None:
+        return None
+    try:
+        found = read(path)
+    except DataError as error:
+        logger.warning("%s; algorithms are chosen by default", error)
+        return None
+    if found.machine != machine:
+        what = ", ".join(machine.differences(found.machine))
+        logger.warning("%s was measured on another machine: %s; algorithms are chosen by default", path, what)
+        return None
+    return found
+
+
+# In a job -------------------------------------------------------------------------------------------------------------
+
+
+def stored(ranks: Ranks) -> Calibration | None:
+    """Return what rank 0 finds for its machine, on all ranks, since all must choose alike; a call by all of them."""
+    if ranks.size == 1:
+        return None  # nothing to choose, and perhaps no MPI
+    found: Calibration | None = ranks.broadcast_object(_find_own() if ranks.rank == 0 else None)
+    return found
+
+
+def _find_own() -> Calibration | None:
+    try:
+        return find(this_machine(mpi_name()))
+    except Exception as error:  # whatever it is: the other ranks wait for an answer, and none is needed to train
+        logger.warning("cannot look for a calibration: %s: %s", type(error).__name__, error)
+        return None
+
+
+def stored_table(ranks: Ranks, layout: Layout) -> Table | None:
+    """Return the table that was measured with rank 0's layout, the same on all ranks; a call by all of them."""
+    found = stored(ranks)
+    layout = ranks.broadcast_object(layout)
+    measurement = found.measurements.get(layout) if found else None
+    return measurement.table if measurement else None
+
+
+def stored_verdict(ranks: Ranks) -> Verdict | None:
+    """Return what the canary found out about this MPI, the same on all ranks; a call by all of them."""
+    found = stored(ranks)
+    verdict = found.verdict if found else None
+    return verdict if verdict and found and verdict.holds_for(found.machine.mpi) else None
+
+
+# Checking -------------------------------------------------------------------------------------------------------------
+
+
+def _record(kind: Any, tree: Any, what: str) -> Any:
+    """Return a dataclass of plain fields, each of its type."""
+    kinds = get_type_hints(kind)
+    parts = members(tree, what, tuple(kinds))
+    for name, value in parts.items():
+        if type(value) is not kinds[name]:
+            raise SettingsError(f"{name} of {what}: expected {kinds[name].__name__}, found {value!r:.60}")
+    return kind(**parts)
+
+
+def _measurement(tree: Any) -> Measurement:
+    parts = members(tree, "a measurement", ("table", "times", "date"))
+    if not isinstance(parts["date"], str) or not isinstance(parts["times"], dict):
+        raise SettingsError("a measurement: expected a date in text and an object of times")
+    for of_rule in parts["times"].values():
+        for of_algorithm in of_rule.values() if isinstance(of_rule, dict) else [None]:
+            if not isinstance(of_algorithm, dict) or not all(
+                size.isdecimal() and isinstance(seconds, (int, float)) for size, seconds in of_algorithm.items()
+            ):
+                raise SettingsError("times of a measurement: expected seconds by rule, algorithm and bytes")
+    return Measurement(Table.from_json(parts["table"]), parts["times"], parts["date"])

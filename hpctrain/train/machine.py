@@ -1,0 +1,82 @@
+"""Say what a measurement depends on besides the ranks: the node, its MPI, and the versions of what was measured."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import sys
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+from hpctrain._version import __version__
+
+_CPUINFO = Path("/proc/cpuinfo")
+_NAMES = ("model name", "cpu model", "cpu", "Model")  # what processors of several kinds call themselves there
+# Asked in a process of its own, since MPI must not start in one that only wants to know which it is.
+_ASK_MPI = "import mpi4py; mpi4py.rc.initialize = False; import mpi4py.MPI as m; print(m.Get_library_version())"
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Name a type of node and the software on it; what was measured on one holds for its like and for no other."""
+
+    processor: str
+    cores: int
+    gpu: str  # empty where none is visible
+    gpus: int
+    mpi: str
+    torch: str
+    hpctrain: str
+
+    def differences(self, other: Machine) -> list[str]:
+        """Return in what another machine differs: ``torch 2.11.0 (here 2.13.0)``."""
+        pairs = [(field.name, getattr(self, field.name), getattr(other, field.name)) for field in fields(self)]
+        return [f"{name} {there or 'none'} (here {here or 'none'})" for name, here, there in pairs if here != there]
+
+    def __str__(self) -> str:
+        gpus = f", {self.gpus} x {self.gpu}" if self.gpus else ""
+        cores = "1 core" if self.cores == 1 else f"{self.cores} cores"
+        software = f"{self.mpi}, torch {self.torch}, hpctrain {self.hpctrain}"
+        return f"{self.processor}, {cores}{gpus}; {software}"
+
+
+def this_machine(mpi: str) -> Machine:
+    """Return this node as this process sees it, with the MPI of that name."""
+    import torch
+
+    gpus = torch.cuda.device_count()
+    return Machine(
+        processor=processor(),
+        cores=os.cpu_count() or 1,
+        gpu=torch.cuda.get_device_name(0) if gpus else "",
+        gpus=gpus,
+        mpi=mpi,
+        torch=str(torch.__version__),
+        hpctrain=__version__,
+    )
+
+
+def processor(cpuinfo: Path = _CPUINFO) -> str:
+    """Return the name of the processor, its architecture where the system does not tell."""
+    try:
+        pairs = [line.partition(":") for line in cpuinfo.read_text(errors="replace").splitlines()]
+    except OSError:
+        pairs = []
+    found = {name.strip(): " ".join(value.split()) for name, _, value in pairs}
+    return next((found[name] for name in _NAMES if found.get(name)), platform.machine() or "unknown")
+
+
+def mpi_name() -> str:
+    """Return the MPI that ranks of this environment load, without starting it; empty where there is none."""
+    module = sys.modules.get("mpi4py.MPI")
+    if module is not None:
+        from hpctrain.transport.canary import library_name
+
+        return library_name()
+    try:
+        done = subprocess.run([sys.executable, "-c", _ASK_MPI], capture_output=True, text=True, timeout=60)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    lines = done.stdout.strip("\0").splitlines()
+    return " ".join(lines[0].split()) if done.returncode == 0 and lines else ""

@@ -1,0 +1,97 @@
+"""Tensors on a GPU: handed to the device's collectives, in turn with the host's; the GPU here is a fake on the host."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from hpctrain.collectives.communicator import Communicator
+from hpctrain.errors import CommunicationError
+from hpctrain.transport.canary import Verdict
+
+pytestmark = pytest.mark.ranks
+HOST = torch.device("cpu")
+
+
+@pytest.fixture
+def on_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[int]]:
+    """Return addresses: tensors there count as tensors on a GPU."""
+    addresses: set[int] = set()
+
+    def side(comm: Any, tensor: torch.Tensor) -> Any:
+        return comm._device if tensor.data_ptr() in addresses and comm._device else comm._hosted
+
+    monkeypatch.setattr(Communicator, "_side", side)
+    yield addresses
+
+
+@pytest.fixture
+def own(comm: Any) -> Iterator[Any]:
+    part = comm.split(0)
+    part.use_device(HOST)
+    yield part
+    part.free()
+
+
+def placed(addresses: set[int], tensor: torch.Tensor) -> torch.Tensor:
+    addresses.add(tensor.data_ptr())
+    return tensor
+
+
+def test_every_operation_goes_to_the_device(own: Any, on_gpu: set[int]) -> None:
+    size, rank = own.size, own.rank
+    total = size * (size + 1) / 2
+    one = placed(on_gpu, torch.full((6,), rank + 1.0))
+    before = own._hosted.queue.number
+    assert own.all_reduce(one).eq(total).all()
+    work = own.all_reduce(one.fill_(1), async_op=True)
+    work.wait()
+    assert work.done() and one.eq(size).all()
+    assert own.broadcast(one.fill_(rank), size - 1).eq(size - 1).all()
+    assert own.reduce(one.fill_(rank + 1.0), "sum", 0).eq(total if rank == 0 else rank + 1).all()
+    whole, share = placed(on_gpu, torch.arange(2.0 * size)), placed(on_gpu, torch.empty(2))
+    assert own.reduce_scatter(share, whole).tolist() == [size * 2.0 * rank, size * (2.0 * rank + 1)]
+    assert own.all_gather(whole, share.fill_(rank)).view(size, 2)[:, 0].tolist() == list(range(size))
+    gathered = own.gather(whole if rank == 0 else None, share, 0)
+    assert (gathered is whole) == (rank == 0)
+    assert own.scatter(share, whole if rank == 0 else None, 0).eq(rank).all()
+    swapped = own.all_to_all(placed(on_gpu, torch.empty(size)), placed(on_gpu, torch.full((size,), float(rank))))
+    assert swapped.tolist() == list(range(size))
+    assert own._hosted.queue.number - before == 9
+
+
+def test_messages_go_to_the_device(own: Any, on_gpu: set[int]) -> None:
+    mine, theirs = placed(on_gpu, torch.full((3,), float(own.rank))), placed(on_gpu, torch.empty(3))
+    right, left = (own.rank + 1) % own.size, (own.rank - 1) % own.size
+    if own.rank % 2 == 0 and right != 0:
+        own.send(mine, right, tag=2)
+    elif own.rank % 2:
+        assert own.recv(theirs, left, tag=2).eq(left).all()
+    arriving = own.irecv(torch.empty(3), left)  # on the host
+    own.isend(mine.clone(), right).wait()
+    arriving.wait()
+
+
+def test_parts_share_the_order_of_operations(own: Any) -> None:
+    part = own.split(own.rank % 2)
+    if part.size > 1:
+        assert part._device is not None and part._hosted.queue._order is own._hosted.queue._order
+    part.free()
+
+
+def test_what_is_not_possible_on_the_device_says_what_is(own: Any, on_gpu: set[int]) -> None:
+    tensor = placed(on_gpu, torch.zeros(2))
+    with pytest.raises(CommunicationError, match="algorithm nccl cannot do all_reduce on the GPU: .*; able are staged"):
+        own.all_reduce(tensor, algorithm="nccl")
+    with pytest.raises(CommunicationError, match="ring is not for tensors on a GPU: auto, nccl, mpi, staged are"):
+        own.all_reduce(tensor, algorithm="ring")
+
+
+def test_a_verdict_on_another_mpi_does_not_count(comm: Any) -> None:
+    part = comm.split(0)
+    part.use_device(HOST, Verdict(True, "it worked", "Some MPI 1.0"))
+    assert "no canary exchange" in part._device._abilities.no_mpi
+    part.free()
