@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hpctrain.collectives.bucket import Bucket
 from hpctrain.collectives.check import order_check
-from hpctrain.collectives.host import HostCollectives
+from hpctrain.collectives.host import HostCollectives, pair_key
 from hpctrain.collectives.hosted import HostedCollectives
 from hpctrain.collectives.reduction import check_op
 from hpctrain.collectives.table import Layout, Table
@@ -48,6 +48,9 @@ class Communicator:
         self._layout = Layout(transport.size, place.nodes, place.local_size)
         self._host = HostCollectives(transport, self._node, place)
         self._check = order_check(transport)
+        # Ways that were carried out before on the same memory: all that is checked was checked then. Where the ranks
+        # compare each operation, or the host takes turns with a GPU, none is taken unseen.
+        self._kept = self._host.kept if self._check is None else {}
         self._hosted = HostedCollectives(self._host)
         self._device: DeviceCollectives | None = None
         self._tables: Mapping[Layout, Table] = {}
@@ -99,7 +102,9 @@ class Communicator:
 
         Algorithms: mpi, tree, ring, double_tree, window, hierarchical.
         """
-        if self._known(tensor, "broadcast", tensor.data_ptr(), tensor.numel(), tensor.dtype, root, algorithm):
+        way = self._kept.get(("broadcast", tensor.data_ptr(), tensor.numel(), tensor.dtype, root, algorithm))
+        if way is not None and tensor.is_contiguous():
+            way()
             return tensor
         self._check_root(root)
         self._announce("broadcast", tensor, detail=f"root {root}")
@@ -129,8 +134,9 @@ class Communicator:
         called; others have ended on return. Raises ``CommunicationError`` for an operation or algorithm that cannot
         serve.
         """
-        key = ("all_reduce", tensor.data_ptr(), tensor.numel(), tensor.dtype, op, algorithm)
-        if not async_op and self._known(tensor, *key):
+        way = self._kept.get(("all_reduce", tensor.data_ptr(), tensor.numel(), tensor.dtype, op, algorithm))
+        if way is not None and not async_op and tensor.is_contiguous():
+            way()
             return tensor
         check_op(op, tensor.dtype)
         self._announce("all_reduce", tensor, detail=op)
@@ -145,8 +151,9 @@ class Communicator:
         ``tensor`` has ``size`` times the elements of ``out``, which may be its slice ``rank``. Algorithms: mpi, direct,
         ring, recursive, window, hierarchical.
         """
-        key = (out.data_ptr(), tensor.data_ptr(), out.numel(), out.dtype, op, algorithm)
-        if out.is_contiguous() and self._known(tensor, "reduce_scatter", *key):
+        way = self._kept.get(("reduce_scatter", *pair_key(out, tensor), op, algorithm))
+        if way is not None and out.is_contiguous() and tensor.is_contiguous():
+            way()
             return out
         check_op(op, tensor.dtype)
         self._check_shares(out, tensor)
@@ -160,8 +167,9 @@ class Communicator:
         ``out`` has ``size`` times the elements of ``tensor``, which may be its slice ``rank``. Algorithms: mpi, ring,
         recursive, window, hierarchical.
         """
-        key = (out.data_ptr(), tensor.data_ptr(), out.numel(), out.dtype, algorithm)
-        if out.is_contiguous() and self._known(tensor, "all_gather", *key):
+        way = self._kept.get(("all_gather", *pair_key(out, tensor), algorithm))
+        if way is not None and out.is_contiguous() and tensor.is_contiguous():
+            way()
             return out
         self._check_shares(tensor, out)
         self._announce("all_gather", tensor)
@@ -273,6 +281,7 @@ class Communicator:
         found = verdict.cuda_aware if verdict is not None and verdict.holds_for(library_name()) else None
         abilities = gather_abilities(self.transport, device, believe(found))
         queue = self._hosted.queue = OperationQueue(None if parent is None else parent._hosted.queue)
+        self._kept = {}
         self._device = DeviceCollectives(
             self.transport,
             self._host,
@@ -315,15 +324,6 @@ class Communicator:
         self.transport.free()
 
     # How --------------------------------------------------------------------------------------------------------------
-
-    def _known(self, tensor: Tensor, *key: Hashable) -> bool:
-        """Carry out an operation as before on the same memory; tell whether it was one of those."""
-        # All that is checked elsewhere was checked the first time; what the ranks compare, they compare each time.
-        way = self._host.known(*key) if self._check is None and self._device is None else None
-        if way is None or not tensor.is_contiguous():
-            return False
-        way()
-        return True
 
     def _side(self, tensor: Tensor) -> HostedCollectives | DeviceCollectives:
         """Return who carries a tensor."""

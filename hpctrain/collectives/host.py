@@ -14,7 +14,7 @@ from hpctrain.collectives.select import check_known
 from hpctrain.collectives.shared import SharedMemory
 from hpctrain.collectives.table import Layout, Table
 from hpctrain.collectives.topology import Topology
-from hpctrain.collectives.ways import NODE_ALGORITHMS, Way, Ways
+from hpctrain.collectives.ways import NODE_ALGORITHMS, Ways
 from hpctrain.transport.base import Finished, Transport, Work
 
 T = TypeVar("T", bound=Callable[[], object])
@@ -34,28 +34,24 @@ class HostCollectives:
         self.transport = transport
         self.memory = SharedMemory(transport, node, place, reducer)
         self._ways = Ways(transport, reducer, self.memory)
-        self._kept: dict[Hashable, Callable[[], object]] = {}
+        self.kept: dict[Hashable, Callable[[], object]] = {}  # by operation, addresses, sizes, dtype, and how
 
     def use_tables(self, tables: Mapping[Layout, Table]) -> None:
         """Choose by what was measured; a call by all ranks with the same tables."""
         self._ways.use_tables(tables)
-        self._kept.clear()
+        self.kept.clear()
 
     def empty(self, numel: int, dtype: torch.dtype, *, common: bool = False) -> Tensor:
         """Return a flat tensor in node memory where there is some; a call by all ranks."""
-        self._kept.clear()  # the new tensor may lie where this rank, but no other, had memory of its own
+        self.kept.clear()  # the new tensor may lie where this rank, but no other, had memory of its own
         return self.memory.empty(numel, dtype, common=common)
 
     def free(self) -> None:
         """Give node memory back; a call by all ranks."""
-        self._kept.clear()
+        self.kept.clear()
         self.memory.free()
 
     # Collectives ------------------------------------------------------------------------------------------------------
-
-    def known(self, *key: Hashable) -> Way | None:
-        """Return the way of an operation that was carried out before; the keys stand below."""
-        return self._kept.get(key)
 
     def broadcast(self, tensor: Tensor, root: int, algorithm: str = "auto") -> None:
         """Copy the root's tensor to every rank, in place."""
@@ -86,7 +82,7 @@ class HostCollectives:
 
     def reduce_scatter(self, out: Tensor, tensor: Tensor, op: str, algorithm: str = "auto") -> None:
         """Reduce over all ranks and keep this rank's share in ``out``."""
-        key = ("reduce_scatter", out.data_ptr(), tensor.data_ptr(), out.numel(), out.dtype, op, algorithm)
+        key = ("reduce_scatter", *pair_key(out, tensor), op, algorithm)
         if self._moves("reduce_scatter", algorithm, out):
             self._keep(key, lambda: self._ways.reduce_scatter(out, tensor, op, algorithm))()
         else:
@@ -94,7 +90,7 @@ class HostCollectives:
 
     def all_gather(self, out: Tensor, tensor: Tensor, algorithm: str = "auto") -> None:
         """Put the tensors of all ranks behind each other, in rank order."""
-        key = ("all_gather", out.data_ptr(), tensor.data_ptr(), out.numel(), out.dtype, algorithm)
+        key = ("all_gather", *pair_key(out, tensor), algorithm)
         if self._moves("all_gather", algorithm, tensor):
             self._keep(key, lambda: self._ways.all_gather(out, tensor, algorithm))()
         else:
@@ -120,9 +116,14 @@ class HostCollectives:
         return False
 
     def _keep(self, key: Hashable, make: Callable[[], T]) -> T:
-        found = self._kept.get(key)
+        found = self.kept.get(key)
         if found is None:
-            if len(self._kept) >= KEPT:
-                self._kept.clear()
-            found = self._kept[key] = make()
+            if len(self.kept) >= KEPT:
+                self.kept.clear()
+            found = self.kept[key] = make()
         return found  # type: ignore[return-value]
+
+
+def pair_key(out: Tensor, tensor: Tensor) -> tuple[Hashable, ...]:
+    """Return what tells two tensors from others: who has checked them need not check them again."""
+    return out.data_ptr(), tensor.data_ptr(), out.numel(), tensor.numel(), out.dtype, tensor.dtype

@@ -38,7 +38,8 @@ class NodeQueue:
             return
         memory = self.memory
         number = memory.arrive()
-        with waiting(operation):
+        waiting.begin(operation)
+        try:
             memory.await_arrived(number, operation)
             links = share()
             if links is not None:
@@ -46,6 +47,8 @@ class NodeQueue:
                     link.wait()
             memory.finish(number)
             memory.await_finished(number, operation)
+        finally:
+            waiting.end()
 
     def meet(self, operation: str) -> None:
         """Wait until all ranks have come, and have done their shares of everything before."""

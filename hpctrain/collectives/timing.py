@@ -19,8 +19,9 @@ if TYPE_CHECKING:
 
 ROW_SECONDS = 0.002  # of calls without a barrier: long against what a clock and a barrier take
 MOST_CALLS = 500
-# (up to so many bytes, first rows, calls in each). The best row counts: short ones are likely to be left in peace.
-FIRST_ROWS = ((2**16, 4, 5), (2**20, 2, 2), (2**63, 1, 1))
+FIRST_ROWS, FIRST_CALLS = 4, 5  # the best of these rows counts: short ones are likely to be left in peace
+SLOW = 0.001  # seconds of a first call after which one more has to do
+SWEPT = ((2**20, 3), (2**63, 1))  # (up to so many bytes, rows in a sweep): what takes no time shall have more
 CHECKED = 2**20  # bytes up to which first results are checked: every way in which an algorithm cuts its tensor
 HOPELESS = 3.0  # times the best of the first rows
 DTYPES = {"carried": torch.float32, "own": torch.bfloat16}
@@ -73,26 +74,20 @@ class Part:
         # Within one node hierarchical is the window by another name: two candidates that only noise could tell apart.
         names = [name for name in algorithms(self.key[1]) if self._comm.nodes > 1 or name != "hierarchical"]
         own = {name: self._try(name) for name in names}
-        everyone = self._comm.all_gather_object(own)
-        for name in own:
-            reason = next((rank[name][0] for rank in everyone if rank[name][0]), "")
-            seconds = max(rank[name][1] for rank in everyone)
-            if reason:
-                self.left_out[name] = reason
-            else:
-                self.first[name] = seconds
-            if reason and seconds:  # it ran
-                self.wrong.add(name)
+        first = {name: seconds for name, seconds in own.items() if seconds is not None}
+        everyone = self._comm.all_gather_object(first)
+        self.first = {name: max(rank[name] for rank in everyone) for name in first}
         best = min(self.first.values(), default=0.0)
         self.times = {name: [] for name, seconds in self.first.items() if seconds <= HOPELESS * best}
 
     def sweep(self) -> None:
-        """Measure a row of each algorithm that may be the fastest."""
-        for name, rows in self.times.items():
-            rows.append(self._row(name, self._row_length(self.first[name])))
+        """Measure each algorithm that may be the fastest once more."""
+        for _ in range(next(rows for limit, rows in SWEPT if self.size <= limit)):
+            for name, rows in self.times.items():
+                rows.append(self._row(name, self._row_length(self.first[name])))
 
-    def _try(self, name: str) -> tuple[str, float]:
-        """Return why an algorithm cannot serve, or nothing, and the seconds that a first row of calls took.
+    def _try(self, name: str) -> float | None:
+        """Return the seconds of a call in the first rows; None for an algorithm that cannot serve, or not rightly.
 
         Whether it can is known to all ranks alike, before anything is sent: they all go on, or none does.
         """
@@ -102,13 +97,20 @@ class Part:
         try:
             once = self._row(name, 1)
         except CommunicationError as error:
-            return str(error), 0.0
-        reason = "" if not checked or self._is_right() else f"it brought wrong numbers to rank {self._comm.rank}"
+            self.left_out[name] = str(error)
+            return None
+        everyone = self._comm.all_gather_object((not checked or self._is_right(), once))
         if checked:
             self._whole.zero_()  # sums stay what they are however often they are reduced again
             self._share.zero_()
-        rows, calls = next((rows, calls) for limit, rows, calls in FIRST_ROWS if self.size <= limit)
-        return reason, min(once, *(self._row(name, calls * self._calls) for _ in range(rows)))
+        wrong = [str(rank) for rank, (right, _) in enumerate(everyone) if not right]
+        if wrong:
+            self.left_out[name] = f"it brought wrong numbers to rank {', '.join(wrong)}"
+            self.wrong.add(name)
+            return None
+        if max(seconds for _, seconds in everyone) > SLOW:
+            return min(once, self._row(name, 1))
+        return min(self._row(name, FIRST_CALLS) for _ in range(FIRST_ROWS))
 
     def _row_length(self, pilot: float) -> int:
         calls = max(1, min(MOST_CALLS, int(ROW_SECONDS / pilot)))

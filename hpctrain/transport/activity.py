@@ -12,7 +12,8 @@ from hpctrain.errors import SettingsError
 class Activity:
     """Say which blocking operation this rank is inside, since when, how many it has entered and how long they took.
 
-    A class and no generator: it stands around every message, and a generator costs three times as much.
+    A class and no generator: it stands around every message, and a generator costs three times as much. Where a
+    microsecond counts, ``begin`` and ``end`` are called instead.
     """
 
     __slots__ = ("operation", "since", "entered", "total", "_depth")
@@ -24,13 +25,24 @@ class Activity:
         self.total = 0.0  # seconds in all operations that have ended
         self._depth = 0
 
-    def __call__(self, operation: str) -> Activity:
-        """Name the operation that the following ``with`` block waits for; one inside another keeps the outer name."""
+    def begin(self, operation: str) -> None:
+        """Name the operation that is waited for until ``end``; one inside another keeps the outer name."""
         if not self._depth:
             self.since = time.monotonic()
             self.entered += 1
             self.operation = operation
         self._depth += 1
+
+    def end(self) -> None:
+        """End what ``begin`` began."""
+        self._depth -= 1
+        if not self._depth:
+            self.total += time.monotonic() - self.since
+            self.operation = ""
+
+    def __call__(self, operation: str) -> Activity:
+        """Name the operation that the following ``with`` block waits for."""
+        self.begin(operation)
         return self
 
     def __enter__(self) -> Activity:
@@ -39,10 +51,7 @@ class Activity:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._depth -= 1
-        if not self._depth:
-            self.total += time.monotonic() - self.since
-            self.operation = ""
+        self.end()
 
     @property
     def seconds(self) -> float:

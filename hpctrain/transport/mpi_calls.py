@@ -109,8 +109,11 @@ def prepared(
         def single() -> None:
             if counted.recorder is not None:
                 counted.recorder.count(operation, nbytes)
-            with waiting(operation):
+            waiting.begin(operation)
+            try:
                 only()
+            finally:
+                waiting.end()
 
         return single
 

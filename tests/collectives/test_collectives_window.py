@@ -211,4 +211,4 @@ def test_ever_other_pieces_do_not_fill_the_memory(
     for start in range(0, 40, 2):
         own.all_reduce(whole[start : start + 2], algorithm="window")
     assert same_bits(whole, expected([list(range(own.size))], 40, torch.int32, "sum"))
-    assert len(own._host._kept) <= 5
+    assert len(own._host.kept) <= 5
