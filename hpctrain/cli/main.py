@@ -16,6 +16,7 @@ VERBS = {
     "train": "train a model as a TOML file says",
     "data": "pack corpora, look into data files",
     "checkpoint": "list, show and verify checkpoints",
+    "bench": "measure the collectives, show what was measured",
 }
 
 

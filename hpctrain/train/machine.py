@@ -37,7 +37,8 @@ class Machine:
     def __str__(self) -> str:
         gpus = f", {self.gpus} x {self.gpu}" if self.gpus else ""
         cores = "1 core" if self.cores == 1 else f"{self.cores} cores"
-        software = f"{self.mpi}, torch {self.torch}, hpctrain {self.hpctrain}"
+        # Open MPI goes on with who built it, and when.
+        software = f"{self.mpi.partition(',')[0] or 'no MPI'}, torch {self.torch}, hpctrain {self.hpctrain}"
         return f"{self.processor}, {cores}{gpus}; {software}"
 
 
@@ -78,5 +79,5 @@ def mpi_name() -> str:
         done = subprocess.run([sys.executable, "-c", _ASK_MPI], capture_output=True, text=True, timeout=60)
     except (OSError, subprocess.TimeoutExpired):
         return ""
-    lines = done.stdout.strip("\0").splitlines()
-    return " ".join(lines[0].split()) if done.returncode == 0 and lines else ""
+    lines = done.stdout.splitlines()
+    return " ".join(lines[0].strip("\0").split()) if done.returncode == 0 and lines else ""

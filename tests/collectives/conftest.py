@@ -11,8 +11,8 @@ from support.nodes import dealt_out, groups, in_pairs, placed
 
 @pytest.fixture(scope="module")
 def own(comm: Any) -> Iterator[Any]:
-    """Return a communicator of all ranks whose node memory goes with the test file."""
-    own = comm.split(0)
+    """Return a communicator of the ranks of this node, all of them on one; its memory goes with the test file."""
+    own = comm.split(comm.node)
     yield own
     own.free()
 

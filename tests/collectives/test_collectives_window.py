@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from itertools import product
 from typing import Any
 
@@ -19,14 +18,6 @@ LONG = (BLOCK - 1, BLOCK + 1, 3 * BLOCK + 17, 9 * BLOCK + 5)
 LONG_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.int32, torch.uint8)
 Nodes = tuple[Any, list[list[int]]]
 ROOM = 8 * (max(LONG) + 64)
-
-
-@pytest.fixture(scope="module")
-def own(comm: Any) -> Iterator[Any]:
-    """Return a communicator of the ranks of this node, which share memory; where there are more nodes, one of each."""
-    own = comm.split(comm.node)
-    yield own
-    own.free()
 
 
 @pytest.fixture(scope="module")

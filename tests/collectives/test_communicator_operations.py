@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,6 +12,26 @@ from hpctrain.collectives.select import ALGORITHMS
 from hpctrain.errors import CommunicationError
 
 LENGTH = 1003  # nothing divides it
+
+
+@pytest.fixture(scope="module")
+def node(comm: Any) -> Iterator[Any]:
+    """Return a communicator of the ranks of this node."""
+    node = comm.split(comm.node)
+    yield node
+    node.free()
+
+
+@pytest.fixture
+def those(comm: Any, node: Any, algorithm: str) -> Any:
+    """Return a communicator of the ranks that an algorithm is for: those of one node, or all."""
+    return node if algorithm == "window" else comm
+
+
+def lent(comm: Any, tensor: torch.Tensor, algorithm: str) -> torch.Tensor:
+    """Return a tensor where an algorithm can serve: on several nodes some need ``comm.empty``."""
+    needed = algorithm == "hierarchical" and comm.nodes > 1
+    return comm.empty(tensor.numel()).copy_(tensor) if needed else tensor
 
 
 def mine(rank: int, length: int = LENGTH, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -23,43 +44,45 @@ def total(size: int, length: int = LENGTH) -> torch.Tensor:
 
 @pytest.mark.ranks(1, 2, 3, 4)
 @pytest.mark.parametrize("algorithm", ["auto", *ALGORITHMS["all_reduce"]])
-def test_all_reduce_by_name(comm: Any, algorithm: str) -> None:
-    tensor = mine(comm.rank).view(17, 59)
-    assert comm.all_reduce(tensor, algorithm=algorithm) is tensor
-    assert torch.equal(tensor.view(-1), total(comm.size))
-    averaged = comm.all_reduce(mine(comm.rank), "average", algorithm=algorithm)
-    torch.testing.assert_close(averaged, total(comm.size) / comm.size)
+def test_all_reduce_by_name(those: Any, algorithm: str) -> None:
+    tensor = mine(those.rank).view(17, 59)
+    assert those.all_reduce(tensor, algorithm=algorithm) is tensor
+    assert torch.equal(tensor.view(-1), total(those.size))
+    averaged = those.all_reduce(mine(those.rank), "average", algorithm=algorithm)
+    torch.testing.assert_close(averaged, total(those.size) / those.size)
 
 
 @pytest.mark.ranks(1, 2, 3, 4)
 @pytest.mark.parametrize("algorithm", ["auto", *ALGORITHMS["broadcast"]])
-def test_broadcast_by_name(comm: Any, algorithm: str) -> None:
-    for root in range(comm.size):
-        tensor = comm.broadcast(mine(comm.rank), root, algorithm=algorithm)
+def test_broadcast_by_name(those: Any, algorithm: str) -> None:
+    for root in range(those.size):
+        tensor = those.broadcast(lent(those, mine(those.rank), algorithm), root, algorithm=algorithm)
         assert torch.equal(tensor, mine(root))
 
 
 @pytest.mark.ranks(1, 2, 3, 4)
 @pytest.mark.parametrize("algorithm", ["auto", "mpi", "tree", "double_tree"])
-def test_reduce_by_name(comm: Any, algorithm: str) -> None:
-    root = comm.size - 1
-    tensor = comm.reduce(mine(comm.rank), "sum", root, algorithm=algorithm)
-    assert torch.equal(tensor, total(comm.size) if comm.rank == root else mine(comm.rank))
+def test_reduce_by_name(those: Any, algorithm: str) -> None:
+    root = those.size - 1
+    tensor = those.reduce(mine(those.rank), "sum", root, algorithm=algorithm)
+    assert torch.equal(tensor, total(those.size) if those.rank == root else mine(those.rank))
 
 
 @pytest.mark.ranks(1, 2, 3, 4)
 @pytest.mark.parametrize("algorithm", ["auto", *ALGORITHMS["reduce_scatter"]])
-def test_reduce_scatter_by_name(comm: Any, algorithm: str) -> None:
-    length = 10 * comm.size
-    share = comm.reduce_scatter(torch.empty(10), mine(comm.rank, length), algorithm=algorithm)
-    assert torch.equal(share, total(comm.size, length)[10 * comm.rank : 10 * (comm.rank + 1)])
+def test_reduce_scatter_by_name(those: Any, algorithm: str) -> None:
+    length = 10 * those.size
+    tensor = lent(those, mine(those.rank, length), algorithm)
+    share = those.reduce_scatter(torch.empty(10), tensor, algorithm=algorithm)
+    assert torch.equal(share, total(those.size, length)[10 * those.rank : 10 * (those.rank + 1)])
 
 
 @pytest.mark.ranks(1, 2, 3, 4)
 @pytest.mark.parametrize("algorithm", ["auto", *ALGORITHMS["all_gather"]])
-def test_all_gather_by_name(comm: Any, algorithm: str) -> None:
-    whole = comm.all_gather(torch.empty(LENGTH * comm.size), mine(comm.rank), algorithm=algorithm)
-    assert torch.equal(whole, torch.cat([mine(rank) for rank in range(comm.size)]))
+def test_all_gather_by_name(those: Any, algorithm: str) -> None:
+    out = lent(those, torch.empty(LENGTH * those.size), algorithm)
+    whole = those.all_gather(out, mine(those.rank), algorithm=algorithm)
+    assert torch.equal(whole, torch.cat([mine(rank) for rank in range(those.size)]))
 
 
 @pytest.mark.ranks(1, 2, 3, 4)

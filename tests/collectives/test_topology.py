@@ -13,7 +13,7 @@ from hpctrain.transport.single import SingleTransport
 
 
 def test_one_rank_is_one_node() -> None:
-    assert discover(SingleTransport(), SingleTransport()) == Topology(0, 1, 0, 1, True)
+    assert discover(SingleTransport(), SingleTransport()) == Topology(0, 1, 0, 1, ((0,),))
 
 
 @pytest.mark.ranks

@@ -1,0 +1,234 @@
+"""Serve ``hpctrain bench``: measure which collectives are fastest on this machine, show what was measured."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import re
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hpctrain.errors import UsageError
+
+if TYPE_CHECKING:
+    from hpctrain.train.calibrate import Report
+
+_CALIBRATE_EPILOG = """\
+examples:
+  mpiexec -n 4 hpctrain bench calibrate                       about a minute, on a machine that is quiet otherwise
+  srun hpctrain bench calibrate --seconds 300                 on the nodes of a job, longer and so more exactly
+  mpiexec -n 2 hpctrain bench calibrate --sizes 4K,1M,64M --json
+  mpiexec -n 4 hpctrain bench calibrate --output site.json    for others: export HPCTRAIN_CALIBRATION=site.json
+
+What is found serves every later job of as many ranks on as many nodes of this type, with this MPI and these versions.
+"""
+_SHOW_EPILOG = """\
+examples:
+  hpctrain bench show             what is kept for this machine
+  hpctrain bench show site.json   what a file holds, and whether it could serve here
+"""
+_UNITS = {"": 0, "K": 10, "M": 20, "G": 30}
+_LARGEST = 2**32  # bytes of a tensor to measure
+_LINE_EVERY = 10.0  # seconds between two lines where there is no terminal
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add the verb and its actions to the command line."""
+    parser = subparsers.add_parser("bench", help="measure the collectives, show what was measured", description=__doc__)
+    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+    measuring = _action(actions, "calibrate", "measure which algorithm is fastest, and keep that", _CALIBRATE_EPILOG)
+    measuring.add_argument("--seconds", type=_seconds, default=60.0, help="time to take (default: %(default)g)")
+    measuring.add_argument("--sizes", type=_sizes, metavar="BYTES,...", help="sizes (default: 4 to 64M, times 4)")
+    measuring.add_argument("--device", default="auto", metavar="NAME", help="auto, cpu or cuda (default: auto)")
+    measuring.add_argument("--output", type=Path, metavar="FILE", help="keep it there, not in the usual place")
+    measuring.add_argument("--no-canary", action="store_true", help="do not try MPI on memory of GPUs")
+    measuring.add_argument("-v", "--verbose", action="store_true", help="say what was left out, and why")
+    showing = _action(actions, "show", "print what is kept for this machine", _SHOW_EPILOG)
+    showing.add_argument("file", type=Path, nargs="?", metavar="FILE", help="a file to show in its place")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Carry out the action; return the exit code."""
+    return _calibrate(args) if args.action == "calibrate" else _show(args.file, args.json)
+
+
+def _action(actions: Any, name: str, summary: str, epilog: str) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = actions.add_parser(
+        name,
+        help=summary,
+        description=f"{summary[0].upper()}{summary[1:]}.",
+        epilog=epilog,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    return parser
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above 0")
+    return seconds
+
+
+def _sizes(text: str) -> list[int]:
+    found = []
+    for word in text.split(","):
+        match = re.fullmatch(r"(\d{1,10})([KMG]?)", word.strip(), re.ASCII)
+        size = int(match[1]) << _UNITS[match[2]] if match else 0
+        if not 1 <= size <= _LARGEST:
+            raise argparse.ArgumentTypeError(
+                f"{word.strip()!r:.40} is not a size from 1 to 4G bytes: write them as 4,64K,1M, in units of 1024"
+            )
+        found.append(size)
+    return sorted(set(found))
+
+
+# calibrate ------------------------------------------------------------------------------------------------------------
+
+
+def _calibrate(args: argparse.Namespace) -> int:
+    from hpctrain.collectives.measure import SIZES
+    from hpctrain.train.bootstrap import init
+    from hpctrain.train.calibrate import calibrate
+
+    with init(device=args.device, oversubscribe=True) as job:
+        progress = _Progress(args.seconds, shown=job.rank == 0)
+        report = calibrate(
+            job,
+            args.sizes or SIZES,
+            args.seconds,
+            output=args.output,
+            try_canary=not args.no_canary,
+            progress=progress,
+        )
+        progress.close()
+        if job.rank == 0:
+            print(json.dumps(_as_json(report), indent=2) if args.json else "\n".join(_as_text(report, args.verbose)))
+    return 0
+
+
+class _Progress:
+    """Show how far it is: a bar on a terminal, a line now and then elsewhere."""
+
+    def __init__(self, seconds: float, *, shown: bool) -> None:
+        self._seconds = seconds
+        self._shown = shown
+        self._bar: Any = None
+        self._spoken = 0.0
+
+    def __call__(self, seconds: float, what: str) -> None:
+        if not self._shown:
+            return
+        if sys.stderr.isatty():
+            self._draw(seconds, what)
+        elif seconds - self._spoken >= _LINE_EVERY:
+            self._spoken = seconds
+            print(f"measured for {seconds:.0f} of {self._seconds:g} s: {what}", file=sys.stderr, flush=True)
+
+    def close(self) -> None:
+        """Take the bar away."""
+        if self._bar is not None:
+            self._bar.close()
+
+    def _draw(self, seconds: float, what: str) -> None:
+        if self._bar is None:
+            from tqdm import tqdm
+
+            form = "{desc} {bar} {n:.0f} of {total:g} s {postfix}"
+            self._bar = tqdm(total=self._seconds, desc="measuring", bar_format=form, dynamic_ncols=True, leave=False)
+        self._bar.set_postfix_str(what, refresh=False)
+        self._bar.update(min(seconds, self._seconds) - self._bar.n)
+
+
+def _as_json(report: Report) -> dict[str, Any]:
+    from dataclasses import asdict
+
+    measurement = report.measurement
+    return {
+        "machine": asdict(report.machine),
+        "table": measurement.table.to_json() if measurement else None,
+        "times": measurement.times if measurement else {},
+        "left_out": [
+            {"rule": "/".join(key), "algorithm": name, "reason": reason}
+            for (key, name), reason in report.measured.left_out.items()
+        ],
+        "complete": report.measured.complete,
+        "canary": report.canary,
+        "cuda_aware": report.verdict.cuda_aware if report.verdict else None,
+        "kept": str(report.path) if report.path else None,
+    }
+
+
+def _as_text(report: Report, verbose: bool) -> list[str]:
+    from hpctrain.collectives import timetable
+
+    lines = [f"{report.measured.layout}; {report.machine}", ""]
+    if report.measurement:
+        lines += timetable.lines(report.measurement.table, report.measurement.times)
+    else:
+        lines.append("nothing to choose: start it as the jobs to come are started, such as by mpiexec -n 4")
+    lines.append("")
+    if not report.measured.complete:
+        lines.append("the time was up before the largest size: --seconds gives it more")
+    for key, name in sorted(report.measured.wrong):
+        lines.append(f"{name} is left out of {key[0]}: {report.measured.left_out[key, name]}")
+    if verbose:
+        lines += _left_out(report)
+    lines.append(f"MPI on GPUs: {report.canary}")
+    if report.path:
+        from hpctrain.train.calibration import place
+
+        usual = place(report.machine) == report.path
+        hint = "" if usual else f"; export HPCTRAIN_CALIBRATION={report.path} puts it to use"
+        lines.append(f"kept in {report.path}{hint}")
+    return lines
+
+
+def _left_out(report: Report) -> list[str]:
+    """Return why algorithms were not measured, the same reason once; what an operation does not have needs none."""
+    reasons: dict[str, list[str]] = {}
+    for (key, name), reason in report.measured.left_out.items():
+        if not reason.startswith("unknown algorithm"):
+            reasons.setdefault(reason, []).append(f"{'/'.join(key)} by {name}")
+    return [f"not measured: {', '.join(what)}: {reason}" for reason, what in reasons.items()]
+
+
+# show -----------------------------------------------------------------------------------------------------------------
+
+
+def _show(file: Path | None, as_json: bool) -> int:
+    from hpctrain.cluster.launcher import first_guess_of_rank
+    from hpctrain.collectives import timetable
+
+    if first_guess_of_rank():
+        return 0  # rank 0 speaks for all
+    from hpctrain.train.calibrate import verdict_in_words
+    from hpctrain.train.calibration import place, read
+    from hpctrain.train.machine import mpi_name, this_machine
+
+    machine = this_machine(mpi_name())
+    path = file or place(machine)
+    if path is None or not path.exists():
+        where = path or "the home folder"
+        raise UsageError(f"no calibration for {machine} in {where}: mpiexec -n 4 hpctrain bench calibrate makes one")
+    found = read(path)
+    differences = machine.differences(found.machine)
+    used = not differences and place(machine) == path
+    if as_json:
+        print(json.dumps({"file": str(path), "in_use": used, "differences": differences, **found.to_json()}, indent=2))
+        return 0
+    state = "in use here" if used else f"of no use here: {', '.join(differences)}" if differences else "not in use here"
+    lines = [f"{path}: {state}", str(found.machine)]
+    for layout, one in found.measurements.items():
+        lines += ["", f"{layout}, measured {one.date}", *timetable.lines(one.table, one.times)]
+    if found.verdict:
+        lines += ["", f"MPI on GPUs: {verdict_in_words(found.verdict)}"]
+    print("\n".join(lines))
+    return 0

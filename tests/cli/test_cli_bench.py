@@ -1,0 +1,189 @@
+"""``hpctrain bench`` does what its help says: it measures, keeps, prints, and shows what is in use."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from math import inf
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.jobs import JobStarter
+
+from hpctrain.cli import bench
+from hpctrain.cli.main import main
+from hpctrain.collectives.table import Layout, Table
+from hpctrain.train.calibration import Calibration, Measurement, keep, place
+from hpctrain.train.machine import mpi_name, this_machine
+from hpctrain.transport.canary import Verdict
+
+TABLE = Table(Layout(4, 1, 4), {("all_reduce", "window", "carried"): ((4096, "mpi"), (inf, "window"))})
+TIMES = {"all_reduce/window/carried": {"mpi": {"4": 1e-6, "65536": 4e-5}, "window": {"4": 2e-6, "65536": 1e-5}}}
+MEASUREMENT = Measurement(TABLE, TIMES, "2026-01-01T00:00:00+00:00")
+
+
+@pytest.fixture(autouse=True)
+def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Keep calibrations of these tests in a folder of their own."""
+    monkeypatch.setenv("HPCTRAIN_CALIBRATION", str(tmp_path / "store"))
+    return tmp_path / "store"
+
+
+@pytest.mark.parametrize(
+    "text, sizes",
+    [("4", [4]), ("4,1K,64K", [4, 1024, 65536]), ("1M, 2K,1M", [2048, 2**20]), ("4G", [2**32]), ("007", [7])],
+)
+def test_sizes(text: str, sizes: list[int]) -> None:
+    assert bench._sizes(text) == sizes
+
+
+@pytest.mark.parametrize("text", ["", "4,", "-4", "0", "1.5K", "4k", "4KiB", "5G", "9999999999999", "٤", "1e6", "4\n"])
+def test_other_sizes_are_one_line_before_anything_starts(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    if text == "4\n":
+        assert bench._sizes(text) == [4]  # blanks around a size are fine
+        return
+    assert main(["bench", "calibrate", f"--sizes={text}"]) == 2
+    out, err = capsys.readouterr()
+    assert not out and err.count("\n") == 1
+    assert "is not a size from 1 to 4G bytes: write them as 4,64K,1M, in units of 1024" in err
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "nan", "inf", "soon"])
+def test_seconds(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "calibrate", f"--seconds={text}"]) == 2
+    assert "is not a number of seconds above 0" in capsys.readouterr().err
+    with pytest.raises(argparse.ArgumentTypeError):
+        bench._seconds(text)
+
+
+@pytest.mark.parametrize("action, words", [("calibrate", "mpiexec -n 4 hpctrain bench"), ("show", "site.json")])
+def test_help_has_examples(action: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["bench", action, "--help"])
+    said = capsys.readouterr().out
+    assert "examples:" in said and words in said and "--json" in said
+
+
+def test_the_verb_is_there_without_torch_and_mpi() -> None:
+    code = """
+import sys
+from hpctrain.cli.main import main
+assert main(["bench", "calibrate", "--sizes", "x"]) == 2
+print([name for name in ("torch", "mpi4py", "numpy", "tqdm") if name in sys.modules])
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout == "[]\n"
+
+
+def test_show_before_anything_was_measured(capsys: pytest.CaptureFixture[str], store: Path) -> None:
+    assert main(["bench", "show"]) == 2
+    out, err = capsys.readouterr()
+    assert not out and err.startswith("hpctrain: error: no calibration for ") and f" in {store}/" in err
+    assert err.endswith("mpiexec -n 4 hpctrain bench calibrate makes one\n")
+
+
+def test_show_prints_what_is_in_use(capsys: pytest.CaptureFixture[str]) -> None:
+    here = this_machine(mpi_name())
+    path = place(here)
+    assert path is not None
+    verdict = Verdict(False, "the exchange ended with status -11", here.mpi)
+    keep(Calibration(here).with_measurement(MEASUREMENT).with_verdict(verdict), path)
+    assert main(["bench", "show"]) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert said[:4] == [f"{path}: in use here", str(here), "", "4 ranks on 1 node, measured 2026-01-01T00:00:00+00:00"]
+    assert "all_reduce  window  MPI's own  mpi up to 4 KiB, window above" in said
+    assert "all_reduce window MPI's own mpi 1.00 4.00".split() in [line.split() for line in said]
+    assert said[-1] == "MPI on GPUs: MPI gets no device pointers: the exchange ended with status -11"
+    assert main(["bench", "show", "--json"]) == 0
+    tree = json.loads(capsys.readouterr().out)
+    assert tree["in_use"] is True and tree["differences"] == [] and tree["file"] == str(path)
+    assert Table.from_json(tree["measurements"][0]["table"]) == TABLE
+
+
+def test_show_says_why_a_file_is_of_no_use(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    here, path = this_machine(mpi_name()), tmp_path / "site.json"
+    keep(Calibration(replace(here, torch="1.0")).with_measurement(MEASUREMENT), path)
+    assert main(["bench", "show", str(path)]) == 0
+    assert f"{path}: of no use here: torch 1.0 (here {here.torch})" in capsys.readouterr().out
+    keep(Calibration(here).with_measurement(MEASUREMENT), path)
+    assert main(["bench", "show", str(path)]) == 0
+    assert f"{path}: not in use here" in capsys.readouterr().out
+    path.write_text("nonsense")
+    assert main(["bench", "show", str(path)]) == 2
+    assert capsys.readouterr().err == f"hpctrain: error: {path} is damaged: it is not JSON\n"
+
+
+def test_a_bar_on_a_terminal_and_lines_elsewhere(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    progress = bench._Progress(60.0, shown=True)
+    for seconds in (1.0, 9.0, 11.0, 15.0, 22.0):
+        progress(seconds, "broadcast of 4 B")
+    assert capsys.readouterr().err.splitlines() == [
+        "measured for 11 of 60 s: broadcast of 4 B",
+        "measured for 22 of 60 s: broadcast of 4 B",
+    ]
+    bench._Progress(60.0, shown=False)(30.0, "broadcast of 4 B")
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    progress(30.0, "broadcast of 4 B")
+    progress.close()
+    assert "of 60 s" in capsys.readouterr().err
+
+
+@pytest.mark.limit(180)
+def test_one_process_has_nothing_to_choose(launch: JobStarter, store: Path) -> None:
+    done = launch(0, "-m", "hpctrain", "bench", "calibrate", env={"CUDA_VISIBLE_DEVICES": ""})
+    assert done.returncode == 0, done
+    assert done.stdout.startswith("1 rank on 1 node; ")
+    assert "nothing to choose: start it as the jobs to come are started" in done.stdout
+    assert "MPI on GPUs: not tried: no GPU is visible" in done.stdout
+    assert list(store.iterdir()) == []
+
+
+JOB = """
+import json
+import hpctrain
+from hpctrain.collectives.measure import layout_of
+from hpctrain.train.calibration import stored_table
+job = hpctrain.init(device="cpu")
+tables = job.comm.all_gather_object(stored_table(job.comm, layout_of(job.comm)))
+if job.rank == 0:
+    print(json.dumps([table.to_json() for table in tables]))
+"""
+
+
+@pytest.mark.limit(300)
+def test_two_ranks_measure_and_later_ones_use_it(launch: JobStarter, store: Path) -> None:
+    words = ["--seconds", "8", "--sizes", "4,64K", "--device", "cpu"]
+    measured = launch(2, "-m", "hpctrain", "bench", "calibrate", *words, "--json", timeout=120)
+    assert measured.returncode == 0, measured
+    report: Any = json.loads(measured.stdout)
+    (file,) = store.iterdir()
+    assert report["kept"] == str(file) and report["table"]["layout"] == {"size": 2, "nodes": 1, "local_size": 2}
+    assert {rule.split("/")[0] for rule in report["table"]["rules"]} == {
+        "all_reduce",
+        "reduce_scatter",
+        "reduce",
+        "all_gather",
+        "broadcast",
+    }
+    used = launch(2, JOB, timeout=120)
+    assert used.returncode == 0, used
+    assert json.loads(used.stdout) == [report["table"]] * 2
+    shown = launch(0, "-m", "hpctrain", "bench", "show", timeout=120)
+    assert f"{file}: in use here" in shown.stdout and "2 ranks on 1 node, measured" in shown.stdout, shown
+
+
+@pytest.mark.limit(180)
+def test_an_output_that_cannot_be_written_is_one_line(launch: JobStarter, tmp_path: Path) -> None:
+    output = tmp_path / "thesis.txt"
+    output.write_text("chapter 1")
+    words = ["--seconds", "60", "--device", "cpu", "--output", str(output)]
+    done = launch(2, "-m", "hpctrain", "bench", "calibrate", *words)
+    assert done.returncode == 2 and done.stderr.count("hpctrain: error: ") == 1, done
+    assert "thesis.txt is damaged" in done.stderr and output.read_text() == "chapter 1"

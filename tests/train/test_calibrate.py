@@ -1,0 +1,122 @@
+"""The recipe of a calibration: what is refused before it begins, what the canary adds, what is kept where."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hpctrain.collectives.measure import layout_of
+from hpctrain.errors import CommunicationError, UsageError
+from hpctrain.train import calibrate as calibrating
+from hpctrain.train.calibrate import calibrate
+from hpctrain.train.calibration import Calibration, keep, read, stored_table
+from hpctrain.train.machine import mpi_name, this_machine
+from hpctrain.transport.canary import Verdict
+
+
+@pytest.fixture(autouse=True)
+def own_store(shared_tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Keep calibrations of these tests in a folder of their own."""
+    monkeypatch.setenv("HPCTRAIN_CALIBRATION", str(shared_tmp_path / "store"))
+    monkeypatch.delenv("HPCTRAIN_CHECK", raising=False)
+    return shared_tmp_path / "store"
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a GPU seem to be visible."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+
+
+def probe_that(monkeypatch: pytest.MonkeyPatch, outcome: Any) -> None:
+    def probe(timeout: float) -> Verdict:
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome  # type: ignore[no-any-return]
+
+    monkeypatch.setattr(calibrating, "probe", probe)
+
+
+def test_one_rank_without_a_gpu_keeps_nothing(job: Any, own_store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    report = calibrate(job, [4], 1.0)
+    assert (report.measurement, report.verdict, report.path) == (None, None, None)
+    assert report.canary == "not tried: no GPU is visible"
+    assert list(own_store.iterdir()) == []
+
+
+def test_the_canary_s_verdict_is_kept(job: Any, gpu: None, own_store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    verdict = Verdict(True, "every value arrived", mpi_name())
+    probe_that(monkeypatch, verdict)
+    report = calibrate(job, [4], 1.0)
+    assert report.canary == "MPI takes device pointers: every value arrived"
+    assert report.path is not None and report.path.parent == own_store and read(report.path).verdict == verdict
+    probe_that(monkeypatch, CommunicationError("no mpiexec"))
+    again = calibrate(job, [4], 1.0)  # what could not be tried leaves the earlier verdict
+    assert again.canary == "not tried: no mpiexec" and again.verdict == verdict and read(report.path).verdict == verdict
+
+
+def test_a_canary_that_died_speaks_of_this_mpi(job: Any, gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    probe_that(monkeypatch, Verdict(False, "the exchange ended with status -11", ""))
+    report = calibrate(job, [4], 1.0)
+    assert report.verdict is not None and report.verdict.library == mpi_name()
+    assert report.canary == "MPI gets no device pointers: the exchange ended with status -11"
+
+
+def test_the_canary_stays_at_home_when_told(job: Any, gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calibrating, "probe", None)
+    assert calibrate(job, [4], 1.0, try_canary=False).canary == "not tried (--no-canary)"
+
+
+def refusal(job: Any, output: Path | None) -> str:
+    with pytest.raises(UsageError) as caught:
+        calibrate(job, [4], 1.0, output=output)
+    assert caught.value.everywhere
+    return str(caught.value)
+
+
+def test_nothing_of_the_user_s_is_written_over(job: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "thesis.txt"
+    path.write_text("chapter 1")
+    assert "thesis.txt is damaged" in refusal(job, path) and path.read_text() == "chapter 1"
+    assert "is a folder" in refusal(job, tmp_path)
+    keep(Calibration(replace(this_machine(mpi_name()), torch="1.0")), path)
+    assert "was measured on another machine: torch 1.0" in refusal(job, path)
+    monkeypatch.setenv("HPCTRAIN_CALIBRATION", str(path))
+    assert "name another file with --output, or delete this one" in refusal(job, None)
+
+
+def test_a_place_that_cannot_be_written_is_refused_first(
+    job: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(calibrating, "measure", None)
+    (tmp_path / "file").touch()
+    assert "cannot keep a calibration in" in refusal(job, tmp_path / "file" / "x.json")
+    monkeypatch.setenv("HPCTRAIN_CHECK", "order")
+    assert refusal(job, None) == "HPCTRAIN_CHECK slows every collective: unset it to calibrate"
+
+
+def test_a_damaged_file_in_the_store_is_replaced(
+    job: Any, gpu: None, own_store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    probe_that(monkeypatch, Verdict(True, "fine", mpi_name()))
+    path = calibrate(job, [4], 1.0).path
+    assert path is not None
+    path.write_text("{")
+    assert calibrate(job, [4], 1.0).path == path and read(path).verdict is not None
+
+
+@pytest.mark.ranks
+def test_what_was_calibrated_is_what_all_ranks_use(job: Any, own_store: Path) -> None:
+    report = calibrate(job, [4, 4096], 20.0 if job.size > 2 else 4.0)
+    comm = job.comm
+    assert comm.all_gather_object(report) == [report] * comm.size
+    assert report.measurement is not None and report.path is not None
+    table = stored_table(comm, layout_of(comm))
+    assert table == report.measurement.table and comm.all_gather_object(table) == [table] * comm.size
+    assert read(report.path).measurements[layout_of(comm)].times == report.measurement.times
+    assert [path.name for path in own_store.iterdir()] == [report.path.name]

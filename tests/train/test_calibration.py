@@ -1,0 +1,225 @@
+"""What was measured is found again, by all ranks alike; what is damaged or of another machine never stops a run."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from math import inf
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpctrain.collectives.table import Layout, Table
+from hpctrain.errors import DataError, SettingsError
+from hpctrain.log import logger
+from hpctrain.train import calibration
+from hpctrain.train.calibration import Calibration, Measurement, find, folder, keep, place, read, stored_verdict
+from hpctrain.train.machine import Machine, mpi_name, this_machine
+from hpctrain.transport.canary import Verdict
+
+MACHINE = Machine("EPYC", 64, "", 0, "MPICH 5", "2.13", "0.1")
+
+
+def measurement(layout: Layout, name: str = "window") -> Measurement:
+    table = Table(layout, {("all_reduce", "window", "carried"): ((4096, "mpi"), (inf, name))})
+    return Measurement(table, {"all_reduce/window/carried": {name: {"4": 1.5e-6}}}, "2026-01-01T00:00:00+00:00")
+
+
+TWO, FOUR = measurement(Layout(2, 1, 2)), measurement(Layout(4, 2, 2), "hierarchical")
+VERDICT = Verdict(True, "it did", "MPICH 5")
+FULL = Calibration(MACHINE).with_measurement(TWO).with_measurement(FOUR).with_verdict(VERDICT)
+
+
+@pytest.fixture
+def warned(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[str]]:
+    """Return what tells which warnings there were."""
+    monkeypatch.setattr(logger, "propagate", True)
+    return lambda: [record.getMessage() for record in caplog.records]
+
+
+def in_folder(path: Path) -> dict[str, str]:
+    return {"HPCTRAIN_CALIBRATION": str(path)}
+
+
+def test_what_is_kept_is_found(tmp_path: Path) -> None:
+    path = place(MACHINE, in_folder(tmp_path))
+    assert path is not None and path.parent == tmp_path
+    assert find(MACHINE, in_folder(tmp_path)) is None
+    keep(FULL, path)
+    assert find(MACHINE, in_folder(tmp_path)) == FULL
+    assert [entry.name for entry in tmp_path.iterdir()] == [path.name]
+
+
+def test_two_layouts_in_one_file_and_the_newer_of_one(tmp_path: Path) -> None:
+    path = tmp_path / "site.json"
+    keep(FULL, path)
+    again = read(path).with_measurement(measurement(Layout(2, 1, 2), "ring"))
+    keep(again, path)
+    found = read(path).measurements
+    assert list(found) == [Layout(2, 1, 2), Layout(4, 2, 2)]
+    assert found[Layout(2, 1, 2)].table.best("all_reduce", "window", "carried", 8192) == "ring"
+    assert found[Layout(4, 2, 2)] == FOUR
+
+
+@pytest.mark.parametrize("name", ["processor", "cores", "gpu", "gpus", "mpi", "torch", "hpctrain"])
+def test_whatever_differs_has_a_file_of_its_own(name: str, tmp_path: Path) -> None:
+    value = getattr(MACHINE, name)
+    other = replace(MACHINE, **{name: value + 1 if isinstance(value, int) else value + "x"})
+    assert place(other, in_folder(tmp_path)) != place(MACHINE, in_folder(tmp_path))
+
+
+def test_where_it_lies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert folder({}) == tmp_path / ".cache" / "hpctrain" / "calibration"
+    assert folder({"XDG_CACHE_HOME": "/scratch"}) == Path("/scratch/hpctrain/calibration")
+    assert folder({"XDG_CACHE_HOME": "relative"}) == folder({})
+    assert folder(in_folder(tmp_path / "new")) == tmp_path / "new"
+    assert folder(in_folder(tmp_path / "new.json")) is None
+    assert place(MACHINE, in_folder(tmp_path / "new.json")) == tmp_path / "new.json"
+    (tmp_path / "plain").touch()
+    assert place(MACHINE, in_folder(tmp_path / "plain")) == tmp_path / "plain"
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)
+    assert folder({}) is None and place(MACHINE, {}) is None and find(MACHINE, {}) is None
+
+
+@pytest.mark.parametrize(
+    "content, message",
+    [
+        (b"{", "is damaged: it is not JSON"),
+        (b"\xff\xfe", "is damaged: it is not JSON"),
+        (b"[" * 200_000, "is damaged: it is not JSON"),
+        (b"[]", "is no calibration: its format is not 'hpctrain-calibration 1'"),
+        (b'{"format": "hpctrain-calibration 2"}', "is no calibration: its format is not"),
+        (b'{"format": "hpctrain-calibration 1"}', "is no calibration: a calibration: 'cuda_aware' is missing"),
+        (b"", "is damaged"),
+    ],
+)
+def test_a_damaged_file_is_a_warning_in_one_line(
+    content: bytes, message: str, tmp_path: Path, warned: Callable[[], list[str]]
+) -> None:
+    path = tmp_path / "site.json"
+    path.write_bytes(content)
+    assert find(MACHINE, in_folder(path)) is None
+    (said,) = warned()
+    assert f"{path} {message}" in said and said.endswith("algorithms are chosen by default") and "\n" not in said
+
+
+def test_a_file_that_is_no_file(tmp_path: Path, warned: Callable[[], list[str]]) -> None:
+    os.mkfifo(tmp_path / "pipe.json")
+    assert find(MACHINE, in_folder(tmp_path / "pipe.json")) is None
+    assert find(MACHINE, in_folder(tmp_path / "lost.json")) is None
+    assert ["there is no file" in said for said in warned()] == [True, True]
+    (tmp_path / "large.json").write_bytes(b" " * (calibration.LARGEST + 1))
+    with pytest.raises(DataError, match="it has more than"):
+        read(tmp_path / "large.json")
+
+
+def test_a_file_of_another_machine_is_not_used(tmp_path: Path, warned: Callable[[], list[str]]) -> None:
+    path = tmp_path / "site.json"
+    keep(FULL, path)
+    assert find(replace(MACHINE, torch="2.14"), in_folder(path)) is None
+    said = f"{path} was measured on another machine: torch 2.13 (here 2.14); algorithms are chosen by default"
+    assert warned() == [said]
+
+
+def changed(path: str, value: Any) -> Any:
+    tree = json.loads(json.dumps(FULL.to_json()))
+    *way, last = path.split(".")
+    node = tree
+    for step in way:
+        node = node[int(step) if step.isdigit() else step]
+    node[last] = value
+    return tree
+
+
+@pytest.mark.parametrize(
+    "tree, message",
+    [
+        (changed("more", 1), "'more' is unknown, its members are format, machine, cuda_aware, measurements"),
+        (changed("machine.cores", "64"), "cores of machine: expected int, found '64'"),
+        (changed("machine.gpus", True), "gpus of machine: expected int, found True"),
+        (changed("machine", None), "machine: expected an object"),
+        (changed("cuda_aware.cuda_aware", 1), "cuda_aware of cuda_aware: expected bool, found 1"),
+        (changed("measurements", {}), "measurements of a calibration: expected a list"),
+        (changed("measurements.0.table.rules", {"x": []}), "unknown rule 'x'"),
+        (changed("measurements.0.date", 7), "expected a date in text"),
+        (changed("measurements.0.times", {"a": 1}), "expected seconds by rule, algorithm and bytes"),
+        (changed("measurements.0.times", {"a": {"mpi": {"4": "1"}}}), "expected seconds by rule"),
+        (changed("measurements.1.times", {"a": {"mpi": {"x": 1}}}), "expected seconds by rule"),
+    ],
+)
+def test_every_value_is_checked(tree: Any, message: str) -> None:
+    with pytest.raises(SettingsError, match=message):
+        Calibration.from_json(tree)
+
+
+def test_who_reads_while_it_is_written_has_the_old_file(tmp_path: Path) -> None:
+    path, held = tmp_path / "site.json", tmp_path / "held.json"
+    keep(FULL, path)
+    os.link(path, held)  # as an open file would, it stays with the old content
+    keep(Calibration(MACHINE), path)
+    assert read(held) == FULL and read(path) == Calibration(MACHINE)
+
+
+def test_a_write_that_fails_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "site.json"
+    keep(FULL, path)
+
+    def full_disk(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full_disk)
+    with pytest.raises(DataError, match=f"cannot keep the calibration in {path}: No space left on device"):
+        keep(Calibration(MACHINE), path)
+    assert read(path) == FULL and list(tmp_path.iterdir()) == [path]
+
+
+class Broken:
+    rank, size = 0, 2
+
+    def broadcast_object(self, item: Any, root: int = 0) -> Any:
+        return item
+
+
+def test_nothing_that_goes_wrong_on_rank_0_leaves_the_others_waiting(
+    monkeypatch: pytest.MonkeyPatch, warned: Callable[[], list[str]]
+) -> None:
+    def fail(mpi: str) -> Machine:
+        raise RuntimeError("CUDA driver error")
+
+    monkeypatch.setattr(calibration, "this_machine", fail)
+    assert calibration.stored(Broken()) is None
+    assert "cannot look for a calibration: RuntimeError: CUDA driver error" in warned()[0]
+
+
+def test_a_verdict_counts_for_its_mpi_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HPCTRAIN_CALIBRATION", str(tmp_path / "site.json"))
+    here = this_machine(mpi_name())
+    for library, expected in ((here.mpi, True), ("Other MPI", None)):
+        keep(Calibration(here).with_verdict(Verdict(True, "it did", library)), tmp_path / "site.json")
+        verdict = stored_verdict(Broken())
+        assert (verdict.cuda_aware if verdict else None) is expected
+
+
+@pytest.mark.ranks
+def test_all_ranks_get_what_rank_0_finds(comm: Any, shared_tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = shared_tmp_path / f"rank{comm.rank}.json"  # those of the other ranks must not count
+    monkeypatch.setenv("HPCTRAIN_CALIBRATION", str(own))
+    layout = Layout(comm.size, comm.nodes, comm.local_size)
+    names = ("window", "ring", "tree", "direct")
+    keep(Calibration(this_machine(mpi_name())).with_measurement(measurement(layout, names[comm.rank])), own)
+    table = calibration.stored_table(comm, layout)
+    assert table is not None and table.best("all_reduce", "window", "carried", 2**20) == "window"
+    assert comm.all_gather_object(table) == [table] * comm.size
+    assert calibration.stored_table(comm, Layout(99, 1, 99)) is None
+    assert calibration.stored_table(comm.transport, layout) == table
+    assert stored_verdict(comm) is None
+
+
+def test_one_rank_does_not_even_look(comm: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HPCTRAIN_CALIBRATION", str(tmp_path / "lost.json"))
+    monkeypatch.setattr(calibration, "find", None)
+    assert calibration.stored_table(comm, Layout(1, 1, 1)) is None
