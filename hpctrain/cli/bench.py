@@ -94,7 +94,7 @@ def _sizes(text: str) -> list[int]:
 
 
 def _calibrate(args: argparse.Namespace) -> int:
-    from hpctrain.collectives.measure import SIZES
+    from hpctrain.collectives.choice.measure import SIZES
     from hpctrain.train.bootstrap import init
     from hpctrain.train.calibrate import calibrate
 
@@ -167,7 +167,7 @@ def _as_json(report: Report) -> dict[str, Any]:
 
 
 def _as_text(report: Report, verbose: bool) -> list[str]:
-    from hpctrain.collectives import timetable
+    from hpctrain.collectives.choice import timetable
 
     lines = [f"{report.measured.layout}; {report.machine}", ""]
     if report.measurement:
@@ -205,7 +205,7 @@ def _left_out(report: Report) -> list[str]:
 
 def _show(file: Path | None, as_json: bool) -> int:
     from hpctrain.cluster.launcher import first_guess_of_rank
-    from hpctrain.collectives import timetable
+    from hpctrain.collectives.choice import timetable
 
     if first_guess_of_rank():
         return 0  # rank 0 speaks for all

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from hpctrain.collectives.bucket import Bucket
 from hpctrain.collectives.check import order_check
+from hpctrain.collectives.choice.table import Layout, Table
 from hpctrain.collectives.host import HostCollectives, pair_key
 from hpctrain.collectives.hosted import HostedCollectives
 from hpctrain.collectives.reduction import check_op
-from hpctrain.collectives.table import Layout, Table
 from hpctrain.collectives.topology import discover
 from hpctrain.errors import CommunicationError
 from hpctrain.transport.base import TAGS, Transport, Work

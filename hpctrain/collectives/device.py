@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hpctrain.collectives import tree
-from hpctrain.collectives.direct import slices
+from hpctrain.collectives.choice.table import Table
 from hpctrain.collectives.host import HostCollectives
 from hpctrain.collectives.lend import hosted
+from hpctrain.collectives.messages import tree
+from hpctrain.collectives.messages.direct import slices
 from hpctrain.collectives.queue import OperationQueue
 from hpctrain.collectives.reduction import Reducer, average_scale, carrier_op, partial_dtype
-from hpctrain.collectives.table import Table
 from hpctrain.errors import CommunicationError
 from hpctrain.transport.base import Finished, Transport, Work
 from hpctrain.transport.device import PATHS, Abilities, Announcer, Choice, Path, choose_path

@@ -8,13 +8,13 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from hpctrain.collectives import pairwise, tree
+from hpctrain.collectives.choice.select import check_known
+from hpctrain.collectives.choice.table import Layout, Table
+from hpctrain.collectives.choice.ways import NODE_ALGORITHMS, Ways
+from hpctrain.collectives.messages import pairwise, tree
+from hpctrain.collectives.node.shared import SharedMemory
 from hpctrain.collectives.reduction import Reducer
-from hpctrain.collectives.select import check_known
-from hpctrain.collectives.shared import SharedMemory
-from hpctrain.collectives.table import Layout, Table
 from hpctrain.collectives.topology import Topology
-from hpctrain.collectives.ways import NODE_ALGORITHMS, Ways
 from hpctrain.transport.base import Finished, Transport, Work
 
 T = TypeVar("T", bound=Callable[[], object])

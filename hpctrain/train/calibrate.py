@@ -11,7 +11,7 @@ import torch
 
 from hpctrain.collectives.agreement import on_first_rank
 from hpctrain.collectives.check import wanted
-from hpctrain.collectives.measure import Measured, measure
+from hpctrain.collectives.choice.measure import Measured, measure
 from hpctrain.errors import CommunicationError, DataError, UsageError
 from hpctrain.train.calibration import Calibration, Measurement, find, folder, keep, part_of, place, read
 from hpctrain.train.job import Job

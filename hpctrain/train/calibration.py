@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol, get_type_hints
 
-from hpctrain.collectives.table import Layout, Table, members
+from hpctrain.collectives.choice.table import Layout, Table, members
 from hpctrain.errors import DataError, SettingsError
 from hpctrain.log import logger
 from hpctrain.train.machine import Machine, mpi_name, this_machine

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from hpctrain.collectives.select import ALGORITHMS
+from hpctrain.collectives.choice.select import ALGORITHMS
 from hpctrain.errors import CommunicationError
 
 LENGTH = 1003  # nothing divides it

@@ -1,0 +1,170 @@
+"""Time the algorithms of one operation, at one place and size, and check that they bring the right numbers.
+
+Every method is a call by all ranks alike.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from hpctrain.collectives.choice.table import Key, algorithms, readable
+from hpctrain.errors import CommunicationError
+
+if TYPE_CHECKING:
+    from hpctrain.collectives.communicator import Communicator
+
+ROW_SECONDS = 0.002  # of calls without a barrier: long against what a clock and a barrier take
+MOST_CALLS = 500
+FIRST_ROWS, FIRST_CALLS = 4, 5  # the best of these rows counts: short ones are likely to be left in peace
+SLOW = 0.001  # seconds of a first call after which one more has to do
+SWEPT = ((2**20, 3), (2**63, 1))  # (up to so many bytes, rows in a sweep): what takes no time shall have more
+CHECKED = 2**20  # bytes up to which first results are checked: every way in which an algorithm cuts its tensor
+HOPELESS = 3.0  # times the best of the first rows
+DTYPES = {"carried": torch.float32, "own": torch.bfloat16}
+
+
+class Space:
+    """Hold the memory of one place, for tensors of every dtype up to some bytes."""
+
+    def __init__(self, comm: Communicator, place: str, nbytes: int, device: torch.device) -> None:
+        room = -(-nbytes // 64) * 64 + 64 * comm.size  # for sizes that are made larger
+        self.device = device if place == "cuda" else torch.device("cpu")
+        if place == "window":
+            self._bytes = [comm.empty(room, torch.uint8) for _ in range(2)]
+        else:
+            # Written, so that every page is there before the clock runs.
+            self._bytes = [torch.zeros(room, dtype=torch.uint8, device=self.device) for _ in range(2)]
+
+    def tensors(self, numel: int, ranks: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Return the whole tensor, and one for a rank's share of it."""
+        whole, share = (part.view(dtype) for part in self._bytes)
+        return whole[:numel], share[: numel // ranks]
+
+
+class Part:
+    """Measure one operation at one place and size; ``times`` holds the rows of each algorithm, on this rank."""
+
+    def __init__(self, comm: Communicator, key: Key, size: int, space: Space) -> None:
+        self.name = f"{key[0]} of {readable(size)}"
+        self.key = key
+        self.size = size
+        self.first: dict[str, float] = {}  # seconds of a call in the best first row, of the slowest rank
+        self.left_out: dict[str, str] = {}  # why an algorithm was not measured
+        self.wrong: set[str] = set()  # those of them that brought wrong numbers
+        self.times: dict[str, list[float]] = {}
+        self._comm = comm
+        self._cuda = space.device.type == "cuda"
+        dtype = DTYPES[key[2]]
+        shares = -(-size // (dtype.itemsize * comm.size))
+        numel = shares * comm.size if key[0] in ("reduce_scatter", "all_gather") else -(-size // dtype.itemsize)
+        self._whole, self._share = space.tensors(numel, comm.size, dtype)
+        self._calls = comm.size if key[0] in ("reduce", "broadcast") else 1  # in which each rank is root once
+
+    @property
+    def undecided(self) -> bool:
+        """Tell whether more than one algorithm may be the fastest."""
+        return len(self.times) > 1
+
+    def begin(self) -> None:
+        """Try every algorithm, and keep those in ``times`` that may be the fastest."""
+        # Within one node hierarchical is the window by another name: two candidates that only noise could tell apart.
+        names = [name for name in algorithms(self.key[1]) if self._comm.nodes > 1 or name != "hierarchical"]
+        own = {name: self._try(name) for name in names}
+        first = {name: seconds for name, seconds in own.items() if seconds is not None}
+        everyone = self._comm.all_gather_object(first)
+        self.first = {name: max(rank[name] for rank in everyone) for name in first}
+        best = min(self.first.values(), default=0.0)
+        self.times = {name: [] for name, seconds in self.first.items() if seconds <= HOPELESS * best}
+
+    def sweep(self) -> None:
+        """Measure each algorithm that may be the fastest once more."""
+        for _ in range(next(rows for limit, rows in SWEPT if self.size <= limit)):
+            for name, rows in self.times.items():
+                rows.append(self._row(name, self._row_length(self.first[name])))
+
+    def _try(self, name: str) -> float | None:
+        """Return the seconds of a call in the first rows; None for an algorithm that cannot serve, or not rightly.
+
+        Whether it can is known to all ranks alike, before anything is sent: they all go on, or none does.
+        """
+        checked = self.size <= CHECKED
+        if checked:
+            self._fill()
+        try:
+            once = self._row(name, 1)
+        except CommunicationError as error:
+            self.left_out[name] = str(error)
+            return None
+        everyone = self._comm.all_gather_object((not checked or self._is_right(), once))
+        if checked:
+            self._whole.zero_()  # sums stay what they are however often they are reduced again
+            self._share.zero_()
+        wrong = [str(rank) for rank, (right, _) in enumerate(everyone) if not right]
+        if wrong:
+            self.left_out[name] = f"it brought wrong numbers to rank {', '.join(wrong)}"
+            self.wrong.add(name)
+            return None
+        if max(seconds for _, seconds in everyone) > SLOW:
+            return min(once, self._row(name, 1))
+        return min(self._row(name, FIRST_CALLS) for _ in range(FIRST_ROWS))
+
+    def _row_length(self, pilot: float) -> int:
+        calls = max(1, min(MOST_CALLS, int(ROW_SECONDS / pilot)))
+        return -(-calls // self._calls) * self._calls
+
+    def _row(self, name: str, calls: int) -> float:
+        """Return the seconds of one call of a row."""
+        if self.size <= CHECKED and self.times:
+            for turn in range(self._calls):  # what is made at first use, and may have been forgotten since the last row
+                self._call(name, turn)
+        self._comm.transport.barrier()
+        start = time.perf_counter()
+        for turn in range(calls):
+            self._call(name, turn)
+        if self._cuda:
+            torch.cuda.synchronize()
+        return (time.perf_counter() - start) / calls
+
+    def _call(self, name: str, turn: int) -> None:
+        comm, operation, root = self._comm, self.key[0], turn % self._comm.size
+        if operation == "all_reduce":
+            comm.all_reduce(self._whole, algorithm=name)
+        elif operation == "reduce_scatter":
+            comm.reduce_scatter(self._share, self._whole, algorithm=name)
+        elif operation == "reduce":
+            comm.reduce(self._whole, root=root, algorithm=name)
+        elif operation == "all_gather":
+            comm.all_gather(self._whole, self._share, algorithm=name)
+        else:
+            comm.broadcast(self._whole, root, algorithm=name)
+
+    # The first result -------------------------------------------------------------------------------------------------
+
+    def _fill(self) -> None:
+        """Put numbers into the tensors that the operation reads, other ones on every rank."""
+        self._share.copy_(self._pattern(self._share)).add_(self._comm.rank)
+        self._whole.copy_(self._pattern(self._whole)).add_(self._comm.rank)
+
+    def _is_right(self) -> bool:
+        """Tell whether the first call brought this rank the numbers that it must bring."""
+        ranks, operation = self._comm.size, self.key[0]
+        if operation == "broadcast":
+            return torch.equal(self._whole, self._pattern(self._whole))
+        if operation == "all_gather":
+            wanted = torch.cat([self._pattern(self._share) + rank for rank in range(ranks)])
+            return torch.equal(self._whole, wanted)
+        summed = self._pattern(self._whole).float() * ranks + ranks * (ranks - 1) / 2
+        if operation == "reduce_scatter":
+            return _close(self._share, summed.chunk(ranks)[self._comm.rank])
+        return self._comm.rank > 0 and operation == "reduce" or _close(self._whole, summed)
+
+    def _pattern(self, tensor: Tensor) -> Tensor:
+        return (torch.arange(tensor.numel(), device=tensor.device) % 7 + 1).to(tensor.dtype)
+
+
+def _close(found: Tensor, wanted: Tensor) -> bool:
+    return torch.allclose(found.float(), wanted, rtol=torch.finfo(found.dtype).eps)

@@ -1,0 +1,185 @@
+"""Send along two trees at once, half of the tensor over each: full bandwidth, in steps of the order of log p.
+
+Source: Sanders, Speck, Träff, "Two-tree algorithms for full bandwidth broadcast, reduction and scan", 2009. Ranks are
+numbered from the root, which stands above both trees. The others form a binary tree in which every odd number is a
+leaf; in the second tree everybody is shifted by one, so that who has children in one tree has none in the other. So
+each rank receives S bytes and sends at most S.
+
+S is the number of bytes of the whole tensor, cut into k segments over both trees; h = floor(log2(p-1)) is the height of
+a tree; alpha the seconds of a message, beta of a byte sent, gamma of a byte reduced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+
+import torch
+from torch import Tensor
+
+from hpctrain.collectives.messages.algorithm import TAG, Algorithm, cut
+from hpctrain.collectives.messages.cost import best_segment, tree_height
+from hpctrain.collectives.messages.direct import slices
+from hpctrain.collectives.reduction import Reducer, average_scale, partial_dtype
+from hpctrain.transport.base import Transport, Work
+
+TREES = 2
+
+
+def parent_of(role: int, count: int) -> int:
+    """Return the parent of a role, from 1 to ``count``, in the binary tree; 0, which stands above it, for the top."""
+    low = role & -role
+    up = (role ^ low) | (low << 1)
+    return up if up <= count else role ^ low
+
+
+def children_of(role: int, count: int) -> list[int]:
+    """Return the children of a role: the lower one, and the higher one if there is any."""
+    found, reach = [], (role & -role) >> 1
+    if reach:
+        found.append(role - reach)
+    while reach and role + reach > count:
+        reach >>= 1
+    return found + ([role + reach] if reach else [])
+
+
+@dataclass(frozen=True)
+class Place:
+    """Be the place of a rank in one tree: ranks to talk to, by a tag of the tree's own, and the half that travels."""
+
+    parent: int
+    children: tuple[int, ...]
+    tag: int
+    pieces: Sequence[Tensor]
+
+
+def links(vrank: int, size: int, tree: int) -> tuple[int, tuple[int, ...]]:
+    """Return parent and children of a rank in tree 0 or 1, all of them numbered from the root, 0."""
+    count = size - 1
+    if not vrank:
+        top = 1 << count.bit_length() >> 1
+        return 0, ((top + tree - 1) % count + 1,) if count else ()
+    role = (vrank - 1 - tree) % count + 1
+    up, down = parent_of(role, count), children_of(role, count)
+    return (up + tree - 1) % count + 1 if up else 0, tuple((child + tree - 1) % count + 1 for child in down)
+
+
+def places(transport: Transport, tensor: Tensor, root: int, segment: int | None, itemsize: int) -> list[Place]:
+    """Return this rank's places in both trees."""
+    size, vrank = transport.size, (transport.rank - root) % transport.size
+    segment = segment or best_segment(tensor.numel() * itemsize, 2 * tree_height(size))
+    found = []
+    for tree, half in enumerate(torch.split(tensor, slices(tensor.numel(), TREES))):
+        up, down = links(vrank, size, tree)
+        children = tuple((child + root) % size for child in down)
+        found.append(Place((up + root) % size, children, TAG - tree, cut(half, segment, itemsize)))
+    return found
+
+
+@Algorithm
+def broadcast(transport: Transport, tensor: Tensor, root: int = 0, segment: int | None = None) -> Iterator[Work]:
+    """Copy the root's flat tensor to every rank, in place.
+
+    Steps: k + 2 h. Bytes sent: S by the root, at most S by others. Cost: (k + 2 h) (alpha + S/k beta), which is about
+    S beta + 2 h alpha + sqrt(8 h alpha S beta) at the best ``segment`` (bytes; chosen where none is given).
+    """
+    trees = places(transport, tensor, root, segment, tensor.itemsize)
+    going: list[Work] = []
+    if transport.rank == root:
+        for pair in zip_longest(*(tree.pieces for tree in trees)):
+            for tree, piece in zip(trees, pair):
+                if piece is not None:
+                    going += [transport.isend(piece, child, tree.tag) for child in tree.children]
+        yield from going
+        return
+    arriving = [[transport.irecv(piece, tree.parent, tree.tag) for piece in tree.pieces] for tree in trees]
+    # First the tree in which others wait for this rank: one that waited for both in turn would tie the trees together,
+    # and each segment would take the way through both of them.
+    for number in sorted(range(TREES), key=lambda number: not trees[number].children):
+        for piece, work in zip(trees[number].pieces, arriving[number]):
+            yield work
+            going += [transport.isend(piece, child, trees[number].tag) for child in trees[number].children]
+    yield from going
+
+
+@Algorithm
+def reduce(
+    transport: Transport, reducer: Reducer, tensor: Tensor, op: str, root: int = 0, segment: int | None = None
+) -> Iterator[Work]:
+    """Reduce a flat tensor over all ranks into the root's, in place; the others keep theirs.
+
+    The broadcast backwards. Steps: k + 2 h. Bytes sent: S by every rank but the root. Cost: (k + 2 h) (alpha +
+    S/k (beta + gamma)). Within a tree a rank adds its lower child, itself, its higher child. Partial sums of 16-bit
+    floats travel in float32 (twice the bytes) and are rounded by the root alone. Memory: S.
+    """
+    wide = partial_dtype(tensor.dtype, op)
+    trees = places(transport, tensor, root, segment, wide.itemsize)
+    steps = _collect if transport.rank == root else _climb
+    yield from steps(transport, reducer, trees, op, wide)
+
+
+@Algorithm
+def all_reduce(
+    transport: Transport, reducer: Reducer, tensor: Tensor, op: str, segment: int | None = None
+) -> Iterator[Work]:
+    """Reduce a flat tensor over all ranks, in place: reduce to rank 0, then broadcast from it.
+
+    Steps: 2 (k + 2 h). Bytes sent: at most 2 S. Cost: (k + 2 h) (2 alpha + S/k (2 beta + gamma)). One rank computes the
+    result, so that all hold the same bits. Precision as in ``reduce``; the result travels rounded.
+    """
+    yield from reduce.steps(transport, reducer, tensor, op, 0, segment)
+    yield from broadcast.steps(transport, tensor, 0, segment)
+
+
+def _expect(transport: Transport, tree: Place, wide: torch.dtype) -> list[list[tuple[Tensor, Work]]]:
+    """Start to receive everything that the children in a tree will send."""
+    rows = []
+    for child in tree.children:
+        pieces = [torch.empty(piece.numel(), dtype=wide) for piece in tree.pieces]
+        rows.append([(piece, transport.irecv(piece, child, tree.tag)) for piece in pieces])
+    return rows
+
+
+def _collect(
+    transport: Transport, reducer: Reducer, trees: Sequence[Place], op: str, wide: torch.dtype
+) -> Iterator[Work]:
+    """Add what comes from the tops of both trees to the root's own tensor."""
+    scale = average_scale(op, transport.size)
+    arriving = [row for tree in trees for row in _expect(transport, tree, wide)]
+    for number, column in enumerate(zip_longest(*arriving)):
+        for tree, item in zip(trees, column):
+            if item is not None:
+                own, (piece, work) = tree.pieces[number], item
+                yield work
+                reducer.reduce_into(own, (own, piece), op, scale)
+
+
+def _climb(
+    transport: Transport, reducer: Reducer, trees: Sequence[Place], op: str, wide: torch.dtype
+) -> Iterator[Work]:
+    """Send this rank's own where it is a leaf; add what its children send, and pass it on, where it has any."""
+    leaves = [tree for tree in trees if not tree.children]
+    rows = zip_longest(*(leaf.pieces for leaf in leaves))
+    outgoing = iter([(piece, leaf) for row in rows for piece, leaf in zip(row, leaves) if piece is not None])
+    going: list[Work] = []
+
+    def send_leaves(number: int) -> None:
+        for piece, leaf in (pair for _, pair in zip(range(number), outgoing)):
+            going.append(transport.isend(piece.to(wide), leaf.parent, leaf.tag))
+
+    # What a leaf sends goes in turn with what it passes on in the other tree, or the one would hold up the other; the
+    # lead keeps the other tree busy while the first segments climb this one.
+    send_leaves(max(2, tree_height(transport.size)))
+    for tree in trees:
+        arriving = _expect(transport, tree, wide)
+        for number, own in enumerate(tree.pieces if tree.children else ()):
+            partial = own
+            for above, (piece, work) in enumerate(row[number] for row in arriving):
+                yield work
+                reducer.combine(piece, *((partial, piece) if above else (piece, partial)), op)
+                partial = piece
+            going.append(transport.isend(partial, tree.parent, tree.tag))
+            send_leaves(1)
+    send_leaves(sum(len(tree.pieces) for tree in trees))
+    yield from going

@@ -1,0 +1,129 @@
+"""Work on tensors where they lie: every rank maps all buffers of its node, so nothing is sent.
+
+Note: the in-place window reduction. All ranks arrive; rank r reduces slice r of all buffers, a block at a time, and
+writes the result back into all of them; all ranks finish. Each rank touches 2 S bytes (S read, S written) whatever the
+number of ranks p, where a ring moves 2 S (p-1)/p through memory four times over. Cost: two meetings + 2 S / B, with B
+the streaming rate of one core. The meetings are those of ``transport.window``, so the operation can be left under way
+(``node_queue``).
+
+The other collectives follow the same pattern, and each keeps all p cores of the node busy:
+
+* reduce: as above, but slice r goes into the root's buffer alone. 2 S/p + S (p-1)/p bytes a rank.
+* reduce_scatter: rank r reduces slice r of all buffers into its own share. S read, S/p written a rank.
+* all_gather: every rank copies its share into all other buffers, 2 S (p-1)/p bytes a rank; where all shares lie in one
+  common tensor it copies nothing.
+* broadcast: rank r carries slice r of the root's buffer to all others, S/p read and S (p-1)/p written a rank.
+
+The functions here make one rank's share of an operation (``node_queue.Share``) and hold the views that it needs: making
+these costs more than reducing a small tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from hpctrain.collectives.node.queue import Share
+from hpctrain.collectives.reduction import BLOCK, Reducer, average_scale, widens
+from hpctrain.transport.recorder import Recordable
+
+ALIGN = 64  # bytes: slices end on cache lines, so that no two ranks write into one
+
+
+def bounds(numel: int, itemsize: int, rank: int, size: int) -> tuple[int, int]:
+    """Return where the slice of a rank begins and ends."""
+    align = max(ALIGN // itemsize, 1)
+    share = -(-numel // (size * align)) * align
+    low = min(rank * share, numel)
+    return low, min(low + share, numel)
+
+
+class WindowShares:
+    """Make the shares of local rank ``rank`` of ``size``; ``views`` are one tensor, in every local rank's buffer."""
+
+    def __init__(self, rank: int, size: int, counted: Recordable, reducer: Reducer) -> None:
+        self.rank = rank
+        self.size = size
+        self.reducer = reducer
+        self._counted = counted
+
+    def all_reduce(self, views: Sequence[Tensor], op: str) -> Share:
+        """Reduce this rank's slice and write the result into all buffers."""
+        pieces = self.slices(views)
+        own = pieces[self.rank]
+        others = [piece for piece in pieces if piece is not own]
+        return self._reducing(pieces, op, own, others, len(others) * own.nbytes)
+
+    def reduce(self, views: Sequence[Tensor], op: str, root: int) -> Share:
+        """Reduce this rank's slice and write the result into the root's buffer."""
+        pieces = self.slices(views)
+        return self._reducing(pieces, op, pieces[root], [], 0 if root == self.rank else pieces[root].nbytes)
+
+    def reduce_scatter(self, out: Tensor, views: Sequence[Tensor], op: str) -> Share:
+        """Reduce this rank's slice, of ``out.numel()`` elements, into ``out``."""
+        low = self.rank * out.numel()
+        return self._reducing([view[low : low + out.numel()] for view in views], op, out, [], 0)
+
+    def all_gather(self, outs: Sequence[Tensor], tensor: Tensor) -> Share:
+        """Copy this rank's tensor to its place in every local rank's ``out``."""
+        low = self.rank * tensor.numel()
+        places = [out[low : low + tensor.numel()] for out in outs]
+        # Each rank begins at another one, so that no two write into one memory at the same time.
+        return self.copying([(tensor, places[self.rank :] + places[: self.rank])])
+
+    def broadcast(self, views: Sequence[Tensor], root: int) -> Share:
+        """Copy this rank's slice of the root's buffer into all others."""
+        pieces = self.slices(views)
+        return self.copying([(pieces[root], [piece for rank, piece in enumerate(pieces) if rank != root])])
+
+    # Parts, of which operations over several nodes are made too -------------------------------------------------------
+
+    def slices(self, views: Sequence[Tensor]) -> list[Tensor]:
+        """Return this rank's slice of every view."""
+        low, high = bounds(views[0].numel(), views[0].itemsize, self.rank, self.size)
+        return [view[low:high] for view in views]
+
+    def _reducing(
+        self, pieces: Sequence[Tensor], op: str, target: Tensor, others: Sequence[Tensor], nbytes: int
+    ) -> Share:
+        """Return the share that reduces pieces into a target and copies that to others, a block after the other."""
+        reduce_block, scratch, scale = self.reducer.reduce_block, self.reducer.scratch, average_scale(op, self.size)
+        # With more than two pieces the target, which may be one of them, would be written before all are read.
+        straight = len(pieces) == 2 and not widens(target.dtype)
+        rows = zip(*(torch.split(tensor, BLOCK) for tensor in (*pieces, target, *others)))
+        blocks = [(row[: self.size], row[self.size], row[self.size + 1 :]) for row in rows]
+
+        def share() -> None:
+            for block, goal, copies in blocks:
+                result = goal if straight else scratch(goal.dtype, goal.numel())
+                reduce_block(block, op, result, scale)
+                if not straight:
+                    goal.copy_(result)
+                for copy in copies:
+                    copy.copy_(result)
+            self.count(nbytes)
+
+        return share
+
+    def copying(self, copies: Sequence[tuple[Tensor, Sequence[Tensor]]]) -> Share:
+        """Return the share that copies each source to its targets, a block to all of them before the next."""
+        moves: list[tuple[Tensor, Tensor]] = []
+        for source, targets in copies:
+            others = [target for target in targets if target.data_ptr() != source.data_ptr()]
+            for block, *places in zip(torch.split(source, BLOCK), *(torch.split(target, BLOCK) for target in others)):
+                moves += [(place, block) for place in places]
+        nbytes = sum(place.nbytes for place, _ in moves)
+
+        def share() -> None:
+            for place, block in moves:
+                place.copy_(block)
+            self.count(nbytes)
+
+        return share
+
+    def count(self, nbytes: int) -> None:
+        """Count bytes that were written into node memory."""
+        if self._counted.recorder is not None:
+            self._counted.recorder.count("window", nbytes)

@@ -1,0 +1,76 @@
+"""The choice of an algorithm, a pure function."""
+
+from __future__ import annotations
+
+from math import inf
+
+import pytest
+
+from hpctrain.collectives.choice.select import ALGORITHMS, check_known, choose, default_table
+from hpctrain.collectives.choice.table import OPERATIONS, Layout, Table
+from hpctrain.errors import CommunicationError
+
+PAIR = Layout(2, 1, 2)
+ABLE = {"mpi": "", "tree": "", "ring": ""}
+
+
+def table(*steps: tuple[float, str]) -> Table:
+    return Table(PAIR, {("broadcast", "host", "carried"): steps})
+
+
+def test_a_name_is_itself() -> None:
+    assert choose("broadcast", "tree", ABLE, (table((inf, "ring")),)) == "tree"
+
+
+def test_auto_asks_the_tables_in_order() -> None:
+    measured, default = table((1000, "ring"), (inf, "tree")), table((inf, "mpi"))
+    assert choose("broadcast", "auto", ABLE, (measured, default), nbytes=1000) == "ring"
+    assert choose("broadcast", "auto", ABLE, (measured, default), nbytes=1001) == "tree"
+    assert choose("broadcast", "auto", ABLE, (default, measured), nbytes=1000) == "mpi"
+    assert choose("broadcast", "auto", ABLE, (measured, default), place="window") == "mpi"
+
+
+def test_auto_passes_over_what_cannot_serve() -> None:
+    tables = table((inf, "ring")), table((inf, "tree"))
+    assert choose("broadcast", "auto", {**ABLE, "ring": "broken"}, tables) == "tree"
+    assert choose("broadcast", "auto", {**ABLE, "mpi": "no"}) == "tree"
+    with pytest.raises(CommunicationError, match="nothing can do broadcast of this tensor: mpi: no; tree: never"):
+        choose("broadcast", "auto", {"mpi": "no", "tree": "never"})
+
+
+def test_an_unknown_algorithm_lists_the_known_ones() -> None:
+    message = "^unknown algorithm 'star' of reduce: known are auto, double_tree, mpi, tree, window$"
+    with pytest.raises(CommunicationError, match=message):
+        choose("reduce", "star", ABLE)
+    with pytest.raises(CommunicationError, match=message):
+        check_known("reduce", "star")
+
+
+def test_a_named_one_that_cannot_serve_says_why_and_what_can() -> None:
+    with pytest.raises(CommunicationError) as caught:
+        choose("broadcast", "window", {**ABLE, "window": "it needs a tensor of comm.empty()"})
+    assert str(caught.value) == (
+        "algorithm window cannot do this broadcast: it needs a tensor of comm.empty(); able are auto, mpi, ring, tree"
+    )
+
+
+@pytest.mark.parametrize("layout", [PAIR, Layout(4, 2, 2), Layout(3, 3, 1)], ids=str)
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_without_a_calibration_something_serves_everywhere(layout: Layout, operation: str) -> None:
+    others = ("window", "hierarchical", "mpi")
+    by_messages = {name: "no" if name in others else "" for name in ALGORITHMS[operation]}
+    for place in ("window", "host"):
+        for nbytes in (0, 4, 2**16, 2**33):
+            chosen = choose(
+                operation, "auto", by_messages, (default_table(layout),), place=place, kind="own", nbytes=nbytes
+            )
+            assert by_messages[chosen] == ""
+
+
+def test_defaults_use_node_memory_for_what_is_large() -> None:
+    everything = dict.fromkeys(ALGORITHMS["all_reduce"], "")
+    for layout, wanted in ((PAIR, "window"), (Layout(4, 2, 2), "hierarchical")):
+        tables = (default_table(layout),)
+        assert choose("all_reduce", "auto", everything, tables, place="window", nbytes=2**20) == wanted
+        assert choose("all_reduce", "auto", everything, tables, place="window", nbytes=4) == "mpi"
+        assert choose("all_reduce", "auto", everything, tables, place="window", kind="own", nbytes=4) == wanted

@@ -1,0 +1,49 @@
+"""The printed table: crossovers, and by how much the choice wins, aligned."""
+
+from __future__ import annotations
+
+from math import inf
+
+from hpctrain.collectives.choice import timetable
+from hpctrain.collectives.choice.table import Layout, Table
+
+TABLE = Table(
+    Layout(2, 1, 2),
+    {
+        ("all_reduce", "window", "carried"): ((128, "mpi"), (inf, "window")),
+        ("all_reduce", "host", "own"): ((inf, "tree"),),
+        ("broadcast", "host", "carried"): ((inf, "mpi"),),
+    },
+)
+TIMES = {
+    "all_reduce/window/carried": {"mpi": {"64": 1e-6, "1024": 9e-6}, "window": {"64": 2e-6, "1024": 2e-6}},
+    "all_reduce/host/own": {
+        "tree": {"64": 1e-6, "1024": 1e-6},
+        "ring": {"64": 3e-6, "1024": 5e-5},
+        "direct": {"64": 2e-6},
+    },
+    "broadcast/host/carried": {"mpi": {"64": 1e-6}},
+}
+
+
+def test_lines() -> None:
+    assert timetable.lines(TABLE, TIMES) == [
+        "operation   tensor  dtypes     fastest",
+        "all_reduce  window  MPI's own  mpi up to 128 B, window above",
+        "all_reduce  host    others     tree",
+        "broadcast   host    all        mpi",
+        "",
+        "times faster than what stands in the fourth column, by bytes of the whole tensor",
+        "operation   tensor  dtypes     against     64B  1KiB",
+        "all_reduce  window  MPI's own  mpi        1.00  4.50",
+        "all_reduce  host    others     next best  2.00    50",
+        "broadcast   host    all        mpi        1.00",
+    ]
+
+
+def test_without_times_there_is_nothing_to_compare() -> None:
+    assert timetable.ratios(TABLE, {})[2:] == [
+        "all_reduce  window  MPI's own  next best",
+        "all_reduce  host    others     next best",
+        "broadcast   host    all        next best",
+    ]
