@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from harness import milliseconds, provenance, slowest, summary, table, write
+from harness import milliseconds, mpi_name, provenance, slowest, summary, table, write
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
@@ -160,14 +160,6 @@ def report(
         },
     )
     print(f"written to {path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path}")
-
-
-def mpi_name() -> str:
-    """Return name and version of the MPI library."""
-    from mpi4py import MPI
-
-    name, version = MPI.get_vendor()
-    return f"{name} {'.'.join(map(str, version))}"
 
 
 if __name__ == "__main__":

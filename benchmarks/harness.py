@@ -6,6 +6,7 @@ import datetime
 import json
 import os
 import platform
+import re
 import statistics
 import subprocess
 import sys
@@ -56,10 +57,25 @@ def provenance(ranks: int, mpi: str) -> dict[str, Any]:
     }
 
 
-def write(name: str, content: Mapping[str, Any]) -> Path:
-    """Write a result as JSON beside the others; return where."""
-    RESULTS.mkdir(exist_ok=True)
-    path = RESULTS / f"{name}.json"
+def mpi_name() -> str:
+    """Return name and version of the MPI library."""
+    from mpi4py import MPI
+
+    name, version = MPI.get_vendor()
+    return f"{name} {'.'.join(map(str, version))}"
+
+
+def mpi_slug() -> str:
+    """Return the name of the MPI library as part of a file's name: mpich, openmpi."""
+    from mpi4py import MPI
+
+    return re.sub("[^a-z0-9]", "", MPI.get_vendor()[0].lower())
+
+
+def write(name: str, content: Mapping[str, Any], folder: Path = RESULTS) -> Path:
+    """Write a result as JSON into the folder of the others; return where."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{name}.json"
     path.write_text(json.dumps(content, indent=2) + "\n")
     return path
 
@@ -70,7 +86,7 @@ def table(rows: Sequence[Sequence[str]]) -> str:
     lines = []
     for first, *rest in rows:
         cells = [first.ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(rest, widths[1:]))]
-        lines.append("  ".join(cells))
+        lines.append("  ".join(cells).rstrip())
     return "\n".join(lines)
 
 

@@ -1,0 +1,156 @@
+"""Compare two results of the same benchmark, before and after a change or of two MPI libraries.
+
+    python benchmarks/compare.py old.json new.json --tolerance 0.1
+
+Exit code 0: nothing of hpctrain's became slower by more than the tolerance; 1: something did; 2: the files cannot be
+compared. Results of two MPI libraries get no verdict: they show hpctrain against the faster library.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from comm.names import LIBRARY, OURS, PIECES
+from comm.sizes import size_text
+from comm.targets import MEAN_SIZES
+from harness import RESULTS, table
+
+from hpctrain.cli.main import Parser, report
+from hpctrain.errors import EXIT_FAILURE, HpctrainError, UsageError
+
+SAME = ("benchmark", "ranks", "nodes", "dtype", "device")
+TOLERANCE = 0.1
+
+
+@dataclass(frozen=True)
+class Result:
+    """Hold what two results must have in common, the library, and medians in seconds by (size, candidate)."""
+
+    path: Path
+    same: dict[str, Any]
+    mpi: str
+    medians: dict[tuple[int, str], float]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Compare two files, print the ratios, return the exit code."""
+    try:
+        args = parse(argv)
+        old, new = load(args.old), load(args.new)
+        check_same(old, new)
+        return compare(old, new, args.tolerance)
+    except HpctrainError as error:
+        return report(error)
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Return the options, checked."""
+    parser = Parser(prog="compare.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("old", type=Path)
+    parser.add_argument("new", type=Path)
+    parser.add_argument("--tolerance", type=float, default=TOLERANCE, help="share by which a median may grow")
+    args = parser.parse_args(argv)
+    if not args.tolerance >= 0:
+        raise UsageError(f"tolerance {args.tolerance} is not a share, 0 or more: 0.1 lets a median grow by 10 %")
+    return args
+
+
+def load(path: Path) -> Result:
+    """Return a result file's medians; it is looked for here, and beside the other results."""
+    candidates = (path, RESULTS.parent / path, RESULTS / path)
+    found = next((one for one in candidates if one.is_file()), None)
+    if found is None:
+        raise UsageError(f"no result {path}: looked for {', '.join(map(str, candidates))}")
+    try:
+        content = json.loads(found.read_text(encoding="utf-8"))
+        medians = {(int(row["size"]), str(row["candidate"])): float(row["median"]) for row in content["rows"]}
+        return Result(found, {key: content[key] for key in SAME}, str(content["mpi"]), medians)
+    except (ValueError, KeyError, TypeError) as error:
+        raise UsageError(
+            f"{found} is no result of a communication benchmark ({type(error).__name__}: {error}): "
+            "make -C benchmarks all_reduce writes one"
+        ) from error
+
+
+def check_same(old: Result, new: Result) -> None:
+    """Refuse results that measured different things."""
+    other = [key for key in SAME if old.same[key] != new.same[key]]
+    if other:
+        what = "; ".join(f"{key} is {old.same[key]} in {old.path} and {new.same[key]} in {new.path}" for key in other)
+        raise UsageError(f"these results cannot be compared: {what}")
+    if not old.medians.keys() & new.medians.keys():
+        raise UsageError(f"these results cannot be compared: {old.path} and {new.path} share no size and candidate")
+
+
+def compare(old: Result, new: Result, tolerance: float) -> int:
+    """Print times and ratios; return 1 where hpctrain became slower by more than the tolerance."""
+    print(f"old: {old.path} ({old.mpi})\nnew: {new.path} ({new.mpi})\n")
+    judged = old.mpi.split()[0] == new.mpi.split()[0]
+    keys = sorted((key for key in old.medians if key in new.medians), key=lambda key: key[0])
+    worse = [key for key in keys if judged and key[1].startswith(OURS) and grown(old, new, key) > 1 + tolerance]
+    print(table(rows(old, new, keys, worse)))
+    if not judged:
+        print_better_library(old, new)
+        return 0
+    if worse:
+        print(f"\n{len(worse)} medians of hpctrain grew by more than {tolerance:.0%}", flush=True)
+        return EXIT_FAILURE
+    print(f"\nno median of hpctrain grew by more than {tolerance:.0%}")
+    return 0
+
+
+def grown(old: Result, new: Result, key: tuple[int, str]) -> float:
+    """Return how many times as long the new one takes."""
+    return new.medians[key] / old.medians[key]
+
+
+def rows(
+    old: Result, new: Result, keys: Sequence[tuple[int, str]], worse: Sequence[tuple[int, str]]
+) -> list[list[str]]:
+    """Return the table: size, candidate, both medians in microseconds, new over old."""
+    width = max(len("candidate"), *(len(name) for _, name in keys))
+    lines = [["size", "candidate".ljust(width), "new / old", "old us", "new us", ""]]
+    for size, name in keys:
+        times = [f"{result.medians[size, name] * 1e6:.2f}" for result in (old, new)]
+        verdict = "slower" if (size, name) in worse else ""
+        lines.append([size_text(size), name.ljust(width), f"{grown(old, new, (size, name)):.2f}", *times, verdict])
+    return lines
+
+
+def print_better_library(old: Result, new: Result) -> None:
+    """Print how many times faster hpctrain is, under either library, than the faster of the two libraries."""
+    print(f"\nhpctrain against the faster of {old.mpi} and {new.mpi}, one call (in brackets: or messages of 16 MiB)")
+    lines = [["size", f"with {old.mpi}", f"with {new.mpi}"]]
+    ratios: dict[str, list[float]] = {"old": [], "new": []}
+    for size in sorted({size for size, name in old.medians if name == OURS and (size, name) in new.medians}):
+        one, any_form = fastest((old, new), size, (LIBRARY,)), fastest((old, new), size, (LIBRARY, PIECES))
+        if one is None or any_form is None:
+            continue
+        cells = []
+        for which, result in (("old", old), ("new", new)):
+            own = result.medians[size, OURS]
+            if size in MEAN_SIZES:
+                ratios[which].append(one / own)
+            cells.append(f"{one / own:.2f} ({any_form / own:.2f})")
+        lines.append([size_text(size), *cells])
+    if len(ratios["old"]) == len(MEAN_SIZES):
+        means = [statistics.geometric_mean(values) for values in ratios.values()]
+        lines.append(["mean from 64 KiB up", *(f"{mean:.2f}" for mean in means)])
+    print(table(lines))
+
+
+def fastest(results: Sequence[Result], size: int, names: Sequence[str]) -> float | None:
+    """Return the shortest median of some candidates in several results."""
+    found: list[Mapping[tuple[int, str], float]] = [result.medians for result in results]
+    return min((medians[size, name] for medians in found for name in names if (size, name) in medians), default=None)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,137 @@
+"""The whole of a communication benchmark on two ranks, small: what it prints, checks and writes."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import communication
+import pytest
+from comm.bandwidth import FACTORS
+from support.jobs import JobStarter
+
+from hpctrain.errors import UsageError
+
+PROGRAM = Path(__file__).resolve().parents[2] / "benchmarks" / "communication.py"
+SMALL = ("--sizes", "4,64K", "--rounds", "3")
+
+
+def run(launch: JobStarter, folder: Path, *arguments: str) -> dict[str, Any]:
+    done = launch(2, PROGRAM, *arguments, "--results", str(folder))
+    assert done.returncode == 0, done
+    (path,) = folder.glob("*.json")
+    content: dict[str, Any] = json.loads(path.read_text())
+    content["printed"], content["name"] = done.stdout, path.stem
+    return content
+
+
+def test_all_reduce_measures_everybody_in_one_run(launch: JobStarter, tmp_path: Path) -> None:
+    found = run(launch, tmp_path, "all_reduce", *SMALL, "--algorithms", "auto,ring")
+    assert re.fullmatch("all-reduce-np2-(mpich|openmpi)", found["name"])
+    names = ["hpctrain", "hpctrain ring", "hpctrain outside", "hpctrain bfloat16", "mpi", "gloo"]
+    assert [(row["size"], row["candidate"]) for row in found["rows"]] == [
+        (size, name) for size in (4, 65536) for name in names
+    ]
+    for row in found["rows"]:
+        assert 0 < row["min"] <= row["median"] <= row["p95"]
+        assert row["algbw"] == pytest.approx(row["bytes"] / row["median"] / 1e9)
+        assert row["repeats"] == (1 if row["candidate"] == "gloo" else 3)
+    medians = {(row["size"], row["candidate"]): row["median"] for row in found["rows"]}
+    assert found["ratios"]["mpi"]["65536"] == pytest.approx(medians[65536, "mpi"] / medians[65536, "hpctrain"])
+    assert {"commit", "processor", "command", "mpi", "torch"} <= found["provenance"].keys()
+    printed = found["printed"]
+    assert printed.index("times faster") < printed.index("target") < printed.index("algbw")
+    assert (tmp_path / f"{found['name']}.png").stat().st_size > 1000
+
+
+@pytest.mark.parametrize("operation", ["reduce_scatter", "all_gather", "broadcast", "pingpong"])
+def test_the_other_operations_run(launch: JobStarter, tmp_path: Path, operation: str) -> None:
+    found = run(launch, tmp_path, operation, "--sizes", "4,33M", "--rounds", "1")
+    names = {row["candidate"] for row in found["rows"] if row["size"] < 10}
+    assert names == {"hpctrain", "hpctrain outside", "mpi", "gloo"}
+    assert {row["candidate"] for row in found["rows"] if row["size"] > 10} == {*names, "mpi 16 MiB"}
+    assert not found["left_out"]
+    for row in found["rows"]:
+        assert row["busbw"] == pytest.approx(row["algbw"] * FACTORS[operation](2))
+
+
+def test_overlap_compares_three_times(launch: JobStarter, tmp_path: Path) -> None:
+    found = run(launch, tmp_path, "overlap", "--sizes", "64K", "--rounds", "2")
+    assert [row["candidate"] for row in found["rows"]] == ["hpctrain", "hpctrain outside", "mpi", "gloo"]
+    for row in found["rows"]:
+        hidden = 100 * (1 - (row["median"] - row["compute"]) / row["communication"])
+        assert row["overlap"] == pytest.approx(max(hidden, 0))
+
+
+def test_sixteen_bit_floats_are_left_to_who_knows_them(launch: JobStarter, tmp_path: Path) -> None:
+    found = run(launch, tmp_path, "all_reduce", *SMALL, "--dtype", "bfloat16")
+    names = {row["candidate"] for row in found["rows"]}
+    assert {"hpctrain", "hpctrain float32"} <= names
+    assert "mpi" in names or "knows no torch.bfloat16" in found["left_out"]["mpi"]
+    assert found["name"].endswith("-bfloat16")
+
+
+WRONG = """
+import sys
+sys.path.insert(0, {folder!r})
+from hpctrain.collectives.communicator import Communicator
+right = Communicator.all_reduce
+def wrong(self, tensor, *arguments, **options):
+    done = right(self, tensor, *arguments, **options)
+    if self.rank == 1 and tensor.numel() > 1000:
+        tensor[999] += 1
+    return done
+Communicator.all_reduce = wrong
+import communication
+sys.argv[1:] = ["all_reduce", "--sizes", "4,64K", "--results", {results!r}]
+sys.exit(communication.main())
+"""
+
+
+def test_a_wrong_result_ends_the_benchmark(launch: JobStarter, tmp_path: Path) -> None:
+    done = launch(2, WRONG.format(folder=str(PROGRAM.parent), results=str(tmp_path)))
+    assert done.returncode == 1
+    assert "wrong result: all_reduce of 16384 elements of torch.float32 by hpctrain differs" in done.stderr
+    assert "on rank 1" in done.stderr
+    assert not list(tmp_path.glob("*.json"))
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (("broadcst",), "invalid choice: 'broadcst'"),
+        (("all_reduce", "--sizes", "4,x"), "'x' is not a size"),
+        (("all_reduce", "--without", "glo"), "no candidate is called 'glo': known are hpctrain"),
+        (("all_reduce", "--rounds", "0"), "0 rounds: at least 1 is needed"),
+        (("all_reduce", "--rounds", "x"), "argument --rounds: invalid int value"),
+        (("all_reduce", "--dtype", "complex64"), "invalid choice: 'complex64'"),
+    ],
+)
+def test_wrong_options_are_refused(arguments: tuple[str, ...], message: str) -> None:
+    with pytest.raises(UsageError, match=re.escape(message)):
+        communication.parse(arguments)
+
+
+@pytest.mark.parametrize("operation, ranks, message", [
+    ("pingpong", 3, "between 2 ranks, not 3"), ("broadcast", 1, "needs 2 ranks or more, not 1"),
+])
+def test_wrong_numbers_of_ranks_are_refused(operation: str, ranks: int, message: str) -> None:
+    communication.check_ranks(operation, 2)
+    with pytest.raises(UsageError, match=message):
+        communication.check_ranks(operation, ranks)
+
+
+def test_bad_input_is_one_line_on_rank_0(launch: JobStarter, tmp_path: Path) -> None:
+    done = launch(3, PROGRAM, "pingpong", "--results", str(tmp_path / "none"))
+    assert done.returncode == 2
+    (line,) = [line for line in done.stderr.splitlines() if "hpctrain" in line]
+    assert line == "hpctrain: error: pingpong is between 2 ranks, not 3: set NP=2"
+    assert not (tmp_path / "none").exists()
+
+
+def test_an_unknown_algorithm_is_named_with_the_known_ones(launch: JobStarter, tmp_path: Path) -> None:
+    done = launch(2, PROGRAM, "all_reduce", *SMALL, "--algorithms", "rnig", "--results", str(tmp_path))
+    assert done.returncode == 1
+    assert "unknown algorithm 'rnig'" in done.stderr and "ring" in done.stderr
