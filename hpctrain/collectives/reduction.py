@@ -50,9 +50,13 @@ def partial_dtype(dtype: torch.dtype, op: str) -> torch.dtype:
     return torch.float32 if dtype in _WIDENED and op in _ROUNDING else dtype
 
 
-def widens(dtype: torch.dtype) -> bool:
-    """Tell whether a block of this dtype is accumulated in a wider one."""
-    return dtype in _WIDENED
+def reduces_straight(dtype: torch.dtype, op: str, pieces: int) -> bool:
+    """Tell whether a block can be reduced in its result's place and type: two pieces are rounded once in any case.
+
+    Two sums of 16 bits may be too large before they are halved, so averages want more. With more than two pieces the
+    result, which may be one of them, would be written before all are read.
+    """
+    return pieces == 2 and not (dtype in _WIDENED and op == "average")
 
 
 class Reducer:
@@ -60,6 +64,7 @@ class Reducer:
 
     def __init__(self) -> None:
         self._scratch: dict[torch.dtype, Tensor] = {}
+        self._wide: Tensor | None = None
 
     def scratch(self, dtype: torch.dtype, numel: int) -> Tensor:
         """Return ``numel`` elements (at most a block) to accumulate this dtype in."""
@@ -68,6 +73,11 @@ class Reducer:
         if block is None:
             block = self._scratch[wide] = torch.empty(BLOCK, dtype=wide)
         return block[:numel]
+
+    def _spare(self, scratch: Tensor) -> Tensor:
+        if self._wide is None:
+            self._wide = torch.empty(BLOCK, dtype=scratch.dtype)
+        return self._wide[: scratch.numel()]
 
     def reduce_block(self, pieces: Sequence[Tensor], op: str, scratch: Tensor, scale: float | None) -> None:
         """Reduce equally long pieces of at most one block, in the order given, into the scratch."""
@@ -79,7 +89,9 @@ class Reducer:
             scratch.copy_(pieces[0])
             rest = pieces[1:]
         for piece in rest:
-            step(scratch, piece, out=scratch)
+            # Torch takes twice as long to add two dtypes as to convert one and add.
+            wide = piece if piece.dtype is scratch.dtype else self._spare(scratch).copy_(piece)
+            step(scratch, wide, out=scratch)
         if scale is not None:
             scratch.mul_(scale)
 

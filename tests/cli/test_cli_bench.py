@@ -16,7 +16,7 @@ from support.jobs import JobStarter
 
 from hpctrain.cli import bench
 from hpctrain.cli.main import main
-from hpctrain.collectives.table import Layout, Table
+from hpctrain.collectives.choice.table import Layout, Table
 from hpctrain.train.calibration import Calibration, Measurement, keep, place
 from hpctrain.train.machine import mpi_name, this_machine
 from hpctrain.transport.canary import Verdict
@@ -148,7 +148,7 @@ def test_one_process_has_nothing_to_choose(launch: JobStarter, store: Path) -> N
 JOB = """
 import json
 import hpctrain
-from hpctrain.collectives.measure import layout_of
+from hpctrain.collectives.choice.measure import layout_of
 from hpctrain.train.calibration import stored_table
 job = hpctrain.init(device="cpu")
 tables = job.comm.all_gather_object(stored_table(job.comm, layout_of(job.comm)))

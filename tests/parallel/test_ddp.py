@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -50,7 +51,7 @@ def test_learns_what_one_process_learns(comm: Any, kind: str, settings: Parallel
 @pytest.fixture
 def process_group(comm: Any, shared_tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Let the same ranks be a process group of torch.distributed, for the length of a test."""
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", os.environ.get("GLOO_SOCKET_IFNAME", "lo"))
     store = f"file://{shared_tmp_path}/store"
     torch.distributed.init_process_group("gloo", init_method=store, rank=comm.rank, world_size=comm.size)
     yield

@@ -55,7 +55,7 @@ def test_gradients_live_in_node_memory_and_stay_there(comm: Any, settings: Paral
         backward(model, part(comm, comm.rank, step))
         seen.append(places(model))
         if step:  # after the first step the places change hands
-            assert all(comm._find(parameter.grad) is not None for parameter in model.parameters())
+            assert all(comm._host.memory.place_of(parameter.grad) == "window" for parameter in model.parameters())
         model.zero_grad(set_to_none=to_none)
     assert seen[1] == seen[2] == seen[3]
     assert all(place % 64 == 0 for place in seen[3].values())
@@ -208,8 +208,13 @@ def test_dtypes_may_be_mixed(comm: Any, settings: ParallelSettings) -> None:
     found = gradients(model)
     assert [gradient.dtype for gradient in found.values()] == [p.dtype for p in model.parameters()]
     wanted = {name: tensor.to(found[name].dtype) for name, tensor in average(parts).items()}
+    narrow = "narrow.weight"
+    # Between nodes 16-bit gradients are rounded once more, which shows where large ones cancel.
+    largest = max(float(part[narrow].abs().max()) for part in parts)
+    rounding = {"rtol": 0.016, "atol": largest / 2**8} if comm.nodes > 1 else {}
+    assert_same({narrow: found.pop(narrow)}, {narrow: wanted.pop(narrow)}, **rounding)
     assert_same(found, wanted)
-    assert_same_on_all_ranks(comm, found)
+    assert_same_on_all_ranks(comm, gradients(model))
 
 
 def test_strided_parameter_gets_its_gradient_in_its_shape(comm: Any) -> None:

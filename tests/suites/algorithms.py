@@ -19,7 +19,7 @@ from support.reductions import DTYPES, FLOATS, INTEGERS, reduced, same_bits, val
 from support.threads import ThreadWorld
 from torch import Tensor
 
-from hpctrain.collectives.direct import slices
+from hpctrain.collectives.messages.direct import slices
 from hpctrain.collectives.reduction import Reducer
 from hpctrain.transport.base import Transport
 

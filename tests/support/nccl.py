@@ -55,7 +55,7 @@ class FakeNccl:
 
 
 class FakeComm:
-    """Be one communicator, over a duplicate of the MPI world (of one rank: over nothing)."""
+    """Be one communicator, over a duplicate of the MPI world or of its node (of one rank: over nothing)."""
 
     def __init__(self, library: FakeNccl, size: int, rank: int) -> None:
         self.library, self.size, self.rank = library, size, rank
@@ -65,8 +65,8 @@ class FakeComm:
             from mpi4py import MPI
 
             world = MPI.COMM_WORLD
-            self.comm = world.Dup() if size == world.size else MPI.COMM_SELF.Dup()
-            assert (self.comm.size, self.comm.rank) == (size, rank), "this fake knows whole worlds only"
+            self.comm = world.Dup() if size == world.size else world.Split_type(MPI.COMM_TYPE_SHARED, world.rank)
+            assert (self.comm.size, self.comm.rank) == (size, rank), "this fake knows whole worlds and nodes only"
 
     def allReduce(self, source: int, target: int, count: int, kind: int, op: int, stream: int) -> None:
         self._note("allReduce", count, kind, op)

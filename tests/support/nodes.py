@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
+
 from hpctrain.collectives.communicator import Communicator
 
 Placing = Callable[[int], int]  # the node of a rank
@@ -33,9 +35,27 @@ def groups(placing: Placing, size: int) -> list[list[int]]:
     return list(nodes.values())
 
 
+def by_node(comm: Any) -> list[list[int]]:
+    """Return the ranks of every node that a communicator sees."""
+    seen = comm.all_gather_object(comm.node)
+    return groups(lambda rank: seen[rank], comm.size)
+
+
+def by_memory(comm: Any) -> str:
+    """Return the algorithm that goes through the memory of a communicator's nodes."""
+    return "window" if comm.nodes == 1 else "hierarchical"
+
+
 def placed(comm: Any, placing: Placing) -> Communicator:
-    """Return another communicator of the same ranks, on the nodes that ``placing`` says; to be freed by the caller."""
+    """Return another communicator of the same ranks, on the nodes that ``placing`` says; to be freed by the caller.
+
+    Skips the test where ranks that are to share a node have no memory in common.
+    """
     from hpctrain.transport.mpi import MpiTransport
+
+    real = by_node(comm)
+    if not all(any(set(group) <= set(node) for node in real) for group in groups(placing, comm.size)):
+        pytest.skip("the ranks sit on several nodes, and in another way")
 
     class Placed(MpiTransport):
         def split_node(self) -> MpiTransport:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from hpctrain.collectives.measure import layout_of
+from hpctrain.collectives.choice.measure import layout_of
 from hpctrain.errors import CommunicationError, UsageError
 from hpctrain.train import calibrate as calibrating
 from hpctrain.train.calibrate import calibrate

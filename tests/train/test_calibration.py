@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from hpctrain.collectives.table import Layout, Table
+from hpctrain.collectives.choice.table import Layout, Table
 from hpctrain.errors import DataError, SettingsError
 from hpctrain.log import logger
 from hpctrain.train import calibration

@@ -103,7 +103,7 @@ def test_all_ranks_choose_alike_though_one_cannot(comm: Any, monkeypatch: pytest
     monkeypatch.setattr("hpctrain.transport.nccl_library.why_missing", lambda: why)
     abilities = gather_abilities(comm.transport, torch.device("cpu"), YES if comm.rank else NO)
     assert abilities.no_nccl == "no CuPy here (rank 1)" and "(rank 0)" in abilities.no_mpi
-    assert abilities.ranks_per_gpu == comm.size
+    assert abilities.ranks_per_gpu == comm.local_size
     choice = choose_path("all_reduce", 8, abilities)
     assert choice.path == "staged" and comm.all_gather_object(choice) == [choice] * comm.size
 

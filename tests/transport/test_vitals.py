@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import socket
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,10 +13,20 @@ from hpctrain.transport import vitals as module
 
 
 @pytest.fixture
-def world() -> Any:
+def world() -> Iterator[Any]:
+    """Return the ranks of this node, which is the world as far as signs of life go."""
     from mpi4py import MPI
 
-    return MPI.COMM_WORLD
+    node = MPI.COMM_WORLD.Split_type(MPI.COMM_TYPE_SHARED, MPI.COMM_WORLD.rank)
+    yield node
+    node.Free()
+
+
+@pytest.mark.ranks
+def test_the_ranks_of_this_machine_are_seen(comm: Any) -> None:
+    names = comm.all_gather_object(socket.gethostname())
+    seen = module.Vitals(comm.transport.comm).look()
+    assert [vital.rank for vital in seen] == [rank for rank in range(comm.size) if names[rank] == names[comm.rank]]
 
 
 @pytest.mark.ranks

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from hpctrain.collectives.node.queue import NodeQueue
 from hpctrain.collectives.node.window import ALIGN
-from hpctrain.collectives.reduction import BLOCK, Reducer, average_scale, widens
+from hpctrain.collectives.reduction import BLOCK, Reducer, average_scale, reduces_straight
 from hpctrain.transport.activity import waiting
 
 SLOT = 2**18  # bytes: two of them and what they are reduced into fit a core's second-level cache
@@ -163,7 +163,7 @@ class StagedCollectives:
         """Reduce this rank's part of all slots, in which its own piece takes its place, into ``out``."""
         me, numel = self._rank, out.numel()
         pieces = [own if rank == me else _cut(parts[me], numel) for rank, parts in enumerate(slots)]
-        straight = self._size == 2 and not widens(out.dtype)
+        straight = reduces_straight(out.dtype, op, self._size)
         result = out if straight else self._reducer.scratch(out.dtype, numel)
         self._reducer.reduce_block(pieces, op, result, average_scale(op, self._size))
         if not straight:

@@ -22,14 +22,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from hpctrain.collectives.node.queue import Share
-from hpctrain.collectives.reduction import BLOCK, Reducer, average_scale, widens
+from hpctrain.collectives.reduction import BLOCK, Reducer, average_scale, reduces_straight
 from hpctrain.transport.recorder import Recordable
 
 ALIGN = 64  # bytes: slices end on cache lines, so that no two ranks write into one
+
+
+Raw = npt.NDArray[np.uint8]
+copyto = np.copyto  # half of what a call costs in torch
+
+
+def raw(tensor: Tensor) -> Raw:
+    """Return the bytes of a contiguous host tensor, to be copied."""
+    return tensor.view(torch.uint8).numpy()
 
 
 def bounds(numel: int, itemsize: int, rank: int, size: int) -> tuple[int, int]:
@@ -90,35 +101,37 @@ class WindowShares:
     ) -> Share:
         """Return the share that reduces pieces into a target and copies that to others, a block after the other."""
         reduce_block, scratch, scale = self.reducer.reduce_block, self.reducer.scratch, average_scale(op, self.size)
-        # With more than two pieces the target, which may be one of them, would be written before all are read.
-        straight = len(pieces) == 2 and not widens(target.dtype)
+        straight = reduces_straight(target.dtype, op, len(pieces))
         rows = zip(*(torch.split(tensor, BLOCK) for tensor in (*pieces, target, *others)))
-        blocks = [(row[: self.size], row[self.size], row[self.size + 1 :]) for row in rows]
+        blocks = [
+            (row[: self.size], row[self.size], raw(row[self.size]), [raw(copy) for copy in row[self.size + 1 :]])
+            for row in rows
+        ]
 
         def share() -> None:
-            for block, goal, copies in blocks:
+            for block, goal, source, copies in blocks:
                 result = goal if straight else scratch(goal.dtype, goal.numel())
                 reduce_block(block, op, result, scale)
                 if not straight:
                     goal.copy_(result)
                 for copy in copies:
-                    copy.copy_(result)
+                    copyto(copy, source)
             self.count(nbytes)
 
         return share
 
     def copying(self, copies: Sequence[tuple[Tensor, Sequence[Tensor]]]) -> Share:
         """Return the share that copies each source to its targets, a block to all of them before the next."""
-        moves: list[tuple[Tensor, Tensor]] = []
+        moves: list[tuple[Raw, Raw]] = []
         for source, targets in copies:
             others = [target for target in targets if target.data_ptr() != source.data_ptr()]
             for block, *places in zip(torch.split(source, BLOCK), *(torch.split(target, BLOCK) for target in others)):
-                moves += [(place, block) for place in places]
+                moves += [(raw(place), raw(block)) for place in places]
         nbytes = sum(place.nbytes for place, _ in moves)
 
         def share() -> None:
             for place, block in moves:
-                place.copy_(block)
+                copyto(place, block)
             self.count(nbytes)
 
         return share

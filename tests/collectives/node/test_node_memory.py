@@ -189,8 +189,8 @@ def test_hierarchical_reductions_on_two_nodes(nodes: Nodes, dtype: torch.dtype) 
 def test_pieces_of_a_long_slice_are_all_under_way_in_turn(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
     comm, ranks = nodes
     for few, piece in ((8, 4096), (1, 2**19)):
-        monkeypatch.setattr("hpctrain.collectives.node.collectives.hierarchical.FEW_NODES", few)
-        monkeypatch.setattr("hpctrain.collectives.node.collectives.hierarchical.PIECE", piece)
+        monkeypatch.setattr("hpctrain.collectives.node.hierarchical.FEW_NODES", few)
+        monkeypatch.setattr("hpctrain.collectives.node.hierarchical.PIECE", piece)
         tensor = lent(comm, values(comm.rank, 30011, torch.float32))
         other = lent(comm, values(comm.rank, 20000, torch.float32, 1))
         works = [comm.all_reduce(tensor, async_op=True), comm.all_reduce(other, "average", async_op=True)]

@@ -1,0 +1,60 @@
+"""Run a program as the first process of a machine of its own: what it starts and mounts goes when it goes.
+
+Note: who cleans up. Nobody has to. The program is process 1 of a PID namespace, with mounts that nobody else sees, and
+the nodes that it makes are namespaces without a name. When process 1 ends, by itself or by SIGKILL, the kernel kills
+all its processes and with the last one the namespaces go, their mounts, their network devices. Process 1 is killed when
+its parent dies, so a killed run leaves nothing for the next one to stumble over, and two runs cannot collide.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+
+MACHINE = [
+    *("setpriv", "--pdeathsig", "KILL"),
+    *("unshare", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"),
+]
+TOOLS = {"setpriv": "util-linux", "unshare": "util-linux", "nsenter": "util-linux", "ip": "iproute2", "tc": "iproute2"}
+# In small what the nodes need: a node, a cable, a slow link.
+_TRIAL = """
+unshare --net --uts --ipc --mount sh -ec '
+    mount -t tmpfs none /dev/shm
+    mount -t sysfs none /sys
+    ip link add wire type veth peer name other
+    tc qdisc add dev wire root tbf rate 1gbit burst 128kb latency 50ms'
+"""
+
+
+def obstacle() -> str | None:
+    """Return why this machine cannot play several, None if it can."""
+    if os.geteuid() != 0:
+        return "network namespaces need root"
+    missing = [f"{tool} ({package})" for tool, package in TOOLS.items() if shutil.which(tool) is None]
+    if missing:
+        return f"missing programs: {', '.join(missing)}"
+    trial = subprocess.run([*MACHINE, "sh", "-c", _TRIAL], capture_output=True, text=True)
+    if trial.returncode:
+        said = trial.stderr.strip().splitlines() or [f"exit code {trial.returncode}"]
+        return f"the system refuses namespaces, a veth pair or a tbf queue: {said[0]}"
+    return None
+
+
+def run_isolated(command: Sequence[str]) -> int:
+    """Run a program on a machine of its own and return its exit code; a signal that ends us ends all of it."""
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+        signal.signal(number, _leave)
+    machine = subprocess.Popen([*MACHINE, *command])
+    try:
+        return machine.wait()
+    finally:
+        machine.kill()
+        machine.wait()
+
+
+def _leave(number: int, frame: object) -> None:
+    sys.exit(128 + number)

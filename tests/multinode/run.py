@@ -1,0 +1,106 @@
+"""Play two nodes on one machine, with a slow cable between them, and run a program on the ranks of both.
+
+    python tests/multinode/run.py                        the tests of what talks between ranks, on two ranks a node
+    python tests/multinode/run.py -- PROGRAM ARGS...     any program, as in: mpiexec -n 4 PROGRAM ARGS...
+
+Needs root and network namespaces. Each node is a host to MPI: a network, a name, a /dev/shm of its own. The files are
+those of this machine. `--or-skip` says why and ends well where the machine cannot do that.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import launchers
+from isolation import obstacle, run_isolated
+from namespaces import NAMES, WIRE, Nodes, address
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+SUITES = ("tests/transport", "tests/collectives", "tests/parallel")
+_INSIDE = "MULTINODE_INSIDE"  # set in the machine of its own
+_PORT = 7700
+_WIRE_SECONDS = 1.0
+
+
+def main() -> int:
+    """Return the exit code of the program, or of the first step that fails."""
+    args = parse()
+    if _INSIDE in os.environ:
+        return inside(args)
+    if reason := obstacle():
+        print(f"{'skipped' if args.or_skip else 'error'}: two nodes on one machine: {reason}")
+        return 0 if args.or_skip else 1
+    os.environ[_INSIDE] = "1"
+    return run_isolated([sys.executable, *sys.argv])
+
+
+def parse() -> argparse.Namespace:
+    """Return the options."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--or-skip", action="store_true", help="exit with 0 where this machine cannot play two")
+    parser.add_argument("--rate", default="1gbit", help="rate of the cable each way, in the words of tc (1gbit)")
+    parser.add_argument("-n", dest="ranks", type=int, default=4, help="ranks, half of them on each node (4)")
+    parser.add_argument("program", nargs="*", help="program and arguments, after --; without one: the tests")
+    args = parser.parse_args()
+    if args.ranks < 1 or args.ranks % len(NAMES):
+        parser.error(f"{args.ranks} ranks cannot sit in equal numbers on {len(NAMES)} nodes")
+    return args
+
+
+def inside(args: argparse.Namespace) -> int:
+    """Make the nodes and do on them what was asked for."""
+    del os.environ[_INSIDE]
+    with Nodes(args.rate) as nodes:
+        if args.program:
+            return launch(nodes, args.ranks, args.program)
+        steps = (check_wire, check_nodes, run_tests)
+        return next((code for code in (step(nodes, args.ranks) for step in steps) if code), 0)
+
+
+def launch(nodes: Nodes, ranks: int, program: list[str]) -> int:
+    """Run a program on the ranks of both nodes; the launcher runs on the first."""
+    mpiexec = Path(sys.executable).parent / "mpiexec"
+    path = str(mpiexec) if mpiexec.exists() else shutil.which("mpiexec")
+    if path is None:
+        raise SystemExit("no mpiexec beside the interpreter or in PATH")
+    start = launchers.start(path, launchers.version_of(path), str(HERE / "agent.py"), NAMES, ranks // len(NAMES), WIRE)
+    # Gloo takes the first network device otherwise, which leads to nobody.
+    return nodes.run(0, [*start.command, *program], {"GLOO_SOCKET_IFNAME": WIRE, **start.variables})
+
+
+def check_wire(nodes: Nodes, ranks: int) -> int:
+    """Print what plain TCP moves over the cable, both ways at once."""
+    python = [sys.executable, str(ROOT / "benchmarks" / "wire.py")]
+    common = [address(0), str(_PORT), str(_WIRE_SECONDS)]
+    ends = [
+        subprocess.Popen(nodes.on(node, [*python, role, *common]), stdout=subprocess.PIPE, text=True)
+        for node, role in enumerate(("serve", "call"))
+    ]
+    rates = [float(end.communicate()[0] or "nan") for end in ends]
+    print(f"the cable carries {' and '.join(f'{rate * 8 / 1e9:.3f}' for rate in rates)} Gbit/s, both ways at once")
+    return max(end.returncode for end in ends)
+
+
+def check_nodes(nodes: Nodes, ranks: int) -> int:
+    """Let the ranks assert that they are on two nodes, and see their bytes pass the cable."""
+    before = nodes.wire_bytes()
+    code = launch(nodes, ranks, [sys.executable, str(HERE / "two_nodes.py"), *NAMES])
+    sent = [now - then for then, now in zip(before, nodes.wire_bytes())]
+    print(f"the nodes have sent {' and '.join(f'{count / 2**20:.1f}' for count in sent)} MiB")
+    return code
+
+
+def run_tests(nodes: Nodes, ranks: int) -> int:
+    """Run the suites of what talks between ranks."""
+    os.chdir(ROOT)
+    return launch(nodes, ranks, [sys.executable, "-m", "pytest", "-m", "ranks", *SUITES])
+
+
+if __name__ == "__main__":
+    sys.exit(main())
