@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from comm.operations import Operation
@@ -27,6 +27,7 @@ class Candidate:
     result: Tensor
     every: int = 1  # rounds: slow ones take fewer turns
     needed: bool = False  # that it cannot serve is an error
+    own: slice = field(default_factory=lambda: slice(None))  # of the first tensor: what this rank writes; others share the rest of it
 
     @property
     def nbytes(self) -> int:
@@ -40,9 +41,10 @@ def check(place: Place, operation: Operation, candidate: Candidate) -> str:
     Raises ``CommunicationError`` on all ranks where a result is wrong, or where a needed one cannot serve.
     """
     numel = candidate.tensors[0].numel()
-    for tensor in candidate.tensors:
+    own = [candidate.tensors[0][candidate.own], *candidate.tensors[1:]]
+    for tensor in own:
         tensor.fill_(LOST)
-    candidate.tensors[0].copy_(operation.start(place.rank, place.size, numel))
+    own[0].copy_(operation.start(place.rank, place.size, numel)[candidate.own])
     _synchronize(place)
     place.world.Barrier()
     try:
@@ -53,7 +55,7 @@ def check(place: Place, operation: Operation, candidate: Candidate) -> str:
         problem = str(error).splitlines()[0]
     expected = operation.end(place.rank, place.size, numel).to(place.device, candidate.result.dtype)
     reports = place.comm.all_gather_object((problem, torch.equal(candidate.result, expected)))
-    for tensor in candidate.tensors:
+    for tensor in own:
         tensor.zero_()
     problems = [f"{why} (rank {rank})" for rank, (why, _) in enumerate(reports) if why]
     wrong = [str(rank) for rank, (_, right) in enumerate(reports) if not right]

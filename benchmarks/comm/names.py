@@ -2,6 +2,7 @@
 
 OURS = "hpctrain"
 OUTSIDE = "hpctrain outside"  # tensors that do not come from comm.empty
+COMMON = "hpctrain common"  # shares that lie in one tensor of comm.common
 LIBRARY = "mpi"
 PIECES = "mpi 16 MiB"
 GLOO = "gloo"

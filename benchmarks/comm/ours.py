@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 from comm.candidates import Call, Candidate
-from comm.names import OURS, OUTSIDE
+from comm.names import COMMON, OURS, OUTSIDE
 from comm.operations import ROOT, Operation, share
 from comm.place import Place
 from torch import Tensor
@@ -25,11 +25,21 @@ def candidates(place: Place, operation: Operation, numel: int) -> Iterator[Candi
         name = OURS if algorithm == "auto" else f"{OURS} {algorithm}"
         tensors = [place.shared(f"{name} {which}", count) for which, count in enumerate((numel, second))]
         yield _candidate(place, operation, name, tensors, algorithm, needed=place.chosen or algorithm == "auto")
+    if operation.name == "all_gather":
+        yield _common(place, numel)
     yield _candidate(place, operation, OUTSIDE, [place.plain(numel), place.plain(second)], "auto", needed=True)
     if operation.name == "all_reduce" and place.dtype in (torch.float32, torch.bfloat16):
         twin = twin_of(place.dtype)
         tensors = [place.shared("twin", numel, twin), place.shared("twin 1", second, twin)]
         yield _candidate(place, operation, twin_name(place.dtype), tensors, "auto")
+
+
+def _common(place: Place, numel: int) -> Candidate:
+    """Return the gathering of shares that lie in their places in one tensor."""
+    whole, each = place.common(numel), numel // place.size
+    call = _all_gather(place.comm, whole, whole, "auto")
+    own = slice(place.rank * each, (place.rank + 1) * each)
+    return Candidate(COMMON, call, [whole], whole, needed=True, own=own)
 
 
 def twin_of(dtype: torch.dtype) -> torch.dtype:
@@ -56,7 +66,7 @@ def _candidate(
 ) -> Candidate:
     first, second = tensors
     call = CALLS[operation.name](place.comm, first, second, algorithm)
-    result = tensors[1] if operation.name == "reduce_scatter" else tensors[0]
+    result = share(first, place.rank, place.size) if operation.name == "reduce_scatter" else first
     if operation.name == "pingpong" and place.rank == ROOT:
         result = tensors[1]
     return Candidate(name, call, tensors, result, needed=needed)
@@ -66,8 +76,8 @@ def _all_reduce(comm: Communicator, first: Tensor, _: Tensor, algorithm: str) ->
     return partial(comm.all_reduce, first, "sum", algorithm=algorithm)
 
 
-def _reduce_scatter(comm: Communicator, first: Tensor, second: Tensor, algorithm: str) -> Call:
-    return partial(comm.reduce_scatter, second, first, "sum", algorithm=algorithm)
+def _reduce_scatter(comm: Communicator, first: Tensor, _: Tensor, algorithm: str) -> Call:
+    return partial(comm.reduce_scatter, share(first, comm.rank, comm.size), first, "sum", algorithm=algorithm)
 
 
 def _all_gather(comm: Communicator, first: Tensor, _: Tensor, algorithm: str) -> Call:

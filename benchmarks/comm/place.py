@@ -41,6 +41,13 @@ class Place:
         """Return a tensor of zeros of this rank's own, on the device."""
         return torch.zeros(numel, dtype=dtype or self.dtype, device=self.device)
 
+    def common(self, numel: int) -> Tensor:
+        """Return a tensor that is one and the same for all ranks of a node; a call by all ranks, larger sizes first."""
+        key = "common", self.dtype
+        if key not in self._shared or self._shared[key].numel() < numel:
+            self._shared[key] = self.comm.common(numel, self.dtype)
+        return self._shared[key][:numel]
+
     def shared(self, owner: str, numel: int, dtype: torch.dtype | None = None) -> Tensor:
         """Return a tensor of zeros from ``comm.empty``; a call by all ranks.
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from comm.figures import Figures, ratio, sizes_of
-from comm.names import COPY, GLOO, LIBRARY, OURS, OUTSIDE, PIECES
+from comm.names import COMMON, COPY, GLOO, LIBRARY, OURS, OUTSIDE, PIECES
 from comm.sizes import STREAM_SIZE, size_text
 
 MEAN_SIZES = tuple(size * 2**10 for size in (64, 1024, 4096, 25600, 65536))
@@ -40,7 +40,9 @@ def targets(
         yield from _mean(figures)
         yield from _gloo(figures)
     if operation == "all_reduce" and ranks > 2 or operation in ("reduce_scatter", "all_gather", "broadcast"):
-        yield from _large(figures)
+        yield from _large(figures, OURS)
+    if operation == "all_gather":
+        yield from _large(figures, COMMON)
     if operation != "pingpong":
         yield from _never_slower(figures, OURS, PYTHON)
         yield from _never_slower(figures, OUTSIDE, PYTHON)
@@ -68,15 +70,15 @@ def _gloo(figures: Figures) -> Iterator[Target]:
         yield Target("times gloo at 25 MiB", value, GLOO_TARGET)
 
 
-def _large(figures: Figures) -> Iterator[Target]:
+def _large(figures: Figures, name: str) -> Iterator[Target]:
     found = [
         (value, size)
         for size in sizes_of(figures)
-        if size >= LARGE and (value := ratio(figures, size, OURS, LIBRARY)) is not None
+        if size >= LARGE and (value := ratio(figures, size, name, LIBRARY)) is not None
     ]
     if found:
         value, size = min(found)
-        yield Target(f"times the library from 1 MiB up, least (at {size_text(size)})", value, LARGE_TARGET)
+        yield Target(f"{name}: times the library from 1 MiB up, least (at {size_text(size)})", value, LARGE_TARGET)
 
 
 def _never_slower(figures: Figures, name: str, slack: float) -> Iterator[Target]:

@@ -76,7 +76,17 @@ class MpiTransport(Transport):
     def prepared_reduce_scatter(self, out: Tensor, tensor: Tensor, op: str) -> Call:
         """Return a call that reduces over the ranks and keeps share ``rank`` in ``out``."""
         self._check_reduction(tensor, op)
-        return self._prepared("reduce_scatter", mpi_calls.reduce_scatter(self.comm, out, tensor, op), tensor)
+        inside = 0 <= out.data_ptr() - tensor.data_ptr() < tensor.nbytes
+        room = torch.empty_like(out) if inside else out  # MPI wants two memories, or another place for the result
+        reduce = self._prepared("reduce_scatter", mpi_calls.reduce_scatter(self.comm, room, tensor, op), tensor)
+        if not inside:
+            return reduce
+
+        def call() -> None:
+            reduce()
+            out.copy_(room)
+
+        return call
 
     def prepared_all_gather(self, out: Tensor, tensor: Tensor) -> Call:
         """Return a call that puts the tensors of all ranks behind each other."""

@@ -32,7 +32,7 @@ DTYPES = {
 }
 OPS = {"sum": MPI.SUM, "min": MPI.MIN, "max": MPI.MAX, "product": MPI.PROD}
 
-Spec = list[Any]  # what mpi4py takes for a buffer: memory, count, type
+Spec = tuple[Any, ...]  # what mpi4py takes for a buffer: memory, count, type; a list takes it longer
 
 
 def reduces(dtype: torch.dtype, op: str) -> bool:
@@ -50,7 +50,7 @@ def in_bytes(tensor: Tensor) -> list[Spec]:
     address, total = tensor.data_ptr(), tensor.nbytes
     sizes = [min(MESSAGE_BYTES, total - start) for start in range(0, max(total, 1), MESSAGE_BYTES)]
     return [
-        [MPI.buffer.fromaddress(address + number * MESSAGE_BYTES, nbytes), nbytes, MPI.BYTE]
+        (MPI.buffer.fromaddress(address + number * MESSAGE_BYTES, nbytes), nbytes, MPI.BYTE)
         for number, nbytes in enumerate(sizes)
     ]
 
@@ -58,7 +58,7 @@ def in_bytes(tensor: Tensor) -> list[Spec]:
 def in_elements(tensor: Tensor) -> list[Spec]:
     """Return the tensor's elements as messages."""
     pieces = torch.split(tensor.view(-1), MESSAGE_BYTES // tensor.element_size())
-    return [[memory(piece), piece.numel(), DTYPES[tensor.dtype]] for piece in pieces]
+    return [(memory(piece), piece.numel(), DTYPES[tensor.dtype]) for piece in pieces]
 
 
 def broadcast(comm: MPI.Intracomm, tensor: Tensor, root: int) -> list[Call]:
@@ -82,7 +82,7 @@ def reduce_scatter(comm: MPI.Intracomm, out: Tensor, tensor: Tensor, op: str) ->
     """Return the calls of a reduce_scatter into equal shares; a share above a message is reduced to its owner."""
     kind = DTYPES[tensor.dtype]
     if tensor.nbytes <= MESSAGE_BYTES:
-        whole, part = [memory(tensor), out.numel(), kind], [memory(out), out.numel(), kind]
+        whole, part = (memory(tensor), out.numel(), kind), (memory(out), out.numel(), kind)
         return [partial(comm.Reduce_scatter_block, whole, part, OPS[op])]
     calls: list[Call] = []
     for root, share in enumerate(torch.split(tensor.view(-1), out.numel())):
@@ -94,7 +94,7 @@ def reduce_scatter(comm: MPI.Intracomm, out: Tensor, tensor: Tensor, op: str) ->
 def all_gather(comm: MPI.Intracomm, out: Tensor, tensor: Tensor) -> list[Call]:
     """Return the calls of an all_gather of shares, each of which lies in its place; above a message they go singly."""
     if tensor.nbytes <= MESSAGE_BYTES:
-        return [partial(comm.Allgather, MPI.IN_PLACE, [memory(out), MPI.BYTE])]
+        return [partial(comm.Allgather, MPI.IN_PLACE, (memory(out), MPI.BYTE))]
     # A gather cannot be cut without strided receives.
     return [call for root, share in enumerate(out.view(-1).chunk(comm.size)) for call in broadcast(comm, share, root)]
 

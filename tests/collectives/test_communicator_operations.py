@@ -78,6 +78,20 @@ def test_reduce_scatter_by_name(those: Any, algorithm: str) -> None:
 
 
 @pytest.mark.ranks(1, 2, 3, 4)
+@pytest.mark.parametrize("algorithm", ["auto", *ALGORITHMS["reduce_scatter"]])
+@pytest.mark.parametrize("place", ["window", "host"])
+def test_reduce_scatter_into_its_own_slice(comm: Any, algorithm: str, place: str) -> None:
+    if comm.nodes > 1 and (algorithm == "window" or algorithm == "hierarchical" and place == "host"):
+        pytest.skip("refused over several nodes")
+    for share in (1, 10, 5000):
+        tensor = mine(comm.rank, share * comm.size)
+        tensor = comm.empty(tensor.numel()).copy_(tensor) if place == "window" else tensor
+        own = tensor[share * comm.rank : share * (comm.rank + 1)]
+        assert comm.reduce_scatter(own, tensor, algorithm=algorithm) is own
+        assert torch.equal(own, total(comm.size, share * comm.size)[share * comm.rank : share * (comm.rank + 1)])
+
+
+@pytest.mark.ranks(1, 2, 3, 4)
 @pytest.mark.parametrize("algorithm", ["auto", *ALGORITHMS["all_gather"]])
 def test_all_gather_by_name(those: Any, algorithm: str) -> None:
     out = lent(those, torch.empty(LENGTH * those.size), algorithm)

@@ -10,25 +10,37 @@ from hpctrain.errors import CommunicationError
 
 KIB, MIB = 2**10, 2**20
 
-# Without a calibration. One node: what MPI carries goes by MPI until its copies cost more than the meetings in node
-# memory; more ranks than two share the work of a window but meet more slowly. Measured on x86-64 servers.
+# Without a calibration. One node: what MPI carries goes by MPI while the meetings in node memory cost more than its
+# copies; memory of a rank's own has to be copied there too. Measured on x86-64 servers, two ranks.
 _ONE_NODE: Mapping[Key, Steps] = {
-    ("all_reduce", "window", "carried"): ((16 * KIB, "mpi"), (inf, "window")),
+    ("all_reduce", "window", "carried"): ((4 * KIB, "mpi"), (inf, "window")),
     ("all_reduce", "window", "own"): ((inf, "window"),),
-    ("all_reduce", "host", "carried"): ((64 * KIB, "mpi"), (inf, "window")),
+    ("all_reduce", "host", "carried"): ((128 * KIB, "mpi"), (inf, "window")),
     ("all_reduce", "host", "own"): ((inf, "window"),),
-    ("reduce", "window", "carried"): ((16 * KIB, "mpi"), (inf, "window")),
+    ("reduce", "window", "carried"): ((4 * KIB, "mpi"), (inf, "window")),
     ("reduce", "window", "own"): ((inf, "window"),),
     ("reduce", "host", "carried"): ((inf, "mpi"),),
     ("reduce", "host", "own"): ((inf, "tree"),),
-    ("reduce_scatter", "window", "carried"): ((16 * KIB, "mpi"), (inf, "window")),
+    ("reduce_scatter", "window", "carried"): ((4 * KIB, "mpi"), (inf, "window")),
     ("reduce_scatter", "window", "own"): ((inf, "window"),),
-    ("reduce_scatter", "host", "carried"): ((64 * KIB, "mpi"), (inf, "window")),
+    ("reduce_scatter", "host", "carried"): ((128 * KIB, "mpi"), (inf, "window")),
     ("reduce_scatter", "host", "own"): ((inf, "window"),),
-    ("all_gather", "window", "carried"): ((16 * KIB, "mpi"), (inf, "window")),
-    ("all_gather", "host", "carried"): ((64 * KIB, "mpi"), (inf, "window")),
-    ("broadcast", "window", "carried"): ((16 * KIB, "mpi"), (inf, "window")),
-    ("broadcast", "host", "carried"): ((64 * KIB, "mpi"), (inf, "window")),
+    ("all_gather", "window", "carried"): ((8 * KIB, "mpi"), (inf, "window")),
+    ("all_gather", "host", "carried"): ((inf, "mpi"),),
+    ("broadcast", "window", "carried"): ((8 * KIB, "mpi"), (inf, "window")),
+    ("broadcast", "host", "carried"): ((1 * MIB, "mpi"), (inf, "window")),
+}
+
+# More ranks than cores: a meeting costs a turn of every rank, so only long tensors are worth it.
+_CROWDED: Mapping[Key, Steps] = {
+    ("all_reduce", "window", "carried"): ((128 * KIB, "mpi"), (inf, "window")),
+    ("all_reduce", "host", "carried"): ((inf, "mpi"),),
+    ("reduce", "window", "carried"): ((128 * KIB, "mpi"), (inf, "window")),
+    ("reduce_scatter", "window", "carried"): ((128 * KIB, "mpi"), (inf, "window")),
+    ("reduce_scatter", "host", "carried"): ((inf, "mpi"),),
+    ("all_gather", "window", "carried"): ((128 * KIB, "mpi"), (inf, "window")),
+    ("broadcast", "window", "carried"): ((128 * KIB, "mpi"), (inf, "window")),
+    ("broadcast", "host", "carried"): ((inf, "mpi"),),
 }
 
 # Several nodes: what crosses the network costs most, so node memory serves as soon as it saves bytes there.
@@ -71,9 +83,11 @@ def check_known(operation: str, algorithm: str) -> None:
         raise CommunicationError(f"unknown algorithm {algorithm!r} of {operation}: known are auto, {known}")
 
 
-def default_table(layout: Layout) -> Table:
-    """Return the choices for a layout that nobody has measured."""
-    return Table(layout, _ONE_NODE if layout.nodes == 1 else _NODES)
+def default_table(layout: Layout, crowded: bool = False) -> Table:
+    """Return the choices for a layout that nobody has measured; ``crowded``: with more ranks than cores on a node."""
+    if layout.nodes > 1:
+        return Table(layout, _NODES)
+    return Table(layout, {**_ONE_NODE, **_CROWDED} if crowded else _ONE_NODE)
 
 
 def choose(

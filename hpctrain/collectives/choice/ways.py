@@ -34,12 +34,13 @@ class Ways:
         self._reducer = reducer
         self._memory = memory
         self._layout = Layout(transport.size, memory.place.nodes, memory.place.local_size)
-        self._tables: tuple[Table, ...] = (default_table(self._layout),)
+        self._default = default_table(self._layout, memory.place.crowded)
+        self._tables: tuple[Table, ...] = (self._default,)
 
     def use_tables(self, tables: Mapping[Layout, Table]) -> None:
         """Choose by what was measured for this layout of ranks, where that says something."""
-        default, measured = default_table(self._layout), tables.get(self._layout)
-        self._tables = (default,) if measured is None else (measured, default)
+        measured = tables.get(self._layout)
+        self._tables = (self._default,) if measured is None else (measured, self._default)
 
     def broadcast(self, tensor: Tensor, root: int, algorithm: str) -> Way:
         """Return the way to copy the root's tensor to every rank."""
