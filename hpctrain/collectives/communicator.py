@@ -151,7 +151,7 @@ class Communicator:
         ``tensor`` has ``size`` times the elements of ``out``, which may be its slice ``rank``. Algorithms: mpi, direct,
         ring, recursive, window, hierarchical.
         """
-        way = self._kept.get(("reduce_scatter", *pair_key(out, tensor), op, algorithm))
+        way = self._kept.get(pair_key("reduce_scatter", out, tensor, op, algorithm))
         if way is not None and out.is_contiguous() and tensor.is_contiguous():
             way()
             return out
@@ -167,7 +167,7 @@ class Communicator:
         ``out`` has ``size`` times the elements of ``tensor``, which may be its slice ``rank``. Algorithms: mpi, ring,
         recursive, window, hierarchical.
         """
-        way = self._kept.get(("all_gather", *pair_key(out, tensor), algorithm))
+        way = self._kept.get(pair_key("all_gather", out, tensor, algorithm))
         if way is not None and out.is_contiguous() and tensor.is_contiguous():
             way()
             return out

@@ -82,7 +82,7 @@ class HostCollectives:
 
     def reduce_scatter(self, out: Tensor, tensor: Tensor, op: str, algorithm: str = "auto") -> None:
         """Reduce over all ranks and keep this rank's share in ``out``."""
-        key = ("reduce_scatter", *pair_key(out, tensor), op, algorithm)
+        key = pair_key("reduce_scatter", out, tensor, op, algorithm)
         if self._moves("reduce_scatter", algorithm, out):
             self._keep(key, lambda: self._ways.reduce_scatter(out, tensor, op, algorithm))()
         else:
@@ -90,7 +90,7 @@ class HostCollectives:
 
     def all_gather(self, out: Tensor, tensor: Tensor, algorithm: str = "auto") -> None:
         """Put the tensors of all ranks behind each other, in rank order."""
-        key = ("all_gather", *pair_key(out, tensor), algorithm)
+        key = pair_key("all_gather", out, tensor, algorithm)
         if self._moves("all_gather", algorithm, tensor):
             self._keep(key, lambda: self._ways.all_gather(out, tensor, algorithm))()
         else:
@@ -124,6 +124,6 @@ class HostCollectives:
         return found  # type: ignore[return-value]
 
 
-def pair_key(out: Tensor, tensor: Tensor) -> tuple[Hashable, ...]:
-    """Return what tells two tensors from others: who has checked them need not check them again."""
-    return out.data_ptr(), tensor.data_ptr(), out.numel(), tensor.numel(), out.dtype, tensor.dtype
+def pair_key(operation: str, out: Tensor, tensor: Tensor, *how: str) -> Hashable:
+    """Return what tells an operation on two tensors from others: who has checked them need not check them again."""
+    return operation, out.data_ptr(), tensor.data_ptr(), out.numel(), tensor.numel(), out.dtype, tensor.dtype, how

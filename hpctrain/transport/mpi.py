@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from mpi4py import MPI
 from torch import Tensor
@@ -82,9 +83,11 @@ class MpiTransport(Transport):
         if not inside:
             return reduce
 
+        target, source = out.view(-1).view(torch.uint8).numpy(), room.view(-1).view(torch.uint8).numpy()
+
         def call() -> None:
             reduce()
-            out.copy_(room)
+            np.copyto(target, source)  # half of what a copy of torch's costs
 
         return call
 

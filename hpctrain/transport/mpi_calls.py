@@ -22,6 +22,9 @@ from hpctrain.transport.recorder import Recordable
 # and glibc maps and unmaps anything that large on every call.
 MESSAGE_BYTES = 16 * 2**20
 
+# Collectives of shares cannot be cut without strided types; up to what every library can count they go in one call.
+SHARES_BYTES = 2**31 - 1
+
 # 16-bit floats MPI does not know, or not in every library; sums of 8- and 16-bit integers end at the largest number in
 # Open MPI's vector code, and wrap around elsewhere.
 DTYPES = {
@@ -79,9 +82,9 @@ def reduce(comm: MPI.Intracomm, tensor: Tensor, op: str, root: int) -> list[Call
 
 
 def reduce_scatter(comm: MPI.Intracomm, out: Tensor, tensor: Tensor, op: str) -> list[Call]:
-    """Return the calls of a reduce_scatter into equal shares; a share above a message is reduced to its owner."""
+    """Return the calls of a reduce_scatter into equal shares; too large ones are reduced to one owner after another."""
     kind = DTYPES[tensor.dtype]
-    if tensor.nbytes <= MESSAGE_BYTES:
+    if tensor.nbytes <= SHARES_BYTES:
         whole, part = (memory(tensor), out.numel(), kind), (memory(out), out.numel(), kind)
         return [partial(comm.Reduce_scatter_block, whole, part, OPS[op])]
     calls: list[Call] = []
@@ -92,10 +95,9 @@ def reduce_scatter(comm: MPI.Intracomm, out: Tensor, tensor: Tensor, op: str) ->
 
 
 def all_gather(comm: MPI.Intracomm, out: Tensor, tensor: Tensor) -> list[Call]:
-    """Return the calls of an all_gather of shares, each of which lies in its place; above a message they go singly."""
-    if tensor.nbytes <= MESSAGE_BYTES:
+    """Return the calls of an all_gather of shares, each of which lies in its place; too large ones go singly."""
+    if out.nbytes <= SHARES_BYTES:
         return [partial(comm.Allgather, MPI.IN_PLACE, (memory(out), MPI.BYTE))]
-    # A gather cannot be cut without strided receives.
     return [call for root, share in enumerate(out.view(-1).chunk(comm.size)) for call in broadcast(comm, share, root)]
 
 

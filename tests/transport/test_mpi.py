@@ -20,7 +20,9 @@ pytestmark = pytest.mark.ranks
 @pytest.fixture(params=[16 * 2**20, 64], ids=["whole", "cut"])
 def transport(comm: Any, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Transport]:
     """Return a transport of all ranks; its messages are cut where they are longer than so many bytes."""
-    monkeypatch.setattr(importlib.import_module("hpctrain.transport.mpi_calls"), "MESSAGE_BYTES", request.param)
+    calls = importlib.import_module("hpctrain.transport.mpi_calls")
+    monkeypatch.setattr(calls, "MESSAGE_BYTES", request.param)
+    monkeypatch.setattr(calls, "SHARES_BYTES", request.param)
     transport = comm.transport.split(0, comm.rank)
     yield transport
     transport.free()
