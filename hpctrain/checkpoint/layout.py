@@ -19,10 +19,11 @@ from hpctrain.errors import CheckpointError
 Array = npt.NDArray[np.generic]
 
 FORMAT = "hpctrain-checkpoint"
-VERSION = (1, 0)  # (major, minor): a reader refuses a newer major and ignores what a newer minor added
+VERSION = (1, 1)  # (major, minor): a reader refuses a newer major and ignores what a newer minor added
 
 MODEL, OPTIMIZER, TRAIN, RNG = "/model", "/optimizer", "/train", "/rng"
-CONFIG, PROVENANCE, MANIFEST = "/config", "/provenance", "/manifest"
+CONFIG, PROVENANCE, MANIFEST, SEAL = "/config", "/provenance", "/manifest", "/seal"
+SEALED_SINCE = (1, 1)  # files of an older version have no seal
 CRC32, TORCH_DTYPE, DIGEST = "crc32", "torch_dtype", "manifest_sha256"
 
 PIECE = 16 << 20  # bytes moved at a time: large enough for any filesystem, small enough to stay bounded

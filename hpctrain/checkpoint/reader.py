@@ -21,7 +21,8 @@ from hpctrain.checkpoint import layout
 from hpctrain.checkpoint.attributes import unpack
 from hpctrain.checkpoint.layout import Array, Record
 from hpctrain.checkpoint.manifest import differences, digest, manifest
-from hpctrain.checkpoint.structure import read_attribute, refusing, walk
+from hpctrain.checkpoint.seal import seal
+from hpctrain.checkpoint.structure import Structure, read_attribute, refusing, walk
 from hpctrain.errors import CheckpointError
 
 # Superblock version 3 (HDF5 File Format Specification 3.0, II.A.): signature, version, size of offsets, size of
@@ -46,7 +47,7 @@ class Reader:
             self._file = _open(self.path)
         try:
             with refusing(self.path):
-                _check_format(self._file, self.path, size)
+                version = _check_format(self._file, self.path, size)
                 found = walk(self._file, str(self.path), size)
                 self._handle = int(self._file.id.get_vfd_handle())
         except BaseException:
@@ -56,7 +57,12 @@ class Reader:
         self.records: dict[str, Record] = found.records
         self.groups = found.groups
         self._offsets = found.offsets
-        self._check_manifest(found.manifest)
+        try:
+            self._check_manifest(found.manifest)
+            self._check_seal(found, version)
+        except BaseException:
+            self.close()
+            raise
 
     def __enter__(self) -> Reader:
         return self
@@ -124,14 +130,17 @@ class Reader:
                     progress(piece.nbytes)
 
     def _fill(self, record: Record, piece: memoryview, start: int) -> None:
-        done, offset = 0, self._offsets[record.path] + start
+        self._fill_from(record.path, piece, self._offsets[record.path] + start)
+
+    def _fill_from(self, what: str, piece: memoryview, offset: int) -> None:
+        done = 0
         while done < len(piece):
             try:
                 count = os.preadv(self._handle, [piece[done:]], offset + done)
             except OSError as error:
-                raise CheckpointError(f"{self.path}: cannot read {record.path}: {error.strerror}") from error
+                raise CheckpointError(f"{self.path}: cannot read {what}: {error.strerror}") from error
             if count == 0:
-                raise CheckpointError(f"{self.path}: {record.path} ends {len(piece) - done} bytes too early")
+                raise CheckpointError(f"{self.path}: {what} ends {len(piece) - done} bytes too early")
             done += count
 
     def _check_crc(self, record: Record, crc: int) -> None:
@@ -146,14 +155,27 @@ class Reader:
         found = manifest(self.groups, self.records.values())
         kept = self.groups["/"].get(layout.DIGEST)
         if promised is None or kept is None or digest(promised).encode() != kept.tobytes():
-            self.close()
             raise CheckpointError(f"{self.path}: {layout.MANIFEST} is damaged: it does not have the digest of the root")
         if promised == found:
             return
-        self.close()
         said = differences(promised, found)
         more = f" and {len(said) - _SHOWN} more" if len(said) > _SHOWN else ""
         raise CheckpointError(f"{self.path} is not as it was written: {', '.join(said[:_SHOWN])}{more}")
+
+    def _check_seal(self, found: Structure, version: tuple[int, int]) -> None:
+        """Compare the bytes that belong to no dataset with their seal; files before 1.1 have none."""
+        if found.seal is None and version < layout.SEALED_SINCE:
+            return
+        if found.seal != seal(self.size, found.extents, self._read_at):
+            raise CheckpointError(
+                f"{self.path}: its structure or {layout.SEAL} is damaged: the bytes outside the tensors do not have "
+                "the digest that was written"
+            )
+
+    def _read_at(self, offset: int, count: int) -> bytes:
+        data = bytearray(count)
+        self._fill_from(layout.SEAL, memoryview(data), offset)
+        return bytes(data)
 
 
 def verify_file(path: str | Path, progress: Callable[[int], object] | None = None) -> None:
@@ -201,8 +223,8 @@ def _open_without_waiting(path: str, flags: int) -> int:
     return os.open(path, flags | os.O_NONBLOCK)  # a named pipe would wait for its writer for ever
 
 
-def _check_format(file: h5py.File, path: Path, size: int) -> None:
-    """Refuse a foreign file and a newer major version before anything else of it is looked at."""
+def _check_format(file: h5py.File, path: Path, size: int) -> tuple[int, int]:
+    """Return the version; refuse a foreign file and a newer major version before anything else of it is looked at."""
     if "format" not in file.attrs or "format_version" not in file.attrs:
         raise CheckpointError(f"{path} is an HDF5 file, but not a checkpoint: it lacks the attribute format")
     name, version = (
@@ -211,6 +233,8 @@ def _check_format(file: h5py.File, path: Path, size: int) -> None:
     )
     if name != layout.FORMAT:
         raise CheckpointError(f"{path} has the format {name!r}: expected {layout.FORMAT!r}")
-    if layout.format_version(version)[0] > layout.VERSION[0]:
+    numbers = layout.format_version(version)
+    if numbers[0] > layout.VERSION[0]:
         known = ".".join(map(str, layout.VERSION))
         raise CheckpointError(f"{path} has the format version {version}: this hpctrain reads up to {known}, update it")
+    return numbers

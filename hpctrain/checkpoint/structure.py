@@ -2,7 +2,8 @@
 
 Note: what could reach outside. HDF5 follows external storage, external links and virtual datasets to other files, and
 loads plugins for filters, as soon as an object is read. So each link is looked at before it is followed, and the
-layout of a dataset before its shape is asked for. Sizes are checked against the file before memory is taken.
+layout of a dataset before its shape is asked for. Sizes are checked against the file before memory is taken, and
+the structure as a whole against a bound of its own: a file with holes may be as large as it likes.
 """
 
 from __future__ import annotations
@@ -17,9 +18,13 @@ import numpy as np
 
 from hpctrain.checkpoint import layout
 from hpctrain.checkpoint.layout import Array, Record
+from hpctrain.checkpoint.seal import Extent, overlap
 from hpctrain.errors import CheckpointError
 
 _DEEPEST = 8
+_MOST = 256 << 20  # bytes of attributes and names that a walk keeps; GPT-3 with its optimizer needs less than 10 MiB
+_EACH = 512  # bytes that an object or attribute takes in memory besides
+_ELEMENTS = 1 << 62  # bytes of the product of all dimensions, zeros left out: NumPy multiplies so
 _NUMBERS = ("<f8", "<f4", "<f2", "<i8", "<i4", "<i2", "|i1", "|u1", "<u2", "<u4")
 _TYPES = {kind: h5py.h5t.py_create(np.dtype(kind)) for kind in _NUMBERS}
 _LAYOUTS = {h5py.h5d.COMPACT: "compact", h5py.h5d.CHUNKED: "chunked", h5py.h5d.VIRTUAL: "virtual"}
@@ -27,18 +32,23 @@ _LAYOUTS = {h5py.h5d.COMPACT: "compact", h5py.h5d.CHUNKED: "chunked", h5py.h5d.V
 
 @dataclass
 class Structure:
-    """Hold what a walk found: attributes of each group, a record and an offset for each tensor, the manifest."""
+    """Hold what a walk found: attributes of each group, a record and an offset for each tensor, manifest and seal."""
 
     groups: dict[str, dict[str, Array]] = field(default_factory=dict)
     records: dict[str, Record] = field(default_factory=dict)
     offsets: dict[str, int] = field(default_factory=dict)  # none for a tensor without elements
+    extents: list[Extent] = field(default_factory=list)  # of all datasets, those two too
     manifest: str | None = None
+    seal: str | None = None
 
 
 def walk(file: h5py.File, name: str, size: int) -> Structure:
     """Return the structure of an open file of ``size`` bytes; ``name`` is how errors call it."""
     walker = _Walker(name, size)
     walker.group(file.id, "/", 0)
+    shared = overlap(walker.found.extents)
+    if shared:
+        raise CheckpointError(f"{name}: two datasets share the bytes at {shared[0]}: not what hpctrain writes, refused")
     return walker.found
 
 
@@ -48,17 +58,17 @@ def read_attribute(target: h5py.h5g.GroupID | h5py.h5d.DatasetID, key: str, wher
     dtype = _element_type(attribute.get_type(), f"attribute {key!r} of {where}")
     shape = _extent(attribute.get_space(), f"attribute {key!r} of {where}")
     if math.prod(shape) * dtype.itemsize > limit:
-        raise CheckpointError(f"{where}: attribute {key!r} claims more bytes than the file has")
+        raise CheckpointError(f"{where}: attribute {key!r} claims more bytes than the file has or structure may take")
     array: Array = np.empty(shape, dtype=dtype)
     attribute.read(array, mtype=attribute.get_type())
     return array
 
 
 class _Walker:
-    """Carry what is still allowed: each object once, and no more bytes in all than the file has."""
+    """Carry what is still allowed: each object once, no more bytes in all than the file has, and little structure."""
 
     def __init__(self, name: str, size: int) -> None:
-        self.name, self.size, self.left = name, size, size
+        self.name, self.size, self.left, self.room = name, size, size, _MOST
         self.seen: set[int] = set()
         self.found = Structure()
 
@@ -67,9 +77,10 @@ class _Walker:
             raise self._refusal(path, f"lies more than {_DEEPEST} groups deep")
         self._once(group, path)
         self.found.groups[path] = self._attributes(group, path)
-        for name in h5py.Group(group):
-            layout.check_name(name, f"in {path} of {self.name}")
-            self._member(group, name, f"{path.rstrip('/')}/{name}", depth)
+        with refusing(f"{self.name}: {path}"):
+            for name in h5py.Group(group):
+                _check_name(name, f"in {path} of {self.name}")
+                self._member(group, name, f"{path.rstrip('/')}/{name}", depth)
 
     def _member(self, group: h5py.h5g.GroupID, name: str, path: str, depth: int) -> None:
         kind = group.links.get_info(name.encode()).type
@@ -99,10 +110,15 @@ class _Walker:
             raise self._refusal(path, f"claims {nbytes} bytes, more than a file of {self.size} bytes can hold")
         if nbytes and offset is None:
             raise self._refusal(path, "was never written")
+        if math.prod(map(float, filter(None, shape))) * dtype.itemsize >= _ELEMENTS:
+            raise self._refusal(path, f"claims the shape {shape}")
         self.left -= nbytes
+        if nbytes and offset is not None:
+            self.found.extents.append((offset, nbytes))
         attributes = self._attributes(dataset, path)
-        if path == layout.MANIFEST:
-            self._keep_manifest(dataset, dtype, shape, attributes)
+        if path in (layout.MANIFEST, layout.SEAL):
+            text = self._text(dataset, path, dtype, shape, attributes)
+            setattr(self.found, path.strip("/"), text)
             return
         if offset is not None:
             self.found.offsets[path] = offset
@@ -119,18 +135,21 @@ class _Walker:
         if plist.get_layout() != h5py.h5d.CONTIGUOUS:
             raise self._refusal(path, f"is stored {_LAYOUTS.get(plist.get_layout(), 'in an unknown way')}")
 
-    def _keep_manifest(
+    def _text(
         self,
         dataset: h5py.h5d.DatasetID,
+        path: str,
         dtype: np.dtype[np.generic],
         shape: tuple[int, ...],
         attributes: Mapping[str, Array],
-    ) -> None:
+    ) -> str:
+        """Return what the manifest or the seal says."""
         if dtype.kind != "S" or shape or attributes:
-            raise self._refusal(layout.MANIFEST, "is not one text without attributes")
+            raise self._refusal(path, "is not one text without attributes")
+        self._take(path, dtype.itemsize)
         array = np.empty((), dtype=dtype)
         dataset.read(h5py.h5s.ALL, h5py.h5s.ALL, array, mtype=dataset.get_type())
-        self.found.manifest = array.tobytes().rstrip(b"\0").decode()
+        return array.tobytes().rstrip(b"\0").decode()
 
     def _record(
         self, path: str, dtype: np.dtype[np.generic], shape: tuple[int, ...], attributes: Mapping[str, Array]
@@ -149,16 +168,24 @@ class _Walker:
         where, found = f"{self.name}: {path}", {}
         with refusing(where):
             for key in h5py.AttributeManager(_Holder(target)):
-                layout.check_name(key, f"of {where}")
-                found[key] = read_attribute(target, key, where, self.left)
+                _check_name(key, f"of {where}")
+                found[key] = read_attribute(target, key, where, min(self.left, self.room))
                 self.left -= found[key].nbytes
+                self._take(path, found[key].nbytes + len(key))
         return found
+
+    def _take(self, path: str, nbytes: int) -> None:
+        """Count what an object or an attribute takes in memory; raise where there is no room left."""
+        self.room -= nbytes + _EACH
+        if self.room < 0:
+            raise self._refusal(path, f"and what comes before it take more than {_MOST} bytes besides the tensors")
 
     def _once(self, target: h5py.h5g.GroupID | h5py.h5d.DatasetID, path: str) -> None:
         address = h5py.h5o.get_info(target).addr
         if address in self.seen:
             raise self._refusal(path, "is a second name of another object")
         self.seen.add(address)
+        self._take(path, len(path))
 
     def _refusal(self, path: str, reason: str) -> CheckpointError:
         return CheckpointError(f"{self.name}: {path} {reason}: not what hpctrain writes, refused")
@@ -181,6 +208,12 @@ def refusing(what: object) -> Iterator[None]:
     except (OSError, RuntimeError, LookupError, ValueError, TypeError, OverflowError) as error:
         reason = " ".join(str(error.args[0] if error.args else "").split()) or type(error).__name__
         raise CheckpointError(f"{what} is damaged or torn: {reason}") from error
+
+
+def _check_name(name: str | bytes, where: str) -> None:
+    if isinstance(name, bytes):  # so h5py hands out what it cannot decode
+        raise CheckpointError(f"the name {name[:80]!r} {where} cannot be stored: it is not UTF-8")
+    layout.check_name(name, where)
 
 
 def _element_type(kind: h5py.h5t.TypeID, what: str) -> np.dtype[np.generic]:

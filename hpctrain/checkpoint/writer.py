@@ -25,6 +25,7 @@ from hpctrain.checkpoint.attributes import Value, to_array
 from hpctrain.checkpoint.image import Image
 from hpctrain.checkpoint.layout import Array, Record
 from hpctrain.checkpoint.manifest import digest, manifest
+from hpctrain.checkpoint.seal import LENGTH, Extent, seal
 from hpctrain.errors import CheckpointError
 
 
@@ -138,9 +139,30 @@ def _lay_out(
         _set_attributes(file, {layout.DIGEST: to_array(digest(text))})
         datasets = [_dataset(file, record) for record in records]
         file.create_dataset(layout.MANIFEST, data=_text(text), track_times=False)
+        sealed = file.create_dataset(layout.SEAL, data=_text("0" * LENGTH), track_times=False)
         file.flush()
         offsets = [dataset.id.get_offset() for dataset in datasets]
+        place = sealed.id.get_offset()
+        extents = [_extent(dataset) for dataset in [*datasets, file[layout.MANIFEST], sealed]]
+    _put_seal(image, place, [extent for extent in extents if extent])
     return image, offsets
+
+
+def _extent(dataset: h5py.Dataset) -> Extent | None:
+    offset = dataset.id.get_offset()
+    return None if offset is None else (offset, dataset.id.get_storage_size())
+
+
+def _put_seal(image: Image, place: int, extents: Sequence[Extent]) -> None:
+    """Write the seal to its place, now that HDF5 has closed the file and nothing else changes."""
+
+    def read(offset: int, count: int) -> bytes:
+        image.seek(offset)
+        return image.read(count) or b""
+
+    text = seal(image.size, extents, read)
+    image.seek(place)
+    image.write(text.encode())
 
 
 def _dataset(file: h5py.File, record: Record) -> h5py.Dataset:

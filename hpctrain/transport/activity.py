@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from types import TracebackType
 
 from hpctrain.errors import SettingsError
@@ -39,6 +40,27 @@ class Activity:
         if not self._depth:
             self.total += time.monotonic() - self.since
             self.operation = ""
+
+    def around(self, operation: str, call: Callable[[], object]) -> Callable[[], None]:
+        """Return a call that is noted as this operation: ``with`` around it, at half of what that costs."""
+        monotonic = time.monotonic
+
+        def noted() -> None:
+            if self._depth:
+                call()
+                return
+            self._depth = 1
+            self.entered += 1
+            self.since = monotonic()
+            self.operation = operation
+            try:
+                call()
+            finally:
+                self._depth = 0
+                self.total += monotonic() - self.since
+                self.operation = ""
+
+        return noted
 
     def __call__(self, operation: str) -> Activity:
         """Name the operation that the following ``with`` block waits for."""

@@ -105,25 +105,11 @@ def prepared(
     operation: str, calls: Sequence[Call], counted: Recordable, nbytes: int
 ) -> Call:
     """Return one call that makes them all, notes what it waits for, and counts what it handed over."""
-    if len(calls) == 1:
-        only = calls[0]
+    noted = waiting.around(operation, calls[0] if len(calls) == 1 else lambda: [call() for call in calls])
 
-        def single() -> None:
-            if counted.recorder is not None:
-                counted.recorder.count(operation, nbytes)
-            waiting.begin(operation)
-            try:
-                only()
-            finally:
-                waiting.end()
-
-        return single
-
-    def several() -> None:
+    def prepared_call() -> None:
         if counted.recorder is not None:
             counted.recorder.count(operation, nbytes)
-        with waiting(operation):
-            for call in calls:
-                call()
+        noted()
 
-    return several
+    return prepared_call

@@ -49,6 +49,25 @@ def test_an_error_ends_the_wait(clock: list[float]) -> None:
         assert waiting.operation == "send"
 
 
+def test_a_call_is_noted_as_a_wait_is(clock: list[float]) -> None:
+    waiting, seen = Activity(), []
+
+    def call() -> None:
+        clock[0] += 2
+        seen.append((waiting.operation, waiting.seconds, waiting.entered))
+
+    noted = waiting.around("all_reduce", call)
+    noted()
+    with waiting("broadcast"):
+        noted()
+    assert seen == [("all_reduce", 2.0, 1), ("broadcast", 2.0, 2)]
+    assert (waiting.operation, waiting.seconds, waiting.total) == ("", 0.0, 4.0)
+    with pytest.raises(ZeroDivisionError):
+        waiting.around("send", lambda: 1 / 0)()
+    with waiting("recv"):
+        assert waiting.operation == "recv"
+
+
 @pytest.mark.parametrize("text, seconds", [(None, 600.0), ("3", 3.0), ("0.5", 0.5), ("1e3", 1000.0)])
 def test_the_deadline(monkeypatch: pytest.MonkeyPatch, text: str | None, seconds: float) -> None:
     monkeypatch.delenv("HPCTRAIN_TIMEOUT", raising=False)
