@@ -8,7 +8,7 @@ from math import inf
 from hpctrain.collectives.choice.table import Key, Layout, Steps, Table
 from hpctrain.errors import CommunicationError
 
-KIB, MIB = 2**10, 2**20
+KIB = 2**10
 
 # Without a calibration. One node: what MPI carries goes by MPI while the meetings in node memory cost more than its
 # copies; memory of a rank's own has to be copied there too. Measured on x86-64 servers, two ranks.
@@ -28,7 +28,7 @@ _ONE_NODE: Mapping[Key, Steps] = {
     ("all_gather", "window", "carried"): ((8 * KIB, "mpi"), (inf, "window")),
     ("all_gather", "host", "carried"): ((inf, "mpi"),),
     ("broadcast", "window", "carried"): ((8 * KIB, "mpi"), (inf, "window")),
-    ("broadcast", "host", "carried"): ((1 * MIB, "mpi"), (inf, "window")),
+    ("broadcast", "host", "carried"): ((inf, "mpi"),),
 }
 
 # More ranks than cores: a meeting costs a turn of every rank, so only long tensors are worth it.
@@ -40,7 +40,6 @@ _CROWDED: Mapping[Key, Steps] = {
     ("reduce_scatter", "host", "carried"): ((inf, "mpi"),),
     ("all_gather", "window", "carried"): ((128 * KIB, "mpi"), (inf, "window")),
     ("broadcast", "window", "carried"): ((128 * KIB, "mpi"), (inf, "window")),
-    ("broadcast", "host", "carried"): ((inf, "mpi"),),
 }
 
 # Several nodes: what crosses the network costs most, so node memory serves as soon as it saves bytes there.
