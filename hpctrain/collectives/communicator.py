@@ -327,6 +327,8 @@ class Communicator:
 
     def _side(self, tensor: Tensor) -> HostedCollectives | DeviceCollectives:
         """Return who carries a tensor."""
+        if tensor.device.type not in ("cpu", "cuda"):
+            raise CommunicationError(f"a tensor on {tensor.device} cannot travel: allowed are tensors on cpu and cuda")
         return self._hosted if self._device is None or tensor.device.type == "cpu" else self._device
 
     def _announce(self, operation: str, *tensors: Tensor, detail: str = "") -> None:

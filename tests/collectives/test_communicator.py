@@ -57,6 +57,12 @@ def test_one_rank_refuses_what_several_refuse(comm: Any) -> None:
         comm.send(torch.zeros(1), 0)
 
 
+def test_a_tensor_without_memory_is_refused(comm: Any) -> None:
+    for operation in (comm.all_reduce, comm.broadcast, comm.reduce):
+        with pytest.raises(CommunicationError, match="a tensor on meta cannot travel: allowed are .* cpu and cuda"):
+            operation(torch.empty(3, device="meta"))
+
+
 def test_copy_of_a_model_keeps_its_communicator(comm: Any) -> None:
     assert copy.deepcopy({"comm": comm})["comm"] is comm
 
