@@ -27,7 +27,7 @@ class Candidate:
     result: Tensor
     every: int = 1  # rounds: slow ones take fewer turns
     needed: bool = False  # that it cannot serve is an error
-    own: slice = field(default_factory=lambda: slice(None))  # of the first tensor: what this rank writes; others share the rest of it
+    own: slice = field(default_factory=lambda: slice(None))  # of the first tensor: what only this rank writes
 
     @property
     def nbytes(self) -> int:

@@ -41,7 +41,7 @@ class Call:
 
     number: int
     operation: str
-    detail: str  # operation of a reduction, root
+    detail: str  # operation of a reduction, root, place in node memory
     dtype: str
     shape: str
     site: str
@@ -132,7 +132,7 @@ class OrderCheck:
         for what in ("operation", "detail", "dtype", "shape"):
             if len({getattr(call, what) for call in calls}) > 1:
                 called = _grouped(calls, lambda call: f"{call} at {call.site}")
-                name = {"detail": "root or reduction"}.get(what, what)
+                name = {"detail": "root, reduction or place"}.get(what, what)
                 raise MismatchError(f"collective {self._number}: the ranks differ in {name}: {called}", everywhere=True)
         sites = tuple(call.site for call in calls)
         if len(set(sites)) > 1 and sites not in self._sites_said:

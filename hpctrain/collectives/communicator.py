@@ -107,7 +107,7 @@ class Communicator:
             way()
             return tensor
         self._check_root(root)
-        self._announce("broadcast", tensor, detail=f"root {root}")
+        self._announce("broadcast", tensor, detail=f"root {root}", where=tensor)
         self._side(tensor).broadcast(tensor, root, algorithm)
         return tensor
 
@@ -118,7 +118,7 @@ class Communicator:
         """
         check_op(op, tensor.dtype)
         self._check_root(root)
-        self._announce("reduce", tensor, detail=f"{op}, root {root}")
+        self._announce("reduce", tensor, detail=f"{op}, root {root}", where=tensor)
         self._side(tensor).reduce(tensor, op, root, algorithm)
         return tensor
 
@@ -139,7 +139,7 @@ class Communicator:
             way()
             return tensor
         check_op(op, tensor.dtype)
-        self._announce("all_reduce", tensor, detail=op)
+        self._announce("all_reduce", tensor, detail=op, where=tensor)
         if async_op:
             return self._side(tensor).start_all_reduce(tensor, op, algorithm)
         self._side(tensor).all_reduce(tensor, op, algorithm)
@@ -157,7 +157,7 @@ class Communicator:
             return out
         check_op(op, tensor.dtype)
         self._check_shares(out, tensor)
-        self._announce("reduce_scatter", tensor, detail=op)
+        self._announce("reduce_scatter", tensor, detail=op, where=tensor)
         self._side(tensor).reduce_scatter(out, tensor, op, algorithm)
         return out
 
@@ -172,7 +172,7 @@ class Communicator:
             way()
             return out
         self._check_shares(tensor, out)
-        self._announce("all_gather", tensor)
+        self._announce("all_gather", tensor, where=out)
         self._side(tensor).all_gather(out, tensor, algorithm)
         return out
 
@@ -331,10 +331,14 @@ class Communicator:
             raise CommunicationError(f"a tensor on {tensor.device} cannot travel: allowed are tensors on cpu and cuda")
         return self._hosted if self._device is None or tensor.device.type == "cpu" else self._device
 
-    def _announce(self, operation: str, *tensors: Tensor, detail: str = "") -> None:
-        """Compare what all ranks are about to do, where ``HPCTRAIN_CHECK`` asks for that."""
+    def _announce(self, operation: str, *tensors: Tensor, detail: str = "", where: Tensor | None = None) -> None:
+        """Compare what all ranks are about to do, where ``HPCTRAIN_CHECK`` asks for that.
+
+        ``where`` is the tensor that must be the same piece of node memory on all ranks, or on all of them none.
+        """
         if self._check is not None:
-            self._check(operation, *tensors, detail=detail)
+            place = "" if where is None else self._host.memory.name_of(where)
+            self._check(operation, *tensors, detail=", ".join(filter(None, (detail, place))))
 
     def _check_root(self, root: int) -> None:
         if not 0 <= root < self.size:

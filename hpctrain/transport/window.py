@@ -110,6 +110,10 @@ class NodeMemory(Recordable):
                 return buffer, offset
         return None
 
+    def number_of(self, buffer: NodeBuffer) -> int:
+        """Return the number of a buffer, the same on all ranks."""
+        return next(number for number, other in enumerate(self._buffers) if other is buffer)
+
     def free(self) -> None:
         """Unmap everything; a call by all ranks, after which no tensor of this memory may be touched."""
         self._buffers.clear()

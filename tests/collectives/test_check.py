@@ -43,7 +43,7 @@ def test_equal_calls_pass(check: Any) -> None:
         ("broadcast", (4, 3), torch.float32, "sum", "operation"),
         ("all_reduce", (3, 4), torch.float32, "sum", "shape"),
         ("all_reduce", (4, 3), torch.float64, "sum", "dtype"),
-        ("all_reduce", (4, 3), torch.float32, "max", "root or reduction"),
+        ("all_reduce", (4, 3), torch.float32, "max", "root, reduction or place"),
     ],
 )
 def test_the_first_difference_is_named_on_all_ranks(

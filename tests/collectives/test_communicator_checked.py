@@ -21,9 +21,11 @@ comm.all_reduce(torch.ones(4))
         ("comm.all_reduce(torch.ones(8 if job.rank else 4))", "the ranks differ in shape"),
         ("comm.all_reduce(torch.ones(4, dtype=[torch.float64, torch.int64][job.rank]))", "the ranks differ in dtype"),
         ("comm.barrier() if job.rank else comm.broadcast(torch.ones(4))", "the ranks differ in operation"),
-        ("comm.all_reduce(torch.ones(4), 'max' if job.rank else 'sum')", "the ranks differ in root or reduction"),
+        ("comm.all_reduce(torch.ones(4), 'max' if job.rank else 'sum')", "differ in root, reduction or place"),
+        ("t = comm.empty(8); comm.all_reduce(t[4 * job.rank :][:4])", "the ranks differ in root, reduction or place"),
+        ("t = comm.empty(4); comm.broadcast(torch.ones(4) if job.rank else t)", "differ in root, reduction or place"),
     ],
-    ids=["shape", "dtype", "operation", "reduction"],
+    ids=["shape", "dtype", "operation", "reduction", "piece", "memory"],
 )
 def test_a_mismatch_is_named_with_its_lines(launch: Any, body: str, said: str) -> None:
     done = launch(2, JOB.format(body=body), timeout=40, env={"HPCTRAIN_CHECK": "order"})

@@ -63,6 +63,11 @@ class NodeCollectives:
         """Tell whether a contiguous host tensor lies in this memory."""
         return self._memory.find(tensor) is not None
 
+    def name_of(self, tensor: Tensor) -> str:
+        """Return the name of a tensor's place in this memory, the same on all ranks; empty for one elsewhere."""
+        found = self._memory.find(tensor)
+        return "" if found is None else f"node memory {self._memory.number_of(found[0])} at byte {found[1]}"
+
     def is_common(self, tensor: Tensor) -> bool:
         """Tell whether a tensor of this memory is one and the same for all ranks."""
         found = self._memory.find(tensor)

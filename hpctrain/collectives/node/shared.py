@@ -63,6 +63,12 @@ class SharedMemory:
         """Return where a contiguous host tensor lies: in the ``window``, or elsewhere on the ``host``."""
         return "window" if self._made is not None and self._made.holds(tensor) else "host"
 
+    def name_of(self, tensor: Tensor) -> str:
+        """Return the name of a tensor's place in this memory, the same on all ranks; empty for one elsewhere."""
+        if self._made is None or tensor.device.type != "cpu" or not tensor.is_contiguous():
+            return ""
+        return self._made.name_of(tensor)
+
     def why_not(self, algorithm: str, operation: str, place: str) -> str:
         """Return why an algorithm of node memory cannot serve; empty where it can."""
         hindrance = self._hindrance()
