@@ -29,6 +29,7 @@ PAGE = 4096
 SLAB = 2**20  # requests below this share a window, since MPI libraries have few of them
 LINE = 16  # int64s: two cache lines a counter, because processors fetch lines in pairs
 SPINS = 200  # looks before the core is offered to another rank
+CROWDED_SPINS = 2  # the same where ranks outnumber cores: who is waited for needs this very core
 
 # x86-64 shows stores to other cores in program order; elsewhere a fence must say so.
 _ORDERED = platform.machine() in ("x86_64", "AMD64")
@@ -54,7 +55,8 @@ class NodeBuffer:
 class NodeMemory(Recordable):
     """Hold the memory that the ranks of one node share, and the counters by which they meet."""
 
-    def __init__(self, transport: MpiTransport) -> None:
+    def __init__(self, transport: MpiTransport, *, crowded: bool = False) -> None:
+        self._spins = CROWDED_SPINS if crowded else SPINS
         self.rank = transport.rank
         self.size = transport.size
         self._transport = transport
@@ -181,7 +183,7 @@ class NodeMemory(Recordable):
         if ready():
             return
         with waiting(operation):
-            patience = _Patience()
+            patience = _Patience(self._spins)
             while not ready():
                 if patience.ends():
                     raise DeadlineError(self._late(operation, number))
@@ -189,7 +191,7 @@ class NodeMemory(Recordable):
     def _await(self, which: int, number: int, operation: str) -> None:
         for counter in self._counters:
             if counter[which] < number:
-                patience = _Patience()
+                patience = _Patience(self._spins)
                 while counter[which] < number:
                     if patience.ends():
                         raise DeadlineError(self._late(operation, number))
@@ -214,16 +216,17 @@ class NodeMemory(Recordable):
 class _Patience:
     """Look for a while, then offer the core to other ranks between looks, and mind the deadline."""
 
-    __slots__ = ("_looks", "_deadline")
+    __slots__ = ("_spins", "_looks", "_deadline")
 
-    def __init__(self) -> None:
+    def __init__(self, spins: int) -> None:
+        self._spins = spins
         self._looks = 0
         self._deadline = 0.0
 
     def ends(self) -> bool:
         """Come between two looks; tell whether the deadline has passed."""
         self._looks += 1
-        if self._looks <= SPINS:
+        if self._looks <= self._spins:
             return False
         os.sched_yield()
         if self._looks % 4096:

@@ -35,7 +35,7 @@ class NodeCollectives:
 
     def __init__(self, transport: Transport, node: MpiTransport, place: Topology, reducer: Reducer) -> None:
         self.nodes = place.nodes
-        self._memory = NodeMemory(node.split_node())
+        self._memory = NodeMemory(node.split_node(), crowded=place.crowded)
         self._queue = NodeQueue(self._memory)
         self._reducer = reducer
         inside = WindowShares(place.local_rank, place.local_size, self._memory, reducer)
