@@ -50,7 +50,7 @@ def test_gloo_is_held_against_at_25_mib() -> None:
 @pytest.mark.parametrize("operation, ranks", [("all_reduce", 4), ("broadcast", 2), ("all_gather", 2)])
 def test_large_sizes_must_all_be_faster(operation: str, ranks: int) -> None:
     made = figures(hpctrain={64 * K: 1.0, M: 1.0, 4 * M: 1.0}, mpi={64 * K: 1.0, M: 5.0, 4 * M: 2.9})
-    one = only("times the library from 1 MiB up", found(operation, ranks, made))
+    one = only("hpctrain: times the library from 1 MiB up", found(operation, ranks, made))
     assert one.value == pytest.approx(2.9) and not one.met and "4 MiB" in one.what
 
 
