@@ -73,7 +73,7 @@ def _curve(name: str, data: Sequence[float]) -> Source:
     array = np.asarray(data, dtype=None if len(data) else np.float64)
     if array.ndim != 1 or array.dtype.name not in layout.STORAGE:
         raise UsageError(f"the curve {name} has the shape {array.shape} and type {array.dtype}: give a list of numbers")
-    return Source.of(layout.child(layout.TRAIN, name), array, long_name=name.replace("_", " "))
+    return Source.of(layout.child(layout.TRAIN, name), array, long_name=name.replace("_", " "), units="1")
 
 
 def rng_content(states: Sequence[Mapping[str, Any] | None]) -> tuple[list[Source], Groups]:

@@ -8,23 +8,21 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from hpctrain.checkpoint import layout
+from hpctrain.checkpoint.curves import as_floats, read_curve, read_curves
 from hpctrain.checkpoint.folder import list_checkpoints
-from hpctrain.checkpoint.layout import Array, Record
+from hpctrain.checkpoint.layout import Record
 from hpctrain.checkpoint.reader import Reader, verify_file
 from hpctrain.errors import CheckpointError, UsageError
 
 Progress = Callable[[int], object]
-
-_BARS = "▁▂▃▄▅▆▇█"
 
 
 @dataclass(frozen=True)
@@ -81,7 +79,7 @@ class Verdict:
 def ls(folder: str | Path) -> list[Entry]:
     """Describe the checkpoints of a folder, or of the ``checkpoints`` folder of a run, oldest first.
 
-    Their structure is checked, the bytes of the tensors are not.
+    Their structure is checked, and the curve of the loss; the bytes of the tensors are not.
     """
     folder = Path(folder)
     if not folder.is_dir():
@@ -96,7 +94,6 @@ def show(file: str | Path, name: str | None = None, progress: Progress | None = 
     Reads the tensors it describes and raises ``CheckpointError`` where one is damaged.
     """
     with Reader(file) as reader:
-        curves = reader.below(layout.TRAIN)
         toml = reader.values(layout.CONFIG).get("toml")
         return Contents(
             file=str(file),
@@ -105,7 +102,7 @@ def show(file: str | Path, name: str | None = None, progress: Progress | None = 
             provenance=reader.values(layout.PROVENANCE),
             train=reader.values(layout.TRAIN),
             config=None if toml is None else str(toml),
-            curves={key: as_floats(reader.read(each.path), each.dtype).tolist() for key, each in curves.items()},
+            curves=read_curves(reader),
             tensors=[_stats(reader, record, name is not None, progress) for record in _chosen(reader, name)],
         )
 
@@ -119,32 +116,12 @@ def verify(file: str | Path, progress: Progress | None = None) -> Verdict:
     return Verdict(str(file), True)
 
 
-def sparkline(values: Iterable[float], width: int = 60) -> str:
-    """Draw a curve in one line of text: the mean of each stretch as a bar, a space where nothing is finite."""
-    data = np.asarray(list(values), dtype=np.float64)
-    stretches = np.array_split(data, min(width, data.size)) if data.size else []
-    means = [_finite_mean(stretch) for stretch in stretches]
-    known = [mean for mean in means if mean is not None]
-    if not known:
-        return ""
-    low, span = min(known), max(known) - min(known)
-    scale = (len(_BARS) - 1) / span if span > 0 else 0.0
-    return "".join(" " if mean is None else _BARS[round((mean - low) * scale)] for mean in means)
-
-
-def as_floats(array: Array, dtype: str) -> npt.NDArray[np.float64]:
-    """Return stored numbers as float64, those of bfloat16 too."""
-    if dtype == "bfloat16":
-        return (array.astype(np.uint32) << np.uint32(16)).view(np.float32).astype(np.float64)
-    return array.astype(np.float64)
-
-
 def _entry(path: Path) -> Entry:
     try:
         size = path.stat().st_size
         with Reader(path) as reader:
-            root, losses = reader.root, reader.records.get(f"{layout.TRAIN}/loss")
-            loss = as_floats(reader.read(losses.path), losses.dtype) if losses else np.empty(0)
+            root, curve = reader.root, f"{layout.TRAIN}/loss"
+            loss = read_curve(reader, curve, 1) if curve in reader.records else []
     except (CheckpointError, OSError) as error:
         size = path.stat().st_size if path.exists() else 0
         return Entry(str(path), size, layout.step_of(path.name), error=str(error))
@@ -154,7 +131,7 @@ def _entry(path: Path) -> Entry:
         step=root.get("step"),
         created=root.get("created"),
         world_size=root.get("world_size"),
-        loss=float(loss[-1]) if loss.size else None,
+        loss=loss[-1] if loss else None,
     )
 
 
@@ -204,8 +181,3 @@ def _stats(reader: Reader, record: Record, with_values: bool, progress: Progress
         nonfinite=nonfinite,
         values=values if few else None,
     )
-
-
-def _finite_mean(values: npt.NDArray[np.float64]) -> float | None:
-    finite = values[np.isfinite(values)]
-    return float(finite.mean()) if finite.size else None

@@ -160,7 +160,7 @@ class _Walker:
         if name is None or name.shape or name.dtype.kind != "S":
             raise self._refusal(path, f"lacks the attribute {layout.TORCH_DTYPE}")
         word = name.tobytes().rstrip(b"\0").decode()
-        if layout.STORAGE.get(word) != dtype:
+        if word not in layout.STORAGE or layout.STORAGE[word] != dtype:  # NumPy takes None for float64
             raise self._refusal(path, f"has the dtype {word!r}, stored as {dtype.str}: no such pair is known")
         return Record(path, shape, word, int(crc[()]), attributes)
 

@@ -15,7 +15,7 @@ from hpctrain.errors import EXIT_USAGE, HpctrainError, UsageError
 VERBS = {
     "train": "train a model as a TOML file says",
     "data": "pack corpora, look into data files",
-    "checkpoint": "list, show and verify checkpoints",
+    "checkpoint": "list, show, verify, compare, convert and draw checkpoints",
     "bench": "measure the collectives, show what was measured",
 }
 

@@ -10,6 +10,7 @@ from typing import Any, TextIO
 
 NAME = "metrics.jsonl"
 CURVES = ("loss", "learning_rate", "grad_norm")
+LONGEST = 10_000  # points of a curve that a checkpoint carries: more than any picture shows, less than 1 MB in all
 
 
 class Metrics:
@@ -65,7 +66,11 @@ def _finite(value: Any) -> Any:
 
 
 class Curves:
-    """Hold the curves of a run as plain lists, to be plotted from its checkpoint."""
+    """Hold the curves of a run as plain lists, to be plotted from its checkpoint.
+
+    A curve has at most ``LONGEST`` points: one that would be longer keeps the last of each of half as many stretches
+    of steps. ``metrics.jsonl`` has them all.
+    """
 
     def __init__(self) -> None:
         self.columns: dict[str, list[float]] = {}
@@ -74,6 +79,20 @@ class Curves:
         """Take a step's numbers."""
         for name in ("step", *CURVES):
             self.columns.setdefault(name, []).append(float(row.get(name, math.nan)))
+        self._thin("step", *CURVES)
         if "validation_loss" in row:
             self.columns.setdefault("validation_step", []).append(float(row["step"]))
             self.columns.setdefault("validation_loss", []).append(float(row["validation_loss"]))
+            self._thin("validation_step", "validation_loss")
+
+    def _thin(self, by: str, *others: str) -> None:
+        """Drop points where there are too many; what stays follows from the points alone, so a resumed run agrees."""
+        steps = self.columns[by]
+        if len(steps) <= LONGEST:
+            return
+        first, stretches = steps[0], LONGEST // 2
+        width = (steps[-1] - first) / stretches or 1.0
+        last = {min(int((step - first) / width), stretches - 1): index for index, step in enumerate(steps)}
+        for name in (by, *others):
+            if len(self.columns[name]) == len(steps):  # a curve that an older file lacks began later: it stays
+                self.columns[name] = [self.columns[name][index] for index in last.values()]

@@ -105,20 +105,6 @@ def test_damage_is_told_not_shown(run: Path) -> None:
         inspect.show(path)
 
 
-def test_sparkline() -> None:
-    assert inspect.sparkline([0, 1, 2, 3, 4, 5, 6, 7]) == "▁▂▃▄▅▆▇█"
-    assert inspect.sparkline(range(800), width=8) == "▁▂▃▄▅▆▇█"
-    assert inspect.sparkline([1, 1]) == "▁▁"
-    assert inspect.sparkline([0, float("nan"), 1]) == "▁ █"
-    assert inspect.sparkline([]) == "" and inspect.sparkline([float("inf")]) == ""
-
-
-def test_bfloat16_numbers_are_those_of_torch() -> None:
-    tensor = torch.randn(100).to(torch.bfloat16)
-    ours = inspect.as_floats(tensor.view(torch.int16).numpy().view("<u2"), "bfloat16")
-    assert ours.tolist() == tensor.double().tolist()
-
-
 @pytest.mark.parametrize("call", ["ls(sys.argv[1])", "show(sys.argv[2])", "verify(sys.argv[2])"])
 def test_neither_torch_nor_mpi_is_imported(run: Path, call: str) -> None:
     code = (

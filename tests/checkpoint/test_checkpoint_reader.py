@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -29,14 +28,6 @@ def contents(path: Path) -> Contents:
         return values
 
 
-def loads_silently_wrong(path: Path, expected: Contents) -> bool:
-    try:
-        return contents(path) != expected
-    except CheckpointError as error:
-        assert str(path) in str(error)
-        return False
-
-
 @pytest.fixture
 def mutate(small_file: Path) -> Callable[[Callable[[bytearray], None]], Path]:
     original = small_file.read_bytes()
@@ -50,24 +41,19 @@ def mutate(small_file: Path) -> Callable[[Callable[[bytearray], None]], Path]:
     return apply
 
 
-def test_no_flipped_bit_loads_silently(small_file: Path, mutate: Callable[[Callable[[bytearray], None]], Path]) -> None:
-    expected, data = contents(small_file), small_file.read_bytes()
+def test_a_flipped_bit_of_a_tensor_is_reported_by_its_name(
+    small_file: Path, mutate: Callable[[Callable[[bytearray], None]], Path]
+) -> None:
     offsets = _offsets(small_file)
-    inside = [8 * at + bit for start, count in offsets for at in range(start, start + count) for bit in range(8)]
-    elsewhere = random.Random(5).sample(range(8 * len(data)), 1500)
-    caught = 0
-    for number in [*inside, *range(8 * 48), *elsewhere]:
+    numbers = [8 * at + bit for start, count in offsets for at in range(start, start + count) for bit in range(8)]
+    assert len(numbers) == 8 * (24 + 8)
+    for number in numbers:
 
         def flip(bytes_: bytearray, number: int = number) -> None:
             bytes_[number // 8] ^= 1 << number % 8
 
-        assert not loads_silently_wrong(mutate(flip), expected), f"bit {number % 8} of byte {number // 8}"
-    for number in inside:
-        mutate(lambda bytes_, number=number: bytes_.__setitem__(number // 8, bytes_[number // 8] ^ 1 << number % 8))
         with pytest.raises(CheckpointError, match="/model/(a.weight|b) is damaged: its bytes have the CRC-32"):
-            contents(small_file)
-        caught += 1
-    assert caught == 8 * (24 + 8)
+            contents(mutate(flip))
 
 
 def _offsets(path: Path) -> list[tuple[int, int]]:

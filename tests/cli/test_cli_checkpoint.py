@@ -13,6 +13,7 @@ import pytest
 
 from hpctrain.checkpoint.writer import Source, write_file
 from hpctrain.cli import checkpoint as verb
+from hpctrain.cli.checkpoint import text
 from hpctrain.errors import CheckpointError, UsageError
 
 
@@ -133,7 +134,7 @@ def test_a_bar_only_on_a_terminal_and_for_much(
     run_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = run_folder / "checkpoints" / "step_00000003.h5"
-    monkeypatch.setattr(verb, "_BIG", 1)
+    monkeypatch.setattr(text, "BIG", 1)
     assert call("verify", path) == 0 and capsys.readouterr().err == ""
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     assert call("verify", path) == 0

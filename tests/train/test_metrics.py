@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from hpctrain.train import metrics
 from hpctrain.train.metrics import NAME, Curves, Metrics, read
 
 
@@ -77,3 +78,39 @@ def test_curves_have_a_value_a_step() -> None:
     assert columns["step"] == [1, 2] and columns["loss"] == [2, 1]
     assert columns["validation_step"] == [2] and columns["validation_loss"] == [1.5]
     assert columns["grad_norm"][0] == 3 and math.isnan(columns["grad_norm"][1])
+
+
+def test_long_curves_are_thinned_evenly_and_keep_the_newest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics, "LONGEST", 100)
+    curves = Curves()
+    for step in range(1, 2018):
+        row = {"step": step, "loss": float(-step), "learning_rate": 0.1}
+        curves.add(row | ({"validation_loss": float(step)} if step % 3 == 0 else {}))
+        columns = curves.columns
+        assert len(columns["step"]) <= 100 and columns["step"][-1] == step
+        assert {len(columns[name]) for name in ("step", "loss", "learning_rate", "grad_norm")} == {len(columns["step"])}
+    assert columns["loss"] == [-each for each in columns["step"]]
+    assert columns["validation_loss"] == columns["validation_step"] and 50 <= len(columns["validation_loss"]) <= 100
+    gaps = [after - before for before, after in zip(columns["step"], columns["step"][1:])]
+    assert min(gaps) >= 1 and max(gaps) <= 3 * 2018 / 50
+
+
+def test_thinning_is_the_same_after_a_resume(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics, "LONGEST", 10)
+    whole, parts = Curves(), Curves()
+    for step in range(1, 200):
+        for curves in (whole, parts):
+            curves.add({"step": step, "loss": 1 / step})
+        if step % 7 == 0:
+            resumed = Curves()
+            resumed.columns = {name: list(values) for name, values in parts.columns.items()}
+            parts = resumed
+    assert repr(parts.columns) == repr(whole.columns)
+
+
+def test_a_curve_of_one_step_over_and_over_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics, "LONGEST", 4)
+    curves = Curves()
+    for _ in range(20):
+        curves.add({"step": 3, "loss": 1.0})
+    assert len(curves.columns["step"]) <= 4

@@ -1,0 +1,29 @@
+"""Serve ``hpctrain checkpoint``: list, show, verify, compare, convert and draw checkpoints.
+
+Needs h5py and NumPy only, so that it runs on a login node; torch is loaded for ``--to torch`` and to import what torch
+saved, matplotlib for pictures.
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from hpctrain.cli.checkpoint import check, convert, look
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add the verb and its actions to the command line."""
+    parser = subparsers.add_parser(
+        "checkpoint", help="look into checkpoints, verify and convert them", description=(__doc__ or "").split("\n")[0]
+    )
+    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+    for part in (look, check, convert):
+        part.add_actions(actions)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Carry out the action; return the exit code."""
+    code: int = args.run_action(args)
+    return code

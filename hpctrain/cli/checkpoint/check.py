@@ -1,0 +1,120 @@
+"""Serve ``hpctrain checkpoint verify`` and ``diff``: whether files are sound, and in what two of them differ."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from hpctrain.checkpoint import inspect
+from hpctrain.checkpoint.diff import Diff, TensorDifference, ValueDifference, diff
+from hpctrain.checkpoint.inspect import Verdict
+from hpctrain.cli.checkpoint.text import action, columns, one_line, print_json, printable, progress
+from hpctrain.errors import EXIT_FAILURE, CheckpointError, UsageError
+
+_VERIFY_EPILOG = """\
+examples:
+  hpctrain checkpoint verify runs/a/checkpoints/*.h5
+  hpctrain checkpoint verify runs/*/checkpoints/*.h5 --jobs 8
+
+exit code: 0 all files are sound, 1 a file is damaged, 2 a file is not there
+"""
+_DIFF_EPILOG = """\
+examples:
+  hpctrain checkpoint diff runs/a/checkpoints/step_00001200.h5 runs/b/checkpoints/step_00001200.h5
+  hpctrain checkpoint diff before.h5 after.h5 --json
+
+Compared are tensors (names, shapes, dtypes, every bit), settings, values of the training loop, and versions. Who wrote
+a file, where and when, is shown and makes no difference.
+
+exit code: 0 no difference, 1 a difference, 2 a file is damaged or not there
+"""
+
+
+def add_actions(actions: Any) -> None:
+    """Add both actions to the command line."""
+    verifying = action(actions, "verify", "check that every stored bit is as it was written", _VERIFY_EPILOG, _verify)
+    verifying.add_argument("files", metavar="FILE", nargs="+", help="checkpoints")
+    verifying.add_argument("--jobs", type=int, default=1, metavar="N", help="files read at the same time (default: 1)")
+    comparing = action(actions, "diff", "say in what two checkpoints differ", _DIFF_EPILOG, _diff)
+    comparing.add_argument("first", metavar="A", help="a checkpoint")
+    comparing.add_argument("second", metavar="B", help="another checkpoint")
+
+
+def _verify(args: argparse.Namespace) -> int:
+    for file in args.files:
+        if not Path(file).is_file():
+            raise UsageError(f"there is no file {file}: give checkpoints, such as RUN/checkpoints/*.h5")
+    if args.jobs < 1:
+        raise UsageError(f"--jobs is {args.jobs}: expected a number from 1")
+    verdicts: list[Verdict] = []
+    for verdict in _verdicts(args.files, min(args.jobs, len(args.files))):
+        verdicts.append(verdict)
+        if not args.json:
+            tqdm.write(_verdict_line(verdict), file=sys.stdout)
+    if args.json:
+        print_json([dataclasses.asdict(verdict) for verdict in verdicts])
+    return 0 if all(verdict.ok for verdict in verdicts) else EXIT_FAILURE
+
+
+def _verdicts(files: Sequence[str], jobs: int) -> Iterator[Verdict]:
+    """Yield a verdict for each file, in their order."""
+    if jobs == 1:
+        with progress(files) as told:
+            yield from (inspect.verify(file, told) for file in files)
+        return
+    # Processes and not threads: HDF5 lets one thread in at a time. Spawned, so that they carry nothing from here.
+    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
+        try:
+            yield from pool.map(inspect.verify, files)
+        except BrokenProcessPool as error:
+            raise CheckpointError("a process that verified was killed: try with fewer --jobs") from error
+
+
+def _verdict_line(verdict: Verdict) -> str:
+    return f"ok       {verdict.file}" if verdict.ok else f"damaged  {printable(verdict.error or verdict.file)}"
+
+
+def _diff(args: argparse.Namespace) -> int:
+    with progress([args.first, args.second]) as told:
+        found = diff(args.first, args.second, told)
+    if args.json:
+        print_json({"same": found.same, **dataclasses.asdict(found)})
+    else:
+        print("\n".join(printable(line) for line in _lines(found)))
+    return 0 if found.same else EXIT_FAILURE
+
+
+def _lines(found: Diff) -> list[str]:
+    differing = len(found.tensors)
+    lines = [f"A  {found.first}", f"B  {found.second}", "", f"tensors  {found.equal} equal, {differing} different"]
+    lines += columns([["", *_tensor_row(each)] for each in found.tensors])
+    for title in ("settings", "values", "versions", "provenance"):
+        rows: list[ValueDifference] = getattr(found, title)
+        if rows:
+            apart = " (makes no difference)" if title == "provenance" else ""
+            lines += ["", title + apart, *columns([["", *_value_row(each)] for each in rows])]
+    return [*lines, "", "no difference" if found.same else "different"]
+
+
+def _tensor_row(each: TensorDifference) -> list[str]:
+    if each.problem != "values":
+        return [each.path, f"A {each.first or 'has none'}", f"B {each.second or 'has none'}"]
+    row = [each.path, f"{each.count:,} of {each.elements:,} differ"]
+    if each.maximum is not None:
+        row += [f"max {each.maximum:.4g}", f"relative {each.relative:.4g}"]
+    return row + ([f"{each.nonfinite:,} not finite"] if each.nonfinite else [])
+
+
+def _value_row(each: ValueDifference) -> list[str]:
+    name = each.name if each.place in ("config", "/provenance") else f"{each.place.rstrip('/')}/{each.name}"
+    sides = [one_line("has none" if side is None else side, 50) for side in (each.first, each.second)]
+    return [name, f"A {sides[0]}", f"B {sides[1]}"]

@@ -1,0 +1,84 @@
+"""Serve ``hpctrain checkpoint export``, ``import`` and ``plot``: into other formats, out of them, into a picture."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from hpctrain.checkpoint import export, ingest, plot
+from hpctrain.cli.checkpoint.text import action, print_json, printable, progress, size
+
+_EXPORT_EPILOG = """\
+examples:
+  hpctrain checkpoint export runs/a/checkpoints/step_00001200.h5 --to safetensors --model-only -o gpt.safetensors
+  hpctrain checkpoint export runs/a/checkpoints/step_00001200.h5 --to torch     a table: model, optimizer, train, config
+  hpctrain checkpoint export runs/a/checkpoints/step_00001200.h5 --to npz
+
+Without --model-only, tensors of safetensors and npz are named by their place: model/head.weight,
+optimizer/head.weight/exp_avg. npz holds bfloat16 as float32. Only --to torch needs torch.
+"""
+_IMPORT_EPILOG = """\
+examples:
+  hpctrain checkpoint import gpt.safetensors -o gpt.h5
+  hpctrain checkpoint import ddp.pt -o gpt.h5 --strip module.
+
+A file that torch saved must be a table of tensors, or hold one as model, state_dict, model_state_dict or module; it is
+read without running anything of it. hpctrain.checkpoint.load("gpt.h5", model=model) loads what was imported.
+"""
+_PLOT_EPILOG = """\
+examples:
+  hpctrain checkpoint plot runs/a/checkpoints/step_00001200.h5 -o loss.png
+  hpctrain checkpoint plot runs/a/checkpoints/step_00001200.h5 -o loss.pdf
+
+Needs matplotlib: pip install 'hpctrain[plot]'. hpctrain checkpoint show draws the same curves as text.
+"""
+
+
+def add_actions(actions: Any) -> None:
+    """Add the three actions to the command line."""
+    out = action(actions, "export", "write a checkpoint in the format of others", _EXPORT_EPILOG, _export)
+    out.add_argument("file", metavar="FILE", help="a checkpoint")
+    out.add_argument("--to", required=True, choices=export.SUFFIXES, help="the format")
+    out.add_argument("-o", "--output", metavar="OUT", help="the file to write (default: beside FILE, with its name)")
+    out.add_argument("--model-only", action="store_true", help="the model under its own names, and nothing else")
+    out.add_argument("--force", action="store_true", help="replace OUT")
+    back = action(actions, "import", "make a checkpoint of a model that another program saved", _IMPORT_EPILOG, _import)
+    back.add_argument("file", metavar="FILE", help=f"a file that ends in {', '.join(ingest.SUFFIXES)}")
+    back.add_argument("-o", "--output", metavar="OUT.h5", required=True, help="the checkpoint to write")
+    back.add_argument("--step", type=int, default=0, metavar="N", help="the step to note in it (default: 0)")
+    back.add_argument("--strip", default="", metavar="PREFIX", help="take this off the front of every name")
+    back.add_argument("--force", action="store_true", help="replace OUT.h5")
+    drawing = action(actions, "plot", "draw the loss of a run from its checkpoint", _PLOT_EPILOG, _plot)
+    drawing.add_argument("file", metavar="FILE", help="a checkpoint")
+    drawing.add_argument("-o", "--output", metavar="OUT", required=True, help=f"a picture: {', '.join(plot.KINDS)}")
+
+
+def _export(args: argparse.Namespace) -> int:
+    output = Path(args.output or Path(args.file).with_suffix(export.SUFFIXES[args.to]))
+    with progress([args.file]) as told:
+        count = export.export(
+            args.file, args.to, output, model_only=args.model_only, force=args.force, progress=told
+        )
+    return _written(output, args.json, tensors=count)
+
+
+def _import(args: argparse.Namespace) -> int:
+    names = ingest.ingest(args.file, args.output, step=args.step, strip=args.strip, force=args.force)
+    return _written(Path(args.output), args.json, tensors=len(names))
+
+
+def _plot(args: argparse.Namespace) -> int:
+    plot.plot(args.file, args.output)
+    return _written(Path(args.output), args.json)
+
+
+def _written(path: Path, as_json: bool, **facts: int) -> int:
+    """Say what was written."""
+    length = path.stat().st_size
+    if as_json:
+        print_json({"file": str(path), "bytes": length, **facts})
+    else:
+        counted = "".join(f", {count} {name}" for name, count in facts.items())
+        print(printable(f"{path}  {size(length)}{counted}"))
+    return 0

@@ -1,0 +1,120 @@
+"""Serve ``hpctrain checkpoint ls`` and ``show``: what a folder holds, what a file holds."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from hpctrain.checkpoint import inspect
+from hpctrain.checkpoint.curves import sparkline
+from hpctrain.checkpoint.inspect import Contents, Entry, TensorStats
+from hpctrain.cli.checkpoint.text import action, columns, one_line, print_json, printable, progress, shape, size
+
+_LS_EPILOG = """\
+examples:
+  hpctrain checkpoint ls runs/a
+  hpctrain checkpoint ls runs/a/checkpoints --json
+
+The structure of each file is checked; hpctrain checkpoint verify also reads every byte of the tensors.
+"""
+_SHOW_EPILOG = """\
+examples:
+  hpctrain checkpoint show runs/a/checkpoints/step_00001200.h5
+  hpctrain checkpoint show runs/a/checkpoints/step_00001200.h5 head.weight      a tensor and its optimizer state
+  hpctrain checkpoint show runs/a/checkpoints/step_00001200.h5 /rng --json
+"""
+_GROUPS_APART = ("NX_class", "signal", "axes", "step")  # of /train: for viewers, or shown above
+
+
+def add_actions(actions: Any) -> None:
+    """Add both actions to the command line."""
+    listing = action(actions, "ls", "list the checkpoints of a run", _LS_EPILOG, _ls)
+    listing.add_argument("folder", metavar="RUN", help="the folder of a run, or one with step_*.h5 files")
+    showing = action(actions, "show", "show what a checkpoint holds", _SHOW_EPILOG, _show)
+    showing.add_argument("file", metavar="FILE", help="a checkpoint")
+    showing.add_argument("name", metavar="NAME", nargs="?", help="a tensor, parameter or group (default: everything)")
+
+
+def _ls(args: argparse.Namespace) -> int:
+    entries = inspect.ls(args.folder)
+    if args.json:
+        print_json([dataclasses.asdict(entry) for entry in entries])
+    elif entries:
+        print("\n".join(columns([_entry_row(entry) for entry in entries])))
+    else:
+        print(f"no checkpoints in {args.folder}")
+    return 0
+
+
+def _show(args: argparse.Namespace) -> int:
+    with progress([args.file]) as told:
+        contents = inspect.show(args.file, args.name, told)
+    if args.json:
+        print_json(dataclasses.asdict(contents))
+    else:
+        lines = [*_heading(contents), ""] if args.name is None else []
+        print("\n".join(lines + _tree(contents.tensors)))
+    return 0
+
+
+def _entry_row(entry: Entry) -> list[str]:
+    name, length = Path(entry.file).name, size(entry.bytes)
+    if entry.error is not None:
+        return [name, length, f"damaged: {printable(entry.error)}"]
+    loss = "" if entry.loss is None else f"loss {entry.loss:.4f}"
+    ranks = "1 rank" if entry.world_size == 1 else f"{entry.world_size} ranks"
+    return [name, length, f"step {entry.step}", ranks, printable(str(entry.created)), loss]
+
+
+def _heading(contents: Contents) -> list[str]:
+    root = contents.root
+    lines = [
+        f"{contents.file}  {size(contents.bytes)}",
+        f"step {root.get('step')}, world size {root.get('world_size')}, "
+        f"written {root.get('created')} by {root.get('creator')}, format {root.get('format_version')}",
+        *_curves(contents.curves),
+    ]
+    rest = {key: value for key, value in contents.train.items() if key not in _GROUPS_APART}
+    for title, group in (("train", rest), ("provenance", contents.provenance)):
+        if group:
+            lines += ["", title, *columns([["", key, one_line(value)] for key, value in group.items()])]
+    if contents.config is not None:
+        lines += ["", "config", *("  " + line for line in contents.config.splitlines())]
+    return [printable(line) for line in lines]
+
+
+def _curves(curves: dict[str, list[float]]) -> list[str]:
+    """Return a line for each curve: its first value, its course, its last value."""
+    drawn = {name: values for name, values in curves.items() if values and "step" not in name}
+    rows = [
+        [name.replace("_", " "), f"{values[0]:.4g}", sparkline(values), f"{values[-1]:.4g}"]
+        for name, values in drawn.items()
+    ]
+    return columns(rows)
+
+
+def _tree(tensors: Sequence[TensorStats]) -> list[str]:
+    """Return the tensors under their groups, with what can be said of their values."""
+    lines: list[str] = []
+    rows: dict[str, list[list[str]]] = {}
+    for tensor in tensors:
+        group, _, name = tensor.path.rpartition("/")
+        rows.setdefault(group, []).append(["", name, tensor.dtype, shape(tensor.shape), *_numbers(tensor)])
+    for group, members in rows.items():
+        lines += [group, *columns(members)]
+    total = sum(tensor.bytes for tensor in tensors)
+    return [*lines, f"{len(tensors)} tensor{'' if len(tensors) == 1 else 's'}, {size(total)}"]
+
+
+def _numbers(tensor: TensorStats) -> list[str]:
+    if tensor.values is not None and tensor.values:
+        return [", ".join(f"{value:.6g}" for value in tensor.values)]
+    if tensor.minimum is None:
+        return ["no finite value" if tensor.nonfinite else "empty"]
+    if not tensor.shape:
+        return [f"{tensor.minimum:.6g}"]
+    row = [f"min {tensor.minimum:.4g}", f"max {tensor.maximum:.4g}", f"norm {tensor.norm:.4g}"]
+    return row + ([f"{tensor.nonfinite} not finite"] if tensor.nonfinite else [])

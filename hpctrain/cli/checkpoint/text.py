@@ -1,0 +1,92 @@
+"""Turn values into lines for people and into JSON for programs; show how far a long reading has come."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+BIG = 256 << 20  # bytes from which a progress bar is worth its line
+
+
+def action(
+    actions: Any, name: str, summary: str, epilog: str, run: Callable[[argparse.Namespace], int]
+) -> argparse.ArgumentParser:
+    """Add an action with its help text, and ``--json``, which all of them have; return its parser."""
+    parser: argparse.ArgumentParser = actions.add_parser(
+        name,
+        help=summary,
+        description=f"{summary[0].upper()}{summary[1:]}.",
+        epilog=epilog,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.set_defaults(run_action=run)
+    return parser
+
+
+@contextmanager
+def progress(files: Sequence[str | Path]) -> Iterator[Callable[[int], object] | None]:
+    """Show a bar over the bytes to read, where there is a terminal and enough to wait for."""
+    total = sum(Path(file).stat().st_size for file in files if Path(file).is_file())
+    if total < BIG or not sys.stderr.isatty():
+        yield None
+        return
+    with tqdm(total=total, unit="B", unit_scale=True, unit_divisor=1024, desc="reading", leave=False) as bar:
+        yield bar.update
+
+
+def columns(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return rows as lines with aligned columns; the last cell of a row may be as long as it likes."""
+    widths: dict[int, int] = {}
+    for row in rows:
+        for column, cell in enumerate(row[:-1]):
+            widths[column] = max(widths.get(column, 0), len(cell))
+    cells = [[cell.ljust(widths.get(column, 0)) for column, cell in enumerate(row)] for row in rows]
+    return ["  ".join(line).rstrip() for line in cells]
+
+
+def shape(numbers: Sequence[int]) -> str:
+    """Return a shape as people write it."""
+    return "x".join(map(str, numbers)) or "scalar"
+
+
+def size(count: int) -> str:
+    """Return a number of bytes in the largest unit that leaves a whole one."""
+    number, unit = float(count), "B"
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if number < 1024 or unit == "TiB":
+            break
+        number /= 1024
+    return f"{count} B" if unit == "B" else f"{number:.1f} {unit}"
+
+
+def one_line(value: Any, longest: int = 100) -> str:
+    """Return a value in one line, cut where it is too long."""
+    text = value if isinstance(value, str) else json.dumps(value)
+    return text if len(text) <= longest else text[: longest - 3] + "..."
+
+
+def printable(text: str) -> str:
+    """Return the text with nothing in it that a terminal would obey: a file may come from anywhere."""
+    return "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in text)
+
+
+def print_json(value: Any) -> None:
+    """Print JSON, with null for NaN and infinity, which it does not know."""
+    print(json.dumps(_finite(value), indent=2))
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

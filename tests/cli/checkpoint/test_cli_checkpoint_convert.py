@@ -1,0 +1,101 @@
+"""Export, import and plot from the command line: what is written, and where."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from hpctrain.checkpoint.reader import Reader
+from hpctrain.checkpoint.writer import Source, write_file
+from hpctrain.cli import checkpoint as verb
+from hpctrain.errors import UsageError
+
+
+def call(*arguments: object) -> int:
+    parser = argparse.ArgumentParser(prog="hpctrain")
+    verb.add_parser(parser.add_subparsers())
+    args = parser.parse_args(["checkpoint", *map(str, arguments)])
+    return int(args.run(args))
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "step_00000003.h5"
+    curves = [Source.of("/train/step", np.arange(1, 4)), Source.of("/train/loss", np.array([3.0, 2.0, 1.5]))]
+    write_file(path, [Source.of("/model/w", np.arange(6.0)), *curves], {"/": {"step": 3, "world_size": 1}})
+    return path
+
+
+def test_export_beside_the_file(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call("export", file, "--to", "npz") == 0
+    assert capsys.readouterr().out.startswith(f"{file.with_suffix('.npz')}  ")
+    with np.load(file.with_suffix(".npz")) as loaded:
+        assert set(loaded) == {"model/w", "train/step", "train/loss"}
+    with pytest.raises(UsageError, match="exists"):
+        call("export", file, "--to", "npz")
+    assert call("export", file, "--to", "npz", "--model-only", "--force", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["tensors"] == 1
+    with np.load(file.with_suffix(".npz")) as loaded:
+        assert loaded["w"].tolist() == list(range(6))
+
+
+def test_import_what_was_exported(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for kind, suffix in (("safetensors", "safetensors"), ("torch", "pt")):
+        assert call("export", file, "--to", kind, "--model-only", "-o", tmp_path / f"m.{suffix}") == 0
+        back = tmp_path / f"{kind}.h5"
+        assert call("import", tmp_path / f"m.{suffix}", "-o", back, "--step", 5) == 0
+        assert f"{back}  " in capsys.readouterr().out
+        with Reader(back) as reader:
+            assert reader.read("/model/w").tolist() == list(range(6)) and reader.root["step"] == 5
+    torch.save({"p.w": torch.ones(1)}, tmp_path / "p.pt")
+    assert call("import", tmp_path / "p.pt", "-o", tmp_path / "p.h5", "--strip", "p.", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["tensors"] == 1
+
+
+def test_plot(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    assert call("plot", file, "-o", tmp_path / "loss.png", "--json") == 0
+    assert json.loads(capsys.readouterr().out) == {
+        "file": str(tmp_path / "loss.png"),
+        "bytes": (tmp_path / "loss.png").stat().st_size,
+    }
+
+
+@pytest.mark.parametrize("action", ["export", "import", "plot"])
+def test_help_has_examples(action: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        call(action, "--help")
+    assert f"hpctrain checkpoint {action} " in capsys.readouterr().out.partition("examples:")[2]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["ls", "{folder}"],
+        ["show", "{file}"],
+        ["verify", "{file}"],
+        ["diff", "{file}", "{file}"],
+        ["export", "{file}", "--to", "safetensors", "-o", "{folder}/x.safetensors"],
+        ["export", "{file}", "--to", "npz", "-o", "{folder}/x.npz"],
+        ["import", "{folder}/in.safetensors", "-o", "{folder}/x.h5"],
+        ["plot", "{file}", "-o", "{folder}/x.png"],
+    ],
+    ids=lambda arguments: " ".join(arguments[:4:3]),
+)
+def test_a_login_node_needs_neither_torch_nor_mpi(file: Path, tmp_path: Path, arguments: list[str]) -> None:
+    """Both are made impossible to import, so that whoever tries fails."""
+    call("export", file, "--to", "safetensors", "-o", tmp_path / "in.safetensors")
+    words = [word.format(file=file, folder=tmp_path) for word in arguments]
+    code = (
+        "import sys\nsys.modules['torch'] = sys.modules['mpi4py'] = None\n"
+        "from hpctrain.cli.main import main\nsys.exit(main(['checkpoint', *sys.argv[1:]]))"
+    )
+    done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
