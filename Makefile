@@ -43,10 +43,10 @@ endif
 PYTEST := $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help env train test test-multinode test-gpu lint types floors bench docs clean
+.PHONY: help env train test test-benchmarks test-multinode test-gpu lint types floors bench docs clean
 
 help: ## list the verbs
-	@awk -F ':.*## ' '/^[a-zA-Z%-]+:.*## / {sub("%", "N", $$1); printf "  make %-14s %s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-zA-Z%-]+:.*## / {sub("%", "N", $$1); printf "  make %-16s %s\n", $$1, $$2}' Makefile
 	@awk -F '[?]=|# ' '/^[A-Z]+ +[?]=.*# / {gsub(/ /, "", $$1); printf "  %-8s = %-15s %s\n", $$1, $$2, $$3}' Makefile
 
 # Environment --------------------------------------------------------------------------------------------------------
@@ -87,13 +87,16 @@ train: env ## pack CORPUS and train a small GPT on NP ranks; again: resume
 # Tests --------------------------------------------------------------------------------------------------------------
 
 test: env ## run all tests: in one process, then on 2, 3 and 4 ranks
-	$(PYTEST)
+	$(PYTEST) -m "not benchmark"
 	$(MPIEXEC) -n 2 $(PYTEST) -m ranks
 	$(MPIEXEC) -n 3 $(PYTEST) -m ranks
 	$(MPIEXEC) -n 4 $(PYTEST) -m ranks
 
 test-%: env ## run the rank tests on N ranks: make test-3
 	$(MPIEXEC) -n $* $(PYTEST) -m ranks
+
+test-benchmarks: env ## run the benchmarks, small, and check what they print and write
+	$(PYTEST) -m benchmark
 
 test-multinode: env ## run the rank tests on two nodes that this machine plays, where it can
 	$(BIN)/python tests/multinode/run.py $(if $(REQUIRED),,--or-skip)

@@ -14,6 +14,8 @@ from support.jobs import JobStarter
 
 from hpctrain.errors import UsageError
 
+pytestmark = pytest.mark.benchmark
+
 PROGRAM = Path(__file__).resolve().parents[2] / "benchmarks" / "communication.py"
 SMALL = ("--sizes", "4,64K", "--rounds", "3")
 

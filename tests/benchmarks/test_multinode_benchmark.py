@@ -29,6 +29,7 @@ def test_one_node_is_refused(launch: JobStarter) -> None:
 
 
 @pytest.mark.limit(90)
+@pytest.mark.benchmark
 def test_a_run_over_two_nodes_writes_its_result(launch: JobStarter, tmp_path: Path) -> None:
     options = "--sizes", "64K", "--rounds", "2", "--results", tmp_path / "results"
     done = launch(0, RUN, "-n", "4", "--", sys.executable, PROGRAM, *options, timeout=80)
