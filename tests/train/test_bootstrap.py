@@ -18,6 +18,7 @@ from hpctrain.cluster.launcher import without_launcher
 from hpctrain.errors import DeviceError
 from hpctrain.train import guard
 from hpctrain.train.bootstrap import init
+from hpctrain.transport.streams import HostStreams
 
 ROOT = Path(__file__).resolve().parents[2]
 NO_MPI = """
@@ -121,8 +122,9 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Any:
     def pretend(count: int) -> None:
         monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
         monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-        properties = [SimpleNamespace(uuid=f"GPU-{number}") for number in range(count)]
-        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties[device.index])
+        found = [SimpleNamespace(uuid=f"GPU-{number}", name="pretended") for number in range(count)]
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: found[getattr(device, "index", device)])
+        monkeypatch.setattr("hpctrain.collectives.device.streams_of", lambda device: HostStreams())
 
     return pretend
 
