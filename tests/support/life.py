@@ -115,12 +115,15 @@ def checkpoints_of(folder: Path) -> list[str]:
 
 
 def contents(path: Path) -> dict[str, bytes]:
-    """Return the bytes of every dataset of a checkpoint but those of the manifest, by h5py alone."""
+    """Return the bytes of every dataset of a checkpoint, by h5py alone.
+
+    Those of the manifest and the seal are left out: they depend on the attributes, hence on when the file was made.
+    """
     found: dict[str, bytes] = {}
     with h5py.File(path, "r") as file:
         file.visititems(
             lambda name, item: found.update({name: np.asarray(item[()]).tobytes()})
-            if isinstance(item, h5py.Dataset) and not name.startswith("manifest")
+            if isinstance(item, h5py.Dataset) and not name.startswith(("manifest", "seal"))
             else None
         )
     return found
