@@ -29,7 +29,8 @@ from damage import Mutation, Patient, at_random, every_bit
 from harness import provenance, table, write
 
 from hpctrain.checkpoint.reader import Reader
-from hpctrain.checkpoint.writer import Source, write_file
+from hpctrain.checkpoint.source import Source
+from hpctrain.checkpoint.writer import write_file
 
 LARGER = (64 << 10, 1 << 20, 4 << 20)  # bytes of tensors of the larger files
 _CHUNK = 500  # mutations that a process gets at a time

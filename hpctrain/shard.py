@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from hpctrain.errors import UsageError
 
@@ -70,3 +70,14 @@ class Shard:
                 rest, index = divmod(rest, self.extent[dim])
                 offset += index * strides[dim]
             yield offset, number * count, count
+
+
+class Split(Protocol):
+    """Know how a model is split over the ranks; a strategy that splits it has one."""
+
+    def shards(self, name: str, tensor: Any) -> list[Shard]:
+        """Return the boxes of the global tensor that a local one holds, each with its part of the local memory.
+
+        ``name`` is a name of the model's ``state_dict``. ``tensor`` is what this rank has under it, or a state of the
+        optimizer that has the parameter's shape.
+        """

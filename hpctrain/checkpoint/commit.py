@@ -1,8 +1,8 @@
 """Put a checkpoint in its place whole or not at all.
 
-Note: the commit. The file is written under a private name beside its target, flushed to the disk, opened again and
-verified byte for byte; only then is it renamed, and the folder flushed. After any error the private file is removed
-and never promoted.
+Note: the commit. The file is written under a private name beside its target, flushed to the disk, read again and
+compared; only then is it renamed, and the folder flushed. After any error the private file is removed and never
+promoted.
 """
 
 from __future__ import annotations
@@ -28,17 +28,22 @@ def commit(path: Path, write: Callable[[Path], None], needed: int) -> None:
     """
     temporary = temporary_name(path)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.unlink(missing_ok=True)
+        prepare(path, temporary)
         write(temporary)
         verify_file(temporary)
         os.rename(temporary, path)
     except BaseException as error:
-        _discard(temporary)
+        discard(temporary)
         if isinstance(error, Exception):
-            raise _explained(error, path, needed) from error
+            raise explained(error, path, needed) from error
         raise
-    _flush_folder(path)
+    flush_folder(path)
+
+
+def prepare(path: Path, temporary: Path) -> None:
+    """Make the folder of a checkpoint, and remove what a writer of the same name left there."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary.unlink(missing_ok=True)
 
 
 def temporary_name(path: Path) -> Path:
@@ -46,14 +51,15 @@ def temporary_name(path: Path) -> Path:
     return path.with_name(f".{path.name}.tmp-{socket.gethostname()}-{os.getpid()}")
 
 
-def _discard(temporary: Path) -> None:
+def discard(temporary: Path) -> None:
+    """Remove a private file if it is there."""
     try:
         temporary.unlink(missing_ok=True)
     except OSError:
         pass  # the error that led here says more; remove_leftovers comes back for the file
 
 
-def _flush_folder(path: Path) -> None:
+def flush_folder(path: Path) -> None:
     """Make the rename last; by now the new file is complete and in its place, whatever happens here."""
     try:
         handle = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
@@ -69,7 +75,8 @@ def _flush_folder(path: Path) -> None:
             ) from error
 
 
-def _explained(error: Exception, path: Path, needed: int) -> Exception:
+def explained(error: Exception, path: Path, needed: int) -> Exception:
+    """Return the ``CheckpointError`` that says why a file cannot be written; ``needed`` is its number of bytes."""
     number = error.errno if isinstance(error, OSError) else None
     if isinstance(error, HpctrainError) and number is None:
         if not isinstance(error, CheckpointError):

@@ -6,6 +6,7 @@ import getpass
 import platform
 import socket
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import h5py
@@ -16,10 +17,10 @@ from hpctrain._version import __version__
 from hpctrain.checkpoint import layout
 from hpctrain.checkpoint.attributes import Value, pack
 from hpctrain.checkpoint.optimizer import OptimizerState
-from hpctrain.checkpoint.tensors import to_numpy
-from hpctrain.checkpoint.writer import Source
+from hpctrain.checkpoint.source import Source
+from hpctrain.checkpoint.tensors import check_storable, flat, to_numpy
 from hpctrain.errors import UsageError
-from hpctrain.shard import Shard
+from hpctrain.shard import Shard, Split
 
 Groups = dict[str, dict[str, Value]]
 
@@ -34,13 +35,47 @@ def shard_sources(group: str, shards: Iterable[Shard]) -> list[Source]:
 
 
 def _shard_source(group: str, shard: Shard) -> Source:
-    path = group
-    for part in shard.name.split("/", 1) if group == layout.OPTIMIZER else [shard.name]:
-        path = layout.child(path, part)
-    if not shard.is_whole:
-        raise UsageError(f"{path} is only the piece {shard.start} + {shard.extent} of {shard.shape}: gather it first")
+    path, tensor = stored_path(group, shard.name), shard.tensor
     layout.storage_of(shard.dtype, path)
-    return Source(path, shard.shape, shard.dtype, lambda: to_numpy(shard.tensor))
+    return Source(replace(shard, name=path), lambda begin, end: flat(tensor, begin, end))
+
+
+def stored_path(group: str, name: str) -> str:
+    """Return where a tensor of the model or of the optimizer lies in the file."""
+    path = group
+    for part in name.split("/", 1) if group == layout.OPTIMIZER else [name]:
+        path = layout.child(path, part)
+    return path
+
+
+@dataclass(frozen=True)
+class Content:
+    """Hold datasets and groups of a file."""
+
+    sources: list[Source]
+    groups: Groups
+
+
+def rest(
+    train: Mapping[str, Any],
+    states: Sequence[Mapping[str, Any] | None],
+    config: str | None,
+    provenance: Mapping[str, Any] | None,
+    world_size: int,
+) -> Content:
+    """Return everything of a checkpoint but model and optimizer; ``states`` are the generators' of all ranks."""
+    step = train.get("step", 0)
+    if isinstance(step, bool) or not isinstance(step, int) or step < 0:
+        raise UsageError(f"step in train is {step!r}: expected a whole number from 0")
+    root: dict[str, Value] = {"step": step, "NX_class": "NXroot", "default": layout.TRAIN.strip("/")}
+    found = Content([], {"/": {**root, "world_size": world_size}, layout.MODEL: {}})
+    for sources, groups in (train_content(train), rng_content(states)):
+        found.sources.extend(sources)
+        found.groups.update(groups)
+    if config is not None:
+        found.groups[layout.CONFIG] = {"toml": config}
+    found.groups.update(provenance_group(provenance, world_size))
+    return found
 
 
 def optimizer_groups(state: OptimizerState) -> Groups:
@@ -125,12 +160,13 @@ def _user() -> str:
         return "unknown"  # a container without an entry for this user id
 
 
-def model_shards(model: torch.nn.Module) -> list[Shard]:
-    """Return the model's parameters and buffers under the names of its ``state_dict``."""
-    shards = []
+def model_shards(model: torch.nn.Module, split: Split | None = None) -> list[Shard]:
+    """Return what this rank holds of the parameters and buffers, under the names of the model's ``state_dict``."""
+    shards: list[Shard] = []
     for name, value in model.state_dict().items():
         if not isinstance(value, torch.Tensor):
             kind = type(value).__name__
             raise UsageError(f"{name} of the model's state is of type {kind}: a checkpoint holds tensors")
-        shards.append(Shard.whole(name, value))
+        check_storable(value, name)
+        shards += split.shards(name, value) if split else [Shard.whole(name, value)]
     return shards

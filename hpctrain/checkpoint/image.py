@@ -8,7 +8,9 @@ system calls whose errors are ours to handle. The places of the tensors are hole
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator
+from itertools import islice
 
 _BLOCK = 4096
 
@@ -22,12 +24,21 @@ class Image(io.RawIOBase):
         self._position = 0
         self.size = 0
 
-    def parts(self) -> Iterator[tuple[int, bytes]]:
-        """Yield offset and bytes of what was written, in order; the rest of ``size`` bytes are holes."""
-        for number in sorted(self._blocks):
-            start = number * _BLOCK
-            if start < self.size:
-                yield start, bytes(self._blocks[number][: self.size - start])
+    def parts(self, stretches: Iterable[tuple[int, int]]) -> Iterator[tuple[int, bytes]]:
+        """Yield offset and bytes of what was written within stretches (offset and length); the rest are holes."""
+        numbers = sorted(self._blocks)
+        for offset, count in stretches:
+            end = min(offset + count, self.size)
+            for number in islice(numbers, bisect_left(numbers, offset // _BLOCK), None):
+                start = number * _BLOCK
+                if start >= end:
+                    break
+                low, high = max(start, offset), min(start + _BLOCK, end)
+                yield low, bytes(self._blocks[number][low - start : high - start])
+
+    def is_hole(self, offset: int, count: int) -> bool:
+        """Tell whether nothing was ever written near these bytes."""
+        return not any(number in self._blocks for number in range(offset // _BLOCK, -(-(offset + count) // _BLOCK)))
 
     def readable(self) -> bool:
         """Return true."""

@@ -15,7 +15,8 @@ from hpctrain.checkpoint import layout, safetensors
 from hpctrain.checkpoint.attributes import Value
 from hpctrain.checkpoint.commit import commit
 from hpctrain.checkpoint.layout import Array
-from hpctrain.checkpoint.writer import Source, write_file
+from hpctrain.checkpoint.source import Source, nbytes_of
+from hpctrain.checkpoint.writer import write_file
 from hpctrain.errors import CheckpointError, UsageError
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ def ingest(
         raise UsageError(f"{target} exists: choose another name, or --force to replace it")
     tensors = _from_safetensors(path) if path.suffix == ".safetensors" else _from_torch(path)
     sources = [
-        Source(layout.child(layout.MODEL, name.removeprefix(strip)), shape, dtype, load)
+        Source.lazy(layout.child(layout.MODEL, name.removeprefix(strip)), shape, dtype, load)
         for name, shape, dtype, load in tensors
     ]
     if not sources:
@@ -50,7 +51,8 @@ def ingest(
     names = [source.path.removeprefix(f"{layout.MODEL}/") for source in sources]
     if len(set(names)) != len(names):
         raise UsageError(f"without {strip!r}, two tensors of {path} have the same name")
-    commit(target, lambda private: write_file(private, sources, _groups(path, step)), sum(s.nbytes for s in sources))
+    needed = sum(nbytes_of(source.box) for source in sources)
+    commit(target, lambda private: write_file(private, sources, _groups(path, step)), needed)
     return names
 
 

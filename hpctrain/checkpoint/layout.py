@@ -19,15 +19,16 @@ from hpctrain.errors import CheckpointError
 Array = npt.NDArray[np.generic]
 
 FORMAT = "hpctrain-checkpoint"
-VERSION = (1, 1)  # (major, minor): a reader refuses a newer major and ignores what a newer minor added
+VERSION = (1, 2)  # (major, minor): a reader refuses a newer major and ignores what a newer minor added
 
 MODEL, OPTIMIZER, TRAIN, RNG = "/model", "/optimizer", "/train", "/rng"
-CONFIG, PROVENANCE, MANIFEST, SEAL = "/config", "/provenance", "/manifest", "/seal"
-SEALED_SINCE = (1, 1)  # files of an older version have no seal
+CONFIG, PROVENANCE, MANIFEST, EXTENTS, SEAL = "/config", "/provenance", "/manifest", "/extents", "/seal"
+SEALED_SINCE, EXTENTS_SINCE = (1, 1), (1, 2)  # files of an older version have no seal, no table of extents
 CRC32, TORCH_DTYPE, DIGEST = "crc32", "torch_dtype", "manifest_sha256"
 
 PIECE = 16 << 20  # bytes moved at a time: large enough for any filesystem, small enough to stay bounded
-PAGE = 4096  # tensors of a page and more start on a page, so that a reader may map them
+EXTENT = 4 << 20  # bytes of a tensor that share a CRC-32 of their own: who needs a slice reads no more around it
+ALIGNMENT = 1 << 20  # where tensors of that size and more start, unless the settings say otherwise
 
 # What HDF5 stores for each torch element type. HDF5 has no bfloat16: its 16 bits travel as an unsigned integer.
 STORAGE: dict[str, np.dtype[np.generic]] = {

@@ -6,18 +6,19 @@ become attributes beside them. Hyperparameters of the groups are JSON, with the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from hpctrain.checkpoint import layout
 from hpctrain.checkpoint.compare import Difference
+from hpctrain.checkpoint.fit import fill_shard, is_skipped
 from hpctrain.checkpoint.reader import Reader
-from hpctrain.checkpoint.tensors import check_storable, fill, torch_dtype
+from hpctrain.checkpoint.tensors import check_storable, torch_dtype
 from hpctrain.errors import CheckpointError, UsageError
-from hpctrain.shard import Shard
+from hpctrain.shard import Shard, Split
 
 # How the running program computes, not what it computes: these stay as the program has them.
 _FLAGS = {"foreach", "fused", "capturable", "differentiable"}
@@ -35,8 +36,10 @@ class OptimizerState:
     groups: Groups
 
 
-def capture(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> OptimizerState:
-    """Return the state of an optimizer of the model's parameters; the tensors are its own, not copies."""
+def capture(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, split: Split | None = None
+) -> OptimizerState:
+    """Return what this rank holds of the state of an optimizer of the model; the tensors are its own, not copies."""
     shards: list[Shard] = []
     values: dict[str, dict[str, Any]] = {}
     for name, parameter in _named(model, optimizer):
@@ -47,30 +50,52 @@ def capture(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Optimiz
         for key, value in state.items():
             if isinstance(value, torch.Tensor):
                 check_storable(value, f"the optimizer's {key} of {name}")
-                shards.append(Shard.whole(f"{name}/{key}", value))
+                shards += _shards(name, key, value, parameter, split)
     return OptimizerState(type(optimizer).__name__, shards, values, _groups(model, optimizer))
 
 
-def differences(reader: Reader, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[Difference]:
+def _shards(
+    name: str, key: str, value: torch.Tensor, parameter: torch.Tensor, split: Split | None
+) -> list[Shard]:
+    """Return the boxes of a state: those of its parameter where it has the same shape, else it is whole everywhere."""
+    if split is None or value.shape != parameter.shape:
+        return [Shard.whole(f"{name}/{key}", value)]
+    return [replace(shard, name=f"{name}/{key}") for shard in split.shards(name, value)]
+
+
+def differences(reader: Reader, state: OptimizerState, skipped: Callable[[str], bool]) -> list[Difference]:
     """Return how the file's optimizer differs from the program's: kind, groups, and which parameters lie in each."""
     saved = reader.values(layout.OPTIMIZER)
-    kind = type(optimizer).__name__
     if "param_groups" not in saved:
-        return [Difference("optimizer", "missing", "-", kind)]
-    found = [] if saved.get("kind") == kind else [Difference("optimizer", "kind", str(saved.get("kind")), kind)]
-    before, now = _members(saved["param_groups"], reader), _members(_groups(model, optimizer), reader)
+        return [Difference("optimizer", "missing", "-", state.kind)]
+    found = [] if saved.get("kind") == state.kind else [
+        Difference("optimizer", "kind", str(saved.get("kind")), state.kind)
+    ]
+    before, now = _members(saved["param_groups"], reader), _members(state.groups, reader)
     for number in range(max(len(before), len(now))):
         old = before[number] if number < len(before) else set()
         new = now[number] if number < len(now) else set()
         where = f"group {number}"
-        found += [Difference(f"optimizer: {name}", "missing", "-", where) for name in sorted(new - old)]
-        found += [Difference(f"optimizer: {name}", "unexpected", where, "-") for name in sorted(old - new)]
+        found += [Difference(f"optimizer: {name}", "missing", "-", where) for name in _kept(new - old, skipped)]
+        found += [Difference(f"optimizer: {name}", "unexpected", where, "-") for name in _kept(old - new, skipped)]
     known = set().union(*before)
     strangers = {path.partition("/")[0] for path in reader.below(layout.OPTIMIZER)} - known
-    return found + [Difference(f"optimizer: {name}", "unexpected", "in no group", "-") for name in sorted(strangers)]
+    return found + [
+        Difference(f"optimizer: {name}", "unexpected", "in no group", "-") for name in _kept(strangers, skipped)
+    ]
 
 
-def restore(reader: Reader, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def _kept(names: set[str], skipped: Callable[[str], bool]) -> list[str]:
+    return sorted(name for name in names if not skipped(name))
+
+
+def restore(
+    reader: Reader,
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    split: Split | None = None,
+    skip: Sequence[str] = (),
+) -> None:
     """Give an optimizer the file's state, as torch itself would hold it; call ``differences`` first.
 
     Tensors that the optimizer already has are filled in place. What the file does not have goes away. Unlike torch's
@@ -78,10 +103,15 @@ def restore(reader: Reader, model: torch.nn.Module, optimizer: torch.optim.Optim
     """
     flags = {id(parameter): group for group in optimizer.param_groups for parameter in group["params"]}
     for name, parameter in _named(model, optimizer):
+        if is_skipped(name, skip):
+            continue
         saved: dict[str, Any] = reader.values(f"{layout.OPTIMIZER}/{name}")
         path, old = f"{layout.OPTIMIZER}/{name}", optimizer.state.get(parameter, {})
         for key in reader.below(path):
-            saved[key] = _tensor(reader, f"{path}/{key}", key, parameter, flags[id(parameter)], old.get(key))
+            tensor = _tensor(reader, f"{path}/{key}", key, parameter, flags[id(parameter)], old.get(key))
+            for shard in _shards(name, key, tensor, parameter, split):
+                fill_shard(reader, f"{path}/{key}", shard)
+            saved[key] = tensor
         if saved:
             optimizer.state[parameter] = saved
         else:
@@ -93,26 +123,20 @@ def restore(reader: Reader, model: torch.nn.Module, optimizer: torch.optim.Optim
 def _tensor(
     reader: Reader, path: str, key: str, parameter: torch.Tensor, group: dict[str, Any], old: object
 ) -> torch.Tensor:
-    """Return the tensor to hold a state, filled: on the parameter's device, but for step counters of plain loops."""
+    """Return the tensor to hold a state: on the parameter's device, but for step counters of plain loops."""
     record = reader.records[path]
+    whole = reader.records[f"{layout.MODEL}/{path.split('/')[2]}"].shape
+    # A state of the parameter's shape is split as the parameter is; a counter of a scalar parameter is no such state.
+    shape = tuple(parameter.shape) if record.shape == whole and key != "step" else record.shape
     dtype, device = torch_dtype(record.dtype), parameter.device
     if key == "step":  # where torch keeps it, see _process_value_according_to_param_policy in torch/optim/optimizer.py
         on_device = bool(group.get("capturable") or group.get("fused"))
         dtype, device = (torch.float32, device) if on_device else (dtype, torch.device("cpu"))
-    fits = isinstance(old, torch.Tensor) and (old.shape, old.dtype, old.device) == (record.shape, dtype, device)
-    if isinstance(old, torch.Tensor) and fits:
-        tensor = old
-    elif parameter.shape == record.shape:
-        tensor = torch.empty_like(parameter, dtype=dtype, device=device, requires_grad=False)  # its memory format too
-    else:
-        tensor = torch.empty(record.shape, dtype=dtype, device=device)
-    if tensor.dtype == torch_dtype(record.dtype):
-        fill(tensor, lambda out: reader.read_into(path, out))
-    else:
-        staged = torch.empty(record.shape, dtype=torch_dtype(record.dtype))
-        fill(staged, lambda out: reader.read_into(path, out))
-        tensor.copy_(staged)
-    return tensor
+    if isinstance(old, torch.Tensor) and (tuple(old.shape), old.dtype, old.device) == (shape, dtype, device):
+        return old
+    if tuple(parameter.shape) == shape:
+        return torch.empty_like(parameter, dtype=dtype, device=device, requires_grad=False)  # its memory format too
+    return torch.empty(shape, dtype=dtype, device=device)
 
 
 def _set_hyperparameters(group: dict[str, Any], values: dict[str, Any]) -> None:

@@ -5,11 +5,11 @@ Needs h5py and NumPy only, so that a login node can look inside.
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 import struct
-import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -17,19 +17,23 @@ from typing import Any
 import h5py
 import numpy as np
 
-from hpctrain.checkpoint import layout
+from hpctrain.checkpoint import extents, layout
 from hpctrain.checkpoint.attributes import unpack
+from hpctrain.checkpoint.checksum import crc32
+from hpctrain.checkpoint.extents import Extent
 from hpctrain.checkpoint.layout import Array, Record
 from hpctrain.checkpoint.manifest import differences, digest, manifest
 from hpctrain.checkpoint.seal import seal
 from hpctrain.checkpoint.structure import Structure, read_attribute, refusing, walk
 from hpctrain.errors import CheckpointError
+from hpctrain.shard import Shard
 
 # Superblock version 3 (HDF5 File Format Specification 3.0, II.A.): signature, version, size of offsets, size of
 # lengths, flags, base address, address of the extension, address of the end of the file.
 _SUPERBLOCK = struct.Struct("<8s4B3Q")
 _SIGNATURE = b"\x89HDF\r\n\x1a\n"
 _NOWHERE = (1 << 64) - 1
+_STEP = 1 << 20  # bytes read at a time: the CRC finds them in the cache
 _SHOWN = 5  # differences named in an error; the rest is counted
 
 
@@ -57,9 +61,11 @@ class Reader:
         self.records: dict[str, Record] = found.records
         self.groups = found.groups
         self._offsets = found.offsets
+        self._extents: dict[str, list[Extent]] = {}
         try:
             self._check_manifest(found.manifest)
             self._check_seal(found, version)
+            self._take_extents(found, version)
         except BaseException:
             self.close()
             raise
@@ -99,17 +105,65 @@ class Reader:
         return array
 
     def read_into(self, path: str, out: Array) -> None:
-        """Read a tensor into a C-contiguous array of its shape and storage type; raise if its CRC-32 is wrong."""
+        """Read a tensor into a C-contiguous array of its shape and storage type; raise if a CRC-32 is wrong."""
         record = self.records[path]
-        if out.shape != record.shape or out.dtype != record.storage or not out.flags.c_contiguous:
-            raise CheckpointError(f"{path} needs a contiguous array of {record.storage} {record.shape} to be read into")
-        data = out.reshape(-1).view(np.uint8).data
+        self.read_box(path, (0,) * len(record.shape), record.shape, out)
+
+    def read_box(self, path: str, start: tuple[int, ...], extent: tuple[int, ...], out: Array) -> None:
+        """Read the box of a tensor that begins at ``start`` into a C-contiguous array of the shape ``extent``.
+
+        Only the extents are read that the box touches, and their CRC-32s compared; all of the tensor for a file that
+        has no table of them.
+        """
+        record = self.records[path]
+        if out.shape != extent or out.dtype != record.storage or not out.flags.c_contiguous:
+            raise CheckpointError(f"{path} needs a contiguous array of {record.storage} {extent} to be read into")
+        data, size = out.reshape(-1).view(np.uint8).data, record.storage.itemsize
+        place = self._offsets.get(path, 0)
+        box = Shard(path, record.shape, record.dtype, start, extent, None)
+        runs = [(place + to * size, at * size, count * size) for to, at, count in box.runs()]
+        self._read_runs(record, runs, data)
+
+    def _read_runs(self, record: Record, runs: Sequence[tuple[int, int, int]], data: memoryview) -> None:
+        """Fill ``data`` by runs of offset in the file, offset in ``data`` and length, which ascend in both."""
+        first = 0
+        for extent in self._extents_of(record):
+            begin, end = extent.offset, extent.offset + extent.nbytes
+            while first < len(runs) and runs[first][0] + runs[first][2] <= begin:
+                first += 1
+            if first == len(runs):
+                return
+            offset, at, length = runs[first]
+            if offset <= begin and end <= offset + length:
+                self._read_extent(record, extent, data[at + begin - offset : at + end - offset])
+            elif offset < end:
+                self._read_around(record, extent, runs[first:], data)
+
+    def _read_around(
+        self, record: Record, extent: Extent, runs: Sequence[tuple[int, int, int]], data: memoryview
+    ) -> None:
+        """Read an extent of which only parts are wanted, and take them from it."""
+        piece = memoryview(bytearray(extent.nbytes))
+        self._read_extent(record, extent, piece)
+        for offset, at, length in runs:
+            low, high = max(offset, extent.offset), min(offset + length, extent.offset + extent.nbytes)
+            if low >= extent.offset + extent.nbytes:
+                return
+            data[at + low - offset : at + high - offset] = piece[low - extent.offset : high - extent.offset]
+
+    def _read_extent(self, record: Record, extent: Extent, out: memoryview) -> None:
         crc = 0
-        for start in range(0, record.nbytes, layout.PIECE):
-            piece = data[start : start + layout.PIECE]
-            self._fill(record, piece, start)
-            crc = zlib.crc32(piece, crc)
-        self._check_crc(record, crc)
+        for start in range(0, extent.nbytes, _STEP):
+            piece = out[start : start + _STEP]
+            self._fill_from(record.path, piece, extent.offset + start)
+            crc = crc32(piece, crc)
+        self._check_crc(record, crc, extent.crc32)
+
+    def _extents_of(self, record: Record) -> list[Extent]:
+        if not record.nbytes:
+            return []
+        whole = [Extent(self._offsets[record.path], record.nbytes, record.crc32)]
+        return self._extents.get(record.path, whole)
 
     def pieces(self, path: str) -> Iterator[Array]:
         """Yield a tensor's elements in C order, a bounded number at a time; raise at the end if its CRC-32 is wrong."""
@@ -118,9 +172,9 @@ class Reader:
         for start in range(0, record.nbytes, layout.PIECE):
             piece = memoryview(buffer)[: min(layout.PIECE, record.nbytes - start)]
             self._fill(record, piece, start)
-            crc = zlib.crc32(piece, crc)
+            crc = crc32(piece, crc)
             yield np.frombuffer(piece, dtype=record.storage)
-        self._check_crc(record, crc)
+        self._check_crc(record, crc, record.crc32)
 
     def verify(self, progress: Callable[[int], object] | None = None) -> None:
         """Read every byte of every tensor and compare; ``progress`` is told the bytes done since it was last called."""
@@ -143,12 +197,23 @@ class Reader:
                 raise CheckpointError(f"{self.path}: {what} ends {len(piece) - done} bytes too early")
             done += count
 
-    def _check_crc(self, record: Record, crc: int) -> None:
-        if crc != record.crc32:
+    def _check_crc(self, record: Record, crc: int, written: int) -> None:
+        if crc != written:
             raise CheckpointError(
-                f"{self.path}: {record.path} is damaged: its bytes have the CRC-32 {crc:08x}, "
-                f"written was {record.crc32:08x}"
+                f"{self.path}: {record.path} is damaged: its bytes have the CRC-32 {crc:08x}, written was {written:08x}"
             )
+
+    def _take_extents(self, found: Structure, version: tuple[int, int]) -> None:
+        """Keep the table of extents, which the seal has found as it was written; files before 1.2 have none."""
+        if found.table is None:
+            if version >= layout.EXTENTS_SINCE:
+                raise CheckpointError(f"{self.path} lacks {layout.EXTENTS}")
+            return
+        paths = sorted(found.offsets, key=found.offsets.__getitem__)
+        filled = [path for path in paths if self.records[path].nbytes]
+        for path, of_tensor in zip(filled, extents.by_tensor(found.table, len(filled))):
+            extents.check(of_tensor, self._offsets[path], self.records[path].nbytes, f"{path} of {self.path}")
+            self._extents[path] = of_tensor
 
     def _check_manifest(self, promised: str | None) -> None:
         """Compare what was promised with what is there; nothing of the file is believed before."""
@@ -166,13 +231,16 @@ class Reader:
         """Compare the bytes that belong to no dataset with their seal; files before 1.1 have none."""
         if found.seal is None and version < layout.SEALED_SINCE:
             return
-        if found.seal != seal(self.size, found.extents, self._read_at):
+        if found.seal != seal(self.size, found.apart, self._read_at):
             raise CheckpointError(
                 f"{self.path}: its structure or {layout.SEAL} is damaged: the bytes outside the tensors do not have "
                 "the digest that was written"
             )
 
     def _read_at(self, offset: int, count: int) -> bytes:
+        """Return bytes; none where the filesystem knows that nothing was ever written there."""
+        if _is_hole(self._handle, offset, count):
+            return b""
         data = bytearray(count)
         self._fill_from(layout.SEAL, memoryview(data), offset)
         return bytes(data)
@@ -217,6 +285,13 @@ def _open(path: Path) -> h5py.File:
         if "locking flag" not in str(error):
             raise
     return h5py.File(path, "r", driver="sec2")
+
+
+def _is_hole(handle: int, offset: int, count: int) -> bool:
+    try:
+        return os.lseek(handle, offset, os.SEEK_DATA) >= offset + count
+    except OSError as error:
+        return error.errno == errno.ENXIO  # nothing but a hole up to the end; others: no such call here
 
 
 def _open_without_waiting(path: str, flags: int) -> int:

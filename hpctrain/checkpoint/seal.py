@@ -1,4 +1,4 @@
-"""Seal the bytes of a file that belong to no dataset: HDF5's structure, and what lies unused between objects.
+"""Seal the bytes of a file that nothing else protects: HDF5's structure, the table of extents, what lies unused.
 
 Note: the seal. Tensors have a CRC-32 and the manifest has a digest; HDF5 checksums most of its structure, but neither
 what it leaves unused nor what a newer library might read there. The seal is the SHA-256 of all of that, so that no
@@ -16,17 +16,17 @@ LENGTH = 64  # hexadecimal digits
 _PIECE = 1 << 20  # bytes looked at together; part of the format
 _AT = struct.Struct("<Q")
 
-Extent = tuple[int, int]  # offset and number of bytes
+Stretch = tuple[int, int]  # offset and number of bytes
 
 
-def seal(size: int, extents: Iterable[Extent], read: Callable[[int, int], bytes]) -> str:
-    """Return the seal of a file of ``size`` bytes whose datasets lie at ``extents``.
+def seal(size: int, apart: Iterable[Stretch], read: Callable[[int, int], bytes]) -> str:
+    """Return the seal of a file of ``size`` bytes, but for the stretches that are protected ``apart``.
 
-    ``read`` returns the bytes at an offset. Each stretch outside the datasets is cut into pieces of 1 MiB from its
-    start; a piece counts with its offset and its bytes up to the last one that is not zero.
+    ``read`` returns the bytes at an offset; it may leave out zeros at their end. Each stretch between those is cut into
+    pieces of 1 MiB from its start; a piece counts with its offset and its bytes up to the last one that is not zero.
     """
     digest = hashlib.sha256(_AT.pack(size))
-    for start, count in _outside(size, extents):
+    for start, count in outside(size, apart):
         for at in range(start, start + count, _PIECE):
             rest = read(at, min(_PIECE, start + count - at)).rstrip(b"\0")
             if rest:
@@ -34,20 +34,20 @@ def seal(size: int, extents: Iterable[Extent], read: Callable[[int, int], bytes]
     return digest.hexdigest()
 
 
-def overlap(extents: Iterable[Extent]) -> Extent | None:
-    """Return an extent that begins before another one ends, ``None`` where each has bytes of its own."""
+def overlap(stretches: Iterable[Stretch]) -> Stretch | None:
+    """Return a stretch that begins before another one ends, ``None`` where each has bytes of its own."""
     end = 0
-    for start, count in sorted(extents):
+    for start, count in sorted(stretches):
         if start < end:
             return start, count
         end = start + count
     return None
 
 
-def _outside(size: int, extents: Iterable[Extent]) -> Iterator[Extent]:
-    """Yield the stretches between extents that do not overlap, in order."""
+def outside(size: int, apart: Iterable[Stretch]) -> Iterator[Stretch]:
+    """Yield the stretches between those that are apart, which must not overlap, in order."""
     done = 0
-    for start, count in sorted(extents):
+    for start, count in sorted(apart):
         if start > done:
             yield done, start - done
         done = start + count

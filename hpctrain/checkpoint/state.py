@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hpctrain.checkpoint import content, layout
+from hpctrain.checkpoint import content, holdings, layout
 from hpctrain.checkpoint import optimizer as optimizers
-from hpctrain.checkpoint.attributes import Value
-from hpctrain.checkpoint.commit import commit
-from hpctrain.checkpoint.compare import Description, Difference, compare, table
+from hpctrain.checkpoint.compare import Description, compare, table
+from hpctrain.checkpoint.fit import fill_shard, is_skipped
 from hpctrain.checkpoint.layout import Array
 from hpctrain.checkpoint.reader import Reader
-from hpctrain.checkpoint.tensors import check_storable, fill, is_finite
-from hpctrain.checkpoint.writer import Source, write_file
+from hpctrain.checkpoint.saver import Saver, Storage
 from hpctrain.collectives.agreement import agreed
-from hpctrain.errors import CheckpointError, NonFiniteError, UsageError
+from hpctrain.errors import CheckpointError, UsageError
+from hpctrain.shard import Split
 
 if TYPE_CHECKING:
     from hpctrain.collectives.communicator import Communicator
@@ -52,31 +51,31 @@ def save(
     config: str | None = None,
     provenance: Mapping[str, Any] | None = None,
     comm: Communicator | None = None,
+    split: Split | None = None,
+    how: Storage | None = None,
 ) -> None:
     """Write a checkpoint, all of it or nothing.
 
     ``train`` holds numbers, text, lists and tables under names of the caller's; its ``step`` is also the file's, and
     its ``curves`` (name to list of numbers) become arrays to plot. ``rng`` is this rank's state (``capture_rng()``),
-    ``config`` TOML text, ``provenance`` adds to what is recorded anyway. With ``comm`` every rank must call, rank 0
-    writes, and all succeed or raise the same error.
+    ``config`` TOML text, ``provenance`` adds to what is recorded anyway. With ``comm`` every rank must call and writes
+    its share, and all succeed or raise the same error. ``split`` says how the model is split over the ranks, if it
+    is, and ``how`` to write.
 
     Raises ``NonFiniteError`` for a parameter that is NaN or infinite, ``CheckpointError`` if the file cannot be
     written; a file that was there before is then untouched.
     """
-    rank, size = (comm.rank, comm.size) if comm else (0, 1)
-    agreed(comm, lambda: _check_finite(model))
-    own = agreed(comm, lambda: content.plain_rng(rng))
-    states = comm.all_gather_object(own) if comm else [own]
-
-    def write() -> None:
-        if rank == 0:
-            sources, groups = _gather(model, optimizer, train or {}, states, config)
-            groups |= content.provenance_group(provenance, size)
-            groups["/"]["world_size"] = size
-            needed = sum(source.nbytes for source in sources)
-            commit(Path(path), lambda private: write_file(private, sources, groups), needed)
-
-    agreed(comm, write)
+    with Saver(comm, how) as saver:
+        saver.save(
+            path,
+            model=model,
+            optimizer=optimizer,
+            train=train,
+            rng=rng,
+            config=config,
+            provenance=provenance,
+            split=split,
+        )
 
 
 def load(
@@ -85,86 +84,71 @@ def load(
     model: torch.nn.Module | None = None,
     optimizer: torch.optim.Optimizer | None = None,
     comm: Communicator | None = None,
+    split: Split | None = None,
+    skip: Sequence[str] = (),
 ) -> Loaded:
     """Fill a model and an optimizer in place from a checkpoint and return what else it holds.
 
     First every name, shape and dtype is compared; any difference raises one ``CheckpointError`` with a table of all
     of them, and nothing has changed. Every byte is checked as it is read: damage found then raises too, and leaves the
-    model half filled. With ``comm`` every rank must call and reads the file itself; all succeed or raise the same.
+    model half filled. With ``comm`` every rank must call and reads what it holds; all succeed or raise the same.
+
+    What a pattern in ``skip`` matches (``"head.*"``) is neither compared nor filled, its optimizer state included:
+    it may be in the file only, in the program only, or have another shape. Each pattern must match something.
     """
     if optimizer is not None and model is None:
         raise UsageError("loading an optimizer needs its model: the state is stored by the names of parameters")
     reader = agreed(comm, lambda: Reader(path))
     with reader:
-        agreed(comm, lambda: _refuse_differences(reader, model, optimizer))
-        agreed(comm, lambda: _fill(reader, model, optimizer))
+        held = agreed(comm, lambda: None if model is None else holdings.Holdings.of(model, optimizer, split))
+        if held is not None:
+            own = held.description()
+            # Without a split every rank holds all of the model, and whose differs is told so.
+            everyone = [own] if comm is None or split is None else holdings.exchange(comm, own, *skip)[1]
+            agreed(comm, lambda: _refuse_differences(reader, everyone, skip))
+            agreed(comm, lambda: _fill(reader, model, optimizer, split, skip))
         return agreed(comm, lambda: _rest(reader, comm.rank if comm else 0))
 
 
-def _check_finite(model: torch.nn.Module) -> None:
-    """Keep NaN and infinity out; an infinite buffer may be meant (an attention mask), a NaN never is."""
-    for name, parameter in model.named_parameters():
-        if not is_finite(parameter):
-            raise NonFiniteError(f"the parameter {name} is not finite: it must not reach a checkpoint")
-    for name, buffer in model.named_buffers():
-        if not is_finite(buffer) and bool(torch.isnan(buffer).any()):
-            raise NonFiniteError(f"the buffer {name} holds NaN: it must not reach a checkpoint")
-
-
-def _gather(
-    model: torch.nn.Module,
-    optimizer: torch.optim.Optimizer | None,
-    train: Mapping[str, Any],
-    states: list[dict[str, Any] | None],
-    config: str | None,
-) -> tuple[list[Source], content.Groups]:
-    """Return everything that goes into the file; no tensor is copied here."""
-    step = train.get("step", 0)
-    if isinstance(step, bool) or not isinstance(step, int) or step < 0:
-        raise UsageError(f"step in train is {step!r}: expected a whole number from 0")
-    root: dict[str, Value] = {"step": step, "NX_class": "NXroot", "default": layout.TRAIN.strip("/")}
-    shards = content.model_shards(model)
-    for shard in shards:
-        check_storable(shard.tensor, shard.name)
-    sources = content.shard_sources(layout.MODEL, shards)
-    groups: content.Groups = {"/": root, layout.MODEL: {}}
-    if optimizer is not None:
-        state = optimizers.capture(model, optimizer)
-        sources += content.shard_sources(layout.OPTIMIZER, state.shards)
-        groups |= content.optimizer_groups(state)
-    for more_sources, more_groups in (content.train_content(train), content.rng_content(states)):
-        sources += more_sources
-        groups |= more_groups
-    if config is not None:
-        groups[layout.CONFIG] = {"toml": config}
-    return sources, groups
-
-
-def _refuse_differences(
-    reader: Reader, model: torch.nn.Module | None, optimizer: torch.optim.Optimizer | None
-) -> None:
-    found: list[Difference] = []
-    if model is not None:
-        stored = {name: Description(each.shape, each.dtype) for name, each in reader.below(layout.MODEL).items()}
-        expected = {
-            shard.name: Description(shard.shape, shard.dtype) for shard in content.model_shards(model)
-        }
-        found += compare(stored, expected)
-    if model is not None and optimizer is not None:
-        found += optimizers.differences(reader, model, optimizer)
+def _refuse_differences(reader: Reader, everyone: Sequence[holdings.Description], skip: Sequence[str]) -> None:
+    """Compare the file with what all ranks together hold."""
+    stored = {name: Description(each.shape, each.dtype) for name, each in reader.below(layout.MODEL).items()}
+    start = f"{layout.MODEL}/"
+    expected = {
+        box.name.removeprefix(start): Description(box.shape, box.dtype)
+        for each in everyone
+        for box in each.boxes
+        if box.name.startswith(start)
+    }
+    for pattern in skip:
+        if not any(is_skipped(name, [pattern]) for name in {**stored, **expected}):
+            raise UsageError(f"nothing in {reader.path} or in the model is called {pattern!r}, which is to be skipped")
+    found = compare(
+        {name: each for name, each in stored.items() if not is_skipped(name, skip)},
+        {name: each for name, each in expected.items() if not is_skipped(name, skip)},
+    )
+    state = holdings.joined([each.optimizer for each in everyone])
+    if state is not None:
+        found += optimizers.differences(reader, state, lambda name: is_skipped(name, skip))
     if found:
         count = f"{len(found)} difference{'s' if len(found) > 1 else ''}"
         raise CheckpointError(f"{reader.path} does not fit this program, {count}:\n{table(found)}")
 
 
-def _fill(reader: Reader, model: torch.nn.Module | None, optimizer: torch.optim.Optimizer | None) -> None:
+def _fill(
+    reader: Reader,
+    model: torch.nn.Module | None,
+    optimizer: torch.optim.Optimizer | None,
+    split: Split | None,
+    skip: Sequence[str],
+) -> None:
     if model is None:
         return
-    for shard in content.model_shards(model):
-        path = layout.child(layout.MODEL, shard.name)
-        fill(shard.tensor, lambda out, path=path: reader.read_into(path, out))  # type: ignore[misc]
+    for shard in content.model_shards(model, split):
+        if not is_skipped(shard.name, skip):
+            fill_shard(reader, layout.child(layout.MODEL, shard.name), shard)
     if optimizer is not None:
-        optimizers.restore(reader, model, optimizer)
+        optimizers.restore(reader, model, optimizer, split, skip)
 
 
 def _rest(reader: Reader, rank: int) -> Loaded:

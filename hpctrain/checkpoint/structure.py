@@ -16,9 +16,9 @@ from dataclasses import dataclass, field
 import h5py
 import numpy as np
 
-from hpctrain.checkpoint import layout
+from hpctrain.checkpoint import extents, layout
 from hpctrain.checkpoint.layout import Array, Record
-from hpctrain.checkpoint.seal import Extent, overlap
+from hpctrain.checkpoint.seal import Stretch, overlap
 from hpctrain.errors import CheckpointError
 
 _DEEPEST = 8
@@ -32,21 +32,26 @@ _LAYOUTS = {h5py.h5d.COMPACT: "compact", h5py.h5d.CHUNKED: "chunked", h5py.h5d.V
 
 @dataclass
 class Structure:
-    """Hold what a walk found: attributes of each group, a record and an offset for each tensor, manifest and seal."""
+    """Hold what a walk found: attributes of each group, a record and a place for each tensor, and what protects them.
+
+    ``apart`` are the stretches of the file that the seal leaves out: tensors, manifest and the seal itself.
+    """
 
     groups: dict[str, dict[str, Array]] = field(default_factory=dict)
     records: dict[str, Record] = field(default_factory=dict)
     offsets: dict[str, int] = field(default_factory=dict)  # none for a tensor without elements
-    extents: list[Extent] = field(default_factory=list)  # of all datasets, those two too
+    apart: list[Stretch] = field(default_factory=list)
     manifest: str | None = None
     seal: str | None = None
+    table: extents.Table | None = None
+    table_at: list[Stretch] = field(default_factory=list)
 
 
 def walk(file: h5py.File, name: str, size: int) -> Structure:
     """Return the structure of an open file of ``size`` bytes; ``name`` is how errors call it."""
     walker = _Walker(name, size)
     walker.group(file.id, "/", 0)
-    shared = overlap(walker.found.extents)
+    shared = overlap([*walker.found.apart, *walker.found.table_at])
     if shared:
         raise CheckpointError(f"{name}: two datasets share the bytes at {shared[0]}: not what hpctrain writes, refused")
     return walker.found
@@ -113,9 +118,12 @@ class _Walker:
         if math.prod(map(float, filter(None, shape))) * dtype.itemsize >= _ELEMENTS:
             raise self._refusal(path, f"claims the shape {shape}")
         self.left -= nbytes
-        if nbytes and offset is not None:
-            self.found.extents.append((offset, nbytes))
+        stretch = [(offset, nbytes)] if nbytes and offset is not None else []
         attributes = self._attributes(dataset, path)
+        if path == layout.EXTENTS:
+            self.found.table, self.found.table_at = self._table(dataset, dtype, shape, attributes), stretch
+            return
+        self.found.apart += stretch
         if path in (layout.MANIFEST, layout.SEAL):
             text = self._text(dataset, path, dtype, shape, attributes)
             setattr(self.found, path.strip("/"), text)
@@ -150,6 +158,21 @@ class _Walker:
         array = np.empty((), dtype=dtype)
         dataset.read(h5py.h5s.ALL, h5py.h5s.ALL, array, mtype=dataset.get_type())
         return array.tobytes().rstrip(b"\0").decode()
+
+    def _table(
+        self,
+        dataset: h5py.h5d.DatasetID,
+        dtype: np.dtype[np.generic],
+        shape: tuple[int, ...],
+        attributes: Mapping[str, Array],
+    ) -> extents.Table:
+        """Return the table of extents; whether it fits the tensors is for who reads them to see."""
+        if dtype != np.dtype("<i8") or len(shape) != 2 or shape[1] != len(extents.COLUMNS) or attributes:
+            raise self._refusal(layout.EXTENTS, f"is not a table of {len(extents.COLUMNS)} columns without attributes")
+        self._take(layout.EXTENTS, math.prod(shape) * dtype.itemsize)
+        table: extents.Table = np.empty(shape, dtype=np.int64)
+        dataset.read(h5py.h5s.ALL, h5py.h5s.ALL, table, mtype=dataset.get_type())
+        return table
 
     def _record(
         self, path: str, dtype: np.dtype[np.generic], shape: tuple[int, ...], attributes: Mapping[str, Array]

@@ -41,6 +41,11 @@ def to_numpy(tensor: torch.Tensor) -> Array:
     return plain.numpy().view(STORAGE[dtype_name(tensor)])
 
 
+def flat(tensor: torch.Tensor, begin: int, end: int) -> Array:
+    """Return elements of a tensor in C order, in the storage type; a view where the tensor lies so on the host."""
+    return to_numpy(tensor.detach().contiguous().view(-1)[begin:end])
+
+
 def fill(tensor: torch.Tensor, read_into: Callable[[Array], None]) -> None:
     """Let ``read_into`` fill the tensor in place, through its own memory or, where it must, through a host copy."""
     target = tensor.detach()
@@ -57,6 +62,12 @@ def from_numpy(array: Array, dtype: str) -> torch.Tensor:
     tensor = torch.empty(array.shape, dtype=torch_dtype(dtype))
     np.copyto(to_numpy(tensor), array)
     return tensor
+
+
+def copy_flat(tensor: torch.Tensor, begin: int, end: int, out: Array) -> None:
+    """Copy elements of a tensor, in C order, to memory of the host: by torch, from a GPU too."""
+    target = torch.from_numpy(out.view(np.uint8)).view(tensor.dtype)
+    target.copy_(tensor.detach().contiguous().view(-1)[begin:end])
 
 
 def is_finite(tensor: torch.Tensor) -> bool:

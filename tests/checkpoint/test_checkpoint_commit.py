@@ -16,7 +16,8 @@ import pytest
 from hpctrain.checkpoint.commit import commit, temporary_name
 from hpctrain.checkpoint.layout import step_of
 from hpctrain.checkpoint.reader import Reader, verify_file
-from hpctrain.checkpoint.writer import Source, write_file
+from hpctrain.checkpoint.source import Source
+from hpctrain.checkpoint.writer import write_file
 from hpctrain.errors import CheckpointError, NonFiniteError
 
 OLD, NEW = np.zeros(3000, dtype="<f4"), np.ones(3000, dtype="<f4")
@@ -155,7 +156,8 @@ import resource, sys
 import numpy as np
 from pathlib import Path
 from hpctrain.checkpoint.commit import commit
-from hpctrain.checkpoint.writer import Source, write_file
+from hpctrain.checkpoint.source import Source
+from hpctrain.checkpoint.writer import write_file
 from hpctrain.errors import CheckpointError
 resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[2]), int(sys.argv[2])))
 array = np.ones(100_000, dtype="<f4")
@@ -183,7 +185,8 @@ import os, signal, sys
 import numpy as np
 from pathlib import Path
 from hpctrain.checkpoint.commit import commit
-from hpctrain.checkpoint.writer import Source, write_file
+from hpctrain.checkpoint.source import Source
+from hpctrain.checkpoint.writer import write_file
 left = int(sys.argv[2])
 
 def counted(real):

@@ -11,7 +11,8 @@ import torch
 from hpctrain.checkpoint import layout
 from hpctrain.checkpoint.curves import as_floats, read_curve, read_curves, sparkline
 from hpctrain.checkpoint.reader import Reader
-from hpctrain.checkpoint.writer import Source, write_file
+from hpctrain.checkpoint.source import Source
+from hpctrain.checkpoint.writer import write_file
 from hpctrain.errors import CheckpointError
 
 

@@ -11,7 +11,8 @@ import torch
 
 from hpctrain.checkpoint import layout
 from hpctrain.checkpoint.diff import Diff, TensorDifference, ValueDifference, diff
-from hpctrain.checkpoint.writer import Source, write_file
+from hpctrain.checkpoint.source import Source
+from hpctrain.checkpoint.writer import write_file
 from hpctrain.errors import CheckpointError
 
 Tensors = dict[str, tuple[np.ndarray, str | None]]

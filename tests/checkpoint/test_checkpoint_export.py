@@ -15,7 +15,8 @@ from hpctrain import checkpoint
 from hpctrain.checkpoint import layout, safetensors
 from hpctrain.checkpoint.export import export
 from hpctrain.checkpoint.layout import STORAGE
-from hpctrain.checkpoint.writer import Source, write_file
+from hpctrain.checkpoint.source import Source
+from hpctrain.checkpoint.writer import write_file
 from hpctrain.errors import CheckpointError, UsageError
 
 Optimizer = Callable[[Any], torch.optim.Optimizer]

@@ -30,7 +30,7 @@ def test_it_does_what_a_real_file_does(tmp_path: Path) -> None:
                 assert real.seek(5, io.SEEK_CUR) == image.seek(5, io.SEEK_CUR) == image.tell()
         real.seek(0)
         whole = bytearray(image.size)
-        for offset, part in image.parts():
+        for offset, part in image.parts([(0, 5), (5, 4100), (4105, image.size)]):
             whole[offset : offset + len(part)] = part
         assert bytes(whole) == real.read()
 
@@ -40,6 +40,8 @@ def test_holes_take_no_memory() -> None:
     image.seek(1 << 50)
     image.write(b"end")
     assert image.size == (1 << 50) + 3
-    assert list(image.parts()) == [(1 << 50, b"end")]
+    assert list(image.parts([(0, 1 << 60)])) == [(1 << 50, b"end")]
+    assert list(image.parts([(0, 10), (1 + (1 << 50), 1)])) == [(1 + (1 << 50), b"n")]
+    assert image.is_hole(1 << 40, 1 << 20) and not image.is_hole((1 << 50) + 2, 1)
     image.seek(1 << 49)
     assert image.read(4) == bytes(4)

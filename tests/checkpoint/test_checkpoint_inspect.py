@@ -13,7 +13,8 @@ import torch
 
 from hpctrain import checkpoint
 from hpctrain.checkpoint import inspect, layout
-from hpctrain.checkpoint.writer import Source, write_file
+from hpctrain.checkpoint.source import Source
+from hpctrain.checkpoint.writer import write_file
 from hpctrain.errors import CheckpointError, UsageError
 
 

@@ -46,7 +46,7 @@ def test_a_reader_written_from_the_specification_agrees(small_file: Path) -> Non
     with h5py.File(small_file, "r") as file:
         things = {"/": file}
         file.visititems(lambda name, each: things.__setitem__("/" + name, each))
-        text, _ = things.pop("/manifest")[()], things.pop("/seal")
+        text, _, _ = things.pop("/manifest")[()], things.pop("/extents"), things.pop("/seal")
         for path, each in things.items():
             if isinstance(each, h5py.Dataset):
                 lines.append(f"dataset\t{path}\t{each.dtype.str}\t{shape(each.shape)}")

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from hpctrain.checkpoint.plot import plot, running_mean
-from hpctrain.checkpoint.writer import Source, write_file
+from hpctrain.checkpoint.source import Source
+from hpctrain.checkpoint.writer import write_file
 from hpctrain.errors import CheckpointError, UsageError
 
 matplotlib = pytest.importorskip("matplotlib")

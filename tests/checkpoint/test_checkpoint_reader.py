@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from hpctrain.checkpoint.reader import Reader, verify_file
-from hpctrain.checkpoint.writer import Source, write_file
+from hpctrain.checkpoint.source import Source
+from hpctrain.checkpoint.writer import write_file
 from hpctrain.errors import CheckpointError
 
 Contents = dict[str, object]

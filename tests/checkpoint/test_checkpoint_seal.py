@@ -1,4 +1,4 @@
-"""The seal covers every byte outside the datasets, and is what docs/checkpoint-format.md says it is."""
+"""The seal covers all but tensors, manifest and itself, and is what docs/checkpoint-format.md says it is."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ import pytest
 from hpctrain.checkpoint import layout
 from hpctrain.checkpoint.reader import Reader, verify_file
 from hpctrain.checkpoint.seal import overlap, seal
-from hpctrain.checkpoint.writer import Source, write_file
+from hpctrain.checkpoint.source import Source
+from hpctrain.checkpoint.writer import write_file
 from hpctrain.errors import CheckpointError
 
 
@@ -23,7 +24,7 @@ def by_the_book(path: Path) -> tuple[str, str, set[int]]:
     with h5py.File(path, "r") as file:
 
         def note(name: str, item: object) -> None:
-            if isinstance(item, h5py.Dataset) and item.id.get_offset() is not None:
+            if name != "extents" and isinstance(item, h5py.Dataset) and item.id.get_offset() is not None:
                 own.update(range(item.id.get_offset(), item.id.get_offset() + item.id.get_storage_size()))
 
         file.visititems(note)
@@ -44,7 +45,7 @@ def by_the_book(path: Path) -> tuple[str, str, set[int]]:
 def paged(tmp_path: Path) -> Path:
     """Write a file whose tensors stand on pages, with unused bytes between them."""
     sources = [Source.of(f"/model/{name}", np.arange(1100, dtype="<f4")) for name in "abc"]
-    write_file(tmp_path / "p.h5", [*sources, Source.of("/model/d", np.array(1.5))], {"/": {"step": 1}})
+    write_file(tmp_path / "p.h5", [*sources, Source.of("/model/d", np.array(1.5))], {"/": {"step": 1}}, 4096)
     return tmp_path / "p.h5"
 
 
@@ -95,7 +96,7 @@ def test_a_file_of_version_1_0_has_none_and_loads(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(layout, "VERSION", (1, 0))
     write_file(tmp_path / "old.h5", [Source.of("/model/a", np.ones(3))], {})
     with h5py.File(tmp_path / "old.h5", "r+", libver=("v110", "v110")) as file:
-        del file["/seal"]
+        del file["/seal"], file["/extents"]
     monkeypatch.undo()
     with Reader(tmp_path / "old.h5") as reader:
         reader.verify()

@@ -19,7 +19,8 @@ from support.crafted import ATTACKS, VERSIONS, craft, sound_file
 
 from hpctrain.checkpoint import ingest, inspect, structure
 from hpctrain.checkpoint.reader import Reader
-from hpctrain.checkpoint.writer import Source, write_file
+from hpctrain.checkpoint.source import Source
+from hpctrain.checkpoint.writer import write_file
 from hpctrain.errors import CheckpointError
 
 # Audit events (PEP 578) by which a program would leave the file: run code, load code, talk to others.

@@ -11,7 +11,8 @@ from support.crafted import ATTACKS, craft, sound_file
 
 from hpctrain.checkpoint import layout
 from hpctrain.checkpoint.reader import Reader
-from hpctrain.checkpoint.writer import Source, write_file
+from hpctrain.checkpoint.source import Source
+from hpctrain.checkpoint.writer import write_file
 from hpctrain.errors import CheckpointError
 
 
@@ -39,7 +40,7 @@ def test_newer_major_version_is_refused_and_newer_minor_is_not(tmp_path: Path) -
             write_file(tmp_path / f"{version[0]}.h5", [Source.of("/later/x", np.zeros(2, dtype="<f4"))], {})
     with Reader(tmp_path / "1.h5") as reader:
         assert list(reader.records) == ["/later/x"]
-    with pytest.raises(CheckpointError, match="format version 2.0: this hpctrain reads up to 1.1, update it"):
+    with pytest.raises(CheckpointError, match="format version 2.0: this hpctrain reads up to 1.2, update it"):
         Reader(tmp_path / "2.h5")
 
 

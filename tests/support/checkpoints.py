@@ -91,3 +91,7 @@ class ThreadRank:
         found = list(self.ranks.slots)
         self.ranks.barrier.wait(30)
         return found
+
+    def broadcast_object(self, value: Any, root: int = 0) -> Any:
+        """Return the root's value."""
+        return self.all_gather_object(value)[root]

@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from hpctrain.checkpoint.reader import Reader
-from hpctrain.checkpoint.writer import Source, write_file
+from hpctrain.checkpoint.source import Source
+from hpctrain.checkpoint.writer import write_file
 from hpctrain.cli import checkpoint as verb
 from hpctrain.errors import UsageError
 

@@ -1,0 +1,110 @@
+"""Say what a rank holds of a training run, and let the ranks learn from each other what all of them hold."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from hpctrain.checkpoint import content, layout
+from hpctrain.checkpoint import optimizer as optimizers
+from hpctrain.checkpoint.optimizer import OptimizerState
+from hpctrain.checkpoint.source import Source, described
+from hpctrain.checkpoint.tensors import is_finite
+from hpctrain.errors import CheckpointError, NonFiniteError
+from hpctrain.shard import Shard, Split
+
+if TYPE_CHECKING:
+    from hpctrain.collectives.communicator import Communicator
+
+
+@dataclass(frozen=True)
+class Description:
+    """Tell other ranks what one holds: the boxes of its tensors, and the optimizer without its tensors."""
+
+    boxes: list[Shard]
+    optimizer: OptimizerState | None
+
+
+@dataclass(frozen=True)
+class Holdings:
+    """Hold the sources of this rank: of the model, then of the optimizer."""
+
+    sources: list[Source]
+    optimizer: OptimizerState | None
+    parameters: frozenset[str]  # names; what is not among them is a buffer
+
+    @classmethod
+    def of(cls, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, split: Split | None) -> Holdings:
+        """Return what this rank holds; no tensor is copied."""
+        sources = content.shard_sources(layout.MODEL, content.model_shards(model, split))
+        state = None
+        if optimizer is not None:
+            state = optimizers.capture(model, optimizer, split)
+            sources += content.shard_sources(layout.OPTIMIZER, state.shards)
+        names = (name for name, _ in model.named_parameters(remove_duplicate=False))
+        return cls(sources, state, frozenset(layout.child(layout.MODEL, name) for name in names))
+
+    def check_finite(self) -> None:
+        """Keep NaN and infinity out; an infinite buffer may be meant (an attention mask), a NaN never is.
+
+        Raises ``NonFiniteError`` for anything that this rank holds of the model, whether it writes that or not.
+        """
+        for box in (source.box for source in self.sources):
+            if not box.name.startswith(f"{layout.MODEL}/") or is_finite(box.tensor):
+                continue
+            name = box.name.removeprefix(f"{layout.MODEL}/")
+            if box.name in self.parameters:
+                raise NonFiniteError(f"the parameter {name} is not finite: it must not reach a checkpoint")
+            if bool(torch.isnan(box.tensor).any()):
+                raise NonFiniteError(f"the buffer {name} holds NaN: it must not reach a checkpoint")
+
+    def description(self) -> Description:
+        """Return what other ranks need to know."""
+        state = self.optimizer
+        told = None if state is None else OptimizerState(state.kind, [], state.values, state.groups)
+        return Description([described(source) for source in self.sources], told)
+
+
+def exchange(comm: Communicator, own: Description, *more: Any) -> tuple[bytes, list[Description]]:
+    """Return a digest of what all ranks hold, and the descriptions; a call by all ranks.
+
+    Where all ranks hold the same, which is the rule, no more than digests travel. ``more`` must be equal everywhere.
+    """
+    digests = comm.all_gather_object((hashlib.sha256(repr(own).encode()).digest(), more))
+    for rank, (_, other) in enumerate(digests):
+        if other != digests[0][1]:
+            raise CheckpointError(
+                f"rank 0 was given {', '.join(map(str, digests[0][1]))} and rank {rank} {', '.join(map(str, other))}: "
+                "all ranks must write the same checkpoint",
+                everywhere=True,
+            )
+    whole = hashlib.sha256(b"".join(digest for digest, _ in digests)).digest()
+    if all(digest == digests[0][0] for digest, _ in digests):
+        return whole, [own] * comm.size
+    return whole, comm.all_gather_object(own)
+
+
+def joined(states: Sequence[OptimizerState | None]) -> OptimizerState | None:
+    """Return one optimizer of those of all ranks: parameters of each group in the order in which ranks name them."""
+    known = [state for state in states if state is not None]
+    if not known:
+        return None
+    if all(state is known[0] for state in known):
+        return known[0]
+    for rank, state in enumerate(known):
+        if (state.kind, len(state.groups)) != (known[0].kind, len(known[0].groups)):
+            raise CheckpointError(
+                f"the optimizer is {known[0].kind} with {len(known[0].groups)} groups on rank 0 "
+                f"and {state.kind} with {len(state.groups)} on rank {rank}"
+            )
+    values: dict[str, dict[str, Any]] = {}
+    groups = [{**group, "params": []} for group in known[0].groups]
+    for state in known:
+        values |= state.values
+        for group, more in zip(groups, state.groups):
+            group["params"] = list(dict.fromkeys([*group["params"], *more["params"]]))
+    return OptimizerState(known[0].kind, [], values, groups)

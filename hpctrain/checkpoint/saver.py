@@ -1,0 +1,180 @@
+"""Save the state of a training run into one file that all ranks write together, at once or in the background."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+import torch
+
+from hpctrain.checkpoint import content, layout
+from hpctrain.checkpoint.commit import temporary_name
+from hpctrain.checkpoint.desk import Order, Place
+from hpctrain.checkpoint.holdings import Description, Holdings, exchange, joined
+from hpctrain.checkpoint.plan import Part, Plan, plan
+from hpctrain.checkpoint.saving import Job, Saving
+from hpctrain.checkpoint.source import described, nbytes_of
+from hpctrain.checkpoint.worker import Here, Share, Worker
+from hpctrain.collectives.agreement import agreed
+from hpctrain.errors import UsageError
+from hpctrain.shard import Split
+
+if TYPE_CHECKING:
+    from hpctrain.collectives.communicator import Communicator
+
+IO = Literal["posix", "mpiio"]
+
+
+@dataclass(frozen=True)
+class Storage:
+    """Say how files are written: by ``pwrite`` of each rank, or by collective calls of MPI with hints to it.
+
+    Tensors of ``alignment`` bytes and more start at multiples of it, a power of two; the stripe of a parallel
+    filesystem is a good choice.
+    """
+
+    io: IO = "posix"
+    alignment: int = layout.ALIGNMENT
+    hints: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.io not in get_args(IO):
+            raise UsageError(f"io = {self.io!r}: allowed are {', '.join(get_args(IO))}")
+        if self.alignment < 1 or self.alignment & (self.alignment - 1):
+            raise UsageError(f"alignment = {self.alignment}: must be a power of two")
+        if self.hints and self.io != "mpiio":
+            raise UsageError("hints are for io = 'mpiio'")
+
+
+class Saver:
+    """Write checkpoints, one after the other; all ranks of ``comm`` make the same calls.
+
+    In the foreground ``save`` returns when the file is in its place. In the background it returns as soon as the
+    tensors are copied: a process of each rank writes the copy, and the ranks call ``advance`` now and then, at best
+    when none is ``busy``; the file is there when nothing is ``pending``. There is only one copy: a ``save`` waits
+    for the one before it.
+    """
+
+    def __init__(
+        self, comm: Communicator | None = None, how: Storage | None = None, *, background: bool = False
+    ) -> None:
+        self._comm = comm if comm is not None else _alone()
+        self._how = how or Storage()
+        self._worker = _worker(self._comm, self._how, background)
+        self._background = background
+        self._saving: Saving | None = None
+        self._planned: tuple[bytes, Plan] | None = None
+
+    def __enter__(self) -> Saver:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if error is None:
+                self.wait()
+        finally:
+            self.close()
+
+    def save(
+        self,
+        path: str | Path,
+        *,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer | None = None,
+        train: Mapping[str, Any] | None = None,
+        rng: Mapping[str, Any] | None = None,
+        config: str | None = None,
+        provenance: Mapping[str, Any] | None = None,
+        split: Split | None = None,
+    ) -> None:
+        """Write a checkpoint, all of it or nothing; see ``hpctrain.checkpoint.save``."""
+        self.wait()
+        comm = self._comm
+        held = agreed(comm, lambda: Holdings.of(model, optimizer, split))
+        descriptions, deal = self._plan(held.description(), str(Path(path).absolute()))
+        own = deal.parts[comm.rank]
+        agreed(comm, lambda: held.check_finite())
+        plain = agreed(comm, lambda: content.plain_rng(rng))
+        states = comm.all_gather_object(plain)
+
+        def job() -> Job:
+            if comm.rank:
+                return Job(Share(held.sources, own), None)
+            rest = content.rest(train or {}, states, config, provenance, comm.size)
+            return self._order(Path(path), held, descriptions, deal, rest)
+
+        self._saving = Saving(comm, self._worker, agreed(comm, job))
+        if not self._background:
+            self.wait()
+
+    @property
+    def pending(self) -> bool:
+        """Tell whether a checkpoint is not in its place yet."""
+        return self._saving is not None
+
+    @property
+    def busy(self) -> bool:
+        """Tell whether ``advance`` would have to wait for this rank's process."""
+        return self._saving is not None and self._saving.busy
+
+    def advance(self) -> None:
+        """Bring the pending checkpoint a move further; a call by all ranks. Raises on all what failed on one."""
+        if self._saving is None:
+            return
+        try:
+            self._saving.advance()
+        finally:
+            if self._saving.done:
+                self._saving = None
+
+    def wait(self) -> None:
+        """Return when the last checkpoint is in its place; a call by all ranks."""
+        while self._saving is not None:
+            self.advance()
+
+    def close(self) -> None:
+        """Give up what is pending, without the other ranks, and end the process that writes."""
+        self._saving = None
+        self._worker.close()
+
+    def _plan(self, own: Description, target: str) -> tuple[list[Description], Plan]:
+        """Return what all ranks hold and who writes what; the plan of the last time where nothing has changed."""
+        digest, descriptions = exchange(self._comm, own, target)
+        if self._planned is None or self._planned[0] != digest:
+            boxes = [each.boxes for each in descriptions]
+            self._planned = digest, agreed(self._comm, lambda: plan(boxes, self._how.alignment))
+        return descriptions, self._planned[1]
+
+    def _order(
+        self, path: Path, held: Holdings, descriptions: Sequence[Description], deal: Plan, rest: content.Content
+    ) -> Job:
+        """Return what rank 0 brings: besides its share, everything that is no tensor of the model or optimizer."""
+        sources = [*held.sources, *rest.sources]
+        parts = [*deal.parts[0]]
+        for number, source in enumerate(rest.sources, len(held.sources)):
+            if 0 not in source.box.extent:
+                parts.append(Part(number, 0, math.prod(source.box.extent)))
+        datasets = [*deal.datasets, *(described(source) for source in rest.sources)]
+        state = joined([each.optimizer for each in descriptions])
+        groups = {**rest.groups, **({} if state is None else content.optimizer_groups(state))}
+        nbytes = sum(map(nbytes_of, datasets))
+        attributes = {source.path: source.attributes for source in rest.sources}
+        place = Place(path, temporary_name(path), nbytes)
+        return Job(Share(sources, parts), Order(place, datasets, groups, attributes, self._how.alignment))
+
+
+def _alone() -> Communicator:
+    from hpctrain.collectives.communicator import Communicator
+    from hpctrain.transport.single import SingleTransport
+
+    return Communicator(SingleTransport())
+
+
+def _worker(comm: Communicator, how: Storage, background: bool) -> Worker:
+    return Here()
