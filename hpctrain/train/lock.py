@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -16,10 +17,14 @@ from hpctrain.log import logger
 NAME = "lock.json"
 PATIENCE = 2.0  # seconds that another job may take to write its lock, or to clear away a dead one
 PAUSE = 0.02
+_NO_LINKS = {errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP}
 
 
 class FolderLock:
-    """Hold a folder for one job: a file that only one process can create (``O_CREAT | O_EXCL``).
+    """Hold a folder for one job: a file that only one process can put there.
+
+    It is written under a private name and linked to its own, so that it is never seen half written, whenever its
+    writer is killed; where a filesystem knows no links, it is created with ``O_CREAT | O_EXCL``.
 
     A lock that is left over is taken over at once where its holder can be told dead: by the same job id, which the
     scheduler gives to one run at a time, or by a process id of this host that is no more. Else the user is asked.
@@ -41,13 +46,13 @@ class FolderLock:
         deadline = time.monotonic() + PATIENCE
         while True:
             try:
-                handle = os.open(self.path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
+                self._create()
             except FileExistsError:
                 self._clear_stale(time.monotonic() > deadline)
                 continue
             except OSError as error:
                 raise LockError(f"cannot write to the run's folder {self.path.parent}: {error.strerror}") from error
-            self._sign(handle)
+            self._held = True
             return
 
     def release(self) -> None:
@@ -56,16 +61,30 @@ class FolderLock:
             self.path.unlink(missing_ok=True)
         self._held = False
 
-    def _sign(self, handle: int) -> None:
+    def _create(self) -> None:
+        """Put the lock there whole; raise ``FileExistsError`` where there is one."""
+        private = self.path.with_name(f".{NAME}.{self._own['host']}-{self._own['pid']}")
+        private.unlink(missing_ok=True)
+        try:
+            self._write(private)
+            os.link(private, self.path)
+        except OSError as error:
+            if error.errno not in _NO_LINKS:
+                raise
+            self._write(self.path)
+        finally:
+            private.unlink(missing_ok=True)
+
+    def _write(self, path: Path) -> None:
+        handle = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
         try:
             with os.fdopen(handle, "w") as file:
                 json.dump(self._own, file)
                 file.flush()
                 os.fsync(file.fileno())
-        except OSError as error:
-            self.path.unlink(missing_ok=True)
-            raise LockError(f"cannot write {self.path}: {error.strerror}") from error
-        self._held = True
+        except OSError:
+            path.unlink(missing_ok=True)
+            raise
 
     def _read(self) -> dict[str, Any] | None:
         try:

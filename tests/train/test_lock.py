@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import socket
@@ -149,8 +150,14 @@ def test_a_slow_job_does_not_remove_a_lock_that_was_taken_over(tmp_path: Path) -
 def test_a_job_that_died_while_taking_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lock, "PATIENCE", 0.1)
     _holder(tmp_path, pid=_dead_pid())
-    monkeypatch.setattr(os, "unlink", _killed)
-    monkeypatch.setattr(Path, "unlink", _killed)
+    real = Path.unlink
+
+    def killed(path: Path, missing_ok: bool = False) -> None:
+        if path.name == NAME or "removing" in path.name:
+            raise KeyboardInterrupt
+        real(path, missing_ok)
+
+    monkeypatch.setattr(Path, "unlink", killed)
     with pytest.raises(KeyboardInterrupt):
         FolderLock(tmp_path, None).acquire()
     monkeypatch.undo()
@@ -163,8 +170,27 @@ def test_a_job_that_died_while_taking_over(tmp_path: Path, monkeypatch: pytest.M
     FolderLock(tmp_path, None).acquire()
 
 
-def _killed(*args: Any, **kwargs: Any) -> None:
-    raise KeyboardInterrupt
+@pytest.mark.parametrize("call", ["open", "fsync", "link"])
+def test_a_job_that_died_while_locking_leaves_no_half_lock(tmp_path: Path, call: str) -> None:
+    program = (
+        "import os, sys; from pathlib import Path; from hpctrain.train.lock import FolderLock\n"
+        f"os.{call} = lambda *_, **__: os._exit(9)\n"
+        "FolderLock(Path(sys.argv[1]), None).acquire()"
+    )
+    assert subprocess.run([sys.executable, "-c", program, str(tmp_path)], timeout=60).returncode == 9
+    assert not (tmp_path / NAME).exists()
+    FolderLock(tmp_path, None).acquire()
+
+
+def test_a_filesystem_without_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*args: Any) -> None:
+        raise OSError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", refused)
+    FolderLock(tmp_path, None).acquire()
+    assert [path.name for path in tmp_path.iterdir()] == [NAME]
+    with pytest.raises(LockError, match="works in"):
+        FolderLock(tmp_path, None).acquire()
 
 
 RACE = """
