@@ -15,12 +15,16 @@ if TYPE_CHECKING:
     from hpctrain.checkpoint.folder import newest_valid as newest_valid
     from hpctrain.checkpoint.rng import capture_rng as capture_rng
     from hpctrain.checkpoint.rng import restore_rng as restore_rng
+    from hpctrain.checkpoint.saver import Saver as Saver
+    from hpctrain.checkpoint.saver import Storage as Storage
     from hpctrain.checkpoint.state import Loaded as Loaded
     from hpctrain.checkpoint.state import load as load
     from hpctrain.checkpoint.state import save as save
 
 _HOMES = {
     "Loaded": "state",
+    "Saver": "saver",
+    "Storage": "saver",
     "capture_rng": "rng",
     "keep_last": "folder",
     "list_checkpoints": "folder",
@@ -31,6 +35,8 @@ _HOMES = {
 }
 __all__ = [
     "Loaded",
+    "Saver",
+    "Storage",
     "capture_rng",
     "keep_last",
     "list_checkpoints",

@@ -32,10 +32,12 @@ def commit(path: Path, write: Callable[[Path], None], needed: int) -> None:
         write(temporary)
         verify_file(temporary)
         os.rename(temporary, path)
-    except BaseException as error:
+    except Exception as error:
+        said = explained(error, path, temporary, needed)
         discard(temporary)
-        if isinstance(error, Exception):
-            raise explained(error, path, needed) from error
+        raise said from error
+    except BaseException:
+        discard(temporary)
         raise
     flush_folder(path)
 
@@ -75,8 +77,11 @@ def flush_folder(path: Path) -> None:
             ) from error
 
 
-def explained(error: Exception, path: Path, needed: int) -> Exception:
-    """Return the ``CheckpointError`` that says why a file cannot be written; ``needed`` is its number of bytes."""
+def explained(error: Exception, path: Path, temporary: Path, needed: int) -> Exception:
+    """Return the ``CheckpointError`` that says why a file cannot be written; ``needed`` is its number of bytes.
+
+    What the private file takes counts as free: it is about to be removed.
+    """
     number = error.errno if isinstance(error, OSError) else None
     if isinstance(error, HpctrainError) and number is None:
         if not isinstance(error, CheckpointError):
@@ -84,15 +89,20 @@ def explained(error: Exception, path: Path, needed: int) -> Exception:
         return CheckpointError(f"cannot write {path}: {error}")
     reason = os.strerror(number) if number else " ".join(str(error).split()) or type(error).__name__
     if number in _NO_SPACE:
-        free = _free_bytes(path.parent)  # without the private file: what there was to write into
+        free = _free_bytes(temporary)
         room = "an unknown number of" if free is None else str(free)
         reason += f": {needed} bytes are needed, {room} bytes are free in {path.parent}"
     return CheckpointError(f"cannot write {path}: {reason.lower() if number else reason}")
 
 
-def _free_bytes(folder: Path) -> int | None:
+def _free_bytes(temporary: Path) -> int | None:
+    """Return the bytes that there were to write into."""
     try:
-        status = os.statvfs(folder)
+        status = os.statvfs(temporary.parent)
     except OSError:
         return None
-    return status.f_bavail * status.f_frsize
+    try:
+        taken = temporary.stat().st_blocks * 512
+    except OSError:
+        taken = 0
+    return status.f_bavail * status.f_frsize + taken

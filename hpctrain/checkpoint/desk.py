@@ -115,4 +115,4 @@ def explaining(place: Place) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        raise commit.explained(error, place.target, place.nbytes) from error
+        raise commit.explained(error, place.target, place.private, place.nbytes) from error

@@ -177,4 +177,8 @@ def _alone() -> Communicator:
 
 
 def _worker(comm: Communicator, how: Storage, background: bool) -> Worker:
-    return Here()
+    if not background:
+        return Here()
+    from hpctrain.checkpoint.aside import Aside
+
+    return Aside()

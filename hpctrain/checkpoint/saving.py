@@ -61,7 +61,7 @@ class Saving:
         self._worker.write(place, places)
 
     def _finish(self) -> None:
-        written = self._together(self._worker.result)
+        written = self._together(self._worker.result, alike=False)
         everything = np.concatenate(self._comm.all_gather_object(written))
         if self._first:
             self._worker.finish(everything)
@@ -74,10 +74,10 @@ class Saving:
     def _first(self) -> bool:
         return self._comm.rank == 0
 
-    def _together(self, action: Callable[[], T]) -> T:
+    def _together(self, action: Callable[[], T], *, alike: bool = True) -> T:
         """Do something that may fail; if it fails anywhere, drop the checkpoint and raise on all ranks."""
         try:
-            return agreed(self._comm, action)
+            return agreed(self._comm, action, alike=alike)
         except BaseException:
             self.done = True
             self._worker.give_up()

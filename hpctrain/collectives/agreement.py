@@ -17,11 +17,12 @@ class Gathers(Protocol):
         """Return the objects of all ranks, in rank order."""
 
 
-def agreed(comm: Gathers | None, action: Callable[[], T]) -> T:
+def agreed(comm: Gathers | None, action: Callable[[], T], *, alike: bool = True) -> T:
     """Do something on this rank and return its result, if it succeeded on all ranks.
 
     Otherwise every rank raises the same error, which names the ranks and their reasons and has ``everywhere`` set: it
-    is of the kind that the first failing rank raised. Every rank must come here, whatever happens in the action.
+    is of the kind that the first failing rank raised. What all ranks do ``alike`` or rank 0 does for all needs no rank
+    in the message when it fails there. Every rank must come here, whatever happens in the action.
     """
     if comm is None:
         return action()
@@ -34,7 +35,7 @@ def agreed(comm: Gathers | None, action: Callable[[], T]) -> T:
     reports = comm.all_gather_object(None if error is None else _report(error))
     if any(reports):
         # An error of ours says all in its text; of any other the traceback is wanted too.
-        raise _joint(reports) from (None if isinstance(error, errors.HpctrainError) else error)
+        raise _joint(reports, alike) from (None if isinstance(error, errors.HpctrainError) else error)
     return outcome[0]
 
 
@@ -50,12 +51,12 @@ def _report(error: Exception) -> tuple[str, str]:
     return kind, str(error) if isinstance(error, errors.HpctrainError) else f"{kind}: {error}"
 
 
-def _joint(reports: list[tuple[str, str] | None]) -> errors.HpctrainError:
+def _joint(reports: list[tuple[str, str] | None], alike: bool) -> errors.HpctrainError:
     failed = {rank: report for rank, report in enumerate(reports) if report}
     kind, text = next(iter(failed.values()))
     if len(reports) > 1 and len(set(failed.values())) > 1:
         text = "; ".join(f"rank {rank}: {report[1]}" for rank, report in failed.items())
-    elif len(reports) > 1 and len(failed) < len(reports) and list(failed) != [0]:
-        text = f"rank {', '.join(map(str, failed))}: {text}"
+    elif len(reports) > 1 and (not alike or len(failed) < len(reports) and list(failed) != [0]):
+        text = f"rank{'s' if len(failed) > 1 else ''} {', '.join(map(str, failed))}: {text}"
     found: type[errors.HpctrainError] = getattr(errors, kind, errors.HpctrainError)
     return found(text, everywhere=True)

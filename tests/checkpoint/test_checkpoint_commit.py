@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -116,13 +117,18 @@ def test_bytes_that_changed_on_their_way_are_never_promoted(target: Path, monkey
 
 
 def test_the_free_bytes_are_those_without_the_private_file(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[list[str]] = []
-    real = os.statvfs
-    monkeypatch.setattr(os, "statvfs", lambda folder: seen.append(os.listdir(folder)) or real(folder))
+    taken: list[int] = []
+
+    def statvfs(folder: Path) -> SimpleNamespace:
+        taken.extend(path.stat().st_blocks * 512 for path in folder.iterdir() if path != target)
+        return SimpleNamespace(f_bavail=3, f_frsize=4096)
+
+    monkeypatch.setattr(os, "statvfs", statvfs)
     fail_at_call(monkeypatch, "pwrite", 4, errno.ENOSPC)
-    with pytest.raises(CheckpointError, match="bytes are free in"):
+    with pytest.raises(CheckpointError) as found:
         commit(target, write(NEW), 1)
-    assert seen == [[target.name]]
+    assert len(taken) == 1 and taken[0] > 0
+    assert f"{3 * 4096 + taken[0]} bytes are free in" in str(found.value)
 
 
 def test_an_error_of_the_caller_stays_what_it_is(target: Path) -> None:
@@ -155,6 +161,7 @@ LIMITED = """
 import resource, sys
 import numpy as np
 from pathlib import Path
+from types import SimpleNamespace
 from hpctrain.checkpoint.commit import commit
 from hpctrain.checkpoint.source import Source
 from hpctrain.checkpoint.writer import write_file
@@ -184,6 +191,7 @@ KILLED = """
 import os, signal, sys
 import numpy as np
 from pathlib import Path
+from types import SimpleNamespace
 from hpctrain.checkpoint.commit import commit
 from hpctrain.checkpoint.source import Source
 from hpctrain.checkpoint.writer import write_file

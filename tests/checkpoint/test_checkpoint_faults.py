@@ -1,0 +1,199 @@
+"""The disk of one rank breaks, or that of all: every rank hears the same, and the checkpoint before stays as it was."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.faults import (
+    OPENS,
+    READS,
+    WRITES,
+    Fault,
+    SmallDisk,
+    failing,
+    file_size_limit,
+    half,
+    once,
+    raising,
+    signal_storm,
+)
+from support.place import NAME, OneWrongByte, Place, check_room
+
+pytestmark = [pytest.mark.ranks(1, 2, 3), pytest.mark.limit(30)]
+
+
+@pytest.fixture
+def place(shared_tmp_path: Path, comm: Any) -> Place:
+    folder = shared_tmp_path / "checkpoints"
+    if comm.rank == 0:
+        folder.mkdir()
+    comm.barrier()
+    return Place(folder, comm)
+
+
+_SOME = pytest.mark.ranks(2, 3)  # one rank alone is all of them
+
+
+@pytest.fixture(params=[pytest.param("first", marks=_SOME), pytest.param("last", marks=_SOME), "all"])
+def broken(request: pytest.FixtureRequest, comm: Any) -> list[int]:
+    """Return the ranks that come to harm."""
+    ranks: dict[str, list[int]] = {"first": [0], "last": [comm.size - 1], "all": list(range(comm.size))}
+    return ranks[request.param]
+
+
+@pytest.fixture
+def breaking(broken: list[int], comm: Any) -> Iterator[Callable[..., list[Fault]]]:
+    """Return a function that installs a fault on those ranks."""
+    with pytest.MonkeyPatch.context() as patch:
+        yield lambda *what, **how: [Fault(patch, *what, **how)] if comm.rank in broken else []
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC, errno.EDQUOT], ids=errno.errorcode.get)
+@pytest.mark.parametrize("call", [1, 2])
+def test_a_write_that_fails(place: Place, broken: list[int], breaking: Any, number: int, call: int) -> None:
+    faults = breaking(WRITES, failing(number), call=call)
+    text = place.error()
+    assert all(fault.fired for fault in faults), "this rank has written nothing"
+    place.check_names(text, broken)
+    assert os.strerror(number).lower() in text.lower() and str(place.path) in text
+    if number != errno.EIO:
+        check_room(text, place.path.parent)
+
+
+@pytest.mark.parametrize("error", [MemoryError("no memory left"), RuntimeError("this was not foreseen")])
+def test_any_other_failure_of_a_write(place: Place, broken: list[int], breaking: Any, error: Exception) -> None:
+    breaking(WRITES, raising(error))
+    text = place.error()
+    place.check_names(text, broken)
+    assert str(error) in text
+
+
+def test_a_flush_that_fails_once(place: Place, broken: list[int], breaking: Any) -> None:
+    """The kernel reports lost pages to the first fsync only: a second one that succeeds proves nothing."""
+    faults = breaking(("fsync", "fdatasync"), once(failing(errno.EIO)))
+    text = place.error()
+    assert all(fault.fired for fault in faults), "this rank has flushed nothing"
+    place.check_names(text, broken)
+    assert "input/output error" in text
+    place.check_saves()
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EROFS, errno.ESTALE], ids=errno.errorcode.get)
+def test_a_file_that_cannot_be_opened(place: Place, broken: list[int], breaking: Any, number: int) -> None:
+    faults = breaking(OPENS, failing(number))
+    text = place.error()
+    assert all(fault.fired for fault in faults) or 0 in broken
+    place.check_names(text, broken, in_turn=True)
+    assert os.strerror(number).lower() in text.lower()
+
+
+@pytest.mark.ranks(2, 3)
+def test_a_folder_that_a_rank_does_not_share(place: Place, comm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where ranks sit on two nodes and the folder is on a disk of the first one."""
+    if comm.rank == comm.size - 1:
+        Fault(monkeypatch, OPENS, failing(errno.ENOENT))
+    text = place.error()
+    place.check_names(text, [comm.size - 1])
+    assert re.search("must be the same on all ranks", text), text
+
+
+def test_ranks_that_fail_in_different_ways_are_all_heard(place: Place, comm: Any) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        numbers = [errno.EIO, errno.ENOSPC, errno.EACCES]
+        fault = Fault(patch, WRITES, failing(numbers[comm.rank]))
+        text = place.error()
+    assert fault.fired
+    place.check_names(text, list(range(comm.size)))
+    for rank in range(comm.size):
+        assert os.strerror(numbers[rank]).lower() in text.lower()
+
+
+def test_short_writes_are_completed(place: Place, breaking: Any) -> None:
+    faults = breaking(WRITES, half)
+    place.check_saves()
+    assert all(fault.fired > 20 for fault in faults)
+
+
+@pytest.mark.parametrize("act", [lambda *_: 0, failing(errno.EINTR)], ids=["nothing is taken", "interrupted"])
+def test_a_write_that_never_gets_on_is_an_error(place: Place, broken: list[int], breaking: Any, act: Any) -> None:
+    """Python itself repeats an interrupted call; one that still ends so comes from a handler that raised."""
+    breaking(WRITES, act)
+    place.check_names(place.error(), broken)
+
+
+def test_signals_while_writing_do_no_harm(place: Place, broken: list[int], comm: Any) -> None:
+    with signal_storm() if comm.rank in broken else nullcontext([1]) as come:
+        place.check_saves()
+    assert come[0]
+
+
+def test_a_byte_that_changes_on_its_way_is_found(place: Place, breaking: Any, comm: Any) -> None:
+    wrong = OneWrongByte()
+    breaking(WRITES, wrong)
+    text = place.error()
+    hit = [name for name in comm.all_gather_object(wrong.hit) if name]
+    assert hit and any(f"{name} " in text for name in hit), (hit, text)
+
+
+@pytest.mark.parametrize("call", [1, 2])
+def test_a_file_that_cannot_be_read_back(place: Place, broken: list[int], breaking: Any, comm: Any, call: int) -> None:
+    faults = breaking(READS, failing(errno.EIO), call=call)
+    text = place.outcome()
+    fired = comm.all_gather_object(any(fault.fired for fault in faults))
+    assert bool(text) == any(fired), "who cannot read back what was written must say so"
+    assert any(fired) or len(broken) < comm.size, "nobody has read back what was written"
+    if text:
+        assert "input/output error" in text.lower()
+        place.check_unchanged()
+
+
+def test_a_rename_that_fails(place: Place, comm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    fault = Fault(monkeypatch, ("rename", "replace"), failing(errno.EIO))
+    assert "input/output error" in place.error()
+    assert sum(comm.all_gather_object(fault.fired)) == 1
+
+
+@pytest.mark.parametrize("limit", [0, 4096])
+def test_a_limit_on_the_size_of_files(place: Place, broken: list[int], comm: Any, limit: int) -> None:
+    text = place.error(lambda: file_size_limit(limit) if comm.rank in broken else nullcontext())
+    place.check_names(text, broken)
+    assert "file too large" in text
+    check_room(text, place.path.parent)
+    place.check_saves()
+
+
+@pytest.fixture
+def small_disk(shared_tmp_path: Path, comm: Any) -> Iterator[SmallDisk]:
+    disk = SmallDisk(shared_tmp_path / "disk")
+    (reason, *_) = comm.all_gather_object(disk.mount() if comm.rank == 0 else "")
+    if reason:
+        pytest.skip(f"cannot mount a small disk: {reason}")
+    yield disk
+    comm.barrier()
+    if comm.rank == 0:
+        disk.unmount()
+
+
+@pytest.mark.parametrize("share", [0.0, 0.03, 0.5, 0.95], ids=["before", "at the start", "in the middle", "at the end"])
+@pytest.mark.parametrize("name", [NAME, "step_00000002.h5"])
+def test_a_full_disk(small_disk: SmallDisk, comm: Any, share: float, name: str) -> None:
+    place = Place(small_disk.folder, comm)
+    size = 512 * place.path.stat().st_blocks  # what it takes, without its holes
+    comm.barrier()
+    if comm.rank == 0:
+        small_disk.leave(int(size * share))
+    text = place.error(name=name)
+    assert "no space left on device" in text
+    check_room(text, small_disk.folder, most=small_disk.free)
+    comm.barrier()
+    if comm.rank == 0:
+        small_disk.leave(2 * size)
+    comm.barrier()
+    place.check_saves()

@@ -1,0 +1,161 @@
+"""Break the disk of some ranks: system calls that fail or lie, a filesystem that is full, a limit on sizes of files."""
+
+from __future__ import annotations
+
+import builtins
+import os
+import resource
+import signal
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+PRIVATE = ".tmp-"  # part of the name of a checkpoint that is being written
+
+
+def is_private(target: Any) -> bool:
+    """Tell whether a path or a descriptor is that of a file which is being written under a private name."""
+    if isinstance(target, int):
+        try:
+            target = os.readlink(f"/proc/self/fd/{target}")
+        except OSError:
+            return False
+    return PRIVATE in os.fspath(target) if isinstance(target, (str, os.PathLike)) else False
+
+
+class Fault:
+    """Replace system calls of this process, for private files, from their ``call``-th use on; ``fired`` counts."""
+
+    def __init__(
+        self, patch: pytest.MonkeyPatch, names: tuple[str, ...], act: Callable[..., Any], call: int = 1
+    ) -> None:
+        self.uses = self.fired = 0
+        self._act, self._call = act, call
+        for name in names:
+            home = builtins if name == "open!" else os
+            name = name.rstrip("!")
+            if hasattr(home, name):
+                patch.setattr(home, name, self._replaced(getattr(home, name)))
+
+    def _replaced(self, real: Callable[..., Any]) -> Callable[..., Any]:
+        def replacement(target: Any, *args: Any, **keywords: Any) -> Any:
+            if is_private(target):
+                self.uses += 1
+                if self.uses >= self._call:
+                    self.fired += 1
+                    return self._act(real, target, *args, **keywords)
+            return real(target, *args, **keywords)
+
+        return replacement
+
+
+WRITES, OPENS, READS = ("pwrite", "pwritev"), ("open", "open!"), ("preadv", "pread")
+
+
+def failing(number: int) -> Callable[..., Any]:
+    """Return a call that fails with an error number of the system."""
+
+    def act(*_: Any, **__: Any) -> Any:
+        raise OSError(number, os.strerror(number))
+
+    return act
+
+
+def raising(error: Exception) -> Callable[..., Any]:
+    """Return a call that raises."""
+
+    def act(*_: Any, **__: Any) -> Any:
+        raise error
+
+    return act
+
+
+def once(act: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a call that does so once and works from then on."""
+    left = [True]
+
+    def first(real: Callable[..., Any], *args: Any, **keywords: Any) -> Any:
+        if left:
+            left.clear()
+            return act(real, *args, **keywords)
+        return real(*args, **keywords)
+
+    return first
+
+
+def half(real: Callable[..., int], handle: int, data: Any, offset: int) -> int:
+    """Write about half of what was to be written, as a disk may that is nearly full."""
+    if isinstance(data, (list, tuple)):
+        return real(handle, [data[0][: max(1, len(data[0]) // 2)]], offset)
+    return real(handle, data[: max(1, len(data) // 2)], offset)
+
+
+@contextmanager
+def file_size_limit(limit: int) -> Iterator[None]:
+    """Let no file of this process grow beyond so many bytes; Python ignores SIGXFSZ, so that calls fail by EFBIG."""
+    assert signal.getsignal(signal.SIGXFSZ) == signal.SIG_IGN
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@contextmanager
+def signal_storm(interval: float = 0.0005) -> Iterator[list[int]]:
+    """Interrupt this process every so many seconds: slow system calls come back with EINTR or half done."""
+    come = [0]
+
+    def count(*_: object) -> None:
+        come[0] += 1
+
+    before = signal.signal(signal.SIGALRM, count)
+    signal.setitimer(signal.ITIMER_REAL, interval, interval)
+    try:
+        yield come
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+class SmallDisk:
+    """Be a filesystem in memory whose size can be changed while it is used; needs root."""
+
+    SIZE = 16 << 20
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def mount(self) -> str:
+        """Mount it and return nothing, or why that cannot be done."""
+        self.folder.mkdir()
+        try:
+            done = self._mount("-t", "tmpfs", "-o", f"size={self.SIZE}", "tmpfs")
+        except FileNotFoundError:
+            return "there is no mount"
+        return done.stderr.strip() or "mount failed" if done.returncode else ""
+
+    def leave(self, free: int) -> None:
+        """Leave so many bytes free."""
+        status = os.statvfs(self.folder)
+        used = (status.f_blocks - status.f_bfree) * status.f_frsize
+        done = self._mount("-o", f"remount,size={used + free}")
+        assert not done.returncode, done.stderr
+
+    @property
+    def free(self) -> int:
+        """Return how many bytes are free."""
+        status = os.statvfs(self.folder)
+        return status.f_bavail * status.f_frsize
+
+    def unmount(self) -> None:
+        """Take it away."""
+        subprocess.run(["umount", "-l", self.folder], check=True, timeout=20)
+
+    def _mount(self, *options: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(["mount", *options, self.folder], capture_output=True, text=True, timeout=20)
