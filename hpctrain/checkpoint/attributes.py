@@ -53,6 +53,8 @@ def pack(values: Mapping[str, Any], what: str) -> dict[str, Value]:
         if name.endswith(JSON_SUFFIX):
             raise UsageError(f"the name {name!r} of {what} must not end in {JSON_SUFFIX}: that marks JSON text")
         plain = value.item() if isinstance(value, np.generic) else value
+        if isinstance(plain, str):
+            plain = str(plain)  # a subclass, as torch's version is, would bring torch along to who unpickles it
         if _is_plain(plain):
             attributes[name] = plain
         else:

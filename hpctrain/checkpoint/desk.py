@@ -40,6 +40,7 @@ class Order:
     groups: Groups
     attributes: Mapping[str, Mapping[str, Value]] = field(default_factory=dict)
     alignment: int = layout.ALIGNMENT
+    create: bool = True  # the private file; else who writes into it does
 
 
 class Desk:
@@ -58,19 +59,17 @@ class Desk:
         with explaining(place):
             commit.prepare(place.target, place.private)
             self._draft = Draft(order.datasets, order.attributes, order.groups, order.alignment)
-            os.close(os.open(place.private, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))
+            if order.create:
+                os.close(os.open(place.private, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))
         return {dataset.name: at for dataset, at in zip(order.datasets, self._draft.places)}
 
     def write(self, place: Place, stretches: Iterable[Stretch]) -> Written:
         """Write a share into the private file, flush it and read it back; return what was written."""
         with explaining(place):
-            handle = open_shared(place.private)
-            try:
+            with opened(place.private) as handle:
                 rows = pour.pour(handle, stretches)
                 os.fsync(handle)  # by the descriptor that wrote: it is the one that hears of failures
                 pour.check(handle, rows)
-            finally:
-                os.close(handle)
         return pour.written(rows)
 
     def finish(self, written: Written) -> None:
@@ -78,12 +77,9 @@ class Desk:
         place, draft = self._place, self._draft
         assert place is not None and draft is not None
         with explaining(place):
-            handle = os.open(place.private, os.O_WRONLY)
-            try:
+            with opened(place.private) as handle:
                 put(handle, draft, written)
                 os.fsync(handle)
-            finally:
-                os.close(handle)
             Reader(place.private).close()
             os.rename(place.private, place.target)
         self._draft = self._place = None
@@ -98,15 +94,20 @@ class Desk:
         self._draft = self._place = None
 
 
-def open_shared(private: Path) -> int:
-    """Open the file that rank 0 has made, to write and to read."""
+@contextmanager
+def opened(private: Path) -> Iterator[int]:
+    """Open the file that is being written, to write and to read."""
     try:
-        return os.open(private, os.O_RDWR)
+        handle = os.open(private, os.O_RDWR)
     except FileNotFoundError:
         raise CheckpointError(
             "this rank does not see the file that rank 0 has made: the folder must be the same on all ranks, "
             "on a filesystem that they share"
         ) from None
+    try:
+        yield handle
+    finally:
+        os.close(handle)
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Look after a folder of checkpoints: list them, find the newest that is sound, keep the last few."""
+"""Look after a folder of checkpoints: list them, find the newest that is sound, delete what need not stay."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ import re
 from pathlib import Path
 
 from hpctrain.checkpoint import layout
-from hpctrain.checkpoint.reader import verify_file
-from hpctrain.errors import CheckpointError, UsageError
+from hpctrain.checkpoint.keep import Candidate, Keep, best_of, superseded
+from hpctrain.checkpoint.reader import Reader, verify_file
+from hpctrain.errors import CheckpointError
 from hpctrain.log import logger
 
+LOGGED = "logged"  # in /train: what the run logged in the step of the file, by name
 _LEFTOVER = re.compile(r"\.step_\d+\.h5\.tmp-.+")
 
 
@@ -54,19 +56,73 @@ def keep_last(folder: str | Path, count: int, *, verified: Path | None = None) -
     Nothing is deleted unless the newest is sound; ``verified`` names a file that was just committed and so needs no
     second look.
     """
-    if count < 1:
-        raise UsageError(f"cannot keep the last {count} checkpoints: keep at least 1")
-    files = list_checkpoints(folder)
-    old = files[:-count]
-    if not old:
-        return []
-    if verified is None or verified.name != files[-1].name:
-        try:
-            verify_file(files[-1])
-        except CheckpointError as error:
-            logger.warning("older checkpoints are kept: the newest is not valid: %s", error)
+    return Keeper(folder, Keep(last=count)).tidy(verified=verified)
+
+
+class Keeper:
+    """Delete the checkpoints of a folder that a policy does not ask to keep.
+
+    What the best is chosen by is read from the files themselves, so that it outlives every restart; each file is
+    looked at once.
+    """
+
+    def __init__(self, folder: str | Path, keep: Keep) -> None:
+        self.folder, self.keep = Path(folder), keep
+        self._values: dict[tuple[str, int, int], float | None] = {}
+
+    def tidy(self, *, verified: Path | None = None) -> list[Path]:
+        """Delete what need not stay and return it.
+
+        Nothing is deleted unless the newest is sound; ``verified`` names a file that was just committed and so needs
+        no second look. A file that cannot be read stays where the best is wanted: it may be that.
+        """
+        files = list_checkpoints(self.folder)
+        if len(files) <= self.keep.last:
             return []
-    return [path for path in old if _delete(path)]
+        old = superseded(self._candidates(files), self.keep)
+        if not old or not _is_sound(files[-1], verified):
+            return []
+        return [path for one in old if _delete(path := self.folder / one.name)]
+
+    def best(self) -> Path | None:
+        """Return the checkpoint with the best value, ``None`` where no best is wanted or no file has a value."""
+        found = best_of(self._candidates(list_checkpoints(self.folder)), self.keep.which) if self.keep.best else None
+        return self.folder / found.name if found else None
+
+    def _candidates(self, files: list[Path]) -> list[Candidate]:
+        found = []
+        for path in files:
+            step = layout.step_of(path.name)
+            assert step is not None, "only such files are listed"
+            try:
+                found.append(Candidate(path.name, step, self._value(path) if self.keep.best else None))
+            except CheckpointError as error:
+                logger.warning("%s stays: whether it is the best cannot be seen: %s", path, error)
+        return found
+
+    def _value(self, path: Path) -> float | None:
+        try:
+            status = path.stat()
+        except OSError as error:
+            raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
+        identity = (path.name, status.st_ino, status.st_mtime_ns)
+        if identity not in self._values:
+            with Reader(path) as reader:
+                logged = reader.values(layout.TRAIN).get(LOGGED, {})
+            value = logged.get(self.keep.best) if isinstance(logged, dict) else None
+            self._values[identity] = value if isinstance(value, float) else None
+        return self._values[identity]
+
+
+def _is_sound(newest: Path, verified: Path | None) -> bool:
+    if verified is not None and verified.name == newest.name:
+        return True
+    try:
+        verify_file(newest)
+    except CheckpointError as error:
+        logger.warning("older checkpoints are kept: the newest is not valid: %s", error)
+        return False
+    return True
 
 
 def remove_leftovers(folder: str | Path) -> list[Path]:

@@ -165,8 +165,8 @@ class Saver:
         groups = {**rest.groups, **({} if state is None else content.optimizer_groups(state))}
         nbytes = sum(map(nbytes_of, datasets))
         attributes = {source.path: source.attributes for source in rest.sources}
-        place = Place(path, temporary_name(path), nbytes)
-        return Job(Share(sources, parts), Order(place, datasets, groups, attributes, self._how.alignment))
+        place, create = Place(path, temporary_name(path), nbytes), self._how.io != "mpiio"
+        return Job(Share(sources, parts), Order(place, datasets, groups, attributes, self._how.alignment, create))
 
 
 def _alone() -> Communicator:
@@ -177,8 +177,26 @@ def _alone() -> Communicator:
 
 
 def _worker(comm: Communicator, how: Storage, background: bool) -> Worker:
+    if how.io == "mpiio":
+        return _collective(comm, how, background)
     if not background:
         return Here()
     from hpctrain.checkpoint.aside import Aside
 
     return Aside()
+
+
+def _collective(comm: Communicator, how: Storage, background: bool) -> Worker:
+    if background:
+        raise UsageError(
+            "io = 'mpiio' writes by calls of all ranks, which a process beside each cannot make: "
+            "write in the foreground, or by io = 'posix'",
+            everywhere=True,
+        )
+    if comm.transport.name != "mpi":
+        raise UsageError("io = 'mpiio' needs ranks that MPI has started: use io = 'posix'", everywhere=True)
+    from hpctrain.checkpoint.collective import Collective
+    from hpctrain.transport.mpi import MpiTransport
+
+    assert isinstance(comm.transport, MpiTransport)
+    return Collective(comm.transport, how.hints)

@@ -72,7 +72,7 @@ class Snapshot:
                 os.ftruncate(self.handle, nbytes)
                 self._memory = mmap.mmap(self.handle, nbytes)
             except (OSError, ValueError) as error:
-                raise CheckpointError(f"cannot get {nbytes} bytes of memory for a checkpoint's copy: {error}") from error
+                raise CheckpointError(f"cannot get {nbytes} bytes of memory for a checkpoint: {error}") from error
             if hasattr(mmap, "MADV_HUGEPAGE"):
                 self._memory.madvise(mmap.MADV_HUGEPAGE)
             self._bytes = np.frombuffer(self._memory, dtype=np.uint8)

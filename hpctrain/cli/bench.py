@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hpctrain.cli.action import action
 from hpctrain.errors import UsageError
 
 if TYPE_CHECKING:
@@ -38,33 +39,24 @@ def add_parser(subparsers: Any) -> None:
     """Add the verb and its actions to the command line."""
     parser = subparsers.add_parser("bench", help="measure the collectives, show what was measured", description=__doc__)
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
-    measuring = _action(actions, "calibrate", "measure which algorithm is fastest, and keep that", _CALIBRATE_EPILOG)
+    measuring = action(
+        actions, "calibrate", "measure which algorithm is fastest, and keep that", _CALIBRATE_EPILOG, _calibrate
+    )
     measuring.add_argument("--seconds", type=_seconds, default=60.0, help="time to take (default: %(default)g)")
     measuring.add_argument("--sizes", type=_sizes, metavar="BYTES,...", help="sizes (default: 4 to 64M, times 4)")
     measuring.add_argument("--device", default="auto", metavar="NAME", help="auto, cpu or cuda (default: auto)")
     measuring.add_argument("--output", type=Path, metavar="FILE", help="keep it there, not in the usual place")
     measuring.add_argument("--no-canary", action="store_true", help="do not try MPI on memory of GPUs")
     measuring.add_argument("-v", "--verbose", action="store_true", help="say what was left out, and why")
-    showing = _action(actions, "show", "print what is kept for this machine", _SHOW_EPILOG)
+    showing = action(actions, "show", "print what is kept for this machine", _SHOW_EPILOG, _show)
     showing.add_argument("file", type=Path, nargs="?", metavar="FILE", help="a file to show in its place")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Carry out the action; return the exit code."""
-    return _calibrate(args) if args.action == "calibrate" else _show(args.file, args.json)
-
-
-def _action(actions: Any, name: str, summary: str, epilog: str) -> argparse.ArgumentParser:
-    parser: argparse.ArgumentParser = actions.add_parser(
-        name,
-        help=summary,
-        description=f"{summary[0].upper()}{summary[1:]}.",
-        epilog=epilog,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    return parser
+    code: int = args.run_action(args)
+    return code
 
 
 def _seconds(text: str) -> float:
@@ -203,7 +195,7 @@ def _left_out(report: Report) -> list[str]:
 # show -----------------------------------------------------------------------------------------------------------------
 
 
-def _show(file: Path | None, as_json: bool) -> int:
+def _show(args: argparse.Namespace) -> int:
     from hpctrain.cluster.launcher import first_guess_of_rank
     from hpctrain.collectives.choice import timetable
 
@@ -214,14 +206,14 @@ def _show(file: Path | None, as_json: bool) -> int:
     from hpctrain.train.machine import mpi_name, this_machine
 
     machine = this_machine(mpi_name())
-    path = file or place(machine)
+    path = args.file or place(machine)
     if path is None or not path.exists():
         where = path or "the home folder"
         raise UsageError(f"no calibration for {machine} in {where}: mpiexec -n 4 hpctrain bench calibrate makes one")
     found = read(path)
     differences = machine.differences(found.machine)
     used = not differences and place(machine) == path
-    if as_json:
+    if args.json:
         print(json.dumps({"file": str(path), "in_use": used, "differences": differences, **found.to_json()}, indent=2))
         return 0
     state = "in use here" if used else f"of no use here: {', '.join(differences)}" if differences else "not in use here"

@@ -18,6 +18,7 @@ from hpctrain.train.guard import Guard
 
 if TYPE_CHECKING:
     from hpctrain.train.session import Run
+    from hpctrain.train.state import Stateful
 
 
 class Job:
@@ -68,19 +69,31 @@ class Job:
         loader: Iterable[Any],
         *,
         checkpoints: str,
-        steps: int | None = None,
-        every: int = 100,
-        keep: int = 2,
+        states: Mapping[str, Stateful] | None = None,
+        config: str | None = None,
+        provenance: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> Run:
         """Return a run in the folder ``checkpoints``: iterate it for ``(step, batch)``; see ``train.session.Run``.
 
-        Entered with ``with``, it locks the folder, resumes from the newest valid checkpoint there, writes
-        metrics and a checkpoint every ``every`` steps (``keep`` newest kept), and saves when it ends or is told to.
+        Entered with ``with``, it locks the folder, resumes from the newest valid checkpoint there, writes metrics and
+        checkpoints, and saves when it ends or is told to. ``options`` are the fields of ``train.options.RunOptions``:
+        how many ``steps``, a checkpoint ``every`` so many, how many of them to ``keep``, and so on.
         """
+        from hpctrain.train.options import RunOptions
         from hpctrain.train.session import Run
 
-        return Run(self, model, optimizer, loader, folder=checkpoints, steps=steps, every=every, keep=keep, **options)
+        return Run(
+            self,
+            model,
+            optimizer,
+            loader,
+            folder=checkpoints,
+            options=RunOptions(**options),
+            states=states,
+            config=config,
+            provenance=provenance,
+        )
 
     def close(self) -> None:
         """Stop watching the job and give back what it holds; a call by all ranks."""

@@ -2,32 +2,57 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal, get_args
 
+from hpctrain.checkpoint.keep import Best, Keep
 from hpctrain.errors import UsageError
 from hpctrain.train.health import Policy
 
 Resume = Literal["auto", "never", "must"]
+OnError = Literal["stop", "continue"]
+
+_AT_LEAST = {"steps": 1, "every": 1, "keep": 1, "keep_every": 0}
+_ALLOWED = {
+    "resume": get_args(Resume),
+    "on_nonfinite": get_args(Policy),
+    "on_error": get_args(OnError),
+    "best": get_args(Best),
+}
 
 
 @dataclass(frozen=True)
 class RunOptions:
     """Say how far a run goes, when it saves, and what it does about trouble; the settings of the same names explain."""
 
-    steps: int | None  # updates in all, over all resumes; None: as long as the loader has batches
-    every: int  # steps between checkpoints
-    keep: int  # the newest checkpoints that stay
-    resume: Resume
-    strict: bool  # a damaged newest checkpoint is an error
-    on_nonfinite: Policy
+    steps: int | None = None  # updates in all, over all resumes; None: as long as the loader has batches
+    every: int = 100  # steps between checkpoints
+    keep: int = 2  # the newest checkpoints that stay
+    keep_every: int = 0  # steps: a checkpoint whose step is a multiple stays; 0: none for that
+    keep_best: str = ""  # a number that the run logs: the checkpoint with its best value stays; empty: none for that
+    best: Best = "lowest"  # which value is the best
+    on_error: OnError = "stop"  # a checkpoint cannot be written: end the run, or go on until the next
+    resume: Resume = "auto"
+    strict: bool = False  # a damaged newest checkpoint is an error
+    on_nonfinite: Policy = "abort"
+    start_from: str | Path = ""  # a checkpoint whose model a new run begins with
+    start_skip: Sequence[str] = ()  # patterns: names of tensors that need not fit that model
 
     def __post_init__(self) -> None:
-        for name in ("steps", "every", "keep"):
+        for name, least in _AT_LEAST.items():
             count = getattr(self, name)
-            if count is not None and count < 1:
-                raise UsageError(f"a run with {name} = {count}: must be at least 1", everywhere=True)
-        for name, allowed in (("resume", get_args(Resume)), ("on_nonfinite", get_args(Policy))):
+            if count is not None and count < least:
+                raise UsageError(f"a run with {name} = {count}: must be at least {least}", everywhere=True)
+        for name, allowed in _ALLOWED.items():
             value = getattr(self, name)
             if value not in allowed:
                 raise UsageError(f"a run with {name} = {value!r}: allowed are {', '.join(allowed)}", everywhere=True)
+        if isinstance(self.start_skip, str):
+            raise UsageError(f"a run with start_skip = {self.start_skip!r}: give a list of patterns", everywhere=True)
+
+    @property
+    def kept(self) -> Keep:
+        """Return which checkpoints stay."""
+        return Keep(self.keep, self.keep_every, self.keep_best, self.best)

@@ -42,8 +42,12 @@ class Receipt:
 
     def _write(self) -> None:
         temporary = self.path.with_name(f".{NAME}.tmp-{os.getpid()}")
-        temporary.write_text(json.dumps(self.content, indent=2) + "\n")
-        temporary.replace(self.path)
+        try:
+            temporary.write_text(json.dumps(self.content, indent=2) + "\n")
+            temporary.replace(self.path)
+        except OSError:
+            temporary.unlink(missing_ok=True)
+            raise
 
 
 def read(folder: Path) -> dict[str, Any]:

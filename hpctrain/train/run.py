@@ -71,9 +71,15 @@ def train(settings: Settings, *, verbose: bool = False) -> None:
             steps=settings.train.steps,
             every=settings.checkpoint.every,
             keep=settings.checkpoint.keep,
+            keep_every=settings.checkpoint.keep_every,
+            keep_best=settings.checkpoint.keep_best,
+            best=settings.checkpoint.best,
+            on_error=settings.checkpoint.on_error,
             resume=settings.run.resume,
             strict=settings.run.strict,
             on_nonfinite=settings.train.on_nonfinite,
+            start_from=settings.train.start_from,
+            start_skip=settings.train.start_skip,
             config=to_toml(tree),
             provenance={"parallel": settings.parallel.data},
         )
@@ -88,6 +94,7 @@ def train(settings: Settings, *, verbose: bool = False) -> None:
                 run.clip(settings.train.clip)
                 optimizer.step()
                 optimizer.zero_grad()
+                # Everything is logged before the step ends, as its checkpoint may be kept for one of these numbers.
                 run.log(loss=loss, tokens=tokens_in(batch.targets, job), same={"learning_rate": rate})
                 if is_due(number, settings):
                     run.log(same={"validation_loss": validate(settings, job, model, step, corpus)})
@@ -123,9 +130,10 @@ def tokens_in(targets: torch.Tensor, job: Job) -> int:
 
 
 def is_due(number: int, settings: Settings) -> bool:
-    """Tell whether a step is followed by an evaluation."""
-    every = settings.train.evaluate_every
-    return number == settings.train.steps or bool(every) and number % every == 0
+    """Tell whether a step is followed by an evaluation: as often as told, and where its checkpoint is judged by it."""
+    every, saved = settings.train.evaluate_every, settings.checkpoint
+    judged = saved.keep_best == "validation_loss" and number % saved.every == 0
+    return number == settings.train.steps or judged or bool(every) and number % every == 0
 
 
 def validate(settings: Settings, job: Job, model: nn.Module, step: Stepper, corpus: Corpus) -> float:

@@ -28,11 +28,13 @@ from hpctrain.errors import EXIT_REQUEUE, CheckpointError, NonFiniteError, Usage
 from hpctrain.log import logger
 from hpctrain.train.books import Books
 from hpctrain.train.exchange import StepExchange, StepLog
-from hpctrain.train.health import Health, Policy
+from hpctrain.train.failures import FailedSaves
+from hpctrain.train.health import Health
 from hpctrain.train.hello import versions
-from hpctrain.train.options import Resume, RunOptions
+from hpctrain.train.options import RunOptions
 from hpctrain.train.progress import Progress, shown
 from hpctrain.train.signals import install
+from hpctrain.train.start import carried, start_from
 from hpctrain.train.state import LOADER, Stateful, TrainState
 from hpctrain.transport.activity import waiting
 
@@ -59,28 +61,24 @@ class Run:
         loader: Iterable[Any],
         *,
         folder: str | Path,
-        steps: int | None = None,
-        every: int = 100,
-        keep: int = 2,
-        resume: Resume = "auto",
-        strict: bool = False,
-        on_nonfinite: Policy = "abort",
+        options: RunOptions = RunOptions(),
         states: Mapping[str, Stateful] | None = None,
         config: str | None = None,
         provenance: Mapping[str, Any] | None = None,
     ) -> None:
-        self.options = RunOptions(steps, every, keep, resume, strict, on_nonfinite)
+        self.options = options
         self.job, self.loader, self.optimizer = job, loader, optimizer
         self.folder, self.config = Path(folder), config
         self.provenance = {**versions(), **job.describe(), **(provenance or {})}
         parts = dict(states or {})
         if isinstance(loader, Stateful):
             parts[LOADER] = loader
-        self.state = TrainState(model, optimizer, parts, job.comm, self.folder / "checkpoints")
-        self.health = Health(model, job.strategy(model), job.comm, on_nonfinite)
+        self.state = TrainState(model, optimizer, parts, job.comm, self.folder / "checkpoints", options.kept)
+        self.health = Health(model, job.strategy(model), job.comm, options.on_nonfinite)
         self.stop_request = install()
         self.stopped_by: str | None = None
         self._saved_step = 0
+        self._failures = FailedSaves(logs=job.rank == 0)
         self._log = StepLog()
         self._exchange = StepExchange(job.comm)
         self._fresh_rng = rng.capture_rng()
@@ -88,7 +86,7 @@ class Run:
         self._updated = False  # by the present step
         self._hooks: list[RemovableHandle] = []
         self._progress: Progress | None = None
-        self._books = Books(self.folder, job.launch.job_id)
+        self._books = Books(self.folder, job.launch.job_id, lenient=options.on_error == "continue")
 
     # What a loop may ask ----------------------------------------------------------------------------------------------
 
@@ -120,14 +118,16 @@ class Run:
     def save(self) -> Path:
         """Write a checkpoint now; a call by all ranks. Raises ``CheckpointError`` on all of them."""
         started = time.monotonic()
-        path = self.state.save(config=self.config, provenance=self.provenance, keep=self.options.keep)
+        path = self.state.save(config=self.config, provenance=self.provenance)
         self._saved_step = self.step
+        self._failures.succeeded(self.step)
         self._books.saved(self.step, time.monotonic() - started)
         return path
 
     # Entering ---------------------------------------------------------------------------------------------------------
 
     def __enter__(self) -> Run:
+        self._start_from_another()
         on_first_rank(self.job.comm, self._take_folder)
         try:
             self._resume()
@@ -142,6 +142,12 @@ class Run:
         visible = self.job.rank == 0 and not self.finished
         self._progress = Progress(self.step, self.options.steps, self.state.tokens, shown=visible)
         return self
+
+    def _start_from_another(self) -> None:
+        """Take another run's model, where there is nothing to resume; nothing is written if it does not fit."""
+        if self.options.start_from and on_first_rank(self.job.comm, self.state.newest) is None:
+            facts = start_from(self.options.start_from, self.state.model, self.job.comm, self.options.start_skip)
+            self.provenance |= facts
 
     def _take_folder(self) -> None:
         """Lock the folder; what can be refused without writing is refused before."""
@@ -163,8 +169,9 @@ class Run:
         found = self.state.find(strict=self.options.strict)
         if found is None:
             return
-        self.state.restore(found)
+        loaded = self.state.restore(found)
         self._saved_step = self.step
+        self.provenance = carried(loaded.provenance, self.provenance)
         if self.job.rank == 0 and not self.finished:
             logger.info("resuming after step %d from %s", self.step, found)
 
@@ -230,12 +237,28 @@ class Run:
         row["communication_seconds"] = round(waiting.total - waited, 6)
         if self.health.skipped:
             row["skipped"] = True
-        self.state.curves.add(row)
+        self.state.note(row)
         self._books.record(row)
         if self._progress is not None:
             self._progress.update(self.step, self.state.tokens, shown(row))
         if self.step % self.options.every == 0 and not self.finished and self.stopped_by is None:
+            self._save_or_go_on()
+
+    def _save_or_go_on(self) -> None:
+        """Save in the middle of a run; one that may go on without notes the failure, and the next save tries again."""
+        try:
             self.save()
+        except CheckpointError as error:
+            # An error of this rank alone is no decision of all.
+            if self.options.on_error == "stop" or not error.everywhere:
+                raise
+            self._note_failure(error)
+
+    def _note_failure(self, error: CheckpointError) -> None:
+        again = self.step + self.options.every
+        again = min(again, self.options.steps or again)
+        self._failures.failed(str(error), self.step, self.state.folder, again)
+        self._books.failed_save(self.step, str(error), self._failures.total)
 
     def _go_back(self) -> None:
         """Restore the last checkpoint, but not the position in the data: those samples broke the run."""

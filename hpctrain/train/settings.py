@@ -7,11 +7,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from hpctrain.checkpoint.keep import Best
 from hpctrain.data.settings import DataSettings
 from hpctrain.errors import SettingsError
 from hpctrain.models.settings import ModelSettings
 from hpctrain.parallel.settings import ParallelSettings
-from hpctrain.settings import assign, build, read_toml
+from hpctrain.settings import assign, build, read_toml, unknown
+
+# What a run from a file logs that a checkpoint may be kept for.
+JUDGES = ("validation_loss", "loss", "grad_norm")
 
 
 @dataclass(frozen=True)
@@ -54,6 +58,11 @@ class TrainSettings:
     evaluate_every: int = 100
     # A NaN or infinite gradient: stop the job, leave out the update, or go back to the last checkpoint.
     on_nonfinite: Literal["abort", "skip", "rollback"] = "abort"
+    # A checkpoint of another run whose model this one begins with; the optimizer starts fresh. A run that resumes does
+    # not look at it.
+    start_from: str = ""
+    # Patterns (fnmatch): names of tensors that need not fit it, and stay as they were built.
+    start_skip: tuple[str, ...] = ()
     # What a byte-level language model goes on from when training ends; empty for none.
     prompt: str = ""
 
@@ -99,11 +108,22 @@ class CheckpointSettings:
     every: int = 100
     # The newest ones that stay.
     keep: int = 2
+    # Steps: a checkpoint whose step is a multiple stays, too; 0: none for that.
+    keep_every: int = 0
+    # The checkpoint in whose step this number was the best stays, too; empty: none for that.
+    keep_best: str = ""
+    # Which value is the best.
+    best: Best = "lowest"
+    # One cannot be written: end the run, or warn, go on, and try again when the next is due. At the end of the run it
+    # is an error in any case.
+    on_error: Literal["stop", "continue"] = "stop"
 
     def __post_init__(self) -> None:
-        for name, value in {"every": self.every, "keep": self.keep}.items():
-            if value < 1:
-                raise SettingsError(f"setting checkpoint.{name} = {value}: must be at least 1")
+        for name, least in {"every": 1, "keep": 1, "keep_every": 0}.items():
+            if (value := getattr(self, name)) < least:
+                raise SettingsError(f"setting checkpoint.{name} = {value}: must be at least {least}")
+        if self.keep_best not in ("", *JUDGES):
+            raise SettingsError(unknown(f"checkpoint.keep_best {self.keep_best!r}", self.keep_best, JUDGES))
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
@@ -11,15 +12,19 @@ from torch import nn
 
 from hpctrain.checkpoint import folder as files
 from hpctrain.checkpoint import rng
+from hpctrain.checkpoint.keep import Keep
 from hpctrain.checkpoint.state import Loaded, load, save
 from hpctrain.collectives.agreement import on_first_rank
 from hpctrain.errors import CheckpointError
+from hpctrain.log import logger
 from hpctrain.train.metrics import Curves
 
 if TYPE_CHECKING:
     from hpctrain.collectives.communicator import Communicator
 
 LOADER = "loader"  # the part that holds the position in the data
+# Of the numbers of a step, what a checkpoint has by itself, and what differs between two runs that are otherwise equal.
+_NOT_LOGGED = ("step", "tokens", "skipped", "step_seconds", "communication_seconds")
 
 
 @runtime_checkable
@@ -36,7 +41,7 @@ class Stateful(Protocol):
 class TrainState:
     """Tie together what is saved: model, optimizer, position in the data, step, curves, generators, and the user's own.
 
-    ``parts`` are the things with a state of plain values, by name.
+    ``parts`` are the things with a state of plain values, by name; ``keep`` says which checkpoints of the folder stay.
     """
 
     def __init__(
@@ -46,20 +51,33 @@ class TrainState:
         parts: Mapping[str, Stateful],
         comm: Communicator,
         folder: Path,
+        keep: Keep = Keep(),
     ) -> None:
         self.model, self.optimizer, self.parts, self.comm = model, optimizer, parts, comm
         self.folder = folder
+        self.keeper = files.Keeper(folder, keep)
         self.step = 0
         self.batches = 0  # taken from the loader; more than steps where the run went back past some
         self.tokens = 0
         self.curves = Curves()
+        self.logged: dict[str, float] = {}  # in the present step, by name
+        self._unjudged = False  # a checkpoint was written that cannot be the best, and it was said
 
     def path(self, step: int) -> Path:
         """Return where the checkpoint of a step lies."""
         return self.folder / f"step_{step:08d}.h5"
 
-    def save(self, *, config: str | None, provenance: Mapping[str, Any], keep: int) -> Path:
-        """Write the checkpoint of the present step and drop the oldest; a call by all ranks."""
+    def note(self, row: Mapping[str, Any]) -> None:
+        """Take what was logged in the present step: a checkpoint carries it, and may be kept for it."""
+        self.curves.add(dict(row))
+        self.logged = {
+            name: float(value)
+            for name, value in row.items()
+            if name not in _NOT_LOGGED and isinstance(value, (int, float)) and math.isfinite(value)
+        }
+
+    def save(self, *, config: str | None, provenance: Mapping[str, Any]) -> Path:
+        """Write the checkpoint of the present step and drop those that need not stay; a call by all ranks."""
         path = self.path(self.step)
         train = {
             "step": self.step,
@@ -67,6 +85,7 @@ class TrainState:
             "tokens": self.tokens,
             "states": {name: dict(part.state_dict()) for name, part in self.parts.items()},
             "curves": self.curves.columns,
+            files.LOGGED: self.logged,
         }
         save(
             path,
@@ -79,8 +98,28 @@ class TrainState:
             comm=self.comm,
         )
         if self.comm.rank == 0:
-            files.keep_last(self.folder, keep, verified=path)
+            self._tidy(path)
         return path
+
+    def _tidy(self, written: Path) -> None:
+        """Drop old checkpoints; a folder that cannot be looked into is no reason to lose the run."""
+        name = self.keeper.keep.best
+        if name and name not in self.logged and not self._unjudged:
+            self._unjudged = True
+            logger.warning(
+                "step %d logged no finite number called %s: its checkpoint cannot be the best, nor any like it",
+                self.step,
+                name,
+            )
+        try:
+            self.keeper.tidy(verified=written)
+        except CheckpointError as error:
+            logger.warning("older checkpoints are kept: %s", error)
+
+    def newest(self) -> Path | None:
+        """Return the newest checkpoint that rank 0 sees, sound or not."""
+        found = files.list_checkpoints(self.folder)
+        return found[-1] if found else None
 
     def find(self, *, strict: bool) -> Path | None:
         """Return the newest valid checkpoint, on all ranks what rank 0 sees."""
@@ -103,5 +142,7 @@ class TrainState:
             rng.restore_rng(loaded.rng)
         self.step = loaded.step
         self.tokens = int(train.get("tokens", 0))
+        logged = train.get(files.LOGGED, {})
+        self.logged = {str(name): float(value) for name, value in logged.items()}
         self.curves.columns = {name: [float(x) for x in values] for name, values in train.get("curves", {}).items()}
         return loaded

@@ -57,5 +57,8 @@ def summarise(run: Run, facts: Mapping[str, Any], text: str | None, *, resumed: 
         print("\n".join(f"    {line}" for line in text.splitlines()))
         print()
     print(f"run folder       {run.folder}")
+    best = run.state.keeper.best()
+    if best is not None:
+        print(f"best checkpoint  {best} (by {run.options.keep_best})")
     print(f"look inside      {_program()} checkpoint show {run.state.path(run.step)}")
     sys.stdout.flush()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from hpctrain.transport import mpi_calls
 from hpctrain.transport.activity import waiting
 from hpctrain.transport.base import TAGS, Call, Chain, Transport, Work
 from hpctrain.transport.mpi_calls import in_bytes
+from hpctrain.transport.mpi_file import MpiFile
 
 
 class MpiTransport(Transport):
@@ -49,6 +51,10 @@ class MpiTransport(Transport):
     def split_node(self) -> MpiTransport:
         """Return a transport among the ranks that can share memory with this one."""
         return _adopt(self.comm.Split_type(MPI.COMM_TYPE_SHARED, self.rank))
+
+    def create_file(self, path: Path, size: int, hints: Mapping[str, str]) -> MpiFile:
+        """Return a new file, open on all ranks to write together; a call by all of them."""
+        return MpiFile(self.comm, path, size, hints)
 
     def abort(self, code: int) -> None:
         """End the whole job now: every rank of the world, not only of this communicator."""

@@ -10,7 +10,8 @@ import pytest
 
 from hpctrain.checkpoint.folder import keep_last, list_checkpoints, newest_valid, remove_leftovers
 from hpctrain.checkpoint.layout import step_file
-from hpctrain.checkpoint.writer import Source, write_file
+from hpctrain.checkpoint.source import Source
+from hpctrain.checkpoint.writer import write_file
 from hpctrain.errors import CheckpointError, UsageError
 
 

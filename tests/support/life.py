@@ -117,13 +117,13 @@ def checkpoints_of(folder: Path) -> list[str]:
 def contents(path: Path) -> dict[str, bytes]:
     """Return the bytes of every dataset of a checkpoint, by h5py alone.
 
-    Those of the manifest and the seal are left out: they depend on the attributes, hence on when the file was made.
+    Those that describe the file are left out: they depend on the attributes, hence on when it was made.
     """
     found: dict[str, bytes] = {}
     with h5py.File(path, "r") as file:
         file.visititems(
             lambda name, item: found.update({name: np.asarray(item[()]).tobytes()})
-            if isinstance(item, h5py.Dataset) and not name.startswith(("manifest", "seal"))
+            if isinstance(item, h5py.Dataset) and not name.startswith(("extents", "manifest", "seal"))
             else None
         )
     return found

@@ -10,6 +10,7 @@ from support.life import metrics_of, receipt_of
 
 from hpctrain.errors import LockError
 from hpctrain.train.books import Books
+from hpctrain.train.metrics import Metrics
 
 
 def test_an_attempt_from_lock_to_release(tmp_path: Path) -> None:
@@ -49,3 +50,52 @@ def test_a_receipt_that_fails_still_gives_the_folder_back(tmp_path: Path) -> Non
     with pytest.raises(OSError):
         books.close("finished", 1, None)
     assert not (tmp_path / "lock.json").exists()
+
+
+def _refuse(*_: object, **__: object) -> None:
+    raise OSError(28, "No space left on device")
+
+
+@pytest.mark.parametrize("lenient", [False, True])
+def test_what_the_disk_refuses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, lenient: bool
+) -> None:
+    books = Books(tmp_path, None, lenient=lenient)
+    books.lock()
+    books.open(0, None, {})
+    monkeypatch.setattr("hpctrain.train.metrics.Metrics.write", _refuse)
+    monkeypatch.setattr("hpctrain.train.receipt.Receipt.update", _refuse)
+    for note in (lambda: books.record({"step": 1}), lambda: books.saved(1, 0.1), lambda: books.failed_save(1, "x", 1)):
+        if lenient:
+            note()
+        else:
+            with pytest.raises(OSError, match="No space left"):
+                note()
+    books.close("finished", 1, None)
+    said = f"cannot write into {tmp_path}: No space left on device; going on without"
+    assert [record.getMessage() for record in caplog.records] == [said] * lenient
+
+
+@pytest.mark.parametrize("lenient", [False, True])
+def test_a_failure_is_not_hidden_by_books_that_cannot_be_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lenient: bool
+) -> None:
+    books = Books(tmp_path, None, lenient=lenient)
+    books.lock()
+    books.open(0, None, {})
+    close = Metrics.close
+    monkeypatch.setattr(Metrics, "close", lambda metrics: (close(metrics), _refuse()))
+    monkeypatch.setattr("hpctrain.train.receipt.Receipt.end", _refuse)
+    books.close("failed", 1, "CheckpointError: disk full")
+    assert not (tmp_path / "lock.json").exists()
+
+
+def test_failed_saves_are_counted(tmp_path: Path) -> None:
+    books = Books(tmp_path, None)
+    books.lock()
+    books.open(0, None, {})
+    books.failed_save(4, "disk full", 1)
+    books.failed_save(6, "quota", 2)
+    (attempt,) = receipt_of(tmp_path)["attempts"]
+    assert attempt["failed_saves"] == 2 and attempt["last_failed_save"] == {"step": 6, "reason": "quota"}
+    books.close("finished", 8, None)

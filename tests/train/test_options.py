@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
 
+from hpctrain.checkpoint.keep import Keep
 from hpctrain.errors import UsageError
 from hpctrain.train.options import RunOptions
 
@@ -26,11 +28,20 @@ GOOD: dict[str, Any] = {
         ({"every": -1}, "every = -1: must be at least 1"),
         ({"keep": 0}, "keep = 0: must be at least 1"),
         ({"resume": "yes"}, "resume = 'yes': allowed are auto, never, must"),
+        ({"keep_every": -1}, "keep_every = -1: must be at least 0"),
+        ({"best": "first"}, "best = 'first': allowed are lowest, highest"),
+        ({"on_error": "ignore"}, "on_error = 'ignore': allowed are stop, continue"),
+        ({"start_skip": "head.*"}, "start_skip = 'head.*': give a list of patterns"),
         ({"on_nonfinite": "ignore"}, "on_nonfinite = 'ignore': allowed are abort, skip, rollback"),
     ],
 )
 def test_a_wrong_value_is_named(wrong: dict[str, Any], said: str) -> None:
     RunOptions(**GOOD)
-    with pytest.raises(UsageError, match=said) as found:
+    with pytest.raises(UsageError, match=re.escape(said)) as found:
         RunOptions(**GOOD | wrong)
     assert found.value.everywhere
+
+
+def test_what_stays_is_passed_on() -> None:
+    options = RunOptions(keep=3, keep_every=10, keep_best="loss", best="highest")
+    assert options.kept == Keep(last=3, every=10, best="loss", which="highest") and RunOptions().kept == Keep()

@@ -50,6 +50,7 @@ def test_a_write_that_fails_leaves_the_old_one(tmp_path: Path, monkeypatch: pyte
     with pytest.raises(OSError):
         receipt.end("finished")
     assert (tmp_path / NAME).read_text() == before
+    assert [path.name for path in tmp_path.iterdir()] == [NAME]
 
 
 def _fail(*args: object) -> None:

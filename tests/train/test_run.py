@@ -103,6 +103,7 @@ def test_what_a_run_leaves_in_its_folder(project: Path, comm: Any, capsys: pytes
         (["data.format=arrays"], "corpus.h5 is not an array file: its format attribute is 'hpctrain-tokens'"),
         (["model.factory=bytes_model:missing"], "bytes_model has no missing"),
         (["model.options={}", "train.accumulate=7"], "a batch of 12 samples cannot be dealt out evenly"),
+        (["train.start_from=nowhere.h5"], "cannot start from nowhere.h5"),
         (["run.device=cuda"], "no GPU is visible to this rank"),
     ],
 )

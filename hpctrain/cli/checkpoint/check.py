@@ -17,7 +17,8 @@ from tqdm import tqdm
 from hpctrain.checkpoint import inspect
 from hpctrain.checkpoint.diff import Diff, TensorDifference, ValueDifference, diff
 from hpctrain.checkpoint.inspect import Verdict
-from hpctrain.cli.checkpoint.text import action, columns, one_line, print_json, printable, progress
+from hpctrain.cli.action import action
+from hpctrain.cli.checkpoint.text import columns, one_line, print_json, printable, progress
 from hpctrain.errors import EXIT_FAILURE, CheckpointError, UsageError
 
 _VERIFY_EPILOG = """\

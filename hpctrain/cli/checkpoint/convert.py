@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from hpctrain.checkpoint import export, ingest, plot
-from hpctrain.cli.checkpoint.text import action, print_json, printable, progress, size
+from hpctrain.cli.action import action
+from hpctrain.cli.checkpoint.text import print_json, printable, progress, size
 
 _EXPORT_EPILOG = """\
 examples:

@@ -11,7 +11,8 @@ from typing import Any
 from hpctrain.checkpoint import inspect
 from hpctrain.checkpoint.curves import sparkline
 from hpctrain.checkpoint.inspect import Contents, Entry, TensorStats
-from hpctrain.cli.checkpoint.text import action, columns, one_line, print_json, printable, progress, shape, size
+from hpctrain.cli.action import action
+from hpctrain.cli.checkpoint.text import columns, one_line, print_json, printable, progress, shape, size
 
 _LS_EPILOG = """\
 examples:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import sys
@@ -14,22 +13,6 @@ from typing import Any
 from tqdm import tqdm
 
 BIG = 256 << 20  # bytes from which a progress bar is worth its line
-
-
-def action(
-    actions: Any, name: str, summary: str, epilog: str, run: Callable[[argparse.Namespace], int]
-) -> argparse.ArgumentParser:
-    """Add an action with its help text, and ``--json``, which all of them have; return its parser."""
-    parser: argparse.ArgumentParser = actions.add_parser(
-        name,
-        help=summary,
-        description=f"{summary[0].upper()}{summary[1:]}.",
-        epilog=epilog,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.set_defaults(run_action=run)
-    return parser
 
 
 @contextmanager

@@ -10,7 +10,7 @@ Note: the pipeline of an all_reduce. The slice is cut into pieces. While piece k
 piece k + 1 is reduced in the node, and piece k - 1 travels back: neither link nor memory stands idle. The order is
 fixed, so messages need no numbers.
 
-What waits for another node is yielded and left under way (``node_queue``).
+What waits for another node is yielded and left under way (``node.queue``).
 """
 
 from __future__ import annotations

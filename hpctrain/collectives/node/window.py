@@ -4,7 +4,7 @@ Note: the in-place window reduction. All ranks arrive; rank r reduces slice r of
 writes the result back into all of them; all ranks finish. Each rank touches 2 S bytes (S read, S written) whatever the
 number of ranks p, where a ring moves 2 S (p-1)/p through memory four times over. Cost: two meetings + 2 S / B, with B
 the streaming rate of one core. The meetings are those of ``transport.window``, so the operation can be left under way
-(``node_queue``).
+(``node.queue``).
 
 The other collectives follow the same pattern, and each keeps all p cores of the node busy:
 
@@ -14,7 +14,7 @@ The other collectives follow the same pattern, and each keeps all p cores of the
   common tensor it copies nothing.
 * broadcast: rank r carries slice r of the root's buffer to all others, S/p read and S (p-1)/p written a rank.
 
-The functions here make one rank's share of an operation (``node_queue.Share``) and hold the views that it needs: making
+The functions here make one rank's share of an operation (``node.queue.Share``) and hold the views that it needs: making
 these costs more than reducing a small tensor.
 """
 

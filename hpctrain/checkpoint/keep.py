@@ -1,0 +1,60 @@
+"""Decide which checkpoints of a run stay: the last few, one of every so many steps, and the best."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from hpctrain.errors import UsageError
+
+Best = Literal["lowest", "highest"]
+
+
+@dataclass(frozen=True)
+class Keep:
+    """Say what stays; a checkpoint that any of the three asks for does.
+
+    ``last`` counts the newest. ``every`` is a number of steps: a checkpoint whose step is a multiple stays (0: none).
+    ``best`` names a number that the run logs: the checkpoint in whose step it was ``lowest`` or ``highest`` stays, the
+    earliest of equal ones (empty: none).
+    """
+
+    last: int = 2
+    every: int = 0
+    best: str = ""
+    which: Best = "lowest"
+
+    def __post_init__(self) -> None:
+        if self.last < 1:
+            raise UsageError(f"cannot keep the last {self.last} checkpoints: keep at least 1")
+        if self.every < 0:
+            raise UsageError(f"cannot keep a checkpoint every {self.every} steps: give a number from 0")
+        if self.which not in ("lowest", "highest"):
+            raise UsageError(f"cannot keep the checkpoint with the {self.which} value: allowed are lowest, highest")
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """Describe a checkpoint; ``value`` is the number that decides which is best, ``None`` where it was not logged."""
+
+    name: str
+    step: int
+    value: float | None = None
+
+
+def superseded(candidates: Sequence[Candidate], keep: Keep) -> list[Candidate]:
+    """Return the candidates that nothing asks to keep, oldest first."""
+    ordered = sorted(candidates, key=lambda one: one.step)
+    staying = {one.name for one in ordered[-keep.last :]}
+    staying |= {one.name for one in ordered if keep.every and one.step % keep.every == 0}
+    best = best_of(ordered, keep.which) if keep.best else None
+    return [one for one in ordered if one.name not in staying and one is not best]
+
+
+def best_of(candidates: Sequence[Candidate], which: Best = "lowest") -> Candidate | None:
+    """Return the first candidate with the best value; one without a value, or with NaN or infinity, is none."""
+    valued = [one for one in candidates if one.value is not None and math.isfinite(one.value)]
+    sign = 1 if which == "lowest" else -1
+    return min(valued, key=lambda one: (sign * (one.value or 0.0), one.step), default=None)

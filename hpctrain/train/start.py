@@ -1,0 +1,64 @@
+"""Begin a new run with the model of another run's checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from hpctrain.checkpoint import folder as files
+from hpctrain.checkpoint.fit import is_skipped
+from hpctrain.checkpoint.state import load
+from hpctrain.collectives.agreement import on_first_rank
+from hpctrain.errors import CheckpointError
+from hpctrain.log import logger
+
+if TYPE_CHECKING:
+    from hpctrain.collectives.communicator import Communicator
+
+# What a checkpoint's provenance says of the one that its run began with; passed on from resume to resume.
+FACTS = ("start_from", "start_step", "start_skip")
+
+
+def start_from(path: str | Path, model: nn.Module, comm: Communicator, skip: Sequence[str]) -> dict[str, Any]:
+    """Fill a model from a checkpoint and return what the provenance is to say of it; a call by all ranks.
+
+    Tensors whose names match a pattern of ``skip`` (as ``fnmatch`` has it) need not fit and stay as they were built.
+    Raises on all ranks ``CheckpointError`` where the file is missing, damaged or does not fit, ``UsageError`` where a
+    pattern matches nothing; no optimizer, position or generator is taken from it.
+    """
+    on_first_rank(comm, lambda: _refuse_folder(Path(path)))
+    try:
+        loaded = load(path, model=model, comm=comm, skip=tuple(skip))
+    except CheckpointError as error:
+        hint = "tensors that need not fit are named in start_skip"
+        raise CheckpointError(f"cannot start from {path} ({hint}): {error}", everywhere=error.everywhere) from error
+    if comm.rank == 0:
+        _tell(path, loaded.step, model, skip)
+    facts: dict[str, Any] = {"start_from": str(Path(path).resolve()), "start_step": loaded.step}
+    return {**facts, "start_skip": list(skip)} if skip else facts
+
+
+def carried(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the provenance of a run that goes on: where its model began is what the resumed checkpoint says."""
+    rest = {name: value for name, value in now.items() if name not in FACTS}
+    return {**rest, **{name: before[name] for name in FACTS if name in before}}
+
+
+def _refuse_folder(path: Path) -> None:
+    """Point to a file where a folder was named: which of its checkpoints is meant is for the user to say."""
+    if not path.is_dir():
+        return
+    inner = path / "checkpoints"
+    found = files.list_checkpoints(inner if inner.is_dir() else path)
+    hint = f"its newest checkpoint is {found[-1]}" if found else "and holds no checkpoint"
+    raise CheckpointError(f"cannot start from {path}: it is a folder, {hint}")
+
+
+def _tell(path: str | Path, step: int, model: nn.Module, skip: Sequence[str]) -> None:
+    logger.info("starting from the model of %s, written after step %d", path, step)
+    names = [name for name in model.state_dict() if is_skipped(name, skip)]
+    if names:
+        logger.info("not taken from it: %s", ", ".join(names))

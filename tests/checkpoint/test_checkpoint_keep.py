@@ -1,0 +1,175 @@
+"""What stays: the last few, one of every so many steps, the best; a pure function decides, a folder shows it."""
+
+from __future__ import annotations
+
+import math
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+from hpctrain.checkpoint import save
+from hpctrain.checkpoint.folder import LOGGED, Keeper, list_checkpoints
+from hpctrain.checkpoint.keep import Candidate, Keep, best_of, superseded
+from hpctrain.checkpoint.layout import step_file
+from hpctrain.errors import UsageError
+
+VALUES = [None, math.nan, math.inf, -math.inf, -1.5, 0.0, 0.25, 0.25, 3.0]
+
+
+def candidates(*values: float | None) -> list[Candidate]:
+    """Return the checkpoints of the steps 10, 20, ... with these values."""
+    return [Candidate(f"step {10 * n}", 10 * n, value) for n, value in enumerate(values, 1)]
+
+
+def steps(kept: list[Candidate]) -> list[int]:
+    return [one.step for one in kept]
+
+
+def test_each_of_the_three_keeps_its_own() -> None:
+    found = candidates(5.0, 1.0, 4.0, 3.0, 2.0, 6.0)
+    assert steps(superseded(found, Keep(last=2))) == [10, 20, 30, 40]
+    assert steps(superseded(found, Keep(last=2, every=30))) == [10, 20, 40]
+    assert steps(superseded(found, Keep(last=2, best="loss"))) == [10, 30, 40]
+    assert steps(superseded(found, Keep(last=1, best="loss", which="highest"))) == [10, 20, 30, 40, 50]
+    assert steps(superseded(found, Keep(last=1, every=50, best="loss"))) == [10, 30, 40]
+    assert superseded(found, Keep(last=6)) == superseded([], Keep()) == []
+
+
+def test_of_equal_ones_the_earliest_is_the_best() -> None:
+    found = candidates(2.0, 1.0, 1.0, 1.0)
+    assert best_of(found) == found[1] and best_of(found[::-1]) == found[1] and best_of(found, "highest") == found[0]
+
+
+def test_what_has_no_value_is_never_the_best() -> None:
+    found = candidates(None, math.nan, -math.inf, 7.0, math.inf)
+    assert best_of(found) == best_of(found, "highest") == found[3]
+    assert best_of(candidates(None, math.nan)) is None
+    assert steps(superseded(candidates(None, None, None), Keep(last=1, best="loss"))) == [10, 20]
+
+
+@pytest.mark.parametrize("seed", range(300))
+def test_whatever_the_folder(seed: int) -> None:
+    """Compare with the definition, written the other way round: who may stay, asked of each file alone."""
+    draw = random.Random(seed)
+    numbers = draw.sample(range(60), draw.randrange(12))
+    found = [Candidate(f"f{number}", number, draw.choice(VALUES)) for number in numbers]
+    which = draw.choice(["lowest", "highest"])
+    best = draw.choice(["", "loss"])
+    keep = Keep(draw.randint(1, 4), draw.choice([0, 1, 5, 7]), best, which)  # type: ignore[arg-type]
+    gone = superseded(found, keep)
+    assert steps(gone) == sorted(steps(gone)) and set(gone) <= set(found) and len(set(gone)) == len(gone)
+    for one in found:
+        newer = sum(other.step > one.step for other in found)
+        finite = [other for other in found if other.value is not None and math.isfinite(other.value)]
+        beaten = one not in finite or any(_beats(other, one, which) for other in finite)
+        asked = newer < keep.last or (keep.every and one.step % keep.every == 0) or (keep.best and not beaten)
+        assert (one in gone) == (not asked), (one, keep)
+    staying = [one for one in found if one not in gone]
+    assert superseded(staying, keep) == [], "deleting once more must delete nothing"
+
+
+def _beats(other: Candidate, one: Candidate, which: str) -> bool:
+    assert other.value is not None and one.value is not None
+    if other.value == one.value:
+        return other.step < one.step
+    return other.value < one.value if which == "lowest" else other.value > one.value
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_deleting_after_each_save_never_loses_the_best(seed: int) -> None:
+    draw = random.Random(seed)
+    values = [draw.choice([*VALUES, draw.random()]) for _ in range(30)]
+    keep, present, everything = Keep(last=2, every=100, best="loss"), list[Candidate](), candidates(*values)
+    for number, one in enumerate(everything, 1):
+        present.append(one)
+        for old in superseded(present, keep):
+            present.remove(old)
+        best = best_of(everything[:number])
+        assert best is None or best in present
+    assert {100, 200, 300} <= set(steps(present)) and len(present) <= 3 + 2 + 1
+
+
+@pytest.mark.parametrize("wrong", [{"last": 0}, {"every": -1}, {"which": "best"}])
+def test_what_cannot_be_asked_for(wrong: dict[str, int]) -> None:
+    with pytest.raises(UsageError, match="cannot keep"):
+        Keep(**wrong)  # type: ignore[arg-type]
+
+
+# In a folder ----------------------------------------------------------------------------------------------------------
+
+
+def write(folder: Path, step: int, logged: object = None) -> Path:
+    """Save a tiny model as the checkpoint of a step."""
+    path = folder / step_file(step)
+    train = {"step": step} if logged is None else {"step": step, LOGGED: logged}
+    save(path, model=torch.nn.Linear(1, 1), train=train)
+    return path
+
+
+def present(folder: Path) -> list[int]:
+    return [int(path.stem.removeprefix("step_")) for path in list_checkpoints(folder)]
+
+
+def test_what_is_best_is_read_from_the_files(tmp_path: Path) -> None:
+    for step, loss in ((1, 3.0), (2, 0.5), (3, 2.0), (4, 2.5)):
+        write(tmp_path, step, {"loss": loss, "accuracy": -loss})
+        Keeper(tmp_path, Keep(last=1, best="loss")).tidy()  # as after a restart: nothing is remembered
+    assert present(tmp_path) == [2, 4]
+    assert Keeper(tmp_path, Keep(best="loss")).best() == tmp_path / step_file(2)
+    assert Keeper(tmp_path, Keep(best="accuracy", which="highest")).best() == tmp_path / step_file(2)
+    assert Keeper(tmp_path, Keep(best="other")).best() is None and Keeper(tmp_path, Keep()).best() is None
+
+
+@pytest.mark.parametrize("logged", [None, {}, {"loss": "low"}, {"loss": None}, {"loss": [1]}, [1, 2], "loss", 10**400])
+def test_files_that_lack_the_value_are_as_others(tmp_path: Path, logged: object) -> None:
+    write(tmp_path, 1, logged)
+    write(tmp_path, 2, {"loss": 9.0})
+    write(tmp_path, 3, logged)
+    write(tmp_path, 4, {"loss": 9.5})
+    keeper = Keeper(tmp_path, Keep(last=1, best="loss"))
+    assert [path.name for path in keeper.tidy()] == [step_file(1), step_file(3)] and present(tmp_path) == [2, 4]
+
+
+def test_each_file_is_looked_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from hpctrain.checkpoint import folder
+
+    opened, reader = list[str](), folder.Reader
+
+    def counting(path: Path) -> object:
+        opened.append(path.name)
+        return reader(path)
+
+    monkeypatch.setattr(folder, "Reader", counting)
+    keeper = Keeper(tmp_path, Keep(last=1, every=1, best="loss"))
+    for step in range(1, 6):
+        keeper.tidy(verified=write(tmp_path, step, {"loss": float(step)}))
+    assert sorted(opened) == [step_file(step) for step in range(1, 6)]
+    write(tmp_path, 3, {"loss": 0.0})  # another file by the same name: after a rollback
+    assert keeper.best() == tmp_path / step_file(3)
+
+
+def test_a_file_that_cannot_be_read_stays_where_it_may_be_the_best(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for step in range(1, 5):
+        write(tmp_path, step, {"loss": float(step)})
+    (tmp_path / step_file(1)).write_bytes(b"torn")
+    Keeper(tmp_path, Keep(last=1, best="loss")).tidy()
+    assert present(tmp_path) == [1, 2, 4]
+    assert f"{step_file(1)} stays: whether it is the best cannot be seen" in caplog.text
+    Keeper(tmp_path, Keep(last=1)).tidy()
+    assert present(tmp_path) == [4]
+
+
+def test_nothing_goes_while_the_newest_is_damaged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for step in range(1, 5):
+        write(tmp_path, step, {"loss": float(step)})
+    newest = tmp_path / step_file(4)
+    data = bytearray(newest.read_bytes())
+    data[100] ^= 1
+    newest.write_bytes(data)
+    for keep in (Keep(last=1), Keep(last=1, best="loss"), Keep(last=1, every=2)):
+        assert Keeper(tmp_path, keep).tidy() == []
+    assert present(tmp_path) == [1, 2, 3, 4] and "older checkpoints are kept: the newest is not valid" in caplog.text

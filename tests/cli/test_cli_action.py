@@ -1,0 +1,23 @@
+"""Actions look alike under every verb: help of one line, examples as they were written, and ``--json``."""
+
+from __future__ import annotations
+
+import argparse
+
+import pytest
+
+from hpctrain.cli.action import action
+
+
+def test_an_action(capsys: pytest.CaptureFixture[str]) -> None:
+    parser = argparse.ArgumentParser(prog="program")
+    actions = parser.add_subparsers(dest="action", required=True)
+    added = action(actions, "look", "look inside", "examples:\n  program look    a file\n", lambda args: 7)
+    added.add_argument("file")
+    args = parser.parse_args(["look", "a", "--json"])
+    assert (args.action, args.file, args.json, args.run_action(args)) == ("look", "a", True, 7)
+    assert not parser.parse_args(["look", "a"]).json
+    with pytest.raises(SystemExit):
+        parser.parse_args(["look", "--help"])
+    said = capsys.readouterr().out
+    assert "Look inside." in said and "examples:\n  program look    a file\n" in said and "print JSON" in said

@@ -1,0 +1,41 @@
+"""Give the ranks of a test a small disk of their own that can be full or read-only, where one may be mounted."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.faults import SmallDisk
+
+PLENTY = 8 << 20
+
+
+class Disk(SmallDisk):
+    """Be a filesystem in memory that can also be mounted for reading only."""
+
+    def writable(self, yes: bool) -> None:
+        """Mount it anew, for reading only or not."""
+        done = self._mount("-o", f"remount,{'rw' if yes else 'ro'}")
+        assert not done.returncode, done.stderr
+
+
+@contextmanager
+def shared_disk(folder: Path, comm: Any) -> Iterator[Disk]:
+    """Mount a disk once for all ranks; skip the test on all of them where that is not allowed."""
+    disk = Disk(folder)
+    why = ""
+    if comm.rank == 0:
+        why = "that takes root" if os.geteuid() else disk.mount()
+    why = comm.broadcast_object(why)
+    if why:
+        pytest.skip(f"cannot mount a small disk: {why}")
+    try:
+        yield disk
+    finally:
+        # Nobody waits here: a rank whose test failed would never come. The mount goes when the last file is closed.
+        if comm.rank == 0:
+            disk.unmount()

@@ -1,0 +1,68 @@
+"""What a run's settings refuse, and what of them reaches the run."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpctrain.errors import SettingsError
+from hpctrain.train import run
+from hpctrain.train.options import RunOptions
+from hpctrain.train.settings import load
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    path = tmp_path / "some.toml"
+    path.write_text('[data]\nfiles = ["a.h5"]\n')
+    return path
+
+
+@pytest.mark.parametrize(
+    "word, said",
+    [
+        ("checkpoint.every=0", "setting checkpoint.every = 0: must be at least 1"),
+        ("checkpoint.keep=0", "setting checkpoint.keep = 0: must be at least 1"),
+        ("checkpoint.keep_every=-1", "setting checkpoint.keep_every = -1: must be at least 0"),
+        ("checkpoint.keep_best=valid_loss", "unknown checkpoint.keep_best 'valid_loss': did you mean validation_loss?"),
+        ("checkpoint.best=first", "setting checkpoint.best = 'first': allowed are lowest, highest"),
+        ("checkpoint.on_error=ignore", "setting checkpoint.on_error = 'ignore': allowed are stop, continue"),
+        ("train.start_skip=3", "setting train.start_skip = 3: expected a list"),
+        ("train.start_from=3", "setting train.start_from = 3: expected text"),
+    ],
+)
+def test_a_wrong_value_is_named(config: Path, word: str, said: str) -> None:
+    with pytest.raises(SettingsError) as found:
+        load(config, [word])
+    assert said in str(found.value)
+
+
+def test_one_pattern_is_a_list_of_one(config: Path) -> None:
+    assert load(config, ["train.start_skip=head.*"]).train.start_skip == ("head.*",)
+    assert load(config, ['train.start_skip=["a", "b"]']).train.start_skip == ("a", "b")
+
+
+@pytest.mark.parametrize(
+    "every, evaluate_every, by, due",
+    [
+        (4, 0, "", [10]),
+        (4, 0, "validation_loss", [4, 8, 10]),
+        (4, 3, "validation_loss", [3, 4, 6, 8, 9, 10]),
+        (4, 3, "loss", [3, 6, 9, 10]),
+    ],
+)
+def test_a_checkpoint_judged_by_an_evaluation_has_one(
+    config: Path, every: int, evaluate_every: int, by: str, due: list[int]
+) -> None:
+    words = [f"checkpoint.every={every}", f"train.evaluate_every={evaluate_every}", "train.steps=10"]
+    settings = load(config, [*words, f'checkpoint.keep_best="{by}"'])
+    assert [number for number in range(1, 11) if run.is_due(number, settings)] == due
+
+
+def test_every_option_of_a_run_can_be_set_from_a_file() -> None:
+    source: Any = inspect.getsource(run.train)
+    assert [field.name for field in fields(RunOptions) if f"{field.name}=settings." not in source] == []
