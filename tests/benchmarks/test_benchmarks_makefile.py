@@ -7,6 +7,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from checkpoint import parse as parse_checkpoint
 from communication import parse
 
 FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
@@ -21,7 +22,8 @@ def make(*arguments: str) -> subprocess.CompletedProcess[str]:
 def test_help_lists_every_benchmark_and_variable() -> None:
     text = (FOLDER / "Makefile").read_text()
     printed = make("help").stdout
-    assert {*OPERATIONS, "ddp-step", "startup", "compare"} <= set(re.findall(r"^  make (\S+) +[a-z]", printed, re.M))
+    named = set(re.findall(r"^  make (\S+) +[A-Za-z]", printed, re.M))
+    assert named >= {*OPERATIONS, "ddp-step", "startup", "checkpoint", "corruption", "compare"}
     assert set(re.findall(r"^([A-Z]+) +\?=", text, re.M)) == set(re.findall(r"^  ([A-Z]+) += ", printed, re.M))
 
 
@@ -37,6 +39,26 @@ def test_variables_become_options_that_the_program_takes(operation: str) -> None
     assert (args.operation, args.sizes, args.rounds, args.device) == (operation, [4, 65536], 5, "cuda")
     assert (args.dtype, args.algorithms) == ("bfloat16", ["auto", "ring"])
     assert args.without == ["gloo", "hpctrain outside"]
+
+
+def test_checkpoint_writes_on_other_rank_counts_first_and_then_measures(tmp_path: Path) -> None:
+    variables = ["NP=3", "SIZE=16MiB", "ROUNDS=5", "WITHOUT=torch.save,torch DCP", f"FOLDER={tmp_path}"]
+    script = make("-n", "checkpoint", *variables).stdout
+    # Each call of make becomes a line of what its program and its ranks would be.
+    script = re.sub(r"\bmake --no-print-directory -C \.\. _ranks", "show", script)
+    show = """show() { for word; do export "$word"; done; eval "printf '%s|' $NP $PROGRAM"; echo; }\n"""
+    done = subprocess.run(["sh", "-c", show + script], cwd=FOLDER, capture_output=True, text=True)
+    *before, last = [line.rstrip("|").split("|") for line in done.stdout.splitlines()]
+    assert [line[0] for line in before] == ["1", "2", "4"] and last[0] == "3", done
+    folders = set()
+    for line in (*before, last):
+        assert line[1] == "benchmarks/checkpoint.py"
+        args = parse_checkpoint(line[2:])
+        assert (args.size, args.only_write) == (16 * 2**20, line is not last)
+        folders.add(args.folder)
+    assert (args.rounds, args.without) == (5, ["torch.save", "torch DCP"])
+    (folder,) = folders
+    assert folder.parent == tmp_path and not folder.exists()  # gone again
 
 
 def test_compare_needs_two_results() -> None:

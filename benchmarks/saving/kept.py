@@ -1,0 +1,33 @@
+"""Look up what other benchmarks have found about checkpoints, so that all that is promised stands in one table."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from saving.targets import Target
+
+KILLS, MUTATIONS = 200, 10_000
+
+
+def targets(folder: Path) -> Iterator[Target]:
+    """Yield the targets of damaged files and killed runs, of the results that are there."""
+    damage = _read(folder / "corruption.json")
+    if damage:
+        tried = sum(count["times"] for count in damage["counts"])
+        yield Target("corruption: damaged files tried (corruption.json)", tried, MUTATIONS)
+        yield Target("corruption: of them not refused, or misnamed", len(damage["wrong"]), 0, at_least=False)
+    kill = _read(folder / "kill.json")
+    for form, found in (kill["forms"] if kill else {}).items():
+        # Written only where every resume found its file and the weights were those of the undisturbed run.
+        yield Target(f"kill: survived, {form} (kill.json)", found["kills"], KILLS)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return content

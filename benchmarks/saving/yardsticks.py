@@ -1,0 +1,51 @@
+"""Say what disk and memory give at best: plain writes and reads, and what checking costs alone."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+from saving.candidates import Candidate
+from saving.disk import delete, read_at, write_at
+from saving.names import CRC, RAW, RAW_ONE, RAW_READ
+from saving.work import Work, bytes_of
+
+
+def writers(work: Work) -> Iterator[Candidate]:
+    """Yield the plain writes: each rank its share of the bytes, to a file of its own or to its place in one."""
+    share = work.place.share(work.nbytes)
+    yield _writer(work, RAW, work.file(f"raw-{work.place.rank}"), share, 0)
+    yield _writer(work, RAW_ONE, work.file("raw"), share, share.start)
+
+
+def _writer(work: Work, name: str, path: Path, share: slice, offset: int) -> Candidate:
+    data = bytes_of(work.flat)[share]
+
+    def check() -> str:
+        found = np.fromfile(path, np.uint8, count=len(data), offset=offset)
+        same = np.array_equal(found, np.frombuffer(data, np.uint8))
+        return "" if same else f"{path.name} does not hold what was written"
+
+    return Candidate(
+        name,
+        work.nbytes,
+        call=lambda: write_at(path, data, offset),
+        check=check,
+        prepare=lambda: delete(path),
+        needed=True,
+    )
+
+
+def readers(work: Work, path: Path) -> Iterator[Candidate]:
+    """Yield the plain read of as many bytes as a load needs, on every rank, and the checksum of as many."""
+    data = bytes_of(work.spare)
+    yield Candidate(
+        RAW_READ,
+        work.nbytes,
+        call=lambda: read_at(path, data),  # from the start: the values are not in order, their number is what counts
+        needed=True,
+    )
+    flat = bytes_of(work.flat)
+    yield Candidate(CRC, work.nbytes, call=lambda: zlib.crc32(flat), needed=True)

@@ -1,0 +1,157 @@
+"""The whole of the checkpoint benchmark on two ranks, small: what it prints, checks and writes."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import checkpoint
+import pytest
+from saving.names import (
+    ASYNC,
+    CRC,
+    DCP,
+    DCP_LOAD,
+    FOREGROUND,
+    LOAD,
+    OURS,
+    RAW,
+    RAW_ONE,
+    RAW_READ,
+    TORCH,
+    TORCH_LOAD,
+    VERIFY,
+    load_from,
+)
+from support.jobs import Finished, JobStarter
+
+from hpctrain.errors import UsageError
+
+PROGRAM = Path(__file__).resolve().parents[2] / "benchmarks" / "checkpoint.py"
+SMALL = ("--size", "2MiB", "--rounds", "2")
+WHOLE = pytest.mark.benchmark
+
+
+def run(launch: JobStarter, folder: Path, *arguments: str | Path) -> dict[str, Any]:
+    done = launch(2, PROGRAM, *SMALL, *arguments, "--results", folder / "results", timeout=300)
+    assert done.returncode == 0, done
+    (path,) = (folder / "results").glob("*.json")
+    content: dict[str, Any] = json.loads(path.read_text())
+    content["printed"], content["name"] = done.stdout, path.stem
+    return content
+
+
+@WHOLE
+def test_everybody_is_measured_in_one_run(launch: JobStarter, tmp_path: Path) -> None:
+    files = tmp_path / "files"
+    for ranks in (1, 4):
+        done = launch(ranks, PROGRAM, "--size", "2MiB", "--only-write", "--folder", files, timeout=120)
+        assert done.returncode == 0, done
+    found = run(launch, tmp_path, "--folder", files)
+    assert re.fullmatch("checkpoint-np2-(mpich|openmpi)", found["name"])
+    names = {kind: [row["candidate"] for row in found["rows"] if row["kind"] == kind] for kind in ("write", "read")}
+    assert [name for name in names["write"] if "mpiio" not in name] == [RAW, RAW_ONE, OURS, TORCH, DCP]
+    assert names["read"] == [
+        RAW_READ, CRC, LOAD, load_from(1), load_from(4), VERIFY, TORCH_LOAD, DCP_LOAD,
+    ]  # fmt: skip
+    medians = {row["candidate"]: row["median"] for row in found["rows"]}
+    for row in found["rows"]:
+        assert 0 < row["min"] <= row["median"] <= row["max"] and row["repeats"] == 2
+        assert row["rate"] == pytest.approx(found["size"] / row["median"] / 1e9)
+    targets = {one["what"]: one["value"] for one in found["targets"]}
+    assert targets["write: speed / raw pwrite"] == pytest.approx(medians[RAW] / medians[OURS])
+    worst = max(medians[load_from(ranks)] for ranks in (1, 4)) / medians[LOAD]
+    (other_ranks,) = [value for what, value in targets.items() if what.startswith("load: time")]
+    assert other_ranks == pytest.approx(worst)
+    assert {FOREGROUND, ASYNC} <= {row["candidate"] for row in found["background"]}
+    assert {"commit", "processor", "command", "mpi", "torch"} <= found["provenance"].keys()
+    printed = found["printed"]
+    assert printed.index("target") < printed.index("times as fast") < printed.index("memory +MiB")
+    assert (tmp_path / "results" / f"{found['name']}.png").stat().st_size > 1000
+
+
+@WHOLE
+def test_parts_run_alone_and_a_temporary_folder_goes_away(launch: JobStarter, tmp_path: Path) -> None:
+    before = set(PROGRAM.parent.iterdir())
+    found = run(launch, tmp_path, "--parts", "write", "--without", f"{TORCH},{DCP}")
+    assert {row["candidate"] for row in found["rows"]} >= {RAW, OURS}
+    assert {row["kind"] for row in found["rows"]} == {"write"} and not found["background"]
+    assert not {TORCH, DCP} & {row["candidate"] for row in found["rows"]}
+    assert {path for path in PROGRAM.parent.iterdir() if "tmp" in path.name} <= before
+
+
+def broken(launch: JobStarter, folder: Path, damage: str, part: str) -> Finished:
+    """Run the benchmark with something of it broken."""
+    options = [*SMALL, "--parts", part, "--folder", str(folder / "files"), "--results", str(folder / "results")]
+    source = f"import sys\nsys.path.insert(0, {str(PROGRAM.parent)!r})\n{damage}\nimport checkpoint\n"
+    return launch(2, source + f"sys.argv[1:] = {options!r}\nsys.exit(checkpoint.main())\n", timeout=120)
+
+
+WRONG_FILE = """
+from saving import ours
+right = ours.save
+def wrong(work, path, **options):
+    with __import__("torch").no_grad():
+        weight = next(work.state.model.parameters())
+        weight[0, 0] += 1
+        right(work, path, **options)
+        weight[0, 0] -= 1
+ours.save = wrong
+"""
+WRONG_LOAD = """
+from hpctrain import checkpoint as package
+right = package.load
+def wrong(path, *, model, comm, **options):
+    found = right(path, model=model, comm=comm, **options)
+    if comm.rank == 1:
+        model.norm.bias.data[3] += 1
+    return found
+package.load = wrong
+"""
+
+
+@WHOLE
+@pytest.mark.parametrize(
+    "damage, part, message",
+    [
+        (WRONG_FILE, "write", "hpctrain: model/embedding.token.weight is not what was saved (rank 0)"),
+        (WRONG_LOAD, "read", "hpctrain load: model/norm.bias is not what was saved (rank 1)"),
+    ],
+)
+def test_wrong_values_end_the_benchmark(
+    launch: JobStarter, tmp_path: Path, damage: str, part: str, message: str
+) -> None:
+    done = broken(launch, tmp_path, damage, part)
+    assert done.returncode == 1 and message in done.stderr, done
+    assert not list(tmp_path.rglob("*.json"))
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (("--size", "1K"), "--size 1K: give one size, at least 1 MiB"),
+        (("--size", "1M,2M"), "give one size"),
+        (("--size", "x"), "'x' is not a size"),
+        (("--rounds", "0"), "0 rounds: at least 1 is needed"),
+        (("--parts", "wriet"), "no part is called 'wriet': known are write, read, background"),
+        (("--without", "DCP"), "no candidate is called 'DCP': known are raw pwrite"),
+        (("--only-write",), "--only-write needs --folder"),
+    ],
+)
+def test_wrong_options_are_refused(arguments: tuple[str, ...], message: str) -> None:
+    with pytest.raises(UsageError, match=re.escape(message)):
+        checkpoint.parse(arguments)
+
+
+def test_sizes_are_read_as_people_type_them() -> None:
+    for text in ("512MiB", "512M", "512 mb", "536870912"):
+        assert checkpoint.parse(["--size", text]).size == 512 * 2**20
+    assert checkpoint.parse([]).size == 512 * 2**20
+
+
+def test_files_are_known_by_their_writers(tmp_path: Path) -> None:
+    for name in ("from-4.h5", "from-1.h5", "raw", "hpctrain.h5"):
+        (tmp_path / name).touch()
+    assert checkpoint.written_by(tmp_path) == [1, 4]

@@ -1,0 +1,129 @@
+"""The loop that saves, without ranks: a way to save that takes known times is measured for what it takes."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from saving.background import BackgroundRow, Times, measure, row_of
+from saving.candidates import WrongResult
+from saving.state import Values, make
+from saving.work import Snapshot, Work
+
+MIB = 2**20
+STALL, BOUNDARY = 0.5, 0.02  # seconds
+
+
+class Alone:
+    """Be a place, a communicator and a job of one rank."""
+
+    rank, size, folder = 0, 1, Path("none")
+
+    def __init__(self) -> None:
+        self.comm = self.world = self
+
+    def wrap(self, model: torch.nn.Module) -> torch.nn.Module:
+        return model
+
+    def Barrier(self) -> None:
+        pass
+
+    quiet = Barrier
+
+    def all_gather_object(self, item: Any) -> list[Any]:
+        return [item]
+
+
+class Slow:
+    """Stand still for a while, then write for some steps; keep a copy as the file."""
+
+    def __init__(self, work: Work, steps: int, late: bool = False) -> None:
+        self.name = "slow"
+        self.work, self.steps, self.late = work, steps, late
+        self.left, self.log = 0, list[str]()
+        self.file: dict[str, torch.Tensor] = {}
+
+    def begin(self, step: int) -> None:
+        self.log.append(f"begin {step}")
+        time.sleep(STALL)
+        self.left = self.steps
+        if not self.late:
+            self.copy()
+
+    def copy(self) -> None:
+        self.file = {name: tensor.clone() for name, tensor in self.work.state.tensors()}
+
+    @property
+    def pending(self) -> bool:
+        return self.left > 0
+
+    def advance(self) -> None:
+        time.sleep(BOUNDARY)
+        self.left -= 1
+        if self.late and not self.left:
+            self.copy()
+
+    def check(self, expected: Values) -> str:
+        right = all(torch.equal(self.file[name], tensor) for name, tensor in expected.tensors())
+        return "" if right else "values of another moment"
+
+    def delete(self) -> None:
+        self.log.append("delete")
+        self.file = {}
+
+    def close(self) -> None:
+        self.log.append("close")
+
+
+@pytest.fixture
+def work() -> Work:
+    return Work.of(Alone(), MIB)  # type: ignore[arg-type]
+
+
+def test_stalls_and_steps_are_timed_apart(work: Work) -> None:
+    saver = Slow(work, 3)
+    (row,) = measure(work, Alone(), [saver], 2)
+    assert STALL <= row.stall < row.written
+    assert row.busy is not None and BOUNDARY < row.busy < STALL and 0 < row.free < STALL
+    assert row.written >= STALL + 3 * BOUNDARY
+    assert (row.saves, row.busy_steps) == (2, 6)
+    steps = [int(line.split()[1]) for line in saver.log if line.startswith("begin")]
+    assert saver.log[-1] == "close"
+    assert steps == [9, 18, 27]  # 3 to warm up, then 6 without and 3 during each write
+
+
+def test_what_the_file_holds_is_compared_with_the_moment_of_the_save(work: Work) -> None:
+    saver = Slow(work, 3, late=True)
+    with pytest.raises(WrongResult, match="slow: values of another moment"):
+        measure(work, Alone(), [saver], 1)
+    assert saver.log[-1] == "close"
+
+
+def test_no_step_during_a_write_leaves_a_gap(work: Work) -> None:
+    (row,) = measure(work, Alone(), [Slow(work, 0)], 1)
+    assert (row.busy, row.busy_steps) == (None, 0)
+
+
+def test_a_write_that_never_ends_is_an_error(work: Work, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("saving.background.PATIENCE", 0.1)
+    with pytest.raises(WrongResult, match="slow: not written after 0.1 s"):
+        measure(work, Alone(), [Slow(work, 10**6)], 1)
+
+
+def test_the_slowest_rank_counts_and_a_rank_copies_its_share() -> None:
+    first = Times(copy=[2.0], stall=[1.0], free=[1.0, 2.0, 3.0], busy=[4.0], written=[5.0])
+    second = Times(copy=[4.0], stall=[0.5], free=[3.0, 2.0, 1.0], busy=[6.0], written=[4.0])
+    assert row_of("a", [first, second], 2) == BackgroundRow("a", 1.0, 2.0, 3.0, 6.0, 5.0, 1, 1)
+
+
+def test_a_snapshot_keeps_its_values_while_training_goes_on() -> None:
+    state = make(MIB)
+    memory = torch.zeros(state.nbytes // 4)
+    before = {name: tensor.clone() for name, tensor in state.tensors()}
+    snapshot = Snapshot(state, memory)
+    state.spoil()
+    assert all(torch.equal(before[name], tensor) for name, tensor in snapshot.tensors())
+    assert snapshot.seconds > 0

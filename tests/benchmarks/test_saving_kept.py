@@ -1,0 +1,27 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from saving.kept import targets
+
+
+def test_results_that_are_not_there_say_nothing(tmp_path: Path) -> None:
+    assert not list(targets(tmp_path))
+    (tmp_path / "kill.json").write_text("{")
+    assert not list(targets(tmp_path))
+
+
+def test_damage_that_got_through_is_counted(tmp_path: Path) -> None:
+    counts = [{"mutation": "flipped bit", "named": "structure", "times": times} for times in (9_000, 1_000)]
+    path = tmp_path / "corruption.json"
+    path.write_text(json.dumps({"counts": counts, "wrong": []}))
+    assert [(one.value, one.met) for one in targets(tmp_path)] == [(10_000, True), (0, True)]
+    path.write_text(json.dumps({"counts": counts[:1], "wrong": ["loaded"]}))
+    assert [(one.value, one.met) for one in targets(tmp_path)] == [(9_000, False), (1, False)]
+
+
+def test_kills_are_counted_in_each_form(tmp_path: Path) -> None:
+    forms = {"foreground": {"kills": 200}, "background": {"kills": 12}}
+    (tmp_path / "kill.json").write_text(json.dumps({"forms": forms}))
+    assert [(one.value, one.met) for one in targets(tmp_path)] == [(200, True), (12, False)]
