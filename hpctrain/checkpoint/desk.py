@@ -16,7 +16,6 @@ from hpctrain.checkpoint.attributes import Value
 from hpctrain.checkpoint.draft import Draft, Groups
 from hpctrain.checkpoint.extents import Written
 from hpctrain.checkpoint.pour import Stretch
-from hpctrain.checkpoint.reader import Reader
 from hpctrain.checkpoint.writer import put
 from hpctrain.errors import CheckpointError
 from hpctrain.shard import Shard
@@ -64,23 +63,21 @@ class Desk:
         return {dataset.name: at for dataset, at in zip(order.datasets, self._draft.places)}
 
     def write(self, place: Place, stretches: Iterable[Stretch]) -> Written:
-        """Write a share into the private file, flush it and read it back; return what was written."""
+        """Write a share into the private file, compare and flush it; return what was written."""
         with explaining(place):
             with opened(place.private) as handle:
                 rows = pour.pour(handle, stretches)
                 os.fsync(handle)  # by the descriptor that wrote: it is the one that hears of failures
-                pour.check(handle, rows)
         return pour.written(rows)
 
     def finish(self, written: Written) -> None:
-        """Complete the file, verify its structure and give it its name, given all that was written; for rank 0."""
+        """Complete the file and give it its name, given all that was written; for rank 0."""
         place, draft = self._place, self._draft
         assert place is not None and draft is not None
         with explaining(place):
             with opened(place.private) as handle:
                 put(handle, draft, written)
                 os.fsync(handle)
-            Reader(place.private).close()
             os.rename(place.private, place.target)
         self._draft = self._place = None
         commit.flush_folder(place.target)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime, timezone
+from functools import cache, lru_cache
 
 import h5py
 import numpy as np
@@ -114,8 +115,7 @@ class Draft:
 
     def _make_text(self, path: str, length: int) -> int | None:
         kind = _string_type(length)
-        space = h5py.h5s.create(h5py.h5s.SCALAR)
-        return int(_create(self._file, path, kind, space).get_offset())
+        return int(_create(self._file, path, kind, _scalar()).get_offset())
 
     def _make_table(self) -> int | None:
         rows = sum(extents.rows_of(record.nbytes) for record in self.records)
@@ -128,10 +128,8 @@ class Draft:
         self._image.write(data)
 
     def _read(self, offset: int, count: int) -> bytes:
-        if self._image.is_hole(offset, count):
-            return b""
         self._image.seek(offset)
-        return self._image.read(count) or b""
+        return self._image.read(self._image.written(offset, count)) or b""
 
 
 def _record(dataset: Shard, more: Mapping[str, Value]) -> Record:
@@ -162,14 +160,20 @@ def _all_groups(groups: Groups, records: Sequence[Record]) -> dict[str, dict[str
 
 
 def _dataset(file: h5py.File, record: Record) -> h5py.h5d.DatasetID:
-    space = h5py.h5s.create_simple(record.shape) if record.shape else h5py.h5s.create(h5py.h5s.SCALAR)
-    dataset = _create(file, record.path, h5py.h5t.py_create(record.storage), space)
+    space = h5py.h5s.create_simple(record.shape) if record.shape else _scalar()
+    dataset = _create(file, record.path, _number_type(record.storage), space)
     _set_attributes(dataset, record.attributes)
     return dataset
 
 
 def _create(file: h5py.File, path: str, kind: h5py.h5t.TypeID, space: h5py.h5s.SpaceID) -> h5py.h5d.DatasetID:
     """Create a dataset whose place in the file is fixed at once and whose bytes HDF5 never touches."""
+    plist, links = _property_lists()
+    return h5py.h5d.create(file.id, path.encode(), kind, space, dcpl=plist, lcpl=links)
+
+
+@cache
+def _property_lists() -> tuple[h5py.h5p.PropDCID, h5py.h5p.PropLCID]:
     plist = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
     plist.set_layout(h5py.h5d.CONTIGUOUS)
     plist.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
@@ -177,17 +181,28 @@ def _create(file: h5py.File, path: str, kind: h5py.h5t.TypeID, space: h5py.h5s.S
     plist.set_obj_track_times(False)
     links = h5py.h5p.create(h5py.h5p.LINK_CREATE)
     links.set_char_encoding(h5py.h5t.CSET_UTF8)
-    return h5py.h5d.create(file.id, path.encode(), kind, space, dcpl=plist, lcpl=links)
+    return plist, links
 
 
 def _set_attributes(target: h5py.h5g.GroupID | h5py.h5d.DatasetID, attributes: Mapping[str, Array]) -> None:
     """Create attributes by HDF5's own calls: h5py's take several times as long, and a model has thousands."""
     for name, array in attributes.items():
-        kind = _string_type(array.dtype.itemsize) if array.dtype.kind == "S" else h5py.h5t.py_create(array.dtype)
-        space = h5py.h5s.create_simple(array.shape) if array.shape else h5py.h5s.create(h5py.h5s.SCALAR)
+        kind = _string_type(array.dtype.itemsize) if array.dtype.kind == "S" else _number_type(array.dtype)
+        space = h5py.h5s.create_simple(array.shape) if array.shape else _scalar()
         h5py.h5a.create(target, name.encode(), kind, space).write(array, mtype=kind)
 
 
+@cache
+def _scalar() -> h5py.h5s.SpaceID:
+    return h5py.h5s.create(h5py.h5s.SCALAR)
+
+
+@cache
+def _number_type(dtype: np.dtype[np.generic]) -> h5py.h5t.TypeID:
+    return h5py.h5t.py_create(dtype)
+
+
+@lru_cache(maxsize=64)
 def _string_type(length: int) -> h5py.h5t.TypeStringID:
     kind = h5py.h5t.C_S1.copy()
     kind.set_size(length)

@@ -36,9 +36,11 @@ class Image(io.RawIOBase):
                 low, high = max(start, offset), min(start + _BLOCK, end)
                 yield low, bytes(self._blocks[number][low - start : high - start])
 
-    def is_hole(self, offset: int, count: int) -> bool:
-        """Tell whether nothing was ever written near these bytes."""
-        return not any(number in self._blocks for number in range(offset // _BLOCK, -(-(offset + count) // _BLOCK)))
+    def written(self, offset: int, count: int) -> int:
+        """Return after how many of these bytes nothing was ever written."""
+        first, behind = offset // _BLOCK, -(-(offset + count) // _BLOCK)
+        last = next((number for number in reversed(range(first, behind)) if number in self._blocks), None)
+        return 0 if last is None else min(count, (last + 1) * _BLOCK - offset)
 
     def readable(self) -> bool:
         """Return true."""

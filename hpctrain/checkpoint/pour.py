@@ -40,16 +40,22 @@ _START_WRITING = 2  # SYNC_FILE_RANGE_WRITE: begin, do not wait
 
 
 def pour(handle: int, stretches: Iterable[Stretch]) -> list[Row]:
-    """Write stretches of bytes to their offsets and return what was written."""
-    rows = []
+    """Write stretches of bytes to their offsets, read them back, and return what was written.
+
+    The disk works on one stretch while the next is copied and compared. Raises ``CheckpointError`` where the file holds
+    something else than memory.
+    """
+    rows, buffer = [], _buffer()
     for offset, data, name in stretches:
         crc = 0
         for start in range(0, len(data), _STEP):
             piece = data[start : start + _STEP]
             crc = crc32(piece, crc)
             write_at(handle, piece, offset + start)
-        _start_writing(handle, offset, len(data))
         rows.append(Row(offset, len(data), crc, name))
+        _compare(handle, rows[-1], buffer)
+        if len(data) >= _STEP:
+            _start_writing(handle, offset, len(data))
     return rows
 
 
@@ -65,18 +71,26 @@ def written(rows: Sequence[Row]) -> Written:
 
 def check(handle: int, rows: Iterable[Row]) -> None:
     """Read back what was written; raise ``CheckpointError`` where it is not the same."""
-    buffer = memoryview(bytearray(_STEP))
+    buffer = _buffer()
     for row in rows:
-        crc = 0
-        for start in range(0, row.nbytes, _STEP):
-            piece = buffer[: min(_STEP, row.nbytes - start)]
-            _read_at(handle, piece, row.offset + start, row.name)
-            crc = crc32(piece, crc)
-        if crc != row.crc32:
-            raise CheckpointError(
-                f"{row.name} did not arrive: its {row.nbytes} bytes at {row.offset} have the CRC-32 {crc:08x} in the "
-                f"file and {row.crc32:08x} in memory"
-            )
+        _compare(handle, row, buffer)
+
+
+def _buffer() -> memoryview:
+    return memoryview(bytearray(_STEP))
+
+
+def _compare(handle: int, row: Row, buffer: memoryview) -> None:
+    crc = 0
+    for start in range(0, row.nbytes, _STEP):
+        piece = buffer[: min(_STEP, row.nbytes - start)]
+        _read_at(handle, piece, row.offset + start, row.name)
+        crc = crc32(piece, crc)
+    if crc != row.crc32:
+        raise CheckpointError(
+            f"{row.name} did not arrive: its {row.nbytes} bytes at {row.offset} have the CRC-32 {crc:08x} in the file "
+            f"and {row.crc32:08x} in memory"
+        )
 
 
 def write_at(handle: int, data: memoryview, offset: int) -> None:

@@ -238,10 +238,8 @@ class Reader:
             )
 
     def _read_at(self, offset: int, count: int) -> bytes:
-        """Return bytes; none where the filesystem knows that nothing was ever written there."""
-        if _is_hole(self._handle, offset, count):
-            return b""
-        data = bytearray(count)
+        """Return bytes, without those at their end that were never written, where the filesystem knows which."""
+        data = bytearray(_written(self._handle, offset, count))
         self._fill_from(layout.SEAL, memoryview(data), offset)
         return bytes(data)
 
@@ -287,11 +285,18 @@ def _open(path: Path) -> h5py.File:
     return h5py.File(path, "r", driver="sec2")
 
 
-def _is_hole(handle: int, offset: int, count: int) -> bool:
+def _written(handle: int, offset: int, count: int) -> int:
+    """Return after how many bytes the rest of a stretch is a hole; all of them where the filesystem cannot tell."""
+    end = offset + count
     try:
-        return os.lseek(handle, offset, os.SEEK_DATA) >= offset + count
+        reached = offset
+        while (begin := os.lseek(handle, reached, os.SEEK_DATA)) < end:
+            reached = os.lseek(handle, begin, os.SEEK_HOLE)
+            if reached >= end:
+                return count
+        return reached - offset
     except OSError as error:
-        return error.errno == errno.ENXIO  # nothing but a hole up to the end; others: no such call here
+        return reached - offset if error.errno == errno.ENXIO else count  # ENXIO: nothing but a hole up to the end
 
 
 def _open_without_waiting(path: str, flags: int) -> int:

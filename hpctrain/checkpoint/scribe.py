@@ -69,7 +69,7 @@ class Scribe:
         self._desk.finish(written)
 
     def _stretches(self, rows: Sequence[tuple[int, int, int, str]]) -> Iterator[Stretch]:
-        view = memoryview(self._map())
+        view = memoryview(self._map()) if rows else memoryview(b"")
         for offset, at, nbytes, name in rows:
             self.check_parent()
             yield Stretch(offset, view[at : at + nbytes], name)

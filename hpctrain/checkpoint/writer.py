@@ -16,7 +16,7 @@ from hpctrain.checkpoint.attributes import Value
 from hpctrain.checkpoint.draft import Draft
 from hpctrain.checkpoint.extents import Written
 from hpctrain.checkpoint.plan import Part, plan
-from hpctrain.checkpoint.pour import Stretch, pour, write_at, written
+from hpctrain.checkpoint.pour import Stretch, pour, written
 from hpctrain.checkpoint.source import Source, described
 from hpctrain.errors import CheckpointError
 
@@ -65,5 +65,4 @@ def put(handle: int, draft: Draft, rows: Written) -> None:
     """Write the structure of a file whose tensors are written, and make the file as long as it is to be."""
     parts = draft.finish(rows)
     os.ftruncate(handle, draft.size)
-    for offset, part in parts:
-        write_at(handle, memoryview(part), offset)
+    pour(handle, (Stretch(offset, memoryview(part), "the structure of the file") for offset, part in parts))
