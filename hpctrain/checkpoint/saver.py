@@ -43,11 +43,11 @@ class Storage:
 
     def __post_init__(self) -> None:
         if self.io not in get_args(IO):
-            raise UsageError(f"io = {self.io!r}: allowed are {', '.join(get_args(IO))}")
+            raise UsageError(f"io = {self.io!r}: allowed are {', '.join(get_args(IO))}", everywhere=True)
         if self.alignment < 1 or self.alignment & (self.alignment - 1):
-            raise UsageError(f"alignment = {self.alignment}: must be a power of two")
+            raise UsageError(f"alignment = {self.alignment}: must be a power of two", everywhere=True)
         if self.hints and self.io != "mpiio":
-            raise UsageError("hints are for io = 'mpiio'")
+            raise UsageError("hints are for io = 'mpiio'", everywhere=True)
 
 
 class Saver:

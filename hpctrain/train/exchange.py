@@ -12,7 +12,7 @@ from hpctrain.collectives.communicator import Communicator
 from hpctrain.errors import UsageError
 
 NUMBERS = 32  # what travels: a few flags, and what was logged
-_FLAGS = 3
+_FLAGS = 4
 LOGGED = NUMBERS - _FLAGS
 
 
@@ -49,24 +49,26 @@ class StepExchange:
         self._comm = comm
         self._numbers = comm.empty(NUMBERS, torch.float64)
 
-    def __call__(self, logged: Mapping[str, float], signal: int | None, step: int) -> tuple[dict[str, float], bool]:
-        """Return the averages by name, and whether a signal has come to any rank; a call by all ranks.
+    def __call__(
+        self, logged: Mapping[str, float], signal: int | None, busy: bool, step: int
+    ) -> tuple[dict[str, float], bool, bool]:
+        """Return the averages by name, and whether any rank has got a signal, or is busy; a call by all ranks.
 
         Raises ``UsageError`` on all of them where they logged different names.
         """
         names = sorted(logged)
         mark = _mark(names)
-        flags = [float(signal or 0), mark, mark * mark]
+        flags = [float(signal or 0), float(busy), mark, mark * mark]
         self._numbers.zero_()
         self._numbers[: _FLAGS + len(names)] = torch.tensor(
             flags + [logged[name] for name in names], dtype=torch.float64
         )
         self._comm.all_reduce(self._numbers, "average")
-        stop, mean, square, *values = self._numbers.tolist()
+        stop, anybody, mean, square, *values = self._numbers.tolist()
         # The marks are equal where their variance is nothing but rounding.
         if abs(square - mean * mean) > 1e-9 * square:
             self._refuse(names, step)
-        return dict(zip(names, values)), bool(stop)
+        return dict(zip(names, values)), bool(stop), bool(anybody)
 
     def _refuse(self, names: list[str], step: int) -> None:
         everyone = self._comm.all_gather_object(names)

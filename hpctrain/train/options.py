@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from hpctrain.checkpoint.keep import Best, Keep
+from hpctrain.checkpoint.layout import ALIGNMENT
+from hpctrain.checkpoint.saver import IO, Storage
 from hpctrain.errors import UsageError
 from hpctrain.train.health import Policy
 
@@ -20,6 +22,7 @@ _ALLOWED = {
     "on_nonfinite": get_args(Policy),
     "on_error": get_args(OnError),
     "best": get_args(Best),
+    "io": get_args(IO),
 }
 
 
@@ -34,6 +37,10 @@ class RunOptions:
     keep_best: str = ""  # a number that the run logs: the checkpoint with its best value stays; empty: none for that
     best: Best = "lowest"  # which value is the best
     on_error: OnError = "stop"  # a checkpoint cannot be written: end the run, or go on until the next
+    background: bool = False  # checkpoints are written by a process beside each rank, from a copy
+    io: IO = "posix"  # how files are written: by each rank, or by collective calls of MPI
+    alignment: int = ALIGNMENT  # bytes: where large tensors start in the file
+    hints: Sequence[str] = ()  # to MPI, as name=value
     resume: Resume = "auto"
     strict: bool = False  # a damaged newest checkpoint is an error
     on_nonfinite: Policy = "abort"
@@ -49,8 +56,21 @@ class RunOptions:
             value = getattr(self, name)
             if value not in allowed:
                 raise UsageError(f"a run with {name} = {value!r}: allowed are {', '.join(allowed)}", everywhere=True)
-        if isinstance(self.start_skip, str):
-            raise UsageError(f"a run with start_skip = {self.start_skip!r}: give a list of patterns", everywhere=True)
+        for name in ("start_skip", "hints"):
+            if isinstance(getattr(self, name), str):
+                raise UsageError(f"a run with {name} = {getattr(self, name)!r}: give a list", everywhere=True)
+        if self.background and self.io == "mpiio":
+            raise UsageError("a run with background and io = 'mpiio': take io = 'posix'", everywhere=True)
+        self.storage  # refuses what is wrong with it
+
+    @property
+    def storage(self) -> Storage:
+        """Return how checkpoints are written."""
+        pairs = [hint.partition("=") for hint in self.hints]
+        for name, sign, value in pairs:
+            if not (name and sign and value):
+                raise UsageError(f"a run with hints {list(self.hints)}: give each as name=value", everywhere=True)
+        return Storage(self.io, self.alignment, {name: value for name, _, value in pairs})
 
     @property
     def kept(self) -> Keep:

@@ -23,16 +23,16 @@ from torch.utils.hooks import RemovableHandle
 
 from hpctrain.checkpoint import folder as files
 from hpctrain.checkpoint import rng
-from hpctrain.collectives.agreement import on_first_rank
+from hpctrain.collectives.agreement import agreed, on_first_rank
 from hpctrain.errors import EXIT_REQUEUE, CheckpointError, NonFiniteError, UsageError
 from hpctrain.log import logger
 from hpctrain.train.books import Books
 from hpctrain.train.exchange import StepExchange, StepLog
-from hpctrain.train.failures import FailedSaves
 from hpctrain.train.health import Health
 from hpctrain.train.hello import versions
 from hpctrain.train.options import RunOptions
 from hpctrain.train.progress import Progress, shown
+from hpctrain.train.saves import Saves
 from hpctrain.train.signals import install
 from hpctrain.train.start import carried, start_from
 from hpctrain.train.state import LOADER, Stateful, TrainState
@@ -77,8 +77,6 @@ class Run:
         self.health = Health(model, job.strategy(model), job.comm, options.on_nonfinite)
         self.stop_request = install()
         self.stopped_by: str | None = None
-        self._saved_step = 0
-        self._failures = FailedSaves(logs=job.rank == 0)
         self._log = StepLog()
         self._exchange = StepExchange(job.comm)
         self._fresh_rng = rng.capture_rng()
@@ -87,6 +85,7 @@ class Run:
         self._hooks: list[RemovableHandle] = []
         self._progress: Progress | None = None
         self._books = Books(self.folder, job.launch.job_id, lenient=options.on_error == "continue")
+        self._saves = Saves(self.state, options, self._books)
 
     # What a loop may ask ----------------------------------------------------------------------------------------------
 
@@ -117,12 +116,7 @@ class Run:
 
     def save(self) -> Path:
         """Write a checkpoint now; a call by all ranks. Raises ``CheckpointError`` on all of them."""
-        started = time.monotonic()
-        path = self.state.save(config=self.config, provenance=self.provenance)
-        self._saved_step = self.step
-        self._failures.succeeded(self.step)
-        self._books.saved(self.step, time.monotonic() - started)
-        return path
+        return self._saves.now(self.config, self.provenance)
 
     # Entering ---------------------------------------------------------------------------------------------------------
 
@@ -132,6 +126,7 @@ class Run:
         try:
             self._resume()
             on_first_rank(self.job.comm, self._open_books)
+            agreed(self.job.comm, self._saves.open)
         except BaseException:
             self._books.close("failed", self.step, None)
             raise
@@ -170,7 +165,7 @@ class Run:
         if found is None:
             return
         loaded = self.state.restore(found)
-        self._saved_step = self.step
+        self._saves.committed = self.step
         self.provenance = carried(loaded.provenance, self.provenance)
         if self.job.rank == 0 and not self.finished:
             logger.info("resuming after step %d from %s", self.step, found)
@@ -222,7 +217,9 @@ class Run:
     def _end_step(self) -> None:
         assert self._begun is not None
         (started, waited), self._begun = self._begun, None
-        averages, stop = self._exchange(self._log.averaged, self.stop_request.signal, self.step + 1)
+        averages, stop, busy = self._exchange(
+            self._log.averaged, self.stop_request.signal, self._saves.busy, self.step + 1
+        )
         if stop:
             self.stopped_by = self.stop_request.name or "a signal to another rank"
         self.state.batches += 1
@@ -242,32 +239,19 @@ class Run:
         if self._progress is not None:
             self._progress.update(self.step, self.state.tokens, shown(row))
         if self.step % self.options.every == 0 and not self.finished and self.stopped_by is None:
-            self._save_or_go_on()
-
-    def _save_or_go_on(self) -> None:
-        """Save in the middle of a run; one that may go on without notes the failure, and the next save tries again."""
-        try:
-            self.save()
-        except CheckpointError as error:
-            # An error of this rank alone is no decision of all.
-            if self.options.on_error == "stop" or not error.everywhere:
-                raise
-            self._note_failure(error)
-
-    def _note_failure(self, error: CheckpointError) -> None:
-        again = self.step + self.options.every
-        again = min(again, self.options.steps or again)
-        self._failures.failed(str(error), self.step, self.state.folder, again)
-        self._books.failed_save(self.step, str(error), self._failures.total)
+            self._saves.due(self.config, self.provenance)
+        elif not busy:
+            self._saves.advance()
 
     def _go_back(self) -> None:
         """Restore the last checkpoint, but not the position in the data: those samples broke the run."""
         self.health.wants_rollback = False
+        self._saves.settle()
         found = self.state.find(strict=self.options.strict)
         if found is None:
             raise NonFiniteError("there is no checkpoint to go back to yet", everywhere=True)
         self.state.restore(found, rewind_data=False)
-        self._saved_step = self.step
+        self._saves.committed = self.step
         self._books.rewind(self.step)
 
     # Leaving ----------------------------------------------------------------------------------------------------------
@@ -279,8 +263,7 @@ class Run:
             # After an error the other ranks may know nothing of it: then no collective from here on.
             if error is None:
                 self._complete_step()
-                if self.step > self._saved_step:
-                    self.save()
+                self._saves.finish(self.config, self.provenance)
         except BaseException as failure:
             error = failure
             raise
@@ -293,6 +276,7 @@ class Run:
 
     def _close(self, error: BaseException | None) -> None:
         """Give back hooks, bar and folder, and write down how it ended."""
+        self._saves.close()
         for hook in self._hooks:
             hook.remove()
         if self._progress is not None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from hpctrain.checkpoint.keep import Best
+from hpctrain.checkpoint.layout import ALIGNMENT
 from hpctrain.data.settings import DataSettings
 from hpctrain.errors import SettingsError
 from hpctrain.models.settings import ModelSettings
@@ -117,11 +118,28 @@ class CheckpointSettings:
     # One cannot be written: end the run, or warn, go on, and try again when the next is due. At the end of the run it
     # is an error in any case.
     on_error: Literal["stop", "continue"] = "stop"
+    # Copy the state and let a process beside each rank write it while training goes on.
+    background: bool = False
+    # posix: every rank writes its share by itself; mpiio: by collective calls of MPI, which get the hints.
+    io: Literal["posix", "mpiio"] = "posix"
+    # Bytes: tensors of that size and more start at multiples of it; a power of two, at best the filesystem's stripe.
+    alignment: int = ALIGNMENT
+    # What MPI is told about the filesystem, as in ["striping_factor=16", "striping_unit=4194304", "cb_nodes=8"].
+    hints: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for name, least in {"every": 1, "keep": 1, "keep_every": 0}.items():
             if (value := getattr(self, name)) < least:
                 raise SettingsError(f"setting checkpoint.{name} = {value}: must be at least {least}")
+        if self.alignment < 1 or self.alignment & (self.alignment - 1):
+            raise SettingsError(f"setting checkpoint.alignment = {self.alignment}: must be a power of two")
+        if self.background and self.io == "mpiio":
+            raise SettingsError('setting checkpoint.background = true: needs checkpoint.io = "posix"')
+        if self.hints and self.io != "mpiio":
+            raise SettingsError('setting checkpoint.hints: they are for checkpoint.io = "mpiio"')
+        for hint in self.hints:
+            if not all(hint.partition("=")):
+                raise SettingsError(f"setting checkpoint.hints: {hint!r} is not of the form name=value")
         if self.keep_best not in ("", *JUDGES):
             raise SettingsError(unknown(f"checkpoint.keep_best {self.keep_best!r}", self.keep_best, JUDGES))
 

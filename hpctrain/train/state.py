@@ -13,7 +13,8 @@ from torch import nn
 from hpctrain.checkpoint import folder as files
 from hpctrain.checkpoint import rng
 from hpctrain.checkpoint.keep import Keep
-from hpctrain.checkpoint.state import Loaded, load, save
+from hpctrain.checkpoint.saver import Saver
+from hpctrain.checkpoint.state import Loaded, load
 from hpctrain.collectives.agreement import on_first_rank
 from hpctrain.errors import CheckpointError
 from hpctrain.log import logger
@@ -76,9 +77,9 @@ class TrainState:
             if name not in _NOT_LOGGED and isinstance(value, (int, float)) and math.isfinite(value)
         }
 
-    def save(self, *, config: str | None, provenance: Mapping[str, Any]) -> Path:
-        """Write the checkpoint of the present step and drop those that need not stay; a call by all ranks."""
-        path = self.path(self.step)
+    def save(self, saver: Saver, path: Path, *, config: str | None, provenance: Mapping[str, Any]) -> None:
+        """Have the present step written; a call by all ranks."""
+        self._judge()
         train = {
             "step": self.step,
             "batches": self.batches,
@@ -87,7 +88,7 @@ class TrainState:
             "curves": self.curves.columns,
             files.LOGGED: self.logged,
         }
-        save(
+        saver.save(
             path,
             model=self.model,
             optimizer=self.optimizer,
@@ -95,22 +96,21 @@ class TrainState:
             rng=rng.capture_rng(),
             config=config,
             provenance=provenance,
-            comm=self.comm,
         )
-        if self.comm.rank == 0:
-            self._tidy(path)
-        return path
 
-    def _tidy(self, written: Path) -> None:
-        """Drop old checkpoints; a folder that cannot be looked into is no reason to lose the run."""
+    def _judge(self) -> None:
+        """Say once on rank 0 where the best is to be kept and there is nothing to tell it by."""
         name = self.keeper.keep.best
-        if name and name not in self.logged and not self._unjudged:
+        if name and name not in self.logged and not self._unjudged and self.comm.rank == 0:
             self._unjudged = True
             logger.warning(
                 "step %d logged no finite number called %s: its checkpoint cannot be the best, nor any like it",
                 self.step,
                 name,
             )
+
+    def tidy(self, written: Path) -> None:
+        """Drop old checkpoints; a folder that cannot be looked into is no reason to lose the run."""
         try:
             self.keeper.tidy(verified=written)
         except CheckpointError as error:

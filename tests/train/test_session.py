@@ -117,10 +117,10 @@ def test_a_signal_before_the_first_step_and_within_a_save(job: Any, shared_tmp_p
     again = Training(job, shared_tmp_path, make_batches(9), every=2, keep=9)
     save = again.run.state.save
 
-    def interrupted(**arguments: Any) -> Path:
+    def interrupted(*arguments: Any, **more: Any) -> None:
         if again.run.step == 4:
             os.kill(os.getpid(), signal.SIGUSR1)
-        return save(**arguments)
+        save(*arguments, **more)
 
     again.run.state.save = interrupted  # type: ignore[method-assign]
     with pytest.raises(SystemExit):
@@ -289,7 +289,7 @@ def test_a_model_that_was_not_wrapped_and_a_run_not_entered(job: Any, tmp_path: 
 def test_a_save_that_fails_at_the_end_leaves_no_lock(job: Any, tmp_path: Path) -> None:
     training = Training(job, tmp_path, make_batches(2))
 
-    def fail(**arguments: Any) -> None:
+    def fail(*arguments: Any, **more: Any) -> None:
         raise CheckpointError("disk full", everywhere=True)
 
     training.run.state.save = fail  # type: ignore[method-assign, assignment]

@@ -1,0 +1,134 @@
+"""Write the checkpoints of a run as its options ask, at once or in the background, and bear it when one fails."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hpctrain.checkpoint.saver import Saver
+from hpctrain.errors import CheckpointError
+from hpctrain.train.books import Books
+from hpctrain.train.failures import FailedSaves
+from hpctrain.train.options import RunOptions
+from hpctrain.train.state import TrainState
+
+
+@dataclass(frozen=True)
+class _Save:
+    """Hold a checkpoint that is being written."""
+
+    step: int
+    path: Path
+    started: float
+
+
+class Saves:
+    """Save the state of a run; every method is a call by all ranks, but for ``close``.
+
+    ``committed`` is the step of the newest checkpoint that this run has written or come from.
+    """
+
+    def __init__(self, state: TrainState, options: RunOptions, books: Books) -> None:
+        self._state, self._options, self._books = state, options, books
+        self._failures = FailedSaves(logs=state.comm.rank == 0)
+        self._saver: Saver | None = None
+        self._pending: _Save | None = None
+        self.committed = 0
+
+    def open(self) -> None:
+        """Get ready; with ``background``, the process that writes starts."""
+        self._saver = Saver(self._state.comm, self._options.storage, background=self._options.background)
+
+    @property
+    def busy(self) -> bool:
+        """Tell whether a checkpoint is pending that this rank cannot bring further without waiting."""
+        return self._saver is not None and self._saver.busy
+
+    def now(self, config: str | None, provenance: Mapping[str, Any]) -> Path:
+        """Write the checkpoint of the present step and return when it is there. Raises ``CheckpointError``."""
+        self.settle()
+        path = self._begin(config, provenance)
+        self._wait()
+        return path
+
+    def due(self, config: str | None, provenance: Mapping[str, Any]) -> None:
+        """Write a checkpoint on the way; in the background, return as soon as the state is copied."""
+        self.settle()
+        try:
+            self._begin(config, provenance)
+            if not self._options.background:
+                self._wait()
+        except CheckpointError as error:
+            self._bear(error, self._state.step)
+
+    def advance(self) -> None:
+        """Bring a pending checkpoint further."""
+        if self._pending is not None and self._saver is not None:
+            self._try(self._saver.advance)
+
+    def settle(self) -> None:
+        """Wait for a pending checkpoint."""
+        if self._pending is not None:
+            self._try(self._wait)
+
+    def finish(self, config: str | None, provenance: Mapping[str, Any]) -> None:
+        """Leave the present step in a checkpoint: here an error is one of the run, since work would be lost."""
+        self.settle()
+        if self._state.step > self.committed:
+            self.now(config, provenance)
+
+    def close(self) -> None:
+        """Give up what is pending; a rank may come here alone."""
+        if self._saver is not None:
+            self._saver.close()
+        self._saver = self._pending = None
+
+    def _begin(self, config: str | None, provenance: Mapping[str, Any]) -> Path:
+        assert self._saver is not None
+        save = _Save(self._state.step, self._state.path(self._state.step), time.monotonic())
+        self._state.save(self._saver, save.path, config=config, provenance=provenance)
+        self._pending = save
+        return save.path
+
+    def _wait(self) -> None:
+        assert self._saver is not None
+        try:
+            self._saver.wait()
+        except BaseException:
+            self._pending = None
+            raise
+        self._note_commit()
+
+    def _try(self, move: Any) -> None:
+        """Make a move of a pending checkpoint; where the run may go on without it, note that it failed."""
+        assert self._saver is not None and self._pending is not None
+        step = self._pending.step
+        try:
+            move()
+        except CheckpointError as error:
+            self._pending = None
+            self._bear(error, step)
+            return
+        self._note_commit()
+
+    def _note_commit(self) -> None:
+        if self._pending is None or (self._saver is not None and self._saver.pending):
+            return
+        save, self._pending = self._pending, None
+        self.committed = save.step
+        self._failures.succeeded(save.step)
+        self._books.saved(save.step, time.monotonic() - save.started)
+        if self._state.comm.rank == 0:
+            self._state.tidy(save.path)
+
+    def _bear(self, error: CheckpointError, step: int) -> None:
+        """Note a failure on the way and go on; an error of this rank alone is no decision of all."""
+        if self._options.on_error == "stop" or not error.everywhere:
+            raise error
+        every, last = self._options.every, self._options.steps
+        again = (self._state.step // every + 1) * every
+        self._failures.failed(str(error), step, self._state.folder, min(again, last or again))
+        self._books.failed_save(step, str(error), self._failures.total)
