@@ -28,9 +28,9 @@ import numpy as np
 from damage import Mutation, Patient, at_random, every_bit
 from harness import provenance, table, write
 
-from hpctrain.checkpoint.reader import Reader
-from hpctrain.checkpoint.source import Source
-from hpctrain.checkpoint.writer import write_file
+from hpctrain.checkpoint.file.reader import Reader
+from hpctrain.checkpoint.file.source import Source
+from hpctrain.checkpoint.file.writer import write_file
 
 LARGER = (64 << 10, 1 << 20, 4 << 20)  # bytes of tensors of the larger files
 _CHUNK = 500  # mutations that a process gets at a time

@@ -14,10 +14,10 @@ import numpy as np
 import torch
 
 from hpctrain._version import __version__
-from hpctrain.checkpoint import layout
-from hpctrain.checkpoint.attributes import Value, pack
+from hpctrain.checkpoint.file import layout
+from hpctrain.checkpoint.file.attributes import Value, pack
+from hpctrain.checkpoint.file.source import Source
 from hpctrain.checkpoint.optimizer import OptimizerState
-from hpctrain.checkpoint.source import Source
 from hpctrain.checkpoint.tensors import check_storable, flat, to_numpy
 from hpctrain.errors import UsageError
 from hpctrain.shard import Shard, Split

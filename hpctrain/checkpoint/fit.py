@@ -8,7 +8,7 @@ from functools import partial
 
 import torch
 
-from hpctrain.checkpoint.reader import Reader
+from hpctrain.checkpoint.file.reader import Reader
 from hpctrain.checkpoint.tensors import fill, torch_dtype
 from hpctrain.shard import Shard
 

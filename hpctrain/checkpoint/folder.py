@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from hpctrain.checkpoint import layout
+from hpctrain.checkpoint.file import layout
+from hpctrain.checkpoint.file.reader import Reader, verify_file
 from hpctrain.checkpoint.keep import Candidate, Keep, best_of, superseded
-from hpctrain.checkpoint.reader import Reader, verify_file
 from hpctrain.errors import CheckpointError
 from hpctrain.log import logger
 

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hpctrain.checkpoint import content, layout
+from hpctrain.checkpoint import content
 from hpctrain.checkpoint import optimizer as optimizers
+from hpctrain.checkpoint.file import layout
+from hpctrain.checkpoint.file.source import Source, described
 from hpctrain.checkpoint.optimizer import OptimizerState
-from hpctrain.checkpoint.source import Source, described
 from hpctrain.checkpoint.tensors import is_finite
 from hpctrain.errors import CheckpointError, NonFiniteError
 from hpctrain.shard import Shard, Split

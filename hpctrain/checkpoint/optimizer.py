@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from hpctrain.checkpoint import layout
 from hpctrain.checkpoint.compare import Difference
+from hpctrain.checkpoint.file import layout
+from hpctrain.checkpoint.file.reader import Reader
 from hpctrain.checkpoint.fit import fill_shard, is_skipped
-from hpctrain.checkpoint.reader import Reader
 from hpctrain.checkpoint.tensors import check_storable, torch_dtype
 from hpctrain.errors import CheckpointError, UsageError
 from hpctrain.shard import Shard, Split

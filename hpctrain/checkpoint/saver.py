@@ -11,14 +11,15 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 
-from hpctrain.checkpoint import content, layout
-from hpctrain.checkpoint.commit import temporary_name
-from hpctrain.checkpoint.desk import Order, Place
+from hpctrain.checkpoint import content
+from hpctrain.checkpoint.file import layout
+from hpctrain.checkpoint.file.commit import temporary_name
+from hpctrain.checkpoint.file.source import described, nbytes_of
 from hpctrain.checkpoint.holdings import Description, Holdings, exchange, joined
-from hpctrain.checkpoint.plan import Part, Plan, plan
-from hpctrain.checkpoint.saving import Job, Saving
-from hpctrain.checkpoint.source import described, nbytes_of
-from hpctrain.checkpoint.worker import Here, Share, Worker
+from hpctrain.checkpoint.together.desk import Order, Place
+from hpctrain.checkpoint.together.plan import Part, Plan, plan
+from hpctrain.checkpoint.together.saving import Job, Saving
+from hpctrain.checkpoint.together.worker import Here, Share, Worker
 from hpctrain.collectives.agreement import agreed
 from hpctrain.errors import UsageError
 from hpctrain.shard import Split
@@ -181,7 +182,7 @@ def _worker(comm: Communicator, how: Storage, background: bool) -> Worker:
         return _collective(comm, how, background)
     if not background:
         return Here()
-    from hpctrain.checkpoint.aside import Aside
+    from hpctrain.checkpoint.together.aside import Aside
 
     return Aside()
 
@@ -195,7 +196,7 @@ def _collective(comm: Communicator, how: Storage, background: bool) -> Worker:
         )
     if comm.transport.name != "mpi":
         raise UsageError("io = 'mpiio' needs ranks that MPI has started: use io = 'posix'", everywhere=True)
-    from hpctrain.checkpoint.collective import Collective
+    from hpctrain.checkpoint.together.collective import Collective
     from hpctrain.transport.mpi import MpiTransport
 
     assert isinstance(comm.transport, MpiTransport)

@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hpctrain.checkpoint import content, holdings, layout
+from hpctrain.checkpoint import content, holdings
 from hpctrain.checkpoint import optimizer as optimizers
 from hpctrain.checkpoint.compare import Description, compare, table
+from hpctrain.checkpoint.file import layout
+from hpctrain.checkpoint.file.layout import Array
+from hpctrain.checkpoint.file.reader import Reader
 from hpctrain.checkpoint.fit import fill_shard, is_skipped
-from hpctrain.checkpoint.layout import Array
-from hpctrain.checkpoint.reader import Reader
 from hpctrain.checkpoint.saver import Saver, Storage
 from hpctrain.collectives.agreement import agreed
 from hpctrain.errors import CheckpointError, UsageError

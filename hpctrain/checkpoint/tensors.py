@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from hpctrain.checkpoint.layout import STORAGE, Array, storage_of
+from hpctrain.checkpoint.file.layout import STORAGE, Array, storage_of
 from hpctrain.errors import CheckpointError
 
 

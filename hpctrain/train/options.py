@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
+from hpctrain.checkpoint.file.layout import ALIGNMENT
 from hpctrain.checkpoint.keep import Best, Keep
-from hpctrain.checkpoint.layout import ALIGNMENT
 from hpctrain.checkpoint.saver import IO, Storage
 from hpctrain.errors import UsageError
 from hpctrain.train.health import Policy

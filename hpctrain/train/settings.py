@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from hpctrain.checkpoint.file.layout import ALIGNMENT
 from hpctrain.checkpoint.keep import Best
-from hpctrain.checkpoint.layout import ALIGNMENT
 from hpctrain.data.settings import DataSettings
 from hpctrain.errors import SettingsError
 from hpctrain.models.settings import ModelSettings

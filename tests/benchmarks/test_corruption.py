@@ -12,7 +12,7 @@ import pytest
 from corruption import LARGER, large, small
 from damage import Patient, at_random, every_bit
 
-from hpctrain.checkpoint.reader import Reader
+from hpctrain.checkpoint.file.reader import Reader
 
 
 @pytest.fixture

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from hpctrain.checkpoint import save
+from hpctrain.checkpoint.file.layout import step_file
 from hpctrain.checkpoint.folder import LOGGED, Keeper, list_checkpoints
 from hpctrain.checkpoint.keep import Candidate, Keep, best_of, superseded
-from hpctrain.checkpoint.layout import step_file
 from hpctrain.errors import UsageError
 
 VALUES = [None, math.nan, math.inf, -math.inf, -1.5, 0.0, 0.25, 0.25, 3.0]

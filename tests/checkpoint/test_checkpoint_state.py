@@ -16,8 +16,8 @@ import torch
 from support.checkpoints import ThreadRanks, make_model, same, train
 
 from hpctrain import checkpoint
-from hpctrain.checkpoint.layout import STORAGE
-from hpctrain.checkpoint.reader import Reader
+from hpctrain.checkpoint.file.layout import STORAGE
+from hpctrain.checkpoint.file.reader import Reader
 from hpctrain.checkpoint.tensors import torch_dtype
 from hpctrain.errors import CheckpointError, NonFiniteError, UsageError
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from support.checkpoints import all_dtypes
 
-from hpctrain.checkpoint.layout import STORAGE
+from hpctrain.checkpoint.file.layout import STORAGE
 from hpctrain.checkpoint.tensors import check_storable, dtype_name, fill, from_numpy, is_finite, to_numpy, torch_dtype
 from hpctrain.errors import CheckpointError
 

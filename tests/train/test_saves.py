@@ -13,7 +13,7 @@ import torch
 from support.life import Training, checkpoints_of, contents, make_batches, receipt_of
 
 from hpctrain import checkpoint
-from hpctrain.checkpoint.aside import Aside
+from hpctrain.checkpoint.together.aside import Aside
 from hpctrain.errors import CheckpointError, UsageError
 from hpctrain.train.options import RunOptions
 

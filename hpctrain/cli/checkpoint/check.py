@@ -14,9 +14,9 @@ from typing import Any
 
 from tqdm import tqdm
 
-from hpctrain.checkpoint import inspect
-from hpctrain.checkpoint.diff import Diff, TensorDifference, ValueDifference, diff
-from hpctrain.checkpoint.inspect import Verdict
+from hpctrain.checkpoint.look import inspect
+from hpctrain.checkpoint.look.diff import Diff, TensorDifference, ValueDifference, diff
+from hpctrain.checkpoint.look.inspect import Verdict
 from hpctrain.cli.action import action
 from hpctrain.cli.checkpoint.text import columns, one_line, print_json, printable, progress
 from hpctrain.errors import EXIT_FAILURE, CheckpointError, UsageError

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from hpctrain.checkpoint import export, ingest, plot
+from hpctrain.checkpoint.look import export, ingest, plot
 from hpctrain.cli.action import action
 from hpctrain.cli.checkpoint.text import print_json, printable, progress, size
 

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from hpctrain.checkpoint import inspect
-from hpctrain.checkpoint.curves import sparkline
-from hpctrain.checkpoint.inspect import Contents, Entry, TensorStats
+from hpctrain.checkpoint.look import inspect
+from hpctrain.checkpoint.look.curves import sparkline
+from hpctrain.checkpoint.look.inspect import Contents, Entry, TensorStats
 from hpctrain.cli.action import action
 from hpctrain.cli.checkpoint.text import columns, one_line, print_json, printable, progress, shape, size
 

@@ -1,0 +1,211 @@
+"""Lay a checkpoint out in memory: HDF5 says where everything lies, before any byte of a tensor is written.
+
+Every dataset is contiguous, allocated at once and never filled by HDF5. The places of the tensors are known as soon as
+the draft is made; their checksums come when the bytes are written, and complete it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from datetime import datetime, timezone
+from functools import cache, lru_cache
+
+import h5py
+import numpy as np
+
+from hpctrain._version import __version__
+from hpctrain.checkpoint.file import extents, layout
+from hpctrain.checkpoint.file.attributes import Value, to_array
+from hpctrain.checkpoint.file.extents import Written
+from hpctrain.checkpoint.file.image import Image
+from hpctrain.checkpoint.file.layout import Array, Record
+from hpctrain.checkpoint.file.manifest import digest, manifest
+from hpctrain.checkpoint.file.seal import LENGTH, outside, seal
+from hpctrain.shard import Shard
+
+Groups = Mapping[str, Mapping[str, Value]]
+
+
+class Draft:
+    """Hold the structure of a file that is being written.
+
+    ``places`` says for each dataset, in the order given, where its bytes begin; ``None`` where it has none.
+    """
+
+    def __init__(
+        self,
+        datasets: Sequence[Shard],
+        attributes: Mapping[str, Mapping[str, Value]],
+        groups: Groups,
+        alignment: int = layout.ALIGNMENT,
+    ) -> None:
+        """Lay out datasets with more ``attributes`` by path, and ``groups`` (``"/"`` is the root) with theirs.
+
+        The groups above a dataset are made without being named.
+        """
+        self.records = [_record(dataset, attributes.get(dataset.name, {})) for dataset in datasets]
+        self._groups = _all_groups(groups, self.records)
+        self._image = Image()
+        self._file = h5py.File(
+            self._image,
+            "w",
+            libver=("v110", "v110"),  # checksummed structure, and a torn file that refuses to open; read by HDF5 1.10
+            alignment_threshold=alignment,
+            alignment_interval=alignment,
+            track_order=True,
+        )
+        for path, values in self._groups.items():
+            group = self._file if path == "/" else self._file.create_group(path, track_order=True)
+            _set_attributes(group.id, values)
+        datasets_made = [_dataset(self._file, record) for record in self.records]
+        self.places: list[int | None] = [dataset.get_offset() for dataset in datasets_made]
+        self._crcs = [h5py.h5a.open(dataset, layout.CRC32.encode()) for dataset in datasets_made]
+        self._text = self._make_text(layout.MANIFEST, len(self._manifest().encode()))
+        self._seal = self._make_text(layout.SEAL, LENGTH)
+        self._table = self._make_table()
+        _set_attributes(self._file.id, {layout.DIGEST: to_array(digest(""))})
+
+    def close(self) -> None:
+        """Give up a draft that will not be finished."""
+        if self._file:
+            self._file.close()
+
+    @property
+    def size(self) -> int:
+        """Return the bytes of the file, once it is finished."""
+        return self._image.size
+
+    def finish(self, written: Written) -> Iterator[tuple[int, bytes]]:
+        """Return offset and bytes of all but the tensors, given offset, length and CRC-32 of all that was written.
+
+        Raises ``CheckpointError`` where that is not all bytes of all tensors, each once.
+        """
+        places = [(place, record.nbytes) for place, record in zip(self.places, self.records) if place is not None]
+        table = extents.table_of(places, written)
+        self._set_checksums(table, len(places))
+        text = self._manifest()
+        kept = to_array(digest(text))
+        h5py.h5a.open(self._file.id, layout.DIGEST.encode()).write(kept, mtype=_string_type(kept.dtype.itemsize))
+        self._file.close()
+        if self._text is not None:
+            self._put(self._text, text.encode())
+        if self._table is not None:
+            self._put(self._table, table.tobytes())
+        assert self._text is not None and self._seal is not None
+        apart = [*places, (self._text, len(text.encode())), (self._seal, LENGTH)]
+        self._put(self._seal, seal(self._image.size, apart, self._read).encode())
+        return self._image.parts(outside(self._image.size, places))
+
+    def _set_checksums(self, table: extents.Table, count: int) -> None:
+        order = sorted(
+            (place, number) for number, place in enumerate(self.places) if place is not None
+        )
+        for (_, number), found in zip(order, extents.by_tensor(table, count), strict=True):
+            crc = extents.crc_of(found)
+            array = to_array(np.uint32(crc))
+            self._crcs[number].write(array)
+            record = self.records[number]
+            self.records[number] = replace(
+                record, crc32=crc, attributes={**record.attributes, layout.CRC32: array}
+            )
+
+    def _manifest(self) -> str:
+        return manifest(self._groups, self.records)
+
+    def _make_text(self, path: str, length: int) -> int | None:
+        kind = _string_type(length)
+        return int(_create(self._file, path, kind, _scalar()).get_offset())
+
+    def _make_table(self) -> int | None:
+        rows = sum(extents.rows_of(record.nbytes) for record in self.records)
+        space = h5py.h5s.create_simple((rows, len(extents.COLUMNS)))
+        dataset = _create(self._file, layout.EXTENTS, h5py.h5t.STD_I64LE, space)
+        return None if not rows else int(dataset.get_offset())
+
+    def _put(self, place: int, data: bytes) -> None:
+        self._image.seek(place)
+        self._image.write(data)
+
+    def _read(self, offset: int, count: int) -> bytes:
+        self._image.seek(offset)
+        return self._image.read(self._image.written(offset, count)) or b""
+
+
+def _record(dataset: Shard, more: Mapping[str, Value]) -> Record:
+    values: dict[str, Value] = {**more, layout.CRC32: np.uint32(0), layout.TORCH_DTYPE: dataset.dtype}
+    attributes = {name: to_array(value) for name, value in values.items()}
+    layout.storage_of(dataset.dtype, dataset.name)
+    return Record(dataset.name, dataset.shape, dataset.dtype, 0, attributes)
+
+
+def _all_groups(groups: Groups, records: Sequence[Record]) -> dict[str, dict[str, Array]]:
+    """Return the attributes of every group, each group after the one that holds it."""
+    root: dict[str, Value] = {
+        **groups.get("/", {}),
+        "format": layout.FORMAT,
+        "format_version": ".".join(map(str, layout.VERSION)),
+        "creator": f"hpctrain {__version__}",
+        "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "complete": 1,
+    }
+    found: dict[str, dict[str, Array]] = {"/": {name: to_array(value) for name, value in root.items()}}
+    for path in dict.fromkeys([*groups, *(record.path.rpartition("/")[0] for record in records)]):
+        parts = path.strip("/").split("/") if path.strip("/") else []
+        for depth in range(1, len(parts) + 1):
+            group = "/" + "/".join(parts[:depth])
+            if group not in found:
+                found[group] = {name: to_array(value) for name, value in groups.get(group, {}).items()}
+    return found
+
+
+def _dataset(file: h5py.File, record: Record) -> h5py.h5d.DatasetID:
+    space = h5py.h5s.create_simple(record.shape) if record.shape else _scalar()
+    dataset = _create(file, record.path, _number_type(record.storage), space)
+    _set_attributes(dataset, record.attributes)
+    return dataset
+
+
+def _create(file: h5py.File, path: str, kind: h5py.h5t.TypeID, space: h5py.h5s.SpaceID) -> h5py.h5d.DatasetID:
+    """Create a dataset whose place in the file is fixed at once and whose bytes HDF5 never touches."""
+    plist, links = _property_lists()
+    return h5py.h5d.create(file.id, path.encode(), kind, space, dcpl=plist, lcpl=links)
+
+
+@cache
+def _property_lists() -> tuple[h5py.h5p.PropDCID, h5py.h5p.PropLCID]:
+    plist = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+    plist.set_layout(h5py.h5d.CONTIGUOUS)
+    plist.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
+    plist.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
+    plist.set_obj_track_times(False)
+    links = h5py.h5p.create(h5py.h5p.LINK_CREATE)
+    links.set_char_encoding(h5py.h5t.CSET_UTF8)
+    return plist, links
+
+
+def _set_attributes(target: h5py.h5g.GroupID | h5py.h5d.DatasetID, attributes: Mapping[str, Array]) -> None:
+    """Create attributes by HDF5's own calls: h5py's take several times as long, and a model has thousands."""
+    for name, array in attributes.items():
+        kind = _string_type(array.dtype.itemsize) if array.dtype.kind == "S" else _number_type(array.dtype)
+        space = h5py.h5s.create_simple(array.shape) if array.shape else _scalar()
+        h5py.h5a.create(target, name.encode(), kind, space).write(array, mtype=kind)
+
+
+@cache
+def _scalar() -> h5py.h5s.SpaceID:
+    return h5py.h5s.create(h5py.h5s.SCALAR)
+
+
+@cache
+def _number_type(dtype: np.dtype[np.generic]) -> h5py.h5t.TypeID:
+    return h5py.h5t.py_create(dtype)
+
+
+@lru_cache(maxsize=64)
+def _string_type(length: int) -> h5py.h5t.TypeStringID:
+    kind = h5py.h5t.C_S1.copy()
+    kind.set_size(length)
+    kind.set_cset(h5py.h5t.CSET_UTF8)
+    kind.set_strpad(h5py.h5t.STR_NULLPAD)
+    return kind

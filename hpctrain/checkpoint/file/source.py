@@ -1,0 +1,100 @@
+"""Describe what goes into a dataset: its name and shape, and the box of it that this process holds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from hpctrain.checkpoint.file import layout
+from hpctrain.checkpoint.file.attributes import Value
+from hpctrain.checkpoint.file.layout import Array
+from hpctrain.errors import CheckpointError
+from hpctrain.shard import Shard
+
+
+@dataclass(frozen=True)
+class Source:
+    """Say what goes into a dataset, and how to come by its elements.
+
+    ``box`` names the dataset by its path, its shape and torch dtype, and says which part of it is held here.
+    ``read(begin, end)`` returns a flat array of these elements of the box, in C order, in the storage type of
+    ``layout.STORAGE`` for the dtype; it may be a view, and it must not change until it is written.
+    """
+
+    box: Shard
+    read: Callable[[int, int], Array]
+    attributes: Mapping[str, Value] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, path: str, array: Array, dtype: str | None = None, **attributes: Value) -> Source:
+        """Describe an array that is at hand; ``dtype`` is needed where the array only stands in (bfloat16)."""
+        return cls.lazy(path, array.shape, dtype or array.dtype.name, lambda: array, **attributes)
+
+    @classmethod
+    def lazy(
+        cls, path: str, shape: tuple[int, ...], dtype: str, load: Callable[[], Array], **attributes: Value
+    ) -> Source:
+        """Describe a whole array that ``load`` returns when it is written."""
+
+        def read(begin: int, end: int) -> Array:
+            array = load()
+            if array.shape != shape:
+                raise CheckpointError(f"{path} was announced as {dtype} {shape} and came as {array.shape}")
+            return np.ascontiguousarray(array).reshape(-1)[begin:end]
+
+        return cls(box_of(path, shape, dtype), read, attributes)
+
+    @property
+    def path(self) -> str:
+        """Return the path of the dataset."""
+        return self.box.name
+
+    @property
+    def itemsize(self) -> int:
+        """Return the bytes of an element in the file."""
+        return layout.storage_of(self.box.dtype, self.path).itemsize
+
+    def bytes(self, begin: int, end: int) -> memoryview:
+        """Return some elements of the box as they lie in the file, without a copy where memory holds them so."""
+        storage, array = layout.storage_of(self.box.dtype, self.path), self.read(begin, end)
+        in_memory = np.dtype("bool") if self.box.dtype == "bool" else storage
+        if array.shape != (end - begin,) or array.dtype.newbyteorder("<") not in (storage, in_memory):
+            raise CheckpointError(
+                f"{self.path} was announced as {self.box.dtype}, {end - begin} elements, "
+                f"and came as {array.dtype}, {array.size} elements"
+            )
+        return array.astype(storage, copy=False).view(np.uint8).data
+
+    def stretches(self, begin: int, end: int) -> Iterator[tuple[int, int, int]]:
+        """Yield offset in the dataset, offset behind ``begin`` and length, in bytes, of what lies together in both.
+
+        No stretch crosses the border between two extents of the dataset.
+        """
+        size = self.itemsize
+        each = layout.EXTENT // size
+        for to, at, count in self.box.runs():
+            low, high = max(at, begin), min(at + count, end)
+            while low < high:
+                place = to + low - at
+                length = min(high - low, each - place % each)
+                yield place * size, (low - begin) * size, length * size
+                low += length
+
+
+def box_of(path: str, shape: tuple[int, ...], dtype: str) -> Shard:
+    """Return the box that covers a whole dataset."""
+    return Shard(path, shape, dtype, (0,) * len(shape), shape, None)
+
+
+def described(source: Source) -> Shard:
+    """Return what other ranks may know of a source: its box, without the tensor."""
+    box = source.box
+    return Shard(box.name, box.shape, box.dtype, box.start, box.extent, None)
+
+
+def nbytes_of(box: Shard) -> int:
+    """Return the bytes that a box takes in a file."""
+    return math.prod(box.extent) * layout.storage_of(box.dtype, box.name).itemsize

@@ -1,0 +1,68 @@
+"""Write a checkpoint file from one process: HDF5 lays it out, the bytes go straight from memory to their places.
+
+Note: layout first, bytes second. A ``Draft`` tells where each dataset lies; then structure and bytes are written with
+``pwrite`` at their offsets: at the disk's own speed, without HDF5's global lock. The result is a plain HDF5 file.
+``saving`` does the same from many processes.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+from hpctrain.checkpoint.file import layout
+from hpctrain.checkpoint.file.attributes import Value
+from hpctrain.checkpoint.file.draft import Draft
+from hpctrain.checkpoint.file.extents import Written
+from hpctrain.checkpoint.file.pour import Stretch, pour, written
+from hpctrain.checkpoint.file.source import Source, described
+from hpctrain.checkpoint.together.plan import Part, plan
+from hpctrain.errors import CheckpointError
+
+
+def write_file(
+    path: Path,
+    sources: Iterable[Source],
+    groups: Mapping[str, Mapping[str, Value]],
+    alignment: int = layout.ALIGNMENT,
+) -> None:
+    """Write a new file of tensors and of groups with their attributes (``"/"`` is the root), flushed to the disk.
+
+    The groups above a dataset are made without being named. Nothing at ``path`` is overwritten. The bytes of the
+    tensors must not change meanwhile.
+    """
+    sources = list(sources)
+    deal = plan([[described(source) for source in sources]], alignment)
+    draft = Draft(deal.datasets, {source.path: source.attributes for source in sources}, groups, alignment)
+    try:
+        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
+        try:
+            places = dict(zip((dataset.name for dataset in deal.datasets), draft.places))
+            rows = pour(handle, stretches(sources, deal.parts[0], places))
+            put(handle, draft, written(rows))
+            os.fsync(handle)  # by the descriptor that wrote: it is the one that hears of failures
+        finally:
+            os.close(handle)
+    finally:
+        draft.close()
+
+
+def stretches(
+    sources: Sequence[Source], parts: Iterable[Part], places: Mapping[str, int | None]
+) -> Iterator[Stretch]:
+    """Yield offset in the file and bytes of each part of sources; ``places`` says where each dataset begins."""
+    for part in parts:
+        source = sources[part.box]
+        place, data = places[source.path], source.bytes(part.begin, part.end)
+        if place is None:
+            raise CheckpointError(f"HDF5 gave {source.path} no place in the file")
+        for to, at, length in source.stretches(part.begin, part.end):
+            yield Stretch(place + to, data[at : at + length], source.path)
+
+
+def put(handle: int, draft: Draft, rows: Written) -> None:
+    """Write the structure of a file whose tensors are written, and make the file as long as it is to be."""
+    parts = draft.finish(rows)
+    os.ftruncate(handle, draft.size)
+    pour(handle, (Stretch(offset, memoryview(part), "the structure of the file") for offset, part in parts))

@@ -1,0 +1,66 @@
+"""Read the curves of a run out of its checkpoint, in bounded memory, and draw them in a line of text."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import numpy as np
+import numpy.typing as npt
+
+from hpctrain.checkpoint.file import layout
+from hpctrain.checkpoint.file.layout import Array
+from hpctrain.checkpoint.file.reader import Reader
+
+LONGEST = 20_000  # points handed out: files carry half as many, those of older versions and of others any number
+
+_BARS = "▁▂▃▄▅▆▇█"
+
+
+def read_curves(reader: Reader, longest: int = LONGEST) -> dict[str, list[float]]:
+    """Return the curves of a run by name; of longer ones every second, third, ... point, counted from the last."""
+    found = reader.below(layout.TRAIN)
+    return {name: read_curve(reader, record.path, longest) for name, record in found.items() if len(record.shape) == 1}
+
+
+def read_curve(reader: Reader, path: str, longest: int = LONGEST) -> list[float]:
+    """Return one curve; raises ``CheckpointError`` where its bytes are damaged."""
+    record = reader.records[path]
+    count = math.prod(record.shape)
+    stride, seen = max(1, -(-count // longest)), 0
+    points: list[float] = []
+    for piece in reader.pieces(path):
+        first = (count - 1 - seen) % stride
+        points += as_floats(piece[first::stride], record.dtype).tolist()
+        seen += piece.size
+    return points
+
+
+def as_floats(array: Array, dtype: str) -> npt.NDArray[np.float64]:
+    """Return stored numbers as float64, those of bfloat16 too."""
+    if dtype == "bfloat16":
+        return widened(array).astype(np.float64)
+    return array.astype(np.float64)
+
+
+def widened(array: Array) -> npt.NDArray[np.float32]:
+    """Return the numbers of bfloat16, which are stored as integers, as float32 with the same values."""
+    return (array.astype(np.uint32) << np.uint32(16)).view(np.float32)
+
+
+def sparkline(values: Iterable[float], width: int = 60) -> str:
+    """Draw a curve in one line of text: the mean of each stretch as a bar, a space where nothing is finite."""
+    data = np.asarray(list(values), dtype=np.float64)
+    stretches = np.array_split(data, min(width, data.size)) if data.size else []
+    means = [_finite_mean(stretch) for stretch in stretches]
+    known = [mean for mean in means if mean is not None]
+    if not known:
+        return ""
+    low, span = min(known), max(known) - min(known)
+    scale = (len(_BARS) - 1) / span if span > 0 else 0.0
+    return "".join(" " if mean is None else _BARS[round((mean - low) * scale)] for mean in means)
+
+
+def _finite_mean(values: npt.NDArray[np.float64]) -> float | None:
+    finite = values[np.isfinite(values)]
+    return float(finite.mean()) if finite.size else None

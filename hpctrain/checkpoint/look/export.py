@@ -1,0 +1,132 @@
+"""Write what a checkpoint holds in the formats of others: safetensors, NumPy's npz, torch.
+
+The model alone goes out under the names of its ``state_dict``; everything under paths such as ``model/head.weight``
+and ``optimizer/head.weight/exp_avg``, for torch as one table with a ``state_dict`` of the model and of the optimizer.
+Tensors pass through in pieces, checked as they are read; only torch, whose own function writes, needs all in memory.
+"""
+
+from __future__ import annotations
+
+import zipfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from hpctrain.checkpoint.file import layout
+from hpctrain.checkpoint.file.layout import Array, Record
+from hpctrain.checkpoint.file.reader import Reader
+from hpctrain.checkpoint.look import safetensors
+from hpctrain.checkpoint.look.curves import widened
+from hpctrain.checkpoint.look.output import put_in_place
+from hpctrain.errors import CheckpointError, UsageError
+
+Progress = Callable[[int], object]
+
+SUFFIXES = {"safetensors": ".safetensors", "npz": ".npz", "torch": ".pt"}
+
+
+def export(
+    file: str | Path,
+    kind: str,
+    output: str | Path,
+    *,
+    model_only: bool = False,
+    force: bool = False,
+    progress: Progress | None = None,
+) -> int:
+    """Write the file ``output`` of a kind in ``SUFFIXES`` and return the number of its tensors.
+
+    Raises ``UsageError`` where it exists, unless told to replace it, and ``CheckpointError`` where the checkpoint is
+    damaged or the output cannot be written: then nothing is left of it.
+    """
+    if kind not in SUFFIXES:
+        raise UsageError(f"cannot export to {kind!r}: allowed are {', '.join(SUFFIXES)}")
+    target = Path(output)
+    if target.exists() and not force:
+        raise UsageError(f"{target} exists: choose another name, or --force to replace it")
+    with Reader(file) as reader:
+        chosen = reader.below(layout.MODEL) if model_only else reader.below("/")
+        if not chosen:
+            raise UsageError(f"{file} holds no tensors{' of a model' if model_only else ''}")
+        put_in_place(target, lambda out: _WRITERS[kind](reader, chosen, out, model_only, progress))
+    return len(chosen)
+
+
+def _to_safetensors(
+    reader: Reader, chosen: dict[str, Record], out: BinaryIO, model_only: bool, progress: Progress | None
+) -> None:
+    ordered = sorted(chosen.items(), key=lambda item: -item[1].storage.itemsize)  # each begins where it may be mapped
+    data = (_pieces(reader, record, progress) for _, record in ordered)
+    metadata = {"format": "pt", "step": str(reader.root.get("step")), "creator": str(reader.root.get("creator"))}
+    safetensors.write(out, [(name, record.shape, record.dtype) for name, record in ordered], data, metadata)
+
+
+def _to_npz(
+    reader: Reader, chosen: dict[str, Record], out: BinaryIO, model_only: bool, progress: Progress | None
+) -> None:
+    """Write one array a tensor; NumPy has no bfloat16, float32 holds the same values."""
+    with zipfile.ZipFile(out, "w", zipfile.ZIP_STORED, allowZip64=True) as archive:
+        for name, record in chosen.items():
+            stored = {"bfloat16": np.dtype("<f4"), "bool": np.dtype("?")}.get(record.dtype, record.storage)
+            head = {"descr": stored.str, "fortran_order": False, "shape": record.shape}
+            with archive.open(f"{name}.npy", "w", force_zip64=True) as member:
+                np.lib.format.write_array_header_1_0(member, head)  # type: ignore[no-untyped-call, unused-ignore]
+                for piece in _pieces(reader, record, progress):
+                    plain = widened(piece) if record.dtype == "bfloat16" else piece
+                    member.write((plain != 0).tobytes() if record.dtype == "bool" else plain.tobytes())
+
+
+def _to_torch(
+    reader: Reader, chosen: dict[str, Record], out: BinaryIO, model_only: bool, progress: Progress | None
+) -> None:
+    import torch  # only here: everything else of this page runs on a login node
+
+    from hpctrain.checkpoint.tensors import from_numpy
+
+    def load(record: Record) -> torch.Tensor:
+        if progress:
+            progress(record.nbytes)
+        return from_numpy(reader.read(record.path), record.dtype)
+
+    model = {name: load(record) for name, record in reader.below(layout.MODEL).items()}
+    if model_only:
+        torch.save(model, out)
+        return
+    everything: dict[str, Any] = {"model": model}
+    if layout.OPTIMIZER in reader.groups:
+        everything["optimizer"] = _torch_optimizer(reader, load)
+    everything["train"] = {**reader.values(layout.TRAIN)}
+    curves = {name: load(record) for name, record in reader.below(layout.TRAIN).items()}
+    everything["train"] |= {"curves": curves} if curves else {}
+    everything["config"] = reader.values(layout.CONFIG).get("toml")
+    torch.save(everything, out)
+
+
+def _torch_optimizer(reader: Reader, load: Callable[[Record], Any]) -> dict[str, Any]:
+    """Return what the optimizer's ``state_dict`` was: parameters are numbers there, counted over the groups."""
+    groups = reader.values(layout.OPTIMIZER).get("param_groups")
+    try:
+        names = [name for group in groups for name in group["params"]]  # type: ignore[union-attr]
+        places = {name: number for number, name in enumerate(names)}
+        plain = [{**group, "params": [places[name] for name in group["params"]]} for group in groups]  # type: ignore
+    except (TypeError, KeyError) as error:
+        raise CheckpointError(f"{reader.path}: the groups of the optimizer are not as hpctrain writes them") from error
+    state: dict[int, dict[str, Any]] = {}
+    for name, number in places.items():
+        group = f"{layout.OPTIMIZER}/{name}"
+        found = reader.values(group) | {key: load(record) for key, record in reader.below(group).items()}
+        if found:
+            state[number] = found
+    return {"state": state, "param_groups": plain}
+
+
+def _pieces(reader: Reader, record: Record, progress: Progress | None) -> Iterator[Array]:
+    for piece in reader.pieces(record.path):
+        yield piece
+        if progress:
+            progress(piece.nbytes)
+
+
+_WRITERS = {"safetensors": _to_safetensors, "npz": _to_npz, "torch": _to_torch}

@@ -1,0 +1,122 @@
+"""Make a checkpoint of a model that another program saved: safetensors, or a ``state_dict`` that torch saved.
+
+Nothing of the file is run: safetensors are a header and bytes, torch's files are read with ``weights_only``.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hpctrain._version import __version__
+from hpctrain.checkpoint.file import layout
+from hpctrain.checkpoint.file.attributes import Value
+from hpctrain.checkpoint.file.commit import commit
+from hpctrain.checkpoint.file.layout import Array
+from hpctrain.checkpoint.file.source import Source, nbytes_of
+from hpctrain.checkpoint.file.writer import write_file
+from hpctrain.checkpoint.look import safetensors
+from hpctrain.errors import CheckpointError, UsageError
+
+if TYPE_CHECKING:
+    import torch
+
+SUFFIXES = (".safetensors", ".pt", ".pth", ".bin")
+_INSIDE = ("model", "state_dict", "model_state_dict", "module")  # where training programs put the model
+
+Found = Iterable[tuple[str, tuple[int, ...], str, Callable[[], Array]]]
+
+
+def ingest(
+    file: str | Path, output: str | Path, *, step: int = 0, strip: str = "", force: bool = False
+) -> list[str]:
+    """Write a checkpoint of the model in a file, and return the names that were stored.
+
+    ``strip`` is taken off the front of every name. A whole export (``model/``, ``optimizer/``, ...) gives its model.
+    Raises ``UsageError`` for a file of another kind or an output that exists, ``CheckpointError`` for a damaged one.
+    """
+    path, target = Path(file), Path(output)
+    if path.suffix not in SUFFIXES:
+        raise UsageError(f"cannot import {path}: its name must end in {', '.join(SUFFIXES)}")
+    if target.exists() and not force:
+        raise UsageError(f"{target} exists: choose another name, or --force to replace it")
+    tensors = _from_safetensors(path) if path.suffix == ".safetensors" else _from_torch(path)
+    sources = [
+        Source.lazy(layout.child(layout.MODEL, name.removeprefix(strip)), shape, dtype, load)
+        for name, shape, dtype, load in tensors
+    ]
+    if not sources:
+        raise UsageError(f"{path} holds no tensors")
+    names = [source.path.removeprefix(f"{layout.MODEL}/") for source in sources]
+    if len(set(names)) != len(names):
+        raise UsageError(f"without {strip!r}, two tensors of {path} have the same name")
+    needed = sum(nbytes_of(source.box) for source in sources)
+    commit(target, lambda private: write_file(private, sources, _groups(path, step)), needed)
+    return names
+
+
+def _groups(path: Path, step: int) -> Mapping[str, Mapping[str, Value]]:
+    if step < 0:
+        raise UsageError(f"step is {step}: expected a whole number from 0")
+    provenance = {"imported_from": path.name, "host": socket.gethostname(), "hpctrain": __version__}
+    root: dict[str, Value] = {"step": step, "world_size": 1, "NX_class": "NXroot"}
+    return {"/": root, layout.MODEL: {}, layout.PROVENANCE: provenance}
+
+
+def _from_safetensors(path: Path) -> Found:
+    tensors, _ = safetensors.read_header(path)
+    groups = {tensor.name.partition("/")[0] for tensor in tensors}
+    whole = all("/" in tensor.name for tensor in tensors) and layout.MODEL.strip("/") in groups
+    for tensor in tensors:
+        group, _, rest = tensor.name.partition("/")
+        if not whole or f"/{group}" == layout.MODEL:
+            load = lambda tensor=tensor: safetensors.load(path, tensor)
+            yield rest if whole else tensor.name, tensor.shape, tensor.dtype, load
+
+
+def _from_torch(path: Path) -> Found:
+    from hpctrain.checkpoint.tensors import check_storable, dtype_name, to_numpy
+
+    for name, tensor in _state_dict(path).items():
+        check_storable(tensor, name)
+        load = lambda tensor=tensor: to_numpy(tensor)
+        yield name, tuple(tensor.shape), dtype_name(tensor), load
+
+
+def _state_dict(path: Path) -> Mapping[str, torch.Tensor]:
+    """Return the model's tensors of a file that torch saved, itself or under one of the usual names."""
+    content = _load(path)
+    for name in ("", *_INSIDE):
+        found = content.get(name) if name and isinstance(content, dict) else content
+        if isinstance(found, dict) and found and all(map(_is_tensor, found.values())):
+            return found
+    held = sorted(map(str, content))[:8] if isinstance(content, dict) else type(content).__name__
+    raise UsageError(
+        f"{path} holds no model that can be taken over: expected a table of tensors, itself or under "
+        f"{', '.join(_INSIDE)}, found {held}"
+    )
+
+
+def _load(path: Path) -> Any:
+    import pickle  # for the name of its error only: torch reads, and with weights_only it builds nothing but tensors
+
+    import torch
+
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        reason = str(error).splitlines()[0]
+        raise CheckpointError(f"{path} holds more than tensors, or is damaged, and was not run: {reason}") from error
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: {error.strerror or error}") from error
+    except Exception as error:  # torch raises whatever its parser stumbles over
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise CheckpointError(f"{path} is not a file that torch wrote, or is damaged: {reason}") from error
+
+
+def _is_tensor(value: Any) -> bool:
+    import torch
+
+    return isinstance(value, torch.Tensor)

@@ -1,0 +1,183 @@
+"""Look inside checkpoints: what a folder holds, what a file holds, whether it is sound.
+
+Runs on a login node: h5py and NumPy, neither torch nor MPI. Everything is returned as plain dataclasses; the command
+line decides how they look.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hpctrain.checkpoint.file import layout
+from hpctrain.checkpoint.file.layout import Record
+from hpctrain.checkpoint.file.reader import Reader, verify_file
+from hpctrain.checkpoint.folder import list_checkpoints
+from hpctrain.checkpoint.look.curves import as_floats, read_curve, read_curves
+from hpctrain.errors import CheckpointError, UsageError
+
+Progress = Callable[[int], object]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Describe a file of a folder; ``error`` says why nothing more is known."""
+
+    file: str
+    bytes: int
+    step: int | None = None
+    created: str | None = None
+    world_size: int | None = None
+    loss: float | None = None
+    error: str | None = None
+
+
+@dataclass(frozen=True)
+class TensorStats:
+    """Describe a tensor and its finite values; ``nonfinite`` counts the others, ``values`` are a single one's own."""
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: str
+    bytes: int
+    minimum: float | None
+    maximum: float | None
+    norm: float | None
+    nonfinite: int
+    values: list[float] | None = None
+
+
+@dataclass(frozen=True)
+class Contents:
+    """Describe a file: what its root says, its groups of values, its curves and its tensors."""
+
+    file: str
+    bytes: int
+    root: dict[str, Any]
+    provenance: dict[str, Any]
+    train: dict[str, Any]
+    config: str | None
+    curves: dict[str, list[float]]
+    tensors: list[TensorStats]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Say whether a file is as it was written, and otherwise what is damaged."""
+
+    file: str
+    ok: bool
+    error: str | None = None
+
+
+def ls(folder: str | Path) -> list[Entry]:
+    """Describe the checkpoints of a folder, or of the ``checkpoints`` folder of a run, oldest first.
+
+    Their structure is checked, and the curve of the loss; the bytes of the tensors are not.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise UsageError(f"{folder} is not a folder: give a run's folder or one with step_*.h5 files")
+    inner = folder / "checkpoints"
+    return [_entry(path) for path in list_checkpoints(inner if inner.is_dir() else folder)]
+
+
+def show(file: str | Path, name: str | None = None, progress: Progress | None = None) -> Contents:
+    """Describe a file, or what it holds under a name (a path, a tensor of the model, a parameter of the optimizer).
+
+    Reads the tensors it describes and raises ``CheckpointError`` where one is damaged.
+    """
+    with Reader(file) as reader:
+        toml = reader.values(layout.CONFIG).get("toml")
+        return Contents(
+            file=str(file),
+            bytes=reader.size,
+            root=reader.root,
+            provenance=reader.values(layout.PROVENANCE),
+            train=reader.values(layout.TRAIN),
+            config=None if toml is None else str(toml),
+            curves=read_curves(reader),
+            tensors=[_stats(reader, record, name is not None, progress) for record in _chosen(reader, name)],
+        )
+
+
+def verify(file: str | Path, progress: Progress | None = None) -> Verdict:
+    """Read every byte of a file and say whether it is sound."""
+    try:
+        verify_file(file, progress)
+    except CheckpointError as error:
+        return Verdict(str(file), False, str(error))
+    return Verdict(str(file), True)
+
+
+def _entry(path: Path) -> Entry:
+    try:
+        size = path.stat().st_size
+        with Reader(path) as reader:
+            root, curve = reader.root, f"{layout.TRAIN}/loss"
+            loss = read_curve(reader, curve, 1) if curve in reader.records else []
+    except (CheckpointError, OSError) as error:
+        size = path.stat().st_size if path.exists() else 0
+        return Entry(str(path), size, layout.step_of(path.name), error=str(error))
+    return Entry(
+        file=str(path),
+        bytes=size,
+        step=root.get("step"),
+        created=root.get("created"),
+        world_size=root.get("world_size"),
+        loss=loss[-1] if loss else None,
+    )
+
+
+def _chosen(reader: Reader, name: str | None) -> Sequence[Record]:
+    """Return the tensors that a name means; without one all but the curves, which are shown as such."""
+    if name is None:
+        return [record for path, record in reader.records.items() if not path.startswith(f"{layout.TRAIN}/")]
+    path = "/" + name.strip("/")
+    starts = [path, *(group + path for group in (layout.MODEL, layout.OPTIMIZER, layout.TRAIN))]
+    chosen = [
+        record
+        for record in reader.records.values()
+        if any(record.path == start or record.path.startswith(f"{start}/") for start in starts)
+    ]
+    if not chosen:
+        known = [*reader.records, *reader.below(layout.MODEL)]
+        close = difflib.get_close_matches(name.strip("/"), [each.strip("/") for each in known], n=1, cutoff=0.5)
+        guess = f": did you mean {close[0]}?" if close else ""
+        raise UsageError(f"{reader.path} holds no tensor {name!r}{guess}, hpctrain checkpoint show FILE lists all")
+    return chosen
+
+
+def _stats(reader: Reader, record: Record, with_values: bool, progress: Progress | None) -> TensorStats:
+    low, high, squares, nonfinite = math.inf, -math.inf, 0.0, 0
+    few = with_values and math.prod(record.shape) <= 16
+    values: list[float] = []
+    for piece in reader.pieces(record.path):
+        numbers = as_floats(piece, record.dtype)
+        if few:
+            values = numbers.tolist()
+        finite = numbers[np.isfinite(numbers)]
+        nonfinite += numbers.size - finite.size
+        if finite.size:
+            low, high = min(low, float(finite.min())), max(high, float(finite.max()))
+            squares += float(np.dot(finite, finite))
+        if progress:
+            progress(piece.nbytes)
+    some = low <= high
+    return TensorStats(
+        path=record.path,
+        shape=record.shape,
+        dtype=record.dtype,
+        bytes=record.nbytes,
+        minimum=low if some else None,
+        maximum=high if some else None,
+        norm=math.sqrt(squares) if some else None,
+        nonfinite=nonfinite,
+        values=values if few else None,
+    )

@@ -1,0 +1,98 @@
+"""Draw the curves of a run from its checkpoint: the loss, and below it learning rate and gradient norm."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from hpctrain.checkpoint.file.reader import Reader
+from hpctrain.checkpoint.look.curves import read_curves
+from hpctrain.checkpoint.look.output import put_in_place
+from hpctrain.errors import UsageError
+
+KINDS = (".png", ".svg", ".pdf")
+_INK, _PALE, _MARK = "#1f4e79", "#9dbad7", "#c55a11"
+_BELOW = {"learning_rate": "learning rate", "grad_norm": "gradient norm"}
+_ROUGH = 200  # points from which a running mean is drawn over the single ones
+
+Floats = npt.NDArray[np.float64]
+Curves = Mapping[str, Sequence[float]]
+
+
+def plot(file: str | Path, output: str | Path) -> None:
+    """Draw the curves of a checkpoint into a picture; raises ``UsageError`` without curves or without matplotlib."""
+    target = Path(output)
+    if target.suffix not in KINDS:
+        raise UsageError(f"cannot draw {target}: its name must end in {', '.join(KINDS)}")
+    with Reader(file) as reader:
+        curves, step = read_curves(reader), reader.root.get("step")
+    if not curves.get("loss"):
+        raise UsageError(f"{file} holds no loss to draw: hpctrain checkpoint show FILE lists what it holds")
+    figure = _figure(curves, f"{Path(file).name}: loss up to step {step}")
+    put_in_place(target, lambda out: figure.savefig(out, format=target.suffix[1:], dpi=150))
+
+
+def _figure(curves: Curves, title: str) -> Any:
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise UsageError("drawing needs matplotlib: pip install 'hpctrain[plot]'") from error
+    below = [name for name in _BELOW if _finite(curves.get(name, ()))]
+    figure = Figure(figsize=(8, 4.5 + 1.3 * len(below)), layout="constrained")
+    axes = figure.subplots(1 + len(below), sharex=True, squeeze=False, height_ratios=[3.5, *[1] * len(below)])[:, 0]
+    _draw_loss(axes[0], curves)
+    axes[0].set_title(title, loc="left", fontsize=11)
+    for axis, name in zip(axes[1:], below):
+        axis.plot(_steps(curves, "step", name), curves[name], color=_INK, linewidth=0.7)
+        axis.set_ylabel(_BELOW[name])
+    for axis in axes:
+        axis.grid(color="#e5e5e5", linewidth=0.6)
+        axis.set_axisbelow(True)
+        axis.spines[["top", "right"]].set_visible(False)
+    axes[-1].set_xlabel("step")
+    figure.align_ylabels(axes)
+    return figure
+
+
+def _draw_loss(axis: Any, curves: Curves) -> None:
+    loss = np.asarray(curves["loss"], dtype=np.float64)
+    steps = _steps(curves, "step", "loss")
+    if loss.size > _ROUGH:
+        width = loss.size // 50 | 1  # odd: as many to either side
+        smooth = running_mean(loss, width)
+        axis.plot(steps, loss, color=_PALE, linewidth=0.6, label="training")
+        axis.plot(steps, smooth, color=_INK, linewidth=1.6, label=f"training, mean of {width} points")
+    else:
+        axis.plot(steps, loss, color=_INK, linewidth=1.4, label="training")
+    if _finite(curves.get("validation_loss", ())):
+        at = _steps(curves, "validation_step", "validation_loss")
+        axis.plot(at, curves["validation_loss"], "o-", color=_MARK, linewidth=1, markersize=4, label="validation")
+    axis.set_ylabel("loss")
+    axis.legend(frameon=False)
+
+
+def running_mean(values: Floats, width: int) -> Floats:
+    """Return the mean of what is finite around each value, ``width // 2`` to either side as far as there is."""
+    finite = np.isfinite(values)
+    total = np.concatenate([[0.0], np.cumsum(np.where(finite, values, 0.0))])
+    count = np.concatenate([[0], np.cumsum(finite)])
+    places = np.arange(values.size)
+    low, high = np.maximum(places - width // 2, 0), np.minimum(places + width // 2 + 1, values.size)
+    known = count[high] - count[low]
+    mean: Floats = np.divide(total[high] - total[low], known, out=np.full(values.shape, np.nan), where=known > 0)
+    return mean
+
+
+def _steps(curves: Curves, name: str, of: str) -> Sequence[float]:
+    """Return the steps of a curve, or places where the file has none that fit."""
+    steps = curves.get(name, ())
+    return steps if len(steps) == len(curves[of]) else range(1, len(curves[of]) + 1)
+
+
+def _finite(values: Sequence[float]) -> bool:
+    return any(map(math.isfinite, values))

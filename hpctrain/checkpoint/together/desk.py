@@ -1,0 +1,116 @@
+"""Do what one process has to do for a checkpoint that many write: lay it out, write its share, finish it.
+
+No torch and no MPI here, so that a process of its own can do the work while the rank goes on.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from hpctrain.checkpoint.file import commit, layout, pour
+from hpctrain.checkpoint.file.attributes import Value
+from hpctrain.checkpoint.file.draft import Draft, Groups
+from hpctrain.checkpoint.file.extents import Written
+from hpctrain.checkpoint.file.pour import Stretch
+from hpctrain.checkpoint.file.writer import put
+from hpctrain.errors import CheckpointError
+from hpctrain.shard import Shard
+
+
+@dataclass(frozen=True)
+class Place:
+    """Say where a checkpoint goes, under which private name it is written, and how many bytes its tensors take."""
+
+    target: Path
+    private: Path
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Order:
+    """Say what a checkpoint is to hold: datasets with more attributes by path, groups with theirs."""
+
+    place: Place
+    datasets: Sequence[Shard]
+    groups: Groups
+    attributes: Mapping[str, Mapping[str, Value]] = field(default_factory=dict)
+    alignment: int = layout.ALIGNMENT
+    create: bool = True  # the private file; else who writes into it does
+
+
+class Desk:
+    """Carry one checkpoint at a time through this process's part of it.
+
+    Every error comes out as the ``CheckpointError`` to show: the path, the reason, for a full disk what is missing.
+    """
+
+    def __init__(self) -> None:
+        self._draft: Draft | None = None
+        self._place: Place | None = None
+
+    def lay_out(self, order: Order) -> dict[str, int | None]:
+        """Make the private file and return where the bytes of each dataset belong; for rank 0."""
+        place = self._place = order.place
+        with explaining(place):
+            commit.prepare(place.target, place.private)
+            self._draft = Draft(order.datasets, order.attributes, order.groups, order.alignment)
+            if order.create:
+                os.close(os.open(place.private, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))
+        return {dataset.name: at for dataset, at in zip(order.datasets, self._draft.places)}
+
+    def write(self, place: Place, stretches: Iterable[Stretch]) -> Written:
+        """Write a share into the private file, compare and flush it; return what was written."""
+        with explaining(place):
+            with opened(place.private) as handle:
+                rows = pour.pour(handle, stretches)
+                os.fsync(handle)  # by the descriptor that wrote: it is the one that hears of failures
+        return pour.written(rows)
+
+    def finish(self, written: Written) -> None:
+        """Complete the file and give it its name, given all that was written; for rank 0."""
+        place, draft = self._place, self._draft
+        assert place is not None and draft is not None
+        with explaining(place):
+            with opened(place.private) as handle:
+                put(handle, draft, written)
+                os.fsync(handle)
+            os.rename(place.private, place.target)
+        self._draft = self._place = None
+        commit.flush_folder(place.target)
+
+    def give_up(self) -> None:
+        """Forget the checkpoint at hand and remove what there is of it."""
+        if self._draft is not None:
+            self._draft.close()
+        if self._place is not None:
+            commit.discard(self._place.private)
+        self._draft = self._place = None
+
+
+@contextmanager
+def opened(private: Path) -> Iterator[int]:
+    """Open the file that is being written, to write and to read."""
+    try:
+        handle = os.open(private, os.O_RDWR)
+    except FileNotFoundError:
+        raise CheckpointError(
+            "this rank does not see the file that rank 0 has made: the folder must be the same on all ranks, "
+            "on a filesystem that they share"
+        ) from None
+    try:
+        yield handle
+    finally:
+        os.close(handle)
+
+
+@contextmanager
+def explaining(place: Place) -> Iterator[None]:
+    """Turn whatever a filesystem raises into the error that says which checkpoint cannot be written, and why."""
+    try:
+        yield
+    except Exception as error:
+        raise commit.explained(error, place.target, place.private, place.nbytes) from error

@@ -1,0 +1,85 @@
+"""Be the process that writes checkpoints while its rank trains on.
+
+It has the rank's copy of the tensors in shared memory, is told by a pipe what to do, and answers by another. It knows
+neither torch nor MPI, takes the processor only when nobody else wants it, leaves signals to its rank, and dies with it.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from multiprocessing.connection import Connection
+from typing import Any
+
+from hpctrain.checkpoint.file.extents import Written
+from hpctrain.checkpoint.file.pour import Stretch
+from hpctrain.checkpoint.together.desk import Desk, Order, Place
+
+NICENESS = 19  # the least that a process can want of the processor
+_GLANCE = 1.0  # seconds between looks at whether the rank still lives
+
+
+def main(parent: int, memory: int, inbox: int, outbox: int) -> None:
+    """Serve one rank, the process ``parent``, until it closes the pipe; the numbers are file descriptors."""
+    scribe = Scribe(parent, memory)
+    os.nice(NICENESS)
+    orders, answers = Connection(inbox, writable=False), Connection(outbox, readable=False)
+    while True:
+        while not orders.poll(_GLANCE):
+            scribe.check_parent()
+        try:
+            name, arguments = orders.recv()
+        except EOFError:
+            return
+        answers.send(scribe.do(name, arguments))
+
+
+class Scribe:
+    """Do at a desk what a rank asks for, with the bytes that lie in its memory."""
+
+    def __init__(self, parent: int, memory: int) -> None:
+        self._desk, self._parent, self._handle = Desk(), parent, memory
+        self._memory: mmap.mmap | None = None
+
+    def check_parent(self) -> None:
+        """End this process if its rank has died: nobody is left to say what becomes of the file."""
+        if os.getppid() != self._parent:
+            os._exit(1)
+
+    def do(self, name: str, arguments: Sequence[Any]) -> tuple[str | None, Any]:
+        """Return ``(None, result)``, or the name of an error and its text."""
+        try:
+            return None, getattr(self, name)(*arguments)
+        except Exception as error:
+            return type(error).__name__, str(error)
+
+    def lay_out(self, order: Order) -> dict[str, int | None]:
+        """Make the file and return where the datasets belong."""
+        return self._desk.lay_out(order)
+
+    def write(self, place: Place, rows: Sequence[tuple[int, int, int, str]]) -> Written:
+        """Write bytes of the memory (offset in the file, offset in the memory, length, name)."""
+        return self._desk.write(place, self._stretches(rows))
+
+    def finish(self, written: Written) -> None:
+        """Complete the file and give it its name."""
+        self.check_parent()
+        self._desk.finish(written)
+
+    def _stretches(self, rows: Sequence[tuple[int, int, int, str]]) -> Iterator[Stretch]:
+        view = memoryview(self._map()) if rows else memoryview(b"")
+        for offset, at, nbytes, name in rows:
+            self.check_parent()
+            yield Stretch(offset, view[at : at + nbytes], name)
+
+    def _map(self) -> mmap.mmap:
+        size = os.fstat(self._handle).st_size
+        if self._memory is None or len(self._memory) != size:
+            self._memory = mmap.mmap(self._handle, size, prot=mmap.PROT_READ)
+        return self._memory
+
+
+if __name__ == "__main__":
+    sys.exit("this is run by a training program, not by hand")

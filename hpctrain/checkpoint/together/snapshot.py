@@ -1,0 +1,106 @@
+"""Copy what a rank writes into memory that another process can see, so that training may go on.
+
+The memory is a file without a name (``memfd_create``): it belongs to the rank and its writing process alone, is
+kept from one checkpoint to the next, and is gone with them.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from hpctrain.checkpoint.file.layout import Array
+from hpctrain.checkpoint.file.source import Source
+from hpctrain.checkpoint.tensors import copy_flat
+from hpctrain.checkpoint.together.plan import Part
+from hpctrain.errors import CheckpointError
+from hpctrain.log import logger
+
+_BORDER = 64  # bytes: where each part begins, so that any element type may
+
+
+class Copied(NamedTuple):
+    """Say where some bytes of a dataset lie in the memory: offset in the dataset, offset in the memory, length."""
+
+    name: str
+    to: int
+    at: int
+    nbytes: int
+
+
+class Snapshot:
+    """Be memory that is shared with another process; it grows to what the largest checkpoint takes."""
+
+    def __init__(self) -> None:
+        self.handle = os.memfd_create("hpctrain-checkpoint")
+        self._memory: mmap.mmap | None = None
+        self._bytes: Array = np.empty(0, dtype=np.uint8)
+        self._pinned = False
+
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes of the memory."""
+        return self._bytes.nbytes
+
+    def take(self, sources: Sequence[Source], parts: Sequence[Part]) -> list[Copied]:
+        """Copy parts of sources; return where each stretch of them lies."""
+        sizes = [(part.end - part.begin) * sources[part.box].itemsize for part in parts]
+        self._reserve(sum(-(-size // _BORDER) * _BORDER for size in sizes), sources)
+        found, at = [], 0
+        for part, size in zip(parts, sizes):
+            source = sources[part.box]
+            _copy(source, part, self._bytes[at : at + size])
+            for to, offset, nbytes in source.stretches(part.begin, part.end):
+                found.append(Copied(source.path, to, at + offset, nbytes))
+            at += -(-size // _BORDER) * _BORDER
+        return found
+
+    def close(self) -> None:
+        """Give the memory back."""
+        self._unmap()
+        os.close(self.handle)
+
+    def _reserve(self, nbytes: int, sources: Sequence[Source]) -> None:
+        if nbytes > self.nbytes:
+            self._unmap()
+            try:
+                os.ftruncate(self.handle, nbytes)
+                self._memory = mmap.mmap(self.handle, nbytes)
+            except (OSError, ValueError) as error:
+                raise CheckpointError(f"cannot get {nbytes} bytes of memory for a checkpoint: {error}") from error
+            if hasattr(mmap, "MADV_HUGEPAGE"):
+                self._memory.madvise(mmap.MADV_HUGEPAGE)
+            self._bytes = np.frombuffer(self._memory, dtype=np.uint8)
+        if not self._pinned and any(getattr(source.box.tensor, "is_cuda", False) for source in sources):
+            self._pin()
+
+    def _pin(self) -> None:
+        """Let the GPU copy straight into the memory; where that is refused, copies are slower and as right."""
+        runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        outcome = int(runtime.cudaHostRegister(self._bytes.ctypes.data, self.nbytes, 0))
+        self._pinned = outcome == 0
+        if outcome:
+            logger.warning("memory for checkpoints cannot be pinned (CUDA error %d): copies take longer", outcome)
+
+    def _unmap(self) -> None:
+        if self._pinned:
+            runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+            runtime.cudaHostUnregister(self._bytes.ctypes.data)
+            self._pinned = False
+        self._bytes = np.empty(0, dtype=np.uint8)
+        if self._memory is not None:
+            self._memory.close()
+            self._memory = None
+
+
+def _copy(source: Source, part: Part, out: Array) -> None:
+    tensor = source.box.tensor
+    if isinstance(tensor, torch.Tensor):
+        copy_flat(tensor, part.begin, part.end, out)
+    else:
+        out[:] = np.frombuffer(source.bytes(part.begin, part.end), dtype=np.uint8)

@@ -1,0 +1,227 @@
+"""Whatever fails while a checkpoint is written, the one before stays and nothing torn takes its name."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hpctrain.checkpoint.file.commit import commit, temporary_name
+from hpctrain.checkpoint.file.layout import step_of
+from hpctrain.checkpoint.file.reader import Reader, verify_file
+from hpctrain.checkpoint.file.source import Source
+from hpctrain.checkpoint.file.writer import write_file
+from hpctrain.errors import CheckpointError, NonFiniteError
+
+OLD, NEW = np.zeros(3000, dtype="<f4"), np.ones(3000, dtype="<f4")
+
+
+STEPS = [
+    ("open", 1),
+    ("ftruncate", 1),
+    ("pwrite", 1),
+    ("pwrite", 4),
+    ("fsync", 1),
+    ("preadv", 1),
+    ("preadv", 2),
+    ("rename", 1),
+]
+
+
+def write(array: np.ndarray) -> Callable[[Path], None]:
+    return lambda path: write_file(path, [Source.of("/model/w", array), Source.of("/model/v", array)], {})
+
+
+@pytest.fixture
+def target(tmp_path: Path) -> Path:
+    path = tmp_path / "step_00000001.h5"
+    commit(path, write(OLD), OLD.nbytes)
+    return path
+
+
+def holds(path: Path, array: np.ndarray) -> bool:
+    with Reader(path) as reader:
+        return bool(np.array_equal(reader.read("/model/w"), array))
+
+
+def test_a_commit_replaces_and_leaves_nothing_else(target: Path) -> None:
+    commit(target, write(NEW), NEW.nbytes)
+    assert holds(target, NEW)
+    assert os.listdir(target.parent) == [target.name]
+
+
+def test_the_private_name_is_no_checkpoint(target: Path) -> None:
+    name = temporary_name(target).name
+    assert name.startswith(".step_00000001.h5.tmp-") and name.endswith(f"-{os.getpid()}") and step_of(name) is None
+
+
+def fail_at_call(monkeypatch: pytest.MonkeyPatch, name: str, call: int, number: int) -> None:
+    real, calls = getattr(os, name), [0]
+
+    def failing(*args: Any, **keywords: Any) -> Any:
+        calls[0] += 1
+        if calls[0] == call:
+            raise OSError(number, os.strerror(number))
+        return real(*args, **keywords)
+
+    monkeypatch.setattr(os, name, failing)
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO, errno.EDQUOT, errno.EROFS])
+@pytest.mark.parametrize(("name", "call"), STEPS)
+@pytest.mark.parametrize("same", [True, False])
+def test_an_error_at_any_step_leaves_the_old_file(
+    target: Path, monkeypatch: pytest.MonkeyPatch, name: str, call: int, number: int, same: bool
+) -> None:
+    new = target if same else target.with_name("step_00000002.h5")
+    with monkeypatch.context() as patch:
+        fail_at_call(patch, name, call, number)
+        with pytest.raises(CheckpointError, match=f"cannot write {new}") as caught:
+            commit(new, write(NEW), 24_000)
+    assert os.strerror(number).lower() in str(caught.value).lower()
+    if number in (errno.ENOSPC, errno.EDQUOT) and name != "preadv":
+        assert "24000 bytes are needed, " in str(caught.value) and "bytes are free in" in str(caught.value)
+    assert holds(target, OLD)
+    assert os.listdir(target.parent) == [target.name]
+
+
+def test_a_folder_that_cannot_be_flushed_is_said(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        fail_at_call(patch, "fsync", 2, errno.EIO)
+        with pytest.raises(CheckpointError, match="its folder could not be flushed"):
+            commit(target, write(NEW), 1)
+    assert holds(target, NEW)
+    with monkeypatch.context() as patch:
+        fail_at_call(patch, "fsync", 2, errno.EINVAL)
+        commit(target, write(OLD), 1)
+
+
+def test_bytes_that_changed_on_their_way_are_never_promoted(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def swapped(data: memoryview) -> bytes:
+        return bytes(len(data)) if bytes(data) == NEW.tobytes() else bytes(data)
+
+    real = os.pwrite
+    monkeypatch.setattr(os, "pwrite", lambda handle, data, offset: real(handle, swapped(data), offset))
+    with pytest.raises(CheckpointError, match="/model/w did not arrive"):
+        commit(target, write(NEW), 1)
+    monkeypatch.undo()
+    assert holds(target, OLD) and os.listdir(target.parent) == [target.name]
+
+
+def test_the_free_bytes_are_those_without_the_private_file(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[int] = []
+
+    def statvfs(folder: Path) -> SimpleNamespace:
+        taken.extend(path.stat().st_blocks * 512 for path in folder.iterdir() if path != target)
+        return SimpleNamespace(f_bavail=3, f_frsize=4096)
+
+    monkeypatch.setattr(os, "statvfs", statvfs)
+    fail_at_call(monkeypatch, "pwrite", 4, errno.ENOSPC)
+    with pytest.raises(CheckpointError) as found:
+        commit(target, write(NEW), 1)
+    assert len(taken) == 1 and taken[0] > 0
+    assert f"{3 * 4096 + taken[0]} bytes are free in" in str(found.value)
+
+
+def test_an_error_of_the_caller_stays_what_it_is(target: Path) -> None:
+    def fail(path: Path) -> None:
+        path.write_bytes(b"half")
+        raise NonFiniteError("w is not finite")
+
+    with pytest.raises(NonFiniteError):
+        commit(target, fail, 1)
+    assert os.listdir(target.parent) == [target.name]
+
+
+def test_an_interrupt_leaves_no_private_file(target: Path) -> None:
+    def interrupted(path: Path) -> None:
+        path.write_bytes(b"half")
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        commit(target, interrupted, 1)
+    assert os.listdir(target.parent) == [target.name] and holds(target, OLD)
+
+
+def test_a_leftover_of_the_same_process_number_is_no_obstacle(target: Path) -> None:
+    temporary_name(target).write_bytes(b"torn")
+    commit(target, write(NEW), 1)
+    assert holds(target, NEW)
+
+
+LIMITED = """
+import resource, sys
+import numpy as np
+from pathlib import Path
+from types import SimpleNamespace
+from hpctrain.checkpoint.file.commit import commit
+from hpctrain.checkpoint.file.source import Source
+from hpctrain.checkpoint.file.writer import write_file
+from hpctrain.errors import CheckpointError
+resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[2]), int(sys.argv[2])))
+array = np.ones(100_000, dtype="<f4")
+try:
+    commit(Path(sys.argv[1]), lambda path: write_file(path, [Source.of("/model/w", array)], {}), array.nbytes)
+except CheckpointError as error:
+    print(error)
+    sys.exit(7)
+"""
+
+
+@pytest.mark.parametrize("limit", [0, 1000, 5000, 200_000, 400_000])
+def test_a_file_size_limit_of_the_system(target: Path, limit: int) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", LIMITED, target, str(limit)], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 7, done.stderr
+    assert "file too large: 400000 bytes are needed" in done.stdout
+    assert holds(target, OLD) and os.listdir(target.parent) == [target.name]
+    verify_file(target)
+
+
+KILLED = """
+import os, signal, sys
+import numpy as np
+from pathlib import Path
+from types import SimpleNamespace
+from hpctrain.checkpoint.file.commit import commit
+from hpctrain.checkpoint.file.source import Source
+from hpctrain.checkpoint.file.writer import write_file
+left = int(sys.argv[2])
+
+def counted(real):
+    def call(*args, **keywords):
+        global left
+        if left == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        left -= 1
+        return real(*args, **keywords)
+    return call
+
+for name in ("pwrite", "fsync", "preadv", "rename"):
+    setattr(os, name, counted(getattr(os, name)))
+array = np.ones(3000, dtype="<f4")
+commit(Path(sys.argv[1]), lambda path: write_file(path, [Source.of(f"/model/{n}", array) for n in "wv"], {}), 1)
+"""
+
+
+def test_a_kill_at_any_step_leaves_the_old_or_the_new_file(target: Path) -> None:
+    done = 0
+    for left in range(20):
+        result = subprocess.run([sys.executable, "-c", KILLED, target, str(left)], capture_output=True, timeout=60)
+        assert holds(target, OLD) or holds(target, NEW)
+        verify_file(target)
+        done = left
+        if result.returncode == 0:
+            break
+        assert result.returncode == -9, result.stderr
+    assert done >= 8, "structure and two tensors written, an fsync, two reads, a rename, an fsync: each a place to die"
+    assert holds(target, NEW)

@@ -1,0 +1,115 @@
+"""The seal covers all but tensors, manifest and itself, and is what docs/checkpoint-format.md says it is."""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+
+from hpctrain.checkpoint.file import layout
+from hpctrain.checkpoint.file.reader import Reader, verify_file
+from hpctrain.checkpoint.file.seal import overlap, seal
+from hpctrain.checkpoint.file.source import Source
+from hpctrain.checkpoint.file.writer import write_file
+from hpctrain.errors import CheckpointError
+
+
+def by_the_book(path: Path) -> tuple[str, str, set[int]]:
+    """Return the seal as the page describes it, the stored one, and the offsets it covers; byte by byte, by h5py."""
+    data, own = path.read_bytes(), set[int]()
+    with h5py.File(path, "r") as file:
+
+        def note(name: str, item: object) -> None:
+            if name != "extents" and isinstance(item, h5py.Dataset) and item.id.get_offset() is not None:
+                own.update(range(item.id.get_offset(), item.id.get_offset() + item.id.get_storage_size()))
+
+        file.visititems(note)
+        stored = file["/seal"][()].decode()
+    outside = [at for at in range(len(data)) if at not in own]
+    digest = hashlib.sha256(struct.pack("<Q", len(data)))
+    starts = [at for at in outside if at == 0 or at - 1 in own]
+    for start in starts:
+        stop = next((at for at in range(start, len(data)) if at in own), len(data))
+        for at in range(start, stop, 1 << 20):
+            rest = data[at : min(stop, at + (1 << 20))].rstrip(b"\0")
+            if rest:
+                digest.update(struct.pack("<QQ", at, len(rest)) + rest)
+    return digest.hexdigest(), stored, set(outside)
+
+
+@pytest.fixture
+def paged(tmp_path: Path) -> Path:
+    """Write a file whose tensors stand on pages, with unused bytes between them."""
+    sources = [Source.of(f"/model/{name}", np.arange(1100, dtype="<f4")) for name in "abc"]
+    write_file(tmp_path / "p.h5", [*sources, Source.of("/model/d", np.array(1.5))], {"/": {"step": 1}}, 4096)
+    return tmp_path / "p.h5"
+
+
+def test_the_seal_is_what_the_page_says(paged: Path, small_file: Path) -> None:
+    for path in (paged, small_file):
+        computed, stored, _ = by_the_book(path)
+        assert computed == stored and len(stored) == 64
+
+
+def test_pieces_are_those_of_the_page() -> None:
+    data = bytearray(3 << 20)
+    data[5], data[(1 << 20) + 9], data[-1] = 1, 2, 3
+
+    def read(at: int, count: int) -> bytes:
+        assert count <= 1 << 20
+        return bytes(data[at : at + count])
+
+    expected = hashlib.sha256(struct.pack("<Q", len(data)))
+    first, second = 10, 10 + (1 << 20)
+    expected.update(struct.pack("<QQ", 0, 6) + data[:6])
+    expected.update(struct.pack("<QQ", first, second - first) + data[first:second])
+    expected.update(struct.pack("<QQ", second + (1 << 20), (1 << 20) - 10) + data[second + (1 << 20) :])
+    assert seal(len(data), [(6, 4)], read) == expected.hexdigest()
+
+
+def test_every_unused_byte_is_covered(paged: Path) -> None:
+    """Also those that HDF5 never looks at: a flip in them opens without complaint, and is refused."""
+    data, (_, _, outside) = bytearray(paged.read_bytes()), by_the_book(paged)
+    empty = [at for at in sorted(outside) if at >= 900 and not any(data[at - 900 : at + 900])]  # no header is so empty
+    unused = [at for at in empty if set(range(at - 900, at + 900)) <= outside][::20]
+    assert len(unused) > 40
+    for at in unused:
+        paged.write_bytes(data[:at] + b"\x01" + data[at + 1 :])
+        with h5py.File(paged, "r") as file:
+            assert file["/model/a"][5] == 5
+        with pytest.raises(CheckpointError, match="its structure or /seal is damaged"):
+            Reader(paged)
+
+
+def test_the_seal_itself_is_covered(paged: Path) -> None:
+    data, (_, stored, _) = paged.read_bytes(), by_the_book(paged)
+    paged.write_bytes(data.replace(stored.encode(), stored[::-1].encode()))
+    with pytest.raises(CheckpointError, match="its structure or /seal is damaged"):
+        verify_file(paged)
+
+
+def test_a_file_of_version_1_0_has_none_and_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layout, "VERSION", (1, 0))
+    write_file(tmp_path / "old.h5", [Source.of("/model/a", np.ones(3))], {})
+    with h5py.File(tmp_path / "old.h5", "r+", libver=("v110", "v110")) as file:
+        del file["/seal"], file["/extents"]
+    monkeypatch.undo()
+    with Reader(tmp_path / "old.h5") as reader:
+        reader.verify()
+        assert reader.root["format_version"] == "1.0"
+
+
+def test_a_seal_cannot_be_taken_away(paged: Path) -> None:
+    with h5py.File(paged, "r+", libver=("v110", "v110")) as file:
+        del file["/seal"]
+    with pytest.raises(CheckpointError, match="its structure or /seal is damaged"):
+        Reader(paged)
+
+
+def test_overlap() -> None:
+    assert overlap([]) is None and overlap([(8, 4), (0, 8), (12, 1)]) is None
+    assert overlap([(8, 4), (0, 9)]) == (8, 4)

@@ -1,0 +1,106 @@
+"""The picture shows the curves that the checkpoint holds."""
+
+from __future__ import annotations
+
+import builtins
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hpctrain.checkpoint.file.source import Source
+from hpctrain.checkpoint.file.writer import write_file
+from hpctrain.checkpoint.look.plot import plot, running_mean
+from hpctrain.errors import CheckpointError, UsageError
+
+matplotlib = pytest.importorskip("matplotlib")
+
+
+def file_with(folder: Path, **curves: Any) -> Path:
+    (folder / "step_00000009.h5").unlink(missing_ok=True)
+    sources = [Source.of(f"/train/{name}", np.asarray(values, "f8")) for name, values in curves.items()]
+    write_file(folder / "step_00000009.h5", [*sources, Source.of("/model/w", np.ones(2))], {"/": {"step": 9}})
+    return folder / "step_00000009.h5"
+
+
+@pytest.fixture
+def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Collect the figures that are saved."""
+    figures: list[Any] = []
+    save = matplotlib.figure.Figure.savefig
+
+    def note(figure: Any, *arguments: Any, **settings: Any) -> None:
+        figures.append(figure)
+        save(figure, *arguments, **settings)
+
+    monkeypatch.setattr(matplotlib.figure.Figure, "savefig", note)
+    return figures
+
+
+@pytest.mark.parametrize(("suffix", "magic"), [("png", b"\x89PNG"), ("svg", b"<?xml"), ("pdf", b"%PDF")])
+def test_each_kind_of_picture(tmp_path: Path, suffix: str, magic: bytes) -> None:
+    file = file_with(tmp_path, step=[1, 2], loss=[2.0, 1.0])
+    plot(file, tmp_path / f"loss.{suffix}")
+    assert (tmp_path / f"loss.{suffix}").read_bytes().startswith(magic)
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([file.name, f"loss.{suffix}"])
+
+
+def test_the_lines_are_the_curves(tmp_path: Path, drawn: list[Any]) -> None:
+    steps = np.arange(1, 1001) * 10
+    loss = 5 / np.sqrt(steps) + np.random.default_rng(1).normal(0, 0.05, steps.size)
+    loss[400] = np.nan
+    at, validation = steps[99::100], 5 / np.sqrt(steps[99::100])
+    rate = np.linspace(1e-3, 0, steps.size)
+    file = file_with(
+        tmp_path,
+        step=steps,
+        loss=loss,
+        learning_rate=rate,
+        grad_norm=np.full(steps.size, np.nan),
+        validation_step=at,
+        validation_loss=validation,
+    )
+    plot(file, tmp_path / "loss.png")
+    (figure,) = drawn
+    top, below = figure.axes  # no panel for a curve without a finite value
+    raw, smooth, marks = top.lines
+    assert np.array_equal(raw.get_xydata(), np.stack([steps, loss], 1), equal_nan=True)
+    assert smooth.get_label() == "training, mean of 21 points"
+    assert smooth.get_ydata()[[200, -1]] == pytest.approx([loss[190:211].mean(), loss[-11:].mean()])
+    assert np.array_equal(marks.get_xydata(), np.stack([at, validation], 1))
+    assert np.array_equal(below.lines[0].get_ydata(), rate) and below.get_ylabel() == "learning rate"
+    assert "step_00000009.h5" in top.get_title(loc="left") and below.get_xlabel() == "step"
+
+
+def test_running_mean() -> None:
+    values = np.array([1.0, 3.0, np.nan, 5.0, np.inf, 7.0])
+    assert running_mean(values, 2).tolist() == [2, 2, 4, 5, 6, 7]
+    assert np.isnan(running_mean(np.array([np.nan, np.nan, 1.0]), 2)).tolist() == [True, False, False]
+
+
+def test_curves_without_steps_are_drawn_over_their_places(tmp_path: Path, drawn: list[Any]) -> None:
+    plot(file_with(tmp_path, loss=[3.0, 2.0, 1.0]), tmp_path / "loss.png")
+    assert drawn[0].axes[0].lines[0].get_xydata().tolist() == [[1, 3], [2, 2], [3, 1]]
+
+
+def test_mistakes_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = file_with(tmp_path, step=[1], loss=[1.0])
+    with pytest.raises(UsageError, match="must end in .png, .svg, .pdf"):
+        plot(file, tmp_path / "loss.txt")
+    with pytest.raises(CheckpointError, match="cannot write .*No such file"):
+        plot(file, tmp_path / "none" / "loss.png")
+    with pytest.raises(UsageError, match="holds no loss to draw"):
+        plot(file_with(tmp_path, step=[1]), tmp_path / "loss.png")
+
+    real = builtins.__import__
+
+    def without(name: str, *rest: Any, **more: Any) -> Any:
+        if name.startswith("matplotlib"):
+            raise ImportError(name)
+        return real(name, *rest, **more)
+
+    file = file_with(tmp_path, step=[1], loss=[1.0])
+    monkeypatch.setattr(builtins, "__import__", without)
+    with pytest.raises(UsageError, match=r"drawing needs matplotlib: pip install 'hpctrain\[plot\]'"):
+        plot(file, tmp_path / "loss.png")

@@ -1,0 +1,209 @@
+"""A checkpoint in the background holds what was there when it was asked for, and fails as loudly as any other."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.checkpoints import ThreadRanks
+from support.life import contents
+
+from hpctrain import checkpoint
+from hpctrain.checkpoint import Saver
+from hpctrain.checkpoint.together.aside import Aside
+from hpctrain.checkpoint.together.scribe import NICENESS
+from hpctrain.errors import CheckpointError, NonFiniteError, UsageError
+
+
+def make(seed: int = 0) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(seed)
+    layers = [torch.nn.Linear(300, 700), torch.nn.BatchNorm1d(700), torch.nn.Linear(700, 3).bfloat16()]
+    model = torch.nn.Sequential(*layers)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    optimizer.step()
+    return model, optimizer
+
+
+def until(condition: Callable[[], bool], seconds: float = 30.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it does not come to pass"
+        time.sleep(0.005)
+
+
+def drain(saver: Saver) -> None:
+    """Go on as a training loop does: a move whenever nothing would have to be waited for."""
+    while saver.pending:
+        until(lambda: not saver.busy)
+        saver.advance()
+
+
+@pytest.fixture
+def saver() -> Iterator[Saver]:
+    saver = Saver(background=True)
+    yield saver
+    saver.close()
+
+
+def process_of(saver: Saver) -> subprocess.Popen[bytes]:
+    assert isinstance(saver._worker, Aside)
+    return saver._worker._process
+
+
+def test_the_file_is_that_of_the_moment_and_equals_one_from_the_foreground(tmp_path: Path, saver: Saver) -> None:
+    for number in range(3):  # the second and third copy go into memory that has held another
+        model, optimizer = make(number)
+        train = {"step": number, "curves": {"step": [1, 2], "loss": [2.0, 1.0 + number]}}
+        checkpoint.save(tmp_path / "now.h5", model=model, optimizer=optimizer, train=train)
+        saver.save(tmp_path / "aside.h5", model=model, optimizer=optimizer, train=train)
+        with torch.no_grad():
+            for tensor in [*model.state_dict().values(), *optimizer.state[model[0].weight].values()]:
+                tensor.zero_()
+        drain(saver)
+        assert contents(tmp_path / "aside.h5") == contents(tmp_path / "now.h5")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["aside.h5", "now.h5"]
+
+
+def test_a_save_waits_for_the_one_before(tmp_path: Path, saver: Saver) -> None:
+    model, optimizer = make()
+    for step in range(3):
+        saver.save(tmp_path / f"{step}.h5", model=model, optimizer=optimizer, train={"step": step})
+        assert saver.pending and sorted(tmp_path.glob("*.h5")) == [tmp_path / f"{done}.h5" for done in range(step)]
+    saver.wait()
+    assert not saver.pending and not saver.busy
+    assert [checkpoint.load(tmp_path / f"{step}.h5").step for step in range(3)] == [0, 1, 2]
+
+
+def test_the_process_is_modest_and_deaf(tmp_path: Path, saver: Saver) -> None:
+    """It takes what processor is left, knows no torch and no MPI, and leaves signals to its rank."""
+    model, _ = make()
+    process = process_of(saver)
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+        process.send_signal(number)
+    saver.save(tmp_path / "a.h5", model=model)
+    saver.wait()
+    assert os.getpriority(os.PRIO_PROCESS, process.pid) == NICENESS
+    maps = Path(f"/proc/{process.pid}/maps").read_text()
+    assert "libtorch" not in maps and "libmpi" not in maps
+
+
+def test_a_killed_process_is_an_error_and_the_next_save_has_another(tmp_path: Path, saver: Saver) -> None:
+    model, _ = make()
+    saver.save(tmp_path / "a.h5", model=model)
+    until(lambda: not saver.busy)  # the file is laid out, and lies there under its private name
+    process_of(saver).kill()
+    process_of(saver).wait()
+    with pytest.raises(CheckpointError, match="the process that writes checkpoints is gone: killed by SIGKILL"):
+        saver.wait()
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
+    saver.save(tmp_path / "c.h5", model=model)
+    saver.wait()
+    assert (tmp_path / "c.h5").exists()
+
+
+def test_an_error_of_the_disk_is_told_and_nothing_stays(tmp_path: Path, saver: Saver) -> None:
+    model, _ = make()
+    (tmp_path / "file").write_text("")
+    saver.save(tmp_path / "file" / "a.h5", model=model)
+    with pytest.raises(CheckpointError, match=r"cannot write .*file/a.h5: (file exists|not a directory)"):
+        saver.wait()
+    assert not saver.pending
+    saver.save(tmp_path / "b.h5", model=model)
+    saver.wait()
+    assert {path.name for path in tmp_path.iterdir()} == {"file", "b.h5"}
+
+
+def test_what_must_not_be_saved_is_refused_at_once(tmp_path: Path, saver: Saver) -> None:
+    model, _ = make()
+    with torch.no_grad():
+        model[0].bias[3] = float("nan")
+    with pytest.raises(NonFiniteError, match="the parameter 0.bias is not finite"):
+        saver.save(tmp_path / "a.h5", model=model)
+    assert not saver.pending and not list(tmp_path.iterdir())
+
+
+def test_closing_gives_up_what_is_pending(tmp_path: Path) -> None:
+    model, _ = make()
+    saver = Saver(background=True)
+    saver.save(tmp_path / "a.h5", model=model)
+    process = process_of(saver)
+    saver.close()
+    assert process.poll() is not None and not list(tmp_path.iterdir())
+
+
+def test_leaving_by_an_error_gives_up_and_leaving_well_waits(tmp_path: Path) -> None:
+    model, _ = make()
+    with pytest.raises(KeyError), Saver(background=True) as saver:
+        saver.save(tmp_path / "a.h5", model=model)
+        raise KeyError
+    with Saver(background=True) as saver:
+        saver.save(tmp_path / "b.h5", model=model)
+    assert [path.name for path in tmp_path.iterdir()] == ["b.h5"]
+
+
+ORPHAN = """
+import os, sys, torch
+from hpctrain.checkpoint import Saver
+saver = Saver(background=True)
+saver.save(sys.argv[1] + "/a.h5", model=torch.nn.Linear(2000, 2000))
+print(saver._worker._process.pid, flush=True)
+os.kill(os.getpid(), 9)
+"""
+
+
+def test_the_process_does_not_outlive_its_rank(tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", ORPHAN, str(tmp_path)], capture_output=True, text=True, timeout=100)
+    writer = int(done.stdout)
+    assert done.returncode == -signal.SIGKILL
+    until(lambda: not running(writer), 10)
+
+
+def running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def test_ranks_write_in_the_background_together(tmp_path: Path) -> None:
+    model, optimizer = make()
+    checkpoint.save(tmp_path / "now.h5", model=model, optimizer=optimizer, train={"step": 4})
+
+    def body(comm: Any) -> None:
+        with Saver(comm, background=True, how=checkpoint.Storage(alignment=64)) as saver:
+            saver.save(tmp_path / "aside.h5", model=model, optimizer=optimizer, train={"step": 4})
+
+    assert ThreadRanks(3).run(body) == [None] * 3
+    assert contents(tmp_path / "aside.h5") == contents(tmp_path / "now.h5")
+
+
+def test_one_rank_that_fails_fails_all(tmp_path: Path) -> None:
+    def body(comm: Any) -> None:
+        with Saver(comm, background=True, how=checkpoint.Storage(alignment=64)) as saver:
+            saver.save(tmp_path / "a.h5", model=make()[0])
+            if comm.rank == 1:
+                process_of(saver).kill()
+                process_of(saver).wait()
+            saver.wait()
+
+    results = ThreadRanks(2).run(body)
+    assert {type(result) for result in results} == {CheckpointError}, results
+    assert "rank 1: the process that writes checkpoints is gone" in str(results[0])
+    assert not list(tmp_path.iterdir())
+
+
+def test_calls_of_all_ranks_cannot_be_made_beside_them() -> None:
+    with pytest.raises(UsageError, match="write in the foreground, or by io = 'posix'"):
+        Saver(how=checkpoint.Storage(io="mpiio"), background=True)
+    with pytest.raises(UsageError, match="needs ranks that MPI has started"):
+        Saver(how=checkpoint.Storage(io="mpiio"))
