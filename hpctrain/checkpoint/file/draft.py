@@ -42,7 +42,8 @@ class Draft:
     ) -> None:
         """Lay out datasets with more ``attributes`` by path, and ``groups`` (``"/"`` is the root) with theirs.
 
-        The groups above a dataset are made without being named.
+        The groups above a dataset are made without being named. Datasets come first, and groups get their attributes
+        last: so a dataset's place follows from those before it and itself, whatever else the file is to hold.
         """
         self.records = [_record(dataset, attributes.get(dataset.name, {})) for dataset in datasets]
         self._groups = _all_groups(groups, self.records)
@@ -55,16 +56,23 @@ class Draft:
             alignment_interval=alignment,
             track_order=True,
         )
+        self._made = {"": self._file.id}
+        datasets_made = [_dataset(self._group(record.path.rpartition("/")[0]), record) for record in self.records]
         for path, values in self._groups.items():
-            group = self._file if path == "/" else self._file.create_group(path, track_order=True)
-            _set_attributes(group.id, values)
-        datasets_made = [_dataset(self._file, record) for record in self.records]
+            _set_attributes(self._group(path.rstrip("/")), values)
         self.places: list[int | None] = [dataset.get_offset() for dataset in datasets_made]
         self._crcs = [h5py.h5a.open(dataset, layout.CRC32.encode()) for dataset in datasets_made]
         self._text = self._make_text(layout.MANIFEST, len(self._manifest().encode()))
         self._seal = self._make_text(layout.SEAL, LENGTH)
         self._table = self._make_table()
         _set_attributes(self._file.id, {layout.DIGEST: to_array(digest(""))})
+
+    def _group(self, path: str) -> h5py.h5g.GroupID:
+        """Return a group, made with those above it if it is not there yet."""
+        if path not in self._made:
+            above, _, name = path.rpartition("/")
+            self._made[path] = h5py.h5g.create(self._group(above), name.encode(), *_group_lists())
+        return self._made[path]
 
     def close(self) -> None:
         """Give up a draft that will not be finished."""
@@ -115,12 +123,12 @@ class Draft:
 
     def _make_text(self, path: str, length: int) -> int | None:
         kind = _string_type(length)
-        return int(_create(self._file, path, kind, _scalar()).get_offset())
+        return int(_create(self._file.id, path, kind, _scalar()).get_offset())
 
     def _make_table(self) -> int | None:
         rows = sum(extents.rows_of(record.nbytes) for record in self.records)
         space = h5py.h5s.create_simple((rows, len(extents.COLUMNS)))
-        dataset = _create(self._file, layout.EXTENTS, h5py.h5t.STD_I64LE, space)
+        dataset = _create(self._file.id, layout.EXTENTS, h5py.h5t.STD_I64LE, space)
         return None if not rows else int(dataset.get_offset())
 
     def _put(self, place: int, data: bytes) -> None:
@@ -159,17 +167,19 @@ def _all_groups(groups: Groups, records: Sequence[Record]) -> dict[str, dict[str
     return found
 
 
-def _dataset(file: h5py.File, record: Record) -> h5py.h5d.DatasetID:
+def _dataset(group: h5py.h5g.GroupID, record: Record) -> h5py.h5d.DatasetID:
     space = h5py.h5s.create_simple(record.shape) if record.shape else _scalar()
-    dataset = _create(file, record.path, _number_type(record.storage), space)
+    dataset = _create(group, record.path.rpartition("/")[2], _number_type(record.storage), space)
     _set_attributes(dataset, record.attributes)
     return dataset
 
 
-def _create(file: h5py.File, path: str, kind: h5py.h5t.TypeID, space: h5py.h5s.SpaceID) -> h5py.h5d.DatasetID:
+def _create(
+    group: h5py.h5g.GroupID, name: str, kind: h5py.h5t.TypeID, space: h5py.h5s.SpaceID
+) -> h5py.h5d.DatasetID:
     """Create a dataset whose place in the file is fixed at once and whose bytes HDF5 never touches."""
     plist, links = _property_lists()
-    return h5py.h5d.create(file.id, path.encode(), kind, space, dcpl=plist, lcpl=links)
+    return h5py.h5d.create(group, name.encode(), kind, space, dcpl=plist, lcpl=links)
 
 
 @cache
@@ -190,6 +200,15 @@ def _set_attributes(target: h5py.h5g.GroupID | h5py.h5d.DatasetID, attributes: M
         kind = _string_type(array.dtype.itemsize) if array.dtype.kind == "S" else _number_type(array.dtype)
         space = h5py.h5s.create_simple(array.shape) if array.shape else _scalar()
         h5py.h5a.create(target, name.encode(), kind, space).write(array, mtype=kind)
+
+
+@cache
+def _group_lists() -> tuple[h5py.h5p.PropLCID, h5py.h5p.PropGCID]:
+    order = h5py.h5p.CRT_ORDER_TRACKED | h5py.h5p.CRT_ORDER_INDEXED
+    plist = h5py.h5p.create(h5py.h5p.GROUP_CREATE)
+    plist.set_link_creation_order(order)
+    plist.set_attr_creation_order(order)
+    return _property_lists()[1], plist
 
 
 @cache
