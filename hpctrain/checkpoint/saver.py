@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -19,7 +19,7 @@ from hpctrain.checkpoint.holdings import Description, Holdings, exchange, joined
 from hpctrain.checkpoint.together.desk import Order, Place
 from hpctrain.checkpoint.together.plan import Part, Plan, plan
 from hpctrain.checkpoint.together.saving import Job, Saving
-from hpctrain.checkpoint.together.worker import Here, Share, Worker
+from hpctrain.checkpoint.together.worker import Here, Places, Share, Worker
 from hpctrain.collectives.agreement import agreed
 from hpctrain.errors import UsageError
 from hpctrain.shard import Split
@@ -28,6 +28,10 @@ if TYPE_CHECKING:
     from hpctrain.collectives.communicator import Communicator
 
 IO = Literal["posix", "mpiio"]
+BURDEN = 128 << 10  # bytes: rank 0 could write so many in the time in which it lays a dataset out
+
+_KNOWN = 8
+PLACES: dict[bytes, dict[str, int | None]] = {}  # by digest of what was written: where the tensors lie in such a file
 
 
 @dataclass(frozen=True)
@@ -69,6 +73,7 @@ class Saver:
         self._background = background
         self._saving: Saving | None = None
         self._planned: tuple[bytes, Plan] | None = None
+        self._written: tuple[bytes, list[str]] = (b"", [])
 
     def __enter__(self) -> Saver:
         return self
@@ -98,19 +103,24 @@ class Saver:
         self.wait()
         comm = self._comm
         held = agreed(comm, lambda: Holdings.of(model, optimizer, split))
-        descriptions, deal = self._plan(held.description(), str(Path(path).absolute()))
+        digest, descriptions, deal = self._plan(held.description(), str(Path(path).absolute()))
         own = deal.parts[comm.rank]
         agreed(comm, lambda: held.check_finite())
         plain = agreed(comm, lambda: content.plain_rng(rng))
-        states = comm.all_gather_object(plain)
+        told = comm.all_gather_object((plain, digest in PLACES))
+        states = [each for each, _ in told]
+        # Calls of all ranks cannot be made while rank 0 lays the file out, and may not come to it.
+        known = all(knows for _, knows in told) and self._how.io == "posix"
+        expected = PLACES[digest] if known else None
 
         def job() -> Job:
             if comm.rank:
-                return Job(Share(held.sources, own), None)
+                return Job(Share(held.sources, own), None, expected)
             rest = content.rest(train or {}, states, config, provenance, comm.size)
-            return self._order(Path(path), held, descriptions, deal, rest)
+            return replace(self._order(Path(path), held, descriptions, deal, rest), expected=expected)
 
         self._saving = Saving(comm, self._worker, agreed(comm, job))
+        self._written = digest, [dataset.name for dataset in deal.datasets]
         if not self._background:
             self.wait()
 
@@ -130,6 +140,7 @@ class Saver:
             return
         try:
             self._saving.advance()
+            _remember(self._written, self._saving.places)
         finally:
             if self._saving.done:
                 self._saving = None
@@ -144,13 +155,14 @@ class Saver:
         self._saving = None
         self._worker.close()
 
-    def _plan(self, own: Description, target: str) -> tuple[list[Description], Plan]:
-        """Return what all ranks hold and who writes what; the plan of the last time where nothing has changed."""
+    def _plan(self, own: Description, target: str) -> tuple[bytes, list[Description], Plan]:
+        """Return what all ranks hold, its digest, and who writes what: as last time where nothing has changed."""
         digest, descriptions = exchange(self._comm, own, target)
+        alignment = self._how.alignment
         if self._planned is None or self._planned[0] != digest:
             boxes = [each.boxes for each in descriptions]
-            self._planned = digest, agreed(self._comm, lambda: plan(boxes, self._how.alignment))
-        return descriptions, self._planned[1]
+            self._planned = digest, agreed(self._comm, lambda: plan(boxes, alignment, BURDEN))
+        return digest + bytes(str(alignment), "ascii"), descriptions, self._planned[1]
 
     def _order(
         self, path: Path, held: Holdings, descriptions: Sequence[Description], deal: Plan, rest: content.Content
@@ -168,6 +180,17 @@ class Saver:
         attributes = {source.path: source.attributes for source in rest.sources}
         place, create = Place(path, temporary_name(path), nbytes), self._how.io != "mpiio"
         return Job(Share(sources, parts), Order(place, datasets, groups, attributes, self._how.alignment, create))
+
+
+def _remember(written: tuple[bytes, list[str]], places: Places | None) -> None:
+    """Keep where the tensors lie, for the next file that holds the same."""
+    if places is None:
+        return
+    digest, names = written
+    PLACES.pop(digest, None)
+    PLACES[digest] = {name: places[name] for name in names}
+    if len(PLACES) > _KNOWN:
+        PLACES.pop(next(iter(PLACES)))
 
 
 def _alone() -> Communicator:

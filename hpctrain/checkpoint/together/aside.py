@@ -37,7 +37,7 @@ class Aside:
         self._snapshot = Snapshot()
         self._copied: Sequence[Copied] = ()
         self._place: Place | None = None  # of the file that this rank is to clear away
-        self._waiting = False
+        self._under_way = 0  # answers that have not come
         self._start()
 
     def take(self, share: Share) -> None:
@@ -47,7 +47,7 @@ class Aside:
         self._copied = self._snapshot.take(share.sources, share.parts)
 
     def lay_out(self, order: Order) -> None:
-        """Begin to make the file."""
+        """Begin to lay the file out."""
         self._place = order.place
         self._send("lay_out", order)
 
@@ -56,6 +56,10 @@ class Aside:
         rows = [((places[each.name] or 0) + each.to, each.at, each.nbytes, each.name) for each in self._copied]
         self._send("write", place, rows)
 
+    def write_as_laid_out(self, place: Place) -> None:
+        """Begin to write what was copied, to where the process has laid it out."""
+        self._send("write_as_laid_out", place, [tuple(each) for each in self._copied])
+
     def finish(self, written: Written) -> None:
         """Begin to complete the file."""
         self._send("finish", written)
@@ -63,7 +67,7 @@ class Aside:
     @property
     def busy(self) -> bool:
         """Tell whether the process has not answered yet."""
-        return self._waiting and not self._answers.poll()
+        return self._under_way > 0 and not self._answers.poll()
 
     def result(self) -> Any:
         """Wait for the answer; return it, or raise what it says."""
@@ -72,7 +76,7 @@ class Aside:
         except EOFError:
             raise CheckpointError(f"the process that writes checkpoints is gone: {self._fate()}") from None
         finally:
-            self._waiting = False
+            self._under_way -= 1
         if error is None:
             return result
         kind = getattr(errors, error, None)
@@ -81,7 +85,7 @@ class Aside:
 
     def give_up(self) -> None:
         """Drop what is under way; the process, which cannot be stopped in the middle, is replaced when it is needed."""
-        self._end(0 if self._waiting else _FAREWELL)
+        self._end(0 if self._under_way else _FAREWELL)
         if self._place is not None:
             commit.discard(self._place.private)
         self._place = None
@@ -112,7 +116,7 @@ class Aside:
             outbox.close()
 
     def _send(self, name: str, *arguments: Any) -> None:
-        self._waiting = True
+        self._under_way += 1
         try:
             self._orders.send((name, arguments))
         except OSError:
@@ -131,4 +135,4 @@ class Aside:
             self._process.kill()
             self._process.wait()
         self._answers.close()
-        self._waiting = False
+        self._under_way = 0

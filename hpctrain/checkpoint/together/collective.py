@@ -27,8 +27,7 @@ class Collective(Here):
 
     def write(self, place: Place, places: Places) -> None:
         """Write what was taken; a call by all ranks, of which each comes to the end even where one has failed."""
-        share, self._share = self._share, Share((), ())
-        self._do(lambda: self._write(place, share, places))
+        self._do(lambda: self._write(place, self._share, places))
 
     def _write(self, place: Place, share: Share, places: Places) -> Written:
         with explaining(place):

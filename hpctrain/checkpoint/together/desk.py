@@ -53,13 +53,10 @@ class Desk:
         self._place: Place | None = None
 
     def lay_out(self, order: Order) -> dict[str, int | None]:
-        """Make the private file and return where the bytes of each dataset belong; for rank 0."""
-        place = self._place = order.place
-        with explaining(place):
-            commit.prepare(place.target, place.private)
+        """Return where the bytes of each dataset belong; for rank 0."""
+        self._place = order.place
+        with explaining(order.place):
             self._draft = Draft(order.datasets, order.attributes, order.groups, order.alignment)
-            if order.create:
-                os.close(os.open(place.private, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))
         return {dataset.name: at for dataset, at in zip(order.datasets, self._draft.places)}
 
     def write(self, place: Place, stretches: Iterable[Stretch]) -> Written:
@@ -89,6 +86,21 @@ class Desk:
         if self._place is not None:
             commit.discard(self._place.private)
         self._draft = self._place = None
+
+
+def create(order: Order) -> None:
+    """Make the private file, empty; for rank 0."""
+    place = order.place
+    with explaining(place):
+        commit.prepare(place.target, place.private)
+        if order.create:
+            os.close(os.open(place.private, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))
+
+
+def clear(place: Place) -> None:
+    """Take back what was written into the private file; for rank 0."""
+    with explaining(place):
+        os.truncate(place.private, 0)
 
 
 @contextmanager

@@ -3,7 +3,8 @@
 Note: the deal. What only one rank holds, it writes. What several hold alike (parameters under data parallelism) is
 dealt out in the order of the file, so that each of them writes about as many bytes and these lie together. Cuts fall
 on the borders of extents only. A small tensor stays with the first of its holders, who so writes its neighbours
-too: two ranks that write into one page of a network filesystem ask for trouble.
+too: two ranks that write into one page of a network filesystem ask for trouble. Rank 0 gets less, for it lays the
+file out meanwhile.
 """
 
 from __future__ import annotations
@@ -49,13 +50,15 @@ class _Dataset:
     )
 
 
-def plan(held: Sequence[Sequence[Shard]], small: int) -> Plan:
+def plan(held: Sequence[Sequence[Shard]], small: int, burden: int = 0) -> Plan:
     """Return who writes what, given the boxes of each rank; tensors of less than ``small`` bytes are not dealt out.
+
+    Rank 0 is spared as many bytes as ``burden`` says for each dataset, as far as others can write them.
 
     Raises ``CheckpointError`` where ranks disagree about a dataset, or their boxes overlap or leave something out.
     """
     datasets = _collect(held)
-    deal = _Deal(len(held), small)
+    deal = _Deal(len(held), small, burden * len(datasets))
     for dataset in datasets:
         _check_cover(dataset)
         for (start, extent), holders in dataset.boxes.items():
@@ -101,8 +104,8 @@ def _where(box: tuple[tuple[int, ...], tuple[int, ...]], dataset: _Dataset) -> s
 class _Deal:
     """Deal boxes out among those who hold them, evenly by bytes and in order."""
 
-    def __init__(self, ranks: int, small: int) -> None:
-        self._small = small
+    def __init__(self, ranks: int, small: int, burden: int) -> None:
+        self._small, self._burden = small, burden
         self._parts: list[list[Part]] = [[] for _ in range(ranks)]
         # By the ranks that hold the same: boxes, each with its number on each of these ranks.
         self._groups: dict[tuple[int, ...], list[tuple[Shard, list[int]]]] = defaultdict(list)
@@ -115,7 +118,8 @@ class _Deal:
         """Return each rank's parts, in the order of its boxes."""
         for ranks, boxes in self._groups.items():
             large = [each for each in boxes if nbytes_of(each[0]) >= self._small]
-            total, done = sum(nbytes_of(box) for box, _ in large), 0
+            done = self._burden if ranks[0] == 0 else 0
+            total = done + sum(nbytes_of(box) for box, _ in large)
             for box, numbers in boxes:
                 if nbytes_of(box) < self._small:
                     self._give(ranks[0], numbers[0], 0, math.prod(box.extent))

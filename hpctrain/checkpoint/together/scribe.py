@@ -42,6 +42,7 @@ class Scribe:
     def __init__(self, parent: int, memory: int) -> None:
         self._desk, self._parent, self._handle = Desk(), parent, memory
         self._memory: mmap.mmap | None = None
+        self._places: dict[str, int | None] = {}
 
     def check_parent(self) -> None:
         """End this process if its rank has died: nobody is left to say what becomes of the file."""
@@ -56,12 +57,20 @@ class Scribe:
             return type(error).__name__, str(error)
 
     def lay_out(self, order: Order) -> dict[str, int | None]:
-        """Make the file and return where the datasets belong."""
-        return self._desk.lay_out(order)
+        """Return where the datasets belong."""
+        self._places = {}
+        self._places = self._desk.lay_out(order)
+        return self._places
 
     def write(self, place: Place, rows: Sequence[tuple[int, int, int, str]]) -> Written:
         """Write bytes of the memory (offset in the file, offset in the memory, length, name)."""
         return self._desk.write(place, self._stretches(rows))
+
+    def write_as_laid_out(self, place: Place, copied: Sequence[tuple[str, int, int, int]]) -> Written | None:
+        """Write bytes of the memory (dataset, offset in it, offset in the memory, length), if there is a layout."""
+        if not self._places:
+            return None
+        return self.write(place, [((self._places[name] or 0) + to, at, n, name) for name, to, at, n in copied])
 
     def finish(self, written: Written) -> None:
         """Complete the file and give it its name."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -24,7 +25,7 @@ class Share:
 
 
 class Worker(Protocol):
-    """Do one thing after another for a rank; ``result`` ends what the last call has begun.
+    """Do one thing after another for a rank; ``result`` ends what the earliest call has begun that has not been ended.
 
     One checkpoint takes ``take``, then ``lay_out`` on rank 0, ``write`` everywhere, ``finish`` on rank 0.
     """
@@ -33,20 +34,23 @@ class Worker(Protocol):
         """Get hold of what to write. A worker that goes on beside the rank copies it."""
 
     def lay_out(self, order: Order) -> None:
-        """Begin to make the file; the result says where each dataset belongs."""
+        """Begin to lay the file out; the result says where each dataset belongs."""
 
     def write(self, place: Place, places: Places) -> None:
         """Begin to write what was taken; the result says what was written."""
+
+    def write_as_laid_out(self, place: Place) -> None:
+        """Begin to write what was taken, to the places that the layout before it says."""
 
     def finish(self, written: Written) -> None:
         """Begin to complete the file; it is in its place when that has ended."""
 
     @property
     def busy(self) -> bool:
-        """Tell whether what was begun is still under way."""
+        """Tell whether ``result`` would have to wait."""
 
     def result(self) -> Any:
-        """Wait for what was begun and return its result, or raise its error."""
+        """Wait for the earliest and return its result, or raise its error."""
 
     def give_up(self) -> None:
         """Drop what is under way, and remove what there is of the file."""
@@ -63,30 +67,37 @@ class Here:
     def __init__(self) -> None:
         self._desk = Desk()
         self._share = Share((), ())
-        self._outcome: Any = None
-        self._error: Exception | None = None
+        self._places: Places = {}
+        self._outcomes: deque[tuple[Any, Exception | None]] = deque()
 
     def take(self, share: Share) -> None:
         """Note what to write; nothing is copied."""
         self._share = share
 
     def lay_out(self, order: Order) -> None:
-        """Make the file."""
+        """Lay the file out."""
         self._do(lambda: self._desk.lay_out(order))
+        self._places = self._outcomes[-1][0] or {}
 
     def write(self, place: Place, places: Places) -> None:
         """Write what was taken."""
-        share, self._share = self._share, Share((), ())
-        self._do(lambda: self._desk.write(place, stretches(share.sources, share.parts, places)))
+        self._do(lambda: self._desk.write(place, stretches(self._share.sources, self._share.parts, places)))
+
+    def write_as_laid_out(self, place: Place) -> None:
+        """Write what was taken, if there is a layout."""
+        if self._places:
+            self.write(place, self._places)
+        else:
+            self._outcomes.append((None, None))
 
     def finish(self, written: Written) -> None:
         """Complete the file."""
         self._do(lambda: self._desk.finish(written))
+        self._share = Share((), ())
 
     def result(self) -> Any:
-        """Return what came of the last call, or raise it."""
-        outcome, error = self._outcome, self._error
-        self._outcome = self._error = None
+        """Return what came of the earliest call, or raise it."""
+        outcome, error = self._outcomes.popleft()
         if error is not None:
             raise error
         return outcome
@@ -94,6 +105,7 @@ class Here:
     def give_up(self) -> None:
         """Remove what there is of the file."""
         self._share = Share((), ())
+        self._outcomes.clear()
         self._desk.give_up()
 
     def close(self) -> None:
@@ -102,6 +114,6 @@ class Here:
 
     def _do(self, action: Callable[[], Any]) -> None:
         try:
-            self._outcome = action()
+            self._outcomes.append((action(), None))
         except Exception as error:
-            self._error = error
+            self._outcomes.append((None, error))

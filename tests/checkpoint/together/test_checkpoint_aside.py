@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -114,8 +115,13 @@ def test_a_killed_process_is_an_error_and_the_next_save_has_another(tmp_path: Pa
 def test_an_error_of_the_disk_is_told_and_nothing_stays(tmp_path: Path, saver: Saver) -> None:
     model, _ = make()
     (tmp_path / "file").write_text("")
-    saver.save(tmp_path / "file" / "a.h5", model=model)
     with pytest.raises(CheckpointError, match=r"cannot write .*file/a.h5: (file exists|not a directory)"):
+        saver.save(tmp_path / "file" / "a.h5", model=model)
+    assert not saver.pending
+    saver.save(tmp_path / "gone" / "a.h5", model=model)
+    until(lambda: not saver.busy)
+    shutil.rmtree(tmp_path / "gone")
+    with pytest.raises(CheckpointError, match=r"cannot write .*gone/a.h5: "):
         saver.wait()
     assert not saver.pending
     saver.save(tmp_path / "b.h5", model=model)

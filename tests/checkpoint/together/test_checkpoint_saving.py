@@ -14,8 +14,9 @@ from support.checkpoints import ThreadRanks
 from support.life import contents
 
 from hpctrain import checkpoint
+from hpctrain.checkpoint import saver
 from hpctrain.checkpoint.file import layout
-from hpctrain.checkpoint.file.reader import Reader
+from hpctrain.checkpoint.file.reader import Reader, verify_file
 from hpctrain.checkpoint.file.source import box_of
 from hpctrain.checkpoint.together.plan import plan
 from hpctrain.errors import CheckpointError
@@ -221,3 +222,35 @@ def test_a_slice_is_checked_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         assert out.tobytes() == whole_values("up", (16, 24))[:2].numpy().tobytes()
         with pytest.raises(CheckpointError, match="/model/up is damaged"):
             reader.read_box("/model/up", (4, 20), (2, 2), np.empty((2, 2), dtype="<f4"))
+
+
+@pytest.mark.parametrize("background", [False, True])
+@pytest.mark.parametrize("wrong", [False, True])
+def test_the_next_file_is_written_at_once_and_a_wrong_expectation_is_noticed(
+    tmp_path: Path, background: bool, wrong: bool
+) -> None:
+    """Places that are expected and not found cost a second writing, and leave no trace in the file."""
+    write(tmp_path / "first.h5", "whole", 1)
+    saver.PLACES.clear()
+    seen: list[list[str]] = []
+
+    def body(comm: Any) -> None:
+        model, optimizer, _ = make("whole", comm.rank, comm.size, filled=True)
+        how = checkpoint.Storage(alignment=256)
+        with checkpoint.Saver(comm, how, background=background) as one:
+            for number in range(3):
+                train = {"step": 3, "more": "x" * 3000 * number}
+                one.save(tmp_path / f"{number}.h5", model=model, optimizer=optimizer, train=train)
+                one.wait()
+                comm.all_gather_object(None)
+                if wrong and comm.rank == 0:
+                    for places in saver.PLACES.values():
+                        places.update({name: (place or 0) + 4096 for name, place in places.items()})
+                comm.all_gather_object(None)
+        seen.append(sorted(saver.PLACES))
+
+    assert ThreadRanks(2).run(body) == [None] * 2
+    assert seen[0] and len(seen[0]) == 1
+    for number in range(3):
+        verify_file(tmp_path / f"{number}.h5")
+        assert contents(tmp_path / f"{number}.h5") == contents(tmp_path / "first.h5")
