@@ -27,6 +27,10 @@ _EACH = 512  # bytes that an object or attribute takes in memory besides
 _ELEMENTS = 1 << 62  # bytes of the product of all dimensions, zeros left out: NumPy multiplies so
 _NUMBERS = ("<f8", "<f4", "<f2", "<i8", "<i4", "<i2", "|i1", "|u1", "<u2", "<u4")
 _TYPES = {kind: h5py.h5t.py_create(np.dtype(kind)) for kind in _NUMBERS}
+# What may be meant by a type's class and size: few comparisons instead of one with each.
+_CANDIDATES: dict[tuple[int, int], list[str]] = {}
+for _name, _known in _TYPES.items():
+    _CANDIDATES.setdefault((_known.get_class(), _known.get_size()), []).append(_name)
 _LAYOUTS = {h5py.h5d.COMPACT: "compact", h5py.h5d.CHUNKED: "chunked", h5py.h5d.VIRTUAL: "virtual"}
 
 
@@ -50,6 +54,7 @@ class Structure:
 def walk(file: h5py.File, name: str, size: int) -> Structure:
     """Return the structure of an open file of ``size`` bytes; ``name`` is how errors call it."""
     walker = _Walker(name, size)
+    walker.seen.add(h5py.h5o.get_info(file.id).addr)
     walker.group(file.id, "/", 0)
     shared = overlap([*walker.found.apart, *walker.found.table_at])
     if shared:
@@ -84,7 +89,6 @@ class _Walker:
     def group(self, group: h5py.h5g.GroupID, path: str, depth: int) -> None:
         if depth > _DEEPEST:
             raise self._refusal(path, f"lies more than {_DEEPEST} groups deep")
-        self._once(group, path)
         self.found.groups[path] = self._attributes(group, path)
         with refusing(f"{self.name}: {path}"):
             for name in h5py.Group(group):
@@ -92,16 +96,16 @@ class _Walker:
                 self._member(group, name, f"{path.rstrip('/')}/{name}", depth)
 
     def _member(self, group: h5py.h5g.GroupID, name: str, path: str, depth: int) -> None:
-        kind = group.links.get_info(name.encode()).type
-        if kind != h5py.h5l.TYPE_HARD:
+        link = group.links.get_info(name.encode())
+        if link.type != h5py.h5l.TYPE_HARD:
             word = {h5py.h5l.TYPE_SOFT: "a soft link", h5py.h5l.TYPE_EXTERNAL: "an external link"}
-            raise self._refusal(path, f"is {word.get(kind, 'a link of unknown kind')}")
+            raise self._refusal(path, f"is {word.get(link.type, 'a link of unknown kind')}")
+        self._once(link.u, path)
         with refusing(f"{self.name}: {path}"):
             member = h5py.h5o.open(group, name.encode())
         if isinstance(member, h5py.h5g.GroupID):
             self.group(member, path, depth + 1)
         elif isinstance(member, h5py.h5d.DatasetID):
-            self._once(member, path)
             self._dataset(member, path)
         else:
             raise self._refusal(path, "is neither a group nor a dataset")
@@ -138,14 +142,15 @@ class _Walker:
 
     def _check_layout(self, dataset: h5py.h5d.DatasetID, path: str) -> None:
         plist = dataset.get_create_plist()
-        if plist.get_layout() == h5py.h5d.VIRTUAL:
+        kind = plist.get_layout()
+        if kind == h5py.h5d.VIRTUAL:
             raise self._refusal(path, "is a virtual dataset")
         if plist.get_external_count():
             raise self._refusal(path, "keeps its bytes in another file (external storage)")
         if plist.get_nfilters():
             raise self._refusal(path, "passes through a filter")
-        if plist.get_layout() != h5py.h5d.CONTIGUOUS:
-            raise self._refusal(path, f"is stored {_LAYOUTS.get(plist.get_layout(), 'in an unknown way')}")
+        if kind != h5py.h5d.CONTIGUOUS:
+            raise self._refusal(path, f"is stored {_LAYOUTS.get(kind, 'in an unknown way')}")
 
     def _text(
         self,
@@ -209,8 +214,7 @@ class _Walker:
         if self.room < 0:
             raise self._refusal(path, f"and what comes before it take more than {_MOST} bytes besides the tensors")
 
-    def _once(self, target: h5py.h5g.GroupID | h5py.h5d.DatasetID, path: str) -> None:
-        address = h5py.h5o.get_info(target).addr
+    def _once(self, address: int, path: str) -> None:
         if address in self.seen:
             raise self._refusal(path, "is a second name of another object")
         self.seen.add(address)
@@ -247,8 +251,8 @@ def _element_type(kind: h5py.h5t.TypeID, key: str | None, where: str) -> np.dtyp
     if not kind.committed():
         if isinstance(kind, h5py.h5t.TypeStringID) and not kind.is_variable_str():
             return np.dtype(f"S{kind.get_size()}")
-        for name, known in _TYPES.items():
-            if kind.equal(known):
+        for name in _CANDIDATES.get((kind.get_class(), kind.get_size()), ()):
+            if kind.equal(_TYPES[name]):
                 return np.dtype(name)
     raise CheckpointError(f"{_what(key, where)} has a type that no checkpoint holds, refused")
 
