@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +10,8 @@ from saving.candidates import Candidate
 from saving.disk import delete, read_at, write_at
 from saving.names import CRC, RAW, RAW_ONE, RAW_READ
 from saving.work import Work, bytes_of
+
+from hpctrain.checkpoint.file.checksum import crc32
 
 
 def writers(work: Work) -> Iterator[Candidate]:
@@ -48,4 +49,4 @@ def readers(work: Work, path: Path) -> Iterator[Candidate]:
         needed=True,
     )
     flat = bytes_of(work.flat)
-    yield Candidate(CRC, work.nbytes, call=lambda: zlib.crc32(flat), needed=True)
+    yield Candidate(CRC, work.nbytes, call=lambda: crc32(flat), needed=True)
