@@ -71,20 +71,21 @@ class Holdings:
 
 
 def exchange(comm: Communicator, own: Description, *more: Any) -> tuple[bytes, list[Description]]:
-    """Return a digest of what all ranks hold, and the descriptions; a call by all ranks.
+    """Return a digest of all boxes of all ranks, and the descriptions; a call by all ranks.
 
     Where all ranks hold the same, which is the rule, no more than digests travel. ``more`` must be equal everywhere.
     """
-    digests = comm.all_gather_object((hashlib.sha256(repr(own).encode()).digest(), more))
-    for rank, (_, other) in enumerate(digests):
-        if other != digests[0][1]:
+    boxes, state = (hashlib.sha256(repr(part).encode()).digest() for part in (own.boxes, own.optimizer))
+    digests = comm.all_gather_object((boxes, state, more))
+    for rank, (_, _, other) in enumerate(digests):
+        if other != digests[0][2]:
             raise CheckpointError(
-                f"rank 0 was given {', '.join(map(str, digests[0][1]))} and rank {rank} {', '.join(map(str, other))}: "
+                f"rank 0 was given {', '.join(map(str, digests[0][2]))} and rank {rank} {', '.join(map(str, other))}: "
                 "all ranks must write the same checkpoint",
                 everywhere=True,
             )
-    whole = hashlib.sha256(b"".join(digest for digest, _ in digests)).digest()
-    if all(digest == digests[0][0] for digest, _ in digests):
+    whole = hashlib.sha256(b"".join(each[0] for each in digests)).digest()
+    if all(each == digests[0] for each in digests):
         return whole, [own] * comm.size
     return whole, comm.all_gather_object(own)
 

@@ -240,6 +240,7 @@ def test_the_next_file_is_written_at_once_and_a_wrong_expectation_is_noticed(
         with checkpoint.Saver(comm, how, background=background) as one:
             for number in range(3):
                 train = {"step": 3, "more": "x" * 3000 * number}
+                optimizer.param_groups[0]["lr"] = 0.1 ** number  # a schedule changes nothing about the places
                 one.save(tmp_path / f"{number}.h5", model=model, optimizer=optimizer, train=train)
                 one.wait()
                 comm.all_gather_object(None)
