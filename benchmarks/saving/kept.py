@@ -20,9 +20,10 @@ def targets(folder: Path) -> Iterator[Target]:
         yield Target("corruption: damaged files tried (corruption.json)", tried, MUTATIONS)
         yield Target("corruption: of them not refused, or misnamed", len(damage["wrong"]), 0, at_least=False)
     kill = _read(folder / "kill.json")
-    for form, found in (kill["forms"] if kill else {}).items():
+    if kill:
         # Written only where every resume found its file and the weights were those of the undisturbed run.
-        yield Target(f"kill: survived, {form} (kill.json)", found["kills"], KILLS)
+        survived = sum(found["kills"] for found in kill["forms"].values())
+        yield Target(f"kill: survived, {' and '.join(kill['forms'])}", survived, KILLS)
 
 
 def _read(path: Path) -> dict[str, Any]:

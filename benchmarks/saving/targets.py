@@ -75,6 +75,6 @@ def background_targets(rows: Iterable[BackgroundRow]) -> Iterator[Target]:
     for row in rows:
         if row.candidate != BACKGROUND:
             continue
-        yield Target("background: stall / (bytes / memcpy bandwidth)", row.stall / row.floor, STALL_TARGET, False)
+        yield Target("background: stall / (bytes of a rank / memcpy rate)", row.stall / row.floor, STALL_TARGET, False)
         if row.busy is not None:
             yield Target("background: step during a write / without", row.busy / row.free, SLOWER_TARGET, False)

@@ -21,7 +21,10 @@ def test_damage_that_got_through_is_counted(tmp_path: Path) -> None:
     assert [(one.value, one.met) for one in targets(tmp_path)] == [(9_000, False), (1, False)]
 
 
-def test_kills_are_counted_in_each_form(tmp_path: Path) -> None:
-    forms = {"foreground": {"kills": 200}, "background": {"kills": 12}}
-    (tmp_path / "kill.json").write_text(json.dumps({"forms": forms}))
-    assert [(one.value, one.met) for one in targets(tmp_path)] == [(200, True), (12, False)]
+def test_kills_of_both_forms_are_counted(tmp_path: Path) -> None:
+    for kills, met in ((188, True), (187, False)):
+        forms = {"foreground": {"kills": kills}, "background": {"kills": 12}}
+        (tmp_path / "kill.json").write_text(json.dumps({"forms": forms}))
+        (found,) = targets(tmp_path)
+        assert (found.value, found.met) == (kills + 12, met)
+        assert found.what == "kill: survived, foreground and background"
