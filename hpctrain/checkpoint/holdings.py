@@ -92,15 +92,16 @@ def exchange(comm: Communicator, own: Description, *more: Any) -> tuple[bytes, l
 
 def joined(states: Sequence[OptimizerState | None]) -> OptimizerState | None:
     """Return one optimizer of those of all ranks: parameters of each group in the order in which ranks name them."""
-    known = [state for state in states if state is not None]
+    found = [(rank, state) for rank, state in enumerate(states) if state is not None]
+    known = [state for _, state in found]
     if not known:
         return None
     if all(state is known[0] for state in known):
         return known[0]
-    for rank, state in enumerate(known):
+    for rank, state in found:
         if (state.kind, len(state.groups)) != (known[0].kind, len(known[0].groups)):
             raise CheckpointError(
-                f"the optimizer is {known[0].kind} with {len(known[0].groups)} groups on rank 0 "
+                f"the optimizer is {known[0].kind} with {len(known[0].groups)} groups on rank {found[0][0]} "
                 f"and {state.kind} with {len(state.groups)} on rank {rank}"
             )
     values: dict[str, dict[str, Any]] = {}

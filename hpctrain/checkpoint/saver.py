@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from hpctrain.collectives.communicator import Communicator
 
 IO = Literal["posix", "mpiio"]
+SMALL = layout.ALIGNMENT  # bytes: smaller tensors are not dealt out, however wide the stripes of the filesystem are
 BURDEN = 128 << 10  # bytes: rank 0 could write so many in the time in which it lays a dataset out
 
 _KNOWN = 8
@@ -161,7 +162,7 @@ class Saver:
         alignment = self._how.alignment
         if self._planned is None or self._planned[0] != digest:
             boxes = [each.boxes for each in descriptions]
-            self._planned = digest, agreed(self._comm, lambda: plan(boxes, alignment, BURDEN))
+            self._planned = digest, agreed(self._comm, lambda: plan(boxes, min(alignment, SMALL), BURDEN))
         return digest + bytes(str(alignment), "ascii"), descriptions, self._planned[1]
 
     def _order(

@@ -69,6 +69,9 @@ class FolderLock:
             self._write(private)
             os.link(private, self.path)
         except OSError as error:
+            # A network filesystem may repeat a call that has succeeded, and then says that there is one.
+            if isinstance(error, FileExistsError) and private.exists() and private.stat().st_nlink == 2:
+                return
             if error.errno not in _NO_LINKS:
                 raise
             self._write(self.path)

@@ -56,9 +56,11 @@ class RunOptions:
             value = getattr(self, name)
             if value not in allowed:
                 raise UsageError(f"a run with {name} = {value!r}: allowed are {', '.join(allowed)}", everywhere=True)
-        for name in ("start_skip", "hints"):
+        for name, items in {"start_skip": "patterns", "hints": "name=value"}.items():
             if isinstance(getattr(self, name), str):
-                raise UsageError(f"a run with {name} = {getattr(self, name)!r}: give a list", everywhere=True)
+                raise UsageError(
+                    f"a run with {name} = {getattr(self, name)!r}: give a list of {items}", everywhere=True
+                )
         if self.background and self.io == "mpiio":
             raise UsageError("a run with background and io = 'mpiio': take io = 'posix'", everywhere=True)
         self.storage  # refuses what is wrong with it

@@ -82,6 +82,7 @@ class Run:
         self._fresh_rng = rng.capture_rng()
         self._begun: tuple[float, float] | None = None  # when the present step began, and what was waited before
         self._updated = False  # by the present step
+        self._wanted = False  # a checkpoint, when the present step has ended
         self._hooks: list[RemovableHandle] = []
         self._progress: Progress | None = None
         self._books = Books(self.folder, job.launch.job_id, lenient=options.on_error == "continue")
@@ -115,8 +116,14 @@ class Run:
         return self.health.norm
 
     def save(self) -> Path:
-        """Write a checkpoint now; a call by all ranks. Raises ``CheckpointError`` on all of them."""
-        return self._saves.now(self.config, self.provenance)
+        """Write a checkpoint now; a call by all ranks. Raises ``CheckpointError`` on all of them.
+
+        Inside a step it is written as soon as the step has ended: before, weights and counts do not fit together.
+        """
+        if self._begun is None:
+            return self._saves.now(self.config, self.provenance)
+        self._wanted = True
+        return self.state.path(self.step + 1)
 
     # Entering ---------------------------------------------------------------------------------------------------------
 
@@ -128,7 +135,10 @@ class Run:
             on_first_rank(self.job.comm, self._open_books)
             agreed(self.job.comm, self._saves.open)
         except BaseException:
-            self._books.close("failed", self.step, None)
+            try:
+                self._saves.close()
+            finally:
+                self._books.close("failed", self.step, None)
             raise
         self._hooks = [
             self.optimizer.register_step_pre_hook(lambda *_: self.health.before_update(self.step + 1)),
@@ -238,7 +248,10 @@ class Run:
         self._books.record(row)
         if self._progress is not None:
             self._progress.update(self.step, self.state.tokens, shown(row))
-        if self.step % self.options.every == 0 and not self.finished and self.stopped_by is None:
+        wanted, self._wanted = self._wanted, False
+        if wanted:
+            self._saves.now(self.config, self.provenance)
+        elif self.step % self.options.every == 0 and not self.finished and self.stopped_by is None:
             self._saves.due(self.config, self.provenance)
         elif not busy:
             self._saves.advance()
@@ -276,7 +289,12 @@ class Run:
 
     def _close(self, error: BaseException | None) -> None:
         """Give back hooks, bar and folder, and write down how it ended."""
-        self._saves.close()
+        try:
+            self._saves.close()
+        finally:
+            self._give_back(error)
+
+    def _give_back(self, error: BaseException | None) -> None:
         for hook in self._hooks:
             hook.remove()
         if self._progress is not None:

@@ -31,7 +31,7 @@ GOOD: dict[str, Any] = {
         ({"keep_every": -1}, "keep_every = -1: must be at least 0"),
         ({"best": "first"}, "best = 'first': allowed are lowest, highest"),
         ({"on_error": "ignore"}, "on_error = 'ignore': allowed are stop, continue"),
-        ({"start_skip": "head.*"}, "start_skip = 'head.*': give a list"),
+        ({"start_skip": "head.*"}, "start_skip = 'head.*': give a list of patterns"),
         ({"on_nonfinite": "ignore"}, "on_nonfinite = 'ignore': allowed are abort, skip, rollback"),
     ],
 )

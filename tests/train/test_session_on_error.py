@@ -125,10 +125,26 @@ def test_a_save_that_the_program_asks_for_raises(job: Any, shared_tmp_path: Path
     def save_in_5(step: int, batch: torch.Tensor) -> None:
         block(step, batch)
         if step == 5:
-            with pytest.raises(CheckpointError, match="cannot write"):
-                one.run.save()
+            assert one.run.save().name == "step_00000005.h5"
 
-    assert len(one.go(save_in_5).losses) == STEPS
+    with pytest.raises(CheckpointError, match="cannot write"):
+        one.go(save_in_5)
+    assert len(one.losses) == 5
+
+
+@pytest.mark.ranks(1, 2)
+def test_a_save_inside_a_step_is_that_of_its_end(job: Any, shared_tmp_path: Path) -> None:
+    one = training(job, shared_tmp_path / "asked", every=100, keep=9)
+
+    def save_in_5(step: int, batch: torch.Tensor) -> None:
+        if step == 5:
+            one.run.save()
+            assert checkpoints_of(shared_tmp_path / "asked") == []
+
+    one.go(save_in_5)
+    training(job, shared_tmp_path / "due", every=5, keep=9).go()
+    name = "checkpoints/step_00000005.h5"
+    assert contents(shared_tmp_path / "asked" / name) == contents(shared_tmp_path / "due" / name)
 
 
 @pytest.mark.ranks(1, 2)

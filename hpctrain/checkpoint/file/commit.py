@@ -1,8 +1,8 @@
 """Put a checkpoint in its place whole or not at all.
 
-Note: the commit. The file is written under a private name beside its target, flushed to the disk, read again and
-compared; only then is it renamed, and the folder flushed. After any error the private file is removed and never
-promoted.
+Note: the commit. The file is written under a private name beside its target, what was written is read back and
+compared, and flushed to the disk; only then is it renamed, and the folder flushed. After any error the private file is
+removed and never promoted.
 """
 
 from __future__ import annotations

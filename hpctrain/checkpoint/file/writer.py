@@ -2,7 +2,7 @@
 
 Note: layout first, bytes second. A ``Draft`` tells where each dataset lies; then structure and bytes are written with
 ``pwrite`` at their offsets: at the disk's own speed, without HDF5's global lock. The result is a plain HDF5 file.
-``saving`` does the same from many processes.
+``together.saving`` does the same from many processes.
 """
 
 from __future__ import annotations

@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import signal
 import subprocess
 import sys
+import threading
+from collections import deque
 from collections.abc import Sequence
 from multiprocessing import Pipe
+from queue import SimpleQueue
 from typing import Any
 
 from hpctrain import errors
 from hpctrain.checkpoint.file import commit
 from hpctrain.checkpoint.file.extents import Written
 from hpctrain.checkpoint.together.desk import Order, Place
+from hpctrain.checkpoint.together.scribe import LEAVE
 from hpctrain.checkpoint.together.snapshot import Copied, Snapshot
 from hpctrain.checkpoint.together.worker import Places, Share
 from hpctrain.errors import CheckpointError, HpctrainError
 
-_PIPE = 1 << 20  # bytes: an order for a model of a thousand tensors goes in without waiting for its reader
 _FOR_RANKS = {signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2}
 _FAREWELL = 5.0  # seconds that an idle process gets to end
 _PROGRAM = """
@@ -37,7 +39,6 @@ class Aside:
         self._snapshot = Snapshot()
         self._copied: Sequence[Copied] = ()
         self._place: Place | None = None  # of the file that this rank is to clear away
-        self._under_way = 0  # answers that have not come
         self._start()
 
     def take(self, share: Share) -> None:
@@ -66,17 +67,19 @@ class Aside:
 
     @property
     def busy(self) -> bool:
-        """Tell whether the process has not answered yet."""
-        return self._under_way > 0 and not self._answers.poll()
+        """Tell whether the process owes an answer."""
+        while not self._gone and self._answers.poll():
+            self._receive()
+        return not self._gone and len(self._received) < self._under_way
 
     def result(self) -> Any:
-        """Wait for the answer; return it, or raise what it says."""
-        try:
-            error, result = self._answers.recv()
-        except EOFError:
-            raise CheckpointError(f"the process that writes checkpoints is gone: {self._fate()}") from None
-        finally:
-            self._under_way -= 1
+        """Wait for the earliest answer; return it, or raise what it says."""
+        if not self._received and not self._gone:
+            self._receive()
+        if not self._received:
+            raise CheckpointError(f"the process that writes checkpoints is gone: {self._fate()}")
+        self._under_way -= 1
+        error, result = self._received.popleft()
         if error is None:
             return result
         kind = getattr(errors, error, None)
@@ -96,43 +99,73 @@ class Aside:
         self._snapshot.close()
 
     def _start(self) -> None:
+        self._received: deque[tuple[str | None, Any]] = deque()
+        self._under_way, self._gone = 0, False  # answers that have not been taken; whether none will come any more
         inbox, self._orders = Pipe(duplex=False)
         self._answers, outbox = Pipe(duplex=False)
-        fcntl.fcntl(self._orders.fileno(), fcntl.F_SETPIPE_SZ, _PIPE)
-        descriptors = self._snapshot.handle, inbox.fileno(), outbox.fileno()
-        program = _PROGRAM.format(path=sys.path, arguments=(os.getpid(), *descriptors))
-        # Signals to the whole job are for its ranks: the process is born with them blocked, and never unblocks them.
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, _FOR_RANKS)
         try:
-            self._process = subprocess.Popen(
-                [sys.executable, "-c", program],
-                pass_fds=descriptors,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-            )
+            self._process = _launch(self._snapshot.handle, inbox.fileno(), outbox.fileno())
+        except OSError as error:
+            self._orders.close()
+            self._answers.close()
+            raise CheckpointError(f"cannot start a process that writes checkpoints: {error.strerror}") from error
         finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
             inbox.close()
             outbox.close()
+        # A pipe holds little, and the process may be waiting to get rid of an answer: only this thread waits for it.
+        self._outgoing: SimpleQueue[Any] = SimpleQueue()
+        self._sender = threading.Thread(target=_send_all, args=(self._orders, self._outgoing), daemon=True)
+        self._sender.start()
 
     def _send(self, name: str, *arguments: Any) -> None:
         self._under_way += 1
+        self._outgoing.put((name, arguments))
+
+    def _receive(self) -> None:
         try:
-            self._orders.send((name, arguments))
-        except OSError:
-            pass  # it is gone; who asks for the result hears of it
+            self._received.append(self._answers.recv())
+        except (EOFError, OSError):
+            self._gone = True
 
     def _fate(self) -> str:
         code = self._process.wait()
         return f"killed by {signal.Signals(-code).name}" if code < 0 else f"it ended with exit code {code}"
 
     def _end(self, patience: float) -> None:
-        """End the process: idle, it goes when its pipe is closed; at work, it is killed."""
+        """End the process: idle, it goes when it is told to; at work, it is killed."""
+        if self._process.poll() is None:
+            self._outgoing.put((LEAVE, ()))
+            try:
+                self._process.wait(patience)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+        self._process.wait()
+        self._outgoing.put(None)
+        self._sender.join()
         self._orders.close()
-        try:
-            self._process.wait(patience)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
         self._answers.close()
-        self._under_way = 0
+        self._received.clear()
+        self._under_way, self._gone = 0, True
+
+
+def _launch(*descriptors: int) -> subprocess.Popen[bytes]:
+    """Start the process. Signals to the whole job are for its ranks: it is born with them blocked, and stays so."""
+    program = _PROGRAM.format(path=sys.path, arguments=(os.getpid(), *descriptors))
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _FOR_RANKS)
+    try:
+        return subprocess.Popen(
+            [sys.executable, "-c", program],
+            pass_fds=descriptors,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+        )
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _send_all(orders: Any, outgoing: SimpleQueue[Any]) -> None:
+    while (order := outgoing.get()) is not None:
+        try:
+            orders.send(order)
+        except OSError:
+            return  # it is gone; who waits for its answer hears of it

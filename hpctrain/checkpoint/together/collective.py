@@ -11,9 +11,11 @@ from hpctrain.checkpoint.file.pour import Row, Stretch
 from hpctrain.checkpoint.file.writer import stretches
 from hpctrain.checkpoint.together.desk import Place, explaining, opened
 from hpctrain.checkpoint.together.worker import Here, Places, Share
+from hpctrain.errors import CheckpointError
 
 if TYPE_CHECKING:
     from hpctrain.transport.mpi import MpiTransport
+    from hpctrain.transport.mpi_file import MpiFile
 
 BATCH = 64 << 20  # bytes that a rank hands to MPI at a time
 
@@ -38,29 +40,45 @@ class Collective(Here):
         return pour.written(rows)
 
     def _pour(self, place: Place, size: int, mine: Iterable[Stretch]) -> list[Row]:
-        """Write batch after batch, until no rank has more or one has failed."""
-        file, rows = self._transport.create_file(place.private, size, self._hints), list[Row]()
+        """Write batch after batch until no rank has more; where one has failed, all stop at the same place."""
+        file, rows = self._create(place, size), list[Row]()
         failure: Exception | None = None
         source = batches(mine)
         try:
-            while failure is None:
+            while True:
+                batch: list[Stretch] = []
                 try:
-                    batch = next(source, [])
+                    batch = next(source, []) if failure is None else []
                 except Exception as error:
-                    failure, batch = error, []
+                    failure = error
                 state = self._transport.all_gather_object((bool(batch), failure is not None))
                 if any(failed for _, failed in state) or not any(more for more, _ in state):
                     break
                 try:
                     file.write([(stretch.offset, stretch.data) for stretch in batch])
-                except OSError as error:
+                    rows += pour.sums(batch)
+                except Exception as error:
                     failure = error
-                rows += pour.sums(batch)
         finally:
             file.close()
         if failure is not None:
             raise failure
         return rows
+
+    def _create(self, place: Place, size: int) -> MpiFile:
+        """Make the file, or raise where it could not be made on all ranks."""
+        file: MpiFile | None = None
+        failure: Exception | None = None
+        try:
+            file = self._transport.create_file(place.private, size, self._hints)
+        except Exception as error:
+            failure = error
+        failed = [rank for rank, each in enumerate(self._transport.all_gather_object(failure is not None)) if each]
+        if failure is not None:
+            raise failure
+        if failed or file is None:
+            raise CheckpointError(f"rank {failed[0]} could not open the file")
+        return file
 
 
 def end_of(share: Share, places: Places) -> int:
@@ -75,10 +93,12 @@ def end_of(share: Share, places: Places) -> int:
 def batches(mine: Iterable[Stretch], most: int = BATCH) -> Iterator[list[Stretch]]:
     """Yield stretches by the list, each of about so many bytes."""
     batch: list[Stretch] = []
+    held = 0
     for stretch in mine:
         batch.append(stretch)
-        if sum(len(each.data) for each in batch) >= most:
+        held += len(stretch.data)
+        if held >= most:
             yield batch
-            batch = []
+            batch, held = [], 0
     if batch:
         yield batch

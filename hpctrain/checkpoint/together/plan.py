@@ -118,8 +118,10 @@ class _Deal:
         """Return each rank's parts, in the order of its boxes."""
         for ranks, boxes in self._groups.items():
             large = [each for each in boxes if nbytes_of(each[0]) >= self._small]
-            done = self._burden if ranks[0] == 0 else 0
-            total = done + sum(nbytes_of(box) for box, _ in large)
+            total = sum(nbytes_of(box) for box, _ in large)
+            # Rank 0 may be spared its share, and no other rank's.
+            done = min(self._burden, total // max(len(ranks) - 1, 1)) if ranks[0] == 0 else 0
+            total += done
             for box, numbers in boxes:
                 if nbytes_of(box) < self._small:
                     self._give(ranks[0], numbers[0], 0, math.prod(box.extent))

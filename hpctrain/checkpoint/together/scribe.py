@@ -18,6 +18,7 @@ from hpctrain.checkpoint.file.pour import Stretch
 from hpctrain.checkpoint.together.desk import Desk, Order, Place
 
 NICENESS = 15  # beside a rank that never rests it gets a thirtieth of a core, on an idle core all of it
+LEAVE = "leave"  # the order to end: a closed pipe says so too, unless a process that the rank has forked holds it open
 _GLANCE = 1.0  # seconds between looks at whether the rank still lives
 
 
@@ -33,6 +34,8 @@ def main(parent: int, memory: int, inbox: int, outbox: int) -> None:
             name, arguments = orders.recv()
         except EOFError:
             return
+        if name == LEAVE:
+            return
         answers.send(scribe.do(name, arguments))
 
 
@@ -42,7 +45,7 @@ class Scribe:
     def __init__(self, parent: int, memory: int) -> None:
         self._desk, self._parent, self._handle = Desk(), parent, memory
         self._memory: mmap.mmap | None = None
-        self._places: dict[str, int | None] = {}
+        self._places: dict[str, int | None] | None = None
 
     def check_parent(self) -> None:
         """End this process if its rank has died: nobody is left to say what becomes of the file."""
@@ -58,7 +61,7 @@ class Scribe:
 
     def lay_out(self, order: Order) -> dict[str, int | None]:
         """Return where the datasets belong."""
-        self._places = {}
+        self._places = None
         self._places = self._desk.lay_out(order)
         return self._places
 
@@ -68,9 +71,10 @@ class Scribe:
 
     def write_as_laid_out(self, place: Place, copied: Sequence[tuple[str, int, int, int]]) -> Written | None:
         """Write bytes of the memory (dataset, offset in it, offset in the memory, length), if there is a layout."""
-        if not self._places:
+        places = self._places
+        if places is None:
             return None
-        return self.write(place, [((self._places[name] or 0) + to, at, n, name) for name, to, at, n in copied])
+        return self.write(place, [((places[name] or 0) + to, at, n, name) for name, to, at, n in copied])
 
     def finish(self, written: Written) -> None:
         """Complete the file and give it its name."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import mmap
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -40,7 +41,7 @@ class Snapshot:
         self.handle = os.memfd_create("hpctrain-checkpoint")
         self._memory: mmap.mmap | None = None
         self._bytes: Array = np.empty(0, dtype=np.uint8)
-        self._pinned = False
+        self._pinned = self._may_pin = False
 
     @property
     def nbytes(self) -> int:
@@ -63,7 +64,9 @@ class Snapshot:
     def close(self) -> None:
         """Give the memory back."""
         self._unmap()
-        os.close(self.handle)
+        if self.handle >= 0:
+            os.close(self.handle)
+        self.handle = -1
 
     def _reserve(self, nbytes: int, sources: Sequence[Source]) -> None:
         if nbytes > self.nbytes:
@@ -73,14 +76,16 @@ class Snapshot:
                 self._memory = mmap.mmap(self.handle, nbytes)
             except (OSError, ValueError) as error:
                 raise CheckpointError(f"cannot get {nbytes} bytes of memory for a checkpoint: {error}") from error
-            if hasattr(mmap, "MADV_HUGEPAGE"):
+            with suppress(AttributeError, OSError):  # where the system knows no such pages
                 self._memory.madvise(mmap.MADV_HUGEPAGE)
+            self._may_pin = True
             self._bytes = np.frombuffer(self._memory, dtype=np.uint8)
-        if not self._pinned and any(getattr(source.box.tensor, "is_cuda", False) for source in sources):
+        if self._may_pin and any(getattr(source.box.tensor, "is_cuda", False) for source in sources):
             self._pin()
 
     def _pin(self) -> None:
         """Let the GPU copy straight into the memory; where that is refused, copies are slower and as right."""
+        self._may_pin = False
         runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         outcome = int(runtime.cudaHostRegister(self._bytes.ctypes.data, self.nbytes, 0))
         self._pinned = outcome == 0
@@ -94,7 +99,8 @@ class Snapshot:
             self._pinned = False
         self._bytes = np.empty(0, dtype=np.uint8)
         if self._memory is not None:
-            self._memory.close()
+            with suppress(BufferError):  # an error under way may hold views of it; it goes with them
+                self._memory.close()
             self._memory = None
 
 

@@ -67,7 +67,7 @@ class Here:
     def __init__(self) -> None:
         self._desk = Desk()
         self._share = Share((), ())
-        self._places: Places = {}
+        self._places: Places | None = None
         self._outcomes: deque[tuple[Any, Exception | None]] = deque()
 
     def take(self, share: Share) -> None:
@@ -77,7 +77,7 @@ class Here:
     def lay_out(self, order: Order) -> None:
         """Lay the file out."""
         self._do(lambda: self._desk.lay_out(order))
-        self._places = self._outcomes[-1][0] or {}
+        self._places = self._outcomes[-1][0]
 
     def write(self, place: Place, places: Places) -> None:
         """Write what was taken."""
@@ -85,7 +85,7 @@ class Here:
 
     def write_as_laid_out(self, place: Place) -> None:
         """Write what was taken, if there is a layout."""
-        if self._places:
+        if self._places is not None:
             self.write(place, self._places)
         else:
             self._outcomes.append((None, None))

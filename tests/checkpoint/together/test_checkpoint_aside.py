@@ -85,6 +85,38 @@ def test_a_save_waits_for_the_one_before(tmp_path: Path, saver: Saver) -> None:
     assert [checkpoint.load(tmp_path / f"{step}.h5").step for step in range(3)] == [0, 1, 2]
 
 
+def test_not_busy_means_that_nothing_has_to_be_waited_for(tmp_path: Path, saver: Saver) -> None:
+    """From the second file on the process is given two things to do at once, and owes two answers."""
+    model, _ = make()
+    for number in range(3):
+        saver.save(tmp_path / f"{number}.h5", model=model)
+        worker = saver._worker
+        assert isinstance(worker, Aside) and worker._under_way == (2 if number else 1)
+        while saver.pending:
+            until(lambda: not saver.busy)
+            assert len(worker._received) == worker._under_way
+            saver.advance()
+
+
+def test_closing_twice_and_a_model_without_tensors(tmp_path: Path) -> None:
+    saver = Saver(background=True)
+    for number in range(2):
+        saver.save(tmp_path / f"{number}.h5", model=torch.nn.ReLU())
+        saver.wait()
+    saver.close()
+    saver.close()
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_an_order_longer_than_a_pipe_and_an_answer_too(tmp_path: Path, saver: Saver) -> None:
+    """Neither side may wait for the other to read while the other waits to be read."""
+    model = torch.nn.ParameterDict({f"{'long' * 40}{n}": torch.nn.Parameter(torch.ones(1)) for n in range(1500)})
+    for number in range(2):
+        saver.save(tmp_path / f"{number}.h5", model=model, train={"much": "x" * 3_000_000})
+        saver.wait()
+    assert checkpoint.load(tmp_path / "1.h5", model=model).train["much"] == "x" * 3_000_000
+
+
 def test_the_process_is_modest_and_deaf(tmp_path: Path, saver: Saver) -> None:
     """It takes what processor is left, knows no torch and no MPI, and leaves signals to its rank."""
     model, _ = make()
