@@ -1,7 +1,7 @@
 """Keep a training run in one HDF5 file: the model, not the ranks.
 
-``save`` and ``load`` need torch and come at first use; ``layout``, ``reader`` and ``inspect`` run on a login node
-with h5py and NumPy alone.
+``save`` and ``load`` need torch and come at first use. ``file`` is one file, ``together`` how many ranks write it,
+``look`` what a login node does with it: ``file`` and ``look`` run with h5py and NumPy alone.
 """
 
 from __future__ import annotations

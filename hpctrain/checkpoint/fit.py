@@ -1,4 +1,4 @@
-"""See whether a file fits a program, all of it, before any memory is touched; then fill the memory."""
+"""Fill the memory of a program from a file, and know what is to be left alone."""
 
 from __future__ import annotations
 

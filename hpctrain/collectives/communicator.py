@@ -33,8 +33,9 @@ class Communicator:
 
     Every collective is called by all ranks in the same order, with tensors of the same size and dtype. Host tensors of
     ``empty`` lie in memory that the ranks of a node share, which makes their reductions several times faster; all ranks
-    then name the same piece of the same tensor. A tensor on a GPU is staged through host memory. With
-    ``HPCTRAIN_CHECK=order`` the ranks compare each collective before they begin it.
+    then name the same piece of the same tensor. A tensor on a GPU is staged through host memory, unless
+    ``use_device`` has found it a better way. With ``HPCTRAIN_CHECK=order`` the ranks compare each collective before
+    they begin it.
     """
 
     def __init__(self, transport: Transport) -> None:

@@ -12,7 +12,7 @@ import pytest
 from hpctrain.errors import SettingsError
 from hpctrain.train import run
 from hpctrain.train.options import RunOptions
-from hpctrain.train.settings import load
+from hpctrain.train.settings import CheckpointSettings, load
 
 
 @pytest.fixture
@@ -65,4 +65,6 @@ def test_a_checkpoint_judged_by_an_evaluation_has_one(
 
 def test_every_option_of_a_run_can_be_set_from_a_file() -> None:
     source: Any = inspect.getsource(run.train)
-    assert [field.name for field in fields(RunOptions) if f"{field.name}=settings." not in source] == []
+    whole = {field.name for field in fields(CheckpointSettings)} if "**vars(settings.checkpoint)" in source else set()
+    given = whole | {field.name for field in fields(RunOptions) if f"{field.name}=settings." in source}
+    assert given == {field.name for field in fields(RunOptions)}

@@ -7,7 +7,7 @@ that cross no border between extents.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -86,10 +86,3 @@ def check(extents: Sequence[Extent], offset: int, nbytes: int, what: str) -> Non
         if reached == offset + nbytes:
             return
     raise CheckpointError(f"{layout.EXTENTS} does not cover {what}")
-
-
-def overlapping(extents: Sequence[Extent], begin: int, end: int) -> Iterator[Extent]:
-    """Yield the extents that hold bytes from ``begin`` to ``end`` of the file."""
-    for extent in extents:
-        if extent.offset < end and begin < extent.offset + extent.nbytes:
-            yield extent

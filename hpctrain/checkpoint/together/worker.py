@@ -47,7 +47,7 @@ class Worker(Protocol):
 
     @property
     def busy(self) -> bool:
-        """Tell whether ``result`` would have to wait."""
+        """Tell whether anything that was begun is still under way."""
 
     def result(self) -> Any:
         """Wait for the earliest and return its result, or raise its error."""
