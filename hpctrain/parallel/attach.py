@@ -1,19 +1,45 @@
-"""Attach the strategy that the settings name."""
+"""Attach the strategy that the settings name; the others are not even loaded."""
 
 from __future__ import annotations
 
+import torch
 from torch import nn
 
 from hpctrain.collectives.communicator import Communicator
 from hpctrain.errors import UsageError
-from hpctrain.parallel.ddp import DataParallel
-from hpctrain.parallel.settings import ParallelSettings
+from hpctrain.parallel.materialise import materialise
+from hpctrain.parallel.settings import SHARDED, ParallelSettings
 from hpctrain.parallel.strategy import Strategy
 from hpctrain.parallel.sync_batchnorm import convert
 
 
-def attach(model: nn.Module, comm: Communicator, settings: ParallelSettings) -> Strategy:
-    """Attach the strategy of ``settings.data`` to a module, in place."""
+def attach(
+    model: nn.Module, comm: Communicator, settings: ParallelSettings, device: torch.device = torch.device("cpu")
+) -> Strategy:
+    """Attach the strategy of ``settings.data`` to a module, in place, and bring it to this rank's device."""
     if settings.sync_batchnorm and convert(model, comm) is not model:
         raise UsageError("sync_batchnorm cannot replace a model that is itself a batch norm", everywhere=True)
+    if settings.recompute:
+        _recompute(model, settings)
+    # One rank has nothing to split: it trains the plain model, unless it is to compute in another precision.
+    if settings.data in SHARDED and (comm.size > 1 or settings.mixed_precision != "none"):
+        from hpctrain.parallel.fsdp.strategy import ShardedDataParallel
+
+        return ShardedDataParallel(model, comm, settings, device)
+    materialise(model, device)
+    model.to(device)
+    if settings.data == "dp":
+        from hpctrain.parallel.dp import ThreadedDataParallel
+
+        return ThreadedDataParallel(model, comm)
+    from hpctrain.parallel.ddp import DataParallel
+
     return DataParallel(model, comm, settings)
+
+
+def _recompute(model: nn.Module, settings: ParallelSettings) -> None:
+    """Let every unit but the model itself compute its activations again."""
+    from hpctrain.parallel.fsdp.units import find_units
+    from hpctrain.parallel.recompute import recompute
+
+    recompute([unit.module for unit in find_units(model, settings.units)[1:]])

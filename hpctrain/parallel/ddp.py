@@ -76,9 +76,9 @@ class DataParallel(Strategy):
         finally:
             self._syncing = before
 
-    def contribute_nothing(self) -> None:
-        """Take part in a forward and backward pass of the others, with no sample of one's own."""
-        if not self._buckets:
+    def contribute_nothing(self, *, backward: bool = True) -> None:
+        """Take part in a forward (and ``backward``) pass of the others, with no sample of one's own."""
+        if not self._buckets or not backward:
             return
         if any(isinstance(module, SyncBatchNorm) for module in self.model.modules()):
             raise UsageError(

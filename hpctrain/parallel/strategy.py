@@ -10,9 +10,14 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from hpctrain.shard import Split
+
 
 class Strategy(ABC):
-    """Be attached to a module by hooks, and be asked only for what depends on how the ranks share the work."""
+    """Be attached to a module by hooks, and be asked only for what depends on how the ranks share the work.
+
+    Where a method is not abstract, what it does here is right for ranks that hold the whole model.
+    """
 
     model: nn.Module
 
@@ -23,8 +28,8 @@ class Strategy(ABC):
         yield
 
     @abstractmethod
-    def contribute_nothing(self) -> None:
-        """Take part in a forward and backward pass of the others, with no sample of one's own."""
+    def contribute_nothing(self, *, backward: bool = True) -> None:
+        """Take part in a forward (and ``backward``) pass of the others, with no sample of one's own."""
 
     @abstractmethod
     def clip_grad_norm(self, max_norm: float) -> Tensor:
@@ -33,6 +38,45 @@ class Strategy(ABC):
     @abstractmethod
     def detach(self) -> None:
         """Take all hooks off the module."""
+
+    # How the model is split -------------------------------------------------------------------------------------------
+
+    @property
+    def split(self) -> Split | None:
+        """Return how the model's tensors are split over the ranks, for checkpoints; None where they are not."""
+        return None
+
+    @property
+    def reduces_early(self) -> bool:
+        """Tell whether each backward pass of a step should be reduced by itself, as whole gradients have no room."""
+        return False
+
+    @contextmanager
+    def summon(self, *, write: bool = False) -> Iterator[None]:
+        """Put the whole parameters into the model for the ``with`` block; a call by all ranks.
+
+        What is changed there counts only with ``write``, and then what rank 0 has written.
+        """
+        yield
+
+    def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raise ``UsageError`` where an optimizer cannot update what this rank holds."""
+
+    def refresh(self) -> None:
+        """Take note that parameters were changed by other hands than the optimizer's; a call by all ranks."""
+
+    # Gradients before they are reduced --------------------------------------------------------------------------------
+
+    def local_gradients(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the gradients that backward passes under ``no_sync`` have left on this rank alone, by name."""
+        for name, parameter in trainable(self.model):
+            if parameter.grad is not None:
+                yield name, parameter.grad
+
+    def drop_gradients(self) -> None:
+        """Forget all gradients, reduced or not."""
+        for _, parameter in trainable(self.model):
+            parameter.grad = None
 
 
 def trainable(model: nn.Module) -> list[tuple[str, nn.Parameter]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Literal
 
 import torch
@@ -51,8 +51,7 @@ class Health:
             self.skipped = 0
             return
         where = self.find()
-        for _, parameter in trainable(self.model):
-            parameter.grad = None  # an optimizer leaves parameters without a gradient as they are
+        self.strategy.drop_gradients()  # an optimizer leaves parameters without a gradient as they are
         self._decide(f"gradient norm is {float(norm)} in step {step}: {where}")
 
     def find(self) -> str:
@@ -61,28 +60,29 @@ class Health:
         The reduction has mixed the ranks' gradients, so the step is computed once more, on each rank alone.
         """
         if self.replay is None:
-            return next(self._broken("averaged gradient"), "the sum over its elements overflows")
+            reduced = ((name, each.grad) for name, each in trainable(self.model) if each.grad is not None)
+            everywhere = self.comm.all_gather_object(next(self._broken("averaged gradient", reduced), None))
+            return next(filter(None, everywhere), "the sum over its elements overflows")
         self._compute_again(self.replay)
-        found = next(self._broken("gradient"), None)
+        found = next(self._broken("gradient", self.strategy.local_gradients()), None)
         for rank, text in enumerate(self.comm.all_gather_object(found)):
             if text:
                 return f"on rank {rank} {text}"
         return "on no rank alone; the sum over the ranks overflows"
 
     def _compute_again(self, replay: Callable[[], object]) -> None:
-        for _, parameter in trainable(self.model):
-            parameter.grad = None
+        self.strategy.drop_gradients()
         device = next(self.model.parameters()).device
         # What comes after must not depend on whether anybody looked.
         with self.strategy.no_sync(), torch.random.fork_rng([device] if device.type == "cuda" else []):
             replay()
 
-    def _broken(self, kind: str) -> Iterator[str]:
+    def _broken(self, kind: str, gradients: Iterable[tuple[str, Tensor]]) -> Iterator[str]:
         for name, parameter in self.model.named_parameters():
             if not bool(torch.isfinite(parameter).all()):
                 yield f"the parameter {name} is not finite"
-        for name, parameter in trainable(self.model):
-            if parameter.grad is not None and not bool(torch.isfinite(parameter.grad).all()):
+        for name, gradient in gradients:
+            if not bool(torch.isfinite(gradient).all()):
                 yield f"the {kind} of {name} is not finite"
 
     def _decide(self, what: str) -> None:

@@ -48,11 +48,11 @@ class Job:
     def wrap(self, model: nn.Module, parallel: ParallelSettings | None = None) -> nn.Module:
         """Move a model to this rank's device and attach the strategy of the settings; return the same model.
 
-        Names in ``state_dict`` do not change. Parameters and buffers of rank 0 are given to all ranks. Make the
-        optimizer afterwards or before, as you like. Raises ``MismatchError`` where the ranks hold different models.
+        Names in ``state_dict`` do not change. Parameters and buffers of rank 0 are given to all ranks. A model on the
+        meta device gets its memory and its values here. Make the optimizer afterwards: strategies that split parameters
+        put others in their places. Raises ``MismatchError`` where the ranks hold different models.
         """
-        model.to(self.device)
-        self.strategies[id(model)] = attach(model, self.comm, parallel or self.parallel)
+        self.strategies[id(model)] = attach(model, self.comm, parallel or self.parallel, self.device)
         return model
 
     def strategy(self, model: nn.Module) -> Strategy:

@@ -55,6 +55,7 @@ def train(settings: Settings, *, verbose: bool = False) -> None:
         model = agreed(job.comm, lambda: make_model(settings, corpus))
 
         # The same weights on all ranks, then a generator of its own for each: dropout must differ.
+        parameters = sum(parameter.numel() for parameter in model.parameters())
         job.wrap(model)
         seed_generators(settings.train.seed + 1 + job.rank)
         optimizer = optimizers.make(model, settings.optimizer)
@@ -80,7 +81,7 @@ def train(settings: Settings, *, verbose: bool = False) -> None:
         )
         with run:
             resumed_at = run.step
-            announce(job, run, model, corpus)
+            announce(job, run, parameters, corpus)
             for number, batch in run:
                 run.health.replay = partial(step, batch)
                 rate = optimizers.learning_rate(number, settings.train.steps, settings.optimizer)
@@ -94,8 +95,9 @@ def train(settings: Settings, *, verbose: bool = False) -> None:
                 if is_due(number, settings):
                     run.log(same={"validation_loss": validate(settings, job, model, step, corpus)})
 
+        # All ranks write the same text: parameters that are split take all of them to compute with.
+        text = sample_text(model, settings.train.prompt, job.device)
         if job.rank == 0:
-            text = sample_text(model, settings.train.prompt, job.device)
             summarise(run, corpus.train.facts, text, resumed=resumed_at >= settings.train.steps)
 
 
@@ -141,14 +143,14 @@ def validate(settings: Settings, job: Job, model: nn.Module, step: Stepper, corp
         batch=settings.train.batch,
         limit=settings.data.validation_limit,
         device=job.device,
+        strategy=step.strategy,
     )
 
 
-def announce(job: Job, run: Run, model: nn.Module, corpus: Corpus) -> None:
+def announce(job: Job, run: Run, parameters: int, corpus: Corpus) -> None:
     """Say what is about to be trained."""
     if job.rank or run.finished:
         return
-    parameters = sum(parameter.numel() for parameter in model.parameters())
     ranks = "1 rank" if job.size == 1 else f"{job.size} ranks on {job.nodes} node{'s' if job.nodes > 1 else ''}"
     logger.info(
         "%s parameters, %s training samples, %s, %s, %d threads a rank; writing into %s",

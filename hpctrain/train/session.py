@@ -73,8 +73,10 @@ class Run:
         parts = dict(states or {})
         if isinstance(loader, Stateful):
             parts[LOADER] = loader
-        self.state = TrainState(model, optimizer, parts, job.comm, self.folder / "checkpoints", options.kept)
-        self.health = Health(model, job.strategy(model), job.comm, options.on_nonfinite)
+        strategy = job.strategy(model)
+        strategy.check_optimizer(optimizer)
+        self.state = TrainState(model, optimizer, parts, job.comm, self.folder / "checkpoints", options.kept, strategy)
+        self.health = Health(model, strategy, job.comm, options.on_nonfinite)
         self.stop_request = install()
         self.stopped_by: str | None = None
         self._log = StepLog()
@@ -151,7 +153,8 @@ class Run:
     def _start_from_another(self) -> None:
         """Take another run's model, where there is nothing to resume; nothing is written if it does not fit."""
         if self.options.start_from and on_first_rank(self.job.comm, self.state.newest) is None:
-            facts = start_from(self.options.start_from, self.state.model, self.job.comm, self.options.start_skip)
+            options, state = self.options, self.state
+            facts = start_from(options.start_from, state.model, self.job.comm, options.start_skip, state.strategy)
             self.provenance |= facts
 
     def _take_folder(self) -> None:

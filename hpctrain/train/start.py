@@ -14,6 +14,7 @@ from hpctrain.checkpoint.state import load
 from hpctrain.collectives.agreement import on_first_rank
 from hpctrain.errors import CheckpointError
 from hpctrain.log import logger
+from hpctrain.parallel.strategy import Strategy
 
 if TYPE_CHECKING:
     from hpctrain.collectives.communicator import Communicator
@@ -22,7 +23,9 @@ if TYPE_CHECKING:
 FACTS = ("start_from", "start_step", "start_skip")
 
 
-def start_from(path: str | Path, model: nn.Module, comm: Communicator, skip: Sequence[str]) -> dict[str, Any]:
+def start_from(
+    path: str | Path, model: nn.Module, comm: Communicator, skip: Sequence[str], strategy: Strategy | None = None
+) -> dict[str, Any]:
     """Fill a model from a checkpoint and return what the provenance is to say of it; a call by all ranks.
 
     Tensors whose names match a pattern of ``skip`` (as ``fnmatch`` has it) need not fit and stay as they were built.
@@ -31,10 +34,13 @@ def start_from(path: str | Path, model: nn.Module, comm: Communicator, skip: Seq
     """
     on_first_rank(comm, lambda: _refuse_folder(Path(path)))
     try:
-        loaded = load(path, model=model, comm=comm, skip=tuple(skip))
+        split = strategy.split if strategy is not None else None
+        loaded = load(path, model=model, comm=comm, skip=tuple(skip), split=split)
     except CheckpointError as error:
         hint = "tensors that need not fit are named in start_skip"
         raise CheckpointError(f"cannot start from {path} ({hint}): {error}", everywhere=error.everywhere) from error
+    if strategy is not None:
+        strategy.refresh()
     if comm.rank == 0:
         _tell(path, loaded.step, model, skip)
     facts: dict[str, Any] = {"start_from": str(Path(path).resolve()), "start_step": loaded.step}

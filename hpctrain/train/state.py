@@ -18,6 +18,7 @@ from hpctrain.checkpoint.state import Loaded, load
 from hpctrain.collectives.agreement import on_first_rank
 from hpctrain.errors import CheckpointError
 from hpctrain.log import logger
+from hpctrain.parallel.strategy import Strategy
 from hpctrain.train.metrics import Curves
 
 if TYPE_CHECKING:
@@ -42,7 +43,8 @@ class Stateful(Protocol):
 class TrainState:
     """Tie together what is saved: model, optimizer, position in the data, step, curves, generators, and the user's own.
 
-    ``parts`` are the things with a state of plain values, by name; ``keep`` says which checkpoints of the folder stay.
+    ``parts`` are the things with a state of plain values, by name; ``keep`` says which checkpoints of the folder stay,
+    ``strategy`` how the model is split over the ranks.
     """
 
     def __init__(
@@ -53,7 +55,9 @@ class TrainState:
         comm: Communicator,
         folder: Path,
         keep: Keep = Keep(),
+        strategy: Strategy | None = None,
     ) -> None:
+        self.strategy = strategy
         self.model, self.optimizer, self.parts, self.comm = model, optimizer, parts, comm
         self.folder = folder
         self.keeper = files.Keeper(folder, keep)
@@ -96,6 +100,7 @@ class TrainState:
             rng=rng.capture_rng(),
             config=config,
             provenance=provenance,
+            split=self.strategy.split if self.strategy is not None else None,
         )
 
     def _judge(self) -> None:
@@ -127,7 +132,10 @@ class TrainState:
 
     def restore(self, path: Path, *, rewind_data: bool = True) -> Loaded:
         """Go back to a checkpoint; without ``rewind_data``, the position in the data stays where it is."""
-        loaded = load(path, model=self.model, optimizer=self.optimizer, comm=self.comm)
+        split = self.strategy.split if self.strategy is not None else None
+        loaded = load(path, model=self.model, optimizer=self.optimizer, comm=self.comm, split=split)
+        if self.strategy is not None:
+            self.strategy.refresh()
         train = loaded.train
         states = train.get("states", {})
         missing = sorted(set(self.parts) - set(states))

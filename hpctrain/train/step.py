@@ -40,11 +40,11 @@ class Stepper:
         total = torch.zeros((), device=self.device)
         pieces = batch.to(self.device).split(self.accumulate)
         for number, piece in enumerate(pieces):
-            last = number == len(pieces) - 1
+            syncs = number == len(pieces) - 1 or self.strategy.reduces_early
             if piece.samples:
-                with nullcontext() if last else self.strategy.no_sync():
+                with nullcontext() if syncs else self.strategy.no_sync():
                     total += self._pass(piece)
-            elif last:
+            elif syncs:
                 self.strategy.contribute_nothing()
         return total
 

@@ -9,7 +9,7 @@ host waits in ``synchronize`` alone. Tests put a recorder behind the same face a
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -55,6 +55,9 @@ class Streams(Protocol):
 
     def entered(self) -> Any:
         """Return a context in which C libraries find the device current."""
+
+    def on(self, stream: Any) -> Any:
+        """Return a context in which what is computed is work of a stream."""
 
 
 class CudaStreams:
@@ -114,6 +117,10 @@ class CudaStreams:
         with torch.cuda.device(self.device):
             yield
 
+    def on(self, stream: torch.cuda.Stream) -> Any:
+        """Make the stream torch's current one."""
+        return torch.cuda.stream(stream)
+
 
 class HostStreams:
     """Be the streams of a device that does everything at once: the host itself."""
@@ -158,6 +165,10 @@ class HostStreams:
     def entered(self) -> Iterator[None]:
         """Change nothing."""
         yield
+
+    def on(self, stream: None) -> Any:
+        """Change nothing."""
+        return nullcontext()
 
 
 def streams_of(device: torch.device) -> Streams:

@@ -82,6 +82,14 @@ class LateStreams:
     def entered(self) -> Iterator[None]:
         yield
 
+    @contextlib.contextmanager
+    def on(self, stream: FakeStream) -> Iterator[None]:
+        before, self.caller = self.caller, stream
+        try:
+            yield
+        finally:
+            self.caller = before
+
     def give(self, stream: FakeStream | int, action: Callable[[], object]) -> None:
         """Put work on a stream, which may be given by its handle."""
         found = self.streams[stream] if isinstance(stream, int) else stream

@@ -1,0 +1,96 @@
+"""Let one process use several GPUs by threads: torch's DataParallel, with which the field started.
+
+The model is copied to every GPU in each forward pass and Python's lock is shared, so it is the plain baseline: a rank a
+GPU is faster.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import data_parallel
+
+from hpctrain.collectives.communicator import Communicator
+from hpctrain.errors import UsageError
+from hpctrain.parallel.strategy import Strategy, clip_whole_gradients
+
+
+class ThreadedDataParallel(Strategy):
+    """Split each batch, by the first dim of all inputs, over all GPUs that this process sees, in place.
+
+    Outputs come together on the model's own GPU, gradients in its parameters. Hooks on the model itself see whole
+    batches, those on modules inside it the parts. Raises ``UsageError`` with several ranks, or fewer than two GPUs.
+    """
+
+    def __init__(self, model: nn.Module, comm: Communicator) -> None:
+        _check(comm.size, torch.cuda.device_count())
+        if "forward" in vars(model):
+            raise UsageError(
+                "parallel.data = 'dp' copies the model, which a forward that is set on the instance does not survive: "
+                "define it in the class",
+                everywhere=True,
+            )
+        self.model = model
+        model.forward = _Parallel(model)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Do nothing: there is nobody to synchronise with."""
+        yield
+
+    def contribute_nothing(self, *, backward: bool = True) -> None:
+        """Do nothing: there are no others."""
+
+    def clip_grad_norm(self, max_norm: float) -> Tensor:
+        """Scale the gradients so that their global norm is at most ``max_norm``; return the norm before, a scalar."""
+        return clip_whole_gradients(self.model, max_norm)
+
+    def detach(self) -> None:
+        """Give the module its own ``forward`` back."""
+        vars(self.model).pop("forward", None)
+
+
+def _check(size: int, gpus: int) -> None:
+    if size > 1:
+        raise UsageError(
+            f"parallel.data = 'dp' uses several GPUs in one process, but there are {size} ranks: start one, or use ddp",
+            everywhere=True,
+        )
+    if gpus < 2:
+        raise UsageError(
+            f"parallel.data = 'dp' needs at least two GPUs, and this process sees {gpus}: use ddp, "
+            "or look at CUDA_VISIBLE_DEVICES",
+            everywhere=True,
+        )
+
+
+class _Parallel:
+    """Be the ``forward`` of a model; a copy of the model gets a copy of this, which leads to the copy."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return data_parallel(_Body(self.model), args, _devices(self.model), module_kwargs=kwargs)
+
+
+class _Body(nn.Module):
+    """Hold the model while it is copied: run the forward of its class, without its own hooks, which ran before."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Compute with one copy on one GPU."""
+        return type(self.model).forward(self.model, *args, **kwargs)
+
+
+def _devices(model: nn.Module) -> list[int]:
+    """Return all GPUs, the model's own first: there torch expects it."""
+    own = next((parameter.device.index for parameter in model.parameters()), None) or 0
+    return [own, *(gpu for gpu in range(torch.cuda.device_count()) if gpu != own)]

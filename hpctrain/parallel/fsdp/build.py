@@ -1,0 +1,98 @@
+"""Cut a model's parameters into pieces, and fill them with what rank 0 has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from hpctrain.collectives.communicator import Communicator
+from hpctrain.parallel.buckets import group
+from hpctrain.parallel.fsdp.piece import Piece, Places
+from hpctrain.parallel.fsdp.units import Unit
+from hpctrain.parallel.materialise import draw
+
+FIRST_BUCKET = 2**20  # bytes: the piece whose gradients come first is small, so that reducing starts early
+
+Entry = tuple[str, nn.Parameter, Places]
+
+
+class PieceMaker:
+    """Make pieces for the ranks of ``comm``, whose memory ``flat(numel, dtype)`` gives."""
+
+    def __init__(
+        self,
+        comm: Communicator,
+        flat: Callable[[int, torch.dtype], Tensor],
+        device: torch.device,
+        *,
+        passing: bool,
+        narrow: torch.dtype | None,
+    ) -> None:
+        self._comm, self._flat, self._device = comm, flat, device
+        self._passing, self._narrow = passing, narrow
+
+    def of_unit(self, unit: Unit) -> list[Piece]:
+        """Return the pieces of a unit: one a dtype, trained and frozen parameters apart."""
+        return [self._make(entries) for entries in _kinds(_entries([unit]))]
+
+    def of_buckets(self, units: Sequence[Unit], names: Sequence[str], limit: int) -> list[Piece]:
+        """Return pieces of at most ``limit`` bytes, of the last of ``names`` first: their gradients come first."""
+        pieces = []
+        place = {name: number for number, name in enumerate(names)}
+        for entries in _kinds(sorted(_entries(units), key=lambda entry: -place[entry[0]])):
+            sizes = [parameter.numel() * parameter.itemsize for _, parameter, _ in entries]
+            for numbers in group(sizes, range(len(entries)), min(FIRST_BUCKET, limit), limit):
+                pieces.append(self._make([entries[number] for number in numbers]))
+        return pieces
+
+    def _make(self, entries: Sequence[Entry]) -> Piece:
+        names, parameters, places = zip(*entries)
+        dtype = parameters[0].dtype
+        narrow = self._narrow if self._narrow and dtype is torch.float32 else dtype
+        return Piece(
+            names,
+            parameters,
+            places,
+            self._comm,
+            self._flat,
+            dtype=narrow,
+            passing=self._passing,
+            device=self._device,
+        )
+
+
+def _entries(units: Sequence[Unit]) -> list[Entry]:
+    return [
+        (name, parameter, places)
+        for unit in units
+        for (name, parameter), places in zip(unit.parameters, unit.places)
+    ]
+
+
+def _kinds(entries: Sequence[Entry]) -> list[list[Entry]]:
+    """Return the entries of each kind that can lie in one flat tensor."""
+    kinds: dict[tuple[torch.dtype, bool], list[Entry]] = {}
+    for entry in entries:
+        kinds.setdefault((entry[1].dtype, entry[1].requires_grad), []).append(entry)
+    return list(kinds.values())
+
+
+class Values:
+    """Give rank 0's values of parameters; those on the meta device are drawn, a module at a time, when asked for."""
+
+    def __init__(self, model: nn.Module, device: torch.device) -> None:
+        self._model, self._device = model, device
+        self._modules = dict(model.named_modules())
+        self._drawn: dict[str, Tensor] = {}
+
+    def of(self, name: str, parameter: nn.Parameter) -> Tensor:
+        """Return the values of a parameter, which has not been asked for before."""
+        if not parameter.is_meta:
+            return parameter.detach()
+        if name not in self._drawn:
+            owner = name.rpartition(".")[0]
+            found = draw(self._model, owner, self._modules[owner], self._device)
+            self._drawn.update({f"{owner}.{attribute}".lstrip("."): value for attribute, value in found.items()})
+        return self._drawn.pop(name)

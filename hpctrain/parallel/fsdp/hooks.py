@@ -1,0 +1,60 @@
+"""Be told when a module runs, and when its backward pass begins and ends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import register_multi_grad_hook
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.hooks import RemovableHandle
+
+
+def differentiable(values: Any) -> list[Tensor]:
+    """Return the tensors in a nest of values that a backward pass can reach."""
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor) and leaf.requires_grad]
+
+
+def when_backward_comes_to(outputs: Any, call: Callable[[], None]) -> None:
+    """Call once when the first gradient of what a module returned is there."""
+    tensors = differentiable(outputs)
+    if tensors:
+        register_multi_grad_hook(tensors, lambda _: call(), mode="any")
+
+
+def when_backward_has_left(inputs: Any, call: Callable[[], None]) -> None:
+    """Call once when the gradients of all that a module was given are there; never where none is wanted."""
+    tensors = differentiable(inputs)
+    if tensors:
+        register_multi_grad_hook(tensors, lambda _: call(), mode="all")
+
+
+def around_forward(
+    module: nn.Module, before: Callable[[Any, Any], Any], after: Callable[[Any, Any, Any], None]
+) -> list[RemovableHandle]:
+    """Call ``before(args, kwargs)``, which may return others, and ``after(args, kwargs, result)``.
+
+    ``after`` is called, with None, also where the forward pass raises.
+    """
+
+    def first(_: nn.Module, args: Any, kwargs: Any) -> Any:
+        return before(args, kwargs)
+
+    def last(_: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
+        after(args, kwargs, result)
+
+    return [
+        module.register_forward_pre_hook(first, with_kwargs=True, prepend=True),
+        module.register_forward_hook(last, with_kwargs=True, always_call=True),
+    ]
+
+
+def cast(values: Any, dtype: torch.dtype) -> Any:
+    """Return a nest of values with its floating-point tensors in another dtype."""
+
+    def one(leaf: Any) -> Any:
+        return leaf.to(dtype) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
+
+    return tree_map(one, values)

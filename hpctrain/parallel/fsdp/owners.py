@@ -1,0 +1,67 @@
+"""Watch the optimizers of the process: which of them updates shards, and whether it can."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
+
+from hpctrain.errors import UsageError
+from hpctrain.parallel.fsdp.elementwise import check_elementwise
+
+
+class Owners:
+    """Call ``before`` and ``after`` around each update of ``shards``, whichever optimizer makes it.
+
+    ``replaced`` are the parameters that the model had before, by name: an optimizer that still holds them would update
+    what nobody computes with.
+    """
+
+    def __init__(
+        self,
+        shards: Iterable[nn.Parameter],
+        replaced: Mapping[str, nn.Parameter],
+        trusted: tuple[str, ...],
+        before: Callable[[], None],
+        after: Callable[[], None],
+    ) -> None:
+        self._shards = {id(shard) for shard in shards}
+        self._replaced = {id(old): (name, weakref.ref(old)) for name, old in replaced.items()}
+        self._trusted, self._before, self._after = trusted, before, after
+
+    def attach(self) -> list[RemovableHandle]:
+        """Hook all optimizers of the process."""
+        return [register_optimizer_step_pre_hook(self._first), register_optimizer_step_post_hook(self._last)]
+
+    def check(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Tell whether an optimizer updates shards; raise ``UsageError`` where it would not do so rightly."""
+        for parameter in _parameters(optimizer):
+            name, old = self._replaced.get(id(parameter), ("", None))
+            if old is not None and old() is parameter:
+                raise UsageError(
+                    f"the optimizer holds parameter {name} as it was before job.wrap(model) split it: "
+                    "make the optimizer after job.wrap(model)",
+                    everywhere=True,
+                )
+        if not any(id(parameter) in self._shards for parameter in _parameters(optimizer)):
+            return False
+        check_elementwise(optimizer, self._trusted)
+        return True
+
+    def _first(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        if self.check(optimizer):
+            self._before()
+
+    def _last(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        if any(id(parameter) in self._shards for parameter in _parameters(optimizer)):
+            self._after()
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[nn.Parameter]:
+    for group in optimizer.param_groups:
+        yield from group["params"]

@@ -1,0 +1,157 @@
+"""Choose and put together the parts of sharded data parallelism for a model, its ranks and its settings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from hpctrain.collectives.communicator import Communicator
+from hpctrain.errors import UsageError
+from hpctrain.parallel.agreement import check_same_model
+from hpctrain.parallel.fsdp.build import PieceMaker, Values
+from hpctrain.parallel.fsdp.carrier import Lane
+from hpctrain.parallel.fsdp.form import Form
+from hpctrain.parallel.fsdp.gradients import Reduction
+from hpctrain.parallel.fsdp.passing import Passing, Station
+from hpctrain.parallel.fsdp.piece import Member, Piece
+from hpctrain.parallel.fsdp.resident import Resident
+from hpctrain.parallel.fsdp.rooms import Fresh, Ring, Room
+from hpctrain.parallel.fsdp.units import Unit, find_units
+from hpctrain.parallel.materialise import check_drawable, make_buffers
+from hpctrain.parallel.settings import ParallelSettings
+from hpctrain.parallel.strategy import trainable
+from hpctrain.transport.streams import streams_of
+
+IN_FLIGHT = 4  # buckets of gradients for which there is room at a time, where they are not kept whole
+ON_DEVICE = 2  # the same on a GPU: one comes while another is reduced
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Hold what makes up a strategy. The ranks of ``comm`` share one replica of the model."""
+
+    units: list[Unit]
+    pieces: list[Piece]
+    form: Form
+    reduction: Reduction
+    comm: Communicator
+    replicas: Communicator | None
+    narrow: torch.dtype | None  # what float32 parameters are computed in
+    replaced: dict[str, nn.Parameter]  # the parameters that the model had before
+    by_name: dict[str, Member]  # by all names
+
+    @property
+    def members(self) -> list[Member]:
+        """Return all parameters."""
+        return [member for piece in self.pieces for member in piece.members]
+
+
+def assemble(model: nn.Module, comm: Communicator, settings: ParallelSettings, device: torch.device) -> Parts:
+    """Cut a model, give every rank its shards, and return the parts; a call by all ranks."""
+    check_same_model(model, comm)
+    if not trainable(model):
+        raise UsageError("the model has no parameter that requires a gradient", everywhere=True)
+    check_drawable(model)
+    units = find_units(model, settings.units)
+    replaced, names = dict(model.named_parameters()), dict(model.named_parameters(remove_duplicate=False))
+    make_buffers(model, device)
+
+    inside, replicas = _groups(comm, settings)
+    narrow = torch.bfloat16 if settings.mixed_precision == "bfloat16" else None
+    mapped = inside.shares_memory and device.type == "cpu"
+    passing = settings.data == "fsdp" and not mapped
+    maker = PieceMaker(inside, _memory(inside, device, mapped), device, passing=passing, narrow=narrow)
+    stations, pieces = _cut(maker, units, list(replaced), settings, passing)
+    _fill(model, pieces, replaced, comm, replicas, device)
+
+    lane = Lane(streams_of(device))
+    whole = settings.data == "zero1"
+    form: Form
+    if passing:
+        form = Passing(stations, inside, lane, settings.prefetch)
+    else:
+        form = Resident(pieces, inside, lane, mapped=mapped)
+    trained = [piece for piece in pieces if piece.trained]
+    reduction = Reduction(
+        trained,
+        inside,
+        comm,
+        replicas,
+        _room(trained, inside, settings, device, whole=whole),
+        lane,
+        dtype=narrow or (torch.bfloat16 if settings.compression == "bfloat16" else None),
+        early=not whole or lane.beside or inside.shares_memory,
+        watcher=form if isinstance(form, Passing) else None,
+    )
+    if isinstance(form, Passing):
+        form.reducer = reduction
+    shards = {id(replaced[member.name]): member for piece in pieces for member in piece.members}
+    by_name = {name: shards[id(parameter)] for name, parameter in names.items()}
+    return Parts(units, pieces, form, reduction, inside, replicas, narrow, replaced, by_name)
+
+
+def _groups(comm: Communicator, settings: ParallelSettings) -> tuple[Communicator, Communicator | None]:
+    """Return the ranks that share a replica, and those that hold the same slice of each replica."""
+    if settings.shard_within == "world" or comm.nodes == 1:
+        return comm, None
+    if not comm.uniform:
+        raise UsageError(
+            "parallel.shard_within = 'node' needs the same number of ranks on every node: start as many on each, "
+            "or shard within the world",
+            everywhere=True,
+        )
+    return comm.split(comm.node), comm.split(comm.local_rank)
+
+
+def _memory(comm: Communicator, device: torch.device, mapped: bool) -> Callable[[int, torch.dtype], Tensor]:
+    """Return what gives memory for whole parameters: once for the node, or to each rank."""
+    if mapped:
+        return comm.common
+    return lambda numel, dtype: torch.empty(numel, dtype=dtype, device=device)
+
+
+def _cut(
+    maker: PieceMaker, units: list[Unit], names: list[str], settings: ParallelSettings, passing: bool
+) -> tuple[list[Station], list[Piece]]:
+    """Return the units and all pieces, those of the last parameters first."""
+    if not passing:
+        return [], maker.of_buckets(units, names, int(settings.bucket_mib * 2**20))
+    stations = []
+    for number, unit in enumerate(units):
+        stations.append(Station(number, unit.name, unit.module, maker.of_unit(unit)))
+    return stations, [piece for station in reversed(stations) for piece in station.pieces]
+
+
+def _fill(
+    model: nn.Module,
+    pieces: list[Piece],
+    replaced: dict[str, nn.Parameter],
+    comm: Communicator,
+    replicas: Communicator | None,
+    device: torch.device,
+) -> None:
+    """Give every rank its shards of rank 0's values, and put the shards into the model."""
+    values = Values(model, device)
+
+    def value(member: Member) -> Tensor:
+        return values.of(member.name, replaced[member.name])
+
+    for piece in pieces:
+        piece.fill(value if comm.rank == 0 else None, replicas)
+        piece.show_shards()
+    for buffer in model.buffers():
+        comm.broadcast(buffer)
+
+
+def _room(
+    pieces: list[Piece], comm: Communicator, settings: ParallelSettings, device: torch.device, *, whole: bool
+) -> Room:
+    """Return memory for the gradients of all pieces, or of a few at a time."""
+    if device.type != "cpu":
+        return Fresh(device, len(pieces) if whole else ON_DEVICE)
+    sizes = [piece.layout.numel * piece.members[0].whole.itemsize for piece in pieces]
+    few = max(max(sizes), IN_FLIGHT * int(settings.bucket_mib * 2**20))
+    return Ring(comm, sum(sizes) if whole else min(few, sum(sizes)))

@@ -1,0 +1,149 @@
+"""Hold parameters as one flat tensor of which every rank owns a slice.
+
+Note: two faces of a parameter. The module shows its *shard* between steps: a parameter of as many elements as this rank
+holds, with the dims of the whole one (all but the first are 1, so that rules such as "decay what has two dims" still
+hold). The optimizer is made of these. For forward and backward passes the module shows the *whole* parameter, a view
+of the flat tensor. Both are made once; to change faces is to write another object into the module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from hpctrain.collectives.communicator import Communicator
+from hpctrain.errors import UsageError
+from hpctrain.parallel.fsdp.layout import Held, Layout, lay_out
+
+Places = list[tuple[nn.Module, str]]
+
+
+@dataclass(eq=False)
+class Member:
+    """Be one parameter in both its faces, under all names that it has in the model."""
+
+    name: str
+    places: Places
+    shape: torch.Size
+    held: Held
+    whole: nn.Parameter
+    shard: nn.Parameter
+
+    def show(self, face: nn.Parameter) -> None:
+        """Register one of the faces wherever the parameter is used."""
+        for module, attribute in self.places:
+            if type(module).__setattr__ is nn.Module.__setattr__:
+                module._parameters[attribute] = face
+            else:
+                setattr(module, attribute, face)  # modules that keep further references (nn.LSTM) mend them here
+
+
+class Piece:
+    """Hold parameters of one dtype; ``trained`` or frozen, all of them.
+
+    ``flat`` is the memory of the whole parameters and ``place`` this rank's slice of it. ``own`` is what this rank
+    holds for good: the same memory, or another where ``flat`` comes and goes or is of another dtype.
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        parameters: Sequence[nn.Parameter],
+        places: Sequence[Places],
+        comm: Communicator,
+        flat: Callable[[int, torch.dtype], Tensor],
+        *,
+        dtype: torch.dtype,
+        passing: bool,
+        device: torch.device,
+    ) -> None:
+        first = parameters[0]
+        self.comm = comm
+        self.trained = first.requires_grad
+        self.passing = passing
+        self.device = device
+        itemsize = min(first.itemsize, dtype.itemsize)
+        self.layout: Layout = lay_out([each.numel() for each in parameters], comm.size, itemsize)
+        self.flat = flat(self.layout.numel, dtype)
+        start = comm.rank * self.layout.share
+        self.place = self.flat[start : start + self.layout.share]
+        apart = passing or dtype is not first.dtype
+        self.own = torch.empty(self.layout.share, dtype=first.dtype, device=device) if apart else self.place
+        self.members = [
+            self._member(number, name, parameter, where)
+            for number, (name, parameter, where) in enumerate(zip(names, parameters, places))
+        ]
+        self.free()
+
+    def _member(self, number: int, name: str, parameter: nn.Parameter, places: Places) -> Member:
+        held, shape = self.layout.held(self.comm.rank)[number], parameter.shape
+        place = self.layout.places[number]
+        # .data: what is written into the flat tensor later must not look like a change behind autograd's back.
+        whole = self.flat.data[place : place + parameter.numel()].view(shape)
+        shard = self.own.data[held.offset : held.offset + held.numel].view(held.numel, *[1] * (len(shape) - 1))
+        faces = [nn.Parameter(tensor, requires_grad=parameter.requires_grad) for tensor in (whole, shard)]
+        for face in faces:
+            face.__dict__.update(parameter.__dict__)  # marks that the user has set
+        return Member(name, places, shape, held, *faces)
+
+    # Values -----------------------------------------------------------------------------------------------------------
+
+    def fill(self, value: Callable[[Member], Tensor] | None, replicas: Communicator | None = None) -> None:
+        """Take the whole parameters of rank 0, which alone gives their values; a call by all ranks.
+
+        ``replicas`` connects the ranks that hold this slice of other replicas of the model.
+        """
+        whole = None
+        if self.comm.rank == 0:
+            whole = torch.zeros(self.layout.numel, dtype=self.own.dtype, device=self.device)
+            if value is not None:
+                for place, member in zip(self.layout.places, self.members):
+                    whole[place : place + member.shape.numel()].copy_(value(member).reshape(-1))
+            if replicas is not None:
+                replicas.broadcast(whole)
+        self.comm.scatter(self.own, whole)
+
+    def make_room(self) -> None:
+        """Take memory for the whole parameters, where they only pass by."""
+        if self.passing:
+            self.flat.untyped_storage().resize_(self.flat.numel() * self.flat.itemsize)
+
+    def contribute(self) -> None:
+        """Put this rank's slice in its place."""
+        if self.own is not self.place:
+            self.place.copy_(self.own)
+
+    def gather(self) -> None:
+        """Let ``flat`` hold what all ranks own; a call by all ranks."""
+        self.contribute()
+        self.comm.all_gather(self.flat, self.place)
+
+    def free(self) -> None:
+        """Give the memory of whole parameters back, where they only pass by."""
+        if self.passing:
+            self.flat.untyped_storage().resize_(0)
+
+    # Faces ------------------------------------------------------------------------------------------------------------
+
+    def show_whole(self) -> None:
+        """Let modules see the whole parameters, frozen where the shards are."""
+        for member in self.members:
+            if member.shard.requires_grad is not member.whole.requires_grad:
+                self._follow(member)
+            member.show(member.whole)
+
+    def _follow(self, member: Member) -> None:
+        if not self.trained:
+            raise UsageError(
+                f"parameter {member.name} was frozen when the model was wrapped, so it has no memory for gradients: "
+                "unfreeze it before, and freeze it afterwards where it is not to be trained yet"
+            )
+        member.whole.requires_grad_(member.shard.requires_grad)
+
+    def show_shards(self) -> None:
+        """Let modules see the shards."""
+        for member in self.members:
+            member.show(member.shard)

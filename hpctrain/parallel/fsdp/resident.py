@@ -1,0 +1,122 @@
+"""Keep whole parameters in memory, and bring them up to date once after each change.
+
+Note: shards that the node maps. Where ranks share memory, the whole parameters lie there once for all ranks of the
+node, and a rank's shards are its slices of them, which its optimizer updates in place. Then the gathering of all
+parameters is one meeting and no copy; between nodes only what other nodes own is fetched, each rank its part. Two
+meetings keep readers and writers apart: one before an update, as another rank may still compute with the old values,
+and one before the next pass. Where no memory is shared, each rank has the whole parameters for itself (ZeRO 1 and 2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from hpctrain.collectives.communicator import Communicator
+from hpctrain.parallel.fsdp.carrier import Lane, Ticket
+from hpctrain.parallel.fsdp.piece import Piece
+
+
+class Resident:
+    """Gather all pieces when they are stale (a ``Form``); ``pieces`` are those of the last parameters first."""
+
+    def __init__(self, pieces: Sequence[Piece], comm: Communicator, lane: Lane, *, mapped: bool) -> None:
+        self._pieces, self._comm, self._lane = pieces, comm, lane
+        self._mapped = mapped
+        self._stale, self._frozen_stale = True, True
+        self._tickets: dict[int, Ticket] = {}
+        self._near = self._fence = None
+        if mapped:
+            self._near = comm if comm.nodes == 1 else comm.split(comm.node)
+            self._fence = self._near.common(64 * self._near.size, torch.uint8)
+
+    def mark(self, *, frozen: bool = False) -> None:
+        """Take note that shards have changed, maybe those of frozen parameters too."""
+        self._stale, self._frozen_stale = True, self._frozen_stale or frozen
+
+    def meet(self) -> None:
+        """Wait until nobody on the node computes with the parameters any more, where they are shared."""
+        if self._near is not None and self._fence is not None:
+            self._near.all_gather(self._fence, self._fence.chunk(self._near.size)[self._near.rank])
+
+    # Passes -----------------------------------------------------------------------------------------------------------
+
+    def begin_forward(self, *, records: bool) -> None:
+        """Bring the whole parameters up to date and show them; a call by all ranks."""
+        self._gather()
+        self._show(whole=True)
+
+    def end_forward(self, *, keeps: bool) -> None:
+        """Show shards again."""
+        self._show(whole=False)
+
+    def begin_backward(self, *, reduces: bool) -> None:
+        """Show whole parameters, for activations that are computed again."""
+        self._show(whole=True)
+
+    def end_backward(self) -> None:
+        """Show shards again."""
+        self._show(whole=False)
+
+    def settle(self, world: Communicator) -> None:
+        """Do nothing: no order has to be agreed on."""
+
+    def summon(self) -> None:
+        """Bring all parameters up to date and show them whole; a call by all ranks."""
+        self._gather()
+        self._settle(self._pieces)
+        self._show(whole=True)
+
+    def dismiss(self) -> None:
+        """Show shards again."""
+        self._show(whole=False)
+
+    def stand_in(self, *, backward: bool) -> None:
+        """Do in a pass what concerns the other ranks."""
+        self._gather()
+
+    def hook(self, model: nn.Module) -> list[RemovableHandle]:
+        """Let modules wait for their parameters, where those come on a stream beside the computation."""
+        if not self._lane.beside:
+            return []
+        homes: dict[nn.Module, list[Piece]] = {}
+        for piece in self._pieces:
+            for module in dict.fromkeys(module for member in piece.members for module, _ in member.places):
+                homes.setdefault(module, []).append(piece)
+        return [
+            module.register_forward_pre_hook(lambda _, args, pieces=pieces: self._settle(pieces), prepend=True)
+            for module, pieces in homes.items()
+        ]
+
+    # How --------------------------------------------------------------------------------------------------------------
+
+    def _gather(self) -> None:
+        if not self._stale:
+            return
+        # Those whose gradients come last are needed first.
+        pieces = [piece for piece in reversed(self._pieces) if piece.trained or self._frozen_stale]
+        if self._mapped and self._comm.nodes == 1:
+            for piece in pieces:
+                piece.contribute()
+            self.meet()
+        else:
+            self._tickets = {id(piece): self._lane.run(piece.gather) for piece in pieces}
+            if not self._lane.beside:
+                self._settle(pieces)
+        self._stale = self._frozen_stale = False
+
+    def _settle(self, pieces: Sequence[Piece]) -> None:
+        """Order what is computed next behind the gathering of some pieces."""
+        if not self._tickets:
+            return
+        for piece in pieces:
+            ticket = self._tickets.pop(id(piece), None)
+            if ticket is not None:
+                ticket.wait()
+
+    def _show(self, *, whole: bool) -> None:
+        for piece in self._pieces:
+            piece.show_whole() if whole else piece.show_shards()

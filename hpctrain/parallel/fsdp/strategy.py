@@ -1,0 +1,212 @@
+"""Split what data parallelism would repeat: optimizer states, gradients, parameters.
+
+After Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", SC 2020, and Zhao et
+al., "PyTorch FSDP", VLDB 2023. How it is done stands in the notes of the files around: how parameters are cut
+(``layout``), their two faces (``piece``), when they are whole (``resident``, ``passing``) and how gradients are reduced
+(``gradients``). This file hooks all that to the model and to its optimizer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Variable
+from torch.utils.hooks import RemovableHandle
+
+from hpctrain.collectives.communicator import Communicator
+from hpctrain.errors import UsageError
+from hpctrain.parallel.agreement import broadcast_buffers
+from hpctrain.parallel.fsdp import hooks
+from hpctrain.parallel.fsdp.flow import Flow
+from hpctrain.parallel.fsdp.norm import clip_shards
+from hpctrain.parallel.fsdp.owners import Owners
+from hpctrain.parallel.fsdp.parts import Parts, assemble
+from hpctrain.parallel.fsdp.split import FlatSplit
+from hpctrain.parallel.settings import ParallelSettings
+from hpctrain.parallel.strategy import Strategy
+from hpctrain.parallel.sync_batchnorm import SyncBatchNorm
+
+
+class ShardedDataParallel(Strategy):
+    """Attach ZeRO 1, 2 or 3 (``settings.data``) to a module, in place: its parameters become shards.
+
+    Make the optimizer afterwards. A call by all ranks; values are those of rank 0. Raises ``MismatchError`` where the
+    ranks' models differ, ``UsageError`` for units that cannot be (see ``units``).
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        comm: Communicator,
+        settings: ParallelSettings = ParallelSettings(data="fsdp"),
+        device: torch.device = torch.device("cpu"),
+    ) -> None:
+        self.model, self.comm, self.settings = model, comm, settings
+        self._parts: Parts = assemble(model, comm, settings, device)
+        self._form, self._reduction = self._parts.form, self._parts.reduction
+        members = self._parts.members
+        self._shards = [member.shard for member in members]
+        self._split = FlatSplit(self._parts.by_name)
+        self._syncing = True
+        self._running = False  # between the beginning of a backward pass and its end
+        self._summoned = False
+        self._owners = Owners(
+            self._shards, self._parts.replaced, settings.elementwise, self._form.meet, self._form.mark
+        )
+        self._handles = [*self._hook(), *self._form.hook(model), *self._owners.attach()]
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Let gradients accumulate on each rank alone, and whole, for backward passes inside the ``with`` block."""
+        before, self._syncing = self._syncing, False
+        try:
+            yield
+        finally:
+            self._syncing = before
+
+    def contribute_nothing(self, *, backward: bool = True) -> None:
+        """Take part in a forward (and ``backward``) pass of the others, with no sample of one's own.
+
+        Raises ``UsageError`` where it cannot be known what they do: before the first step of units that pass by.
+        """
+        if backward and any(isinstance(module, SyncBatchNorm) for module in self.model.modules()):
+            raise UsageError(
+                f"rank {self.comm.rank} has no sample in this step, but synchronised batch norm needs some of every "
+                "rank: make the batch larger, or drop the last one"
+            )
+        if backward:
+            self._broadcast_buffers()
+        self._form.stand_in(backward=backward)
+        if backward:
+            self._reduction.finish()
+
+    def clip_grad_norm(self, max_norm: float) -> Tensor:
+        """Scale the gradients so that their global norm is at most ``max_norm``; return the norm before, a scalar."""
+        return clip_shards(self._shards, self._parts.comm, max_norm)
+
+    def detach(self) -> None:
+        """Take all hooks off the module; its parameters stay shards."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    # How the model is split -------------------------------------------------------------------------------------------
+
+    @property
+    def split(self) -> FlatSplit:
+        """Return which boxes of the parameters this rank holds."""
+        return self._split
+
+    @property
+    def reduces_early(self) -> bool:
+        """Tell whether each backward pass of a step should be reduced by itself."""
+        return self.settings.reduces_early
+
+    @contextmanager
+    def summon(self, *, write: bool = False) -> Iterator[None]:
+        """Put the whole parameters into the model for the ``with`` block, for inspection; a call by all ranks.
+
+        They take the memory of the whole model. Change them only with ``write``: then what rank 0 has written counts.
+        No backward pass inside the block.
+        """
+        if write and self.settings.mixed_precision != "none":
+            raise UsageError(
+                "summon(write=True) would round the parameters to bfloat16 (parallel.mixed_precision): "
+                "write into a checkpoint and load that",
+                everywhere=True,
+            )
+        self._form.summon()
+        self._summoned = True
+        try:
+            yield
+            if write:
+                for piece in self._parts.pieces:
+                    value = (lambda member: member.whole.detach()) if self.comm.rank == 0 else None
+                    piece.fill(value, self._parts.replicas)
+                self.refresh()
+        finally:
+            self._summoned = False
+            self._form.dismiss()
+
+    def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raise ``UsageError`` unless an optimizer holds shards and updates every element by itself."""
+        if not self._owners.check(optimizer):
+            raise UsageError(
+                "the optimizer holds no parameter of the model: make it of model.parameters() after job.wrap(model)",
+                everywhere=True,
+            )
+
+    def refresh(self) -> None:
+        """Take note that parameters were changed by other hands than the optimizer's; a call by all ranks."""
+        self._form.mark(frozen=True)
+
+    def local_gradients(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the whole gradients that backward passes under ``no_sync`` have left on this rank alone, by name."""
+        for member in self._parts.members:
+            if member.whole.grad is not None:
+                yield member.name, member.whole.grad
+
+    def drop_gradients(self) -> None:
+        """Forget all gradients, reduced or not."""
+        for member in self._parts.members:
+            member.shard.grad = member.whole.grad = None
+
+    # Passes -----------------------------------------------------------------------------------------------------------
+
+    def _hook(self) -> list[RemovableHandle]:
+        handles = hooks.around_forward(self.model, self._before_forward, self._after_forward)
+        if self._parts.narrow is not None:
+            for unit in self._parts.units:
+                handles.append(unit.module.register_forward_pre_hook(self._cast, with_kwargs=True))
+        for flow in self._reduction.flows:
+            for number, member in enumerate(flow.piece.members):
+                register: Callable[..., RemovableHandle] = member.whole.register_post_accumulate_grad_hook
+                handles.append(register(partial(self._take, flow, number)))
+        return handles
+
+    def _cast(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        assert self._parts.narrow is not None
+        return hooks.cast((args, kwargs), self._parts.narrow)
+
+    def _before_forward(self, args: Any, kwargs: Any) -> None:
+        if self._summoned or self._running:
+            return
+        if self._syncing and self.model.training and torch.is_grad_enabled():
+            self._broadcast_buffers()
+        self._form.begin_forward(records=torch.is_grad_enabled())
+
+    def _after_forward(self, args: Any, kwargs: Any, result: Any) -> None:
+        if self._summoned or self._running:
+            return
+        keeps = torch.is_grad_enabled() and bool(hooks.differentiable(result))
+        if keeps:
+            hooks.when_backward_comes_to(result, self._begin_backward)
+        self._form.end_forward(keeps=keeps)
+
+    def _begin_backward(self) -> None:
+        if self._running:
+            return
+        self._running = True
+        Variable._execution_engine.queue_callback(self._end_backward)
+        self._form.begin_backward(reduces=self._syncing)
+
+    def _take(self, flow: Flow, number: int, _: Tensor) -> None:
+        self._begin_backward()
+        if self._syncing:
+            self._reduction.take(flow, number)
+
+    def _end_backward(self) -> None:
+        self._running = False
+        self._form.end_backward()
+        if self._syncing:
+            self._reduction.finish()
+            self._form.settle(self.comm)
+
+    def _broadcast_buffers(self) -> None:
+        if self.settings.broadcast_buffers:
+            broadcast_buffers(self.model, self.comm)

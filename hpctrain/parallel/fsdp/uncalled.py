@@ -1,0 +1,41 @@
+"""Find the modules that nobody calls, whose parameters others read: hooks on them would never run."""
+
+from __future__ import annotations
+
+from torch import nn
+from torch.nn.utils import parametrize
+
+
+def uncalled(model: nn.Module) -> dict[nn.Module, str]:
+    """Return the modules inside a model that are never called, each with what its name means and what to name instead.
+
+    Those are modules without a ``forward`` (``ModuleList``, ``ModuleDict``, ``ParameterList``), what is inside a
+    ``MultiheadAttention``, which reads its projection's weight, and parametrizations, which run when a weight is read.
+    """
+    found: dict[nn.Module, str] = {}
+    for name, module in model.named_modules():
+        if not has_forward(module):
+            found.setdefault(module, f"never runs, being a {type(module).__name__}: name its members, '{_below(name)}'")
+        for part in _parts_read(module):
+            found[part] = f"is read by the {type(module).__name__} around it and never called: name that, {name!r}"
+    return found
+
+
+def has_forward(module: nn.Module) -> bool:
+    """Tell whether a module can be called at all."""
+    return getattr(type(module), "forward", None) is not nn.Module.forward or "forward" in vars(module)
+
+
+def _below(name: str) -> str:
+    return f"{name}.*" if name else "*"
+
+
+def _parts_read(module: nn.Module) -> list[nn.Module]:
+    """Return all modules inside one that reads their parameters by itself."""
+    if isinstance(module, nn.MultiheadAttention):
+        return [part for part in module.modules() if part is not module]
+    if parametrize.is_parametrized(module):
+        parametrizations = module.parametrizations
+        assert isinstance(parametrizations, nn.Module)
+        return list(parametrizations.modules())
+    return []
