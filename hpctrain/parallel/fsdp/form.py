@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 from torch import nn
@@ -13,8 +14,8 @@ from hpctrain.collectives.communicator import Communicator
 class Form(Protocol):
     """Let the model see whole parameters in its passes, and shards between them. Passes are calls by all ranks."""
 
-    def hook(self, model: nn.Module) -> list[RemovableHandle]:
-        """Be told by modules inside the model when they run."""
+    def hook(self, model: nn.Module, begins: Callable[[], None]) -> list[RemovableHandle]:
+        """Be told by modules inside the model when they run; call ``begins`` when backward comes to the first."""
 
     def mark(self, *, frozen: bool = False) -> None:
         """Take note that shards have changed, maybe those of frozen parameters too."""

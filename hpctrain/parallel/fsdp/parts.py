@@ -45,8 +45,8 @@ class Parts:
 
     @property
     def members(self) -> list[Member]:
-        """Return all parameters."""
-        return [member for piece in self.pieces for member in piece.members]
+        """Return all parameters, in the model's order."""
+        return list(dict.fromkeys(self.by_name.values()))
 
 
 def assemble(model: nn.Module, comm: Communicator, settings: ParallelSettings, device: torch.device) -> Parts:

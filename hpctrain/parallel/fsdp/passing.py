@@ -8,7 +8,7 @@ gathered while one computes: at most ``prefetch`` of them, as each takes memory.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -93,9 +93,9 @@ class Passing:
     def meet(self) -> None:
         """Do nothing: nobody else computes with this rank's memory."""
 
-    def hook(self, model: nn.Module) -> list[RemovableHandle]:
+    def hook(self, model: nn.Module, begins: Callable[[], None]) -> list[RemovableHandle]:
         """Let units be gathered and freed as the model runs."""
-        return [handle for station in self._stations[1:] for handle in UnitHooks(self, station).attach()]
+        return [handle for station in self._stations[1:] for handle in UnitHooks(self, station, begins).attach()]
 
     # Passes -----------------------------------------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ and one before the next pass. Where no memory is shared, each rank has the whole
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
@@ -78,7 +78,7 @@ class Resident:
         """Do in a pass what concerns the other ranks."""
         self._gather()
 
-    def hook(self, model: nn.Module) -> list[RemovableHandle]:
+    def hook(self, model: nn.Module, begins: Callable[[], None]) -> list[RemovableHandle]:
         """Let modules wait for their parameters, where those come on a stream beside the computation."""
         if not self._lane.beside:
             return []

@@ -58,7 +58,7 @@ class ShardedDataParallel(Strategy):
         self._owners = Owners(
             self._shards, self._parts.replaced, settings.elementwise, self._form.meet, self._form.mark
         )
-        self._handles = [*self._hook(), *self._form.hook(model), *self._owners.attach()]
+        self._handles = [*self._hook(), *self._form.hook(model, self._begin_backward), *self._owners.attach()]
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 class UnitHooks:
     """Let one unit be gathered and freed."""
 
-    def __init__(self, passing: Passing, station: Station) -> None:
-        self._passing, self._station = passing, station
+    def __init__(self, passing: Passing, station: Station, begins: Callable[[], None]) -> None:
+        self._passing, self._station, self._begins = passing, station, begins
         self._trained = [member for piece in station.pieces if piece.trained for member in piece.members]
         self._usual = {member.name for member in self._trained}  # those whose gradients came in the last pass
         self._came: set[str] = set()
@@ -56,6 +56,7 @@ class UnitHooks:
         self._passing.release(self._station)
 
     def _come(self) -> None:
+        self._begins()
         self._left = False
         self._passing.need(self._station)
 

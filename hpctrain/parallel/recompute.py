@@ -1,0 +1,112 @@
+"""Trade time for memory: keep a module's inputs alone, and compute what is inside it again in the backward pass.
+
+After Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016, by ``torch.utils.checkpoint`` without reentry.
+
+Note: a module gets a subclass of its own class, of the same name, in which only ``forward`` and pickling differ. A
+``forward`` put on the instance would be shared by copies, which ``copy.deepcopy`` and torch's DataParallel make, and
+would lead them back to the parameters of the original. Hooks are called around ``forward``, so they run once, outside.
+"""
+
+from __future__ import annotations
+
+import copyreg
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.utils.checkpoint import checkpoint
+
+from hpctrain.errors import UsageError
+
+Contexts = tuple[AbstractContextManager[None], AbstractContextManager[None]]
+_KINDS: dict[type[nn.Module], type[nn.Module]] = {}  # the subclass for each class
+_PLAIN = "_recomputes"  # the attribute of the subclasses that holds the class they stand for
+
+
+def recompute(modules: Iterable[nn.Module]) -> Callable[[], None]:
+    """Let modules compute their activations again in the backward pass, in place; return what undoes it.
+
+    They do so where they train and gradients are taken: random generators then repeat what they gave before, and batch
+    norms count a batch once. A module that is given twice, or recomputes already, does so once. Raises ``UsageError``,
+    with all modules as they were, for one that is compiled or has a ``forward`` on the instance.
+    """
+    plain = {module: type(module) for module in modules if not hasattr(type(module), _PLAIN)}
+    for module in plain:
+        if isinstance(module, torch.jit.ScriptModule) or "forward" in vars(module):
+            raise UsageError(
+                f"a module of class {type(module).__name__} cannot recompute, as its forward is not its class's: "
+                "compile or replace it later",
+                everywhere=True,
+            )
+    for module, kind in plain.items():
+        module.__class__ = _recomputing(kind)
+
+    def undo() -> None:
+        for module, kind in plain.items():
+            if type(module) is _recomputing(kind):
+                module.__class__ = kind
+
+    return undo
+
+
+def _recomputing(plain: type[nn.Module]) -> type[nn.Module]:
+    """Return the subclass that recomputing modules of a class have, always the same one."""
+    if plain not in _KINDS:
+        _KINDS[plain] = _subclass(plain)
+    return _KINDS[plain]
+
+
+def _subclass(plain: type[nn.Module]) -> type[nn.Module]:
+    @wraps(plain.forward)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if self.training and torch.is_grad_enabled():
+            return _forward_twice(self, plain, args, kwargs)
+        return plain.forward(self, *args, **kwargs)
+
+    def reduce(self: nn.Module, protocol: Any) -> Any:
+        """Pickle and copy by the plain class, as this one cannot be imported."""
+        reduced: Any = plain.__reduce_ex__(self, max(2, int(protocol)))
+        make, arguments, *rest = reduced
+        if make is copyreg.__newobj__:  # type: ignore[attr-defined]
+            make, arguments = _blank, (plain, *arguments[1:])
+        return make, arguments, *rest
+
+    same = {name: getattr(plain, name) for name in ("__module__", "__qualname__", "__doc__")}
+    return type(plain.__name__, (plain,), {**same, "forward": forward, "__reduce_ex__": reduce, _PLAIN: plain})
+
+
+def _blank(plain: type[nn.Module], *arguments: Any) -> nn.Module:
+    """Return a recomputing module whose state is still to come."""
+    kind = _recomputing(plain)
+    return kind.__new__(kind, *arguments)
+
+
+def _forward_twice(module: nn.Module, plain: type[nn.Module], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run a module's own forward, and again when the backward pass needs what it would have kept."""
+
+    def run(*given: Any) -> Any:
+        return plain.forward(module, *given[: len(args)], **dict(zip(kwargs, given[len(args) :])))
+
+    def contexts() -> Contexts:
+        return nullcontext(), _counted_once(module)
+
+    # All by position: torch restores the generators of devices that it finds there.
+    return checkpoint(run, *args, *kwargs.values(), use_reentrant=False, context_fn=contexts)
+
+
+@contextmanager
+def _counted_once(module: nn.Module) -> Iterator[None]:
+    """Let batch norms take their running statistics on copies."""
+    norms = [inner for inner in module.modules() if isinstance(inner, _NormBase)]
+    kept = [dict(norm._buffers) for norm in norms]
+    for norm in norms:
+        norm._buffers.update({name: None if one is None else one.clone() for name, one in norm._buffers.items()})
+    try:
+        yield
+    finally:
+        for norm, buffers in zip(norms, kept):
+            norm._buffers.update(buffers)

@@ -1,0 +1,141 @@
+"""Optimizers that update a piece as they would update the whole are found by trying all of torch's."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hpctrain.errors import UsageError
+from hpctrain.parallel.fsdp.elementwise import KNOWN, check_elementwise
+
+SHAPE, STEPS = (6, 35), 6
+CUTS = [1, 53, 140]  # of 210 elements, not where rows end
+ALL = [
+    kind
+    for kind in vars(torch.optim).values()
+    if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer) and kind is not torch.optim.Optimizer
+]
+OTHERS = [kind for kind in ALL if kind not in KNOWN]
+REFUSALS = {"Muon": "only supports 2D parameters", "SparseAdam": "does not support dense gradients"}
+OPTIONS: dict[str, list[dict[str, Any]]] = {
+    "SGD": [{"momentum": 0.9, "nesterov": True, "weight_decay": 0.1}, {"momentum": 0.9, "dampening": 0.1}, {}],
+    "Adam": [{"amsgrad": True, "weight_decay": 0.1}, {}],
+    "AdamW": [{"amsgrad": True}, {"weight_decay": 0.1}],
+    "RMSprop": [{"centered": True, "momentum": 0.9, "weight_decay": 0.1}, {}],
+    "NAdam": [{"decoupled_weight_decay": True, "weight_decay": 0.1}, {}],
+    "RAdam": [{"decoupled_weight_decay": True, "weight_decay": 0.1}, {}],
+    "Adagrad": [{"lr_decay": 0.1, "weight_decay": 0.1, "initial_accumulator_value": 0.1}],
+    "ASGD": [{"t0": 2, "lambd": 0.1}],
+}
+FORMS: list[dict[str, bool]] = [{"foreach": False}, {"foreach": True}, {"fused": True}]
+CASES = [
+    (kind, options, form)
+    for kind in KNOWN
+    for options in OPTIONS.get(kind.__name__, [{}])
+    for form in FORMS
+    if set(form) <= set(inspect.signature(kind).parameters)
+]
+
+
+def name_of(value: Any) -> str:
+    return value.__name__ if isinstance(value, type) else "-".join(value) or "plain"
+
+
+def cut(tensor: Tensor) -> list[Tensor]:
+    return [piece.clone() for piece in tensor.reshape(-1).tensor_split(CUTS)]
+
+
+def update(kind: Any, tensors: list[Tensor], gradients: list[list[Tensor]], options: dict[str, Any]) -> Tensor:
+    """Return the parameters, flat, after steps with given gradients."""
+    parameters = [nn.Parameter(tensor.clone()) for tensor in tensors]
+    optimizer = kind(parameters, **options)
+    for step in gradients:
+        for parameter, gradient in zip(parameters, step):
+            parameter.grad = gradient.clone()
+        optimizer.step(lambda: torch.tensor(0.0)) if kind is torch.optim.LBFGS else optimizer.step()
+    return torch.cat([parameter.detach().reshape(-1) for parameter in parameters])
+
+
+def whole_and_pieces(kind: Any, options: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """Return where the same gradients lead a matrix, and pieces of it that know nothing of each other."""
+    generator = torch.Generator().manual_seed(5)
+    start = torch.randn(SHAPE, generator=generator)
+    gradients = [torch.randn(SHAPE, generator=generator) * 10 ** (step - 2) for step in range(STEPS)]
+    whole = update(kind, [start], [[gradient] for gradient in gradients], options)
+    assert not torch.equal(whole, start.reshape(-1))
+    parts = [update(kind, [piece], [[cut(g)[n]] for g in gradients], options) for n, piece in enumerate(cut(start))]
+    return whole, torch.cat(parts)
+
+
+@pytest.mark.parametrize("kind, options, form", CASES, ids=name_of)
+def test_known_optimizers_update_pieces_as_the_whole(
+    kind: Any, options: dict[str, Any], form: dict[str, bool]
+) -> None:
+    whole, pieces = whole_and_pieces(kind, {**options, **form})
+    nothing = torch.empty(0)  # small parameters leave some ranks without an element of them
+    update(kind, [nothing], [[nothing]] * 2, {**options, **form})
+    torch.testing.assert_close(pieces, whole, rtol=1e-6, atol=1e-6)
+    assert form.get("fused") or torch.equal(pieces, whole)  # vectorised code may round the last elements otherwise
+
+
+@pytest.mark.parametrize("kind", OTHERS, ids=name_of)
+def test_other_optimizers_of_torch_fail_or_differ(kind: Any) -> None:
+    if kind.__name__ in REFUSALS:
+        with pytest.raises((RuntimeError, ValueError), match=REFUSALS[kind.__name__]):
+            whole_and_pieces(kind, {})
+    else:
+        whole, pieces = whole_and_pieces(kind, {})
+        assert (whole - pieces).abs().max() > 1e-4
+
+
+def test_all_of_torchs_optimizers_are_tried() -> None:
+    assert {"Adafactor", "Muon", "LBFGS", "SparseAdam"} == {kind.__name__ for kind in OTHERS}
+    assert set(KNOWN) < set(ALL)
+
+
+@pytest.mark.parametrize("kind", KNOWN, ids=name_of)
+def test_known_optimizers_are_accepted_before_and_after_use(kind: Any) -> None:
+    optimizer = kind([nn.Parameter(torch.zeros(1))])
+    check_elementwise(optimizer)
+    optimizer.step()
+    check_elementwise(optimizer)
+    torch.optim.lr_scheduler.ConstantLR(optimizer)  # wraps the instance's step
+    check_elementwise(optimizer)
+
+
+@pytest.mark.parametrize("kind", OTHERS, ids=name_of)
+def test_other_optimizers_are_refused_by_name(kind: Any) -> None:
+    optimizer = kind([nn.Parameter(torch.zeros(2, 2))])
+    with pytest.raises(UsageError, match=f"^optimizer {kind.__name__} cannot be used.*ASGD, .*, SGD.*'{kind.__name__}' "
+                       "to parallel.elementwise$") as error:
+        check_elementwise(optimizer)
+    assert error.value.everywhere
+    check_elementwise(optimizer, ["Other", kind.__name__])
+
+
+def test_subclasses_count_while_they_step_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Torch wraps a class's step when the first optimizer of that class is made: here none was.
+    monkeypatch.setattr(torch.optim.NAdam, "step", inspect.unwrap(torch.optim.NAdam.step))
+
+    class Renamed(torch.optim.NAdam):
+        """Step as NAdam does."""
+
+    class Own(torch.optim.NAdam):
+        def step(self, closure: Any = None) -> None:
+            """Do nothing."""
+
+    class Below(Own):
+        """Step as the one above."""
+
+    for _ in range(2):
+        check_elementwise(Renamed([nn.Parameter(torch.zeros(1))]))
+        for kind in (Own, Below):
+            with pytest.raises(UsageError, match=f"^optimizer {kind.__name__} "):
+                check_elementwise(kind([nn.Parameter(torch.zeros(1))]))
+        check_elementwise(Own([nn.Parameter(torch.zeros(1))]), ["Own"])
+    with pytest.raises(UsageError, match="^optimizer Below "):
+        check_elementwise(Below([nn.Parameter(torch.zeros(1))]), ["Own"])
