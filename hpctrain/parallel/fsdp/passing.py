@@ -84,6 +84,7 @@ class Passing:
         self._walk: Walk | None = None
         self._record: Plan | None = None  # of the first pass that goes forward and back
         self._going_back = False
+        self._hooks: list[UnitHooks] = []
         self.reducer: Reducer | None = None
         self.idle = False  # while all units are summoned, those that run change nothing
 
@@ -95,7 +96,8 @@ class Passing:
 
     def hook(self, model: nn.Module, begins: Callable[[], None]) -> list[RemovableHandle]:
         """Let units be gathered and freed as the model runs."""
-        return [handle for station in self._stations[1:] for handle in UnitHooks(self, station, begins).attach()]
+        self._hooks = [UnitHooks(self, station, begins) for station in self._stations[1:]]
+        return [handle for unit in self._hooks for handle in unit.attach()]
 
     # Passes -----------------------------------------------------------------------------------------------------------
 
@@ -125,6 +127,8 @@ class Passing:
         self._do_the_rest()
         for station in self._stations:
             self.release(station)
+        for unit in self._hooks:
+            unit.end()
         self._going_back = False
 
     def settle(self, world: Communicator) -> None:
@@ -212,7 +216,8 @@ class Passing:
         name = self._stations[action[1]].name
         raise UsageError(
             f"{f'unit {name}' if name else 'the model'} runs more often, or in another order, than in the first step, "
-            "whose order all ranks keep to: let units run in one order, or make one unit of what changes places"
+            "whose order all ranks keep to: let units run in one order, make one unit of what changes places, and "
+            "checkpoint activations with use_reentrant=False"
         )
 
     def _do(self, action: Action) -> None:

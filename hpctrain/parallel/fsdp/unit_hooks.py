@@ -71,5 +71,10 @@ class UnitHooks:
 
     def _free(self) -> None:
         if self._came >= self._usual:
-            self._usual, self._came, self._left = self._came, set(), False
             self._passing.release(self._station)
+
+    def end(self) -> None:
+        """End a backward pass."""
+        if self._came:
+            self._usual, self._came = self._came, set()
+        self._left = False

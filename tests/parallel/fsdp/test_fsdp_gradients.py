@@ -1,0 +1,354 @@
+"""Gradients of split parameters are those of the whole batch: unused, frozen, accumulated, clipped, or none at all."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from support.replicas import (
+    WIDTH,
+    Branches,
+    Mixed,
+    assert_same,
+    backward,
+    branch_gradients,
+    gradients,
+    make_gpt,
+    make_mlp,
+    part,
+    share,
+    token_loss,
+    tokens,
+    vectors,
+)
+from support.shards import shard, whole_gradients, whole_weights
+from torch import nn
+from torch.nn.functional import mse_loss
+from torch.utils.checkpoint import checkpoint
+
+from hpctrain.errors import UsageError
+from hpctrain.parallel.recompute import recompute
+from hpctrain.parallel.sync_batchnorm import convert
+
+pytestmark = [pytest.mark.ranks, pytest.mark.limit(30)]
+LINEAR = {"units": ("Linear",)}
+SMALL = {"units": ("Linear",), "bucket_mib": 1e-6}
+
+
+def test_parameters_that_some_or_all_ranks_do_not_use(place: Any) -> None:
+    comm, form = place
+    model = Branches()
+    strategy = shard(model, comm, form, **SMALL)
+    orders = [["abc"] * comm.size]  # units that pass by want the first step to show an order
+    orders += [[("ab", "abc", "b", "ac")[(rank + step) % 4] for rank in range(comm.size)] for step in range(4)]
+    orders += [["a"] * comm.size]
+    for step, use in enumerate(orders):
+        backward(model, part(comm, comm.rank), 1, *use[comm.rank])
+        assert_same(whole_gradients(comm, model, strategy), branch_gradients(comm, use))
+        model.zero_grad()
+
+
+def test_unit_that_nobody_used_in_the_first_step(place: Any) -> None:
+    comm, form = place
+    model = Branches()
+    strategy = shard(model, comm, form, **SMALL)
+    for use in ("ab", "abc", "c"):
+        backward(model, part(comm, comm.rank), 1, *use)
+        assert_same(whole_gradients(comm, model, strategy), branch_gradients(comm, [use] * comm.size))
+        model.zero_grad()
+
+
+def test_other_order_than_in_the_first_step(some_place: Any) -> None:
+    comm, form = some_place
+    model = Branches()
+    strategy = shard(model, comm, form, **SMALL)
+    backward(model, part(comm, comm.rank), 1, *"abc")
+    model.zero_grad()
+    if form.placing is not None and form.data == "fsdp":
+        with pytest.raises(UsageError, match="unit [ab] runs more often, or in another order, than in the first step"):
+            backward(model, part(comm, comm.rank), 1, *"cba")
+        return
+    backward(model, part(comm, comm.rank), 1, *"cba")
+    assert_same(whole_gradients(comm, model, strategy), branch_gradients(comm, ["cba"] * comm.size))
+
+
+@pytest.mark.parametrize("reduced", [False, True], ids=["local", "reduced"])
+@pytest.mark.parametrize("to_none", [True, False])
+def test_accumulation_is_one_large_batch(some_place: Any, reduced: bool, to_none: bool) -> None:
+    comm, form = some_place
+    model, alone = make_mlp(), make_mlp()
+    strategy = shard(model, comm, form, **LINEAR)
+    for step in range(3):
+        for piece in range(3):
+            inputs, targets = (share(tensor, comm).chunk(3)[piece] for tensor in vectors(step, 36))
+            if piece < 2 and not reduced:
+                with strategy.no_sync():
+                    backward(model, (inputs, targets), 1 / 3)
+            else:
+                backward(model, (inputs, targets), 1 / 3)
+        backward(alone, vectors(step, 36))
+        assert_same(whole_gradients(comm, model, strategy), gradients(alone))
+        for each in (model, alone):
+            each.zero_grad(set_to_none=to_none)
+
+
+def test_no_sync_keeps_gradients_on_their_rank(some_place: Any) -> None:
+    comm, form = some_place
+    model, alone = make_mlp(), make_mlp()
+    strategy = shard(model, comm, form, **LINEAR)
+    with strategy.no_sync():
+        backward(model, part(comm, comm.rank))
+    backward(alone, part(comm, comm.rank))
+    assert_same(dict(strategy.local_gradients()), gradients(alone), rtol=0, atol=0)
+    assert all(parameter.grad is None for parameter in model.parameters())
+    strategy.drop_gradients()
+    assert not dict(strategy.local_gradients())
+    backward(model, part(comm, comm.rank))
+    alone.zero_grad()
+    backward(alone, vectors())
+    assert_same(whole_gradients(comm, model, strategy), gradients(alone))
+
+
+def test_uneven_batches_with_ranks_that_have_no_sample(place: Any) -> None:
+    comm, form = place
+    model, alone = make_mlp(), make_mlp()
+    strategy = shard(model, comm, form, **LINEAR)
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, alone)]
+    for step in range(5):
+        counts = [1 if step == 0 else [0, 3, 2, 0][(rank - step) % comm.size] for rank in range(comm.size)]
+        total, count = sum(counts), counts[comm.rank]
+        start = sum(counts[: comm.rank])
+        inputs, targets = vectors(step, total)
+        if count:
+            batch = inputs[start : start + count], targets[start : start + count]
+            backward(model, batch, count * comm.size / total)
+        else:
+            strategy.contribute_nothing()
+        backward(alone, (inputs, targets))
+        assert_same(whole_gradients(comm, model, strategy), gradients(alone))
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_same(whole_weights(model, strategy), alone.state_dict(), rtol=1e-5, atol=1e-6)
+
+
+def test_first_step_without_a_sample_is_refused_where_units_pass_by(comm: Any, some_place: Any) -> None:
+    comm, form = some_place
+    model = make_mlp()
+    strategy = shard(model, comm, form, **LINEAR)
+    if form.placing is None:
+        strategy.contribute_nothing()
+    else:
+        with pytest.raises(UsageError, match=f"rank {comm.rank} has no sample, but the first step needs some"):
+            strategy.contribute_nothing()
+
+
+def test_evaluation_between_steps(place: Any) -> None:
+    comm, form = place
+    model, alone = make_mlp(), make_mlp()
+    strategy = shard(model, comm, form, **LINEAR)
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, alone)]
+    for step in range(3):
+        for each, optimizer in zip((model, alone), optimizers):
+            backward(each, vectors(step))
+            optimizer.step()
+            optimizer.zero_grad()
+            each.eval()
+        with torch.no_grad():
+            if comm.rank or not step:
+                torch.testing.assert_close(model(vectors()[0]), alone(vectors()[0]))
+            else:
+                strategy.contribute_nothing(backward=False)
+        # One that ranks end at different times: nobody may update while another still looks.
+        with torch.no_grad():
+            for _ in range(1 + 3 * comm.rank if form.placing is None else 1):
+                torch.testing.assert_close(model(vectors()[0]), alone(vectors()[0]))
+        for each in (model, alone):
+            each.train()
+
+
+def test_two_forward_passes_before_one_backward(place: Any) -> None:
+    comm, form = place
+    model, alone = make_mlp(), make_mlp()
+    strategy = shard(model, comm, form, **LINEAR)
+    for step in range(3):
+        for each, (first, second) in ((model, [part(comm, comm.rank, step + n) for n in (0, 9)]),):
+            (mse_loss(each(first[0]), first[1]) + mse_loss(each(second[0]), second[1])).backward()
+        for first, second in [(vectors(step), vectors(step + 9))]:
+            (mse_loss(alone(first[0]), first[1]) + mse_loss(alone(second[0]), second[1])).backward()
+        assert_same(whole_gradients(comm, model, strategy), gradients(alone))
+        model.zero_grad()
+        alone.zero_grad()
+
+
+class Twice(nn.Module):
+    """Run one unit twice in a pass, and use a parameter beside the way to the inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(7)
+        self.first, self.again = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.beside = Beside()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.first(self.beside(self.again(torch.tanh(self.again(torch.tanh(self.first(x)))))))
+
+
+class Beside(nn.Module):
+    """Add what its own parameters make of each other, on which the input has no influence."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = (nn.Parameter(torch.randn(WIDTH, WIDTH)) for _ in range(2))
+        self.scale = nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.scale + (torch.tanh(self.left @ self.right) @ self.right).sum(0)
+
+
+def test_units_that_run_twice_and_parameters_beside_the_way(place: Any) -> None:
+    comm, form = place
+    model, alone = Twice(), Twice()
+    strategy = shard(model, comm, form, units=("Linear", "Beside"))
+    for step in range(3):
+        backward(model, part(comm, comm.rank, step))
+        backward(alone, vectors(step))
+        assert_same(whole_gradients(comm, model, strategy), gradients(alone))
+        model.zero_grad()
+        alone.zero_grad()
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["around_units", "inside_units"])
+def test_activation_checkpointing(place: Any, inside: bool) -> None:
+    comm, form = place
+    model, alone = make_gpt(), make_gpt()
+    strategy = shard(model, comm, form, units=("Block",))
+    if inside:
+        recompute(model.blocks)
+    else:
+        blocks = list(model.blocks)
+        calls = [lambda x, block=block: checkpoint(block, x, use_reentrant=False) for block in blocks]
+
+        def forward(words: torch.Tensor) -> torch.Tensor:
+            x = model.embedding(words)
+            for call in calls:
+                x = call(x)
+            return model.head(model.norm(x))
+
+        model.forward = forward
+    for step in range(3):
+        inputs, targets = (share(tensor, comm) for tensor in tokens(step))
+        token_loss(model(inputs), targets).backward()
+        token_loss(alone(tokens(step)[0]), tokens(step)[1]).backward()
+        assert_same(whole_gradients(comm, model, strategy), gradients(alone))
+        model.zero_grad()
+        alone.zero_grad()
+
+
+def test_reentrant_checkpointing_of_the_whole_model(some_place: Any) -> None:
+    comm, form = some_place
+    model, alone = make_mlp(), make_mlp()
+    strategy = shard(model, comm, form)
+    for each, (inputs, targets) in ((model, part(comm, comm.rank)), (alone, vectors())):
+        once = checkpoint(each, inputs.clone().requires_grad_(), use_reentrant=True)
+        mse_loss(checkpoint(each, once, use_reentrant=True), targets).backward()
+    assert_same(whole_gradients(comm, model, strategy), gradients(alone))
+
+
+def test_reentrant_checkpointing_of_units(some_place: Any) -> None:
+    comm, form = some_place
+    model, alone = make_gpt(), make_gpt()
+    strategy = shard(model, comm, form, units=("Block",))
+    for block in model.blocks:
+        block.forward = partial(checkpoint, block.forward, use_reentrant=True)
+    for step in range(3):
+        inputs, targets = (share(tensor, comm) for tensor in tokens(step))
+        token_loss(model(inputs), targets).backward()
+        token_loss(alone(tokens(step)[0]), tokens(step)[1]).backward()
+        assert_same(whole_gradients(comm, model, strategy), gradients(alone))
+        model.zero_grad()
+        alone.zero_grad()
+
+
+def test_frozen_parameters(place: Any) -> None:
+    comm, form = place
+    model, alone = make_mlp(), make_mlp()
+    for each in (model, alone):
+        for number, parameter in enumerate(each.parameters()):
+            parameter.requires_grad_(number not in (0, 3))
+    strategy = shard(model, comm, form, **LINEAR)
+    for step in range(2):
+        backward(model, part(comm, comm.rank, step))
+        backward(alone, vectors(step))
+        assert_same(whole_gradients(comm, model, strategy), gradients(alone))
+        for each in (model, alone):
+            each.zero_grad()
+            list(each.parameters())[4].requires_grad_(step == 1)  # one may be frozen later, too
+    list(model.parameters())[0].requires_grad_(True)
+    with pytest.raises(UsageError, match="was frozen when the model was wrapped"):
+        model(vectors()[0])
+
+
+def test_dtypes_and_sizes_of_all_kinds(place: Any) -> None:
+    comm, form = place
+    model, alone = Mixed(), Mixed()
+    strategy = shard(model, comm, form, **LINEAR)
+    for step in range(2):
+        backward(model, part(comm, comm.rank, step))
+        backward(alone, vectors(step))
+        found, expected = whole_gradients(comm, model, strategy), gradients(alone)
+        assert_same(found, expected, rtol=2e-2, atol=1e-3)  # the narrow layer's sums are rounded to 16 bits
+        for name in ("single.weight", "wide.weight", "single.bias"):
+            torch.testing.assert_close(found[name], expected[name], rtol=2e-2, atol=1e-3)
+        model.zero_grad()
+        alone.zero_grad()
+    assert [parameter.dtype for parameter in model.parameters()] == [p.dtype for p in alone.parameters()]
+    assert [parameter.dim() for parameter in model.parameters()] == [p.dim() for p in alone.parameters()]
+
+
+@pytest.mark.parametrize("max_norm", [1e-3, 1e3, float("inf")])
+def test_clipping_is_by_the_norm_of_all_gradients(place: Any, max_norm: float) -> None:
+    comm, form = place
+    model, alone = make_gpt(), make_gpt()
+    strategy = shard(model, comm, form, units=("Block",))
+    inputs, targets = (share(tensor, comm) for tensor in tokens())
+    token_loss(model(inputs), targets).backward()
+    token_loss(alone(tokens()[0]), tokens()[1]).backward()
+    norm = strategy.clip_grad_norm(max_norm)
+    expected = torch.nn.utils.clip_grad_norm_(alone.parameters(), max_norm)
+    torch.testing.assert_close(norm, expected)
+    assert_same(whole_gradients(comm, model, strategy), gradients(alone))
+    assert len(set(comm.all_gather_object(float(norm)))) == 1
+
+
+def test_gradient_that_is_not_finite_stays(some_place: Any) -> None:
+    comm, form = some_place
+    model = make_mlp()
+    strategy = shard(model, comm, form)
+    backward(model, part(comm, comm.rank), float("inf") if comm.rank == comm.size - 1 else 1)
+    before = whole_gradients(comm, model, strategy)
+    assert not torch.isfinite(strategy.clip_grad_norm(1.0))
+    assert_same(whole_gradients(comm, model, strategy), before, rtol=0, atol=0, equal_nan=True)
+
+
+def test_synchronised_batch_norm(place: Any) -> None:
+    comm, form = place
+
+    def make() -> nn.Module:
+        torch.manual_seed(7)
+        layers = [nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)]
+        return nn.Sequential(*layers)
+
+    model, alone = make(), make()
+    convert(model, comm)
+    strategy = shard(model, comm, form, **LINEAR)
+    for step in range(3):
+        backward(model, part(comm, comm.rank, step))
+        backward(alone, vectors(step))
+        assert_same(whole_gradients(comm, model, strategy), gradients(alone), rtol=1e-4, atol=1e-5)
+        model.zero_grad()
+        alone.zero_grad()
+    with pytest.raises(UsageError, match="synchronised batch norm needs some of every rank"):
+        strategy.contribute_nothing()
