@@ -21,13 +21,13 @@ from hpctrain.parallel.fsdp.piece import Piece
 
 
 class Resident:
-    """Gather all pieces when they are stale (a ``Form``); ``pieces`` are those of the last parameters first."""
+    """Gather all pieces when they are stale (a ``Form``)."""
 
     def __init__(self, pieces: Sequence[Piece], comm: Communicator, lane: Lane, *, mapped: bool) -> None:
         self._pieces, self._comm, self._lane = pieces, comm, lane
         self._mapped = mapped
         self._stale, self._frozen_stale = True, True
-        self._tickets: dict[int, Ticket] = {}
+        self._tickets: list[Ticket] = []
         self._near = self._fence = None
         if mapped:
             self._near = comm if comm.nodes == 1 else comm.split(comm.node)
@@ -36,6 +36,8 @@ class Resident:
     def mark(self, *, frozen: bool = False) -> None:
         """Take note that shards have changed, maybe those of frozen parameters too."""
         self._stale, self._frozen_stale = True, self._frozen_stale or frozen
+        if self._lane.beside and not frozen:
+            self._start()  # beside whatever the caller does between two steps
 
     def meet(self) -> None:
         """Wait until nobody on the node computes with the parameters any more, where they are shared."""
@@ -67,7 +69,6 @@ class Resident:
     def summon(self) -> None:
         """Bring all parameters up to date and show them whole; a call by all ranks."""
         self._gather()
-        self._settle(self._pieces)
         self._show(whole=True)
 
     def dismiss(self) -> None:
@@ -79,43 +80,28 @@ class Resident:
         self._gather()
 
     def hook(self, model: nn.Module, begins: Callable[[], None]) -> list[RemovableHandle]:
-        """Let modules wait for their parameters, where those come on a stream beside the computation."""
-        if not self._lane.beside:
-            return []
-        homes: dict[nn.Module, list[Piece]] = {}
-        for piece in self._pieces:
-            for module in dict.fromkeys(module for member in piece.members for module, _ in member.places):
-                homes.setdefault(module, []).append(piece)
-        return [
-            module.register_forward_pre_hook(lambda _, args, pieces=pieces: self._settle(pieces), prepend=True)
-            for module, pieces in homes.items()
-        ]
+        """Do nothing: all parameters are whole in all passes."""
+        return []
 
     # How --------------------------------------------------------------------------------------------------------------
 
     def _gather(self) -> None:
-        if not self._stale:
-            return
-        # Those whose gradients come last are needed first.
-        pieces = [piece for piece in reversed(self._pieces) if piece.trained or self._frozen_stale]
+        """Bring the whole parameters up to date, and order what is computed next behind it."""
+        if self._stale:
+            self._start()
+        for ticket in self._tickets:
+            ticket.wait()
+        self._tickets.clear()
+
+    def _start(self) -> None:
+        pieces = [piece for piece in self._pieces if piece.trained or self._frozen_stale]
+        self._stale = self._frozen_stale = False
         if self._mapped and self._comm.nodes == 1:
             for piece in pieces:
                 piece.contribute()
             self.meet()
         else:
-            self._tickets = {id(piece): self._lane.run(piece.gather) for piece in pieces}
-            if not self._lane.beside:
-                self._settle(pieces)
-        self._stale = self._frozen_stale = False
-
-    def _settle(self, pieces: Sequence[Piece]) -> None:
-        """Order what is computed next behind the gathering of some pieces."""
-        if not self._tickets:
-            return
-        for piece in pieces:
-            ticket = self._tickets.pop(id(piece), None)
-            if ticket is not None:
-                ticket.wait()
+            self._tickets += [self._lane.run(piece.gather) for piece in pieces]
 
     def _show(self, *, whole: bool) -> None:
         for piece in self._pieces:
