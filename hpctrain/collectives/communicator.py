@@ -9,23 +9,20 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from hpctrain.collectives.announcer import Announcer
+from hpctrain.collectives.arguments import Arguments, check_contiguous
 from hpctrain.collectives.bucket import Bucket
-from hpctrain.collectives.check import order_check
+from hpctrain.collectives.carriers import Carriers
 from hpctrain.collectives.choice.table import Layout, Table
 from hpctrain.collectives.host import HostCollectives, pair_key
-from hpctrain.collectives.hosted import HostedCollectives
 from hpctrain.collectives.reduction import check_op
 from hpctrain.collectives.topology import discover
-from hpctrain.errors import CommunicationError
-from hpctrain.transport.base import TAGS, Transport, Work
+from hpctrain.transport.base import Transport, Work
 from hpctrain.transport.connect import connect
 from hpctrain.transport.recorder import Recorder
 
 if TYPE_CHECKING:
-    from hpctrain.collectives.device import DeviceCollectives
     from hpctrain.transport.canary import Verdict
-
-USER_TAGS = TAGS - 2  # the last two are those of the collectives
 
 
 class Communicator:
@@ -48,14 +45,13 @@ class Communicator:
         self.local_rank, self.local_size = place.local_rank, place.local_size
         self._layout = Layout(transport.size, place.nodes, place.local_size)
         self._host = HostCollectives(transport, self._node, place)
-        self._check = order_check(transport)
+        self._announce = Announcer(transport, self._host.memory)
         # Ways that were carried out before on the same memory: all that is checked was checked then. Where the ranks
         # compare each operation, or the host takes turns with a GPU, none is taken unseen.
-        self._kept = self._host.kept if self._check is None else {}
-        self._hosted = HostedCollectives(self._host)
-        self._device: DeviceCollectives | None = None
+        self._kept = {} if self._announce.compares else self._host.kept
+        self._carriers = Carriers(transport, self._host)
+        self._arguments = Arguments(transport.rank, transport.size)
         self._tables: Mapping[Layout, Table] = {}
-        self._place: tuple[torch.device, Verdict | None] = torch.device("cpu"), None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Communicator:
         return self  # a copy of a model talks to the same ranks
@@ -90,12 +86,20 @@ class Communicator:
         self._announce("common", detail=f"{numel} {dtype}")
         return self._host.empty(numel, dtype, common=True)
 
+    def forget(self) -> None:
+        """Decide anew how to carry out each operation, as after memory was taken from under a tensor.
+
+        What is kept knows a tensor by its address, at which another one may lie once ``resize_`` of its storage has
+        given the memory back.
+        """
+        self._host.kept.clear()
+
     # Collectives ------------------------------------------------------------------------------------------------------
 
     def barrier(self) -> None:
         """Wait until every rank has come."""
         self._announce("barrier")
-        with self._hosted.turn("barrier"):
+        with self._carriers.hosted.turn("barrier"):
             self.transport.barrier()
 
     def broadcast(self, tensor: Tensor, root: int = 0, *, algorithm: str = "auto") -> Tensor:
@@ -107,9 +111,9 @@ class Communicator:
         if way is not None and tensor.is_contiguous():
             way()
             return tensor
-        self._check_root(root)
+        self._arguments.check_root(root)
         self._announce("broadcast", tensor, detail=f"root {root}", where=tensor)
-        self._side(tensor).broadcast(tensor, root, algorithm)
+        self._carriers.of(tensor).broadcast(tensor, root, algorithm)
         return tensor
 
     def reduce(self, tensor: Tensor, op: str = "sum", root: int = 0, *, algorithm: str = "auto") -> Tensor:
@@ -118,9 +122,9 @@ class Communicator:
         ``op`` is as for ``all_reduce``. Algorithms: mpi, tree, double_tree, window (tensors of ``empty``).
         """
         check_op(op, tensor.dtype)
-        self._check_root(root)
+        self._arguments.check_root(root)
         self._announce("reduce", tensor, detail=f"{op}, root {root}", where=tensor)
-        self._side(tensor).reduce(tensor, op, root, algorithm)
+        self._carriers.of(tensor).reduce(tensor, op, root, algorithm)
         return tensor
 
     def all_reduce(
@@ -135,31 +139,38 @@ class Communicator:
         called; others have ended on return. Raises ``CommunicationError`` for an operation or algorithm that cannot
         serve.
         """
-        way = self._kept.get(("all_reduce", tensor.data_ptr(), tensor.numel(), tensor.dtype, op, algorithm))
-        if way is not None and not async_op and tensor.is_contiguous():
-            way()
-            return tensor
+        operation = "start_all_reduce" if async_op else "all_reduce"
+        way = self._kept.get((operation, tensor.data_ptr(), tensor.numel(), tensor.dtype, op, algorithm))
+        if way is not None and tensor.is_contiguous():
+            work: Work = way()
+            return work if async_op else tensor
         check_op(op, tensor.dtype)
         self._announce("all_reduce", tensor, detail=op, where=tensor)
         if async_op:
-            return self._side(tensor).start_all_reduce(tensor, op, algorithm)
-        self._side(tensor).all_reduce(tensor, op, algorithm)
+            return self._carriers.of(tensor).start_all_reduce(tensor, op, algorithm)
+        self._carriers.of(tensor).all_reduce(tensor, op, algorithm)
         return tensor
 
-    def reduce_scatter(self, out: Tensor, tensor: Tensor, op: str = "sum", *, algorithm: str = "auto") -> Tensor:
-        """Reduce over all ranks and keep slice ``rank`` of the flat result in ``out``; return it.
+    def reduce_scatter(
+        self, out: Tensor, tensor: Tensor, op: str = "sum", *, algorithm: str = "auto", async_op: bool = False
+    ) -> Tensor | Work:
+        """Reduce over all ranks and keep slice ``rank`` of the flat result in ``out``; return it, or its ``Work``.
 
-        ``tensor`` has ``size`` times the elements of ``out``, which may be its slice ``rank``. Algorithms: mpi, direct,
-        ring, recursive, window, hierarchical.
+        ``tensor`` has ``size`` times the elements of ``out``, which may be its slice ``rank``. ``async_op`` is as for
+        ``all_reduce``: neither tensor may be touched before the end. Algorithms: mpi, direct, ring, recursive, window,
+        hierarchical.
         """
-        way = self._kept.get(pair_key("reduce_scatter", out, tensor, op, algorithm))
+        operation = "start_reduce_scatter" if async_op else "reduce_scatter"
+        way = self._kept.get(pair_key(operation, out, tensor, op, algorithm))
         if way is not None and out.is_contiguous() and tensor.is_contiguous():
-            way()
-            return out
+            work: Work = way(out) if async_op else way()
+            return work if async_op else out
         check_op(op, tensor.dtype)
-        self._check_shares(out, tensor)
+        self._arguments.check_shares(out, tensor)
         self._announce("reduce_scatter", tensor, detail=op, where=tensor)
-        self._side(tensor).reduce_scatter(out, tensor, op, algorithm)
+        if async_op:
+            return self._carriers.of(tensor).start_reduce_scatter(out, tensor, op, algorithm)
+        self._carriers.of(tensor).reduce_scatter(out, tensor, op, algorithm)
         return out
 
     def all_gather(self, out: Tensor, tensor: Tensor, *, algorithm: str = "auto") -> Tensor:
@@ -172,9 +183,9 @@ class Communicator:
         if way is not None and out.is_contiguous() and tensor.is_contiguous():
             way()
             return out
-        self._check_shares(tensor, out)
+        self._arguments.check_shares(tensor, out)
         self._announce("all_gather", tensor, where=out)
-        self._side(tensor).all_gather(out, tensor, algorithm)
+        self._carriers.of(tensor).all_gather(out, tensor, algorithm)
         return out
 
     def gather(self, out: Tensor | None, tensor: Tensor, root: int = 0) -> Tensor | None:
@@ -182,10 +193,9 @@ class Communicator:
 
         On the root ``out`` has ``size`` times the elements of ``tensor``; the other ranks give None.
         """
-        self._check_root(root)
-        whole = self._only_on(root, out, "out", tensor)
+        whole = self._arguments.only_on(root, out, "out", tensor)
         self._announce("gather", tensor, detail=f"root {root}")
-        self._side(tensor).gather(whole, tensor, root)
+        self._carriers.of(tensor).gather(whole, tensor, root)
         return whole
 
     def scatter(self, out: Tensor, tensor: Tensor | None, root: int = 0) -> Tensor:
@@ -193,10 +203,9 @@ class Communicator:
 
         On the root ``tensor`` has ``size`` times the elements of ``out``; the other ranks give None.
         """
-        self._check_root(root)
-        whole = self._only_on(root, tensor, "tensor", out)
+        whole = self._arguments.only_on(root, tensor, "tensor", out)
         self._announce("scatter", out, detail=f"root {root}")
-        self._side(out).scatter(out, whole, root)
+        self._carriers.of(out).scatter(out, whole, root)
         return out
 
     def all_to_all(self, out: Tensor, tensor: Tensor) -> Tensor:
@@ -204,13 +213,9 @@ class Communicator:
 
         Both have the same number of elements, a multiple of ``size``.
         """
-        if out.dtype != tensor.dtype or out.numel() != tensor.numel() or tensor.numel() % self.size:
-            raise CommunicationError(
-                f"all_to_all of {tensor.numel()} elements of {tensor.dtype} into {out.numel()} of {out.dtype}: "
-                f"expected equal tensors that {self.size} ranks can share"
-            )
+        self._arguments.check_exchanged(out, tensor)
         self._announce("all_to_all", tensor)
-        self._side(tensor).all_to_all(out, tensor)
+        self._carriers.of(tensor).all_to_all(out, tensor)
         return out
 
     def bucket(self) -> Bucket:
@@ -221,39 +226,38 @@ class Communicator:
 
     def send(self, tensor: Tensor, peer: int, tag: int = 0) -> None:
         """Send a tensor to one rank; return when its memory may be written again."""
-        self._check_tag(tag)
-        self._side(tensor).send(tensor, peer, tag)
+        self._arguments.check_tag(tag)
+        self._carriers.of(tensor).send(tensor, peer, tag)
 
     def recv(self, tensor: Tensor, peer: int, tag: int = 0) -> Tensor:
         """Receive from one rank into a tensor of the size that was sent; return it."""
-        self._check_tag(tag)
-        self._side(tensor).recv(tensor, peer, tag)
+        self._arguments.check_tag(tag)
+        self._carriers.of(tensor).recv(tensor, peer, tag)
         return tensor
 
     def isend(self, tensor: Tensor, peer: int, tag: int = 0) -> Work:
         """Start to send a tensor to one rank; it must not change before ``wait``."""
-        self._check_tag(tag)
-        return self._side(tensor).isend(tensor, peer, tag)
+        self._arguments.check_tag(tag)
+        return self._carriers.of(tensor).isend(tensor, peer, tag)
 
     def irecv(self, tensor: Tensor, peer: int, tag: int = 0) -> Work:
         """Start to receive from one rank into a contiguous tensor; the content is there after ``wait``."""
-        self._check_tag(tag)
-        if not tensor.is_contiguous():
-            raise CommunicationError(f"irecv wants a contiguous tensor, not strides {tuple(tensor.stride())}; use recv")
-        return self._side(tensor).irecv(tensor, peer, tag)
+        self._arguments.check_tag(tag)
+        check_contiguous(tensor)
+        return self._carriers.of(tensor).irecv(tensor, peer, tag)
 
     # Small objects ----------------------------------------------------------------------------------------------------
 
     def all_gather_object(self, item: Any) -> list[Any]:
         """Return every rank's object, in rank order."""
         self._announce("all_gather_object")
-        with self._hosted.turn("all_gather_object"):
+        with self._carriers.hosted.turn("all_gather_object"):
             return self.transport.all_gather_object(item)
 
     def broadcast_object(self, item: Any, root: int = 0) -> Any:
         """Return the root's object."""
         self._announce("broadcast_object", detail=f"root {root}")
-        with self._hosted.turn("broadcast_object"):
+        with self._carriers.hosted.turn("broadcast_object"):
             return self.transport.broadcast_object(item, root)
 
     # Choice -----------------------------------------------------------------------------------------------------------
@@ -274,25 +278,9 @@ class Communicator:
         ``device`` is this rank's. ``verdict`` is what the canary found out about MPI and device pointers; one about
         another MPI does not count. A ``parent``, of which this is a part, shares its order of operations.
         """
-        from hpctrain.collectives.device import DeviceCollectives, maker, paths_of
-        from hpctrain.collectives.queue import OperationQueue
-        from hpctrain.transport.canary import library_name
-        from hpctrain.transport.device import believe, gather_abilities
-
-        found = verdict.cuda_aware if verdict is not None and verdict.holds_for(library_name()) else None
-        abilities = gather_abilities(self.transport, device, believe(found))
-        queue = self._hosted.queue = OperationQueue(None if parent is None else parent._hosted.queue)
         self._kept = {}
-        self._device = DeviceCollectives(
-            self.transport,
-            self._host,
-            device,
-            abilities,
-            maker(self.transport, device),
-            queue=queue,
-            measured=paths_of(self._tables.get(self._layout)),
-        )
-        self._place = device, verdict
+        above = None if parent is None else parent._carriers
+        self._carriers.use_device(device, verdict, above, self._tables.get(self._layout))
 
     # Life -------------------------------------------------------------------------------------------------------------
 
@@ -300,8 +288,8 @@ class Communicator:
         """Return a communicator among the ranks of the same color, ordered by key (by rank where none is given)."""
         part = Communicator(self.transport.split(color, self.rank if key is None else key))
         part.use_tables(self._tables)
-        if self._device is not None and part.size > 1:
-            part.use_device(*self._place, parent=self)
+        if self._carriers.place is not None and part.size > 1:
+            part.use_device(*self._carriers.place, parent=self)
         return part
 
     @contextmanager
@@ -316,53 +304,8 @@ class Communicator:
 
     def free(self) -> None:
         """Give back memory and transports; a call by all ranks, after which its tensors must not be touched."""
-        if self._device is not None:
-            self._device.free()
+        self._carriers.free()
         self._host.free()
-        if self._check is not None:
-            self._check.free()
+        self._announce.free()
         self._node.free()
         self.transport.free()
-
-    # How --------------------------------------------------------------------------------------------------------------
-
-    def _side(self, tensor: Tensor) -> HostedCollectives | DeviceCollectives:
-        """Return who carries a tensor."""
-        if tensor.device.type not in ("cpu", "cuda"):
-            raise CommunicationError(f"a tensor on {tensor.device} cannot travel: allowed are tensors on cpu and cuda")
-        return self._hosted if self._device is None or tensor.device.type == "cpu" else self._device
-
-    def _announce(self, operation: str, *tensors: Tensor, detail: str = "", where: Tensor | None = None) -> None:
-        """Compare what all ranks are about to do, where ``HPCTRAIN_CHECK`` asks for that.
-
-        ``where`` is the tensor that must be the same piece of node memory on all ranks, or on all of them none.
-        """
-        if self._check is not None:
-            place = "" if where is None else self._host.memory.name_of(where)
-            self._check(operation, *tensors, detail=", ".join(filter(None, (detail, place))))
-
-    def _check_root(self, root: int) -> None:
-        if not 0 <= root < self.size:
-            raise CommunicationError(f"rank {root} is not in 0..{self.size - 1}")
-
-    def _check_tag(self, tag: int) -> None:
-        if not 0 <= tag < USER_TAGS:
-            raise CommunicationError(f"tag {tag} is not in 0..{USER_TAGS - 1}")
-
-    def _only_on(self, root: int, whole: Tensor | None, name: str, share: Tensor) -> Tensor | None:
-        """Return the tensor that only the root has to give, checked; None on the other ranks."""
-        if self.rank != root:
-            return None
-        if whole is None:
-            raise CommunicationError(
-                f"the root, rank {root}, needs {name}: {self.size} shares of {share.numel()} elements"
-            )
-        self._check_shares(share, whole)
-        return whole
-
-    def _check_shares(self, share: Tensor, whole: Tensor) -> None:
-        if share.dtype != whole.dtype or share.numel() * self.size != whole.numel():
-            raise CommunicationError(
-                f"{whole.numel()} elements of {whole.dtype} are not {self.size} shares "
-                f"of {share.numel()} elements of {share.dtype}"
-            )

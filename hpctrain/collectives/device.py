@@ -99,6 +99,11 @@ class DeviceCollectives:
                 carrier = self._carriers[path]
                 part.copy_(self._reduced_share(carrier, whole, [part.numel()] * carrier.size, op))
 
+    def start_reduce_scatter(self, out: Tensor, tensor: Tensor, op: str, algorithm: str = "auto") -> Work:
+        """Start to reduce over all ranks and keep a share: on a GPU nothing else ever happens."""
+        self.reduce_scatter(out, tensor, op, algorithm)
+        return Finished()
+
     def all_gather(self, out: Tensor, tensor: Tensor, algorithm: str = "auto") -> None:
         """Put the tensors of all ranks behind each other in ``out``."""
         path = self._choose("all_gather", tensor, algorithm)

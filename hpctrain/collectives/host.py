@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from hpctrain.collectives.choice.select import check_known
 from hpctrain.collectives.choice.table import Layout, Table
-from hpctrain.collectives.choice.ways import NODE_ALGORITHMS, Ways
+from hpctrain.collectives.choice.ways import NODE_ALGORITHMS, Ways, borrowed
 from hpctrain.collectives.messages import pairwise, tree
 from hpctrain.collectives.node.shared import SharedMemory
 from hpctrain.collectives.reduction import Reducer
 from hpctrain.collectives.topology import Topology
 from hpctrain.transport.base import Finished, Transport, Work
 
-T = TypeVar("T", bound=Callable[[], object])
+T = TypeVar("T", bound=Callable[..., object])
 
 KEPT = 1024  # ways kept; who reduces ever other tensors shall not fill the memory with them
 
@@ -34,7 +34,7 @@ class HostCollectives:
         self.transport = transport
         self.memory = SharedMemory(transport, node, place, reducer)
         self._ways = Ways(transport, reducer, self.memory)
-        self.kept: dict[Hashable, Callable[[], object]] = {}  # by operation, addresses, sizes, dtype, and how
+        self.kept: dict[Hashable, Callable[..., Any]] = {}  # by operation, addresses, sizes, dtype, and how
 
     def use_tables(self, tables: Mapping[Layout, Table]) -> None:
         """Choose by what was measured; a call by all ranks with the same tables."""
@@ -73,11 +73,10 @@ class HostCollectives:
 
     def start_all_reduce(self, tensor: Tensor, op: str, algorithm: str = "auto") -> Work:
         """Start to reduce over all ranks, in place; only in node memory it is left under way."""
-        in_node = algorithm in ("auto", *NODE_ALGORITHMS) and self.memory.place_of(tensor) == "window"
-        if not (in_node and tensor.numel()):
+        key = ("start_all_reduce", tensor.data_ptr(), tensor.numel(), tensor.dtype, op, algorithm)
+        if key not in self.kept and not self._stays_under_way(tensor, "all_reduce", algorithm):
             self.all_reduce(tensor, op, algorithm)
             return Finished()
-        key = ("start", tensor.data_ptr(), tensor.numel(), tensor.dtype, op)
         return self._keep(key, lambda: self.memory.node.start_all_reduce(tensor, op))()
 
     def reduce_scatter(self, out: Tensor, tensor: Tensor, op: str, algorithm: str = "auto") -> None:
@@ -87,6 +86,14 @@ class HostCollectives:
             self._keep(key, lambda: self._ways.reduce_scatter(out, tensor, op, algorithm))()
         else:
             out.copy_(tensor)
+
+    def start_reduce_scatter(self, out: Tensor, tensor: Tensor, op: str, algorithm: str = "auto") -> Work:
+        """Start to reduce over all ranks and keep this rank's share; left under way as ``start_all_reduce`` is."""
+        key = pair_key("start_reduce_scatter", out, tensor, op, algorithm)
+        if key not in self.kept and not self._stays_under_way(tensor, "reduce_scatter", algorithm):
+            self.reduce_scatter(out, tensor, op, algorithm)
+            return Finished()
+        return self._keep(key, lambda: self.memory.node.start_reduce_scatter(borrowed(out), tensor, op))(out)
 
     def all_gather(self, out: Tensor, tensor: Tensor, algorithm: str = "auto") -> None:
         """Put the tensors of all ranks behind each other, in rank order."""
@@ -114,6 +121,13 @@ class HostCollectives:
             return True
         check_known(operation, algorithm)
         return False
+
+    def _stays_under_way(self, tensor: Tensor, operation: str, algorithm: str) -> bool:
+        """Tell whether an operation that is only started is done in node memory, where it need not end at once."""
+        if not tensor.numel() or self.memory.place_of(tensor) != "window":
+            return False
+        able = algorithm in NODE_ALGORITHMS and not self.memory.why_not(algorithm, operation, "window")
+        return algorithm == "auto" or able
 
     def _keep(self, key: Hashable, make: Callable[[], T]) -> T:
         found = self.kept.get(key)

@@ -47,6 +47,14 @@ class HostedCollectives:
         with self.turn("reduce_scatter"), hosted(tensor, back=False) as host, hosted(out) as part:
             self._host.reduce_scatter(part, host, op, algorithm)
 
+    def start_reduce_scatter(self, out: Tensor, tensor: Tensor, op: str, algorithm: str) -> Work:
+        """Start to reduce over all ranks and keep this rank's share in ``out``."""
+        with self.turn("reduce_scatter"), hosted(tensor, back=False) as host, hosted(out) as part:
+            work = self._host.start_reduce_scatter(part, host, op, algorithm)
+            if part.data_ptr() != out.data_ptr():
+                work.wait()  # a copy, which goes back when this block ends
+            return self.held(work)
+
     def all_gather(self, out: Tensor, tensor: Tensor, algorithm: str) -> None:
         """Put the tensors of all ranks behind each other in ``out``."""
         with self.turn("all_gather"), hosted(tensor, back=False) as host, hosted(out) as whole:

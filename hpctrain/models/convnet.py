@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor, nn
 
 from hpctrain.errors import SettingsError
+from hpctrain.models.weights import draw_weights, give_memory, initialise_as_torch
 
 
 class ConvNet(nn.Module):
@@ -26,19 +28,31 @@ class ConvNet(nn.Module):
                 f"convnet with channels {list(channels)} and {outputs} outputs on images of {height} x {width}: "
                 f"needs numbers above 0 and at least {shrink} x {shrink} pixels"
             )
-        layers: list[nn.Module] = []
-        for size, next_size in zip([depth, *channels], channels):
-            layers += [
-                nn.Conv2d(size, next_size, kernel_size=3, padding=1, bias=False),  # the norm brings its own
-                nn.BatchNorm2d(next_size),
-                nn.ReLU(),
-                nn.MaxPool2d(2),
-            ]
-        self.features = nn.Sequential(*layers)
-        self.head = nn.Linear([depth, *channels][-1] * (height // shrink) * (width // shrink), outputs)
+        pixels = (height // shrink) * (width // shrink)
+        with torch.device("meta"):  # where torch's own weights cost nothing
+            self.features = nn.Sequential(*_layers([depth, *channels]))
+            self.head = nn.Linear([depth, *channels][-1] * pixels, outputs)
+        give_memory(self)
+        draw_weights(self, self.initialise)
 
     def forward(self, images: Tensor) -> Tensor:
         """Return ``[batch, outputs]`` for images ``[batch, (channels,) height, width]``."""
         if images.ndim == 3:
             images = images.unsqueeze(1)
         return self.head(self.features(images).flatten(1))  # type: ignore[no-any-return]
+
+    def initialise(self, name: str, module: nn.Module) -> None:
+        """Draw the weights of one module in place, from torch's seed and the module's name in the model."""
+        initialise_as_torch(name, module)
+
+
+def _layers(channels: Sequence[int]) -> list[nn.Module]:
+    layers: list[nn.Module] = []
+    for size, next_size in zip(channels, channels[1:]):
+        layers += [
+            nn.Conv2d(size, next_size, kernel_size=3, padding=1, bias=False),  # the norm brings its own
+            nn.BatchNorm2d(next_size),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+        ]
+    return layers

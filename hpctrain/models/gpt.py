@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from hpctrain.errors import UsageError
 from hpctrain.models.shapes import GPTConfig
+from hpctrain.models.weights import draw, draw_weights, generator_for, give_memory, has_weights, reset_norm
 
 
 class Embedding(nn.Module):
@@ -97,13 +98,15 @@ class GPT(nn.Module):
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.config = config
-        self.embedding = Embedding(config)
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
-        self.norm = nn.LayerNorm(config.width)
-        self.head = nn.Linear(config.width, config.vocab_size, bias=False)
-        self._initialise()
+        with torch.device("meta"):  # where torch's own weights cost nothing
+            self.embedding = Embedding(config)
+            self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+            self.norm = nn.LayerNorm(config.width)
+            self.head = nn.Linear(config.width, config.vocab_size, bias=False)
+        give_memory(self)
         if config.tied:
             self.head.weight = self.embedding.token.weight
+        draw_weights(self, self.initialise)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Return logits ``[batch, length, vocab_size]`` for int64 tokens ``[batch, length]``."""
@@ -112,11 +115,20 @@ class GPT(nn.Module):
             x = block(x)
         return self.head(self.norm(x))  # type: ignore[no-any-return]
 
-    def _initialise(self) -> None:
-        # Each block adds two terms to the stream: scaled down, the sum's variance does not grow with depth.
-        scaled = 0.02 / math.sqrt(2 * self.config.layers)
-        for name, module in self.named_modules():
-            if isinstance(module, (nn.Linear, nn.Embedding)):
-                nn.init.normal_(module.weight, std=scaled if name.endswith(".project") else 0.02)
+    def initialise(self, name: str, module: nn.Module) -> None:
+        """Draw the weights of one module in place; ``name`` is its name in the model, whose other modules need not be.
+
+        They follow from torch's seed and the name. On the meta device nothing is drawn.
+        """
+        if not has_weights(module):
+            return
+        if isinstance(module, (nn.Linear, nn.Embedding)):
+            # Each block adds two terms to the stream: scaled down, the sum's variance does not grow with depth.
+            std = 0.02 / math.sqrt(2 * self.config.layers) if name.endswith(".project") else 0.02
+            shared = self.config.tied and name == "head"
+            generator = generator_for("embedding.token" if shared else name)
+            draw(module.weight, lambda host: host.normal_(std=std, generator=generator))
             if isinstance(module, nn.Linear) and module.bias is not None:
                 nn.init.zeros_(module.bias)
+        else:
+            reset_norm(name, module)

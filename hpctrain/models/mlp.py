@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import torch
 from torch import nn
 
 from hpctrain.errors import SettingsError
+from hpctrain.models.weights import draw_weights, give_memory, initialise_as_torch
 
 
 class MLP(nn.Sequential):
@@ -21,6 +23,13 @@ class MLP(nn.Sequential):
         if min(sizes) < 1:
             raise SettingsError(f"mlp with sizes {sizes}: allowed are whole numbers above 0")
         layers: list[nn.Module] = [nn.Flatten()]
-        for size, next_size in zip(sizes, sizes[1:]):
-            layers += [nn.Linear(size, next_size), nn.ReLU()]
+        with torch.device("meta"):  # where torch's own weights cost nothing
+            for size, next_size in zip(sizes, sizes[1:]):
+                layers += [nn.Linear(size, next_size), nn.ReLU()]
         super().__init__(*layers[:-1])
+        give_memory(self)
+        draw_weights(self, self.initialise)
+
+    def initialise(self, name: str, module: nn.Module) -> None:
+        """Draw the weights of one module in place, from torch's seed and the module's name in the model."""
+        initialise_as_torch(name, module)

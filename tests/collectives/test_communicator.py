@@ -44,6 +44,8 @@ def test_one_rank_keeps_what_it_has(comm: Any) -> None:
     assert work.done()
     comm.broadcast(buffer)
     assert comm.reduce_scatter(torch.empty(3), buffer).tolist() == [2, 2, 2]
+    share = torch.empty(3)
+    assert comm.reduce_scatter(share, buffer, async_op=True).done() and share.tolist() == [2, 2, 2]
     assert comm.all_gather(torch.empty(3), buffer).tolist() == [2, 2, 2]
     assert buffer.tolist() == [2, 2, 2]
 

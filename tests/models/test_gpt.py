@@ -118,6 +118,24 @@ def test_the_seed_alone_decides_the_weights() -> None:
     assert not all(torch.equal(a, b) for a, b in zip(weights(3), weights(4)))
 
 
+def test_a_tied_head_by_itself_is_the_embedding_of_another_rank() -> None:
+    torch.manual_seed(1)
+    config = GPTConfig(layers=1, heads=1, width=8, context=4, vocab_size=11, tied=True)
+    with torch.device("meta"):
+        stage = GPT(config)
+    stage.head = torch.nn.Linear(8, 11, bias=False)
+    stage.initialise("head", stage.head)
+    assert torch.equal(stage.head.weight, GPT(config).embedding.token.weight)
+
+
+def test_depth_changes_the_scale_of_what_is_added_and_nothing_else() -> None:
+    torch.manual_seed(1)
+    shallow, deep = (GPT(GPTConfig(layers=n, heads=4, width=24, context=16, vocab_size=50)) for n in (2, 8))
+    for name, parameter in shallow.named_parameters():
+        factor = 2 if name.endswith("project.weight") else 1
+        torch.testing.assert_close(parameter, factor * deep.get_parameter(name))
+
+
 def test_dropout_acts_in_training_only() -> None:
     model = _model(GPTConfig(layers=2, heads=2, width=24, context=16, vocab_size=50, dropout=0.5))
     tokens = torch.randint(50, (2, 16))

@@ -37,7 +37,7 @@ def test_the_window_is_known_before_the_model_is_built() -> None:
 
 
 def test_settings_come_from_a_tree_and_go_back() -> None:
-    tree = {"name": "mlp", "options": {"hidden": [3, 4]}}
+    tree = {"name": "mlp", "options": {"hidden": [3, 4]}, "meta": False}
     assert to_tree(build(ModelSettings, tree, "model.")) == tree
 
 

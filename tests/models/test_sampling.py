@@ -15,7 +15,7 @@ from hpctrain.models.shapes import GPTConfig
 
 @pytest.fixture
 def model() -> GPT:
-    torch.manual_seed(0)
+    torch.manual_seed(8)
     made = GPT(GPTConfig(layers=1, heads=2, width=8, context=6, vocab_size=7, dropout=0.5, tied=False))
     for parameter in made.parameters():
         torch.nn.init.normal_(parameter, std=1.0)

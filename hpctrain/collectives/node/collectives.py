@@ -104,6 +104,11 @@ class NodeCollectives:
         """Return the way to reduce a tensor of ``empty``, and keep a share in any memory."""
         return self._run("reduce_scatter", self._shares.reduce_scatter(out, self._views(tensor), op))
 
+    def start_reduce_scatter(self, out: Tensor, tensor: Tensor, op: str) -> Callable[[Tensor], Work]:
+        """Return the way to start what ``reduce_scatter`` does, of the tensor that lies where ``out`` does."""
+        share = self._shares.reduce_scatter(out, self._views(tensor), op)
+        return lambda out: self._queue.start("reduce_scatter", share, out)
+
     def all_gather(self, out: Tensor, tensor: Tensor) -> Way:
         """Return the way to gather shares, in any memory, in a tensor of ``empty`` or ``common``."""
         views = self._views(out)

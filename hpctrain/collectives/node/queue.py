@@ -25,9 +25,9 @@ class NodeQueue:
         self.memory = memory
         self._pending: deque[_UnderWay] = deque()
 
-    def start(self, operation: str, share: Share) -> Work:
-        """Start an operation and leave it under way."""
-        under_way = _UnderWay(self, operation, share, self.memory.arrive())
+    def start(self, operation: str, share: Share, *held: object) -> Work:
+        """Start an operation and leave it under way, with what must live as long."""
+        under_way = _UnderWay(self, operation, share, self.memory.arrive(), held)
         self._pending.append(under_way)
         return under_way
 
@@ -76,9 +76,10 @@ class NodeQueue:
 class _UnderWay:
     """Be one operation under way (``Work``)."""
 
-    def __init__(self, queue: NodeQueue, operation: str, share: Share, number: int) -> None:
+    def __init__(self, queue: NodeQueue, operation: str, share: Share, number: int, held: tuple[object, ...]) -> None:
         self._queue = queue
         self._share = share
+        self._held = held
         self._links: Chain | None = None
         self._begun = False
         self.operation = operation

@@ -25,18 +25,32 @@ class Owners:
     def __init__(
         self,
         shards: Iterable[nn.Parameter],
-        replaced: Mapping[str, nn.Parameter],
+        replaced: Mapping[str, weakref.ref[nn.Parameter]],
         trusted: tuple[str, ...],
         before: Callable[[], None],
         after: Callable[[], None],
     ) -> None:
         self._shards = {id(shard) for shard in shards}
-        self._replaced = {id(old): (name, weakref.ref(old)) for name, old in replaced.items()}
+        living = {name: old() for name, old in replaced.items()}
+        self._replaced = {id(living[name]): (name, old) for name, old in replaced.items() if living[name] is not None}
         self._trusted, self._before, self._after = trusted, before, after
 
     def attach(self) -> list[RemovableHandle]:
-        """Hook all optimizers of the process."""
-        return [register_optimizer_step_pre_hook(self._first), register_optimizer_step_post_hook(self._last)]
+        """Hook all optimizers of the process, as long as this object lives."""
+        own = weakref.ref(self)
+
+        def first(optimizer: Any, args: Any, kwargs: Any) -> None:
+            if (owners := own()) is not None and owners.check(optimizer):
+                owners._before()
+
+        def last(optimizer: Any, args: Any, kwargs: Any) -> None:
+            if (owners := own()) is not None and owners.holds(optimizer):
+                owners._after()
+
+        handles = [register_optimizer_step_pre_hook(first), register_optimizer_step_post_hook(last)]
+        for handle in handles:
+            weakref.finalize(self, handle.remove)
+        return handles
 
     def check(self, optimizer: torch.optim.Optimizer) -> bool:
         """Tell whether an optimizer updates shards; raise ``UsageError`` where it would not do so rightly."""
@@ -48,18 +62,14 @@ class Owners:
                     "make the optimizer after job.wrap(model)",
                     everywhere=True,
                 )
-        if not any(id(parameter) in self._shards for parameter in _parameters(optimizer)):
+        if not self.holds(optimizer):
             return False
         check_elementwise(optimizer, self._trusted)
         return True
 
-    def _first(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        if self.check(optimizer):
-            self._before()
-
-    def _last(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        if any(id(parameter) in self._shards for parameter in _parameters(optimizer)):
-            self._after()
+    def holds(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Tell whether an optimizer updates shards."""
+        return any(id(parameter) in self._shards for parameter in _parameters(optimizer))
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[nn.Parameter]:

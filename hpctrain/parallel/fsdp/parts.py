@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -40,7 +41,7 @@ class Parts:
     comm: Communicator
     replicas: Communicator | None
     narrow: torch.dtype | None  # what float32 parameters are computed in
-    replaced: dict[str, nn.Parameter]  # the parameters that the model had before
+    replaced: dict[str, weakref.ref[nn.Parameter]]  # the parameters that the model had before, as long as they live
     by_name: dict[str, Member]  # by all names
 
     @property
@@ -56,7 +57,9 @@ def assemble(model: nn.Module, comm: Communicator, settings: ParallelSettings, d
         raise UsageError("the model has no parameter that requires a gradient", everywhere=True)
     check_drawable(model)
     units = find_units(model, settings.units)
-    replaced, names = dict(model.named_parameters()), dict(model.named_parameters(remove_duplicate=False))
+    old = dict(model.named_parameters())
+    numbers = {name: id(parameter) for name, parameter in model.named_parameters(remove_duplicate=False)}
+    replaced = {name: weakref.ref(parameter) for name, parameter in old.items()}
     make_buffers(model, device)
 
     inside, replicas = _groups(comm, settings)
@@ -64,8 +67,11 @@ def assemble(model: nn.Module, comm: Communicator, settings: ParallelSettings, d
     mapped = inside.shares_memory and device.type == "cpu"
     passing = settings.data == "fsdp" and not mapped
     maker = PieceMaker(inside, _memory(inside, device, mapped), device, passing=passing, narrow=narrow)
-    stations, pieces = _cut(maker, units, list(replaced), settings, passing)
-    _fill(model, pieces, replaced, comm, replicas, device)
+    stations, pieces = _cut(maker, units, list(old), settings, passing)
+    members = {id(old[member.name]): member for piece in pieces for member in piece.members}
+    by_name = {name: members[number] for name, number in numbers.items()}
+    units = [Unit(unit.name, unit.module, [], []) for unit in units]  # without the old parameters
+    _fill(model, pieces, old, comm, replicas, device)
 
     lane = Lane(streams_of(device))
     whole = settings.data == "zero1"
@@ -88,8 +94,6 @@ def assemble(model: nn.Module, comm: Communicator, settings: ParallelSettings, d
     )
     if isinstance(form, Passing):
         form.reducer = reduction
-    shards = {id(replaced[member.name]): member for piece in pieces for member in piece.members}
-    by_name = {name: shards[id(parameter)] for name, parameter in names.items()}
     return Parts(units, pieces, form, reduction, inside, replicas, narrow, replaced, by_name)
 
 
@@ -128,20 +132,22 @@ def _cut(
 def _fill(
     model: nn.Module,
     pieces: list[Piece],
-    replaced: dict[str, nn.Parameter],
+    old: dict[str, nn.Parameter],
     comm: Communicator,
     replicas: Communicator | None,
     device: torch.device,
 ) -> None:
-    """Give every rank its shards of rank 0's values, and put the shards into the model."""
+    """Give every rank its shards of rank 0's values, put them into the model, and let go of the ``old`` parameters."""
     values = Values(model, device)
 
     def value(member: Member) -> Tensor:
-        return values.of(member.name, replaced[member.name])
+        return values.of(member.name, old[member.name])
 
     for piece in pieces:
         piece.fill(value if comm.rank == 0 else None, replicas)
         piece.show_shards()
+        for member in piece.members:
+            del old[member.name]
     for buffer in model.buffers():
         comm.broadcast(buffer)
 

@@ -113,6 +113,13 @@ class Piece:
 
     def contribute(self) -> None:
         """Put this rank's slice in its place."""
+        storage = self.own.untyped_storage().data_ptr()
+        for member in self.members:
+            if member.shard.numel() and member.shard.untyped_storage().data_ptr() != storage:
+                raise UsageError(
+                    f"parameter {member.name} was moved or converted after job.wrap(model) (model.to, model.half): "
+                    "do that before"
+                )
         if self.own is not self.place:
             self.place.copy_(self.own)
 
@@ -125,6 +132,7 @@ class Piece:
         """Give the memory of whole parameters back, where they only pass by."""
         if self.passing:
             self.flat.untyped_storage().resize_(0)
+            self.comm.forget()
 
     # Faces ------------------------------------------------------------------------------------------------------------
 

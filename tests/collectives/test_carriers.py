@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from hpctrain.collectives.communicator import Communicator
+from hpctrain.collectives.carriers import Carriers
 from hpctrain.errors import CommunicationError
 from hpctrain.transport.canary import Verdict
 
@@ -21,10 +21,10 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[int]]:
     """Return addresses: tensors there count as tensors on a GPU."""
     addresses: set[int] = set()
 
-    def side(comm: Any, tensor: torch.Tensor) -> Any:
-        return comm._device if tensor.data_ptr() in addresses and comm._device else comm._hosted
+    def of(carriers: Carriers, tensor: torch.Tensor) -> Any:
+        return carriers.device if tensor.data_ptr() in addresses and carriers.device else carriers.hosted
 
-    monkeypatch.setattr(Communicator, "_side", side)
+    monkeypatch.setattr(Carriers, "of", of)
     yield addresses
 
 
@@ -45,7 +45,7 @@ def test_every_operation_goes_to_the_device(own: Any, on_gpu: set[int]) -> None:
     size, rank = own.size, own.rank
     total = size * (size + 1) / 2
     one = placed(on_gpu, torch.full((6,), rank + 1.0))
-    before = own._hosted.queue.number
+    before = own._carriers.hosted.queue.number
     assert own.all_reduce(one).eq(total).all()
     work = own.all_reduce(one.fill_(1), async_op=True)
     work.wait()
@@ -54,13 +54,15 @@ def test_every_operation_goes_to_the_device(own: Any, on_gpu: set[int]) -> None:
     assert own.reduce(one.fill_(rank + 1.0), "sum", 0).eq(total if rank == 0 else rank + 1).all()
     whole, share = placed(on_gpu, torch.arange(2.0 * size)), placed(on_gpu, torch.empty(2))
     assert own.reduce_scatter(share, whole).tolist() == [size * 2.0 * rank, size * (2.0 * rank + 1)]
+    work = own.reduce_scatter(share.zero_(), whole, async_op=True)
+    assert work.done() and share.tolist() == [size * 2.0 * rank, size * (2.0 * rank + 1)]
     assert own.all_gather(whole, share.fill_(rank)).view(size, 2)[:, 0].tolist() == list(range(size))
     gathered = own.gather(whole if rank == 0 else None, share, 0)
     assert (gathered is whole) == (rank == 0)
     assert own.scatter(share, whole if rank == 0 else None, 0).eq(rank).all()
     swapped = own.all_to_all(placed(on_gpu, torch.empty(size)), placed(on_gpu, torch.full((size,), float(rank))))
     assert swapped.tolist() == list(range(size))
-    assert own._hosted.queue.number - before == 9
+    assert own._carriers.hosted.queue.number - before == 10
 
 
 def test_messages_go_to_the_device(own: Any, on_gpu: set[int]) -> None:
@@ -78,7 +80,8 @@ def test_messages_go_to_the_device(own: Any, on_gpu: set[int]) -> None:
 def test_parts_share_the_order_of_operations(own: Any) -> None:
     part = own.split(own.rank % 2)
     if part.size > 1:
-        assert part._device is not None and part._hosted.queue._order is own._hosted.queue._order
+        assert part._carriers.device is not None
+        assert part._carriers.hosted.queue._order is own._carriers.hosted.queue._order
     part.free()
 
 
@@ -93,5 +96,5 @@ def test_what_is_not_possible_on_the_device_says_what_is(own: Any, on_gpu: set[i
 def test_a_verdict_on_another_mpi_does_not_count(comm: Any) -> None:
     part = comm.split(0)
     part.use_device(HOST, Verdict(True, "it worked", "Some MPI 1.0"))
-    assert "no canary exchange" in part._device._abilities.no_mpi
+    assert "no canary exchange" in part._carriers.device._abilities.no_mpi
     part.free()

@@ -1,0 +1,63 @@
+"""Decide who carries a tensor of a communicator: the host, or the collectives of this rank's device."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from hpctrain.collectives.choice.table import Table
+from hpctrain.collectives.host import HostCollectives
+from hpctrain.collectives.hosted import HostedCollectives
+from hpctrain.errors import CommunicationError
+from hpctrain.transport.base import Transport
+
+if TYPE_CHECKING:
+    from hpctrain.collectives.device import DeviceCollectives
+    from hpctrain.transport.canary import Verdict
+
+
+class Carriers:
+    """Hold the collectives of host tensors, and those of tensors on a GPU once ``use_device`` has made them."""
+
+    def __init__(self, transport: Transport, host: HostCollectives) -> None:
+        self._transport = transport
+        self._host = host
+        self.hosted = HostedCollectives(host)
+        self.device: DeviceCollectives | None = None
+        self.place: tuple[torch.device, Verdict | None] | None = None
+
+    def of(self, tensor: Tensor) -> HostedCollectives | DeviceCollectives:
+        """Return who carries a tensor."""
+        if tensor.device.type not in ("cpu", "cuda"):
+            raise CommunicationError(f"a tensor on {tensor.device} cannot travel: allowed are tensors on cpu and cuda")
+        return self.hosted if self.device is None or tensor.device.type == "cpu" else self.device
+
+    def use_device(
+        self, device: torch.device, verdict: Verdict | None, parent: Carriers | None, table: Table | None
+    ) -> None:
+        """Carry tensors on a GPU as ``Communicator.use_device`` says; ``table`` is what was measured there."""
+        from hpctrain.collectives.device import DeviceCollectives, maker, paths_of
+        from hpctrain.collectives.queue import OperationQueue
+        from hpctrain.transport.canary import library_name
+        from hpctrain.transport.device import believe, gather_abilities
+
+        found = verdict.cuda_aware if verdict is not None and verdict.holds_for(library_name()) else None
+        abilities = gather_abilities(self._transport, device, believe(found))
+        queue = self.hosted.queue = OperationQueue(None if parent is None else parent.hosted.queue)
+        self.device = DeviceCollectives(
+            self._transport,
+            self._host,
+            device,
+            abilities,
+            maker(self._transport, device),
+            queue=queue,
+            measured=paths_of(table),
+        )
+        self.place = device, verdict
+
+    def free(self) -> None:
+        """Give back the transports of the device; a call by all ranks."""
+        if self.device is not None:
+            self.device.free()

@@ -1,0 +1,183 @@
+"""Weights follow from the seed and a module's name alone: one that is drawn by itself has those of the whole model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hpctrain.errors import UsageError
+from hpctrain.models.convnet import ConvNet
+from hpctrain.models.gpt import GPT
+from hpctrain.models.mlp import MLP
+from hpctrain.models.shapes import GPTConfig
+from hpctrain.models.weights import draw, draw_weights, generator_for, initialise_as_torch
+
+SHAPE = {"heads": 2, "width": 16, "context": 8, "vocab_size": 31}
+MAKERS: dict[str, Callable[[], Any]] = {
+    "gpt": lambda: GPT(GPTConfig(layers=2, tied=False, **SHAPE)),
+    "tied gpt": lambda: GPT(GPTConfig(layers=2, tied=True, **SHAPE)),
+    "mlp": lambda: MLP((4, 5), 3, hidden=(6, 6)),
+    "convnet": lambda: ConvNet((2, 8, 8), 3, channels=(4, 4)),
+}
+
+models = pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS.keys())
+
+
+def made(make: Callable[[], Any], seed: int = 5, device: str = "cpu") -> Any:
+    torch.manual_seed(seed)
+    with torch.device(device):
+        return make()
+
+
+def same(one: nn.Module, two: nn.Module) -> list[bool]:
+    return [torch.equal(a, b) for a, b in zip(one.state_dict().values(), two.state_dict().values())]
+
+
+# Seeds ----------------------------------------------------------------------------------------------------------------
+
+
+def test_a_generator_follows_from_seed_and_name() -> None:
+    def numbers(seed: int, name: str) -> list[int]:
+        torch.manual_seed(seed)
+        return torch.randint(2**31, (4,), generator=generator_for(name)).tolist()
+
+    assert numbers(1, "head") == numbers(1, "head")
+    assert len({tuple(numbers(seed, name)) for seed in (1, 2, 11) for name in ("head", "1head", "body", "")}) == 12
+
+
+@models
+def test_the_seed_decides_and_only_the_seed(make: Callable[[], Any]) -> None:
+    one, two, other = made(make), made(make), made(make, seed=6)
+    torch.manual_seed(5)
+    torch.randn(100)
+    assert all(same(one, two)) and all(same(one, make()))
+    drawn = [name for name, parameter in one.named_parameters() if len(parameter.unique()) > 1]
+    assert drawn and not any(torch.equal(one.get_parameter(name), other.get_parameter(name)) for name in drawn)
+
+
+@models
+def test_torchs_own_generator_is_left_alone(make: Callable[[], Any]) -> None:
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    make()
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@models
+def test_no_two_modules_have_the_same_weights(make: Callable[[], Any]) -> None:
+    drawn = [p.flatten()[:4] for p in made(make).parameters() if p.ndim > 1]
+    assert len({tuple(piece.tolist()) for piece in drawn}) == len(drawn) > 2
+
+
+# A module by itself ---------------------------------------------------------------------------------------------------
+
+
+@models
+def test_on_meta_nothing_has_memory_and_nothing_is_drawn(
+    make: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hpctrain.models.weights.draw", None)
+    monkeypatch.setattr("hpctrain.models.gpt.draw", None)
+    model = made(make, device="meta")
+    assert all(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()])
+    for name, module in model.named_modules():
+        model.initialise(name, module)
+    monkeypatch.undo()
+    assert all(parameter.is_meta for parameter in model.parameters())
+    assert [parameter.shape for parameter in model.parameters()] == [p.shape for p in made(make).parameters()]
+
+
+@models
+@pytest.mark.parametrize("step", [1, -1])
+def test_modules_that_get_memory_later_have_the_weights_of_the_whole_model(
+    make: Callable[[], Any], step: int
+) -> None:
+    whole, late = made(make), made(make, device="meta")
+    for name, module in list(late.named_modules())[::step]:
+        if any(True for _ in module.parameters(recurse=False)):
+            module.to_empty(device="cpu", recurse=False)
+            for tensor in module.state_dict().values():
+                tensor.fill_(9)
+        late.initialise(name, module)
+    assert all(same(whole, late)) and len(late.state_dict()) == len(whole.state_dict())
+
+
+@models
+def test_one_module_alone_draws_no_other(make: Callable[[], Any]) -> None:
+    whole, part = made(make), made(make)
+    name = next(name for name, module in part.named_modules() if isinstance(module, nn.Linear))
+    for parameter in part.parameters():
+        nn.init.constant_(parameter, 9)
+    part.initialise(name, part.get_submodule(name))
+    for key, parameter in part.named_parameters():
+        expected = whole.get_parameter(key) if key.startswith(name + ".") else torch.full_like(parameter, 9)
+        assert torch.equal(parameter, expected), key
+
+
+@models
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+def test_another_dtype_changes_the_rounding_only(make: Callable[[], Any], dtype: torch.dtype) -> None:
+    whole, other = made(make).to(dtype), made(make, device="meta").to(dtype).to_empty(device="cpu")
+    for name, module in other.named_modules():
+        other.initialise(name, module)
+    assert all(same(whole, other)) and {p.dtype for p in other.parameters()} == {dtype}
+
+
+def test_a_tensor_with_strides_gets_the_same_numbers() -> None:
+    strided, plain = torch.zeros(40, 30).t(), torch.zeros(30, 40)
+    for tensor in (strided, plain):
+        generator = generator_for("x")
+        draw(tensor, lambda host: host.normal_(generator=generator))
+    assert torch.equal(strided, plain) and plain.std() > 0.9
+
+
+def test_weights_that_two_modules_share_are_drawn_once() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 3))
+    model[2].weight, model[2].bias = model[0].weight, model[0].bias
+    names: list[str] = []
+    draw_weights(model, lambda name, module: names.append(name))
+    assert names == ["0"]
+
+
+# Distributions --------------------------------------------------------------------------------------------------------
+
+
+def spread(tensor: Tensor) -> tuple[float, float, float]:
+    return tensor.mean().item(), tensor.std().item(), tensor.abs().max().item()
+
+
+@pytest.mark.parametrize(
+    "module",
+    [nn.Linear(50, 4000), nn.Conv2d(6, 9000, 3), nn.Conv2d(6, 9000, (3, 1), groups=3)],
+    ids=["linear", "conv", "groups"],
+)
+def test_layers_are_distributed_as_torchs_own(module: nn.Linear | nn.Conv2d) -> None:
+    torch.manual_seed(0)
+    module.reset_parameters()
+    theirs = [spread(parameter) for parameter in module.parameters()]
+    before = [parameter.detach().clone() for parameter in module.parameters()]
+    initialise_as_torch("layer", module)
+    for parameter, expected, old in zip(module.parameters(), theirs, before):
+        assert not torch.isclose(parameter, old, rtol=1e-4).float().mean() > 0.01
+        assert spread(parameter) == pytest.approx(expected, rel=0.05, abs=0.01)
+
+
+@pytest.mark.parametrize("norm", [nn.LayerNorm(8), nn.BatchNorm2d(8)], ids=["layer", "batch"])
+def test_norms_start_anew(norm: nn.Module) -> None:
+    for tensor in norm.state_dict().values():
+        tensor.fill_(7)
+    initialise_as_torch("norm", norm)
+    fresh = type(norm)(8)
+    assert all(same(norm, fresh)) and all(parameter.requires_grad for parameter in norm.parameters())
+
+
+@pytest.mark.parametrize("name", ["gpt", "mlp"])
+def test_a_module_of_an_unknown_kind_is_refused(name: str) -> None:
+    model = made(MAKERS[name])
+    with pytest.raises(UsageError, match="module 'extra' is a PReLU, whose weights this model does not know"):
+        model.initialise("extra", nn.PReLU())
+    model.initialise("extra", nn.ReLU())

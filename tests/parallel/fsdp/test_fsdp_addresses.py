@@ -1,0 +1,48 @@
+"""Memory that units give back serves others: whole parameters never end up where others were before."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from support.shards import FORMS, communicator
+from torch import nn
+
+from hpctrain.parallel.fsdp.piece import Piece
+
+pytestmark = [pytest.mark.ranks, pytest.mark.limit(30)]
+NUMEL = 2**16
+
+
+def empty(numel: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(numel, dtype=dtype)
+
+
+def make(comm: Any, value: float) -> Piece:
+    parameter = nn.Parameter(torch.full((NUMEL,), value))
+    cpu = torch.device("cpu")
+    piece = Piece(["x"], [parameter], [[]], comm, empty, dtype=torch.float32, passing=True, device=cpu)
+    piece.fill((lambda _: parameter.detach()) if comm.rank == 0 else None)
+    return piece
+
+
+@pytest.mark.parametrize("algorithm", ["auto", "ring"])
+def test_equal_pieces_take_turns_in_the_same_memory(
+    comm: Any, algorithm: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with communicator(comm, FORMS["fsdp_alone"]) as own:
+        monkeypatch.setattr(own, "all_gather", partial(own.all_gather, algorithm=algorithm))
+        pieces = [make(own, 1.0), make(own, 2.0)]
+        before, again = -1, 0
+        for turn in range(40):
+            piece = pieces[turn % 2]
+            piece.make_room()
+            again += piece.flat.data_ptr() == before
+            piece.flat.zero_()
+            piece.gather()
+            assert piece.flat.eq(1.0 + turn % 2).all()
+            before = piece.flat.data_ptr()
+            piece.free()
+        assert any(own.all_gather_object(again)), "no address was used again: nothing was tested"
