@@ -86,14 +86,6 @@ class Communicator:
         self._announce("common", detail=f"{numel} {dtype}")
         return self._host.empty(numel, dtype, common=True)
 
-    def forget(self) -> None:
-        """Decide anew how to carry out each operation, as after memory was taken from under a tensor.
-
-        What is kept knows a tensor by its address, at which another one may lie once ``resize_`` of its storage has
-        given the memory back.
-        """
-        self._host.kept.clear()
-
     # Collectives ------------------------------------------------------------------------------------------------------
 
     def barrier(self) -> None:

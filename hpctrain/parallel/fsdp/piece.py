@@ -132,7 +132,6 @@ class Piece:
         """Give the memory of whole parameters back, where they only pass by."""
         if self.passing:
             self.flat.untyped_storage().resize_(0)
-            self.comm.forget()
 
     # Faces ------------------------------------------------------------------------------------------------------------
 
