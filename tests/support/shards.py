@@ -39,12 +39,13 @@ FORMS = {
     "hybrid": Form("fsdp", in_pairs, "node"),
     "hybrid_alone": Form("fsdp", alone, "node"),
 }
-FEW = ("zero1", "fsdp", "fsdp_alone")
+FEW = ("zero1", "fsdp", "fsdp_alone", "hybrid")
 
 
 def fits(name: str, size: int) -> bool:
-    """Tell whether so many ranks can take a form: replicas want equal nodes."""
-    return FORMS[name].within == "world" or FORMS[name].placing is alone or size % 2 == 0
+    """Tell whether so many ranks make a form of its own: two in a pair are one node, and replicas want equal nodes."""
+    form = FORMS[name]
+    return form.placing is not in_pairs or size > 2 and (form.within == "world" or size % 2 == 0)
 
 
 @contextmanager

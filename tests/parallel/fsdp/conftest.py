@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -11,20 +11,22 @@ from support.shards import FEW, FORMS, Form, communicator, fits
 Place = tuple[Any, Form]
 
 
-def _place(comm: Any, request: pytest.FixtureRequest) -> Iterator[Place]:
-    if not fits(request.param, comm.size):
-        pytest.skip("replicas want nodes of equally many ranks")
+def params(names: Iterable[str]) -> list[Any]:
+    """Return the forms, each for the numbers of ranks that make it."""
+    sizes = {name: [size for size in (2, 3, 4) if fits(name, size)] for name in names}
+    marks = {name: pytest.mark.ranks(*found) if found != [2, 3, 4] else () for name, found in sizes.items()}
+    return [pytest.param(name, marks=marks[name]) for name in names]
+
+
+@pytest.fixture(params=params(FORMS))
+def place(comm: Any, request: pytest.FixtureRequest) -> Iterator[Place]:
+    """Return a communicator and a form: all of them."""
     with communicator(comm, FORMS[request.param]) as own:
         yield own, FORMS[request.param]
 
 
-@pytest.fixture(params=FORMS)
-def place(comm: Any, request: pytest.FixtureRequest) -> Iterator[Place]:
-    """Return a communicator and a form: all of them."""
-    yield from _place(comm, request)
-
-
-@pytest.fixture(params=FEW)
+@pytest.fixture(params=params(FEW))
 def some_place(comm: Any, request: pytest.FixtureRequest) -> Iterator[Place]:
     """Return a communicator and a form: one of each kind."""
-    yield from _place(comm, request)
+    with communicator(comm, FORMS[request.param]) as own:
+        yield own, FORMS[request.param]

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.nodes import alone as lonely
 from support.replicas import (
     WIDTH,
     Branches,
@@ -50,8 +51,8 @@ def test_parameters_that_some_or_all_ranks_do_not_use(place: Any) -> None:
         model.zero_grad()
 
 
-def test_unit_that_nobody_used_in_the_first_step(place: Any) -> None:
-    comm, form = place
+def test_unit_that_nobody_used_in_the_first_step(some_place: Any) -> None:
+    comm, form = some_place
     model = Branches()
     strategy = shard(model, comm, form, **SMALL)
     for use in ("ab", "abc", "c"):
@@ -66,7 +67,7 @@ def test_other_order_than_in_the_first_step(some_place: Any) -> None:
     strategy = shard(model, comm, form, **SMALL)
     backward(model, part(comm, comm.rank), 1, *"abc")
     model.zero_grad()
-    if form.placing is not None and form.data == "fsdp":
+    if form.placing is lonely:
         with pytest.raises(UsageError, match="unit [ab] runs more often, or in another order, than in the first step"):
             backward(model, part(comm, comm.rank), 1, *"cba")
         return
@@ -138,15 +139,15 @@ def test_first_step_without_a_sample_is_refused_where_units_pass_by(comm: Any, s
     comm, form = some_place
     model = make_mlp()
     strategy = shard(model, comm, form, **LINEAR)
-    if form.placing is None:
+    if form.placing is not lonely:
         strategy.contribute_nothing()
     else:
         with pytest.raises(UsageError, match=f"rank {comm.rank} has no sample, but the first step needs some"):
             strategy.contribute_nothing()
 
 
-def test_evaluation_between_steps(place: Any) -> None:
-    comm, form = place
+def test_evaluation_between_steps(some_place: Any) -> None:
+    comm, form = some_place
     model, alone = make_mlp(), make_mlp()
     strategy = shard(model, comm, form, **LINEAR)
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, alone)]
@@ -163,14 +164,14 @@ def test_evaluation_between_steps(place: Any) -> None:
                 strategy.contribute_nothing(backward=False)
         # One that ranks end at different times: nobody may update while another still looks.
         with torch.no_grad():
-            for _ in range(1 + 3 * comm.rank if form.placing is None else 1):
+            for _ in range(1 if form.placing is lonely else 1 + 3 * comm.rank):
                 torch.testing.assert_close(model(vectors()[0]), alone(vectors()[0]))
         for each in (model, alone):
             each.train()
 
 
-def test_two_forward_passes_before_one_backward(place: Any) -> None:
-    comm, form = place
+def test_two_forward_passes_before_one_backward(some_place: Any) -> None:
+    comm, form = some_place
     model, alone = make_mlp(), make_mlp()
     strategy = shard(model, comm, form, **LINEAR)
     for step in range(3):
@@ -208,8 +209,8 @@ class Beside(nn.Module):
         return x * self.scale + (torch.tanh(self.left @ self.right) @ self.right).sum(0)
 
 
-def test_units_that_run_twice_and_parameters_beside_the_way(place: Any) -> None:
-    comm, form = place
+def test_units_that_run_twice_and_parameters_beside_the_way(some_place: Any) -> None:
+    comm, form = some_place
     model, alone = Twice(), Twice()
     strategy = shard(model, comm, form, units=("Linear", "Beside"))
     for step in range(3):
@@ -221,8 +222,8 @@ def test_units_that_run_twice_and_parameters_beside_the_way(place: Any) -> None:
 
 
 @pytest.mark.parametrize("inside", [False, True], ids=["around_units", "inside_units"])
-def test_activation_checkpointing(place: Any, inside: bool) -> None:
-    comm, form = place
+def test_activation_checkpointing(some_place: Any, inside: bool) -> None:
+    comm, form = some_place
     model, alone = make_gpt(), make_gpt()
     strategy = shard(model, comm, form, units=("Block",))
     if inside:
@@ -272,8 +273,8 @@ def test_reentrant_checkpointing_of_units(some_place: Any) -> None:
         alone.zero_grad()
 
 
-def test_frozen_parameters(place: Any) -> None:
-    comm, form = place
+def test_frozen_parameters(some_place: Any) -> None:
+    comm, form = some_place
     model, alone = make_mlp(), make_mlp()
     for each in (model, alone):
         for number, parameter in enumerate(each.parameters()):
@@ -291,8 +292,8 @@ def test_frozen_parameters(place: Any) -> None:
         model(vectors()[0])
 
 
-def test_dtypes_and_sizes_of_all_kinds(place: Any) -> None:
-    comm, form = place
+def test_dtypes_and_sizes_of_all_kinds(some_place: Any) -> None:
+    comm, form = some_place
     model, alone = Mixed(), Mixed()
     strategy = shard(model, comm, form, **LINEAR)
     for step in range(2):
@@ -309,8 +310,8 @@ def test_dtypes_and_sizes_of_all_kinds(place: Any) -> None:
 
 
 @pytest.mark.parametrize("max_norm", [1e-3, 1e3, float("inf")])
-def test_clipping_is_by_the_norm_of_all_gradients(place: Any, max_norm: float) -> None:
-    comm, form = place
+def test_clipping_is_by_the_norm_of_all_gradients(some_place: Any, max_norm: float) -> None:
+    comm, form = some_place
     model, alone = make_gpt(), make_gpt()
     strategy = shard(model, comm, form, units=("Block",))
     inputs, targets = (share(tensor, comm) for tensor in tokens())
@@ -333,8 +334,8 @@ def test_gradient_that_is_not_finite_stays(some_place: Any) -> None:
     assert_same(whole_gradients(comm, model, strategy), before, rtol=0, atol=0, equal_nan=True)
 
 
-def test_synchronised_batch_norm(place: Any) -> None:
-    comm, form = place
+def test_synchronised_batch_norm(some_place: Any) -> None:
+    comm, form = some_place
 
     def make() -> nn.Module:
         torch.manual_seed(7)
