@@ -6,6 +6,7 @@ NP       ?= 2# ranks of make train
 TORCH    ?= torch==2.13.0# what pip installs as PyTorch
 CORPUS   ?=# files or folders to train on; empty: the source files of Python's standard library
 RUN      ?= runs/gpt-tiny# where make train writes
+JOBS     ?= auto# workers of make test's first part; auto: one a core, from two to four; 0: none
 REQUIRED ?=# 1: test-multinode fails, and is not skipped, where this machine cannot play two nodes
 
 ifeq ($(filter $(MPI),mpich openmpi site),)
@@ -86,8 +87,8 @@ train: env ## pack CORPUS and train a small GPT on NP ranks; again: resume
 
 # Tests --------------------------------------------------------------------------------------------------------------
 
-test: env ## run all tests: in one process, then on 2 and 3 ranks
-	$(PYTEST) -m "not benchmark"
+test: env ## run all tests: of one process on JOBS workers, then on 2 and 3 ranks
+	$(PYTEST) -m "not benchmark" -n $(JOBS)
 	$(MPIEXEC) -n 2 $(PYTEST) -m ranks
 	$(MPIEXEC) -n 3 $(PYTEST) -m ranks
 

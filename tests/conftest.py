@@ -1,7 +1,8 @@
 """Let tests run in one process, or on the ranks of ``mpiexec -n N python -m pytest -m ranks``.
 
-Tests without the marker ``ranks`` run in one process. Those with it run in a world of a size that the marker names
-(``ranks(2, 4)``), or of any size from two on where it names none. Every test has a time limit, ``limit(seconds)``.
+Tests without the marker ``ranks`` run in one process, or in one of the workers of ``-n auto``, which share them. Those
+with it run in a world of a size that the marker names (``ranks(2, 4)``), or of any size from two on where it names
+none. Every test has a time limit, ``limit(seconds)``.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import pytest
 from support.jobs import JobStarter
 from support.limits import Watchdog
 from support.ranks import RankRun, runs_here, world
+from support.workers import WORKERS_OR_RANKS, WorkersRun, how_many, name_of, spreads
 
 from hpctrain.cluster.launcher import detect
 
@@ -39,12 +41,24 @@ def pytest_configure(config: pytest.Config) -> None:
     # Taken here because nothing is captured yet: what goes to this descriptor is seen.
     descriptor = os.dup(sys.__stderr__.fileno() if sys.__stderr__ else 2)
     comm = config.stash[_COMM] = world(launch)
-    watchdog = Watchdog(f"[rank {comm.rank}] " if comm else "", descriptor)
+    worker = name_of(config)
+    watchdog = Watchdog(f"[rank {comm.rank}] " if comm else f"[{worker}] " if worker else "", descriptor)
     config.stash[_WATCHDOG] = watchdog
     config.add_cleanup(watchdog.disarm)
+    if worker:
+        os.environ["OMP_NUM_THREADS"] = "1"  # before torch comes, because the workers share the cores
     if comm is not None:
+        if spreads(config):
+            raise pytest.UsageError(*([] if comm.rank else [WORKERS_OR_RANKS]))
         config.pluginmanager.register(RankRun(config, comm, descriptor), "hpctrain-ranks")
+    elif spreads(config):
+        config.pluginmanager.register(WorkersRun(watchdog), "hpctrain-workers")
     watchdog.arm(_COLLECTING, "collecting the tests")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    return how_many()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -13,7 +13,7 @@ import torch
 CONTEXT = 16
 
 MODEL = '''
-import os, signal, torch
+import os, signal, time, torch
 
 class Model(torch.nn.Module):
     """Predict the next byte from the last ones; ends its process in a step that the environment names."""
@@ -30,6 +30,7 @@ class Model(torch.nn.Module):
         if self.training:
             self.passes += 1
             if self.passes == int(os.environ.get("KILL_AT", 0)) and os.environ.get("KILL_RANK") == rank():
+                print("killed at", time.time(), flush=True)
                 os.kill(os.getpid(), signal.SIGKILL)
             if self.passes == int(os.environ.get("SIGNAL_AT", 0)) and rank() == "0":
                 os.kill(launcher(), signal.SIGUSR1)

@@ -25,12 +25,13 @@ _SETTLE = 2.0  # what the launcher has killed may need a moment to be gone
 
 @dataclass(frozen=True)
 class Finished:
-    """Hold how a job ended; ``survivors`` are processes that outlived their launcher and were killed."""
+    """Hold how a job ended, and when; ``survivors`` are processes that outlived their launcher and were killed."""
 
     returncode: int
     stdout: str
     stderr: str
     seconds: float
+    ended: float  # as time.time() counts
     survivors: tuple[int, ...]
 
     def __str__(self) -> str:
@@ -97,13 +98,13 @@ class JobStarter:
                 returncode = process.wait(timeout)
             except subprocess.TimeoutExpired:
                 returncode = None
-            seconds = time.monotonic() - start
+            seconds, ended = time.monotonic() - start, time.time()
             survivors = _end(mark, settle=0.0 if returncode is None else _SETTLE)
             process.wait()
         texts = [path.read_text(encoding="utf-8", errors="replace") for path in (out, err)]
         if returncode is None:
             pytest.fail(f"not done after {timeout:g} s: {' '.join(command)}\n{texts[0]}\n{texts[1]}", pytrace=False)
-        return Finished(returncode, texts[0], texts[1], seconds, survivors)
+        return Finished(returncode, texts[0], texts[1], seconds, ended, survivors)
 
 
 def _launcher(n: int) -> list[str]:

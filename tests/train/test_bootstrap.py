@@ -81,12 +81,12 @@ def test_of_several_singletons_one_speaks(tmp_path: Path) -> None:
     config.write_text('[data]\nfiles = ["x.h5"]\n')
     call = "import sys; from hpctrain.cli.main import main; sys.exit(main())"
     command = [sys.executable, "-c", call, "train", str(config)]
-    ended = _singletons(command, SRUN, tmp_path, [0, 1, 2, 3])
-    assert [code for code, _, _ in ended] == [2, 2, 2, 2] and not any(out for _, out, _ in ended)
+    ended = _singletons(command, SRUN, tmp_path, [0, 3])
+    assert [code for code, _, _ in ended] == [2, 2] and not any(out for _, out, _ in ended)
     (line,) = ended[0][2].splitlines()
     assert line.startswith("hpctrain: error: srun started 4 processes, but ") and "--mpi=" in line
     assert "sees a world of 1: each would train alone" in line
-    assert [err for _, _, err in ended[1:]] == ["", "", ""]
+    assert ended[1][2] == ""
     assert [path.name for path in tmp_path.iterdir()] == ["c.toml"]
 
 

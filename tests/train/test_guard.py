@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import time
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +37,7 @@ class Ended:
     def __init__(self, result: Any) -> None:
         self.returncode, self.stderr = result.returncode, result.stderr
         began = re.search(r"harm at (\S+)\n", result.stdout)
-        self.seconds = time.time() - float(began[1]) if began else 0.0
+        self.seconds = result.ended - float(began[1]) if began else 0.0
         self.stdout = re.sub(r"harm at .*\n", "", result.stdout)
         self.text = str(result)
 

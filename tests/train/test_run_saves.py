@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import h5py
@@ -12,6 +14,11 @@ import pytest
 from support.corpus import make_project
 from support.disks import PLENTY, shared_disk
 from support.life import checkpoints_of, metrics_of, receipt_of
+
+from hpctrain.errors import HpctrainError
+from hpctrain.train import guard
+from hpctrain.train.run import train
+from hpctrain.train.settings import load
 
 HPCTRAIN = "import sys; from hpctrain.cli.main import main; sys.exit(main())\n"
 
@@ -26,6 +33,17 @@ def trained(launch: Any, tmp_path: Path) -> Any:
         return launch(n, HPCTRAIN, "train", config, *settings, cwd=tmp_path, env=env, timeout=60)
 
     return run
+
+
+@pytest.fixture
+def trained_here(trained: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Return a function that does in this process, which has torch, what ``trained(0, ...)`` does in another."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "bytes_model", raising=False)
+    monkeypatch.setattr(guard, "Guard", lambda transport: SimpleNamespace(step=None, close=lambda: None))
+    return lambda folder, *words: train(load("tiny.toml", [f"run.folder={folder}", *words]))
 
 
 def test_the_best_by_the_validation_loss_stays(trained: Any, tmp_path: Path) -> None:
@@ -47,9 +65,11 @@ def test_the_best_by_the_validation_loss_stays(trained: Any, tmp_path: Path) -> 
 
 @pytest.mark.slow
 @pytest.mark.limit(120)
-def test_a_full_disk_ends_in_an_error_and_not_in_a_requeue(trained: Any, comm: Any, tmp_path: Path) -> None:
+def test_a_full_disk_ends_in_an_error_and_not_in_a_requeue(
+    trained: Any, trained_here: Any, comm: Any, tmp_path: Path
+) -> None:
     words = ["checkpoint.every=5", "checkpoint.on_error=continue", "train.steps=20"]
-    assert trained(0, tmp_path / "whole", *words).returncode == 0
+    trained_here(tmp_path / "whole", *words)
     size = (tmp_path / "whole/checkpoints/step_00000015.h5").stat().st_size
     with shared_disk(tmp_path / "disk", comm) as disk:
         run = disk.folder / "run"
@@ -83,13 +103,14 @@ def _refused(done: Any) -> str:
     return found[1]
 
 
-def test_a_run_from_another_runs_model(trained: Any, tmp_path: Path) -> None:
+def test_a_run_from_another_runs_model(trained: Any, trained_here: Any, tmp_path: Path) -> None:
     first = tmp_path / "first/checkpoints/step_00000030.h5"
-    assert trained(0, tmp_path / "first", "train.steps=30").returncode == 0
+    trained_here(tmp_path / "first", "train.steps=30")
     done = trained(2, tmp_path / "second", "train.steps=3", f"train.start_from={first}", "optimizer.learning_rate=0")
     assert done.returncode == 0 and f"starting from the model of {first}, written after step 30" in done.stderr, done
     losses = [[row["loss"] for row in metrics_of(tmp_path / name)] for name in ("first", "second")]
     assert losses[1][0] < losses[0][0] - 0.3, "the model had learnt something"
-    refused = trained(0, tmp_path / "third", f"train.start_from={first}", "model.options.width=16")
-    assert refused.returncode == 2 and "does not fit this program" in refused.stderr, refused
-    assert "embedding.weight" in refused.stderr and not (tmp_path / "third").exists()
+    with pytest.raises(HpctrainError, match="does not fit this program") as refused:
+        trained_here(tmp_path / "third", f"train.start_from={first}", "model.options.width=16")
+    assert refused.value.exit_code == 2 and "embedding.weight" in str(refused.value)
+    assert not (tmp_path / "third").exists()
