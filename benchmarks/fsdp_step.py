@@ -1,0 +1,162 @@
+"""Time a training step of a GPT of 25.5 million parameters, shared among ranks in all ways, and measure its memory.
+
+    make -C benchmarks fsdp-step NP=2
+
+In one run, on the same ranks, batches and first weights: the step without synchronisation, hpctrain's DDP, ZeRO-1,
+ZeRO-2 and FSDP (with parameters that the node maps, and with ranks that believe that each is alone on its node),
+torch's DDP and FSDP2 on gloo. The candidates take turns in random order; all ranks start each step together; a step
+takes as long as on the slowest rank.
+
+Memory is measured before, of each candidate in ranks of its own, which `--memory NAME --folder F` on the same number of
+ranks does; the run with `--folder F` reports it. `mpiexec -n 2 python benchmarks/fsdp_step.py` alone times steps only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from comm.peers import process_group
+from comm.place import Place
+from comm.sizes import parse_names
+from harness import RESULTS, mpi_name, mpi_slug, provenance, write
+from saving.report import print_targets, targets_json
+from saving.targets import Target
+from sharding import memory, plot, report
+from sharding.candidates import by_torch, make
+from sharding.names import CANDIDATES, TORCH_DDP
+from sharding.targets import targets
+from sharding.task import FULL, SMALL, Task
+from sharding.timing import drifts, summaries, take_turns
+
+import hpctrain
+from hpctrain.cli.main import Parser, in_world
+from hpctrain.cli.main import report as report_error
+from hpctrain.errors import HpctrainError, UsageError
+
+ROUNDS, WARMUP = 20, 3
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the benchmark; rank 0 prints and writes. Return the exit code."""
+    try:
+        run(parse(argv))
+    except HpctrainError as error:
+        if not error.everywhere and in_world():
+            raise  # one rank of several failed: the guard ends the job
+        return report_error(error)
+    return 0
+
+
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Return the options, checked."""
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = Parser(prog="fsdp_step.py", description=__doc__, formatter_class=raw)
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help="timed steps of each candidate")
+    parser.add_argument("--batch", type=int, default=1, help="sequences a rank (default: %(default)s)")
+    parser.add_argument("--memory", help=f"measure the memory of one candidate: {', '.join(CANDIDATES)}")
+    parser.add_argument("--folder", type=Path, help="where figures of memory are kept for the run that reports them")
+    parser.add_argument("--without", default="", help="candidates to leave out, as in torch-ddp,torch-fsdp")
+    parser.add_argument("--quick", action="store_true", help="a small model, whose figures mean nothing: for tests")
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the results")
+    args = parser.parse_args(argv)
+    args.without = memory.names_of(parse_names(args.without))
+    args.names = [name for name in CANDIDATES.values() if name not in args.without]
+    if args.memory is not None:
+        args.names = memory.names_of([args.memory])
+    _check(args)
+    return args
+
+
+def _check(args: argparse.Namespace) -> None:
+    if args.rounds < 2:
+        raise UsageError(f"{args.rounds} rounds: at least 2 are needed", everywhere=True)
+    if args.batch < 1:
+        raise UsageError(f"--batch {args.batch}: at least 1 sequence is needed", everywhere=True)
+    if args.memory is not None and args.folder is None:
+        raise UsageError("--memory needs --folder: nobody would report what was measured", everywhere=True)
+    if not args.names:
+        raise UsageError("--without leaves nobody to measure", everywhere=True)
+
+
+def run(args: argparse.Namespace) -> None:
+    """Join the job and do what was asked for."""
+    job = hpctrain.init(device="cpu")
+    if job.size < 2:
+        raise UsageError("one rank shares nothing: make -C benchmarks fsdp-step starts two", everywhere=True)
+    task = Task(SMALL if args.quick else FULL, args.batch)
+    with peers_up(job, args.names):
+        if args.memory is not None:
+            found = memory.measure(job.comm, args.names[0], task)
+            if job.rank == 0:
+                memory.save(args.folder, found)
+            return
+        measured = memory.load(args.folder, job.size, task)
+        candidates = make(args.names, task.model, job.comm)
+        if job.rank == 0:
+            print(f"timing {len(candidates)} candidates ...", file=sys.stderr, flush=True)
+        seconds = take_turns(job.comm, candidates, task, WARMUP, args.rounds)
+        losses = {name: candidate.losses for name, candidate in candidates.items()}
+        gathered, all_losses = zip(*job.comm.all_gather_object((seconds, losses)))
+    if job.rank == 0:
+        optimizers = {name: candidate.optimizer_name for name, candidate in candidates.items()}
+        finish(job, args, task, summaries(gathered), optimizers, drifts(all_losses, TORCH_DDP), measured)
+
+
+@contextmanager
+def peers_up(job: Any, names: Sequence[str]) -> Iterator[None]:
+    """Keep torch.distributed up where somebody needs it."""
+    if not by_torch(names):
+        yield
+        return
+    with process_group(Place(job.comm, job.device, torch.float32)):
+        yield
+
+
+def finish(
+    job: Any,
+    args: argparse.Namespace,
+    task: Task,
+    times: dict[str, dict[str, float]],
+    optimizers: dict[str, str],
+    drift: dict[str, float],
+    measured: memory.Memory,
+) -> None:
+    """Print, write and draw a result."""
+    found: list[Target] = list(targets(times, measured))
+    content = {
+        "benchmark": "fsdp-step",
+        "ranks": job.size,
+        "mpi": mpi_name(),
+        "quick": args.quick,
+        "parameters": task.parameter_bytes // 4,
+        "batch_per_rank": task.batch,
+        "context": task.context,
+        "targets": targets_json(found),
+        "seconds": times,
+        "optimizers": optimizers,
+        "largest_relative_loss_differences": drift,
+        "memory": measured,
+        "provenance": provenance(job.size, mpi_name()),
+    }
+    name = f"fsdp-step-np{job.size}-{mpi_slug()}"
+    paths = [write(name, content, args.results), *plot.draw(content, args.results / name)]
+    if args.json:
+        print(json.dumps(content, indent=2))
+        return
+    print(f"\n{content['parameters']:,} parameters, {task.batch} x {task.context} tokens a rank, {job.size} ranks\n")
+    print_targets(found)
+    report.print_times(times, optimizers, drift)
+    report.print_memory(measured)
+    print("written to " + ", ".join(str(path) for path in paths))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

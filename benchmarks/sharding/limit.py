@@ -1,0 +1,72 @@
+"""Train a model in ranks whose address space is limited, and tell how much of it they took."""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from sharding.addresses import resident
+from sharding.task import Task
+from torch.nn.functional import cross_entropy
+
+from hpctrain.models.settings import ModelSettings
+from hpctrain.parallel.settings import ParallelSettings
+from hpctrain.train.job import Job
+
+_STATUS = Path("/proc/self/status")
+LEARNING_RATE = 1e-4
+# 51 million parameters, and 19 million for tests.
+LARGE = ModelSettings(name="gpt-mini", context=64, layers=16, width=512, heads=8)
+MEDIUM = ModelSettings(name="gpt-mini", context=64, layers=6, width=512, heads=8)
+
+
+@dataclass(frozen=True)
+class Trained:
+    """Hold the mean loss of each step, and the memory at most: address space of a rank, pages of all ranks together.
+
+    Both beyond what ranks had when they had joined the job, in bytes.
+    """
+
+    losses: list[float]
+    address_space: int
+    resident: int
+
+
+def train(job: Job, task: Task, data: Any, steps: int, budget: int | None) -> dict[str, Any]:
+    """Train on one batch a rank; a call by all ranks. ``budget``: bytes of address space that a rank may add."""
+    start, before = _status("VmSize"), resident().total
+    if budget is not None:
+        resource.setrlimit(resource.RLIMIT_AS, (start + budget, start + budget))
+    with torch.device("meta"):
+        model = task.model()
+    model = job.wrap(model, ParallelSettings(data=data))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
+    inputs, targets = next(task.batches(job.rank))
+    losses, most = [], 0
+    for _ in range(steps):
+        loss = cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        most = max(most, resident().total - before)
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    peak = _status("VmPeak") - start
+    return asdict(_together(job.comm.all_gather_object((losses, peak, most))))
+
+
+def _together(ranks: Sequence[tuple[list[float], int, int]]) -> Trained:
+    losses, peaks, pages = zip(*ranks)
+    means = [sum(step) / len(step) for step in zip(*losses)]
+    return Trained(means, max(peaks), sum(pages))
+
+
+def _status(name: str) -> int:
+    """Return a field of proc(5)'s status, in bytes."""
+    for line in _STATUS.read_text().splitlines():
+        if line.startswith(f"{name}:"):
+            return int(line.split()[1]) * 1024
+    raise OSError(f"{_STATUS} has no {name}")

@@ -1,0 +1,32 @@
+"""Name the candidates, the same everywhere: short words for the command line, names for tables and pictures."""
+
+from __future__ import annotations
+
+ALONE = "no synchronisation"  # each rank trains for itself: what the others cannot beat but by sharing memory
+DDP = "hpctrain DDP"
+ZERO1 = "hpctrain ZeRO-1"
+ZERO2 = "hpctrain ZeRO-2"
+FSDP = "hpctrain FSDP"  # one copy of the parameters in node memory
+PASSING = "hpctrain FSDP, one rank a node"  # ranks that believe so: units are gathered and freed
+TORCH_DDP = "torch DDP + gloo"
+TORCH_FSDP = "torch FSDP2 + gloo"
+
+CANDIDATES = {
+    "alone": ALONE,
+    "ddp": DDP,
+    "zero1": ZERO1,
+    "zero2": ZERO2,
+    "fsdp": FSDP,
+    "passing": PASSING,
+    "torch-ddp": TORCH_DDP,
+    "torch-fsdp": TORCH_FSDP,
+}
+
+# What memory is for.
+PARAMETERS, GRADIENTS, STATES, ACTIVATIONS, REST = "parameters", "gradients", "states", "activations", "rest"
+KINDS = (PARAMETERS, GRADIENTS, STATES, ACTIVATIONS)
+
+NOTE = (
+    f"{PASSING}: on this one node, but its ranks believe that each has a node of its own; what they gather and "
+    "reduce goes by MPI's messages"
+)

@@ -1,0 +1,66 @@
+"""The benchmark of a model that fits with FSDP only."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import fits
+import pytest
+from fits import Outcome, fell, last_words
+from support.jobs import JobStarter
+
+from hpctrain.errors import UsageError
+
+PROGRAM = Path(__file__).resolve().parents[2] / "benchmarks" / "fits.py"
+
+
+@pytest.mark.benchmark
+@pytest.mark.limit(400)
+def test_ddp_does_not_fit_and_fsdp_does(launch: JobStarter, tmp_path: Path) -> None:
+    done = launch(0, PROGRAM, "--quick", "--results", tmp_path, timeout=300)
+    assert done.returncode == 0, done
+    found = json.loads((tmp_path / "fits-np4.json").read_text())
+    free, ddp, fsdp = (found["runs"][name] for name in ("DDP, no limit", "DDP", "FSDP"))
+    assert found["shown"] and ddp["trained"] is None and ddp["code"] != 0 and ddp["error"] in done.stdout
+    assert fsdp["trained"]["address_space"] < found["budget_bytes"] < free["trained"]["address_space"]
+    assert fsdp["trained"]["losses"][0] == pytest.approx(free["trained"]["losses"][0], rel=1e-5)
+    assert len(fsdp["trained"]["losses"]) == 5 and fsdp["trained"]["losses"][-1] < fsdp["trained"]["losses"][0]
+    assert "its loss falls in every step: yes" in done.stdout
+
+
+@pytest.mark.benchmark
+@pytest.mark.limit(400)
+def test_a_limit_in_which_nothing_fits_is_no_proof(launch: JobStarter, tmp_path: Path) -> None:
+    done = launch(0, PROGRAM, "--quick", "--ranks", "2", "--budget", "40MB", "--results", tmp_path, timeout=300)
+    assert done.returncode == 1 and "its loss falls in every step: no" in done.stdout, done
+    assert json.loads((tmp_path / "fits-np2.json").read_text())["shown"] is False
+
+
+@pytest.mark.parametrize(
+    "losses, code, expected",
+    [([3.0, 2.0, 1.0], 0, True), ([3.0, 2.0, 2.5], 0, False), ([3.0, 2.0], 1, False), ([3.0], 0, False)],
+)
+def test_a_loss_falls_in_every_step_of_a_run_that_ended_well(losses: list[float], code: int, expected: bool) -> None:
+    assert fell(Outcome({"losses": losses}, code, "")) is expected
+    assert not fell(Outcome(None, code, ""))
+
+
+def test_why_a_job_ended_is_what_hpctrain_said_last() -> None:
+    error = "Traceback\n  File x\nhpctrain: rank 1 of 4 ends the job: Exception: many\nlines\nAbort(1) on node 1\n"
+    assert last_words(error) == "hpctrain: rank 1 of 4 ends the job: Exception: many lines"
+    assert last_words("first\nkilled by signal 9\n\n") == "killed by signal 9"
+    assert last_words("") == "nothing was said"
+
+
+@pytest.mark.parametrize("arguments", [("--ranks", "1"), ("--steps", "1")])
+def test_too_few_are_refused(arguments: tuple[str, ...]) -> None:
+    with pytest.raises(UsageError, match="at least 2 of each are needed"):
+        fits.parse(arguments)
+
+
+def test_a_budget_is_read_as_people_type_it() -> None:
+    assert fits.parse(["--budget", "64MiB"]).budget == 64 * 2**20 and fits.parse([]).budget is None
+    with pytest.raises(UsageError, match=re.escape("'x' is not a size")):
+        fits.parse(["--budget", "x"])

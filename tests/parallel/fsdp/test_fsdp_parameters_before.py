@@ -1,0 +1,25 @@
+"""What a model held before it was split is let go: otherwise every rank would keep a whole copy beside its shards."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+from torch import nn
+
+from hpctrain.parallel.attach import attach
+from hpctrain.parallel.settings import SHARDED, ParallelSettings
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("data", SHARDED)
+def test_parameters_of_before_are_let_go(comm: Any, data: Any) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))
+    before = [weakref.ref(parameter) for parameter in model.parameters()]
+    strategy = attach(model, comm, ParallelSettings(data=data))
+    gc.collect()
+    kept = [number for number, parameter in enumerate(before) if parameter() is not None]
+    strategy.detach()
+    assert not kept
