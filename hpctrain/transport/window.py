@@ -20,7 +20,7 @@ import torch
 from mpi4py import MPI
 from torch import Tensor
 
-from hpctrain.errors import DeadlineError
+from hpctrain.errors import CommunicationError, DeadlineError
 from hpctrain.transport.activity import timeout_seconds, waiting
 from hpctrain.transport.mpi import MpiTransport
 from hpctrain.transport.recorder import Recordable
@@ -142,7 +142,14 @@ class NodeMemory(Recordable):
         return buffer
 
     def _window(self, nbytes: int) -> MPI.Win:
-        window = MPI.Win.Allocate_shared(nbytes, 1, comm=self._transport.comm)
+        try:
+            window = MPI.Win.Allocate_shared(nbytes, 1, comm=self._transport.comm)
+        except MPI.Exception as error:
+            raise CommunicationError(
+                f"cannot get {nbytes / 2**20:,.1f} MiB of node-shared memory for rank {self.rank} of {self.size} on "
+                f"this node ({str(error).splitlines()[0]}): look at df -h /dev/shm, ulimit -v and the job's memory "
+                'limit; parallel.data = "fsdp" needs less of it than "ddp"'
+            ) from error
         self._windows.append(window)
         return window
 
