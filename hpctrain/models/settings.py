@@ -27,6 +27,10 @@ class ModelSettings:
     # keyword arguments of the factory, of mlp (hidden) or of convnet (channels)
     options: dict[str, Any] = field(default_factory=dict)
 
+    # build the factory's model without memory; job.wrap lets each module draw its values by its reset_parameters(), and
+    # ranks that divide the model never hold all of it (models by name are built so by themselves)
+    meta: bool = False
+
     # length of the token windows; overrides the named shape, and must be set for a factory that reads tokens
     context: int | None = None
 

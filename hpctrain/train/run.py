@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 
@@ -16,6 +17,7 @@ from hpctrain.data.loader import Loader, check_batch
 from hpctrain.data.settings import open_dataset
 from hpctrain.log import logger
 from hpctrain.models.build import build
+from hpctrain.parallel.settings import SHARDED
 from hpctrain.settings import to_toml, to_tree
 from hpctrain.train import optimizer as optimizers
 from hpctrain.train.bootstrap import init
@@ -52,7 +54,7 @@ def train(settings: Settings, *, verbose: bool = False) -> None:
         # Everything that can be wrong with the input is looked at before the folder is touched.
         agreed(job.comm, lambda: check_batch(settings.train.batch, job.size, settings.train.accumulate))
         corpus = agreed(job.comm, lambda: open_corpus(settings))
-        model = agreed(job.comm, lambda: make_model(settings, corpus))
+        model = agreed(job.comm, lambda: make_model(settings, corpus, job.size))
 
         # The same weights on all ranks, then a generator of its own for each: dropout must differ.
         parameters = sum(parameter.numel() for parameter in model.parameters())
@@ -107,11 +109,17 @@ def open_corpus(settings: Settings) -> Corpus:
     return Corpus(open_dataset(settings.data, "train", window), open_dataset(settings.data, "validation", window))
 
 
-def make_model(settings: Settings, corpus: Corpus) -> nn.Module:
-    """Build the model that the data ask for, its weights drawn from the run's seed."""
+def make_model(settings: Settings, corpus: Corpus, ranks: int) -> nn.Module:
+    """Build the model that the data ask for, its weights drawn from the run's seed.
+
+    One that ``ranks`` are to divide among them is built on the meta device: ``job.wrap`` draws the same weights, and
+    never all of them on one rank.
+    """
     torch.use_deterministic_algorithms(settings.train.deterministic)
     seed_generators(settings.train.seed)
-    return build(settings.model, **corpus.train.facts)
+    divided = settings.model.factory is None and settings.parallel.data in SHARDED and ranks > 1
+    with torch.device("meta") if divided or settings.model.meta else nullcontext():
+        return build(settings.model, **corpus.train.facts)
 
 
 def seed_generators(seed: int) -> None:

@@ -1,0 +1,152 @@
+"""Collectives run beside the computation, ordered behind what they read and before what reads them.
+
+The device does nothing until somebody waits, so that a missing order shows as a wrong value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from support.streams import LateStreams
+from torch import Tensor
+
+from hpctrain.parallel.fsdp.carrier import Lane
+from hpctrain.transport.base import Work
+from hpctrain.transport.streams import HostStreams
+
+
+@pytest.fixture
+def streams() -> LateStreams:
+    return LateStreams(torch.device("cuda"))
+
+
+@pytest.fixture
+def lane(streams: LateStreams) -> Lane:
+    return Lane(streams)
+
+
+class Counting:
+    """Be work under way that ends when it was asked so many times, or waited for."""
+
+    def __init__(self, asks: int) -> None:
+        self.asks, self.waits = asks, 0
+
+    def done(self) -> bool:
+        self.asks -= 1
+        return self.asks < 0
+
+    def wait(self) -> None:
+        self.waits += 1
+
+
+def copying(streams: LateStreams, target: Tensor, source: Tensor) -> Callable[[], Work | None]:
+    """Return a collective: work of the stream that is current when it is called."""
+
+    def collective() -> None:
+        streams.give(streams.current(), lambda: target.copy_(source))
+
+    return collective
+
+
+def compute(streams: LateStreams, action: Callable[[], object]) -> None:
+    streams.give(streams.caller, action)
+
+
+def test_a_device_does_two_things_at_once_and_the_host_does_not(lane: Lane) -> None:
+    assert lane.beside
+    assert not Lane(LateStreams(torch.device("cpu"))).beside and not Lane(HostStreams()).beside
+
+
+def test_a_collective_comes_after_what_it_reads_and_before_what_reads_it(streams: LateStreams, lane: Lane) -> None:
+    first, second, third = (torch.zeros(3) for _ in range(3))
+    compute(streams, lambda: first.fill_(1))
+    ticket = lane.run(copying(streams, second, first))
+    ticket.wait()
+    compute(streams, lambda: third.copy_(second))
+    assert bool((third == 0).all()), "the host has waited"
+    streams.finish()
+    assert bool((third == 1).all())
+
+
+def test_who_does_not_wait_does_not_see_it(streams: LateStreams, lane: Lane) -> None:
+    source, target = torch.ones(3), torch.zeros(3)
+    ticket = lane.run(copying(streams, target, source))
+    streams.finish()
+    assert bool((target == 0).all()), "the computing stream waits for what nobody asked for"
+    ticket.wait()
+    streams.finish()
+    assert bool((target == 1).all())
+
+
+def test_what_is_computed_later_does_not_hold_up_a_collective(streams: LateStreams, lane: Lane) -> None:
+    source, target = torch.ones(3), torch.zeros(3)
+    ticket = lane.run(copying(streams, target, source))
+    compute(streams, lambda: source.fill_(2))  # as memory that is used again, without waiting
+    ticket.wait()
+    streams.finish()
+    assert bool((target == 2).all()), "the collective waited for nobody, so it read what came later"
+    source.fill_(1)
+    ticket = lane.run(copying(streams, target, source))
+    ticket.wait()
+    compute(streams, lambda: source.fill_(2))
+    streams.finish()
+    assert bool((target == 1).all())
+
+
+def test_collectives_keep_their_order(streams: LateStreams, lane: Lane) -> None:
+    done: list[int] = []
+    tickets = []
+    for number in range(5):
+        tickets.append(lane.run(lambda number=number: streams.give(streams.current(), lambda: done.append(number))))
+    tickets[3].wait()
+    streams.finish()
+    assert done == [0, 1, 2, 3]
+    tickets[1].wait()
+    streams.finish()
+    assert done == [0, 1, 2, 3]
+
+
+def test_collectives_are_work_of_one_stream_that_is_not_the_callers(streams: LateStreams, lane: Lane) -> None:
+    seen = []
+    for _ in range(3):
+        lane.run(lambda: seen.append(streams.current()))
+    assert len({each.name for each in seen}) == 1 and seen[0] is not streams.caller
+    assert streams.current() is streams.caller
+
+
+def test_the_callers_stream_comes_back_where_a_collective_raises(streams: LateStreams, lane: Lane) -> None:
+    def broken() -> None:
+        raise ValueError("broken")
+
+    with pytest.raises(ValueError, match="broken"):
+        lane.run(broken)
+    assert streams.current().name == "caller"
+
+
+def test_the_host_never_waits(streams: LateStreams, lane: Lane) -> None:
+    source, target = torch.ones(3), torch.zeros(3)
+    for _ in range(3):
+        ticket = lane.run(copying(streams, target, source))
+        assert ticket.done()
+        ticket.wait()
+    assert not any("host waits" in line for line in streams.log)
+
+
+@pytest.mark.parametrize("streams", [LateStreams(), HostStreams()], ids=["late", "host"])
+def test_work_that_is_under_way_is_asked_and_waited_for_once(streams: LateStreams) -> None:
+    work = Counting(2)
+    ticket = Lane(streams).run(lambda: work)
+    assert [ticket.done() for _ in range(3)] == [False, False, True]
+    ticket.wait()
+    ticket.wait()
+    assert work.waits == 1 and ticket.done()
+
+
+def test_on_the_host_a_collective_is_carried_out_at_once() -> None:
+    done: list[int] = []
+    ticket = Lane(HostStreams()).run(lambda: done.append(1))
+    assert done == [1] and ticket.done()
+    ticket.wait()
+    assert done == [1]

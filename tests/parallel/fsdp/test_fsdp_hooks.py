@@ -1,0 +1,173 @@
+"""Hooks tell when a module runs, and when its backward pass comes and has left."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hpctrain.parallel.fsdp.hooks import (
+    around_forward,
+    cast,
+    differentiable,
+    when_backward_comes_to,
+    when_backward_has_left,
+)
+
+
+@pytest.fixture
+def log() -> list[str]:
+    return []
+
+
+class Told(torch.autograd.Function):
+    """Write down when backward goes through."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, log: list[str], name: str) -> Tensor:
+        ctx.log, ctx.name = log, name
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        ctx.log.append(ctx.name)
+        return gradient, None, None
+
+
+def told(x: Tensor, log: list[str], name: str) -> Tensor:
+    result: Tensor = Told.apply(x, log, name)
+    return result
+
+
+def leaf() -> Tensor:
+    return torch.ones(3, requires_grad=True)
+
+
+def test_tensors_are_found_in_nests() -> None:
+    one, two, three = leaf(), leaf(), leaf()
+    nest = ({"a": one, "b": [torch.ones(1), 5, None]}, (two, OrderedDict(x=three)), "text")
+    assert [id(each) for each in differentiable(nest)] == [id(one), id(two), id(three)]
+    assert differentiable(None) == differentiable(torch.ones(1)) == differentiable([]) == []
+
+
+def test_backward_comes_to_a_module_before_anything_in_it(log: list[str]) -> None:
+    x = leaf()
+    inside = told(x, log, "inside")
+    when_backward_comes_to({"out": [inside]}, lambda: log.append("came"))
+    told(inside, log, "after").sum().backward()
+    assert log == ["after", "came", "inside"]
+
+
+def test_backward_comes_once_however_many_results_it_comes_to(log: list[str]) -> None:
+    x = leaf()
+    results = [told(x, log, "first"), torch.ones(3), told(x, log, "second")]
+    when_backward_comes_to(results, lambda: log.append("came"))
+    (results[0] + 2 * results[2]).sum().backward()
+    assert sorted(log) == ["came", "first", "second"] and log[0] == "came"
+
+
+def test_backward_comes_by_one_of_several_results(log: list[str]) -> None:
+    x = leaf()
+    results = [told(x, log, "first"), told(x, log, "second")]
+    when_backward_comes_to(results, lambda: log.append("came"))
+    results[1].sum().backward()
+    assert log == ["came", "second"]
+
+
+def test_backward_never_comes_where_no_gradient_is_wanted(log: list[str]) -> None:
+    when_backward_comes_to([torch.ones(2), None, 3], lambda: log.append("came"))
+    when_backward_has_left([torch.ones(2), None, 3], lambda: log.append("left"))
+    assert log == []
+
+
+def test_backward_has_left_when_the_gradients_of_all_inputs_have_come(log: list[str]) -> None:
+    one, two = told(leaf(), log, "before one"), told(leaf(), log, "before two")
+    when_backward_has_left(((one, torch.ones(3)), {"y": two}), lambda: log.append("left"))
+    product = told(one * told(two, log, "inside"), log, "end")
+    product.sum().backward()
+    assert log.index("left") > log.index("inside") > log.index("end")
+    assert log.count("left") == 1 and sorted(log[-2:]) != ["end", "left"]
+
+
+def test_inputs_to_which_backward_does_not_go_are_not_waited_for(log: list[str]) -> None:
+    one, two = leaf(), leaf()
+    when_backward_has_left([one, two], lambda: log.append("left"))
+    (told(one, log, "inside") * 2).sum().backward()
+    assert log == ["inside", "left"]
+
+
+# Forward -------------------------------------------------------------------------------------------------------------
+
+
+class Adds(nn.Module):
+    """Add two things, or refuse to."""
+
+    def forward(self, one: Tensor, *, two: Tensor, fail: bool = False) -> dict[str, Tensor]:
+        """Return the sum by name."""
+        if fail:
+            raise ValueError("refused")
+        return {"sum": one + two}
+
+
+def test_a_module_is_surrounded(log: list[str]) -> None:
+    module = Adds()
+    seen: list[Any] = []
+    module.register_forward_pre_hook(lambda module, args: log.append("user's"))
+    module.register_forward_hook(lambda module, args, result: log.append("user's after"))
+    handles = around_forward(
+        module,
+        lambda args, kwargs: log.append("before"),
+        lambda args, kwargs, result: seen.append((args, kwargs, result)),
+    )
+    one, two = torch.ones(1), torch.ones(1)
+    result = module(one, two=two)
+    assert log == ["before", "user's", "user's after"]  # before those that were there: they see whole parameters, too
+    assert [(args, kwargs) for args, kwargs, _ in seen] == [((one,), {"two": two})] and seen[0][2] is result
+    for handle in handles:
+        handle.remove()
+    module(one, two=two)
+    assert len(seen) == 1 and log.count("before") == 1
+
+
+def test_arguments_may_be_replaced() -> None:
+    module = Adds()
+    around_forward(module, lambda args, kwargs: ((args[0] * 10,), {"two": kwargs["two"] * 100}), lambda *_: None)
+    assert module(torch.ones(1), two=torch.ones(1))["sum"].item() == 110
+
+
+def test_a_forward_pass_that_fails_has_an_end(log: list[str]) -> None:
+    module, seen = Adds(), []
+    around_forward(module, lambda args, kwargs: log.append("before"), lambda args, kwargs, result: seen.append(result))
+    with pytest.raises(ValueError, match="refused"):
+        module(torch.ones(1), two=torch.ones(1), fail=True)
+    assert log == ["before"] and seen == [None]
+
+
+# Casting -------------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Plain:
+    """Be something that is no nest."""
+
+    x: Tensor
+
+
+def test_floating_point_tensors_are_cast_and_nothing_else() -> None:
+    held = Plain(torch.ones(1))
+    values = ([torch.ones(2), torch.ones(2, dtype=torch.float64)], {"n": torch.ones(2, dtype=torch.int64), "p": held})
+    found = cast((values, {"flag": True, "none": None, "mask": torch.tensor([True])}), torch.bfloat16)
+    floats, others = found[0]
+    assert [each.dtype for each in floats] == [torch.bfloat16] * 2
+    assert others["n"].dtype is torch.int64 and others["p"] is held and held.x.dtype is torch.float32
+    assert found[1]["flag"] is True and found[1]["none"] is None and found[1]["mask"].dtype is torch.bool
+
+
+def test_gradients_go_back_through_a_cast() -> None:
+    x = leaf()
+    (cast([x], torch.bfloat16)[0] * 2).sum().backward()
+    assert x.grad is not None and x.grad.dtype is torch.float32 and x.grad.tolist() == [2, 2, 2]

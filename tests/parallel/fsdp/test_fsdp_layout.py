@@ -1,0 +1,154 @@
+"""Flat layouts, against NumPy's cut of the same memory; places in a ring, against a simulation of its users."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+
+from hpctrain.parallel.fsdp.layout import ALIGN, Held, Layout, lay_out, ring
+
+Case = tuple[list[int], int, int]  # elements of the parameters, ranks, bytes of an element
+CASES: list[Case] = [
+    (numels, ranks, itemsize)
+    for numels in ([1], [0], [0, 5, 0], [16, 16], [17, 3, 64], [1000], [1, 1, 1, 1, 1, 1, 1], [255, 256, 257])
+    for ranks, itemsize in ((1, 4), (2, 8), (3, 2), (5, 1))
+]
+
+
+def random_case(seed: int) -> Case:
+    draw = random.Random(seed)
+    numels = [draw.randrange(draw.choice((2, 40, 400))) for _ in range(draw.randrange(1, 9))]
+    return numels, draw.randrange(1, 9), draw.choice((1, 2, 4, 8))
+
+
+def every_case(check: Callable[[list[int], int, int], None]) -> Callable[[], None]:
+    """Let a test be one test, of all cases and of many random ones."""
+
+    def test() -> None:
+        for case in [*CASES, *map(random_case, range(200))]:
+            check(*case)
+
+    return test
+
+
+def flat_array(layout: Layout) -> tuple[np.ndarray, list[np.ndarray]]:
+    """Return the flat memory and the parameters in it, every element another number; padding is -1."""
+    flat, parameters, first = np.full(layout.numel, -1), [], 0
+    for place, numel in zip(layout.places, layout.numels):
+        parameters.append(np.arange(first, first + numel))
+        assert (flat[place : place + numel] == -1).all(), "two parameters in one place"
+        flat[place : place + numel] = parameters[-1]
+        first += numel
+    return flat, parameters
+
+
+@every_case
+def test_slices_are_numpys_split_of_the_flat_tensor(numels: list[int], ranks: int, itemsize: int) -> None:
+    layout = lay_out(numels, ranks, itemsize)
+    flat, parameters = flat_array(layout)
+    assert layout.numels == tuple(numels) and flat.size == ranks * layout.share
+    seen: list[list[int]] = [[] for _ in numels]
+    for rank, own in enumerate(np.split(flat, ranks)):
+        assert own.size == layout.share
+        rest = np.ones(own.size, bool)
+        for held, parameter, elements in zip(layout.held(rank), parameters, seen):
+            assert held.numel == held.end - held.begin >= 0
+            part = own[held.offset : held.offset + held.numel]
+            assert part.tolist() == parameter[held.begin : held.end].tolist()
+            rest[held.offset : held.offset + held.numel] = False
+            elements.extend(part.tolist())
+        assert (own[rest] == -1).all(), "an element that is no padding belongs to nobody"
+    # In rank order the ranks hold every element once.
+    assert seen == [parameter.tolist() for parameter in parameters]
+
+
+@every_case
+def test_parameters_and_slices_begin_on_cache_lines_and_nothing_else_is_padded(
+    numels: list[int], ranks: int, itemsize: int
+) -> None:
+    layout = lay_out(numels, ranks, itemsize)
+    starts = [*layout.places, layout.share]
+    assert all(start * itemsize % ALIGN == 0 for start in starts)
+    lines = [-(-numel * itemsize // ALIGN) for numel in numels]
+    assert list(layout.places) == [sum(lines[:number]) * ALIGN // itemsize for number in range(len(numels))]
+    assert layout.share * itemsize == ALIGN * max(1, -(-sum(lines) // ranks))
+
+
+def test_what_a_rank_does_not_hold_is_nothing_at_the_beginning() -> None:
+    layout = lay_out([16, 40], 4, 4)
+    assert layout == Layout((0, 16), (16, 40), 4, 16)
+    assert layout.held(0) == [Held(0, 16, 0), Held(0, 0, 0)]
+    assert layout.held(1) == [Held(0, 0, 0), Held(0, 16, 0)]
+    assert layout.held(3) == [Held(0, 0, 0), Held(32, 40, 0)]
+
+
+# Places in a ring ----------------------------------------------------------------------------------------------------
+
+
+def rings() -> Iterator[tuple[list[int], int]]:
+    """Yield sizes and capacities: some, and many random ones."""
+    yield from [([5], 5), ([5, 5, 5], 5), ([3, 3, 3, 3, 3], 7), ([4, 1, 1, 4, 2], 6), ([1] * 9, 4)]
+    draw = random.Random(7)
+    for _ in range(200):
+        sizes = [draw.randrange(1, draw.choice((3, 20, 60))) for _ in range(draw.randrange(1, 25))]
+        yield sizes, max(sizes) + draw.randrange(draw.choice((1, 40, 400)))
+
+
+def overlapping(offset: int, size: int, other: int, length: int) -> bool:
+    return bool(set(range(offset, offset + size)) & set(range(other, other + length)))
+
+
+def test_a_place_is_free_when_those_before_it_are_done() -> None:
+    for sizes, capacity in rings():
+        seats = ring(sizes, capacity)
+        assert len(seats) == len(sizes)
+        last = 0
+        for number, (seat, size) in enumerate(zip(seats, sizes)):
+            assert 0 <= seat.offset and seat.offset + size <= capacity
+            # No fewer would do, but for those that the tensor before waits for: they are done in order.
+            below = [k + 1 for k in range(number) if overlapping(seat.offset, size, seats[k].offset, sizes[k])]
+            last = max([last, *below])
+            assert seat.after == last <= number, (sizes, capacity, number)
+
+
+def test_writers_in_any_order_and_readers_in_one() -> None:
+    draw = random.Random(11)
+    for sizes, capacity in rings():
+        play(sizes, capacity, draw)
+
+
+def play(sizes: list[int], capacity: int, draw: random.Random) -> None:
+    """Write tensors whenever there is room; read and drop them one behind the other."""
+    seats, memory = ring(sizes, capacity), np.full(capacity, -1)
+    places = [memory[seat.offset : seat.offset + size] for seat, size in zip(seats, sizes)]
+    done, written = 0, set[int]()
+    while done < len(sizes):
+        free = [k for k in range(done, len(sizes)) if k not in written and seats[k].after <= done]
+        if done in written and (not free or draw.random() < 0.4):
+            assert (places[done] == done).all(), f"{done} was overwritten"
+            places[done][:] = -1
+            done += 1
+            continue
+        assert free, "nobody can go on"
+        chosen = draw.choice(free)
+        assert (places[chosen] == -1).all(), f"{chosen} is written where {set(places[chosen])} still lies"
+        places[chosen][:] = chosen
+        written.add(chosen)
+
+
+def waits(sizes: Sequence[int], capacity: int) -> list[int]:
+    return [seat.after for seat in ring(sizes, capacity)]
+
+
+def test_who_has_room_for_all_waits_for_nobody() -> None:
+    assert waits([3, 9, 1, 4], 17) == [0, 0, 0, 0]
+    assert [seat.offset for seat in ring([3, 9, 1, 4], 17)] == [0, 3, 12, 13]
+
+
+def test_so_many_as_fit_are_there_together() -> None:
+    assert waits([2] * 7, 6) == [0, 0, 0, 1, 2, 3, 4]
+    assert waits([6, 2, 2, 2, 6], 6) == [0, 1, 1, 1, 4]
+    assert waits([5, 4, 5], 5) == [0, 1, 2]
+    assert ring([], 4) == []

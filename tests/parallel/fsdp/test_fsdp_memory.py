@@ -1,0 +1,205 @@
+"""What a rank holds: its share of everything, one unit beside the model's own, and no whole gradient."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from support.replicas import make_gpt, share, token_loss, tokens
+from support.shards import FORMS, communicator, shard
+from torch import Tensor, nn
+
+from hpctrain.parallel.fsdp.parts import IN_FLIGHT
+from hpctrain.parallel.fsdp.strategy import ShardedDataParallel
+
+pytestmark = [pytest.mark.ranks, pytest.mark.limit(30)]
+BLOCKS = {"units": ("Block",)}
+
+
+@pytest.fixture
+def apart(comm: Any) -> Iterator[Any]:
+    """Return a communicator of ranks without common memory."""
+    with communicator(comm, FORMS["fsdp_alone"]) as own:
+        yield own
+
+
+@pytest.fixture
+def near(comm: Any) -> Iterator[Any]:
+    """Return a communicator of the ranks of this node, which share memory."""
+    own = comm.split(comm.node)
+    if not own.shares_memory:
+        pytest.skip("no two ranks share a node")
+    yield own
+    own.free()
+
+
+def gathered(strategy: ShardedDataParallel) -> dict[str, int]:
+    """Return the bytes of whole parameters that have memory now, by unit."""
+    return {
+        station.name: sum(piece.flat.untyped_storage().nbytes() for piece in station.pieces)
+        for station in getattr(strategy._form, "_stations")
+    }
+
+
+def present(strategy: ShardedDataParallel) -> set[str]:
+    return {name for name, nbytes in gathered(strategy).items() if nbytes}
+
+
+def backward(model: nn.Module, comm: Any, step: int = 0) -> None:
+    inputs, targets = (share(tensor, comm) for tensor in tokens(step))
+    token_loss(model(inputs), targets).backward()
+
+
+def test_units_have_memory_only_while_a_pass_is_in_them(apart: Any) -> None:
+    model = make_gpt()
+    strategy = shard(model, apart, FORMS["fsdp_alone"], **BLOCKS)
+    seen: list[tuple[str, set[str]]] = []
+    for name, module in model.named_modules():
+        if name.count(".") > 1:  # inside a block
+            module.register_forward_hook(lambda *_, name=name: seen.append((name, present(strategy))))
+            module.register_full_backward_hook(lambda *_, name=name: seen.append((name, present(strategy))))
+    assert not present(strategy)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for step in range(3):
+        seen.clear()
+        inputs, targets = (share(tensor, apart) for tensor in tokens(step))
+        loss = token_loss(model(inputs), targets)
+        assert present(strategy) == {""}  # the model's own unit waits for the backward pass
+        loss.backward()
+        assert not present(strategy)
+        optimizer.step()
+        optimizer.zero_grad()
+        assert len(seen) > 20
+        for name, units in seen:
+            assert units == {"", ".".join(name.split(".")[:2])}
+    with torch.no_grad():
+        model(tokens()[0])
+    assert not present(strategy)
+
+
+def test_failed_passes_leave_no_unit_behind(apart: Any) -> None:
+    model = make_gpt()
+    strategy = shard(model, apart, FORMS["fsdp_alone"], **BLOCKS)
+    backward(model, apart)
+
+    def fail(*_: Any) -> None:
+        raise ValueError("fails")
+
+    handle = model.blocks[1].mlp.register_forward_pre_hook(fail)
+    with pytest.raises(ValueError, match="fails"):
+        model(tokens()[0])
+    assert not present(strategy)
+    handle.remove()
+    backward(model, apart)
+    assert not present(strategy)
+
+
+@pytest.mark.parametrize("form", ["zero1_alone", "zero2_alone", "fsdp_alone"])
+def test_a_rank_holds_its_share_of_parameters_and_states(apart: Any, form: str) -> None:
+    model = make_gpt()
+    total = sum(parameter.numel() for parameter in model.parameters())
+    strategy = shard(model, apart, FORMS[form], **BLOCKS)
+    padded = sum(piece.layout.numel for piece in strategy._parts.pieces)
+    assert sum(piece.own.numel() for piece in strategy._parts.pieces) * apart.size == padded
+    optimizer = torch.optim.AdamW(model.parameters())
+    backward(model, apart)
+    optimizer.step()
+    for moment in ("exp_avg", "exp_avg_sq"):
+        states = [state[moment] for state in optimizer.state.values()]
+        assert len(states) == len(list(model.parameters()))
+        mine = sum(state.untyped_storage().nbytes() // 4 for state in states)
+        assert mine <= padded // apart.size  # less by the padding that fell to this rank
+        assert sum(apart.all_gather_object(mine)) == total
+    gradients = {parameter.grad.untyped_storage()._cdata: parameter.grad.untyped_storage().nbytes()
+                 for parameter in model.parameters() if parameter.grad is not None}
+    assert sum(gradients.values()) * apart.size == 4 * padded
+
+
+def tensors_of(shape: tuple[int, ...]) -> list[Tensor]:
+    """Return all tensors of a shape that are alive and have memory."""
+    gc.collect()
+    return [each for each in gc.get_objects()
+            if type(each) in (Tensor, nn.Parameter) and tuple(each.shape) == shape
+            and not each.is_meta and each.untyped_storage().nbytes()]
+
+
+# A shape for each, of nothing else.
+@pytest.mark.parametrize("form, rows", [("zero2_alone", 37), ("fsdp_alone", 43), ("zero2", 47), ("fsdp", 53)])
+def test_no_whole_gradient_is_left_after_the_backward_pass(comm: Any, form: str, rows: int) -> None:
+    shape = (rows, 41)
+    with communicator(comm, FORMS[form]) as own:
+        torch.manual_seed(7)
+        model = nn.Sequential(nn.Linear(41, 41), nn.Tanh(), nn.Linear(41, rows))
+        shard(model, own, FORMS[form], units=("Linear",), bucket_mib=1e-3)
+        for _ in range(2):
+            model(torch.randn(2, 41)).sum().backward()
+        # What is left are the whole parameters themselves, where they stay.
+        assert len(tensors_of(shape)) == (0 if form == "fsdp_alone" else 1)
+        if form == "fsdp_alone":
+            tensors: list[Tensor] = []
+            model[2].register_forward_pre_hook(lambda *_: tensors.extend(tensors_of(shape)))
+            with torch.no_grad():
+                model(torch.randn(2, 41))
+            assert len(tensors) == 1, "the count does not see what there is"
+
+
+@pytest.mark.parametrize("form", ["zero2_alone", "fsdp_alone"])
+def test_a_model_that_nobody_uses_any_more_leaves_nothing_behind(comm: Any, form: str) -> None:
+    with communicator(comm, FORMS[form]) as own:
+        model = make_gpt()
+        strategy = shard(model, own, FORMS[form], **BLOCKS)
+        backward(model, own)
+        strategy.detach()
+        witnesses = [weakref.ref(model), weakref.ref(strategy), weakref.ref(strategy._parts.members[0].whole)]
+        del model, strategy
+        for _ in range(3):  # nodes of autograd hold each other in ways that take several rounds
+            gc.collect()
+        assert [witness() is None for witness in witnesses] == [True] * 3
+
+
+def room(strategy: ShardedDataParallel) -> Tensor:
+    memory: Tensor = getattr(strategy._reduction._room, "_memory")
+    return memory
+
+
+def test_whole_gradients_have_room_for_a_few_buckets(apart: Any) -> None:
+    for form in ("zero1_alone", "zero2_alone", "fsdp_alone"):
+        for limit in (0.001, 4.0):
+            model = make_gpt()
+            strategy = shard(model, apart, FORMS[form], **BLOCKS, bucket_mib=limit)
+            sizes = [4 * piece.layout.numel for piece in strategy._parts.pieces]
+            few = max(max(sizes), IN_FLIGHT * int(limit * 2**20))
+            expected = sum(sizes) if form == "zero1_alone" else min(sum(sizes), few)
+            assert room(strategy).nbytes == expected
+            assert limit == 4 or form == "zero1_alone" or expected < sum(sizes)
+            backward(model, apart)
+
+
+@pytest.mark.parametrize("data", ["zero1", "zero2", "fsdp"])
+def test_mapped_parameters_are_one_memory_for_the_node(near: Any, data: str) -> None:
+    model = make_gpt()
+    strategy = shard(model, near, FORMS[data], **BLOCKS)
+    for number, piece in enumerate(strategy._parts.pieces):
+        assert piece.own.data_ptr() == piece.place.data_ptr()
+        for writer in range(near.size):
+            near.barrier()
+            if near.rank == writer:
+                piece.flat.fill_(100 * number + writer)
+            near.barrier()
+            assert bool((piece.flat == 100 * number + writer).all())
+
+
+def test_shards_of_mapped_parameters_are_parts_of_them(near: Any) -> None:
+    model = make_gpt()
+    strategy = shard(model, near, FORMS["fsdp"], **BLOCKS)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(near.rank + 1)
+    near.barrier()
+    found = [int((member.whole == rank + 1).sum()) for member in strategy._parts.members for rank in range(near.size)]
+    held = near.all_gather_object([member.held.numel for member in strategy._parts.members])
+    assert found == [count for column in zip(*held) for count in column]

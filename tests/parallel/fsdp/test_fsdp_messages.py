@@ -1,0 +1,210 @@
+"""What split parameters cost in messages: the bytes of the formulas, exactly, and in node memory none."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from support.replicas import Branches, backward, make_gpt, part, share, token_loss, tokens
+from support.shards import FORMS, communicator, shard
+from torch import nn
+
+from hpctrain.parallel.fsdp.strategy import ShardedDataParallel
+from hpctrain.transport.recorder import Recorder
+
+pytestmark = [pytest.mark.ranks, pytest.mark.limit(30)]
+EVEN = 192  # a layer of as many inputs and outputs fills its cache lines, and 2, 3 or 4 ranks share these equally
+
+
+def make_even() -> nn.Module:
+    torch.manual_seed(7)
+    return nn.Sequential(nn.Linear(EVEN, EVEN), nn.Tanh(), nn.Linear(EVEN, EVEN))
+
+
+@pytest.fixture
+def apart(comm: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Return a communicator of ranks without common memory, which send every byte from rank to rank in a ring."""
+    with communicator(comm, FORMS["fsdp_alone"]) as own:
+        monkeypatch.setattr(own, "all_gather", partial(own.all_gather, algorithm="ring"))
+        monkeypatch.setattr(own, "reduce_scatter", partial(own.reduce_scatter, algorithm="ring"))
+        yield own
+
+
+def psi(strategy: ShardedDataParallel, own_unit: bool = True) -> int:
+    """Return the bytes of all flat pieces, padding included; perhaps without those of the model's own unit."""
+    pieces = strategy._parts.pieces
+    if not own_unit:
+        own = getattr(strategy._form, "_stations")[0].pieces
+        pieces = [piece for piece in pieces if piece not in own]
+    return sum(piece.flat.numel() * piece.flat.itemsize for piece in pieces)
+
+
+def used(comm: Any, parameters: int) -> int:
+    """Return the bytes that say which parameters were used: one each, to their owners and back to everybody."""
+    own = parameters // comm.size + (comm.rank < parameters % comm.size)
+    return parameters + own * comm.size
+
+
+def train(model: nn.Module, comm: Any, kind: str, steps: int = 3) -> list[Recorder]:
+    """Return what each step counts: a forward and a backward pass and an update."""
+    optimizer, recorders = torch.optim.SGD(model.parameters(), lr=0.1), []
+    for step in range(steps):
+        with comm.recording() as recorder:
+            if kind == "gpt":
+                inputs, targets = (share(tensor, comm) for tensor in tokens(step))
+                token_loss(model(inputs), targets).backward()
+            elif kind == "mlp":
+                backward(model, part(comm, comm.rank, step))
+            else:
+                model(torch.randn(2, EVEN)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        recorders.append(recorder)
+    return recorders
+
+
+def check(recorder: Recorder, comm: Any, sent: int, parameters: int) -> None:
+    """Compare what this rank sent: messages of that many bytes, and the one about used parameters."""
+    assert set(recorder.calls) <= {"send", "recv", "all_to_all"}
+    assert recorder.bytes["send"] * comm.size == sent * (comm.size - 1)
+    assert recorder.bytes["recv"] == recorder.bytes["send"]
+    assert recorder.bytes["all_to_all"] == used(comm, parameters)
+
+
+@pytest.mark.parametrize("data, times", [("zero1_alone", 2), ("zero2_alone", 2), ("fsdp_alone", 3)])
+def test_a_step_sends_the_parameters_so_many_times(apart: Any, data: str, times: int) -> None:
+    model = make_even()
+    nbytes = sum(parameter.nbytes for parameter in model.parameters())
+    strategy = shard(model, apart, FORMS[data], units=("Linear",))
+    assert psi(strategy) == nbytes, "there is padding"
+    for recorder in train(model, apart, "even"):
+        check(recorder, apart, times * nbytes, 4)
+
+
+@pytest.mark.parametrize("data, times", [("zero1_alone", 2), ("zero2_alone", 2), ("fsdp_alone", 3)])
+@pytest.mark.parametrize("limit", [4, 1e-6], ids=["one_piece", "many_pieces"])
+def test_padding_is_sent_too_and_nothing_else(apart: Any, data: str, times: int, limit: float) -> None:
+    model = make_gpt()
+    strategy = shard(model, apart, FORMS[data], units=("Block",), bucket_mib=limit)
+    # The model's own unit stays whole from the forward pass to the end of the backward pass: gathered once.
+    sent = times * psi(strategy) if times == 2 else 2 * psi(strategy) + psi(strategy, own_unit=False)
+    for recorder in train(model, apart, "gpt"):
+        check(recorder, apart, sent, len(list(model.parameters())))
+
+
+def test_what_mpi_gathers_and_reduces_is_as_much(comm: Any) -> None:
+    for data, gathered in (("zero1_alone", 1), ("zero2_alone", 1), ("fsdp_alone", 2)):
+        with communicator(comm, FORMS[data]) as own:
+            model = make_even()
+            strategy = shard(model, own, FORMS[data], units=("Linear",))
+            pieces = len(strategy._parts.pieces)
+            for recorder in train(model, own, "even"):
+                # As MPI is called: with this rank's share of what is gathered, with all of what is reduced.
+                assert recorder.calls == {"all_gather": gathered * pieces, "reduce_scatter": pieces, "all_to_all": 2}
+                assert recorder.bytes["all_gather"] * own.size == gathered * psi(strategy)
+                assert recorder.bytes["reduce_scatter"] == psi(strategy)
+
+
+def test_passes_that_only_look_gather_and_reduce_nothing(apart: Any) -> None:
+    for data, gathered in (("zero1_alone", 0), ("fsdp_alone", 1)):
+        model = make_even()
+        strategy = shard(model, apart, FORMS[data], units=("Linear",))
+        train(model, apart, "even", 1)
+        with torch.no_grad():
+            model(torch.randn(2, EVEN))  # after an update whole parameters are stale
+            with apart.recording() as recorder:
+                model(torch.randn(2, EVEN))
+        assert recorder.bytes["send"] * apart.size == gathered * psi(strategy) * (apart.size - 1)
+        assert not recorder.calls["all_to_all"]
+
+
+def test_accumulating_passes_send_no_gradients(apart: Any) -> None:
+    for data, gathered in (("zero1_alone", 0), ("fsdp_alone", 2)):
+        model = make_even()
+        strategy = shard(model, apart, FORMS[data], units=("Linear",))
+        train(model, apart, "even", 1)
+        with torch.no_grad():
+            model(torch.randn(2, EVEN))
+        with apart.recording() as recorder, strategy.no_sync():
+            model(torch.randn(2, EVEN)).sum().backward()
+        assert recorder.bytes["send"] * apart.size == gathered * psi(strategy) * (apart.size - 1)
+        assert not recorder.calls["all_to_all"]
+
+
+def test_half_of_the_bytes_are_gathered_in_mixed_precision(apart: Any) -> None:
+    model = make_even()
+    strategy = shard(model, apart, FORMS["zero2_alone"], units=("Linear",), mixed_precision="bfloat16")
+    assert 2 * psi(strategy) == sum(parameter.nbytes for parameter in make_even().parameters())
+    model.eval()
+    with apart.recording() as recorder, torch.no_grad():
+        model(torch.randn(2, EVEN))
+    assert recorder.bytes["send"] * apart.size == psi(strategy) * (apart.size - 1)
+
+
+def test_frozen_parameters_are_gathered_once_and_never_reduced(apart: Any) -> None:
+    for data in ("zero1_alone", "fsdp_alone"):
+        model = make_even()
+        model[0].requires_grad_(False)
+        nbytes = sum(parameter.nbytes for parameter in model[0].parameters())  # as many as the other layer's
+        shard(model, apart, FORMS[data], units=("Linear",))
+        first, second, third = train(model, apart, "even")
+        if data == "zero1_alone":
+            check(first, apart, 3 * nbytes, 2)
+            check(second, apart, 2 * nbytes, 2)
+            check(third, apart, 2 * nbytes, 2)
+        else:
+            # Nothing before the trained layer wants gradients: backward never comes to the frozen one.
+            for recorder in (first, second, third):
+                check(recorder, apart, (1 + 3) * nbytes, 2)
+
+
+def test_units_that_only_another_rank_needs_are_gathered_with_it(apart: Any) -> None:
+    model = Branches()
+    strategy = shard(model, apart, FORMS["fsdp_alone"], units=("Linear",))
+    for use in ("abc", "abc" if apart.rank else "a", "abc"):
+        with apart.recording() as recorder:
+            backward(model, part(apart, apart.rank), 1, *use)
+        check(recorder, apart, 3 * psi(strategy), 6)
+
+
+# In node memory -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def near(comm: Any) -> Iterator[Any]:
+    """Return a communicator of the ranks of this node, which share memory."""
+    own = comm.split(comm.node)
+    if not own.shares_memory:
+        pytest.skip("no two ranks share a node")
+    yield own
+    own.free()
+
+
+@pytest.mark.parametrize("data", ["zero1", "zero2", "fsdp"])
+def test_mapped_parameters_are_never_copied(near: Any, data: str) -> None:
+    model = make_even()
+    strategy = shard(model, near, FORMS[data], units=("Linear",))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(3):
+        with near.recording() as recorder, torch.no_grad():
+            model(torch.randn(2, EVEN))
+        assert not +recorder.bytes
+        model(torch.randn(2, EVEN)).sum().backward()
+        with near.recording() as recorder:
+            optimizer.step()
+            optimizer.zero_grad()
+            with strategy.summon():
+                pass
+        assert not +recorder.bytes
+
+
+def test_mapped_gradients_are_read_where_they_lie(near: Any) -> None:
+    model = make_even()
+    shard(model, near, FORMS["fsdp"])
+    for recorder in train(model, near, "even"):
+        # A rank reduces into memory of its own; that it used the parameters is all that it tells the others.
+        lines = 64 * (-(-near.size * 64 // 64))
+        assert sum(recorder.bytes.values()) <= lines + used(near, 4)

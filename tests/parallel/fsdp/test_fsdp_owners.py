@@ -1,0 +1,173 @@
+"""Updates of shards are framed, whichever optimizer makes them; other optimizers are left alone."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import optimizer as optimizer_module
+
+from hpctrain.errors import UsageError
+from hpctrain.parallel.fsdp.owners import Owners
+
+
+class Watched:
+    """Hold shards that stand for a model's parameters, and what was called around their updates."""
+
+    def __init__(self, log: list[str], name: str, trusted: tuple[str, ...] = ()) -> None:
+        self.name = name
+        self.old = {f"{name}.{part}": nn.Parameter(torch.ones(4)) for part in ("weight", "bias")}
+        self.shards = [nn.Parameter(torch.ones(2)) for _ in self.old]
+        for parameter in [*self.old.values(), *self.shards]:
+            parameter.grad = torch.ones_like(parameter)
+        replaced = {part: weakref.ref(old) for part, old in self.old.items()}
+        self.owners = Owners(
+            self.shards, replaced, trusted, lambda: log.append(f"{name} before"), lambda: log.append(f"{name} after")
+        )
+        self.handles = self.owners.attach()
+
+
+@pytest.fixture
+def log() -> list[str]:
+    return []
+
+
+@pytest.fixture
+def watched(log: list[str]) -> Iterator[Watched]:
+    made = Watched(log, "one")
+    yield made
+    for handle in made.handles:
+        handle.remove()
+
+
+@pytest.fixture
+def other(log: list[str]) -> Iterator[Watched]:
+    made = Watched(log, "two")
+    yield made
+    for handle in made.handles:
+        handle.remove()
+
+
+def parameter() -> nn.Parameter:
+    made = nn.Parameter(torch.ones(3))
+    made.grad = torch.ones(3)
+    return made
+
+
+class Telling(torch.optim.SGD):
+    """Say when the update itself is made."""
+
+    def __init__(self, log: list[str], parameters: Any) -> None:
+        super().__init__(parameters, lr=0.1)
+        self.log = log
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.log.append("update")
+
+
+def test_an_update_is_framed(watched: Watched, log: list[str]) -> None:
+    owners = Owners(watched.shards, {}, ("Telling",), lambda: log.append("before"), lambda: log.append("after"))
+    for handle in watched.handles:
+        handle.remove()
+    handles = owners.attach()
+    Telling(log, watched.shards).step()
+    for handle in handles:
+        handle.remove()
+    assert log == ["before", "update", "after"]
+    Telling(log, watched.shards).step()
+    assert log == ["before", "update", "after", "update"]
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW, torch.optim.Adam, torch.optim.Adagrad])
+def test_some_of_the_shards_are_enough(watched: Watched, log: list[str], kind: Any) -> None:
+    optimizer = kind([parameter(), watched.shards[1]], lr=0.1)
+    optimizer.step()
+    assert log == ["one before", "one after"]
+    assert watched.owners.check(optimizer)
+
+
+def test_optimizers_of_other_models_are_left_alone(watched: Watched, log: list[str]) -> None:
+    own = parameter()
+    optimizers = [torch.optim.SGD([own], lr=0.1), torch.optim.Adafactor([own]), torch.optim.LBFGS([own])]
+    for optimizer in optimizers:
+        optimizer.step(lambda: torch.zeros(()))
+        assert not watched.owners.check(optimizer)
+    assert log == [] and not torch.equal(own.detach(), torch.ones(3))
+
+
+def test_two_models_have_their_own_frames(watched: Watched, other: Watched, log: list[str]) -> None:
+    torch.optim.SGD(watched.shards, lr=0.1).step()
+    torch.optim.SGD(other.shards, lr=0.1).step()
+    assert log == ["one before", "one after", "two before", "two after"]
+    log.clear()
+    torch.optim.SGD([*watched.shards, *other.shards], lr=0.1).step()
+    assert sorted(log[:2]) == ["one before", "two before"] and sorted(log[2:]) == ["one after", "two after"]
+
+
+def test_a_group_that_is_added_later_counts(watched: Watched, log: list[str]) -> None:
+    optimizer = torch.optim.SGD([parameter()], lr=0.1)
+    optimizer.step()
+    assert log == [] and not watched.owners.check(optimizer)
+    optimizer.add_param_group({"params": [watched.shards[0]], "lr": 0.5})
+    optimizer.step()
+    assert log == ["one before", "one after"] and watched.owners.check(optimizer)
+    optimizer.add_param_group({"params": [watched.old["one.bias"]]})
+    with pytest.raises(UsageError, match="parameter one.bias"):
+        optimizer.step()
+
+
+def test_optimizer_made_before_is_refused_and_changes_nothing(watched: Watched, log: list[str]) -> None:
+    optimizer = torch.optim.SGD([parameter(), *watched.old.values()], lr=0.1)
+    with pytest.raises(UsageError) as error:
+        optimizer.step()
+    assert str(error.value) == (
+        "the optimizer holds parameter one.weight as it was before job.wrap(model) split it: "
+        "make the optimizer after job.wrap(model)"
+    )
+    assert error.value.everywhere and log == []
+    assert all(torch.equal(old, torch.ones(4)) for old in watched.old.values())
+
+
+def test_optimizer_that_looks_at_whole_tensors_is_refused_and_changes_nothing(watched: Watched, log: list[str]) -> None:
+    optimizer = torch.optim.Adafactor(watched.shards)
+    for attempt in (optimizer.step, lambda: watched.owners.check(optimizer)):
+        with pytest.raises(UsageError, match="optimizer Adafactor cannot be used where parameters are split over rank"):
+            attempt()
+    assert log == [] and all(torch.equal(shard, torch.ones(2)) for shard in watched.shards)
+    assert not optimizer.state
+
+
+def test_trusted_optimizers_pass(log: list[str]) -> None:
+    made = Watched(log, "one", ("Telling",))
+    Telling(log, made.shards).step()
+    for handle in made.handles:
+        handle.remove()
+    assert log == ["one before", "update", "one after"]
+
+
+def test_the_old_parameters_are_not_kept_alive_nor_taken_for_others(watched: Watched, log: list[str]) -> None:
+    witness = weakref.ref(watched.old["one.weight"])
+    watched.old.clear()
+    gc.collect()
+    assert witness() is None
+    # New objects lie where the old ones did; they are none of them.
+    torch.optim.SGD([parameter() for _ in range(100)], lr=0.1).step()
+    assert log == []
+
+
+def test_a_model_that_is_gone_is_no_longer_asked(log: list[str]) -> None:
+    gone = Watched(log, "gone")
+    optimizer = torch.optim.SGD(gone.shards, lr=0.1)
+    before = len(optimizer_module._global_optimizer_pre_hooks), len(optimizer_module._global_optimizer_post_hooks)
+    del gone
+    gc.collect()
+    after = len(optimizer_module._global_optimizer_pre_hooks), len(optimizer_module._global_optimizer_post_hooks)
+    assert after == (before[0] - 1, before[1] - 1)
+    optimizer.step()
+    assert log == []

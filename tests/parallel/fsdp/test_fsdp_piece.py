@@ -1,0 +1,229 @@
+"""Pieces hold parameters flat, in two faces; ranks here are played one after the other."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hpctrain.errors import UsageError
+from hpctrain.parallel.fsdp.piece import Piece
+
+CPU = torch.device("cpu")
+SHAPES = [(3, 5), (), (0,), (7,), (2, 1, 3), (0, 4), (40,)]
+
+
+def parameters(dtype: torch.dtype = torch.float32, trained: bool = True) -> list[nn.Parameter]:
+    found, first = [], 1
+    for shape in SHAPES:
+        values = torch.arange(first, first + math.prod(shape), dtype=dtype).view(shape)
+        found.append(nn.Parameter(values, requires_grad=trained))
+        first += values.numel()
+    return found
+
+
+def holders(whole: list[nn.Parameter]) -> list[nn.Module]:
+    """Return modules that hold a parameter each."""
+    modules = []
+    for parameter in whole:
+        module = nn.Module()
+        module.weight = parameter
+        modules.append(module)
+    return modules
+
+
+class Root:
+    """Play the collectives of filling: what rank 0 has scattered, the others find."""
+
+    def __init__(self, rank: int, size: int, mail: dict[str, Tensor]) -> None:
+        self.rank, self.size, self.mail = rank, size, mail
+
+    def scatter(self, out: Tensor, whole: Tensor | None) -> None:
+        assert (whole is not None) == (self.rank == 0), "rank 0 alone gives values"
+        if whole is not None:
+            self.mail["whole"] = whole.clone()
+        out.copy_(self.mail["whole"].chunk(self.size)[self.rank])
+
+    def all_gather(self, out: Tensor, place: Tensor) -> None:
+        assert place.data_ptr() == out.chunk(self.size)[self.rank].data_ptr()
+        own, whole = place.clone(), self.mail["whole"].to(out.dtype)
+        out.copy_(whole)
+        out.chunk(self.size)[self.rank].copy_(own)
+
+
+def pieces(size: int, **options: Any) -> list[tuple[Piece, list[nn.Module]]]:
+    """Return the piece of every rank, filled, and the modules that show it."""
+    mail: dict[str, Tensor] = {}
+    found = []
+    for rank in range(size):
+        whole = parameters(trained=options.get("trained", True))
+        modules = holders(whole)
+        comm: Any = Root(rank, size, mail)
+        piece = Piece(
+            [f"p{number}" for number in range(len(whole))],
+            whole,
+            [[(module, "weight")] for module in modules],
+            comm,
+            lambda numel, dtype: torch.full((numel,), 99, dtype=dtype),
+            dtype=options.get("dtype", torch.float32),
+            passing=options.get("passing", False),
+            device=CPU,
+        )
+        values = {f"p{number}": parameter.detach() for number, parameter in enumerate(whole)}
+        piece.fill((lambda member, values=values: values[member.name]) if rank == 0 else None)
+        found.append((piece, modules))
+    return found
+
+
+def together(ranks: list[tuple[Piece, list[nn.Module]]], number: int) -> list[float]:
+    """Return the elements of a parameter that the ranks hold, in rank order."""
+    return [value for piece, _ in ranks for value in piece.members[number].shard.detach().flatten().tolist()]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+@pytest.mark.parametrize("passing", [False, True], ids=["resident", "passing"])
+def test_shards_are_slices_of_what_rank_0_has(size: int, passing: bool) -> None:
+    ranks = pieces(size, passing=passing)
+    for number, parameter in enumerate(parameters()):
+        assert together(ranks, number) == parameter.flatten().tolist()
+        for piece, _ in ranks:
+            shard = piece.members[number].shard
+            assert shard.dim() == max(parameter.dim(), 1) and shard.shape[1:] == (1,) * (parameter.dim() - 1)
+            assert shard.is_leaf and shard.requires_grad
+    # Padding is zero on all ranks: it goes into no norm and cannot turn into NaN.
+    held = sum(shape.numel() for shape in map(torch.Size, SHAPES))
+    total = sum(float(parameter.detach().sum()) for parameter in parameters())
+    assert sum(float(piece.own.sum()) for piece, _ in ranks) == total
+    assert sum(int((piece.own == 0).sum()) for piece, _ in ranks) == ranks[0][0].layout.numel - held
+
+
+@pytest.mark.parametrize("passing", [False, True], ids=["resident", "passing"])
+def test_gathering_makes_parameters_whole(passing: bool) -> None:
+    for piece, _ in pieces(3, passing=passing):
+        piece.make_room()
+        piece.gather()
+        for member, parameter in zip(piece.members, parameters()):
+            assert torch.equal(member.whole, parameter) and member.whole.shape == parameter.shape
+            assert member.whole.is_contiguous() and member.whole.is_leaf
+
+
+def test_what_passes_by_takes_memory_only_while_it_is_there() -> None:
+    for piece, _ in pieces(2, passing=True):
+        nbytes = 4 * piece.layout.numel
+        assert piece.flat.untyped_storage().nbytes() == 0
+        assert piece.own.untyped_storage().nbytes() == nbytes / 2
+        piece.make_room()
+        assert piece.flat.untyped_storage().nbytes() == nbytes
+        piece.free()
+        assert piece.flat.untyped_storage().nbytes() == 0
+
+
+@pytest.mark.parametrize("change", [nn.Module.double, nn.Module.bfloat16], ids=["double", "bfloat16"])
+def test_shards_that_were_converted_are_refused(change: Any) -> None:
+    (piece, modules), *_ = pieces(2)
+    piece.show_shards()
+    piece.contribute()
+    change(modules[0])
+    with pytest.raises(UsageError, match=r"parameter p0 was moved or converted after job.wrap\(model\)"):
+        piece.contribute()
+
+
+def test_what_stays_is_held_once() -> None:
+    for piece, _ in pieces(2):
+        assert piece.own.data_ptr() == piece.place.data_ptr()
+        piece.free()
+        piece.make_room()
+        assert piece.flat.untyped_storage().nbytes() == 4 * piece.layout.numel
+
+
+@pytest.mark.parametrize("passing", [False, True], ids=["resident", "passing"])
+def test_shards_of_a_wider_type_are_rounded_into_their_place(passing: bool) -> None:
+    for piece, _ in pieces(2, passing=passing, dtype=torch.bfloat16):
+        assert piece.own.dtype is torch.float32 and piece.flat.dtype is torch.bfloat16
+        assert piece.layout.share * 2 % 64 == 0  # on cache lines in either type
+        piece.own.add_(1 / 256)
+        piece.make_room()
+        piece.gather()
+        for member, parameter in zip(piece.members, parameters()):
+            assert member.whole.dtype is torch.bfloat16 and member.shard.dtype is torch.float32
+            assert torch.equal(member.whole, parameter.bfloat16())
+        assert bool((piece.own[:1] % 1 == 1 / 256).all()), "the shards themselves were rounded"
+
+
+def test_modules_show_one_face_or_the_other_under_all_names() -> None:
+    one, two, tied = nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False), nn.Parameter(torch.ones(3, 3))
+    one.weight = two.weight = tied
+    comm: Any = SimpleNamespace(rank=0, size=1)
+    flat = lambda numel, dtype: torch.zeros(numel, dtype=dtype)
+    piece = Piece(["w"], [tied], [[(one, "weight"), (two, "weight")]], comm, flat,
+                  dtype=torch.float32, passing=False, device=CPU)
+    (member,) = piece.members
+    piece.show_whole()
+    assert one.weight is two.weight is member.whole and list(one.parameters())[0] is member.whole
+    piece.show_shards()
+    assert one.weight is two.weight is member.shard
+
+
+def test_modules_that_keep_references_of_their_own_compute_with_the_face_that_is_shown() -> None:
+    torch.manual_seed(7)
+    lstm = nn.LSTM(3, 4)
+    names, whole = zip(*lstm.named_parameters())
+    x = torch.randn(2, 1, 3)
+    expected = lstm(x)[0]
+    comm: Any = Root(0, 1, {})
+    flat = lambda numel, dtype: torch.zeros(numel, dtype=dtype)
+    piece = Piece(names, whole, [[(lstm, name)] for name in names], comm, flat,
+                  dtype=torch.float32, passing=False, device=CPU)
+    values = dict(zip(names, whole))
+    piece.fill(lambda member: values[member.name])
+    piece.show_shards()
+    piece.show_whole()
+    assert torch.equal(lstm(x)[0], expected)
+    with torch.no_grad():
+        for member in piece.members:
+            member.whole.zero_()
+    assert not lstm(x)[0].any()
+
+
+def test_marks_that_a_user_has_set_are_on_both_faces() -> None:
+    parameter = nn.Parameter(torch.ones(3))
+    parameter.no_decay = True  # type: ignore[attr-defined]
+    comm: Any = SimpleNamespace(rank=0, size=1)
+    flat = lambda numel, dtype: torch.zeros(numel, dtype=dtype)
+    (member,) = Piece(["p"], [parameter], [[]], comm, flat, dtype=torch.float32, passing=False, device=CPU).members
+    assert member.whole.no_decay and member.shard.no_decay  # type: ignore[attr-defined]
+
+
+def test_the_whole_face_is_frozen_as_the_shards_are() -> None:
+    (piece, modules), *_ = pieces(1)
+    piece.members[3].shard.requires_grad_(False)
+    piece.show_whole()
+    assert [member.whole.requires_grad for member in piece.members] == [number != 3 for number in range(len(SHAPES))]
+    piece.members[3].shard.requires_grad_(True)
+    piece.show_whole()
+    assert all(member.whole.requires_grad for member in piece.members)
+
+
+def test_what_was_frozen_at_first_cannot_be_trained() -> None:
+    (piece, _), *_ = pieces(1, trained=False)
+    assert not piece.trained
+    piece.show_whole()
+    piece.members[0].shard.requires_grad_(True)
+    with pytest.raises(UsageError, match="parameter p0 was frozen when the model was wrapped, so it has no memory for"):
+        piece.show_whole()
+
+
+def test_filling_tells_the_replicas() -> None:
+    sent: list[Tensor] = []
+    whole = parameters()
+    comm: Any = Root(0, 1, {})
+    replicas: Any = SimpleNamespace(broadcast=sent.append)
+    flat = lambda numel, dtype: torch.zeros(numel, dtype=dtype)
+    piece = Piece([str(number) for number in range(len(whole))], whole, [[] for _ in whole], comm, flat,
+                  dtype=torch.float32, passing=False, device=CPU)
+    piece.fill(lambda member: whole[int(member.name)], replicas)
+    assert len(sent) == 1 and torch.equal(sent[0], piece.flat)

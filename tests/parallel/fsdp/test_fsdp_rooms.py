@@ -1,0 +1,95 @@
+"""Gradients find memory: in a ring of node memory, or fresh, for so many pieces together."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from hpctrain.parallel.fsdp.rooms import Fresh, Ring
+
+CPU = torch.device("cpu")
+
+
+class FakeMemory:
+    """Be a communicator that gives memory, and remembers what it was asked for."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[int, torch.dtype]] = []
+        self.given = torch.empty(0)
+
+    def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
+        self.asked.append((numel, dtype))
+        self.given = torch.zeros(numel, dtype=dtype)
+        return self.given
+
+
+def ring_of(capacity: int) -> tuple[Ring, FakeMemory]:
+    comm: Any = FakeMemory()
+    return Ring(comm, capacity), comm
+
+
+def test_a_ring_asks_once_for_as_many_bytes_as_it_may_hold() -> None:
+    room, comm = ring_of(640)
+    for sizes in ([64, 128], [320, 320, 640]):
+        room.order(sizes)
+        for number in range(len(sizes)):
+            room.open(number)
+    assert comm.asked == [(640, torch.uint8)]
+
+
+def test_a_ring_gives_parts_of_its_memory() -> None:
+    room, comm = ring_of(100)
+    room.order([30, 50, 40, 20])
+    for number in range(4):
+        room.open(number).fill_(number + 1)
+    # The third began anew, the fourth lies behind it: 0..39 are 3, 40..59 are 4, of the second is left what follows.
+    assert comm.given.tolist() == [3] * 40 + [4] * 20 + [2] * 20 + [0] * 20
+    assert [room.before(number) for number in range(4)] == [0, 0, 2, 2]
+    assert [room.open(number).numel() for number in range(4)] == [30, 50, 40, 20]
+
+
+def test_another_order_gives_other_places() -> None:
+    room, _ = ring_of(96)
+    room.order([64, 32, 96])
+    assert [room.before(number) for number in range(3)] == [0, 0, 2]
+    room.order([96, 64, 32])
+    assert [room.before(number) for number in range(3)] == [0, 1, 1]
+    assert [room.open(number).numel() for number in range(3)] == [96, 64, 32]
+
+
+def test_pieces_that_are_open_together_share_no_byte() -> None:
+    draw = random.Random(3)
+    for _ in range(20):
+        check_together(draw, [draw.randrange(1, 50) for _ in range(20)])
+
+
+def check_together(draw: random.Random, sizes: list[int]) -> None:
+    room, _ = ring_of(max(sizes) + draw.randrange(100))
+    room.order(sizes)
+    for number in range(20):
+        for other in range(number + 1, 20):
+            if room.before(other) <= number:  # that is: while this one is not yet done
+                room.open(number).fill_(1)
+                room.open(other).fill_(2)
+                assert bool((room.open(number) == 1).all()), (number, other)
+
+
+@pytest.mark.parametrize("limit", [1, 2, 5])
+def test_fresh_memory_is_for_so_many_pieces_together(limit: int) -> None:
+    room = Fresh(CPU, limit)
+    sizes = [64, 128, 192, 64, 64, 320]
+    room.order(sizes)
+    assert [room.before(number) for number in range(6)] == [max(0, number - limit + 1) for number in range(6)]
+    opened = [room.open(number) for number in range(6)]
+    assert [(each.numel(), each.dtype, each.device) for each in opened] == [(size, torch.uint8, CPU) for size in sizes]
+    assert len({each.data_ptr() for each in opened}) == 6
+
+
+def test_fresh_memory_lies_on_the_device() -> None:
+    room = Fresh(torch.device("meta"), 2)
+    room.order([64])
+    assert room.open(0).is_meta

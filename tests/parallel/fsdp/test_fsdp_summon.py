@@ -1,0 +1,167 @@
+"""Whole parameters can be called together: to be read, compared, saved, and with care written."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from support.replicas import assert_same, assert_same_on_all_ranks, make_gpt, share, token_loss, tokens, weights
+from support.shards import shard
+from torch import nn
+
+from hpctrain.errors import UsageError
+
+pytestmark = [pytest.mark.ranks, pytest.mark.limit(30)]
+BLOCKS = {"units": ("Block",)}
+
+
+def train(model: nn.Module, comm: Any = None, steps: int = 2) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(steps):
+        inputs, targets = tokens(step)
+        if comm is not None:
+            inputs, targets = share(inputs, comm), share(targets, comm)
+        token_loss(model(inputs), targets).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_values_are_those_of_the_plain_model_before_and_after_training(place: Any) -> None:
+    comm, form = place
+    model, plain = make_gpt(), make_gpt()
+    strategy = shard(model, comm, form, **BLOCKS)
+    with strategy.summon():
+        assert_same(weights(model), weights(plain), rtol=0, atol=0)
+    train(model, comm)
+    train(plain)
+    with strategy.summon():
+        assert_same(weights(model), weights(plain), rtol=1e-5, atol=1e-6)
+        assert_same_on_all_ranks(comm, weights(model))
+        assert model.head.weight is model.embedding.token.weight
+        assert [p.shape for p in model.parameters()] == [p.shape for p in plain.parameters()]
+
+
+def test_shards_are_back_afterwards_and_training_goes_on(place: Any) -> None:
+    comm, form = place
+    model, plain = make_gpt(), make_gpt()
+    strategy = shard(model, comm, form, **BLOCKS)
+    before = list(model.parameters())
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9) for each in (model, plain)]
+    for step in range(4):
+        token_loss(plain(tokens(step)[0]), tokens(step)[1]).backward()
+        inputs, targets = (share(tensor, comm) for tensor in tokens(step))
+        token_loss(model(inputs), targets).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        with strategy.summon():
+            whole = list(model.parameters())
+        assert all(one is two for one, two in zip(before, model.parameters()))
+        assert not any(one is two for one, two in zip(before, whole))
+    with strategy.summon():
+        assert_same(weights(model), weights(plain), rtol=1e-4, atol=1e-5)
+
+
+def test_a_forward_pass_inside_sees_the_whole_model(place: Any) -> None:
+    comm, form = place
+    model, plain = make_gpt(), make_gpt()
+    strategy = shard(model, comm, form, **BLOCKS)
+    for _ in range(2):
+        with strategy.summon(), torch.no_grad():
+            # A call of one rank alone: nothing has to be gathered any more.
+            if comm.rank == 0:
+                torch.testing.assert_close(model(tokens()[0]), plain(tokens()[0]))
+                torch.testing.assert_close(model(tokens(1)[0]), plain(tokens(1)[0]))
+                torch.testing.assert_close(model.blocks[1].mlp(torch.ones(2, 16)),
+                                           plain.blocks[1].mlp(torch.ones(2, 16)))
+        train(model, comm, 1)
+        train(plain, steps=1)
+
+
+def test_state_dict_inside_loads_into_a_plain_model(some_place: Any) -> None:
+    comm, form = some_place
+    model, plain = make_gpt(), make_gpt()
+    strategy = shard(model, comm, form, **BLOCKS)
+    train(model, comm)
+    with strategy.summon():
+        plain.load_state_dict(model.state_dict())
+        expected = model(tokens()[0]).detach()
+    torch.testing.assert_close(plain(tokens()[0]), expected, rtol=0, atol=0)
+
+
+def test_what_rank_0_writes_counts(place: Any) -> None:
+    comm, form = place
+    model = make_gpt()
+    strategy = shard(model, comm, form, **BLOCKS)
+    train(model, comm, 1)
+    torch.manual_seed(comm.rank)
+    other = {name: torch.randn_like(tensor) for name, tensor in make_gpt().state_dict().items()}
+    other["head.weight"] = other["embedding.token.weight"]
+    comm.barrier()
+    with strategy.summon(write=True), torch.no_grad():
+        if comm.rank == 0 or form.placing is not None:
+            model.load_state_dict(other)  # of every rank its own, where it has memory of its own
+    theirs = comm.broadcast_object(other)
+    with strategy.summon():
+        assert_same(weights(model), theirs, rtol=0, atol=0)
+    plain = make_gpt()
+    plain.load_state_dict(theirs)
+    train(plain, steps=1)
+    train(model, comm, 1)
+    with strategy.summon():
+        assert_same(weights(model), weights(plain), rtol=1e-4, atol=1e-5)
+
+
+def test_frozen_parameters_are_written_too(some_place: Any) -> None:
+    comm, form = some_place
+    model = make_gpt()
+    model.blocks[0].requires_grad_(False)
+    strategy = shard(model, comm, form, **BLOCKS)
+    train(model, comm, 1)
+    with strategy.summon(write=True), torch.no_grad():
+        if comm.rank == 0:
+            model.blocks[0].mlp.fc.weight.fill_(3)
+    inside: list[float] = []
+    model.blocks[0].mlp.fc.register_forward_pre_hook(lambda module, _: inside.append(float(module.weight.mean())))
+    train(model, comm, 1)
+    assert inside == [3]
+
+
+def test_without_write_nothing_that_is_read_later_has_changed(some_place: Any) -> None:
+    comm, form = some_place
+    if form.placing is None:
+        pytest.skip("in node memory whole parameters and shards are the same memory")
+    model, plain = make_gpt(), make_gpt()
+    strategy = shard(model, comm, form, **BLOCKS)
+    with strategy.summon(), torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    strategy.refresh()
+    with strategy.summon():
+        assert_same(weights(model), weights(plain), rtol=0, atol=0)
+
+
+def test_after_an_error_inside_shards_are_back_and_nothing_was_written(place: Any) -> None:
+    comm, form = place
+    model = make_gpt()
+    strategy = shard(model, comm, form, **BLOCKS)
+    before = list(model.parameters())
+    for write in (False, True):
+        with pytest.raises(ValueError, match="inside"), strategy.summon(write=write):
+            raise ValueError("inside")
+        assert all(one is two for one, two in zip(before, model.parameters()))
+    train(model, comm, 1)
+
+
+def test_mixed_precision_refuses_to_write_and_shows_what_is_computed_with(some_place: Any) -> None:
+    comm, form = some_place
+    model, plain = make_gpt(), make_gpt()
+    strategy = shard(model, comm, form, **BLOCKS, mixed_precision="bfloat16")
+    with pytest.raises(UsageError, match="would round the parameters to bfloat16") as error:
+        with strategy.summon(write=True):
+            raise AssertionError("came inside")
+    assert error.value.everywhere
+    with strategy.summon():
+        rounded = {name: tensor.bfloat16() for name, tensor in plain.state_dict().items()}
+        assert_same(weights(model), rounded, rtol=0, atol=0)

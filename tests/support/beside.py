@@ -1,0 +1,129 @@
+"""Train on a device that is as late as it may be, beside plain torch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from support.late import LateRank, memory_of
+from support.streams import LateStreams
+from torch import Tensor, nn
+
+from hpctrain.parallel.fsdp import parts
+from hpctrain.parallel.fsdp.flow import Flow
+from hpctrain.parallel.fsdp.passing import Passing
+from hpctrain.parallel.fsdp.piece import Piece
+from hpctrain.parallel.fsdp.rooms import Fresh
+from hpctrain.parallel.fsdp.strategy import ShardedDataParallel
+from hpctrain.parallel.settings import ParallelSettings
+
+LAYERS, WIDTH = 5, 8
+Log = list[Any]
+
+
+class Net(nn.Module):
+    """Be layers in a row, and a parameter of the model's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(7)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map ``[batch, WIDTH]`` to the same shape."""
+        for layer in self.layers:
+            x = torch.tanh(layer(x)) + x
+        return x * self.scale
+
+
+class Bench:
+    """Train a model on the fake device, beside the same model in plain torch."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, model: nn.Module | None = None, **settings: Any) -> None:
+        self.streams, self.log = LateStreams(torch.device("cuda")), Log()
+        monkeypatch.setattr(parts, "streams_of", lambda device: self.streams)
+        monkeypatch.setattr(parts, "_room", lambda pieces, comm, settings, device, *, whole: Fresh(
+            device, len(pieces) if whole else parts.ON_DEVICE))
+        self._use_memory_again(monkeypatch)
+        self.comm: Any = LateRank(self.streams, self.log)
+        self.model, self.plain = model or Net(), Net()
+        self.strategy = ShardedDataParallel(self.model, self.comm, ParallelSettings(**settings))
+        self.form: Any = self.strategy._form
+        self.comm.lasting.update(memory_of(piece.own) for piece in self.strategy._parts.pieces)
+        if model is None:
+            for number, layer in enumerate(self.model.layers):  # type: ignore[union-attr, arg-type]
+                layer.register_forward_pre_hook(lambda _, args, number=number: self.compute("compute", number))
+                layer.register_forward_hook(lambda _, args, result, number=number: self._watch(result, number))
+
+    def _watch(self, result: Tensor, number: int) -> None:
+        if result.requires_grad:
+            result.register_hook(lambda gradient: self.compute("back", number))
+
+    def _use_memory_again(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Let the computing stream be the next to write where memory is given back."""
+        free, close = Piece.free, Flow.close
+
+        def freed(piece: Piece) -> None:
+            self.streams.finish()
+            free(piece)
+
+        def closed(flow: Flow) -> None:
+            flat = flow.flat
+            assert flat is not None
+            self.streams.give(self.streams.current(), lambda: flat.fill_(torch.nan))
+            self.streams.finish()
+            close(flow)
+
+        monkeypatch.setattr(Piece, "free", freed)
+        monkeypatch.setattr(Flow, "close", closed)
+
+    def compute(self, kind: str = "", number: int = -1) -> None:
+        """Let the device do what must be done before something is computed, and nothing else."""
+        self.streams.finish()
+        if kind:
+            self.log.append((kind, number, self.whole()))
+
+    def whole(self) -> set[int]:
+        """Return the layers whose whole parameters have memory; -1 is the model's own."""
+        if not isinstance(self.form, Passing):
+            return set()
+        return {
+            station.number - 1
+            for station in self.form._stations
+            if any(piece.flat.untyped_storage().nbytes() for piece in station.pieces)
+        }
+
+    def names(self) -> dict[int, int]:
+        """Return the layer of each piece of memory that passes by."""
+        return {memory_of(piece.flat): station.number - 1 for station in self.form._stations
+                for piece in station.pieces}
+
+    def gradients(self, batch: Tensor) -> None:
+        for model in (self.model, self.plain):
+            model(batch).square().mean().backward()
+
+    def step(self, *optimizers: torch.optim.Optimizer) -> None:
+        for optimizer in optimizers:
+            self.compute()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def check_gradients(self) -> None:
+        """Compare gradients with those of plain torch; a rank alone holds all elements."""
+        self.compute()
+        for ours, theirs in zip(self.model.parameters(), self.plain.parameters()):
+            assert (ours.grad is None) == (theirs.grad is None)
+            if ours.grad is not None and theirs.grad is not None:
+                assert torch.equal(ours.grad.flatten(), theirs.grad.flatten())
+
+    def check_weights(self) -> None:
+        with self.strategy.summon():
+            self.compute()
+            for name, tensor in self.plain.state_dict().items():
+                assert torch.equal(self.model.state_dict()[name], tensor), name
+
+
+def batch(step: int) -> Tensor:
+    return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(step))

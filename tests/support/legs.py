@@ -1,0 +1,101 @@
+"""Play whole runs of one project in this process, under any strategy, on any of this world's ranks."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from support.corpus import make_project, plain_losses
+from support.life import metrics_of
+from support.nodes import alone, in_pairs
+from support.shards import Form, communicator
+
+from hpctrain.cluster.launcher import detect
+from hpctrain.train import run
+from hpctrain.train.job import Job
+from hpctrain.train.settings import load
+from hpctrain.train.signals import stop_request
+
+FORMS = {
+    "ddp": Form("ddp"),
+    "zero1": Form("zero1"),
+    "zero2": Form("zero2"),
+    "fsdp": Form("fsdp"),
+    "zero2_alone": Form("zero2", alone),
+    "fsdp_alone": Form("fsdp", alone),
+    "hybrid": Form("fsdp", in_pairs, "node"),
+}
+SPLIT = ("zero1", "zero2", "fsdp", "fsdp_alone")
+# Parameters in memory that the ranks share; whole with each of them; passing by.
+ONE_OF_EACH = ("fsdp", "zero2_alone", "fsdp_alone")
+_PLAIN: dict[tuple[Path, int, int], list[float]] = {}
+
+
+def shared_project(comm: Any, folder: Path) -> Path:
+    """Let rank 0 make the project; return its folder on all ranks."""
+    error: Exception | None = None
+    if comm.rank == 0:
+        try:
+            make_project(folder)
+        except Exception as caught:
+            error = caught
+    comm.barrier()
+    if error:
+        raise error
+    return Path(comm.broadcast_object(str(folder)))
+
+
+class Legs:
+    """Run ``hpctrain train``, in the project's folder, one leg after the other."""
+
+    def __init__(self, comm: Any, project: Path, patch: pytest.MonkeyPatch) -> None:
+        self.comm, self.project, self._patch = comm, project, patch
+        patch.setenv("OMP_NUM_THREADS", "1")
+        patch.chdir(project)
+        patch.syspath_prepend(str(project))
+        patch.delitem(sys.modules, "bytes_model", raising=False)
+        import bytes_model  # type: ignore[import-not-found]
+
+        self.model: Any = bytes_model.Model
+        self.make: Any = bytes_model.make
+
+    def plain(self, steps: int, batch: int = 12) -> list[float]:
+        """Return the losses of a plain loop in one process."""
+        key = self.project, steps, batch
+        if key not in _PLAIN:
+            _PLAIN[key] = plain_losses(self.project, self.make, steps, batch)
+        return _PLAIN[key]
+
+    def __call__(self, name: str, folder: str, *words: str, ranks: int | None = None) -> list[dict[str, Any]]:
+        """Train under a form of ``FORMS`` on the first ``ranks``; return the rows of the run's metrics on all ranks."""
+        part = self.comm.split(int(self.comm.rank < (ranks or self.comm.size)))
+        try:
+            if self.comm.rank < (ranks or self.comm.size):
+                self._train(part, FORMS[name], [*words, f"run.folder={folder}"])
+        finally:
+            self.comm.barrier()
+            part.free()
+        return metrics_of(self.project / folder)
+
+    def _train(self, comm: Any, form: Form, words: list[str]) -> None:
+        guard: Any = SimpleNamespace(step=None, close=lambda: None)  # the test runner watches
+        with communicator(comm, form) as own:
+
+            def init(**options: Any) -> Job:
+                return Job(own, torch.device("cpu"), detect(), guard, options["parallel"])
+
+            self._patch.setattr(run, "init", init)
+            torch.set_num_threads(1)
+            stop_request.signal = None  # each leg is a new process, as it were
+            strategy = [f"parallel.data={form.data}", f"parallel.shard_within={form.within}"]
+            run.train(load("tiny.toml", [*strategy, *words]))
+
+
+def losses(rows: list[dict[str, Any]]) -> list[float]:
+    """Return the loss of every step."""
+    assert [row["step"] for row in rows] == list(range(1, len(rows) + 1))
+    return [row["loss"] for row in rows]

@@ -1,0 +1,31 @@
+"""Every sample in jobs/ is a config that a run can begin with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from hpctrain.models.build import build
+from hpctrain.parallel.fsdp.units import find_units
+from hpctrain.train.settings import load
+
+SAMPLES = sorted((Path(__file__).parent.parent / "jobs").glob("*.toml"))
+BYTES = 256
+
+
+def test_there_are_samples() -> None:
+    assert {"gpt-tiny.toml", "gpt-fsdp.toml"} <= {path.name for path in SAMPLES}
+
+
+@pytest.mark.parametrize("path", SAMPLES, ids=lambda path: path.name)
+def test_a_sample_makes_a_run(path: Path) -> None:
+    settings = load(path)
+    assert settings.run.folder == f"runs/{path.stem}" and settings.data.files
+    assert f"hpctrain train jobs/{path.name}" in path.read_text(encoding="utf-8")
+    with torch.device("meta"):
+        model = build(settings.model, vocab_size=BYTES)
+    units = find_units(model, settings.parallel.units)
+    assert len(units) > 1 and sum(len(unit.parameters) for unit in units) == len(list(model.parameters()))
+    assert settings.train.steps % settings.checkpoint.every == 0 and settings.train.batch % 4 == 0

@@ -1,0 +1,199 @@
+"""Whole runs under strategies that split the model: the curve of a plain loop, and one file for all of them."""
+
+from __future__ import annotations
+
+import math
+import signal
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import h5py
+import pytest
+import torch
+from support.legs import ONE_OF_EACH, SPLIT, Legs, losses, shared_project
+from support.life import checkpoints_of, contents
+
+from hpctrain.errors import NonFiniteError
+from hpctrain.parallel.fsdp.strategy import ShardedDataParallel
+
+STEPS = 50
+CLOSE = 1e-5
+
+
+@pytest.fixture(scope="module")
+def project(comm: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with a corpus, a model and a config."""
+    return shared_project(comm, Path(comm.broadcast_object(str(tmp_path_factory.mktemp("project")))))
+
+
+@pytest.fixture
+def leg(comm: Any, project: Path, monkeypatch: pytest.MonkeyPatch) -> Legs:
+    """Return what runs one leg."""
+    return Legs(comm, project, monkeypatch)
+
+
+def check_curve(leg: Legs, name: str) -> None:
+    plain = leg.plain(STEPS)
+    rows = leg(name, f"plain_{name}", f"train.steps={STEPS}")
+    assert losses(rows) == pytest.approx(plain, rel=CLOSE) and plain[-1] < plain[0] - 0.5
+    assert all(row["grad_norm"] > 0 for row in rows) and 0 < rows[-1]["validation_loss"] < 6
+
+
+@pytest.mark.ranks(2, 3, 4)
+@pytest.mark.parametrize("name", SPLIT)
+def test_the_curve_is_that_of_a_plain_loop(leg: Legs, name: str) -> None:
+    check_curve(leg, name)
+
+
+@pytest.mark.ranks(2, 4)
+def test_the_curve_of_replicas_on_nodes_is_that_of_a_plain_loop(leg: Legs) -> None:
+    check_curve(leg, "hybrid")
+
+
+def test_the_curve_of_one_rank_is_that_of_a_plain_loop(leg: Legs) -> None:
+    check_curve(leg, "fsdp")
+
+
+@pytest.mark.ranks(2, 3, 4)
+def test_a_run_passes_from_strategy_to_strategy_bit_for_bit(leg: Legs, project: Path) -> None:
+    """Without clipping, as the norm of shards has other last digits, and with dropout on every rank's own generator."""
+    words = ["train.clip=0", "model.options.dropout=0.3", "optimizer.schedule=constant"]
+    straight = leg("ddp", "straight", *words, f"train.steps={STEPS}")
+    names = ["zero1", "fsdp", "ddp", "zero2", "fsdp_alone"]
+    for number, name in enumerate(names, 1):
+        more = ["checkpoint.background=true", "checkpoint.every=3"] if name == "fsdp" else []
+        rows = leg(name, "passed", *words, *more, f"train.steps={number * STEPS // len(names)}")
+    assert losses(rows) == pytest.approx(losses(straight), rel=CLOSE)
+    if leg.comm.size < 4 and leg.comm.nodes == 1:  # sums over messages of more ranks are taken in another order
+        one, two = (_tensors(project / folder) for folder in ("straight", "passed"))
+        assert len(one) > 20 and one == two and losses(rows) == losses(straight)
+
+
+def _tensors(folder: Path) -> dict[str, bytes]:
+    """Return what must be equal of a run's last checkpoint."""
+    every = contents(folder / f"checkpoints/step_{STEPS:08d}.h5")
+    return {name: each for name, each in every.items() if name.split("/")[0] in ("model", "optimizer", "rng")}
+
+
+@pytest.mark.ranks(2, 3, 4)
+def test_a_run_passes_from_size_to_size(leg: Legs) -> None:
+    """Stopped by a signal, so that the learning rate goes on as planned for all steps."""
+    size = leg.comm.size
+    for name, ranks in [("fsdp", size), ("zero1", 1), ("fsdp_alone", size), ("ddp", size - 1), ("zero2", size)]:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(leg.model, "forward", _signalling(leg.model.forward, 8))
+            with pytest.raises(SystemExit) if leg.comm.rank < ranks else nullcontext():
+                leg(name, "sizes", f"train.steps={STEPS}", ranks=ranks)
+    rows = leg("fsdp", "sizes", f"train.steps={STEPS}")
+    assert losses(rows) == pytest.approx(leg.plain(STEPS), rel=CLOSE)
+
+
+def _signalling(forward: Any, last: int) -> Any:
+    """Return a forward pass that wishes, in its pass number ``last``, that the run stops."""
+    count = 0
+
+    def wrapped(self: Any, tokens: torch.Tensor) -> Any:
+        nonlocal count
+        count += self.training
+        if count == last:
+            signal.raise_signal(signal.SIGUSR1)
+        return forward(self, tokens)
+
+    return wrapped
+
+
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize("accumulate", ["local", "reduced"])
+@pytest.mark.parametrize("name", SPLIT)
+def test_four_passes_a_step(leg: Legs, monkeypatch: pytest.MonkeyPatch, name: str, accumulate: str) -> None:
+    no_sync, kept = ShardedDataParallel.no_sync, []
+
+    def counting(self: Any) -> Any:
+        kept.append(1)
+        return no_sync(self)
+
+    monkeypatch.setattr(ShardedDataParallel, "no_sync", counting)
+    words = ["train.batch=48", "train.accumulate=4", f"parallel.accumulate={accumulate}", "train.steps=6"]
+    rows = leg(name, f"four_{name}_{accumulate}", *words)
+    assert losses(rows) == pytest.approx(leg.plain(6, batch=48), rel=CLOSE)
+    assert len(kept) == (6 * 3 if accumulate == "local" else 0)
+
+
+@pytest.mark.ranks(2, 3, 4)
+def test_an_evaluation_with_fewer_samples_than_ranks(leg: Legs) -> None:
+    words = ["data.validation_samples=1", "train.evaluate_every=2", "optimizer.schedule=constant"]
+    expected = leg("ddp", "few_ddp", *words, "train.steps=6")
+    for name in SPLIT:
+        for steps in (5, 6):  # what is resumed has its first evaluation after one step
+            rows = leg(name, f"few_{name}", *words, f"train.steps={steps}")
+        assert losses(rows) == pytest.approx(losses(expected), rel=CLOSE)
+        assert [row["step"] for row in rows if "validation_loss" in row] == [2, 4, 5, 6]
+        values = [[each[step - 1]["validation_loss"] for step in (2, 4, 6)] for each in (rows, expected)]
+        assert values[0] == pytest.approx(values[1], rel=CLOSE)
+
+
+# NaN ------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def poison(leg: Legs, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Return a function that gives the last rank a NaN in the embedding's gradient, in some of its passes."""
+
+    def set_passes(*passes: int) -> None:
+        forward = torch.nn.Embedding.forward
+        last = leg.comm.rank == leg.comm.size - 1
+        count = 0
+
+        def poisoned(self: Any, tokens: torch.Tensor) -> torch.Tensor:
+            nonlocal count
+            found = forward(self, tokens)
+            count += self.training
+            if last and self.training and count in passes:
+                found.register_hook(lambda gradient: gradient * math.nan)
+            return found
+
+        monkeypatch.setattr(torch.nn.Embedding, "forward", poisoned)
+
+    return set_passes
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("name", ONE_OF_EACH)
+def test_abort_names_rank_and_parameter(leg: Legs, project: Path, poison: Any, name: str) -> None:
+    poison(4, 5)  # in step 4, and when it is computed again to find out where
+    said = f"in step 4: on rank {leg.comm.size - 1} the gradient of embedding.weight is not finite"
+    with pytest.raises(NonFiniteError, match=said) as found:
+        leg(name, f"abort_{name}", "train.steps=9", "checkpoint.every=2")
+    assert found.value.everywhere
+    assert checkpoints_of(project / f"abort_{name}") == ["step_00000002.h5"]
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("policy", ["skip", "rollback"])
+def test_what_goes_on_after_a_nan_is_what_ddp_does(leg: Legs, poison: Any, policy: str) -> None:
+    words = ["train.steps=9", "checkpoint.every=2", f"train.on_nonfinite={policy}"]
+    rows = {}
+    for name in ("ddp", *ONE_OF_EACH):
+        poison(4, 5)
+        rows[name] = leg(name, f"{policy}_{name}", *words)
+    expected = [(row["loss"], row.get("skipped", False)) for row in rows["ddp"]]
+    assert [skipped for _, skipped in expected].count(True) == (policy == "skip") and len(expected) == 9
+    for name in ONE_OF_EACH:
+        found = [(row["loss"], row.get("skipped", False)) for row in rows[name]]
+        assert found == [(pytest.approx(loss, rel=CLOSE), skipped) for loss, skipped in expected], name
+
+
+# Beginnings -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.ranks(2)
+def test_a_run_starts_from_the_model_of_another_strategy(leg: Legs, project: Path) -> None:
+    leg("ddp", "other", "train.steps=4")
+    start = ["train.start_from=other/checkpoints/step_00000004.h5", "train.steps=3", "train.seed=5"]
+    expected = losses(leg("ddp", "new_ddp", *start))
+    for name in SPLIT:
+        found = losses(leg(name, f"new_{name}", *start))
+        assert found[0] == expected[0] and found == pytest.approx(expected, rel=CLOSE)
+    with h5py.File(project / "new_fsdp/checkpoints/step_00000003.h5") as file:
+        assert file["provenance"].attrs["start_step"] == 4
