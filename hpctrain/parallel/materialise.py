@@ -50,12 +50,15 @@ def materialise(model: nn.Module, device: torch.device) -> None:
                 old.data.copy_(value)
 
 
-def make_buffers(model: nn.Module, device: torch.device) -> None:
-    """Give buffers memory; values come with those of their module's parameters."""
-    for module in model.modules():
+def make_buffers(model: nn.Module, device: torch.device) -> list[str]:
+    """Give buffers memory, whose values come with those of their module's parameters; return the modules' names."""
+    found = []
+    for path, module in model.named_modules():
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.is_meta:
                 module._buffers[name] = torch.zeros_like(buffer, device=device)
+                found.append(path)
+    return list(dict.fromkeys(found))
 
 
 @torch.no_grad()

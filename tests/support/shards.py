@@ -78,9 +78,9 @@ def put_together(comm: Any, strategy: ShardedDataParallel, pieces: Mapping[str, 
 
 
 def _joined(boxes: list[Any]) -> Tensor:
-    if not boxes:
-        return torch.empty(0)  # of a parameter without elements
     shape = boxes[0][0]
+    if 0 in shape:
+        return torch.empty(shape)
     whole, count = torch.empty(shape, dtype=boxes[0][3].dtype), torch.zeros(shape, dtype=torch.int64)
     for _, start, extent, tensor in boxes:
         where = tuple(slice(begin, begin + size) for begin, size in zip(start, extent))

@@ -24,7 +24,7 @@ def clip_shards(shards: Sequence[nn.Parameter], comm: Communicator, max_norm: fl
         squares += torch.stack([norm.double() for norm in norms]).square().sum()
     comm.all_reduce(squares)
     norm = squares.sqrt()[0].float()
-    if math.isfinite(max_norm) and bool(torch.isfinite(norm)):
+    if gradients and math.isfinite(max_norm) and bool(torch.isfinite(norm)):
         # As torch has it: a factor for all, 1 where nothing is to be clipped.
         torch._foreach_mul_(gradients, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
     return norm

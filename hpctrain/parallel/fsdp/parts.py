@@ -21,7 +21,7 @@ from hpctrain.parallel.fsdp.piece import Member, Piece
 from hpctrain.parallel.fsdp.resident import Resident
 from hpctrain.parallel.fsdp.rooms import Fresh, Ring, Room
 from hpctrain.parallel.fsdp.units import Unit, find_units
-from hpctrain.parallel.materialise import check_drawable, make_buffers
+from hpctrain.parallel.materialise import check_drawable, draw, make_buffers
 from hpctrain.parallel.settings import ParallelSettings
 from hpctrain.parallel.strategy import trainable
 from hpctrain.transport.streams import streams_of
@@ -60,7 +60,7 @@ def assemble(model: nn.Module, comm: Communicator, settings: ParallelSettings, d
     old = dict(model.named_parameters())
     numbers = {name: id(parameter) for name, parameter in model.named_parameters(remove_duplicate=False)}
     replaced = {name: weakref.ref(parameter) for name, parameter in old.items()}
-    make_buffers(model, device)
+    undrawn = make_buffers(model, device)
 
     inside, replicas = _groups(comm, settings)
     narrow = torch.bfloat16 if settings.mixed_precision == "bfloat16" else None
@@ -72,6 +72,7 @@ def assemble(model: nn.Module, comm: Communicator, settings: ParallelSettings, d
     by_name = {name: members[number] for name, number in numbers.items()}
     units = [Unit(unit.name, unit.module, [], []) for unit in units]  # without the old parameters
     _fill(model, pieces, old, comm, replicas, device)
+    _share_buffers(model, undrawn, comm, device)
 
     lane = Lane(streams_of(device))
     whole = settings.data == "zero1"
@@ -148,6 +149,14 @@ def _fill(
         piece.show_shards()
         for member in piece.members:
             del old[member.name]
+
+
+def _share_buffers(model: nn.Module, undrawn: list[str], comm: Communicator, device: torch.device) -> None:
+    """Give every rank the buffers of rank 0, which draws those that were on the meta device."""
+    if comm.rank == 0:
+        modules = dict(model.named_modules())
+        for name in undrawn:
+            draw(model, name, modules[name], device)  # its parameters, if it has any, are drawn beside and let go
     for buffer in model.buffers():
         comm.broadcast(buffer)
 

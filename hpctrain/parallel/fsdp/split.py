@@ -24,6 +24,8 @@ class FlatSplit:
         if member is None:
             return [Shard.whole(name, tensor)]
         shape, held, flat = tuple(member.shape), member.held, tensor.detach().view(-1)
+        if 0 in shape:
+            return [Shard.whole(name, flat.view(shape))]  # nobody holds an element, and yet it is to be in the file
         whole = Shard(name, shape, str(tensor.dtype).removeprefix("torch."), (0,) * len(shape), shape, None)
         return [
             replace(whole, start=start, extent=extent, tensor=_cut(flat, offset, extent))
