@@ -40,7 +40,11 @@ class Resident:
             self._start()  # beside whatever the caller does between two steps
 
     def meet(self) -> None:
-        """Wait until nobody on the node computes with the parameters any more, where they are shared."""
+        """Wait until nobody on the node computes with the parameters any more, where they are shared.
+
+        A gathering that is under way has to end first: it writes where an update is about to write.
+        """
+        self._settle()
         if self._near is not None and self._fence is not None:
             self._near.all_gather(self._fence, self._fence.chunk(self._near.size)[self._near.rank])
 
@@ -89,6 +93,9 @@ class Resident:
         """Bring the whole parameters up to date, and order what is computed next behind it."""
         if self._stale:
             self._start()
+        self._settle()
+
+    def _settle(self) -> None:
         for ticket in self._tickets:
             ticket.wait()
         self._tickets.clear()

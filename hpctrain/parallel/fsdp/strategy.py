@@ -123,6 +123,9 @@ class ShardedDataParallel(Strategy):
         self._form.summon()
         self._summoned = True
         try:
+            if write and self.comm.rank:
+                for member in self._parts.members:  # others may write what they like: what they share stays as it is
+                    member.show(nn.Parameter(member.whole.detach().clone(), requires_grad=member.whole.requires_grad))
             yield
             if write:
                 for piece in self._parts.pieces:

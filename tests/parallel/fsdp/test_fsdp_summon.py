@@ -102,7 +102,7 @@ def test_what_rank_0_writes_counts(place: Any) -> None:
     other["head.weight"] = other["embedding.token.weight"]
     comm.barrier()
     with strategy.summon(write=True), torch.no_grad():
-        if comm.rank == 0 or form.placing is not None:
+        if comm.rank == 0 or not comm.shares_memory:
             model.load_state_dict(other)  # of every rank its own, where it has memory of its own
     theirs = comm.broadcast_object(other)
     with strategy.summon():
@@ -113,6 +113,18 @@ def test_what_rank_0_writes_counts(place: Any) -> None:
     train(model, comm, 1)
     with strategy.summon():
         assert_same(weights(model), weights(plain), rtol=1e-4, atol=1e-5)
+
+
+def test_all_ranks_may_do_what_rank_0_does(place: Any) -> None:
+    comm, form = place
+    model, plain = make_gpt(), make_gpt()
+    strategy = shard(model, comm, form, **BLOCKS)
+    with strategy.summon(write=True), torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(2)
+    with strategy.summon():
+        for ours, theirs in zip(model.parameters(), plain.parameters()):
+            assert torch.equal(ours, 2 * theirs)
 
 
 def test_frozen_parameters_are_written_too(place: Any) -> None:
@@ -132,7 +144,7 @@ def test_frozen_parameters_are_written_too(place: Any) -> None:
 
 def test_without_write_nothing_that_is_read_later_has_changed(some_place: Any) -> None:
     comm, form = some_place
-    if form.placing is None:
+    if comm.shares_memory:
         pytest.skip("in node memory whole parameters and shards are the same memory")
     model, plain = make_gpt(), make_gpt()
     strategy = shard(model, comm, form, **BLOCKS)

@@ -1,0 +1,173 @@
+"""When gradients are reduced, in which order, and wherever the backward pass begins and ends."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from support.replicas import (
+    WIDTH,
+    Branches,
+    assert_same,
+    backward,
+    branch_gradients,
+    gradients,
+    make_mlp,
+    part,
+    vectors,
+)
+from support.shards import FORMS, communicator, shard, whole_gradients, whole_weights
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+from torch.utils.checkpoint import checkpoint
+
+from hpctrain.parallel.fsdp.carrier import Ticket
+from hpctrain.parallel.fsdp.strategy import ShardedDataParallel
+
+pytestmark = [pytest.mark.ranks, pytest.mark.limit(30)]
+SMALL = {"units": ("Linear",), "bucket_mib": 1e-6}
+
+
+@pytest.mark.parametrize("name, early", [
+    ("zero1", True), ("zero2", True), ("fsdp", True), ("zero1_alone", False), ("zero2_alone", True),
+    ("fsdp_alone", True),
+])
+def test_reductions_begin_while_the_backward_pass_runs_where_memory_is_to_be_saved(
+    comm: Any, name: str, early: bool
+) -> None:
+    with communicator(comm, FORMS[name]) as own:
+        if not name.endswith("alone") and not own.shares_memory:
+            pytest.skip("no memory to share")
+        model = make_mlp()
+        strategy = shard(model, own, FORMS[name], **SMALL)
+        begun: list[int] = []
+        first = next(module for module in model.modules() if isinstance(module, nn.Linear))
+
+        def when_only_the_first_layer_is_left(module: nn.Module, args: Any, result: Tensor) -> None:
+            result.register_hook(lambda _: begun.append(strategy._reduction._next))
+
+        first.register_forward_hook(when_only_the_first_layer_is_left)
+        for step in range(3):
+            backward(model, part(own, own.rank, step))
+        assert bool(begun[-1]) == early, begun
+
+
+def test_reductions_under_way_are_carried_on_whenever_another_begins(
+    comm: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+    done = Ticket.done
+
+    def counted(ticket: Ticket) -> bool:
+        asked.append(1)
+        return done(ticket)
+
+    monkeypatch.setattr(Ticket, "done", counted)
+    with communicator(comm, FORMS["fsdp"]) as own:
+        model = make_mlp()
+        shard(model, own, FORMS["fsdp"], **SMALL)
+        for step in range(2):
+            asked.clear()
+            backward(model, part(own, own.rank, step))
+        assert len(asked) == len(list(model.parameters()))
+
+
+@pytest.mark.parametrize("name", ["zero1", "zero2", "fsdp", "zero1_alone", "zero2_alone"])
+def test_ranks_may_disagree_about_the_order_of_the_first_pass(comm: Any, name: str) -> None:
+    with communicator(comm, FORMS[name]) as own:
+        model = Branches()
+        strategy = shard(model, own, FORMS[name], **SMALL)
+        for _ in range(3):
+            use = ["acb" if rank % 2 else "abc" for rank in range(own.size)]
+            backward(model, part(own, own.rank), 1, *use[own.rank])
+            assert_same(whole_gradients(own, model, strategy), branch_gradients(own, use))
+            model.zero_grad()
+
+
+def test_learning_survives_a_pass_whose_gradients_nobody_wanted(some_place: Any) -> None:
+    comm, form = some_place
+    model, plain = make_mlp(), make_mlp()
+    strategy: ShardedDataParallel = shard(model, comm, form, **SMALL)
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, plain)]
+    for step in range(3):
+        mse_loss(model(part(comm, comm.rank)[0]), part(comm, comm.rank)[1])  # no backward pass follows
+        backward(model, part(comm, comm.rank, step))
+        backward(plain, vectors(step))
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_same(whole_weights(model, strategy), dict(plain.state_dict()), rtol=1e-5, atol=1e-6)
+
+
+def test_reentrant_checkpointing_of_the_whole_model_step_after_step(place: Any) -> None:
+    comm, form = place
+    model, plain = make_mlp(), make_mlp()
+    strategy = shard(model, comm, form, **SMALL)
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, plain)]
+    for step in range(3):
+        for each, (inputs, targets) in ((model, part(comm, comm.rank, step)), (plain, vectors(step))):
+            outputs = checkpoint(each, inputs.clone().requires_grad_(), use_reentrant=True)
+            mse_loss(outputs, targets).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_same(whole_weights(model, strategy), dict(plain.state_dict()), rtol=1e-5, atol=1e-6)
+
+
+class Aside(nn.Module):
+    """Keep the loss for oneself: what the model returns leads to no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(7)
+        self.layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+        self.loss = torch.zeros(())
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        """Return the loss as a number."""
+        self.loss = mse_loss(self.layers(x), y)
+        return self.loss.detach()
+
+
+def test_backward_passes_that_do_not_begin_at_what_the_model_returned(place: Any) -> None:
+    comm, form = place
+    model, plain = Aside(), Aside()
+    strategy = shard(model, comm, form, **SMALL)
+    for step in range(3):
+        for each, batch in ((model, part(comm, comm.rank, step)), (plain, vectors(step))):
+            each.zero_grad()
+            each(*batch)
+            each.loss.backward()
+        assert_same(whole_gradients(comm, model, strategy), gradients(plain))
+
+
+class Late(nn.Module):
+    """Use parameters on which the input has no influence first, so that backward comes to them last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = (nn.Parameter(torch.randn(WIDTH, WIDTH)) for _ in range(2))
+        self.scale = nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map ``[batch, WIDTH]`` to the same shape."""
+        beside = (torch.tanh(self.left @ self.right) @ self.right).sum(0)
+        return x * self.scale + beside
+
+
+def test_units_stay_whole_until_the_last_of_their_gradients_has_come(place: Any) -> None:
+    comm, form = place
+
+    def make() -> nn.Module:
+        torch.manual_seed(7)
+        return nn.Sequential(Late(), Late(), nn.Linear(WIDTH, WIDTH))
+
+    model, plain = make(), make()
+    strategy = shard(model, comm, form, units=("Linear", "Late"))
+    for step in range(3):
+        for each, batch in ((model, part(comm, comm.rank, step)), (plain, vectors(step))):
+            each.zero_grad()
+            # Gradients of what nobody computed come as soon as they can.
+            backward(each, (batch[0].clone().requires_grad_(), batch[1]))
+        assert_same(whole_gradients(comm, model, strategy), gradients(plain))
