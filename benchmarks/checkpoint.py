@@ -22,7 +22,7 @@ import torch
 from comm.peers import process_group
 from comm.place import Place as Ranks
 from comm.sizes import parse_names, parse_sizes, size_text
-from harness import RESULTS, mpi_name, mpi_slug, provenance, write
+from harness import RESULTS, guarded, mpi_name, mpi_slug, provenance, write
 from saving import background, kept, ours, peers, plot, report, yardsticks
 from saving.candidates import Candidate
 from saving.disk import delete, filesystem_of
@@ -35,9 +35,8 @@ from saving.targets import Target, background_targets, targets
 from saving.work import Work
 
 import hpctrain
-from hpctrain.cli.main import Parser, in_world
-from hpctrain.cli.main import report as report_error
-from hpctrain.errors import HpctrainError, UsageError
+from hpctrain.cli.main import Parser
+from hpctrain.errors import UsageError
 
 PARTS = ("write", "read", "background")
 SIZE, ROUNDS = "512MiB", 7
@@ -46,13 +45,7 @@ WAYS = (FOREGROUND, BACKGROUND, ASYNC)
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark; rank 0 prints and writes. Return the exit code."""
-    try:
-        run(parse(argv))
-    except HpctrainError as error:
-        if not error.everywhere and in_world():
-            raise  # one rank of several failed: the guard ends the job
-        return report_error(error)
-    return 0
+    return guarded(lambda: run(parse(argv)))
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:

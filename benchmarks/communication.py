@@ -25,12 +25,11 @@ from comm.operations import OPERATIONS
 from comm.place import Place
 from comm.sizes import parse_names, parse_sizes, size_text
 from comm.targets import targets
-from harness import RESULTS, mpi_name, mpi_slug, provenance, write
+from harness import RESULTS, guarded, mpi_name, mpi_slug, provenance, write
 
 import hpctrain
-from hpctrain.cli.main import Parser, in_world
-from hpctrain.cli.main import report as report_error
-from hpctrain.errors import HpctrainError, UsageError
+from hpctrain.cli.main import Parser
+from hpctrain.errors import UsageError
 
 DTYPES = ("float32", "float64", "float16", "bfloat16", "int32", "int64")
 SIZES = "4,64K,1M,4M,25M,64M"
@@ -41,13 +40,7 @@ KNOWN = (OURS, f"{OURS} and an algorithm", OUTSIDE, *PEERS)
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark; rank 0 prints and writes. Return the exit code."""
-    try:
-        run(parse(argv))
-    except HpctrainError as error:
-        if not error.everywhere and in_world():
-            raise  # one rank of several failed: the guard ends the job
-        return report_error(error)
-    return 0
+    return guarded(lambda: run(parse(argv)))
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:

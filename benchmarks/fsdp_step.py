@@ -25,7 +25,7 @@ import torch
 from comm.peers import process_group
 from comm.place import Place
 from comm.sizes import parse_names
-from harness import RESULTS, mpi_name, mpi_slug, provenance, write
+from harness import RESULTS, guarded, mpi_name, mpi_slug, provenance, write
 from saving.report import print_targets, targets_json
 from saving.targets import Target
 from sharding import memory, plot, report
@@ -36,22 +36,15 @@ from sharding.task import FULL, SMALL, Task
 from sharding.timing import drifts, summaries, take_turns
 
 import hpctrain
-from hpctrain.cli.main import Parser, in_world
-from hpctrain.cli.main import report as report_error
-from hpctrain.errors import HpctrainError, UsageError
+from hpctrain.cli.main import Parser
+from hpctrain.errors import UsageError
 
 ROUNDS, WARMUP = 20, 3
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark; rank 0 prints and writes. Return the exit code."""
-    try:
-        run(parse(argv))
-    except HpctrainError as error:
-        if not error.everywhere and in_world():
-            raise  # one rank of several failed: the guard ends the job
-        return report_error(error)
-    return 0
+    return guarded(lambda: run(parse(argv)))
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:

@@ -10,11 +10,25 @@ import re
 import statistics
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 RESULTS = Path(__file__).parent / "results"
+
+
+def guarded(run: Callable[[], object]) -> int:
+    """Run a benchmark on this rank; report what is wrong in the input, and return the exit code."""
+    from hpctrain.cli.main import in_world, report
+    from hpctrain.errors import HpctrainError
+
+    try:
+        run()
+    except HpctrainError as error:
+        if not error.everywhere and in_world():
+            raise  # one rank of several failed: the guard ends the job
+        return report(error)
+    return 0
 
 
 def summary(seconds: Sequence[float]) -> dict[str, float]:

@@ -17,8 +17,7 @@ there the result is copied back.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -56,7 +55,6 @@ class DataParallel(Strategy):
         self._parameters = [parameter for _, parameter in named]
         self._handles: list[RemovableHandle] = []
         self._share = 1.0 / comm.size  # each rank puts in its share of the average, so no pass is needed to divide
-        self._syncing = True
         self._running = False  # between a backward pass's first gradient and its end
         self._works: list[Work] = []
         self._observed: list[int] = []
@@ -66,15 +64,6 @@ class DataParallel(Strategy):
             self._memory = self._allocate()
             self._build(list(reversed(range(len(named)))))
             self._hook()
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Let gradients accumulate on each rank alone, for backward passes inside the ``with`` block."""
-        before, self._syncing = self._syncing, False
-        try:
-            yield
-        finally:
-            self._syncing = before
 
     def contribute_nothing(self, *, backward: bool = True) -> None:
         """Take part in a forward (and ``backward``) pass of the others, with no sample of one's own."""

@@ -20,12 +20,16 @@ class Strategy(ABC):
     """
 
     model: nn.Module
+    _syncing = True  # whether backward passes are reduced
 
     @contextmanager
-    @abstractmethod
     def no_sync(self) -> Iterator[None]:
-        """Let gradients accumulate on each rank alone, for backward passes inside the ``with`` block."""
-        yield
+        """Let gradients accumulate on each rank alone, and whole, for backward passes inside the ``with`` block."""
+        before, self._syncing = self._syncing, False
+        try:
+            yield
+        finally:
+            self._syncing = before
 
     @abstractmethod
     def contribute_nothing(self, *, backward: bool = True) -> None:

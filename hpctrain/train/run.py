@@ -42,12 +42,11 @@ def train(settings: Settings, *, verbose: bool = False) -> None:
 
     Raises an ``HpctrainError`` on all ranks for anything wrong in the input, before anything is written.
     """
-    tree = to_tree(settings)
     job = init(
         device=settings.run.device,
         oversubscribe=settings.run.oversubscribe,
         parallel=settings.parallel,
-        settings=tree,
+        settings=to_tree(settings),
         verbose=verbose,
     )
     with job:
@@ -66,22 +65,7 @@ def train(settings: Settings, *, verbose: bool = False) -> None:
             corpus.train, batch=settings.train.batch, rank=job.rank, size=job.size, seed=settings.train.seed
         )
 
-        run = job.run(
-            model,
-            optimizer,
-            loader,
-            checkpoints=settings.run.folder,
-            steps=settings.train.steps,
-            **vars(settings.checkpoint),  # named alike
-            resume=settings.run.resume,
-            strict=settings.run.strict,
-            on_nonfinite=settings.train.on_nonfinite,
-            start_from=settings.train.start_from,
-            start_skip=settings.train.start_skip,
-            config=to_toml(tree),
-            provenance={"parallel": settings.parallel.data},
-        )
-        with run:
+        with open_run(settings, job, model, optimizer, loader) as run:
             resumed_at = run.step
             announce(job, run, parameters, corpus)
             for number, batch in run:
@@ -101,6 +85,27 @@ def train(settings: Settings, *, verbose: bool = False) -> None:
         text = sample_text(model, settings.train.prompt, job.device)
         if job.rank == 0:
             summarise(run, corpus.train.facts, text, resumed=resumed_at >= settings.train.steps)
+
+
+def open_run(
+    settings: Settings, job: Job, model: nn.Module, optimizer: torch.optim.Optimizer, loader: Loader
+) -> Run:
+    """Return the run that the settings describe."""
+    return job.run(
+        model,
+        optimizer,
+        loader,
+        checkpoints=settings.run.folder,
+        steps=settings.train.steps,
+        **vars(settings.checkpoint),  # named alike
+        resume=settings.run.resume,
+        strict=settings.run.strict,
+        on_nonfinite=settings.train.on_nonfinite,
+        start_from=settings.train.start_from,
+        start_skip=settings.train.start_skip,
+        config=to_toml(to_tree(settings)),
+        provenance={"parallel": settings.parallel.data},
+    )
 
 
 def open_corpus(settings: Settings) -> Corpus:

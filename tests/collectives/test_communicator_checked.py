@@ -72,13 +72,14 @@ print("done")
 
 def test_what_is_under_way_passes_the_check_again_and_again(launch: Any) -> None:
     body = """
-whole, out = comm.empty(1000), torch.empty(500)
+whole, other, out = comm.empty(1000), comm.empty(1000), torch.empty(500)
 for _ in range(5):
     whole.fill_(job.rank + 1)
-    works = [comm.reduce_scatter(out, whole, async_op=True), comm.all_reduce(whole, async_op=True)]
+    other.fill_(job.rank + 2)
+    works = [comm.reduce_scatter(out, whole, async_op=True), comm.all_reduce(other, async_op=True)]
     works[job.rank].wait()
     works[1 - job.rank].wait()
-    assert out.eq(3).all() and whole.eq(3).all()
+    assert out.eq(3).all() and other.eq(5).all()
 print("done")
 """
     done = launch(2, JOB.format(body=body), timeout=40, env={"HPCTRAIN_CHECK": "order"})

@@ -1,11 +1,13 @@
-"""Give a communicator that a test may spoil, and one that believes in several nodes."""
+"""Give a communicator that a test may spoil, one that believes in several nodes, and torch's own process group."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 from support.nodes import alone, dealt_out, in_pairs, placed
 
 
@@ -23,3 +25,13 @@ def spread(comm: Any, request: pytest.FixtureRequest) -> Iterator[Any]:
     spread = placed(comm, request.param)
     yield spread
     spread.free()
+
+
+@pytest.fixture
+def process_group(comm: Any, shared_tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Let the same ranks be a process group of torch.distributed, for the length of a test."""
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", os.environ.get("GLOO_SOCKET_IFNAME", "lo"))
+    store = f"file://{shared_tmp_path}/store"
+    torch.distributed.init_process_group("gloo", init_method=store, rank=comm.rank, world_size=comm.size)
+    yield
+    torch.distributed.destroy_process_group()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -46,16 +44,6 @@ def test_learns_what_one_process_learns(comm: Any, kind: str, settings: Parallel
     torch.testing.assert_close(losses, learn(alone, kind, STEPS), rtol=1e-5, atol=0)
     assert_same(weights(model), weights(alone), rtol=1e-5, atol=1e-6)
     assert_same_on_all_ranks(comm, weights(model))
-
-
-@pytest.fixture
-def process_group(comm: Any, shared_tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Let the same ranks be a process group of torch.distributed, for the length of a test."""
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", os.environ.get("GLOO_SOCKET_IFNAME", "lo"))
-    store = f"file://{shared_tmp_path}/store"
-    torch.distributed.init_process_group("gloo", init_method=store, rank=comm.rank, world_size=comm.size)
-    yield
-    torch.distributed.destroy_process_group()
 
 
 @pytest.mark.ranks

@@ -118,12 +118,6 @@ class Reduction:
         for flow in self._line[self._next : self._position[number] + 1]:
             self._start(flow)
 
-    def drop(self) -> None:
-        """Forget gradients that were not reduced."""
-        for flow in self.flows:
-            for member in flow.piece.members:
-                member.whole.grad = None
-
     # How --------------------------------------------------------------------------------------------------------------
 
     def _check(self, flow: Flow, number: int) -> None:

@@ -52,22 +52,12 @@ class ShardedDataParallel(Strategy):
         members = self._parts.members
         self._shards = [member.shard for member in members]
         self._split = FlatSplit(self._parts.by_name)
-        self._syncing = True
         self._running = False  # between the beginning of a backward pass and its end
         self._summoned = False
         self._owners = Owners(
             self._shards, self._parts.replaced, settings.elementwise, self._form.meet, self._form.mark
         )
         self._handles = [*self._hook(), *self._form.hook(model, self._begin_backward), *self._owners.attach()]
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Let gradients accumulate on each rank alone, and whole, for backward passes inside the ``with`` block."""
-        before, self._syncing = self._syncing, False
-        try:
-            yield
-        finally:
-            self._syncing = before
 
     def contribute_nothing(self, *, backward: bool = True) -> None:
         """Take part in a forward (and ``backward``) pass of the others, with no sample of one's own.

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -76,16 +74,6 @@ def test_same_bits_as_ddp_without_clipping(comm: Any, kind: str) -> None:
             attach(model, own, ParallelSettings(data=name))
             results.append(train(model, shares(kind, comm), compare, 5))
     assert all(result == results[0] for result in results)
-
-
-@pytest.fixture
-def process_group(comm: Any, shared_tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Let the same ranks be a process group of torch.distributed, for the length of a test."""
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", os.environ.get("GLOO_SOCKET_IFNAME", "lo"))
-    store = f"file://{shared_tmp_path}/store"
-    torch.distributed.init_process_group("gloo", init_method=store, rank=comm.rank, world_size=comm.size)
-    yield
-    torch.distributed.destroy_process_group()
 
 
 def fully_sharded(model: nn.Module, kind: str, **options: Any) -> None:

@@ -27,16 +27,6 @@ def apart(comm: Any) -> Iterator[Any]:
         yield own
 
 
-@pytest.fixture
-def near(comm: Any) -> Iterator[Any]:
-    """Return a communicator of the ranks of this node, which share memory."""
-    own = comm.split(comm.node)
-    if not own.shares_memory:
-        pytest.skip("no two ranks share a node")
-    yield own
-    own.free()
-
-
 def gathered(strategy: ShardedDataParallel) -> dict[str, int]:
     """Return the bytes of whole parameters that have memory now, by unit."""
     return {

@@ -173,16 +173,6 @@ def test_units_that_only_another_rank_needs_are_gathered_with_it(apart: Any) -> 
 # In node memory -------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def near(comm: Any) -> Iterator[Any]:
-    """Return a communicator of the ranks of this node, which share memory."""
-    own = comm.split(comm.node)
-    if not own.shares_memory:
-        pytest.skip("no two ranks share a node")
-    yield own
-    own.free()
-
-
 @pytest.mark.parametrize("data", ["zero1", "zero2", "fsdp"])
 def test_mapped_parameters_are_never_copied(near: Any, data: str) -> None:
     model = make_even()
