@@ -87,10 +87,9 @@ train: env ## pack CORPUS and train a small GPT on NP ranks; again: resume
 
 # Tests --------------------------------------------------------------------------------------------------------------
 
-test: env ## run all tests: of one process on JOBS workers, then on 2 and 3 ranks
+test: env ## run all tests: of one process on JOBS workers, then on 2 ranks
 	$(PYTEST) -m "not benchmark" -n $(JOBS)
 	$(MPIEXEC) -n 2 $(PYTEST) -m ranks
-	$(MPIEXEC) -n 3 $(PYTEST) -m ranks
 
 test-%: env ## run the rank tests on N ranks: make test-3
 	$(MPIEXEC) -n $* $(PYTEST) -m ranks

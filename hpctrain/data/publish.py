@@ -37,6 +37,13 @@ class _Sink(io.FileIO):
                 self.failure = error
         return len(view)
 
+    def readinto(self, buffer: Any) -> int:
+        """Read all that was asked for; what could not be written is zeros, where HDF5 would take chance bytes."""
+        view = memoryview(buffer).cast("B")
+        done = super().readinto(view) or 0
+        view[done:] = bytes(len(view) - done)
+        return len(view)
+
     def truncate(self, size: int | None = None) -> int:
         """Set the length, if that can be done."""
         try:

@@ -10,7 +10,7 @@ from pathlib import Path
 import h5py
 import pytest
 
-from hpctrain.data.publish import new_file
+from hpctrain.data.publish import _Sink, new_file
 from hpctrain.errors import DataError
 
 
@@ -57,7 +57,7 @@ _FULL = """
 import resource, sys
 import numpy as np
 from pathlib import Path
-from hpctrain.data.publish import new_file
+from hpctrain.data.publish import _Sink, new_file
 from hpctrain.errors import DataError
 
 resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[3]),) * 2)
@@ -85,3 +85,13 @@ def test_a_place_that_takes_no_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="cannot write .*it.h5: "):
         with new_file(tmp_path / "file" / "it.h5", "kind", 1):
             pass
+
+
+def test_what_could_not_be_written_reads_as_zeros(tmp_path: Path) -> None:
+    with _Sink(tmp_path / "x", "w+") as sink:
+        sink.write(b"abc")
+        sink.failure = OSError("full")
+        assert sink.write(b"def") == 3
+        sink.seek(0)
+        chance = bytearray(b"\xff" * 8)
+        assert sink.readinto(chance) == 8 and chance == b"abc" + bytes(5)

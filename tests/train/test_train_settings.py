@@ -64,7 +64,7 @@ def test_a_checkpoint_judged_by_an_evaluation_has_one(
 
 
 def test_every_option_of_a_run_can_be_set_from_a_file() -> None:
-    source: Any = inspect.getsource(run.train)
+    source: Any = inspect.getsource(run.open_run)
     whole = {field.name for field in fields(CheckpointSettings)} if "**vars(settings.checkpoint)" in source else set()
     given = whole | {field.name for field in fields(RunOptions) if f"{field.name}=settings." in source}
     assert given == {field.name for field in fields(RunOptions)}
