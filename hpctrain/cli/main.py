@@ -16,6 +16,7 @@ VERBS = {
     "train": "train a model as a TOML file says",
     "data": "pack corpora, look into data files",
     "checkpoint": "list, show, verify, compare, convert and draw checkpoints",
+    "plan": "show a schedule of a pipeline: idle time, memory, picture",
     "bench": "measure the collectives, show what was measured",
 }
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +15,8 @@ from hpctrain.collectives.bucket import Bucket
 from hpctrain.collectives.carriers import Carriers
 from hpctrain.collectives.choice.table import Layout, Table
 from hpctrain.collectives.host import HostCollectives, pair_key
+from hpctrain.collectives.mesh import AXES, Mesh, fill_in
+from hpctrain.collectives.node.slots import Handover, Slots, make_slots
 from hpctrain.collectives.reduction import check_op
 from hpctrain.collectives.topology import discover
 from hpctrain.transport.base import Transport, Work
@@ -43,6 +45,7 @@ class Communicator:
         place = discover(transport, self._node)
         self.node, self.nodes, self.uniform = place.node, place.nodes, place.uniform
         self.local_rank, self.local_size = place.local_rank, place.local_size
+        self.crowded = place.crowded  # more ranks than cores on a node
         self._layout = Layout(transport.size, place.nodes, place.local_size)
         self._host = HostCollectives(transport, self._node, place)
         self._announce = Announcer(transport, self._host.memory)
@@ -85,6 +88,15 @@ class Communicator:
         """
         self._announce("common", detail=f"{numel} {dtype}")
         return self._host.empty(numel, dtype, common=True)
+
+    def slots(self, wanted: Sequence[Handover]) -> list[Slots | None]:
+        """Return rings of node memory through which one rank hands tensors to another; a call by all ranks.
+
+        One for each that is wanted, and None where this rank has no part in it or the two share no memory. The memory
+        lives as long as the communicator.
+        """
+        self._announce("slots", detail=str(wanted))
+        return make_slots(self._host.memory, self.rank, wanted)
 
     # Collectives ------------------------------------------------------------------------------------------------------
 
@@ -283,6 +295,14 @@ class Communicator:
         if self._carriers.place is not None and part.size > 1:
             part.use_device(*self._carriers.place, parent=self)
         return part
+
+    def mesh(self, pipe: int = 1, data: int = -1, tensor: int = 1, order: Sequence[str] = AXES) -> Mesh:
+        """Return this rank's communicators along the axes of a mesh; one length may be -1, what is left over.
+
+        A call by all ranks. Along the last axis of ``order`` the ranks are neighbours. Raises ``UsageError``, which
+        says what would work, where the lengths do not fit the number of ranks.
+        """
+        return Mesh(self, fill_in(self.size, pipe, data, tensor, order))
 
     @contextmanager
     def recording(self) -> Iterator[Recorder]:

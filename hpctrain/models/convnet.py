@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -37,13 +37,23 @@ class ConvNet(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         """Return ``[batch, outputs]`` for images ``[batch, (channels,) height, width]``."""
-        if images.ndim == 3:
-            images = images.unsqueeze(1)
-        return self.head(self.features(images).flatten(1))  # type: ignore[no-any-return]
+        return self.head(_flat(self.features(_with_channels(images))))  # type: ignore[no-any-return]
+
+    def layers(self) -> list[Callable[[Tensor], Tensor]]:
+        """Return the parts in a row that the model is, between any two of which it can be cut."""
+        return [_with_channels, *self.features, _flat, self.head]
 
     def initialise(self, name: str, module: nn.Module) -> None:
         """Draw the weights of one module in place, from torch's seed and the module's name in the model."""
         initialise_as_torch(name, module)
+
+
+def _with_channels(images: Tensor) -> Tensor:
+    return images.unsqueeze(1) if images.ndim == 3 else images
+
+
+def _flat(features: Tensor) -> Tensor:
+    return features.flatten(1)
 
 
 def _layers(channels: Sequence[int]) -> list[nn.Module]:

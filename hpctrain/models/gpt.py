@@ -2,7 +2,7 @@
 
 The model is four parts in a row, ``embedding``, ``blocks``, ``norm`` and ``head``, so that it can be cut between any
 two blocks. Inside a block, ``attention.qkv`` and ``mlp.fc`` widen and ``project`` narrows again: the first two can be
-split by rows and the last by columns of their weights, as Megatron-LM does.
+split by rows and the last by columns of their weights, as Megatron-LM does (``tensor_plan``).
 """
 
 from __future__ import annotations
@@ -47,18 +47,25 @@ class Attention(nn.Module):
         super().__init__()
         self.head_width = config.width // config.heads
         self.dropout = config.dropout
+        self.context = config.context
         self.qkv = nn.Linear(config.width, 3 * config.width)
         self.project = nn.Linear(config.width, config.width)
         self.residual_dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map ``[batch, length, width]`` to the same shape."""
-        batch, length, _ = x.shape
-        query, key, value = self.qkv(x).view(batch, length, -1, 3, self.head_width).permute(3, 0, 2, 1, 4)
+        features = self.qkv(x)
+        batch, length, _ = features.shape  # those of x may be a piece of the sequence
+        query, key, value = features.view(batch, length, -1, 3, self.head_width).permute(3, 0, 2, 1, 4)
         dropout = self.dropout if self.training else 0.0
         mixed = F.scaled_dot_product_attention(query, key, value, dropout_p=dropout, is_causal=True)
         joined = mixed.transpose(1, 2).reshape(batch, length, -1)
         return self.residual_dropout(self.project(joined))  # type: ignore[no-any-return]
+
+    def flops_beside_weights(self) -> float:
+        """Return the multiplications and additions that a token's place in the longest sequence takes, on average."""
+        # Two products with the vectors of all tokens before it: half of them, taken over the sequence.
+        return 2 * 2 * self.project.in_features * self.context / 2
 
 
 class MLP(nn.Module):
@@ -95,6 +102,17 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """Predict the next token at every position. Radford et al. 2019; weights as its authors initialised them."""
 
+    # How to split it over tensor ranks: patterns of module names, and what becomes of the modules.
+    tensor_plan = {
+        "embedding": "scatter",
+        "embedding.token": "embedding",
+        "blocks.*.attention.qkv": "heads",
+        "blocks.*.attention.project": "row",
+        "blocks.*.mlp.fc": "column",
+        "blocks.*.mlp.project": "row",
+        "head": "vocabulary",
+    }
+
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.config = config
@@ -110,10 +128,14 @@ class GPT(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Return logits ``[batch, length, vocab_size]`` for int64 tokens ``[batch, length]``."""
-        x = self.embedding(tokens)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(self.norm(x))  # type: ignore[no-any-return]
+        x = tokens
+        for layer in self.layers():
+            x = layer(x)
+        return x
+
+    def layers(self) -> list[nn.Module]:
+        """Return the parts in a row that the model is, between any two of which it can be cut."""
+        return [self.embedding, *self.blocks, self.norm, self.head]
 
     def initialise(self, name: str, module: nn.Module) -> None:
         """Draw the weights of one module in place; ``name`` is its name in the model, whose other modules need not be.

@@ -27,6 +27,10 @@ class MLP(nn.Sequential):
             for size, next_size in zip(sizes, sizes[1:]):
                 layers += [nn.Linear(size, next_size), nn.ReLU()]
         super().__init__(*layers[:-1])
+        # How to split it over tensor ranks: every other layer by its outputs, the one behind it by its inputs.
+        linear = [str(place) for place in range(1, len(layers), 2)]
+        pairs = zip(linear[::2], linear[1::2])
+        self.tensor_plan = {name: kind for pair in pairs for name, kind in zip(pair, ("column", "row"))}
         give_memory(self)
         draw_weights(self, self.initialise)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from hpctrain.collectives.communicator import Communicator
 from hpctrain.errors import UsageError
@@ -14,13 +14,24 @@ from hpctrain.parallel.sync_batchnorm import convert
 
 
 def attach(
-    model: nn.Module, comm: Communicator, settings: ParallelSettings, device: torch.device = torch.device("cpu")
+    model: nn.Module,
+    comm: Communicator,
+    settings: ParallelSettings,
+    device: torch.device = torch.device("cpu"),
+    example: Tensor | None = None,
 ) -> Strategy:
-    """Attach the strategy of ``settings.data`` to a module, in place, and bring it to this rank's device."""
+    """Attach the strategy of the settings to a module, in place, and bring it to this rank's device.
+
+    ``example`` is a microbatch of inputs, for stages that are to be equal in measured time.
+    """
     if settings.sync_batchnorm and convert(model, comm) is not model:
         raise UsageError("sync_batchnorm cannot replace a model that is itself a batch norm", everywhere=True)
     if settings.recompute:
         _recompute(model, settings)
+    if settings.splits_model:
+        from hpctrain.parallel.hybrid import ModelParallel
+
+        return ModelParallel(model, comm, settings, device, attach, example)
     # One rank has nothing to split: it trains the plain model, unless it is to compute in another precision.
     if settings.data in SHARDED and (comm.size > 1 or settings.mixed_precision != "none"):
         from hpctrain.parallel.fsdp.strategy import ShardedDataParallel

@@ -17,7 +17,8 @@ there the result is copied back.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -76,6 +77,16 @@ class DataParallel(Strategy):
             )
         self._before_forward()
         self._finish()
+
+    @contextmanager
+    def many_passes(self, *, reduces: bool = True) -> Iterator[None]:
+        """Let gradients accumulate on each rank alone, and average them at the end."""
+        if reduces and self._buckets:
+            self._before_forward()
+        with self.no_sync():
+            yield
+        if reduces and self._buckets:
+            self._finish()
 
     def clip_grad_norm(self, max_norm: float) -> Tensor:
         """Scale the gradients so that their global norm is at most ``max_norm``; return the norm before, a scalar.

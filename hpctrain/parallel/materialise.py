@@ -6,13 +6,20 @@ A module draws its values by ``reset_parameters()``, as torch's own do; or the m
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 
 from hpctrain.errors import UsageError
+
+Cut = Callable[[str, Tensor], Tensor]  # from a parameter's name in its module and its value to what is kept
+
+# The attribute of a module that holds, by name, what was taken out of it (as it lies on another stage of a pipeline)
+# before it had values.
+GONE = "_hpctrain_gone"
 
 
 def is_meta(model: nn.Module) -> bool:
@@ -23,7 +30,7 @@ def is_meta(model: nn.Module) -> bool:
 def check_drawable(model: nn.Module) -> None:
     """Raise ``UsageError`` for a module with parameters or buffers on the meta device that nobody can draw."""
     for name, module in model.named_modules():
-        own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+        own = [*module.parameters(recurse=False), *module.buffers(recurse=False), *_gone(module).values()]
         if any(tensor.is_meta for tensor in own) and _draws(model, name, module) is None:
             raise UsageError(
                 f"module {name or 'of the whole model'} of class {type(module).__name__} is on the meta device and has "
@@ -32,22 +39,44 @@ def check_drawable(model: nn.Module) -> None:
             )
 
 
-def materialise(model: nn.Module, device: torch.device) -> None:
-    """Give a whole model its memory and its values, in place."""
+def materialise(model: nn.Module, device: torch.device, cuts: Mapping[nn.Module, Cut] | None = None) -> None:
+    """Give a whole model its memory and its values, in place.
+
+    ``cuts`` say what this rank keeps of the values of modules, by attribute. Where the model draws every module from
+    its name alone, only those modules get values then; elsewhere all do, because one draw depends on those before.
+    """
     check_drawable(model)
-    if not is_meta(model):
+    modules = list(model.named_modules())
+    if not is_meta(model) and not any(_gone(module) for _, module in modules):
         return
-    make_buffers(model, device)
-    for name, module in reversed(list(model.named_modules())):  # of a tied parameter the first owner has the last word
-        drawn = draw(model, name, module, device)
-        for attribute, value in drawn.items():
-            old = module._parameters[attribute]
-            assert old is not None
-            if old.is_meta:  # the same object stays, for those who share it
-                swap: Callable[[Tensor, Tensor], None] = torch.utils.swap_tensors
-                swap(old, nn.Parameter(value, requires_grad=old.requires_grad))
-            else:
-                old.data.copy_(value)
+    blank = {module for _, module in modules if any(one.is_meta for one in module.parameters(recurse=False))}
+    blank |= {module for _, module in modules if _gone(module)}
+    if cuts is not None and _by_name(model):
+        blank &= cuts.keys()
+    else:
+        blank |= {model.get_submodule(name) for name in make_buffers(model, device)}
+    slices: dict[nn.Parameter, Tensor] = {}
+    for name, module in reversed(modules):  # of a tied parameter the first owner has the last word
+        if module not in blank:
+            continue  # it has its values, which may be slices of what it would draw
+        for attribute, value in draw(model, name, module, device).items():
+            parameter = cast(nn.Parameter, module._parameters[attribute])
+            if cuts is None or module not in cuts:
+                _give(parameter, value)
+            else:  # which another owner may draw again, as long as it is whole
+                slices[parameter] = cuts[module](attribute, value)
+        vars(module).pop(GONE, None)
+    for parameter, value in slices.items():
+        _give(parameter, value)
+
+
+def _give(parameter: nn.Parameter, value: Tensor) -> None:
+    """Give a parameter its values; it stays the same object, for those who share it."""
+    if parameter.is_meta:
+        swap: Callable[[Tensor, Tensor], None] = torch.utils.swap_tensors
+        swap(parameter, nn.Parameter(value, requires_grad=parameter.requires_grad))
+    else:
+        parameter.data.copy_(value)
 
 
 def make_buffers(model: nn.Module, device: torch.device) -> list[str]:
@@ -70,9 +99,22 @@ def draw(model: nn.Module, name: str, module: nn.Module, device: torch.device) -
     call = _draws(model, name, module)
     if call is None or not (module._parameters or module._buffers):
         return {}
+    held = [name for name, old in module._parameters.items() if old is not None]
+    if not held and not any(True for _ in module.buffers(recurse=False)) and _gone(module) and _by_name(model):
+        return {}
     with _lent(module, device) as lent:
         call()
-    return lent
+    return {name: lent[name] for name in held}
+
+
+def _gone(module: nn.Module) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = vars(module).get(GONE, {})
+    return found
+
+
+def _by_name(model: nn.Module) -> bool:
+    """Tell whether the model draws every module from its name alone; otherwise each draw moves torch's generator."""
+    return callable(getattr(model, "initialise", None))
 
 
 def _draws(model: nn.Module, name: str, module: nn.Module) -> Callable[[], object] | None:
@@ -89,14 +131,20 @@ def _draws(model: nn.Module, name: str, module: nn.Module) -> Callable[[], objec
 
 @contextmanager
 def _lent(module: nn.Module, device: torch.device) -> Iterator[dict[str, Tensor]]:
-    """Put memory under a module's own parameters for the length of a ``with`` block."""
-    before = {name: old for name, old in module._parameters.items() if old is not None}
+    """Put memory under a module's own parameters, and where others are gone, for the length of a ``with`` block."""
+    parameters, buffers = dict(module._parameters), set(module._buffers)
     lent: dict[str, Tensor] = {}
     try:
-        for name, old in before.items():
+        for name, old in [*parameters.items(), *_gone(module).items()]:
+            if old is None:
+                continue
+            if name in buffers:
+                module._buffers[name] = torch.zeros_like(old, device=device)
+                continue
             memory = nn.Parameter(torch.empty_like(old, device=device), requires_grad=old.requires_grad)
             lent[name] = memory.detach()
             module._parameters[name] = memory
         yield lent
     finally:
-        module._parameters.update(before)
+        module._parameters.update(parameters)
+        module._buffers.update({name: None for name in _gone(module) if name in buffers})

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copyreg
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import wraps
 from typing import Any
 
@@ -21,6 +21,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.checkpoint import checkpoint
 
 from hpctrain.errors import UsageError
+from hpctrain.parallel.pipeline import deferred, skip
 
 Contexts = tuple[AbstractContextManager[None], AbstractContextManager[None]]
 _KINDS: dict[type[nn.Module], type[nn.Module]] = {}  # the subclass for each class
@@ -91,11 +92,21 @@ def _forward_twice(module: nn.Module, plain: type[nn.Module], args: tuple[Any, .
     def run(*given: Any) -> Any:
         return plain.forward(module, *given[: len(args)], **dict(zip(kwargs, given[len(args) :])))
 
+    carried, put_off = skip.again(), deferred.again()
+
     def contexts() -> Contexts:
-        return nullcontext(), _counted_once(module)
+        return put_off(), _together(_counted_once(module), carried(), put_off())
 
     # All by position: torch restores the generators of devices that it finds there.
     return checkpoint(run, *args, *kwargs.values(), use_reentrant=False, context_fn=contexts)
+
+
+@contextmanager
+def _together(*contexts: AbstractContextManager[object]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for context in contexts:
+            stack.enter_context(context)
+        yield
 
 
 @contextmanager

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+from hpctrain.collectives.mesh import AXES
 from hpctrain.errors import SettingsError
 
 SHARDED = ("zero1", "zero2", "fsdp")
@@ -20,6 +21,27 @@ class ParallelSettings:
     data: Literal["ddp", "zero1", "zero2", "fsdp", "dp"] = "ddp"
     # Split over all ranks, or only inside each node, with a replica on every node.
     shard_within: Literal["world", "node"] = "world"
+    # Stages that the model's layers are cut into, each on other ranks; and ranks that split its matrices. What is left
+    # of the ranks shares the data.
+    pipe: int = 1
+    tensor: int = 1
+    # The axes of the mesh from the slowest to the fastest: the last one's ranks are neighbours.
+    order: tuple[str, ...] = AXES
+    # Who computes which microbatch when: naive, gpipe, 1f1b, interleaved, zb-h1, or pipedream, which updates the
+    # weights after every microbatch.
+    schedule: Literal["naive", "gpipe", "1f1b", "interleaved", "zb-h1", "pipedream"] = "1f1b"
+    # Parts of a backward pass that go through the pipeline one after the other; 0: as many as the samples allow, up to
+    # four a stage.
+    microbatches: int = 0
+    # Pieces of the model that each stage holds (interleaved); 0: 2 for interleaved, else 1.
+    chunks: int = 0
+    # Where the layers are cut: by the work that they are estimated to be (compute), by their measured time, by their
+    # parameters, or by hand: numbers of layers ("3,5") or names of the layers that stages begin with ("blocks.2").
+    partition: str = "compute"
+    # How matrices are split, besides what the model says: "*.fc=column", "*.project=row" (docs/tensor.md).
+    tensor_plan: tuple[str, ...] = ()
+    # Split what lies between the split matrices too, along the sequence.
+    sequence: bool = False
     # What is gathered together (fsdp) or recomputed together: names of classes ("Block") or modules ("blocks.*");
     # empty: repeated blocks, and what is large enough.
     units: tuple[str, ...] = ()
@@ -46,6 +68,7 @@ class ParallelSettings:
     def __post_init__(self) -> None:
         if not 0 < self.bucket_mib < math.inf:
             raise SettingsError(f"setting parallel.bucket_mib = {self.bucket_mib}: must be a number of MiB above 0")
+        self._check_mesh()
         if self.prefetch < 0:
             raise SettingsError(f"setting parallel.prefetch = {self.prefetch}: must not be negative")
         sharded = self.data in SHARDED
@@ -58,6 +81,42 @@ class ParallelSettings:
                     f"setting parallel.{name} = {getattr(self, name)!r}: is for parallel.data = {', '.join(SHARDED)}, "
                     f"not {self.data}"
                 )
+
+    def _check_mesh(self) -> None:
+        for name, least in {"pipe": 1, "tensor": 1, "microbatches": 0, "chunks": 0}.items():
+            if getattr(self, name) < least:
+                raise SettingsError(f"setting parallel.{name} = {getattr(self, name)}: must be at least {least}")
+        if sorted(self.order) != sorted(AXES):
+            raise SettingsError(f"setting parallel.order = {list(self.order)}: name {', '.join(AXES)}, once each")
+        for name, needs in {"sequence": "tensor", "tensor_plan": "tensor"}.items():
+            if getattr(self, name) and getattr(self, needs) == 1:
+                raise SettingsError(f"setting parallel.{name}: is for parallel.{needs} above 1")
+        several = self.schedule == "interleaved"
+        if self.chunks and (self.chunks > 1) is not several:
+            raise SettingsError(
+                f"setting parallel.chunks = {self.chunks}: must be "
+                + ("2 or more" if several else "1")
+                + f' for parallel.schedule = "{self.schedule}"'
+            )
+        if self.data == "dp" and self.splits_model:
+            raise SettingsError('setting parallel.data = "dp": is for one process, without parallel.pipe or .tensor')
+        if self.pipe > 1 and self.schedule == "pipedream" and self.data != "ddp":
+            raise SettingsError(
+                f'setting parallel.data = "{self.data}": parallel.schedule = "pipedream" keeps versions of whole '
+                'parameters, and works with "ddp" only'
+            )
+        if self.pipe > 1 and self.sync_batchnorm:
+            raise SettingsError("setting parallel.sync_batchnorm: is not for parallel.pipe above 1")
+
+    @property
+    def splits_model(self) -> bool:
+        """Tell whether ranks hold parts of the model (pipe, tensor)."""
+        return self.pipe * self.tensor > 1
+
+    @property
+    def chunks_a_rank(self) -> int:
+        """Return the pieces of the model that each stage holds."""
+        return self.chunks or (2 if self.schedule == "interleaved" else 1)
 
     @property
     def reduces_early(self) -> bool:

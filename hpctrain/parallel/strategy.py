@@ -10,6 +10,10 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from hpctrain import trace
+from hpctrain.collectives.communicator import Communicator
+from hpctrain.errors import UsageError
+from hpctrain.parallel.objective import Objective
 from hpctrain.shard import Split
 
 
@@ -20,7 +24,47 @@ class Strategy(ABC):
     """
 
     model: nn.Module
+    comm: Communicator
     _syncing = True  # whether backward passes are reduced
+    updates_itself = False  # whether an update of the optimizer that is under way is one of the strategy's own
+
+    @property
+    def data(self) -> Communicator:
+        """Return the ranks that share out the samples of a batch: each of them gets its own."""
+        return self.comm
+
+    # Passes -----------------------------------------------------------------------------------------------------------
+
+    def forward_backward(self, inputs: Tensor, targets: Tensor, objective: Objective, *, weight: float = 1.0) -> Tensor:
+        """Leave the gradients of weight x loss in the parameters; return that loss, a scalar, without a graph.
+
+        A call by all ranks that hold parts of one replica, with the same samples.
+        """
+        with trace.span("forward"), objective.computing(inputs.device):
+            outputs = self.model(inputs)
+        with trace.span("loss"):
+            loss = objective.compare(outputs, targets) * weight
+        with trace.span("backward"):
+            loss.backward()  # type: ignore[no-untyped-call]
+        return loss.detach()
+
+    @torch.no_grad()
+    def measure(self, inputs: Tensor, targets: Tensor, objective: Objective) -> Tensor:
+        """Return the loss, a scalar; a call as ``forward_backward`` is."""
+        with objective.computing(inputs.device):
+            outputs = self.model(inputs)
+        return objective.compare(outputs, targets)
+
+    @contextmanager
+    def many_passes(self, *, reduces: bool = True) -> Iterator[None]:
+        """Keep parameters whole and gradients local for any forward and backward passes of parts of the model.
+
+        When the ``with`` block ends the gradients are averaged, all at once, if it ``reduces`` any. A call by all ranks
+        of ``data``.
+        """
+        if reduces:
+            raise UsageError(f"{type(self).__name__} cannot train a model in parts", everywhere=True)
+        yield
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -68,6 +112,18 @@ class Strategy(ABC):
 
     def refresh(self) -> None:
         """Take note that parameters were changed by other hands than the optimizer's; a call by all ranks."""
+
+    def agree_on_generators(self) -> None:
+        """Let ranks draw alike that must (torch's generators), after these were set; a call by all ranks."""
+
+    def reduced_gradients(self) -> list[tuple[str, Tensor]]:
+        """Return what this rank holds of the averaged gradients, by name."""
+        return [(name, each.grad) for name, each in trainable(self.model) if each.grad is not None]
+
+    @property
+    def replica(self) -> Communicator | None:
+        """Return the ranks that hold the averaged gradients together; None where each holds all of them."""
+        return None
 
     # Gradients before they are reduced --------------------------------------------------------------------------------
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from hpctrain.cluster.launcher import Launch
 from hpctrain.collectives.communicator import Communicator
@@ -45,14 +45,17 @@ class Job:
         self.node, self.nodes = comm.node, comm.nodes
         self.strategies: dict[int, Strategy] = {}
 
-    def wrap(self, model: nn.Module, parallel: ParallelSettings | None = None) -> nn.Module:
+    def wrap(
+        self, model: nn.Module, parallel: ParallelSettings | None = None, *, example: Tensor | None = None
+    ) -> nn.Module:
         """Move a model to this rank's device and attach the strategy of the settings; return the same model.
 
         Names in ``state_dict`` do not change. Parameters and buffers of rank 0 are given to all ranks. A model on the
         meta device gets its memory and its values here. Make the optimizer afterwards: strategies that split parameters
-        put others in their places. Raises ``MismatchError`` where the ranks hold different models.
+        put others in their places. ``example`` are some inputs, for ``parallel.partition = "time"``. Raises
+        ``MismatchError`` where the ranks hold different models.
         """
-        self.strategies[id(model)] = attach(model, self.comm, parallel or self.parallel, self.device)
+        self.strategies[id(model)] = attach(model, self.comm, parallel or self.parallel, self.device, example)
         return model
 
     def strategy(self, model: nn.Module) -> Strategy:

@@ -12,6 +12,7 @@ from hpctrain.checkpoint.keep import Best, Keep
 from hpctrain.checkpoint.saver import IO, Storage
 from hpctrain.errors import UsageError
 from hpctrain.train.health import Policy
+from hpctrain.train.settings import check_trace_steps
 
 Resume = Literal["auto", "never", "must"]
 OnError = Literal["stop", "continue"]
@@ -46,6 +47,8 @@ class RunOptions:
     on_nonfinite: Policy = "abort"
     start_from: str | Path = ""  # a checkpoint whose model a new run begins with
     start_skip: Sequence[str] = ()  # patterns: names of tensors that need not fit that model
+    trace: bool = False  # write trace.json: what every rank did in some steps
+    trace_steps: Sequence[int] = (3, 12)  # the first and the last of them, counted from this start
 
     def __post_init__(self) -> None:
         for name, least in _AT_LEAST.items():
@@ -64,6 +67,7 @@ class RunOptions:
         if self.background and self.io == "mpiio":
             raise UsageError("a run with background and io = 'mpiio': take io = 'posix'", everywhere=True)
         self.storage  # refuses what is wrong with it
+        check_trace_steps(self.trace_steps, "a run with trace_steps")
 
     @property
     def storage(self) -> Storage:
@@ -73,6 +77,11 @@ class RunOptions:
             if not (name and sign and value):
                 raise UsageError(f"a run with hints {list(self.hints)}: give each as name=value", everywhere=True)
         return Storage(self.io, self.alignment, {name: value for name, _, value in pairs})
+
+    @property
+    def traced(self) -> Sequence[int] | None:
+        """Return the first and the last step to trace, if any."""
+        return self.trace_steps if self.trace else None
 
     @property
     def kept(self) -> Keep:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -12,11 +12,15 @@ import torch
 from torch import nn
 
 from hpctrain.collectives.agreement import agreed
+from hpctrain.collectives.communicator import Communicator
+from hpctrain.collectives.mesh import Shape
 from hpctrain.data.dataset import FileDataset
 from hpctrain.data.loader import Loader, check_batch
 from hpctrain.data.settings import open_dataset
+from hpctrain.errors import SettingsError
 from hpctrain.log import logger
 from hpctrain.models.build import build
+from hpctrain.parallel.plan import generator_number, microbatches_for, shape_of
 from hpctrain.parallel.settings import SHARDED
 from hpctrain.settings import to_toml, to_tree
 from hpctrain.train import optimizer as optimizers
@@ -51,18 +55,20 @@ def train(settings: Settings, *, verbose: bool = False) -> None:
     )
     with job:
         # Everything that can be wrong with the input is looked at before the folder is touched.
-        agreed(job.comm, lambda: check_batch(settings.train.batch, job.size, settings.train.accumulate))
+        shape = agreed(job.comm, lambda: check_sizes(settings, job.size))
         corpus = agreed(job.comm, lambda: open_corpus(settings))
         model = agreed(job.comm, lambda: make_model(settings, corpus, job.size))
 
         # The same weights on all ranks, then a generator of its own for each: dropout must differ.
         parameters = sum(parameter.numel() for parameter in model.parameters())
-        job.wrap(model)
-        seed_generators(settings.train.seed + 1 + job.rank)
+        job.wrap(model, example=corpus.train.batch(np.arange(1))[0])
+        strategy = job.strategy(model)
+        seed_generators(settings.train.seed + 1 + generator_number(settings.parallel, shape, job.rank))
         optimizer = optimizers.make(model, settings.optimizer)
-        step = Stepper(model, job.strategy(model), settings.train, job.device)
+        step = Stepper(strategy, settings.train, job.device)
+        data = strategy.data
         loader = Loader(
-            corpus.train, batch=settings.train.batch, rank=job.rank, size=job.size, seed=settings.train.seed
+            corpus.train, batch=settings.train.batch, rank=data.rank, size=data.size, seed=settings.train.seed
         )
 
         with open_run(settings, job, model, optimizer, loader) as run:
@@ -77,9 +83,9 @@ def train(settings: Settings, *, verbose: bool = False) -> None:
                 optimizer.step()
                 optimizer.zero_grad()
                 # Everything is logged before the step ends, as its checkpoint may be kept for one of these numbers.
-                run.log(loss=loss, tokens=tokens_in(batch.targets, job), same={"learning_rate": rate})
+                run.log(loss=loss, tokens=tokens_in(batch.targets, data), same={"learning_rate": rate})
                 if is_due(number, settings):
-                    run.log(same={"validation_loss": validate(settings, job, model, step, corpus)})
+                    run.log(same={"validation_loss": validate(settings, step, corpus)})
 
         # All ranks write the same text: parameters that are split take all of them to compute with.
         text = sample_text(model, settings.train.prompt, job.device)
@@ -103,6 +109,8 @@ def open_run(
         on_nonfinite=settings.train.on_nonfinite,
         start_from=settings.train.start_from,
         start_skip=settings.train.start_skip,
+        trace=settings.train.trace,
+        trace_steps=settings.train.trace_steps,
         config=to_toml(to_tree(settings)),
         provenance={"parallel": settings.parallel.data},
     )
@@ -122,7 +130,8 @@ def make_model(settings: Settings, corpus: Corpus, ranks: int) -> nn.Module:
     """
     torch.use_deterministic_algorithms(settings.train.deterministic)
     seed_generators(settings.train.seed)
-    divided = settings.model.factory is None and settings.parallel.data in SHARDED and ranks > 1
+    divides = settings.parallel.data in SHARDED or settings.parallel.splits_model
+    divided = settings.model.factory is None and divides and ranks > 1
     with torch.device("meta") if divided or settings.model.meta else nullcontext():
         return build(settings.model, **corpus.train.facts)
 
@@ -134,9 +143,24 @@ def seed_generators(seed: int) -> None:
     random.seed(seed)
 
 
-def tokens_in(targets: torch.Tensor, job: Job) -> int:
-    """Return the number of targets of a step over all ranks, which hold equally many."""
-    return targets.numel() * job.size
+def check_sizes(settings: Settings, ranks: int) -> Shape:
+    """Return the mesh of the ranks; raise what is wrong with their number, and with the batch for it."""
+    shape = shape_of(settings.parallel, ranks)
+    train = settings.train
+    check_batch(train.batch, shape.data, train.accumulate)
+    if shape.pipe > 1:
+        microbatches_for(settings.parallel, train.batch // shape.data // train.accumulate)
+        if settings.parallel.schedule == "pipedream" and train.accumulate > 1:
+            raise SettingsError(
+                f'setting train.accumulate = {train.accumulate}: parallel.schedule = "pipedream" makes an update after '
+                "every microbatch"
+            )
+    return shape
+
+
+def tokens_in(targets: torch.Tensor, data: Communicator) -> int:
+    """Return the number of targets of a step over all ranks of the data axis, which hold equally many."""
+    return targets.numel() * data.size
 
 
 def is_due(number: int, settings: Settings) -> bool:
@@ -146,17 +170,15 @@ def is_due(number: int, settings: Settings) -> bool:
     return number == settings.train.steps or judged or bool(every) and number % every == 0
 
 
-def validate(settings: Settings, job: Job, model: nn.Module, step: Stepper, corpus: Corpus) -> float:
-    """Return the loss on the validation split."""
+def validate(settings: Settings, step: Stepper, corpus: Corpus) -> float:
+    """Return the loss on the validation split, computed in float32."""
     return evaluate(
-        model,
-        step.compare,
+        step.strategy,
+        replace(step.objective, dtype=None),
         corpus.validation,
-        job.comm,
         batch=settings.train.batch,
         limit=settings.data.validation_limit,
-        device=job.device,
-        strategy=step.strategy,
+        device=step.device,
     )
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hpctrain import trace
 from hpctrain.checkpoint.saver import Saver
 from hpctrain.errors import CheckpointError
 from hpctrain.train.books import Books
@@ -67,7 +68,8 @@ class Saves:
     def advance(self) -> None:
         """Bring a pending checkpoint further."""
         if self._pending is not None and self._saver is not None:
-            self._try(self._saver.advance)
+            with trace.span("checkpoint"):
+                self._try(self._saver.advance)
 
     def settle(self) -> None:
         """Wait for a pending checkpoint."""
@@ -89,14 +91,16 @@ class Saves:
     def _begin(self, config: str | None, provenance: Mapping[str, Any]) -> Path:
         assert self._saver is not None
         save = _Save(self._state.step, self._state.path(self._state.step), time.monotonic())
-        self._state.save(self._saver, save.path, config=config, provenance=provenance)
+        with trace.span("checkpoint", step=save.step):
+            self._state.save(self._saver, save.path, config=config, provenance=provenance)
         self._pending = save
         return save.path
 
     def _wait(self) -> None:
         assert self._saver is not None
         try:
-            self._saver.wait()
+            with trace.span("checkpoint"):
+                self._saver.wait()
         except BaseException:
             self._pending = None
             raise

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from hpctrain import trace
 from hpctrain.checkpoint import folder as files
 from hpctrain.checkpoint import rng
 from hpctrain.collectives.agreement import agreed, on_first_rank
@@ -36,6 +37,7 @@ from hpctrain.train.saves import Saves
 from hpctrain.train.signals import install
 from hpctrain.train.start import carried, start_from
 from hpctrain.train.state import LOADER, Stateful, TrainState
+from hpctrain.train.tracing import Tracing
 from hpctrain.transport.activity import waiting
 
 if TYPE_CHECKING:
@@ -89,6 +91,8 @@ class Run:
         self._progress: Progress | None = None
         self._books = Books(self.folder, job.launch.job_id, lenient=options.on_error == "continue")
         self._saves = Saves(self.state, options, self._books)
+        self._tracing = Tracing(job.comm, self.folder, options.traced)
+        self._updating = 0.0  # when the optimizer began
 
     # What a loop may ask ----------------------------------------------------------------------------------------------
 
@@ -143,7 +147,7 @@ class Run:
                 self._books.close("failed", self.step, None)
             raise
         self._hooks = [
-            self.optimizer.register_step_pre_hook(lambda *_: self.health.before_update(self.step + 1)),
+            self.optimizer.register_step_pre_hook(lambda *_: self._begin_update()),
             self.optimizer.register_step_post_hook(lambda *_: self._note_update()),
         ]
         visible = self.job.rank == 0 and not self.finished
@@ -192,8 +196,10 @@ class Run:
         source = self._open_loader()
         while not self.finished and self.stopped_by is None:
             started, waited = time.monotonic(), waiting.total
+            self._tracing.begin_step(self.step + 1)
             try:
-                batch = next(source)
+                with trace.span("data"):
+                    batch = next(source)
             except StopIteration:
                 break
             self._begin_step(started, waited)
@@ -218,8 +224,17 @@ class Run:
         self.health.begin_step()
         self._log.clear()
 
+    def _begin_update(self) -> None:
+        if self.health.strategy.updates_itself:
+            return  # one rank's matter: nothing is asked of the others
+        self.health.before_update(self.step + 1)
+        self._updating = time.monotonic()
+
     def _note_update(self) -> None:
+        if self.health.strategy.updates_itself:
+            return
         self._updated = True
+        trace.add("optimizer", self._updating, time.monotonic())
 
     def _complete_step(self) -> None:
         """Bring a step to its end that the caller left by ``break`` after its update."""
@@ -228,6 +243,10 @@ class Run:
         self._begun = None
 
     def _end_step(self) -> None:
+        self._finish_step()
+        self._tracing.end_step()
+
+    def _finish_step(self) -> None:
         assert self._begun is not None
         (started, waited), self._begun = self._begun, None
         averages, stop, busy = self._exchange(
@@ -273,13 +292,14 @@ class Run:
     # Leaving ----------------------------------------------------------------------------------------------------------
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         try:
             # After an error the other ranks may know nothing of it: then no collective from here on.
             if error is None:
                 self._complete_step()
                 self._saves.finish(self.config, self.provenance)
+                self._tracing.close()
         except BaseException as failure:
             error = failure
             raise
@@ -298,6 +318,7 @@ class Run:
             self._give_back(error)
 
     def _give_back(self, error: BaseException | None) -> None:
+        self._tracing.abandon()
         for hook in self._hooks:
             hook.remove()
         if self._progress is not None:

@@ -64,6 +64,11 @@ class TrainSettings:
     start_from: str = ""
     # Patterns (fnmatch): names of tensors that need not fit it, and stay as they were built.
     start_skip: tuple[str, ...] = ()
+    # Write trace.json into the run's folder: what every rank did when, for Perfetto and hpctrain plan --measured.
+    trace: bool = False
+    # The first and the last step to trace, counted from this start; few, so that the file stays small. The first two
+    # take longer than all others.
+    trace_steps: tuple[int, ...] = (3, 12)
     # What a byte-level language model goes on from when training ends; empty for none.
     prompt: str = ""
 
@@ -75,6 +80,13 @@ class TrainSettings:
         for name, number in {"clip": self.clip, "evaluate_every": self.evaluate_every, "seed": self.seed}.items():
             if not number >= 0:
                 raise SettingsError(f"setting train.{name} = {number}: must not be negative")
+        check_trace_steps(self.trace_steps, "setting train.trace_steps")
+
+
+def check_trace_steps(steps: Sequence[int], where: str) -> None:
+    """Raise ``SettingsError`` unless these are a first and a last step."""
+    if not (len(steps) == 2 and 1 <= steps[0] <= steps[1]):
+        raise SettingsError(f"{where} = {list(steps)}: give the first and the last step to trace, as in [3, 12]")
 
 
 @dataclass(frozen=True)

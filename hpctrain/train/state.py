@@ -148,6 +148,8 @@ class TrainState:
             self.batches = int(train.get("batches", loaded.step))
         if loaded.rng is not None:
             rng.restore_rng(loaded.rng)
+        if self.strategy is not None:
+            self.strategy.agree_on_generators()
         self.step = loaded.step
         self.tokens = int(train.get("tokens", 0))
         logged = train.get(files.LOGGED, {})

@@ -2,38 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import nullcontext
 
 import torch
-from torch import Tensor, nn
-from torch.nn import functional
+from torch import Tensor
 
 from hpctrain.data.batch import Batch
+from hpctrain.parallel.objective import LOSSES, Objective
 from hpctrain.parallel.strategy import Strategy
 from hpctrain.train.settings import TrainSettings
-
-
-def loss_function(name: str) -> Callable[[Tensor, Tensor], Tensor]:
-    """Return how outputs and targets are compared: mean over samples and, for tokens, positions, in float32."""
-
-    def cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
-        return functional.cross_entropy(outputs.float().flatten(0, -2), targets.flatten())
-
-    def mse(outputs: Tensor, targets: Tensor) -> Tensor:
-        return functional.mse_loss(outputs.float(), targets.float())
-
-    return {"cross_entropy": cross_entropy, "mse": mse}[name]
 
 
 class Stepper:
     """Run a batch through the model and back, in as many pieces as the settings say."""
 
-    def __init__(self, model: nn.Module, strategy: Strategy, settings: TrainSettings, device: torch.device) -> None:
-        self.model, self.strategy, self.device = model, strategy, device
+    def __init__(self, strategy: Strategy, settings: TrainSettings, device: torch.device) -> None:
+        self.strategy, self.device = strategy, device
         self.accumulate = settings.accumulate
-        self.autocast = settings.precision == "bfloat16"
-        self.compare = loss_function(settings.loss)
+        self.objective = Objective(
+            LOSSES[settings.loss],
+            torch.bfloat16 if settings.precision == "bfloat16" else None,
+            settings.clip or float("inf"),
+        )
 
     def __call__(self, batch: Batch) -> Tensor:
         """Leave the averaged gradients in the parameters; return this rank's weighted loss, a scalar."""
@@ -43,14 +33,9 @@ class Stepper:
             syncs = number == len(pieces) - 1 or self.strategy.reduces_early
             if piece.samples:
                 with nullcontext() if syncs else self.strategy.no_sync():
-                    total += self._pass(piece)
+                    total += self.strategy.forward_backward(
+                        piece.inputs, piece.targets, self.objective, weight=piece.weight
+                    )
             elif syncs:
                 self.strategy.contribute_nothing()
         return total
-
-    def _pass(self, piece: Batch) -> Tensor:
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.autocast):
-            outputs = self.model(piece.inputs)
-        loss = self.compare(outputs, piece.targets) * piece.weight
-        loss.backward()  # type: ignore[no-untyped-call]
-        return loss.detach()

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from types import TracebackType
 
+from hpctrain import trace
 from hpctrain.errors import SettingsError
 
 
@@ -38,8 +39,14 @@ class Activity:
         """End what ``begin`` began."""
         self._depth -= 1
         if not self._depth:
-            self.total += time.monotonic() - self.since
-            self.operation = ""
+            self._note(time.monotonic())
+
+    def _note(self, now: float) -> None:
+        """Add up an operation that has ended, and record it where somebody wants a trace."""
+        self.total += now - self.since
+        if trace.recording:
+            trace.wait(self.operation, self.since, now)
+        self.operation = ""
 
     def around(self, operation: str, call: Callable[[], object]) -> Callable[[], None]:
         """Return a call that is noted as this operation: ``with`` around it, at half of what that costs."""
@@ -57,8 +64,7 @@ class Activity:
                 call()
             finally:
                 self._depth = 0
-                self.total += monotonic() - self.since
-                self.operation = ""
+                self._note(monotonic())
 
         return noted
 
@@ -71,7 +77,7 @@ class Activity:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.end()
 

@@ -11,7 +11,7 @@ class Recorder:
     """Hold how often each operation ran on this rank and how many bytes it handed over.
 
     ``calls["send"]`` and ``bytes["send"]`` count what this rank gave to the transport; ``"window"`` counts the bytes
-    that this rank wrote into node memory for others.
+    that this rank wrote into node memory for others, and ``"handover"`` those it wrote there for one (``slots``).
     """
 
     def __init__(self) -> None:

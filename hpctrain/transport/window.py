@@ -10,9 +10,7 @@ more ranks than cores, and looks at the clock now and then, because a rank that 
 
 from __future__ import annotations
 
-import os
 import platform
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -21,15 +19,14 @@ from mpi4py import MPI
 from torch import Tensor
 
 from hpctrain.errors import CommunicationError, DeadlineError
-from hpctrain.transport.activity import timeout_seconds, waiting
+from hpctrain.transport.activity import timeout_seconds
 from hpctrain.transport.mpi import MpiTransport
+from hpctrain.transport.patience import CROWDED_SPINS, SPINS, Patience, until
 from hpctrain.transport.recorder import Recordable
 
 PAGE = 4096
 SLAB = 2**20  # requests below this share a window, since MPI libraries have few of them
 LINE = 16  # int64s: two cache lines a counter, because processors fetch lines in pairs
-SPINS = 200  # looks before the core is offered to another rank
-CROWDED_SPINS = 2  # the same where ranks outnumber cores: who is waited for needs this very core
 
 # x86-64 shows stores to other cores in program order; elsewhere a fence must say so.
 _ORDERED = platform.machine() in ("x86_64", "AMD64")
@@ -56,7 +53,7 @@ class NodeMemory(Recordable):
     """Hold the memory that the ranks of one node share, and the counters by which they meet."""
 
     def __init__(self, transport: MpiTransport, *, crowded: bool = False) -> None:
-        self._spins = CROWDED_SPINS if crowded else SPINS
+        self.spins = CROWDED_SPINS if crowded else SPINS
         self.rank = transport.rank
         self.size = transport.size
         self._transport = transport
@@ -169,6 +166,11 @@ class NodeMemory(Recordable):
             self._fence()
         self._counters[self.rank][LINE] = number
 
+    def fence(self) -> None:
+        """Show other ranks what this one has written before, in order, or see so what others have written."""
+        if self._fence is not None:
+            self._fence()
+
     def all_arrived(self, number: int) -> bool:
         """Tell whether every rank's data of an operation lies in memory."""
         return self._reached(number, 0)
@@ -187,18 +189,12 @@ class NodeMemory(Recordable):
 
     def wait(self, ready: Callable[[], bool], operation: str, number: int) -> None:
         """Look until ``ready()``; raise ``DeadlineError`` naming the late ranks at the deadline."""
-        if ready():
-            return
-        with waiting(operation):
-            patience = _Patience(self._spins)
-            while not ready():
-                if patience.ends():
-                    raise DeadlineError(self._late(operation, number))
+        until(ready, operation, lambda: self._late(operation, number), self.spins)
 
     def _await(self, which: int, number: int, operation: str) -> None:
         for counter in self._counters:
             if counter[which] < number:
-                patience = _Patience(self._spins)
+                patience = Patience(self.spins)
                 while counter[which] < number:
                     if patience.ends():
                         raise DeadlineError(self._late(operation, number))
@@ -218,28 +214,6 @@ class NodeMemory(Recordable):
         slow = [rank for rank, counter in enumerate(self._counters) if counter[LINE] < number]
         who = f"local ranks {late} have not come" if late else f"local ranks {slow} have not finished"
         return f"{operation} number {number}: {who} within {timeout_seconds():g} s (HPCTRAIN_TIMEOUT)"
-
-
-class _Patience:
-    """Look for a while, then offer the core to other ranks between looks, and mind the deadline."""
-
-    __slots__ = ("_spins", "_looks", "_deadline")
-
-    def __init__(self, spins: int) -> None:
-        self._spins = spins
-        self._looks = 0
-        self._deadline = 0.0
-
-    def ends(self) -> bool:
-        """Come between two looks; tell whether the deadline has passed."""
-        self._looks += 1
-        if self._looks <= self._spins:
-            return False
-        os.sched_yield()
-        if self._looks % 4096:
-            return False
-        self._deadline = self._deadline or time.monotonic() + timeout_seconds()
-        return time.monotonic() > self._deadline
 
 
 def _tensor(memory: MPI.buffer, nbytes: int) -> Tensor:

@@ -35,10 +35,10 @@ class NodeCollectives:
 
     def __init__(self, transport: Transport, node: MpiTransport, place: Topology, reducer: Reducer) -> None:
         self.nodes = place.nodes
-        self._memory = NodeMemory(node.split_node(), crowded=place.crowded)
-        self._queue = NodeQueue(self._memory)
+        self.memory = NodeMemory(node.split_node(), crowded=place.crowded)
+        self._queue = NodeQueue(self.memory)
         self._reducer = reducer
-        inside = WindowShares(place.local_rank, place.local_size, self._memory, reducer)
+        inside = WindowShares(place.local_rank, place.local_size, self.memory, reducer)
         self._across: Transport | None = None
         self._shares: WindowShares | HierarchicalShares = inside
         if place.nodes > 1:
@@ -52,30 +52,30 @@ class NodeCollectives:
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Return a flat tensor in this rank's part of the memory; a call by all ranks."""
-        buffer, offset = self._memory.allocate(max(numel, 1) * dtype.itemsize)
-        return buffer.views(offset, numel, dtype)[self._memory.rank]
+        buffer, offset = self.memory.allocate(max(numel, 1) * dtype.itemsize)
+        return buffer.views(offset, numel, dtype)[self.memory.rank]
 
     def common(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Return a flat tensor that is one and the same for all ranks of the node; a call by all ranks."""
-        return self._memory.allocate_common(max(numel, 1) * dtype.itemsize).views(0, numel, dtype)[0]
+        return self.memory.allocate_common(max(numel, 1) * dtype.itemsize).views(0, numel, dtype)[0]
 
     def holds(self, tensor: Tensor) -> bool:
         """Tell whether a contiguous host tensor lies in this memory."""
-        return self._memory.find(tensor) is not None
+        return self.memory.find(tensor) is not None
 
     def name_of(self, tensor: Tensor) -> str:
         """Return the name of a tensor's place in this memory, the same on all ranks; empty for one elsewhere."""
-        found = self._memory.find(tensor)
-        return "" if found is None else f"node memory {self._memory.number_of(found[0])} at byte {found[1]}"
+        found = self.memory.find(tensor)
+        return "" if found is None else f"node memory {self.memory.number_of(found[0])} at byte {found[1]}"
 
     def is_common(self, tensor: Tensor) -> bool:
         """Tell whether a tensor of this memory is one and the same for all ranks."""
-        found = self._memory.find(tensor)
+        found = self.memory.find(tensor)
         return found is not None and found[0].common
 
     def share_recorder(self, recorder: Recorder | None) -> None:
         """Count into a recorder."""
-        self._memory.recorder = recorder
+        self.memory.recorder = recorder
         if self._across is not None:
             self._across.recorder = recorder
 
@@ -83,7 +83,7 @@ class NodeCollectives:
         """Give the memory back; a call by all ranks."""
         if self._across is not None:
             self._across.free()
-        self._memory.free()
+        self.memory.free()
 
     # Collectives of tensors that lie in this memory -------------------------------------------------------------------
 
@@ -114,7 +114,7 @@ class NodeCollectives:
         views = self._views(out)
         if not self.is_common(out):
             return self._run("all_gather", self._shares.all_gather(views, tensor))
-        if self._across is None and tensor.data_ptr() - out.data_ptr() == self._memory.rank * tensor.nbytes:
+        if self._across is None and tensor.data_ptr() - out.data_ptr() == self.memory.rank * tensor.nbytes:
             return lambda: self._queue.meet("all_gather")
         return self._run("all_gather", self._shares.all_gather(views, tensor))
 
@@ -156,7 +156,7 @@ class NodeCollectives:
 
     def _views(self, tensor: Tensor) -> Sequence[Tensor]:
         """Return the same piece of all local ranks' memory."""
-        found = self._memory.find(tensor)
+        found = self.memory.find(tensor)
         assert found is not None, "who asks has looked whether the tensor lies in node memory"
         buffer, offset = found
         return buffer.views(offset, tensor.numel(), tensor.dtype)

@@ -75,6 +75,22 @@ class ShardedDataParallel(Strategy):
         if backward:
             self._reduction.finish()
 
+    @contextmanager
+    def many_passes(self, *, reduces: bool = True) -> Iterator[None]:
+        """Gather all parameters for the ``with`` block, as ZeRO 2 would; gradients are whole until its end."""
+        if reduces:
+            self._broadcast_buffers()
+        self._form.summon()
+        self._summoned = True
+        try:
+            with self.no_sync():
+                yield
+        finally:
+            self._summoned = False
+            self._form.dismiss()
+        if reduces:
+            self._reduction.finish()
+
     def clip_grad_norm(self, max_norm: float) -> Tensor:
         """Scale the gradients so that their global norm is at most ``max_norm``; return the norm before, a scalar."""
         return clip_shards(self._shards, self._parts.comm, max_norm)
@@ -138,6 +154,16 @@ class ShardedDataParallel(Strategy):
         """Take note that parameters were changed by other hands than the optimizer's; a call by all ranks."""
         self._form.mark(frozen=True)
 
+    def reduced_gradients(self) -> list[tuple[str, Tensor]]:
+        """Return this rank's slices of the averaged gradients, by name."""
+        held = ((member.name, member.shard) for member in self._parts.members)
+        return [(name, shard.grad) for name, shard in held if shard.grad is not None and shard.numel()]
+
+    @property
+    def replica(self) -> Communicator:
+        """Return the ranks that hold the gradients of one replica together."""
+        return self._parts.comm
+
     def local_gradients(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the whole gradients that backward passes under ``no_sync`` have left on this rank alone, by name."""
         for member in self._parts.members:
@@ -189,6 +215,8 @@ class ShardedDataParallel(Strategy):
         self._form.begin_backward(reduces=self._syncing)
 
     def _take(self, flow: Flow, number: int, _: Tensor) -> None:
+        if self._summoned:
+            return
         self._begin_backward()
         if self._syncing:
             self._reduction.take(flow, number)

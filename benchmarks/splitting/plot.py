@@ -1,0 +1,57 @@
+"""Draw a result: how long a step takes, and how long it would take if nothing were lost."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from splitting.names import ALONE, DTENSOR, OURS
+from splitting.targets import ideal
+
+BLUE, GREY, ORANGE = "#1f5fbf", "#9a9a9a", "#d9631e"  # ours, what the machine gives, torch
+COLOURS = {ALONE: GREY, OURS: BLUE, DTENSOR: ORANGE}
+LOOK: Any = {"font.size": 10, "svg.fonttype": "none", "axes.spines.top": False, "axes.spines.right": False}
+
+
+def draw(result: dict[str, Any], path: Path) -> list[Path]:
+    """Draw a result beside its JSON, as PNG and SVG; return the files, none where matplotlib is missing."""
+    try:
+        import matplotlib
+    except ImportError:
+        return []
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    with matplotlib.rc_context(LOOK):
+        figure, axes = pyplot.subplots(figsize=(7, 2.8), layout="constrained")
+        _bars(axes, result)
+        axes.set_title(title(result), loc="left", fontsize=11, fontweight="bold")
+        files = [path.with_name(f"{path.name}.{kind}") for kind in ("png", "svg")]
+        for file in files:
+            figure.savefig(file, dpi=150, metadata={"Date": None} if file.suffix == ".svg" else None)
+        pyplot.close(figure)
+    return files
+
+
+def _bars(axes: Any, result: dict[str, Any]) -> None:
+    """Draw a bar a candidate, with a line from its first quartile to its third."""
+    times = {name: one for name, one in result["seconds"].items() if name in COLOURS}
+    medians = [one["median"] * 1e3 for one in times.values()]
+    axes.barh(range(len(times)), medians, color=[COLOURS[name] for name in times])
+    for place, one in enumerate(times.values()):
+        low, high = one["quartile_1"] * 1e3, one["quartile_3"] * 1e3
+        axes.plot([low, high], [place, place], color="black", linewidth=1, zorder=3)
+        axes.text(max(high, one["median"] * 1e3), place, f"  {one['median'] * 1e3:.0f}", va="center", fontsize=9)
+    if ALONE in times:
+        axes.axvline(ideal(result["seconds"], result["ranks"]) * 1e3, color="black", linestyle="--", linewidth=1)
+    axes.set_yticks(range(len(times)), list(times))
+    axes.set_xlabel("ms a step, slowest rank (bar: median; line: quartiles; dashed: nothing lost)")
+    axes.invert_yaxis()
+    axes.grid(True, axis="x", color="#dddddd", linewidth=0.6, zorder=0)
+    axes.set_axisbelow(True)
+
+
+def title(result: dict[str, Any]) -> str:
+    """Say what was measured."""
+    task = result["task"]
+    return f"{task['blocks']} MLP blocks of width {task['width']}, {task['tokens']} tokens, {result['ranks']} ranks"

@@ -1,0 +1,68 @@
+"""Time steps of candidates that take turns in random order, and the messages of a step by themselves."""
+
+from __future__ import annotations
+
+import gc
+import random
+import time
+from collections.abc import Callable, Mapping
+
+import torch
+from splitting.candidates import Candidate
+from splitting.names import MESSAGES, OURS
+from splitting.task import Task
+
+from hpctrain.collectives.communicator import Communicator
+from hpctrain.transport.recorder import Recorder
+
+Seconds = dict[str, list[float]]
+
+
+def take_turns(
+    comm: Communicator, candidates: Mapping[str, Candidate], task: Task, warmup: int, rounds: int
+) -> Seconds:
+    """Return this rank's seconds of each timed step, by candidate, and of the messages; a call by all ranks."""
+    room = comm.empty(task.message).zero_()
+
+    def messages(_: int) -> None:
+        for _ in range(task.messages):
+            comm.all_reduce(room)
+
+    ways: dict[str, Callable[[int], None]] = {name: one.step for name, one in candidates.items()}
+    ways[MESSAGES] = messages
+    seconds: Seconds = {name: [] for name in ways}
+    draw = random.Random(0)
+    for number in range(warmup + rounds):
+        for name in draw.sample(list(ways), len(ways)):
+            gc.collect()
+            gc.disable()
+            comm.barrier()
+            started = time.perf_counter()
+            ways[name](number)
+            if number >= warmup:
+                seconds[name].append(time.perf_counter() - started)
+            gc.enable()
+    return seconds
+
+
+def count(comm: Communicator, candidates: Mapping[str, Candidate], number: int) -> dict[str, int]:
+    """Return how often hpctrain's step, done once more, reduces: ``forward``, ``backward`` and in all."""
+    if OURS not in candidates:
+        return {}
+    one = candidates[OURS]
+    inputs, targets = one.task.batch(number)
+    counts = {}
+    with comm.recording() as recorder:
+        outputs = one.model(inputs)
+        counts["forward"] = _reductions(recorder)
+        torch.nn.functional.mse_loss(outputs, targets).backward()  # type: ignore[no-untyped-call]
+        counts["step"] = _reductions(recorder)
+        one.optimizer.step()
+        assert _reductions(recorder) == counts["step"], "an update needs no communication"
+    one.optimizer.zero_grad()
+    return {**counts, "backward": counts["step"] - counts["forward"]}
+
+
+def _reductions(recorder: Recorder) -> int:
+    """Return how often this rank reduced: in node memory, or by a call of MPI."""
+    return recorder.calls["window"] + recorder.calls["all_reduce"]

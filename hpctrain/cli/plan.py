@@ -1,0 +1,203 @@
+"""Serve ``hpctrain plan``: what a pipeline will do, what it will hold and where it idles, or what a run has done.
+
+Needs neither torch nor MPI; pictures need matplotlib.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import shutil
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from hpctrain.errors import UsageError
+from hpctrain.parallel.pipeline.schedule import SCHEDULES, make
+from hpctrain.parallel.pipeline.timeline import Timeline, equal_costs, simulate
+
+_EPILOG = """\
+examples:
+  hpctrain plan --schedule 1f1b --pipe 4 --microbatches 8                      a line a stage, in this terminal
+  hpctrain plan --schedule 1f1b --pipe 4 --microbatches 8 -o schedule.svg      a picture: .svg, .png or .pdf
+  hpctrain plan --schedule interleaved --pipe 4 --microbatches 8 --chunks 2
+  hpctrain plan --schedule zb-h1 --pipe 4 --microbatches 8 --forward 1 --input 1.2 --weight 0.8 --send 0.1 --json
+  hpctrain plan --measured runs/a -o measured.svg                              what a run with train.trace = true did
+
+Times are those of a whole stage for one microbatch, in any unit. Letters are F forward, B backward, I gradients of
+inputs, W of weights, U update, each with the number of its microbatch; dots are idle.
+"""
+_TIMES = {
+    "forward": "a forward pass (default: 1)",
+    "backward": "a backward pass (default: twice a forward pass)",
+    "input": "its part for gradients of inputs (default: half of it)",
+    "weight": "its part for gradients of weights (default: the rest)",
+    "update": "an update of the optimizer, for pipedream (default: 0)",
+    "send": "a message between two stages (default: 0)",
+}
+_WIDEST = 160  # columns of text, however wide the terminal is
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add the verb to the command line."""
+    parser = subparsers.add_parser(
+        "plan",
+        help="show a schedule of a pipeline: idle time, memory, picture",
+        description="Show what a schedule does with each microbatch, how long its stages idle and what they hold.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    ideal = parser.add_argument_group("a schedule")
+    ideal.add_argument("--schedule", metavar="NAME", help=", ".join(SCHEDULES))
+    ideal.add_argument("--pipe", type=int, metavar="P", help="stages")
+    ideal.add_argument("--microbatches", type=int, metavar="M", help="microbatches a step")
+    ideal.add_argument("--chunks", type=int, metavar="C", help="chunks of the model a stage (interleaved: 2)")
+    for name, text in _TIMES.items():
+        ideal.add_argument(f"--{name}", type=_time, metavar="TIME", help=text)
+    measured = parser.add_argument_group("a run")
+    measured.add_argument("--measured", type=Path, metavar="RUN", help="the folder of a run that wrote trace.json")
+    measured.add_argument("--step", type=int, metavar="N", help="which of its steps (default: the last one in there)")
+    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="draw a picture: .svg, .png or .pdf")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print and draw; return the exit code."""
+    from hpctrain.cluster.launcher import first_guess_of_rank
+
+    if first_guess_of_rank():
+        return 0  # rank 0 speaks for all
+    _check(args)
+    return _measured(args) if args.measured else _ideal(args)
+
+
+def _time(text: str) -> float:
+    try:
+        time = float(text)
+    except ValueError:
+        time = math.nan
+    if not 0 <= time < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a time of at least 0")
+    return time
+
+
+def _check(args: argparse.Namespace) -> None:
+    """Raise ``UsageError`` unless one of the two things that there are to show is told completely."""
+    of_schedule = ("schedule", "pipe", "microbatches", "chunks", *_TIMES)
+    given = [name for name in of_schedule if getattr(args, name) is not None]
+    if args.measured and given:
+        raise UsageError(f"--measured shows a run as it was: leave out --{given[0]}")
+    if not args.measured:
+        missing = [name for name in ("schedule", "pipe", "microbatches") if getattr(args, name) is None]
+        if len(missing) == 3:
+            raise UsageError("nothing to show: give --schedule, --pipe and --microbatches, or --measured RUN")
+        if missing:
+            raise UsageError(f"a picture of a schedule needs {' and '.join('--' + name for name in missing)}, too")
+        if args.step is not None:
+            raise UsageError("--step is for --measured")
+    if args.output:
+        from hpctrain.parallel.pipeline.picture import KINDS
+
+        if args.output.suffix not in KINDS:
+            raise UsageError(f"cannot draw {args.output}: its name must end in {', '.join(KINDS)}")
+
+
+# A schedule -----------------------------------------------------------------------------------------------------------
+
+
+def _ideal(args: argparse.Namespace) -> int:
+    chunks = args.chunks if args.chunks is not None else 2 if args.schedule == "interleaved" else 1
+    schedule = make(args.schedule, args.pipe, args.microbatches, chunks)
+    timeline = simulate(schedule, equal_costs(schedule.chunks, **_costs(args, chunks)))
+    words = f"{args.schedule}, {_count(args.pipe, 'stage')}, {_count(args.microbatches, 'microbatch')}"
+    title = words + (f", {chunks} chunks a stage" if chunks > 1 else "")
+    if args.output:
+        _draw(args.output, timeline, title)
+    if args.json:
+        facts = {"schedule": schedule.name, "chunks": schedule.chunks, "microbatches": schedule.microbatches}
+        _print_json(facts, timeline)
+    else:
+        rows = {f"stage {rank}": schedule.live(rank) for rank in range(schedule.ranks)}
+        _print_text(title, timeline, rows, args.output, measured=False)
+    return 0
+
+
+def _costs(args: argparse.Namespace, chunks: int) -> dict[str, float]:
+    """Return the times of a chunk, from those of a stage; a message and an update are what they are."""
+    given = {name: getattr(args, name) for name in _TIMES if getattr(args, name) is not None}
+    given.setdefault("forward", 1.0)
+    if "backward" not in given:
+        halves = given.get("input"), given.get("weight")
+        whole = 2 * given["forward"]
+        given["backward"] = sum(whole / 2 if half is None else half for half in halves)
+    return {name: time if name == "send" else time / chunks for name, time in given.items()}
+
+
+# A run ----------------------------------------------------------------------------------------------------------------
+
+
+def _measured(args: argparse.Namespace) -> int:
+    from hpctrain.train.trace_read import read
+
+    found = read(args.measured, args.step)
+    title = f"{args.measured}, step {found.step}, measured"
+    if args.output:
+        _draw(args.output, found.timeline, title, names=found.names, unit="ms")
+    if args.json:
+        _print_json({"run": str(args.measured), "step": found.step, "unit": "ms"}, found.timeline)
+    else:
+        rows = {name: found.timeline.most_live(row) for row, name in enumerate(found.names)}
+        _print_text(f"{title} in ms", found.timeline, rows, args.output, measured=True)
+    return 0
+
+
+# Both -----------------------------------------------------------------------------------------------------------------
+
+
+def _draw(output: Path, timeline: Timeline, title: str, *, names: Sequence[str] = (), unit: str = "") -> None:
+    from hpctrain.checkpoint.look.output import put_in_place
+    from hpctrain.parallel.pipeline.picture import figure
+
+    drawn = figure(timeline, title, names=names, unit=unit)
+    put_in_place(output, lambda out: drawn.savefig(out, format=output.suffix[1:], dpi=150))
+
+
+def _print_text(title: str, timeline: Timeline, live: dict[str, int], output: Path | None, *, measured: bool) -> None:
+    """Print a table, and the timeline unless it was drawn; ``live`` has the name and the memory of each row."""
+    from hpctrain.cli.checkpoint.text import columns
+    from hpctrain.parallel.pipeline.text import fitted, lines
+
+    whole = timeline.makespan
+    print(f"{title}: takes {whole:.6g}, bubble {timeline.bubble:.1%}")
+    rows = [["", "live", "busy", "idle"]]
+    for rank, (name, count) in enumerate(live.items()):
+        busy, idle = timeline.busy(rank), timeline.idle(rank)
+        rows.append([name, str(count), f"{busy:.6g}", f"{idle / whole:.1%}" if whole else "0.0%"])
+    print("\n".join(["", *columns(rows), ""]))
+    if output:
+        print(f"drawn into {output}")
+    else:
+        draw = fitted if measured else lines
+        print("\n".join(draw(timeline, min(shutil.get_terminal_size().columns, _WIDEST))))
+
+
+def _print_json(facts: dict[str, Any], timeline: Timeline) -> None:
+    whole = timeline.makespan
+    rows = [
+        {
+            "live": timeline.most_live(rank),
+            "busy": timeline.busy(rank),
+            "idle": timeline.idle(rank) / whole if whole else 0.0,
+            "spans": [asdict(span) for span in row],
+        }
+        for rank, row in enumerate(timeline.rows)
+    ]
+    print(json.dumps({**facts, "makespan": whole, "bubble": timeline.bubble, "ranks": rows}, indent=2))
+
+
+def _count(number: int, what: str) -> str:
+    plural = f"{what}es" if what.endswith("ch") else f"{what}s"
+    return f"{number} {what if number == 1 else plural}"

@@ -1,0 +1,250 @@
+"""Split a model over stages and matrices, and replicate or shard the parts over the data axis.
+
+The recipe of ``ModelParallel``: first each rank loses the layers of other stages, so that nothing is made in vain; then
+the matrices that are left become slices; what is left after that is a model like any other, which the strategy of the
+data axis takes as it is.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from hpctrain.collectives.communicator import Communicator
+from hpctrain.collectives.mesh import Mesh
+from hpctrain.errors import MismatchError
+from hpctrain.parallel.agreement import broadcast_model, check_same_model
+from hpctrain.parallel.materialise import is_meta
+from hpctrain.parallel.objective import Objective, cross_entropy
+from hpctrain.parallel.pipeline.pipeline import Pipeline
+from hpctrain.parallel.plan import shape_of
+from hpctrain.parallel.settings import ParallelSettings
+from hpctrain.parallel.strategy import Strategy
+from hpctrain.parallel.tensor.plan import apply as split_matrices
+from hpctrain.parallel.tensor.plan import plan_of
+from hpctrain.parallel.tensor.split import TensorSplit
+from hpctrain.shard import Shard, Split
+
+Attach = Callable[[nn.Module, Communicator, ParallelSettings, torch.device], Strategy]
+
+
+class ModelParallel(Strategy):
+    """Attach the axes pipe, tensor and data to a module, in place; ``attach`` makes the strategy of the data axis.
+
+    A call by all ranks of ``comm``. Raises ``UsageError`` for a model that cannot be split so, before it is changed.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        comm: Communicator,
+        settings: ParallelSettings,
+        device: torch.device,
+        attach: Attach,
+        example: Tensor | None = None,
+    ) -> None:
+        self.model, self.comm, self.settings = model, comm, settings
+        _agree_on_values(model, comm)
+        self.mesh = Mesh(comm, shape_of(settings, comm.size))
+        plan = plan_of(model, settings.tensor_plan) if settings.tensor > 1 else {}
+        self._pipeline: Pipeline | None = None
+        if settings.pipe > 1:
+            self._pipeline = Pipeline(model, self.mesh.pipe, settings, device, example)
+        self._tensor: TensorSplit | None = None
+        if settings.tensor > 1:
+            self._tensor = split_matrices(model, self.mesh.tensor, plan, sequence=settings.sequence, device=device)
+        alone = replace(settings, pipe=1, tensor=1, sequence=False, tensor_plan=(), recompute=False, chunks=0)
+        self.inner = attach(model, self.mesh.data, alone, device)
+        if self._pipeline is not None:
+            vars(model)["forward"] = self._pipeline  # the whole model, for those who only call it
+            if self._pipeline.versions is not None:
+                self._pipeline.versions.make_update = self._update
+
+    @property
+    def data(self) -> Communicator:
+        """Return the ranks that share out the samples of a batch."""
+        return self.mesh.data
+
+    # Passes -----------------------------------------------------------------------------------------------------------
+
+    def forward_backward(self, inputs: Tensor, targets: Tensor, objective: Objective, *, weight: float = 1.0) -> Tensor:
+        """Leave the gradients of weight x loss in the parameters; return that loss on all ranks, without a graph."""
+        with self._comparing(objective) as split:
+            if self._pipeline is None:
+                with nullcontext() if self._syncing else self.inner.no_sync():
+                    return super().forward_backward(inputs, targets, split, weight=weight)
+            # PipeDream reduces what each microbatch leaves by itself, the last one's at the end like all others.
+            with self.inner.many_passes(reduces=self._syncing):
+                loss = self._pipeline.train(inputs, targets, split, weight)
+                if self._syncing:
+                    self._pipeline.tied.reduce()
+            return loss
+
+    @torch.no_grad()
+    def measure(self, inputs: Tensor, targets: Tensor, objective: Objective) -> Tensor:
+        """Return the loss, a scalar, on all ranks."""
+        with self._comparing(objective) as split:
+            if self._pipeline is None:
+                return super().measure(inputs, targets, split)
+            with self.inner.many_passes(reduces=False):
+                return self._pipeline.measure(inputs, targets, split)
+
+    def contribute_nothing(self, *, backward: bool = True) -> None:
+        """Take part in a forward (and ``backward``) pass of the others, with no sample of one's own."""
+        if self._pipeline is None:
+            self.inner.contribute_nothing(backward=backward)
+            return
+        with self.inner.many_passes(reduces=backward):
+            if backward:
+                self._pipeline.tied.reduce()
+
+    @contextmanager
+    def _comparing(self, objective: Objective) -> Iterator[Objective]:
+        """Leave logits split over the tensor axis where the loss can be computed so."""
+        tensor = self._tensor
+        if tensor is None or not tensor.has_head or objective.compare is not cross_entropy:
+            yield objective
+            return
+        with tensor.split_outputs():
+            yield replace(objective, compare=tensor.cross_entropy)
+
+    # Gradients --------------------------------------------------------------------------------------------------------
+
+    def clip_grad_norm(self, max_norm: float) -> Tensor:
+        """Scale the gradients so that their global norm is at most ``max_norm``; return the norm before, a scalar.
+
+        PipeDream's stages clip each by their own norm, as they do within a step.
+        """
+        held = self.inner.reduced_gradients()
+        squares = self._squares(held)
+        own = squares.sqrt()[0].float()
+        self.mesh.pipe.all_reduce(squares)
+        norm = squares.sqrt()[0].float()
+        by = own if self._pipeline is not None and self._pipeline.versions is not None else norm
+        if bool(torch.isfinite(norm)):
+            _scale([gradient for _, gradient in held], by, max_norm)
+        return norm
+
+    def _squares(self, held: list[tuple[str, Tensor]]) -> Tensor:
+        """Return the sum of the squares of this stage's gradients, each element counted once."""
+        counted = [gradient for name, gradient in held if self._counts(name)]
+        device = held[0][1].device if held else torch.device("cpu")
+        squares = torch.zeros(1, dtype=torch.float64, device=device)
+        if counted:
+            squares += torch.stack([norm.double() for norm in torch._foreach_norm(counted)]).square().sum()
+        if self.inner.replica is not None:
+            self.inner.replica.all_reduce(squares)
+        self.mesh.tensor.all_reduce(squares)
+        return squares
+
+    def _counts(self, name: str) -> bool:
+        """Tell whether this rank is the one to count a parameter, of all that hold the same elements of it."""
+        if self._tensor is not None and self.mesh.tensor.rank and not self._tensor.is_split(name):
+            return False
+        return self._pipeline is None or self._pipeline.tied.counts(name)
+
+    def _update(self, optimizer: torch.optim.Optimizer, max_norm: float) -> None:
+        """Make an update of this stage's parameters alone (pipedream)."""
+        with self.inner.many_passes():
+            pass
+        held = self.inner.reduced_gradients()
+        _scale([gradient for _, gradient in held], self._squares(held).sqrt()[0].float(), max_norm)
+        self.updates_itself = True
+        try:
+            optimizer.step()
+            optimizer.zero_grad()
+        finally:
+            self.updates_itself = False
+
+    def local_gradients(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the gradients that backward passes under ``no_sync`` have left on this rank alone, by name."""
+        return self.inner.local_gradients()
+
+    def reduced_gradients(self) -> list[tuple[str, Tensor]]:
+        """Return what this rank holds of the averaged gradients, by name."""
+        return self.inner.reduced_gradients()
+
+    def drop_gradients(self) -> None:
+        """Forget all gradients, reduced or not."""
+        self.inner.drop_gradients()
+
+    # How the model is split -------------------------------------------------------------------------------------------
+
+    @property
+    def split(self) -> Split:
+        """Return how the model's tensors are split over the ranks."""
+        inner = self.inner.split
+        if self._tensor is not None:
+            return self._tensor.over(inner)
+        return inner if inner is not None else _Whole()
+
+    @property
+    def reduces_early(self) -> bool:
+        """Tell whether each backward pass of a step should be reduced by itself."""
+        return self._pipeline is None and self.inner.reduces_early
+
+    @contextmanager
+    def summon(self, *, write: bool = False) -> Iterator[None]:
+        """Put whole what the data axis splits; stages and slices of matrices stay what they are."""
+        with self.inner.summon(write=write):
+            yield
+
+    def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raise ``UsageError`` where an optimizer cannot update what this rank holds."""
+        self.inner.check_optimizer(optimizer)
+        if self._pipeline is not None and self._pipeline.versions is not None:
+            self._pipeline.versions.optimizer = optimizer
+
+    def refresh(self) -> None:
+        """Take note that parameters were changed by other hands than the optimizer's; a call by all ranks."""
+        self.inner.refresh()
+
+    def agree_on_generators(self) -> None:
+        """Let the ranks of a tensor line draw the same dropout, as their activations are the same."""
+        if self.settings.sequence or self.mesh.tensor.size == 1:
+            return
+        state = self.mesh.tensor.broadcast(torch.get_rng_state())
+        torch.set_rng_state(state)
+        if torch.cuda.is_available():
+            torch.cuda.set_rng_state(self.mesh.tensor.broadcast(torch.cuda.get_rng_state()))
+
+    def detach(self) -> None:
+        """Take all hooks off the module; what it has lost to other ranks does not come back."""
+        self.inner.detach()
+        if self._pipeline is not None:
+            vars(self.model).pop("forward", None)
+
+
+def _agree_on_values(model: nn.Module, comm: Communicator) -> None:
+    """Give all ranks the model of rank 0, before each loses its part; those without values must draw the same."""
+    check_same_model(model, comm)
+    if not is_meta(model):
+        broadcast_model(model, comm)
+        return
+    seeds = comm.all_gather_object(torch.initial_seed())
+    other = next((rank for rank, seed in enumerate(seeds) if seed != seeds[0]), None)
+    if other is not None:
+        raise MismatchError(
+            f"the model has no values yet, and the ranks would draw different ones: torch's seed is {seeds[0]} on rank "
+            f"0 and {seeds[other]} on rank {other}; call torch.manual_seed with one seed on all before job.wrap(model)",
+            everywhere=True,
+        )
+
+
+class _Whole:
+    """Be the ``Split`` of a model whose tensors are whole, but not all of them on every rank."""
+
+    def shards(self, name: str, tensor: Tensor) -> list[Shard]:
+        """Return the one box that covers everything."""
+        return [Shard.whole(name, tensor)]
+
+
+def _scale(gradients: list[Tensor], norm: Tensor, max_norm: float) -> None:
+    """Scale gradients of a norm down to the largest one, as torch does."""
+    if gradients and math.isfinite(max_norm):
+        torch._foreach_mul_(gradients, torch.clamp(max_norm / (norm + 1e-6), max=1.0))

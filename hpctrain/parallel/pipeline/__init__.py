@@ -1,0 +1,1 @@
+"""Cut a model into stages that work on microbatches one behind the other."""

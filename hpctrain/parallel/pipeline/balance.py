@@ -1,0 +1,29 @@
+"""Choose the stages of a row of layers, by what the layers cost or by what the user says."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from hpctrain.parallel.pipeline.costs import Values, costs
+from hpctrain.parallel.pipeline.layers import Layer
+from hpctrain.parallel.pipeline.partition import by_hand, check_parts, partition
+
+
+def balance(
+    layers: Sequence[Layer],
+    parts: int,
+    how: str | Sequence[int | str] = "compute",
+    example: Values | None = None,
+    device: torch.device = torch.device("cpu"),
+) -> list[range]:
+    """Return the layers of each part: numbers into ``layers``.
+
+    ``how`` is a measure of ``costs``, the number of layers of each part, or names of layers at which parts begin. Time
+    is measured on this rank: let one rank do so and the others take its result.
+    """
+    check_parts(len(layers), parts)
+    if not isinstance(how, str):
+        return by_hand([layer.name for layer in layers], parts, how)
+    return partition(costs(layers, how, example, device), parts)

@@ -1,0 +1,184 @@
+"""Say what the layers of a row cost, so that stages can be made equal.
+
+``compute`` counts multiplications and additions. With an example it runs the layers on the meta device, where nothing
+is computed, and counts every matrix product, convolution and attention. Without one it goes by the weights: each number
+in a weight of a linear layer or convolution is used once for every position, so it counts twice (multiply and add); of
+an embedding a row is looked up, which costs next to nothing; other parameters count once each. A module whose products
+are not in its weights, as those of attention are not, may say what they come to for one position by a method
+``flops_beside_weights()``. So a head as wide as the vocabulary counts in full, and the embedding before it does not.
+How many positions an image has after which layer is not in the weights: a model with convolutions needs an example.
+"""
+
+from __future__ import annotations
+
+import copy
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from hpctrain.errors import UsageError
+from hpctrain.parallel.pipeline.layers import Layer
+from hpctrain.parallel.pipeline.skip import carrying
+
+Values = Tensor | tuple[Tensor, ...]
+Call = Callable[[Values], Values]
+MEASURES = ("compute", "time", "parameters")
+_LOOKED_UP = (nn.Embedding, nn.EmbeddingBag)
+_MULTIPLIED = 2  # dims that a parameter has at least where it is multiplied with what comes in
+
+
+def costs(
+    layers: Sequence[Layer], how: str, example: Values | None = None, device: torch.device = torch.device("cpu")
+) -> list[float]:
+    """Return the cost of each layer by ``how``: compute, time (in seconds) or parameters.
+
+    ``example`` is a microbatch that the first layer takes; only time needs one.
+    """
+    if how == "parameters":
+        return [float(sum(one.numel() for one in layer.module.parameters())) for layer in layers]
+    if how == "compute":
+        return counted(layers, example) if example is not None else [estimated(layer.module) for layer in layers]
+    if how != "time":
+        allowed = ", ".join(MEASURES)
+        raise UsageError(f"setting parallel.partition = {how!r}: must be one of {allowed}, or a list", everywhere=True)
+    if example is None:
+        raise UsageError(
+            "parallel.partition = 'time' measures layers on an example microbatch, and there is none here: give one, "
+            "or choose 'compute' or 'parameters'",
+            everywhere=True,
+        )
+    return measured(layers, example, device)
+
+
+def estimated(module: nn.Module) -> float:
+    """Return the operations of a module's forward pass for one position, by its weights."""
+    total = 0.0
+    for part in module.modules():
+        beside = getattr(part, "flops_beside_weights", None)
+        total += float(beside()) if callable(beside) else 0.0
+        for parameter in part.parameters(recurse=False):
+            if not isinstance(part, _LOOKED_UP):
+                total += parameter.numel() * (2 if parameter.ndim >= _MULTIPLIED else 1)
+    return total
+
+
+def counted(layers: Sequence[Layer], example: Values) -> list[float]:
+    """Return the operations of each layer's forward pass on an example, which only lends its shape and dtype."""
+    found = []
+
+    def run(call: Call, x: Values) -> Values:
+        with torch.no_grad(), FlopCounterMode(display=False) as counter:
+            result = call(x)
+        found.append(float(counter.get_total_flops()))
+        return result
+
+    _walk(layers, example, torch.device("meta"), run)
+    return found
+
+
+def measured(layers: Sequence[Layer], example: Values, device: torch.device, repeats: int = 5) -> list[float]:
+    """Return the seconds of each layer's forward and backward pass on an example: medians of several.
+
+    Each layer is copied to the device for that, one after the other, so that a model on the meta device never has all
+    its memory, and nothing is left behind in the model or in torch's generators.
+    """
+    found = []
+
+    def run(call: Call, x: Values) -> Values:
+        result, _ = _timed(call, x, device)  # warms up
+        found.append(statistics.median(_timed(call, x, device)[1] for _ in range(repeats)))
+        return result
+
+    devices = [device] if device.type != "cpu" else []
+    with torch.random.fork_rng(devices=devices, device_type=device.type if devices else "cuda"):
+        _walk(layers, example, device, run)
+    return found
+
+
+def _walk(
+    layers: Sequence[Layer], example: Values, device: torch.device, run: Callable[[Call, Values], Values]
+) -> None:
+    """Let ``run`` call a copy of every layer, as often as it likes, on what the one before it returned."""
+    x = _each(example, lambda one: one.detach().to(device))
+    kept: dict[str, Tensor] = {}
+    for layer in layers:
+        try:
+            x = run(_calling(_copy(layer.module, device), kept), x)
+        except Exception as error:
+            error.add_note(f"(in layer {layer.name}, run on an example to find out what it costs)")
+            raise
+        x = _each(x, lambda one: one.detach())
+
+
+def _calling(module: nn.Module, kept: dict[str, Tensor]) -> Call:
+    """Return what runs a layer, each time among the same tensors that layers before it have kept."""
+    before = {name: one.detach() for name, one in kept.items()}
+
+    def call(x: Values) -> Values:
+        kept.clear()
+        kept.update(before)
+        with carrying(kept):
+            result: Values = module(x)
+        return result
+
+    return call
+
+
+def _timed(call: Call, x: Values, device: torch.device) -> tuple[Values, float]:
+    x = _each(x, lambda one: one.detach().requires_grad_(one.is_floating_point()))
+    _finish(device)
+    start = time.perf_counter()
+    with torch.enable_grad():
+        result = call(x)
+    outputs = [one for one in ((result,) if isinstance(result, Tensor) else result) if one.requires_grad]
+    torch.autograd.backward(outputs, [torch.ones_like(one) for one in outputs])
+    _finish(device)
+    return result, time.perf_counter() - start
+
+
+def _finish(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _copy(module: nn.Module, device: torch.device) -> nn.Module:
+    """Return a copy on a device; what had no memory gets small numbers, whose size does not change what they cost."""
+    memo: dict[int, Any] = {}
+    with _without_gradients(module):
+        for tensor in [*module.parameters(), *module.buffers()]:
+            if tensor.device != device:
+                memo[id(tensor)] = _on(tensor, device)
+        return copy.deepcopy(module, memo)
+
+
+def _on(tensor: Tensor, device: torch.device) -> Tensor:
+    made = torch.empty_like(tensor, device=device)
+    if not tensor.is_meta and device.type != "meta":
+        made.copy_(tensor.detach())
+    elif device.type != "meta":
+        made.fill_(0.01) if made.is_floating_point() else made.zero_()
+    return nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
+
+
+@contextmanager
+def _without_gradients(module: nn.Module) -> Iterator[None]:
+    """Keep gradients out of copies for the ``with`` block."""
+    gradients = [(parameter, parameter.grad) for parameter in module.parameters()]
+    for parameter, _ in gradients:
+        parameter.grad = None
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+
+
+def _each(values: Values, change: Callable[[Tensor], Tensor]) -> Values:
+    return change(values) if isinstance(values, Tensor) else tuple(change(one) for one in values)

@@ -1,0 +1,219 @@
+"""Part the backward pass of linear layers: gradients of their inputs at once, those of their weights when asked for.
+
+After Qi et al., "Zero Bubble Pipeline Parallelism", 2023: what a stage's neighbour waits for is the gradient of the
+stage's input; gradients of weights can fill the time in which the stage would wait itself.
+
+Note: within ``putting_off``, ``torch.nn.functional.linear`` computes with detached weights, through which autograd
+finds the gradient of the input alone, and the result passes a node that puts what comes to it into the store. ``flush``
+then multiplies as autograd would have (same products, same order, same bits) and hands the result to the parameter as
+autograd does, so that hooks on it run. Norms, embeddings, convolutions and all else are not deferred, nor is what is
+inside of a ``torch.utils.checkpoint`` of the user's.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint
+
+
+@dataclass(frozen=True, eq=False)
+class _Call:
+    """Remember one call of a linear layer: whose gradients are due, and how autograd would have computed them."""
+
+    store: Deferred
+    key: Hashable
+    weight: Tensor | None  # None where it is frozen
+    bias: Tensor | None
+    columns: bool  # whether autograd lays the weight's gradient out by columns
+    rows: bool  # whether the bias has been added to a matrix of rows
+
+
+@dataclass(frozen=True, eq=False)
+class _Due:
+    """Hold what the gradients of one call are computed from."""
+
+    call: _Call
+    x: Tensor
+    gradient: Tensor
+
+
+class Deferred:
+    """Store what gradients of weights are computed from, by a key: one for each microbatch of each chunk.
+
+    Parameters in ``whole`` are not deferred: those that something else than a linear layer uses as well, so that their
+    gradients would not add up in autograd's order.
+    """
+
+    def __init__(self, whole: Iterable[Tensor] = ()) -> None:
+        self._whole = {id(parameter) for parameter in whole}
+        self._due: dict[Hashable, list[_Due]] = {}
+
+    @contextmanager
+    def putting_off(self, key: Hashable) -> Iterator[None]:
+        """Let linear layers that this thread calls put their part into the store, when backward comes to them."""
+        mode = _Mode(self, key)
+        _ACTIVE.modes.append(mode)
+        try:
+            with mode:
+                yield
+        finally:
+            _ACTIVE.modes.pop()
+
+    def flush(self, key: Hashable) -> None:
+        """Compute the gradients of weights that are due for a key, add them to those of the parameters and let go."""
+        due = deque(self._due.pop(key, ()))
+        uses = Counter(parameter for one in due for parameter in _parameters(one.call))
+        sums: dict[Tensor, Tensor] = {}
+        while due:
+            for parameter, gradient in _gradients(due.popleft()):
+                sums[parameter] = sums[parameter] + gradient if parameter in sums else gradient
+                uses[parameter] -= 1
+                if not uses[parameter]:
+                    torch.autograd.backward([parameter], [sums.pop(parameter)])
+
+    def drop(self) -> None:
+        """Forget everything that is due."""
+        self._due.clear()
+
+    @property
+    def keys(self) -> Collection[Hashable]:
+        """Return the keys for which something is due."""
+        return tuple(self._due)
+
+    def defers(self, weight: Any, bias: Any) -> bool:
+        """Tell whether the gradients of these two can be computed later."""
+        wanted = [one for one in (weight, bias) if one is not None and one.requires_grad]
+        return bool(wanted) and all(one.is_leaf and id(one) not in self._whole for one in wanted)
+
+    def put(self, due: _Due) -> None:
+        """Remember what has come to a call."""
+        self._due.setdefault(due.call.key, []).append(due)
+
+
+class _Active(threading.local):
+    """Hold what the thread defers to, the innermost last."""
+
+    def __init__(self) -> None:
+        self.modes: list[_Mode] = []
+
+
+_ACTIVE = _Active()
+
+
+def again() -> Callable[[], AbstractContextManager[None]]:
+    """Return what makes layers that run twice, perhaps in another thread, defer in both runs as is done here.
+
+    Each of the two runs must be in what this returns, or none of their gradients is deferred.
+    """
+    if not _ACTIVE.modes:
+        return nullcontext
+    mode = _ACTIVE.modes[-1]
+    return lambda: mode.store.putting_off(mode.key)
+
+
+class _Mode(TorchFunctionMode):
+    """Replace linear layers as they are called."""
+
+    def __init__(self, store: Deferred, key: Hashable) -> None:
+        super().__init__()
+        self.store, self.key = store, key
+        self._anchor = torch.empty(0, requires_grad=True)
+        self._hooks = _hooks()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.linear and torch.is_grad_enabled() and not self._runs_elsewhere():
+            return self._linear(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+    def _runs_elsewhere(self) -> bool:
+        """Tell whether what is called now will be called again where this mode is not known, and must then be plain."""
+        hooks = _hooks()
+        return hooks is not None and hooks != self._hooks and hooks[0].__module__ == checkpoint.__module__
+
+    def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        if input.ndim < 2 or not self.store.defers(weight, bias):
+            return F.linear(input, weight, bias)
+        x, narrow, narrow_bias = (_cast(one, input.device.type) for one in (input, weight, bias))
+        assert x is not None and narrow is not None
+        # Of a matrix, and of what can be seen as one, torch adds the bias while it multiplies.
+        rows = x.ndim == 2 or x.is_contiguous()
+        x = x if rows else x.reshape(-1, x.shape[-1])  # as it would for a weight that wants a gradient
+        call = _Call(
+            self.store,
+            self.key,
+            weight if weight.requires_grad else None,
+            bias if bias is not None and bias.requires_grad else None,
+            _by_columns(narrow.t()),
+            rows,
+        )
+        added = narrow_bias.detach() if narrow_bias is not None else None
+        if rows:
+            y = F.linear(x, narrow.detach(), added)
+        else:
+            y = F.linear(x, narrow.detach()).view(*input.shape[:-1], -1)
+            y = y if added is None else y + added
+        result: Tensor = _Tap.apply(y, self._anchor, x.detach(), call)  # type: ignore[no-untyped-call]
+        return result
+
+
+def _hooks() -> tuple[Callable[..., Any], ...] | None:
+    """Return what autograd calls to keep a tensor and to get it back, which checkpoints replace."""
+    found: tuple[Callable[..., Any], ...] | None = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return found
+
+
+def _cast(tensor: Tensor | None, device: str) -> Tensor | None:
+    """Return a tensor in the precision in which autocast would multiply it."""
+    if tensor is None or not torch.is_autocast_enabled(device) or tensor.dtype is torch.float64:
+        return tensor
+    return tensor.to(torch.get_autocast_dtype(device)) if tensor.is_floating_point() else tensor
+
+
+def _by_columns(matrix: Tensor) -> bool:
+    return matrix.stride(0) == 1 and matrix.stride(1) == matrix.shape[0]
+
+
+class _Tap(torch.autograd.Function):
+    """Be where the gradient of a linear layer's result passes."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, anchor: Tensor, x: Tensor, call: _Call) -> Tensor:
+        """Return ``y``; ``anchor`` makes it need a gradient where the layer's input does not."""
+        ctx.call = call
+        ctx.save_for_backward(x)  # not kept where it is computed again
+        return y.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        """Put what has come into the store, and pass it on."""
+        (x,) = ctx.saved_tensors
+        ctx.call.store.put(_Due(ctx.call, x, gradients[0]))
+        return gradients[0], None, None, None
+
+
+def _parameters(call: _Call) -> list[Tensor]:
+    return [one for one in (call.weight, call.bias) if one is not None]
+
+
+@torch.no_grad()
+def _gradients(due: _Due) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield the parameters of a call with their gradients."""
+    call = due.call
+    rows = due.gradient.reshape(-1, due.gradient.shape[-1])
+    if call.weight is not None:
+        x = due.x.reshape(-1, due.x.shape[-1])
+        product = rows.t().mm(x) if call.columns else x.t().mm(rows).t()
+        yield call.weight, product.to(call.weight.dtype)
+    if call.bias is not None:
+        whole = rows if call.rows else due.gradient
+        yield call.bias, whole.sum(tuple(range(whole.ndim - 1))).to(call.bias.dtype)

@@ -1,0 +1,186 @@
+"""Play a schedule: what a rank of a pipeline computes, receives and sends in one step.
+
+Note: what a stage keeps of a microbatch between its forward and its backward pass is the input that came, made a leaf
+of a graph of its own, and the outputs. The gradients that autograd leaves in the inputs are what the stage before gets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from hpctrain import trace
+from hpctrain.parallel.objective import Objective
+from hpctrain.parallel.pipeline.deferred import Deferred
+from hpctrain.parallel.pipeline.links import Link
+from hpctrain.parallel.pipeline.route import Route
+from hpctrain.parallel.pipeline.schedule import Action, Kind, Schedule
+from hpctrain.parallel.pipeline.stage import Chunk, backward
+
+
+class Versions(Protocol):
+    """Let passes see the weights that they are to see, where these change between a forward pass and its backward."""
+
+    def forward(self, microbatch: int) -> AbstractContextManager[None]:
+        """Compute forward with the newest weights."""
+
+    def backward(self, microbatch: int) -> AbstractContextManager[None]:
+        """Compute backward with the weights of the forward pass, and give the gradients to the parameters."""
+
+    def update(self) -> None:
+        """Make an update."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """Hold what one step is given: microbatches of inputs and targets, and how they are to be compared."""
+
+    inputs: Sequence[Tensor]
+    targets: Sequence[Tensor]
+    objective: Objective
+    weight: float
+
+
+class Engine:
+    """Play schedules with the chunks that this rank holds, by their numbers; the last of ``count`` makes the loss."""
+
+    def __init__(
+        self, chunks: Mapping[int, Chunk], count: int, device: torch.device, versions: Versions | None = None
+    ) -> None:
+        self._chunks, self._last, self._device, self._versions = chunks, count - 1, device, versions
+        self._deferred = Deferred()
+
+    def train(self, schedule: Schedule, route: Route, work: Work, rank: int) -> Tensor:
+        """Leave the gradients in the parameters of this rank; return the loss where it is made, elsewhere 0."""
+        play = _Play(self, schedule, route, work)
+        route.begin(schedule.microbatches)
+        for action in schedule.actions[rank]:
+            route.links.progress()
+            play.do(action)
+        route.links.finish()
+        return play.total
+
+    @torch.no_grad()
+    def measure(self, schedule: Schedule, route: Route, work: Work, rank: int) -> Tensor:
+        """Return the loss where it is made, elsewhere 0."""
+        play = _Play(self, schedule, route, work)
+        route.begin(schedule.microbatches)
+        for action in schedule.actions[rank]:
+            route.links.progress()
+            play.do(action)
+            play.forget(action)
+        route.links.finish()
+        return play.total
+
+
+@dataclass(frozen=True)
+class _Kept:
+    inputs: tuple[Tensor, ...]
+    outputs: tuple[Tensor, ...]
+
+
+class _Play:
+    """Carry out the actions of one step."""
+
+    def __init__(self, engine: Engine, schedule: Schedule, route: Route, work: Work) -> None:
+        self._engine, self._route, self._work = engine, route, work
+        self._splits = any(action.kind is Kind.INPUT for action in schedule.actions[0])
+        # Where every microbatch has an update of its own its gradient counts in full; the loss is a mean in any case.
+        self._count = schedule.microbatches
+        self._share = work.weight if engine._versions is not None else work.weight / self._count
+        self._kept: dict[tuple[int, int], _Kept] = {}
+        self.total = torch.zeros((), device=engine._device)
+
+    def do(self, action: Action) -> None:
+        """Carry out one action."""
+        {
+            Kind.FORWARD: self._forward,
+            Kind.BACKWARD: self._backward,
+            Kind.INPUT: self._backward,
+            Kind.WEIGHT: self._weight,
+            Kind.UPDATE: self._update,
+        }[action.kind](action)
+
+    def forget(self, action: Action) -> None:
+        """Let go of what a backward pass would have needed."""
+        del self._kept[action.chunk, action.microbatch]
+        if action.chunk:
+            self._route.activations_in[action.chunk].release()
+
+    def _forward(self, action: Action) -> None:
+        chunk, microbatch, engine = action.chunk, action.microbatch, self._engine
+        inputs = self._inputs(action)
+        with _span(action), self._version(action):
+            with self._deferring(action), self._work.objective.computing(engine._device):
+                outputs = engine._chunks[chunk](inputs)
+            if chunk == engine._last:
+                mean = self._work.objective.compare(outputs[0], self._work.targets[microbatch])
+                self.total += mean.detach() * (self._work.weight / self._count)
+                outputs = (mean * self._share,)
+        if chunk != engine._last:
+            with trace.span("send", chunk=chunk, microbatch=microbatch):
+                self._route.activations_out[chunk].send([tensor.detach() for tensor in outputs])
+        self._kept[chunk, microbatch] = _Kept(inputs, outputs)
+
+    def _inputs(self, action: Action) -> tuple[Tensor, ...]:
+        if action.chunk == 0:
+            return (self._work.inputs[action.microbatch],)
+        came = self._receive(self._route.activations_in[action.chunk], action, "activations")
+        graded = torch.is_grad_enabled()
+        return tuple(each.detach().requires_grad_(graded and each.is_floating_point()) for each in came)
+
+    def _backward(self, action: Action) -> None:
+        chunk, engine, key = action.chunk, self._engine, (action.chunk, action.microbatch)
+        kept = self._kept[key] if action.kind is Kind.INPUT else self._kept.pop(key)
+        gradients: tuple[Tensor, ...] | None = None
+        if chunk != engine._last:
+            gradients = self._receive(self._route.gradients_in[chunk], action, "gradients")
+        with _span(action), self._version(action), self._deferring(action):
+            found = backward(kept.outputs, gradients, kept.inputs)
+        if chunk:
+            with trace.span("send", chunk=chunk, microbatch=action.microbatch):
+                self._route.gradients_out[chunk].send(found)
+        if action.kind is Kind.BACKWARD:
+            self._release(action)
+
+    def _weight(self, action: Action) -> None:
+        with _span(action):
+            self._engine._deferred.flush((action.chunk, action.microbatch))
+        del self._kept[action.chunk, action.microbatch]
+        self._release(action)
+
+    def _update(self, action: Action) -> None:
+        assert self._engine._versions is not None, "only pipedream updates inside a step"
+        with trace.span("optimizer", microbatch=action.microbatch):
+            self._engine._versions.update()
+
+    def _release(self, action: Action) -> None:
+        if action.chunk:
+            self._route.activations_in[action.chunk].release()
+        if action.chunk != self._engine._last:
+            self._route.gradients_in[action.chunk].release()
+
+    def _receive(self, link: Link, action: Action, what: str) -> tuple[Tensor, ...]:
+        with trace.span("receive", chunk=action.chunk, microbatch=action.microbatch):
+            return self._route.links.receive(link, f"{what} of microbatch {action.microbatch}")
+
+    def _version(self, action: Action) -> AbstractContextManager[None]:
+        versions = self._engine._versions
+        if versions is None or not torch.is_grad_enabled():
+            return nullcontext()
+        forward = action.kind is Kind.FORWARD
+        return versions.forward(action.microbatch) if forward else versions.backward(action.microbatch)
+
+    def _deferring(self, action: Action) -> AbstractContextManager[object]:
+        if not self._splits or not torch.is_grad_enabled():
+            return nullcontext()
+        return self._engine._deferred.putting_off((action.chunk, action.microbatch))
+
+
+def _span(action: Action) -> AbstractContextManager[None]:
+    return trace.span(action.kind.word, chunk=action.chunk, microbatch=action.microbatch)

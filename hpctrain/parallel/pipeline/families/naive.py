@@ -1,0 +1,14 @@
+"""Take one microbatch through the whole model and back before the next begins: one stage is busy at a time."""
+
+from __future__ import annotations
+
+from hpctrain.parallel.pipeline.action import Action, Actions, backward, forward
+
+
+def naive(ranks: int, microbatches: int, chunks_per_rank: int) -> list[Actions]:
+    """Return the actions of plain model parallelism, with which the others are compared."""
+    return [_of(rank, microbatches) for rank in range(ranks)]
+
+
+def _of(rank: int, microbatches: int) -> list[Action]:
+    return [action(rank, number) for number in range(microbatches) for action in (forward, backward)]

@@ -1,0 +1,171 @@
+"""Find the row of layers that a model is, so that it can be cut between any two of them.
+
+A model is a row where ``model(x)`` is its layers applied one after the other. It says so by a method ``layers()``
+that returns them in order, or by being an ``nn.Sequential``. A model that merely holds such a row is none: what its
+own ``forward`` does besides cannot be known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from hpctrain.errors import UsageError
+
+_WRITE = "write a method layers() that returns its layers in order, such that calling one after the other is the model"
+
+
+@dataclass(frozen=True, eq=False)
+class Layer:
+    """Name one layer of the row: a module's dotted name in the model, or what a function is called."""
+
+    name: str
+    module: nn.Module
+
+
+class Function(nn.Module):
+    """Be the module for a layer that is a function, without parameters."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Any) -> Any:
+        """Apply the function."""
+        return self.function(x)
+
+    def extra_repr(self) -> str:
+        """Name the function."""
+        return _called(self.function)
+
+
+def find_layers(model: nn.Module) -> list[Layer]:
+    """Return the row of layers that a model is.
+
+    Sequentials and module lists in the row stand for what is in them. Raises ``UsageError`` for a model that is not a
+    row, for one with parameters or buffers outside of it, and for a module with such that stands in it twice.
+    """
+    members = _members(model)
+    layers = _named(model, members)
+    _check_once(layers)
+    _check_whole(model, layers)
+    return layers
+
+
+def _members(model: nn.Module) -> list[Any]:
+    kind = type(model).__name__
+    write = getattr(type(model), "layers", None)
+    if callable(write):
+        row: Any = write(model)
+        if not isinstance(row, Iterable):
+            raise _refused(f"layers() of {kind} returned {type(row).__name__}: it must return modules in order")
+    elif isinstance(model, nn.Sequential) and type(model).forward is nn.Sequential.forward:
+        row = list(model)  # with those that stand in it again
+    else:
+        other = ", which its layers is not (rename that)" if hasattr(model, "layers") else ""
+        raise _refused(f"a model of class {kind} cannot be cut into stages: {_WRITE}{other}")
+    if _hooked(model):
+        raise _refused(f"the model of class {kind} has hooks, which its layers do not call: put them on layers")
+    members = [member for part in row for member in _flat(part)]
+    if not members:
+        raise _refused(f"a model of class {kind} has no layers to cut into stages: {_WRITE}")
+    return members
+
+
+def _flat(part: Any) -> Iterator[Any]:
+    """Yield what a container stands for; one with hooks or a forward of its own is a layer itself."""
+    plain = isinstance(part, nn.Sequential) and type(part).forward is nn.Sequential.forward and not _hooked(part)
+    if isinstance(part, nn.ModuleList) or plain and "forward" not in vars(part):
+        for child in part:
+            yield from _flat(child)
+    else:
+        yield part
+
+
+def _hooked(module: nn.Module) -> bool:
+    return bool(
+        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    )
+
+
+def _named(model: nn.Module, members: list[Any]) -> list[Layer]:
+    """Give every member its name; one that stands in the row again takes the next of its names in the model."""
+    names: dict[nn.Module, list[str]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        names.setdefault(module, []).append(name)
+    taken: dict[str, int] = {}
+    layers = []
+    for place, member in enumerate(members):
+        if not isinstance(member, nn.Module):
+            name, module = _function(member, place)
+        else:
+            if not names.get(member) or member is model:
+                raise _refused(
+                    f"layer {place} of layers() of {type(model).__name__} is a {type(member).__name__} that is not "
+                    "inside the model: make it an attribute of the model"
+                )
+            own = names[member]
+            name, module = own.pop(0) if len(own) > 1 else own[0], member
+        taken[name] = taken.get(name, 0) + 1
+        layers.append(Layer(name if taken[name] == 1 else f"{name}#{taken[name]}", module))
+    return layers
+
+
+def _function(member: Any, place: int) -> tuple[str, nn.Module]:
+    if not callable(member):
+        raise _refused(f"layer {place} is a {type(member).__name__}: must be a module or a function of one argument")
+    owner = getattr(member, "__self__", None)
+    if isinstance(owner, nn.Module) and _state(owner):
+        raise _refused(
+            f"layer {place} is the method {_called(member)} of a {type(owner).__name__} with parameters or buffers: "
+            "make it a module of its own, with those that it uses"
+        )
+    return _called(member), Function(member)
+
+
+def _called(function: Any) -> str:
+    return str(getattr(function, "__name__", None) or type(function).__name__)
+
+
+def _state(module: nn.Module) -> list[Tensor]:
+    return [*module.parameters(), *module.buffers()]
+
+
+def _check_once(layers: list[Layer]) -> None:
+    """Refuse a layer with parameters or buffers that stands in the row again, or inside another."""
+    seen: dict[nn.Module, str] = {}
+    for layer in layers:
+        if not _state(layer.module):
+            continue
+        for module in layer.module.modules():
+            if module is layer.module and module in seen:
+                raise _refused(
+                    f"{layer.name} is a layer twice, or inside the layer {seen[module]}: a module with parameters or "
+                    "buffers must stand in the row once (two modules may share a parameter)"
+                )
+        seen.update({module: layer.name for module in layer.module.modules()})
+    rows = {layer.module: layer.name for layer in layers if _state(layer.module)}
+    for layer in layers:
+        for module in layer.module.modules():
+            if module is not layer.module and module in rows:
+                raise _refused(f"layer {rows[module]} is inside the layer {layer.name}: name only one of them")
+
+
+def _check_whole(model: nn.Module, layers: list[Layer]) -> None:
+    """Refuse parameters and buffers that no layer would bring to its stage."""
+    inside = {id(tensor) for layer in layers for tensor in _state(layer.module)}
+    named = [*model.named_parameters(), *model.named_buffers()]
+    outside = [name for name, tensor in named if id(tensor) not in inside]
+    if outside:
+        listed = ", ".join(outside[:3]) + (f" and {len(outside) - 3} more" if len(outside) > 3 else "")
+        raise _refused(
+            f"a model of class {type(model).__name__} cannot be cut into stages: {listed} belong to no layer; "
+            "put them into modules that are layers"
+        )
+
+
+def _refused(message: str) -> UsageError:
+    return UsageError(message, everywhere=True)

@@ -1,0 +1,111 @@
+"""Divide a row of layers into stages; pure, so that it can be planned where no torch is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+
+from hpctrain.errors import UsageError
+
+
+def partition(costs: Sequence[float], parts: int) -> list[range]:
+    """Cut a row into contiguous parts, each of one layer at least, so that the largest sum of costs is smallest.
+
+    Of all ways to do so it takes one whose parts are closest to each other (smallest sum of squares), and of those the
+    one with the latest cuts, so that what costs nothing stays with what comes before it. Exact, by dynamic programming
+    in ``parts * len(costs)**2`` steps. Raises ``UsageError`` for more parts than layers.
+    """
+    check_parts(len(costs), parts)
+    if any(not 0 <= cost < float("inf") for cost in costs):
+        raise UsageError(f"layers that cost {list(costs)}: costs must be finite and not negative", everywhere=True)
+    before = [0.0, *accumulate(costs)]
+    limit = _smallest_largest(before, parts)
+    count = len(costs)
+    # squares[end]: of the best way to cut what lies before `end` into the parts so far
+    squares = [0.0] + [float("inf")] * count
+    starts: list[list[int]] = []  # where the last of those parts begins
+    for _ in range(parts):
+        best, start_of = [float("inf")] * (count + 1), [0] * (count + 1)
+        for end in range(1, count + 1):
+            for start in range(end - 1, -1, -1):
+                size = before[end] - before[start]
+                if size > limit:
+                    break
+                if squares[start] + size**2 < best[end]:
+                    best[end], start_of[end] = squares[start] + size**2, start
+        squares = best
+        starts.append(start_of)
+    cuts = [count]
+    for start_of in reversed(starts):
+        cuts.append(start_of[cuts[-1]])
+    return [range(start, end) for start, end in pairwise(reversed(cuts))]
+
+
+def _smallest_largest(before: Sequence[float], parts: int) -> float:
+    """Return the least that the most expensive part can cost; ``before`` are sums of costs."""
+    count = len(before) - 1
+    largest = [0.0] + [float("inf")] * count  # [end]: of what lies before `end`, in the parts so far
+    for _ in range(parts):
+        best = [float("inf")] * (count + 1)
+        for end in range(1, count + 1):
+            for start in range(end - 1, -1, -1):
+                size = before[end] - before[start]
+                if size >= best[end]:
+                    break
+                best[end] = min(best[end], max(largest[start], size))
+        largest = best
+    return largest[count]
+
+
+def by_hand(names: Sequence[str], parts: int, chosen: Sequence[int | str]) -> list[range]:
+    """Cut a row of named layers as the user says: by the number of layers of each part, or where parts begin.
+
+    Names are those of the layers at which the second and later parts begin; the first layer may be named too.
+    """
+    check_parts(len(names), parts)
+    if all(isinstance(one, str) for one in chosen) and chosen:
+        starts = _starts(names, parts, [str(one) for one in chosen])
+    elif chosen and all(isinstance(one, int) and not isinstance(one, bool) for one in chosen):
+        starts = _sums(names, parts, [int(one) for one in chosen])
+    else:
+        raise _refused(chosen, "must be numbers of layers, or names of layers at which stages begin")
+    return [range(start, end) for start, end in pairwise([*starts, len(names)])]
+
+
+def _starts(names: Sequence[str], parts: int, chosen: list[str]) -> list[int]:
+    unknown = [name for name in chosen if name not in names]
+    if unknown:
+        raise _refused(chosen, f"there is no layer {unknown[0]}, layers are {_listed(names)}")
+    starts = sorted({0, *(names.index(name) for name in chosen)})
+    places = [names.index(name) for name in chosen]
+    if places != sorted(set(places)):
+        raise _refused(chosen, "layers must be named in the order of the model, each once")
+    if len(starts) != parts:
+        raise _refused(chosen, f"makes {len(starts)} stages of the {parts} that are needed")
+    return starts
+
+
+def _sums(names: Sequence[str], parts: int, chosen: list[int]) -> list[int]:
+    if len(chosen) != parts or min(chosen) < 1 or sum(chosen) != len(names):
+        raise _refused(chosen, f"must be {parts} numbers above 0 with the sum {len(names)}, the model's layers")
+    return [0, *accumulate(chosen)][:-1]
+
+
+def check_parts(layers: int, parts: int) -> None:
+    """Raise ``UsageError`` where a row has too few layers for its parts."""
+    if parts < 1:
+        raise UsageError(f"a model in {parts} stages: must be at least 1", everywhere=True)
+    if layers < parts:
+        raise UsageError(
+            f"{layers} layers cannot make {parts} stages: use at most {layers} (parallel.pipe times the chunks that "
+            "each rank holds), or a model with more layers",
+            everywhere=True,
+        )
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names) if len(names) <= 12 else f"{', '.join(names[:6])}, ... {', '.join(names[-5:])}"
+
+
+def _refused(chosen: Sequence[int | str], why: str) -> UsageError:
+    return UsageError(f"setting parallel.partition = {list(chosen)}: {why}", everywhere=True)

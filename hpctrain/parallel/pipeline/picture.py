@@ -1,0 +1,150 @@
+"""Draw a timeline: a row a rank, a box a pass with the number of its microbatch, as in the papers on pipelines."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from hpctrain.errors import UsageError
+from hpctrain.parallel.pipeline.text import chunks_of
+from hpctrain.parallel.pipeline.timeline import WAITS, Span, Timeline
+
+KINDS = (".png", ".svg", ".pdf")
+# Blue forwards and green backwards, as in the figures of PipeDream; the halves of a backward pass are two other greens.
+COLOURS = {
+    "forward": "#3b6fb6",
+    "backward": "#5fa55a",
+    "loss": "#7e62a1",
+    "input": "#1f8a8a",
+    "weight": "#a3c644",
+    "update": "#e0812b",
+    "optimizer": "#e0812b",
+}
+_SIZED = ("forward", "backward", "input", "weight")  # whose numbers should be legible
+_IDLE, _WAIT, _INK = "#ececec", "#c9c9c9", "#333333"
+_ROW, _BAR = 0.42, 0.86  # inches from row to row; share of it that a box takes
+_NARROWEST, _WIDTHS = 0.17, (7.0, 26.0)  # inches: of the shortest pass, of the picture
+_MARGINS = 2.1  # inches beside the rows
+_SMALLEST = 3.5  # points of a number that is still written
+
+
+def figure(
+    timeline: Timeline, title: str, *, names: Sequence[str] | None = None, unit: str = "", live: bool = True
+) -> Any:
+    """Return the picture as a figure of matplotlib; raises ``UsageError`` without it.
+
+    The title gets the idle share of all ranks, each row its own, and, unless ``live`` is off, the most microbatches
+    that it holds. ``names`` are those of the rows, stages unless told; ``unit`` names that of the time.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise UsageError("drawing needs matplotlib: pip install 'hpctrain[plot]'") from error
+    width = _width(timeline)
+    found = Figure(figsize=(width + _MARGINS, _ROW * len(timeline.rows) + 1.25), layout="constrained")
+    axis = found.subplots()
+    scale = 72 * width / (timeline.makespan or 1.0)  # points a unit of time
+    for rank, row in enumerate(timeline.rows):
+        _draw_row(axis, row, rank, timeline, scale)
+    _draw_frame(axis, timeline, names or [f"stage {rank}" for rank in range(len(timeline.rows))], unit, live)
+    axis.set_title(f"{title}: bubble {timeline.bubble:.1%}", loc="left", fontsize=11, color=_INK)
+    _draw_legend(axis, timeline)
+    return found
+
+
+def _width(timeline: Timeline) -> float:
+    """Return how many inches the rows take, so that numbers fit into most boxes."""
+    times = sorted(span.end - span.start for row in timeline.rows for span in row if span.name in _SIZED)
+    times = [time for time in times if time > 0]
+    typical = times[len(times) // 10] if times else 1.0  # measured ones have a few that are very short
+    low, high = _WIDTHS
+    return min(max(timeline.makespan / typical * _NARROWEST, low), high)
+
+
+def _draw_row(axis: Any, row: tuple[Span, ...], rank: int, timeline: Timeline, scale: float) -> None:
+    chunks = chunks_of(row)
+    origin = timeline.start
+    axis.broken_barh([(0, timeline.makespan)], (rank - _BAR / 2, _BAR), facecolor=_IDLE, linewidth=0)
+    painted: dict[str, list[Span]] = {}  # by colour: one call a box would take seconds
+    for span in row:
+        if span.name in COLOURS and span.end > span.start:
+            painted.setdefault(_colour(span, chunks), []).append(span)
+    for colour, spans in painted.items():
+        places = [(span.start - origin, span.end - span.start) for span in spans]
+        edges = [min(0.8, 0.1 * length * scale) for _, length in places]
+        band = (rank - _BAR / 2, _BAR)
+        axis.broken_barh(places, band, facecolor=colour, edgecolor="white", linewidth=edges, zorder=2)
+        for span in spans:
+            _write_number(axis, span, rank, origin, scale, "white" if _is_dark(colour) else _INK)
+    # Over the boxes: a wait inside a pass is idle time.
+    waits = [(span.start - origin, span.end - span.start) for span in row if span.name in WAITS]
+    axis.broken_barh(waits, (rank - _BAR / 2, _BAR), facecolor=_WAIT, linewidth=0, zorder=3)
+
+
+def _colour(span: Span, chunks: list[int]) -> str:
+    shade = chunks.index(span.chunk) / len(chunks) if span.chunk in chunks else 0.0
+    return _lighter(COLOURS[span.name], 0.9 * shade)
+
+
+def _write_number(axis: Any, span: Span, rank: int, origin: float, scale: float, colour: str) -> None:
+    """Write a microbatch's number into its box, if it fits."""
+    text = "" if span.microbatch is None else str(span.microbatch)
+    length = span.end - span.start
+    size = min(8.5, 1.35 * length * scale / max(len(text), 1))
+    if text and size >= _SMALLEST:
+        axis.text(
+            span.start - origin + length / 2,
+            rank,
+            text,
+            ha="center",
+            va="center_baseline",
+            fontsize=size,
+            color=colour,
+            zorder=4,
+        )
+
+
+def _draw_frame(axis: Any, timeline: Timeline, names: Sequence[str], unit: str, live: bool) -> None:
+    ranks = range(len(timeline.rows))
+    axis.set_xlim(0, timeline.makespan or 1.0)
+    axis.set_ylim(len(ranks) - 0.45, -0.55)
+    axis.set_yticks(ranks, names)
+    axis.set_xlabel(f"time ({unit})" if unit else "time", color=_INK)
+    axis.spines[["top", "right", "left"]].set_visible(False)
+    axis.tick_params(axis="y", length=0)
+    beside = axis.secondary_yaxis("right")
+    whole = timeline.makespan or 1.0
+    texts = [f"idle {timeline.idle(rank) / whole:.0%}" for rank in ranks]
+    if live:
+        texts = [f"{timeline.most_live(rank)} live, {text}" for rank, text in zip(ranks, texts)]
+    beside.set_yticks(ranks, texts, color=_INK)
+    beside.tick_params(length=0)
+    beside.spines["right"].set_visible(False)
+
+
+def _draw_legend(axis: Any, timeline: Timeline) -> None:
+    """Name the colours that occur, below the rows."""
+    from matplotlib.patches import Patch
+
+    names = {span.name for row in timeline.rows for span in row}
+    several = any(len(chunks_of(row)) > 1 for row in timeline.rows)
+    patches = [Patch(facecolor=colour, label=name) for name, colour in COLOURS.items() if name in names]
+    if several and patches:
+        patches[0].set_label(f"{patches[0].get_label()} (later chunks are lighter)")
+    if names.intersection(WAITS):
+        patches.append(Patch(facecolor=_WAIT, label="waiting for others"))
+    patches.append(Patch(facecolor=_IDLE, label="idle"))
+    axis.figure.legend(
+        handles=patches, loc="outside lower center", ncols=len(patches), frameon=False, fontsize=9, handlelength=1.2
+    )
+
+
+def _lighter(colour: str, share: float) -> str:
+    """Mix a colour with white."""
+    parts = (int(colour[place : place + 2], 16) for place in (1, 3, 5))
+    return "#" + "".join(f"{round(part + (255 - part) * share):02x}" for part in parts)
+
+
+def _is_dark(colour: str) -> bool:
+    red, green, blue = (int(colour[place : place + 2], 16) for place in (1, 3, 5))
+    return 0.3 * red + 0.59 * green + 0.11 * blue < 150

@@ -1,0 +1,82 @@
+"""Lay the ways between the chunks of a pipeline for microbatches of one shape."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from hpctrain.collectives.communicator import Communicator
+from hpctrain.collectives.node.slots import Handover
+from hpctrain.parallel.pipeline.links import Link, Links, MessageLink, SlotLink
+from hpctrain.parallel.pipeline.parcel import Parcel
+from hpctrain.parallel.pipeline.schedule import Kind, Schedule
+
+AHEAD = 1  # messages that may lie ready beyond those that are needed at once
+# When a chunk begins to need what came to it, and when it does so no more: activations, and gradients.
+_ACTIVATIONS = ({Kind.FORWARD}, {Kind.BACKWARD, Kind.WEIGHT})
+_GRADIENTS = ({Kind.BACKWARD, Kind.INPUT}, {Kind.BACKWARD, Kind.WEIGHT})
+
+
+class Route:
+    """Hold this rank's ends of all links, by the chunk that they belong to.
+
+    A call by all ranks of the pipeline. ``parcels[c]`` describes what chunk c gives to chunk c + 1.
+    """
+
+    def __init__(
+        self, comm: Communicator, schedule: Schedule, parcels: Sequence[Parcel], device: torch.device
+    ) -> None:
+        self.links = Links(crowded=comm.crowded)
+        self._comm, self._device = comm, device
+        self.activations_in: dict[int, Link] = {}
+        self.activations_out: dict[int, Link] = {}
+        self.gradients_in: dict[int, Link] = {}
+        self.gradients_out: dict[int, Link] = {}
+        wanted, ends = [], []
+        for chunk, parcel in enumerate(parcels):
+            here, there = schedule.rank_of(chunk), schedule.rank_of(chunk + 1)
+            wanted.append(Handover(here, there, most_held(schedule, chunk + 1, *_ACTIVATIONS) + AHEAD, parcel.nbytes))
+            ends.append((self.activations_out, chunk, self.activations_in, chunk + 1, parcel))
+            if goes_back(schedule):
+                back = parcel.gradients()
+                wanted.append(Handover(there, here, most_held(schedule, chunk, *_GRADIENTS) + AHEAD, back.nbytes))
+                ends.append((self.gradients_out, chunk + 1, self.gradients_in, chunk, back))
+        on_host = device.type == "cpu"
+        rings = comm.slots(wanted) if on_host else [None] * len(wanted)
+        for tag, (handover, ring, (out, source, into, target, parcel)) in enumerate(zip(wanted, rings, ends)):
+            for rank, peer, side, chunk in (
+                (handover.source, handover.target, out, source),
+                (handover.target, handover.source, into, target),
+            ):
+                if rank != comm.rank:
+                    continue
+                link: Link = (
+                    SlotLink(ring, parcel)
+                    if ring is not None
+                    else MessageLink(comm, peer, tag, parcel, handover.count, device)
+                )
+                side[chunk] = self.links.add(link)
+
+    def begin(self, microbatches: int) -> None:
+        """Prepare for one step: every link will carry each microbatch once."""
+        for link in (*self.activations_in.values(), *self.gradients_in.values()):
+            link.begin(microbatches)
+
+
+def goes_back(schedule: Schedule) -> bool:
+    """Tell whether a schedule has backward passes."""
+    return any(action.kind is not Kind.FORWARD for action in schedule.actions[0])
+
+
+def most_held(schedule: Schedule, chunk: int, begins: set[Kind], ends: set[Kind]) -> int:
+    """Return for how many microbatches at once a chunk needs what came to it."""
+    if not goes_back(schedule):
+        return 1
+    most = now = 0
+    for action in schedule.actions[schedule.rank_of(chunk)]:
+        if action.chunk == chunk:
+            now += action.kind in begins
+            most = max(most, now)
+            now -= action.kind in ends
+    return most

@@ -1,0 +1,102 @@
+"""Make schedules: who computes which microbatch when, as plain lists that an engine plays and a picture shows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from hpctrain.errors import UsageError
+from hpctrain.parallel.pipeline.action import Action, Actions, Kind, forward
+from hpctrain.parallel.pipeline.families.gpipe import gpipe
+from hpctrain.parallel.pipeline.families.interleaved import interleaved
+from hpctrain.parallel.pipeline.families.naive import naive
+from hpctrain.parallel.pipeline.families.one_f_one_b import one_f_one_b
+from hpctrain.parallel.pipeline.families.pipedream import pipedream
+from hpctrain.parallel.pipeline.families.zero_bubble import zb_h1
+from hpctrain.settings import unknown
+
+__all__ = ["SCHEDULES", "Action", "Actions", "Kind", "Schedule", "forward_only", "make"]
+
+SCHEDULES: dict[str, Callable[[int, int, int], list[Actions]]] = {
+    "naive": naive,
+    "gpipe": gpipe,
+    "1f1b": one_f_one_b,
+    "interleaved": interleaved,
+    "zb-h1": zb_h1,
+    "pipedream": pipedream,
+}
+_SEVERAL_CHUNKS = ("interleaved",)
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Hold the actions of each rank for one step.
+
+    ``chunks`` are all of the model, as many on each rank. Of every chunk the forward passes come in the order of the
+    microbatches, and so do its backward, input and weight passes.
+    """
+
+    name: str
+    ranks: int
+    chunks: int
+    microbatches: int
+    actions: tuple[tuple[Action, ...], ...]
+
+    def rank_of(self, chunk: int) -> int:
+        """Return the rank that holds a chunk."""
+        return chunk % self.ranks
+
+    @property
+    def splits_backward(self) -> bool:
+        """Tell whether gradients of inputs and of weights come apart."""
+        return any(action.kind is Kind.INPUT for actions in self.actions for action in actions)
+
+    def live(self, rank: int) -> int:
+        """Return the most microbatches whose activations a rank holds at once, each counted once a chunk."""
+        most = now = 0
+        for action in self.actions[rank]:
+            now += CHANGE.get(action.kind, 0)
+            most = max(most, now)
+        return most
+
+
+# What an action does to the number of microbatches whose activations are held.
+CHANGE = {Kind.FORWARD: 1, Kind.BACKWARD: -1, Kind.WEIGHT: -1}
+
+
+def make(name: str, ranks: int, microbatches: int, chunks_per_rank: int = 1) -> Schedule:
+    """Return the schedule of that name in ``SCHEDULES``. Raises ``UsageError`` on every rank alike."""
+    if name not in SCHEDULES:
+        raise UsageError(unknown(f"schedule {name!r}", name, list(SCHEDULES)), everywhere=True)
+    for what, number in {"stages": ranks, "microbatches": microbatches, "chunks a stage": chunks_per_rank}.items():
+        if number < 1:
+            raise UsageError(f"{number} {what}: a schedule needs at least 1", everywhere=True)
+    _check_chunks(name, chunks_per_rank)
+    actions = SCHEDULES[name](ranks, microbatches, chunks_per_rank)
+    return Schedule(name, ranks, ranks * chunks_per_rank, microbatches, tuple(map(tuple, actions)))
+
+
+def forward_only(ranks: int, microbatches: int, chunks_per_rank: int = 1) -> Schedule:
+    """Return what the ranks do where nothing goes back, for any number of microbatches."""
+    actions = tuple(
+        tuple(
+            forward(chunk, microbatch)
+            for chunk in range(rank, ranks * chunks_per_rank, ranks)
+            for microbatch in range(microbatches)
+        )
+        for rank in range(ranks)
+    )
+    return Schedule("forward", ranks, ranks * chunks_per_rank, microbatches, actions)
+
+
+def _check_chunks(name: str, chunks: int) -> None:
+    if name in _SEVERAL_CHUNKS and chunks < 2:
+        raise UsageError(
+            f"the schedule {name} needs at least 2 chunks of the model a stage: it has {chunks}", everywhere=True
+        )
+    if name not in _SEVERAL_CHUNKS and chunks > 1:
+        takers = ", ".join(_SEVERAL_CHUNKS)
+        raise UsageError(
+            f"the schedule {name} takes one chunk of the model a stage, not {chunks}: several are for {takers}",
+            everywhere=True,
+        )

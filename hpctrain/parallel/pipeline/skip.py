@@ -1,0 +1,185 @@
+"""Carry a tensor past layers: ``Keep`` remembers it, ``Join`` joins it with what has become of it.
+
+Both are layers like any other, in a row or inside of modules. Alone in one process they meet in a store of the thread;
+inside ``carrying`` they meet in the caller's dictionary, which is how stages of a pipeline hand on what they keep.
+
+Note: a pass without ``carrying`` that fails between the two leaves its tensor in the thread's store until a layer of
+the same name replaces it, since nothing tells a module that the pass around it has ended. ``carrying`` lets go at once.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from hpctrain.errors import UsageError
+from hpctrain.parallel.pipeline.layers import Layer
+
+How = Literal["add", "concat"] | Callable[[Tensor, Tensor], Tensor]
+KEEP_TWICE = "keep it under two names (one Keep after the other) to join it twice"
+
+
+class _Store(threading.local):
+    """Hold what the passes of a thread have kept."""
+
+    def __init__(self) -> None:
+        self.carried: list[dict[str, Tensor]] = []  # one for each ``carrying`` around, the innermost last
+        self.alone: dict[str, tuple[Keep, Tensor]] = {}
+
+
+class Keep(nn.Module):
+    """Return the input, and remember it under a name for the one ``Join`` of that name further on."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name = name
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the same tensor."""
+        if not isinstance(x, Tensor):
+            raise UsageError(f"Keep({self.name!r}) can keep a tensor, not a {type(x).__name__}", everywhere=True)
+        # Each way has a node of its own in autograd's graph. So x gets the sum of two gradients, each of them complete,
+        # and a cut between the two adds up the same numbers in the same order.
+        _keep(self, x.view_as(x))
+        return x.view_as(x)
+
+    def extra_repr(self) -> str:
+        """Show the name."""
+        return repr(self.name)
+
+
+class Join(nn.Module):
+    """Join the input with what was kept: add it, append it along ``dim``, or call ``how(input, kept)``."""
+
+    def __init__(self, name: str, how: How = "add", dim: int = 1) -> None:
+        super().__init__()
+        if how not in ("add", "concat") and not callable(how):
+            raise UsageError(f"Join({name!r}) by {how!r}: allowed are 'add', 'concat' and functions of two tensors")
+        self.name = name
+        self.how = how
+        self.dim = dim
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Take what was kept, and return both joined."""
+        kept = _take(self.name)
+        if callable(self.how):
+            return self.how(x, kept)
+        if self.how == "concat":
+            return torch.cat([x, kept], self.dim)
+        return x + kept
+
+    def extra_repr(self) -> str:
+        """Show the name and how the two are joined."""
+        how = getattr(self.how, "__name__", "a function") if callable(self.how) else repr(self.how)
+        return f"{self.name!r}, {how}" + (f", dim={self.dim}" if self.how == "concat" else "")
+
+
+_STORE = _Store()
+
+
+@contextmanager
+def carrying(kept: dict[str, Tensor]) -> Iterator[dict[str, Tensor]]:
+    """Let layers of this thread keep into ``kept`` and take out of it, for one pass; it is emptied if that fails."""
+    _STORE.carried.append(kept)
+    try:
+        yield kept
+    except BaseException:
+        kept.clear()
+        raise
+    finally:
+        _STORE.carried.pop()
+
+
+def again() -> Callable[[], AbstractContextManager[object]]:
+    """Return what makes a second run of layers find what the first finds from here on, whatever happens meanwhile."""
+    kept = dict(_STORE.carried[-1]) if _STORE.carried else {name: one for name, (_, one) in _STORE.alone.items()}
+    return lambda: carrying(dict(kept))
+
+
+def _keep(keep: Keep, x: Tensor) -> None:
+    name = keep.name
+    if _STORE.carried:
+        kept = _STORE.carried[-1]
+        if name in kept:
+            raise _twice(name)
+        kept[name] = x
+        return
+    earlier = _STORE.alone.get(name)
+    # From the same layer it is a rest of a pass that failed, or that took no part of what follows.
+    if earlier is not None and earlier[0] is not keep:
+        _STORE.alone.clear()
+        raise _twice(name, " (or a pass has failed between the two: call the model again)")
+    _STORE.alone[name] = keep, x
+
+
+def _take(name: str) -> Tensor:
+    if _STORE.carried:
+        kept = _STORE.carried[-1].pop(name, None)
+    else:
+        kept = _STORE.alone.pop(name, (None, None))[1]
+    if kept is None:
+        raise UsageError(
+            f"Join({name!r}) has nothing to join: put Keep({name!r}) before it, and {KEEP_TWICE}", everywhere=True
+        )
+    return kept
+
+
+def _twice(name: str, perhaps: str = "") -> UsageError:
+    return UsageError(
+        f"Keep({name!r}) comes twice before a Join({name!r}): choose another name{perhaps}", everywhere=True
+    )
+
+
+@dataclass(frozen=True)
+class Needed:
+    """Tell which names a layer keeps for later ones, and which it takes that earlier ones have kept, in order."""
+
+    kept: tuple[str, ...]
+    joined: tuple[str, ...]
+
+
+def needed(layers: Sequence[Layer]) -> list[Needed]:
+    """Return what each layer keeps and joins; raise ``UsageError`` where the two do not go together."""
+    waiting: list[str] = []
+    found = []
+    for layer in layers:
+        joined = []
+        before = list(waiting)
+        for module in layer.module.modules():
+            if isinstance(module, Keep):
+                if module.name in waiting:
+                    raise _twice(module.name, f" (at layer {layer.name})")
+                waiting.append(module.name)
+            elif isinstance(module, Join):
+                if module.name not in waiting:
+                    raise UsageError(
+                        f"layer {layer.name} joins {module.name!r}, which no layer before it has kept: put "
+                        f"Keep({module.name!r}) before it, and {KEEP_TWICE}",
+                        everywhere=True,
+                    )
+                waiting.remove(module.name)
+                if module.name in before:
+                    before.remove(module.name)
+                    joined.append(module.name)
+        found.append(Needed(tuple(name for name in waiting if name not in before), tuple(joined)))
+    if waiting:
+        raise UsageError(
+            f"Keep({waiting[0]!r}) is never joined: put Join({waiting[0]!r}) after it, or take it out", everywhere=True
+        )
+    return found
+
+
+def carried(layers: Sequence[Layer]) -> list[tuple[str, ...]]:
+    """Return the names that are carried into each layer, in the order in which they were kept, and out of the last."""
+    waiting: list[str] = []
+    found: list[tuple[str, ...]] = [()]
+    for layer in needed(layers):
+        waiting = [name for name in waiting if name not in layer.joined] + list(layer.kept)
+        found.append(tuple(waiting))
+    return found

@@ -1,0 +1,109 @@
+"""Keep the weights that a forward pass used until its backward pass, where updates come between (PipeDream).
+
+Harlap et al., "PipeDream: Fast and Efficient Pipeline Parallel DNN Training", 2018; Narayanan et al., SOSP 2019: weight
+stashing. A version is a copy of this stage's parameters that lives as long as a microbatch that used it; a stage that
+has only one microbatch at a time computes with the parameters themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+
+import torch
+from torch import nn
+
+from hpctrain.errors import UsageError
+from hpctrain.parallel.objective import Objective
+
+Update = Callable[[torch.optim.Optimizer, float], None]
+
+
+class StashedWeights:
+    """Hold the versions of one stage's weights (``engine.Versions``); ``live`` microbatches are under way at once."""
+
+    def __init__(self, model: nn.Module, live: int) -> None:
+        self._model, self._copies = model, live > 1
+        self._homes: list[tuple[nn.Module, str, nn.Parameter]] | None = None
+        self._current: _Version | None = None
+        self._used: dict[int, _Version] = {}  # by microbatch
+        self._max_norm = float("inf")
+        self.optimizer: torch.optim.Optimizer | None = None
+        self.make_update: Update = lambda optimizer, max_norm: optimizer.step()
+
+    def begin(self, objective: Objective) -> None:
+        """Begin a step: parameters may have been changed since the last one."""
+        if self.optimizer is None:
+            raise UsageError(
+                "pipedream makes updates inside a step: tell it the optimizer, by job.run or by "
+                "job.strategy(model).check_optimizer(optimizer)",
+                everywhere=True,
+            )
+        self._max_norm, self._current, self._used = objective.max_norm, None, {}
+
+    @contextmanager
+    def forward(self, microbatch: int) -> Iterator[None]:
+        """Compute forward with the newest weights, and remember them for the backward pass."""
+        if not self._copies:
+            yield
+            return
+        if self._current is None:
+            self._current = _Version(self._found())
+        self._used[microbatch] = self._current
+        with self._current.shown():
+            yield
+
+    @contextmanager
+    def backward(self, microbatch: int) -> Iterator[None]:
+        """Compute backward with the weights of the forward pass, and hand their gradients to the parameters."""
+        version = self._used.pop(microbatch, None)
+        with version.shown() if version is not None else nullcontext():
+            yield
+        if version is not None:
+            version.hand_over()
+
+    def update(self) -> None:
+        """Make an update with the gradients of one microbatch."""
+        assert self.optimizer is not None
+        self.make_update(self.optimizer, self._max_norm)
+        self._current = None
+
+    def _found(self) -> list[tuple[nn.Module, str, nn.Parameter]]:
+        if self._homes is None:
+            self._homes = [
+                (module, name, parameter)
+                for module in self._model.modules()
+                for name, parameter in module._parameters.items()
+                if parameter is not None
+            ]
+        return self._homes
+
+
+class _Version:
+    """Be a copy of parameters, which modules can be made to see."""
+
+    def __init__(self, homes: list[tuple[nn.Module, str, nn.Parameter]]) -> None:
+        self._homes = homes
+        self._copies = {
+            parameter: nn.Parameter(parameter.detach().clone(), requires_grad=parameter.requires_grad)
+            for _, _, parameter in homes
+        }
+
+    @contextmanager
+    def shown(self) -> Iterator[None]:
+        """Let modules see the copies."""
+        for module, name, parameter in self._homes:
+            module._parameters[name] = self._copies[parameter]
+        try:
+            yield
+        finally:
+            for module, name, parameter in self._homes:
+                module._parameters[name] = parameter
+
+    def hand_over(self) -> None:
+        """Give the gradients of the copies to the parameters."""
+        for parameter, copy in self._copies.items():
+            if copy.grad is None:
+                continue
+            parameter.grad = copy.grad if parameter.grad is None else parameter.grad + copy.grad
+            copy.grad = None

@@ -1,0 +1,61 @@
+"""Work out the mesh and the microbatches of a run from its settings, before anything is built."""
+
+from __future__ import annotations
+
+from hpctrain.collectives.mesh import Shape, fill_in
+from hpctrain.errors import SettingsError
+from hpctrain.parallel.settings import ParallelSettings
+
+A_STAGE = 4  # microbatches a stage that are enough to keep the bubble small
+
+
+def shape_of(settings: ParallelSettings, size: int) -> Shape:
+    """Return the mesh of ``size`` ranks; raises ``UsageError`` that says which numbers would work."""
+    return fill_in(size, pipe=settings.pipe, tensor=settings.tensor, order=settings.order)
+
+
+def generator_number(settings: ParallelSettings, shape: Shape, rank: int) -> int:
+    """Return a number that ranks share which must draw the same dropout: those of one tensor line.
+
+    With ``sequence`` they hold other parts of a sequence between the matrices, too, and draw apart.
+    """
+    return rank if settings.sequence else shape.line("tensor", rank)[0]
+
+
+def microbatches_for(settings: ParallelSettings, samples: int) -> int:
+    """Return into how many microbatches a rank's samples are cut.
+
+    Raises ``SettingsError`` for a number that does not divide them, or that the schedule cannot take.
+    """
+    stages = settings.pipe
+    if settings.microbatches:
+        if samples % settings.microbatches:
+            raise SettingsError(
+                f"parallel.microbatches = {settings.microbatches} does not divide the {samples} samples that each "
+                f"pipeline has in a backward pass: allowed are {_tell(_divisors(samples))}",
+                everywhere=True,
+            )
+        return settings.microbatches
+    fitting = [count for count in _divisors(samples) if count <= A_STAGE * stages]
+    if settings.schedule == "interleaved":
+        fitting = [count for count in fitting if count % stages == 0]
+    if not fitting:
+        raise SettingsError(
+            f"{samples} samples cannot be cut into microbatches for the interleaved schedule, whose number must be a "
+            f"multiple of the {stages} stages: take a batch of which each pipeline gets a multiple of {stages}",
+            everywhere=True,
+        )
+    return fitting[-1]
+
+
+def even_pieces(samples: int, most: int) -> int:
+    """Return the largest number of equal pieces, at most ``most``."""
+    return max(count for count in _divisors(samples) if count <= most)
+
+
+def _divisors(number: int) -> list[int]:
+    return [each for each in range(1, number + 1) if number % each == 0]
+
+
+def _tell(numbers: list[int]) -> str:
+    return ", ".join(map(str, numbers))

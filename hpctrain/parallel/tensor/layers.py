@@ -1,0 +1,264 @@
+"""Be linear layers and embeddings of which each tensor rank holds a slice.
+
+They are made like torch's own, with a communicator more, or of torch's own in place (``convert``), whose names in
+``state_dict`` stay. ``in_features``, ``out_features`` and ``num_embeddings`` go on saying how large the whole is.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Self, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from hpctrain.collectives.communicator import Communicator
+from hpctrain.errors import UsageError
+from hpctrain.parallel.tensor import moves
+from hpctrain.parallel.tensor.cross_entropy import check_tokens
+from hpctrain.parallel.tensor.linear import column_linear, row_linear
+from hpctrain.parallel.tensor.pieces import bounds, degrees
+from hpctrain.parallel.tensor.rng import Region
+
+
+class Parallel(nn.Module):
+    """Be a module whose parameters are cut along one dim each, ``dims`` by name; others are whole on all ranks."""
+
+    dims: dict[str, int]
+    plain: type[nn.Module]  # the class of torch's own
+    comm: Communicator | None = None
+
+    @classmethod
+    def convert(cls, module: nn.Module, comm: Communicator, **options: Any) -> Self:
+        """Turn a module of torch's own into this rank's slice of it, in place; ``options`` as for a new one.
+
+        Parameters stay the objects that they are. Those on the meta device get no memory.
+        """
+        cls.check(module, comm.size, **options)
+        for name, parameter in module._parameters.items():
+            if parameter is not None and name in cls.dims:
+                parameter.data = cls.cut(comm, name, parameter.data)
+        return cls.adopt(module, comm, **options)
+
+    @classmethod
+    def adopt(cls, module: nn.Module, comm: Communicator, **options: Any) -> Self:
+        """Make a module one of this class, in place, whose parameters are cut already."""
+        module.__class__ = cls
+        parallel = cast(Self, module)
+        parallel._set(comm, **options)
+        return parallel
+
+    @classmethod
+    def cut(cls, comm: Communicator, name: str, whole: Tensor) -> Tensor:
+        """Return this rank's slice of a whole parameter, in memory of its own."""
+        if name not in cls.dims:
+            return whole
+        dim = cls.dims[name]
+        begin, end = bounds(whole.shape[dim], comm.rank, comm.size)
+        return whole.narrow(dim, begin, end - begin).clone(memory_format=torch.contiguous_format)
+
+    @classmethod
+    def check(cls, module: nn.Module, size: int, **options: Any) -> None:
+        """Raise ``UsageError`` for a module that cannot be split over ``size`` ranks."""
+        if not isinstance(module, cls.plain) or type(module).forward is not cls.plain.forward:
+            raise UsageError(f"{_article(type(module))} is not {_article(cls.plain)}", everywhere=True)
+        cls._check_sizes(module, size, **options)
+
+    @classmethod
+    def _check_sizes(cls, module: Any, size: int, **options: Any) -> None:
+        raise NotImplementedError
+
+    def _set(self, comm: Communicator, **options: Any) -> None:
+        self.comm = comm
+        for name, value in options.items():
+            setattr(self, name, value)
+
+    @property
+    def _comm(self) -> Communicator:
+        assert self.comm is not None
+        return self.comm
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Draw the whole module as torch does, and keep this rank's slice."""
+        if self.comm is None:  # torch's constructor: still whole
+            cast(Any, self.plain).reset_parameters(self)
+            return
+        whole = self._whole()
+        for name, parameter in self._parameters.items():
+            if parameter is not None:
+                parameter.copy_(self.cut(self.comm, name, cast(Tensor, whole._parameters[name])))
+
+    def _whole(self) -> nn.Module:
+        raise NotImplementedError
+
+
+def _article(kind: type) -> str:
+    return f"{'an' if kind.__name__[0] in 'AEIO' else 'a'} {kind.__name__}"
+
+
+class _ParallelLinear(Parallel, nn.Linear):
+    plain = nn.Linear
+    overlaps = True  # whether talking and computing are one function; else a backward pass can take them apart
+    sequence = False  # whether activations outside of split regions are split along the sequence
+    region: Region | None = None  # in which dropout draws for each rank, where anything drops
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        *,
+        comm: Communicator,
+        **options: Any,
+    ) -> None:
+        nn.Linear.__init__(self, in_features, out_features, bias, device, dtype)
+        self._check_sizes(self, comm.size, **options)
+        for name, parameter in self._parameters.items():
+            if parameter is not None:
+                parameter.data = self.cut(comm, name, parameter.data)
+        self._set(comm, **options)
+
+    def _whole(self) -> nn.Module:
+        weight, bias = self.weight, self.bias is not None
+        return nn.Linear(self.in_features, self.out_features, bias, weight.device, weight.dtype)
+
+    def _arguments(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return input, weight and bias in the dtype in which autocast wants them multiplied."""
+        bias: Tensor | None = self.bias
+        kind = x.device.type
+        if not torch.is_autocast_enabled(kind) or torch.float64 in (x.dtype, self.weight.dtype):
+            return x, self.weight, bias
+        dtype = torch.get_autocast_dtype(kind)
+        return x.to(dtype), self.weight.to(dtype), None if bias is None else bias.to(dtype)
+
+
+class ColumnParallel(_ParallelLinear):
+    """Be a linear layer of which each rank computes a slice of the outputs (the columns of A in x A).
+
+    ``gathers``: give all ranks all outputs, which may then be unequal shares; an attribute that can be switched. Else
+    outputs stay where they are, for a ``RowParallel`` behind. The gradient of the input is summed over the ranks while
+    that of the weight is computed.
+    """
+
+    dims = {"weight": 0, "bias": 0}
+    gathers = False
+    uneven = False  # whether shares may be unequal although they are not gathered
+
+    @classmethod
+    def _check_sizes(cls, module: Any, size: int, **options: Any) -> None:
+        features = module.out_features
+        if options.get("gathers") or options.get("uneven"):
+            _check_enough(features, size, "outputs")
+        else:
+            _check_divides(features, size, "outputs")
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map ``[..., in_features]`` to ``[..., out_features]``, or to this rank's slice of it."""
+        if self.overlaps:
+            result = column_linear(*self._arguments(x), self._comm, self.sequence)
+        else:
+            x = moves.gather_sequence(x, self._comm) if self.sequence else moves.spread(x, self._comm)
+            result = F.linear(x, self.weight, self.bias)
+        if self.gathers:
+            return moves.gather_outputs(result, self.out_features, self._comm)
+        if self.region is not None and self.training:
+            self.region.enter(x.device)
+        return result
+
+
+class RowParallel(_ParallelLinear):
+    """Be a linear layer of which each rank takes a slice of the inputs; their products are summed over the ranks.
+
+    The bias is whole on all ranks, and added once, to the sum.
+    """
+
+    dims = {"weight": 1}
+
+    @classmethod
+    def _check_sizes(cls, module: Any, size: int, **options: Any) -> None:
+        _check_divides(module.in_features, size, "inputs")
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map this rank's slice of ``[..., in_features]`` to ``[..., out_features]``."""
+        if self.region is not None:
+            self.region.leave(x.device)
+        if self.overlaps:
+            return row_linear(*self._arguments(x), self._comm, self.sequence)
+        sum_up = moves.scatter_sequence if self.sequence else moves.reduce
+        result = sum_up(F.linear(x, self.weight), self._comm)
+        bias: Tensor | None = self.bias
+        if bias is not None and self.sequence:
+            bias = moves.summed([bias], self._comm)[0]
+        return result if bias is None else result + bias.to(result.dtype)
+
+
+class ParallelEmbedding(Parallel, nn.Embedding):
+    """Be an embedding of which each rank holds some rows; others count as zeros, and the ranks add up.
+
+    Shares may be unequal. A token outside of the vocabulary is refused, where looking costs no waiting for a device.
+    """
+
+    plain = nn.Embedding
+    dims = {"weight": 0}
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        padding_idx: int | None = None,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        *,
+        comm: Communicator,
+    ) -> None:
+        nn.Embedding.__init__(self, num_embeddings, embedding_dim, padding_idx, device=device, dtype=dtype)
+        self._check_sizes(self, comm.size)
+        self.weight.data = self.cut(comm, "weight", self.weight.data)
+        self._set(comm)
+
+    @classmethod
+    def _check_sizes(cls, module: Any, size: int, **options: Any) -> None:
+        _check_enough(module.num_embeddings, size, "rows")
+        for name in ("max_norm", "scale_grad_by_freq", "sparse"):
+            if getattr(module, name) not in (None, False):
+                raise UsageError(f"an embedding with {name} cannot be split", everywhere=True)
+
+    def _whole(self) -> nn.Module:
+        weight = self.weight
+        return nn.Embedding(
+            self.num_embeddings, self.embedding_dim, self.padding_idx, device=weight.device, dtype=weight.dtype
+        )
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 (torch's own name)
+        """Map tokens ``[...]`` to ``[..., embedding_dim]``."""
+        if input.device.type == "cpu":
+            check_tokens(input, self.num_embeddings, "token")
+        begin, end = bounds(self.num_embeddings, self._comm.rank, self._comm.size)
+        missing = (input < begin) | (input >= end)
+        if self.padding_idx is not None:
+            missing |= input == self.padding_idx  # its row is read below, and gets no gradient
+        rows = F.embedding((input - begin).masked_fill(missing, 0), self.weight)
+        rows = rows.masked_fill(missing.unsqueeze(-1), 0)
+        if self.padding_idx is not None and begin <= self.padding_idx < end:
+            fixed = self.weight.detach()[self.padding_idx - begin]
+            rows = torch.where((input == self.padding_idx).unsqueeze(-1), fixed, rows)
+        return moves.reduce(rows, self._comm)
+
+
+def _check_divides(length: int, size: int, what: str) -> None:
+    if length % size:
+        raise UsageError(
+            f"{length} {what} cannot be split over {size} tensor ranks: tensor degrees that divide them are "
+            f"{degrees(length)}",
+            everywhere=True,
+        )
+
+
+def _check_enough(length: int, size: int, what: str) -> None:
+    if length < size:
+        raise UsageError(
+            f"{length} {what} cannot be split over {size} tensor ranks: allowed are up to {length}", everywhere=True
+        )

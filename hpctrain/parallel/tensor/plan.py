@@ -1,0 +1,213 @@
+"""Split the layers of a model over the tensor ranks, by patterns of their names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
+from functools import partial
+
+import torch
+from torch import nn
+
+from hpctrain.collectives.communicator import Communicator
+from hpctrain.errors import UsageError
+from hpctrain.parallel.agreement import check_same_model
+from hpctrain.parallel.materialise import check_drawable, materialise
+from hpctrain.parallel.tensor import sequence as sequences
+from hpctrain.parallel.tensor.kinds import KINDS, Change
+from hpctrain.parallel.tensor.layers import ColumnParallel, Parallel
+from hpctrain.parallel.tensor.pieces import bounds
+from hpctrain.parallel.tensor.rng import Region, agree, can_drop
+from hpctrain.parallel.tensor.split import Place, TensorSplit
+
+Plan = Mapping[str, str]
+_UNCUT = ("scatter", "gather", "whole")
+
+
+def parse(lines: Sequence[str]) -> dict[str, str]:
+    """Return the plan that ``["*.fc=column", ...]`` says; raise ``UsageError`` for what says none."""
+    plan: dict[str, str] = {}
+    for line in lines:
+        pattern, equals, kind = (word.strip() for word in line.partition("="))
+        if not (pattern and equals and kind):
+            raise UsageError(f"tensor plan {line!r}: allowed are pattern=kind, as in '*.fc=column'", everywhere=True)
+        _check_kind(pattern, kind)
+        plan.pop(pattern, None)  # what is said last stands last
+        plan[pattern] = kind
+    return plan
+
+
+def plan_of(model: nn.Module, lines: Sequence[str] = ()) -> dict[str, str]:
+    """Return a model's own plan, its attribute ``tensor_plan``, and behind it, so that they win, those of settings."""
+    own = getattr(model, "tensor_plan", None)
+    if own is None and not lines:
+        raise UsageError(
+            f"a model of class {type(model).__name__} has no plan of how to split it over tensor ranks: say so by "
+            "patterns, as in '*.fc=column', or in its attribute tensor_plan",
+            everywhere=True,
+        )
+    return parse([*(f"{pattern}={kind}" for pattern, kind in (own or {}).items()), *lines])
+
+
+def apply(
+    model: nn.Module,
+    comm: Communicator,
+    plan: Plan,
+    *,
+    sequence: bool = False,
+    device: torch.device = torch.device("cpu"),
+) -> TensorSplit:
+    """Split a model over the ranks of ``comm``, in place; a call by all ranks, which take rank 0's values.
+
+    ``plan`` maps patterns of module names (``fnmatch``; a later one wins) to kinds (``KINDS``). Modules whose
+    parameters are None, pruned by a pipeline, stay as they are. Those on the meta device are drawn on ``device``, one
+    at a time, and cut; others only where those cannot be drawn without them. With ``sequence`` what lies between split
+    layers is split along the sequence. Raises ``UsageError``, with the model as it was, for a pattern that matches
+    nothing and a module that cannot be split; ``MismatchError`` where the ranks hold different models.
+    """
+    chosen = choose(model, plan)
+    changes = [change for change in chosen if change.kind not in _UNCUT and not _is_pruned(change.module)]
+    for change in changes:
+        change.check(comm.size)
+    _check_shared(model, changes)
+    if sequence:
+        _check_sequence(chosen)
+    check_drawable(model)
+    check_same_model(model, comm)
+    # Dropout, and modules that are drawn yet, must go on alike.
+    agree(comm, *dict.fromkeys((torch.device("cpu"), device)))
+    region = Region(comm.rank) if can_drop(model) else None
+    places = _places(changes, model, comm)
+    _cut(model, changes, comm, device)
+    split: dict[str, Parallel] = {}
+    for change in changes:
+        split[change.name] = change.become.adopt(change.module, comm, **change.options)
+        _set_up(change, comm.size, sequence, region)
+    if region is not None:
+        model.register_forward_hook(lambda *_: region.end(), always_call=True)
+    if sequence:
+        _split_sequences(model, comm, chosen, list(split.values()), region)
+    named = {change.name for change in changes if change.kind == "vocabulary"}
+    heads = {name: one for name, one in split.items() if name in named and isinstance(one, ColumnParallel)}
+    return TensorSplit(comm, split, places, heads)
+
+
+# What is meant --------------------------------------------------------------------------------------------------------
+
+
+def choose(model: nn.Module, plan: Plan) -> list[Change]:
+    """Return what each module that a plan names becomes; raise ``UsageError`` for a pattern that names none."""
+    modules = {name: module for name, module in model.named_modules(remove_duplicate=False) if name}
+    chosen: dict[nn.Module, Change] = {}
+    for pattern, kind in plan.items():
+        _check_kind(pattern, kind)
+        found = [name for name in modules if fnmatchcase(name, pattern)]
+        if not found:
+            raise UsageError(
+                f"tensor plan {pattern}={kind}: no module has such a name; there are {_some(list(modules))}",
+                everywhere=True,
+            )
+        for name in found:
+            parent = model.get_submodule(name.rpartition(".")[0])
+            first = chosen[modules[name]].name if modules[name] in chosen else name
+            chosen[modules[name]] = Change(first, modules[name], parent, kind, pattern)
+    order = {module: place for place, module in enumerate(model.modules())}
+    return sorted(chosen.values(), key=lambda change: order[change.module])
+
+
+def _check_kind(pattern: str, kind: str) -> None:
+    if kind not in KINDS:
+        raise UsageError(f"tensor plan {pattern}={kind}: allowed kinds are {', '.join(KINDS)}", everywhere=True)
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:20]) + (f" and {len(names) - 20} more" if len(names) > 20 else "")
+
+
+def _is_pruned(module: nn.Module) -> bool:
+    own = module._parameters.values()
+    return len(own) > 0 and all(parameter is None for parameter in own)
+
+
+def _check_shared(model: nn.Module, changes: Sequence[Change]) -> None:
+    """Raise ``UsageError`` where modules that share a parameter would cut it differently, or not all of them."""
+    cuts = {change.module: change.become.dims for change in changes}
+    owners: dict[nn.Parameter, tuple[str, int | None]] = {}
+    for name, module in model.named_modules():
+        for attribute, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            dim = cuts.get(module, {}).get(attribute)
+            other, cut = owners.setdefault(parameter, (name, dim))
+            if cut != dim:
+                raise UsageError(
+                    f"tensor plan: modules {other or 'of the whole model'} and {name} share a parameter, "
+                    "so they must be split alike (embedding and vocabulary) or both left whole",
+                    everywhere=True,
+                )
+
+
+def _check_sequence(chosen: Sequence[Change]) -> None:
+    kinds = {change.kind for change in chosen}
+    if "scatter" not in kinds or not kinds & {"gather", "vocabulary"}:
+        raise UsageError(
+            "sequence parallelism needs a module of kind scatter in the tensor plan, behind which sequences are split, "
+            "and one of kind vocabulary or gather, from which on they are whole",
+            everywhere=True,
+        )
+
+
+# What is done ---------------------------------------------------------------------------------------------------------
+
+
+def _places(changes: Sequence[Change], model: nn.Module, comm: Communicator) -> dict[str, Place]:
+    """Return of every name in ``state_dict`` what whole tensor this rank will hold a slice of."""
+    cuts = {change.module: change.become.dims for change in changes}
+    places = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        for attribute, dim in cuts.get(module, {}).items():
+            parameter = module._parameters.get(attribute)
+            if parameter is not None:
+                shape = tuple(parameter.shape)
+                begin, _ = bounds(shape[dim], comm.rank, comm.size)
+                start = tuple(begin if place == dim else 0 for place in range(len(shape)))
+                places[f"{path}.{attribute}"] = Place(shape, start)
+    return places
+
+
+@torch.no_grad()
+def _cut(model: nn.Module, changes: Sequence[Change], comm: Communicator, device: torch.device) -> None:
+    """Let parameters be their slices; the objects stay, for those who share them."""
+    for tensor in (*model.parameters(), *model.buffers()):
+        if not tensor.is_meta:
+            comm.broadcast(tensor)
+    cuts = {change.module: partial(change.become.cut, comm) for change in changes}
+    cut: set[nn.Parameter] = set()
+    for module, cutting in cuts.items():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and not parameter.is_meta and parameter not in cut:
+                parameter.data = cutting(name, parameter.data)
+                cut.add(parameter)
+    materialise(model, device, cuts)
+
+
+def _set_up(change: Change, size: int, sequence: bool, region: Region | None) -> None:
+    module = change.module
+    if change.kind != "embedding":
+        module.sequence = sequence  # type: ignore[assignment]
+    if change.kind in ("column", "heads", "row"):
+        module.region = region  # type: ignore[assignment]
+    for name, count in change.counters.items():
+        setattr(change.parent, name, count // size)
+
+
+def _split_sequences(
+    model: nn.Module, comm: Communicator, chosen: Sequence[Change], split: list[Parallel], region: Region | None
+) -> None:
+    for change in chosen:
+        if change.kind == "scatter":
+            sequences.begin_behind(change.module, comm)
+        elif change.kind == "gather":
+            sequences.end_before(change.module, comm)
+    whole = [change.module for change in chosen if change.kind in _UNCUT]
+    sequences.prepare(model, comm, split, whole, region)

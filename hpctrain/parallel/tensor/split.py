@@ -1,0 +1,110 @@
+"""Tell checkpoints which slice of each tensor a tensor rank holds, and compute a loss of split logits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor
+
+from hpctrain.collectives.communicator import Communicator
+from hpctrain.errors import UsageError
+from hpctrain.parallel.tensor.cross_entropy import IGNORED, cross_entropy
+from hpctrain.parallel.tensor.layers import ColumnParallel, Parallel
+from hpctrain.shard import Shard, Split
+
+
+@dataclass(frozen=True)
+class Place:
+    """Say of which whole tensor a rank holds a slice, and where that starts."""
+
+    shape: tuple[int, ...]
+    start: tuple[int, ...]
+
+
+class TensorSplit:
+    """Be a model that is split over the ranks of ``comm``: ``modules`` by name, ``places`` by names of ``state_dict``.
+
+    It is the ``Split`` of a model that nothing else splits; ``over`` composes it with that of the data axis.
+    """
+
+    def __init__(
+        self,
+        comm: Communicator,
+        modules: Mapping[str, Parallel],
+        places: Mapping[str, Place],
+        heads: Mapping[str, ColumnParallel],
+    ) -> None:
+        self.comm = comm
+        self.modules = dict(modules)
+        self.places = dict(places)
+        self._heads = dict(heads)  # whose outputs are the vocabulary
+
+    def is_split(self, name: str) -> bool:
+        """Tell whether this rank holds but a slice of a tensor; others are the same on all tensor ranks."""
+        return name in self.places
+
+    def shards(self, name: str, tensor: Any) -> list[Shard]:
+        """Return this rank's box of a tensor, or of a state of the optimizer of its shape."""
+        return [self._shifted(name, Shard.whole(name, tensor))]
+
+    def over(self, inner: Split | None) -> Split:
+        """Return the split of tensors whose local slice is itself split as ``inner`` says."""
+        return self if inner is None else _Composed(self, inner)
+
+    def _shifted(self, name: str, shard: Shard) -> Shard:
+        place = self.places.get(name)
+        if place is None:
+            return shard
+        start = tuple(outer + inner for outer, inner in zip(place.start, shard.start))
+        return replace(shard, shape=place.shape, start=start)
+
+    # Losses of split logits -------------------------------------------------------------------------------------------
+
+    @property
+    def has_head(self) -> bool:
+        """Tell whether this rank's part of the model ends in logits that can be left split."""
+        return bool(self._heads)
+
+    @contextmanager
+    def split_outputs(self) -> Iterator[None]:
+        """Leave logits split for the ``with`` block: for ``cross_entropy``."""
+        before = {head: head.gathers for head in self._heads.values()}
+        for head in before:
+            head.gathers = False
+        try:
+            yield
+        finally:
+            for head, gathers in before.items():
+                head.gathers = gathers
+
+    def cross_entropy(self, logits: Tensor, targets: Tensor, *, ignore_index: int = IGNORED) -> Tensor:
+        """Return the mean loss of logits ``[..., piece of the vocabulary]`` that were left split, in float32."""
+        sizes = {head.out_features for head in self._heads.values()}
+        if len(sizes) != 1:
+            raise UsageError(
+                "a loss of split logits needs a head of kind vocabulary in the plan, and one size of vocabulary, "
+                f"not {sorted(sizes) or 'none'}",
+                everywhere=True,
+            )
+        return cross_entropy(logits, targets, sizes.pop(), self.comm, ignore_index=ignore_index)
+
+    # Backward passes in two parts -------------------------------------------------------------------------------------
+
+    def separate_backward(self) -> None:
+        """Let gradients of inputs and of weights be computed apart, neither doing the work of both."""
+        for module in self.modules.values():
+            module.overlaps = False  # type: ignore[assignment]
+
+
+class _Composed:
+    """Be the ``Split`` of slices that are split once more."""
+
+    def __init__(self, outer: TensorSplit, inner: Split) -> None:
+        self._outer, self._inner = outer, inner
+
+    def shards(self, name: str, tensor: Any) -> list[Shard]:
+        """Return boxes of the whole tensor."""
+        return [self._outer._shifted(name, shard) for shard in self._inner.shards(name, tensor)]

@@ -1,0 +1,135 @@
+"""Write what all ranks did in some steps into one file that Perfetto (ui.perfetto.dev) and Chrome (about:tracing) open.
+
+The format is Chrome's trace events: a process a node, a thread a rank, one event of phase ``X`` a span, times in
+microseconds. ``hpctrain plan --measured`` draws the same file.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import zlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hpctrain.checkpoint.file.commit import temporary_name
+from hpctrain.collectives.communicator import Communicator
+from hpctrain.log import logger
+from hpctrain.trace import LIMIT, Recording, Span
+from hpctrain.train import clocks
+
+FORMAT = "hpctrain-trace"
+_CATEGORIES = {
+    "step": ("step",),
+    "communication": ("send", "receive", "reduce", "wait"),
+    "input and output": ("data", "checkpoint"),
+}
+
+Event = dict[str, Any]
+Report = dict[str, Any]  # of one rank: its place, and its spans
+
+
+def merge(comm: Communicator, recording: Recording, path: Path, *, place: str = "", host: str = "") -> None:
+    """Write the recordings of all ranks into a file; a call by all ranks.
+
+    ``place`` says where in the mesh this rank is. A file that cannot be written is a warning, and no reason to lose
+    the run.
+    """
+    ahead = clocks.offsets(comm)[comm.rank]
+    report = {
+        "rank": comm.rank,
+        "node": comm.node,
+        "host": host,
+        "place": place,
+        "dropped": recording.dropped,
+        "spans": [_plain(span, ahead) for span in recording.spans],
+    }
+    reports = _gathered(comm, report)
+    if comm.rank == 0:
+        if dropped := sum(each["dropped"] for each in reports):
+            logger.warning("%s lacks %d spans, beyond %d a rank: trace fewer steps", path, dropped, LIMIT)
+        try:
+            _write(path, reports)
+        except OSError as error:
+            logger.warning("cannot write %s: %s; going on without", path, error.strerror)
+
+
+def _plain(span: Span, ahead: float) -> list[Any]:
+    """Return a span as a row, in nanoseconds of rank 0's clock: whole ones, so that what nests goes on nesting."""
+    return [span.name, round((span.start - ahead) * 1e9), round((span.end - ahead) * 1e9), span.thread, span.facts]
+
+
+def _gathered(comm: Communicator, report: Report) -> list[Report]:
+    """Return the reports of all ranks on rank 0, which alone needs the memory for them."""
+    data = zlib.compress(json.dumps(report, default=str).encode())
+    sizes: list[int] = comm.all_gather_object(len(data))
+    longest = max(sizes)
+    own = torch.frombuffer(bytearray(data.ljust(longest, b"\0")), dtype=torch.uint8)
+    whole = torch.empty(longest * comm.size, dtype=torch.uint8) if comm.rank == 0 else None
+    comm.gather(whole, own)
+    if whole is None:
+        return []
+    parts = whole.view(comm.size, longest)
+    return [json.loads(zlib.decompress(part[:size].numpy().tobytes())) for part, size in zip(parts, sizes)]
+
+
+def _write(path: Path, reports: Sequence[Report]) -> None:
+    """Write an event a line, under another name until all are there."""
+    temporary = temporary_name(path)
+    try:
+        with open(temporary, "w", encoding="utf-8") as file:
+            facts = {"format": FORMAT, "ranks": len(reports), "dropped": sum(each["dropped"] for each in reports)}
+            file.write(f'{{"displayTimeUnit": "ms", "otherData": {json.dumps(facts)}, "traceEvents": [\n')
+            file.write(",\n".join(json.dumps(event) for event in events(reports)))
+            file.write("\n]}\n")
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def events(reports: Sequence[Report]) -> Iterator[Event]:
+    """Yield the events of all ranks, those of each in the order of time, behind the names of nodes and ranks."""
+    origin = min((start for report in reports for _, start, *_ in report["spans"]), default=0)
+    for report in reports:
+        threads = list(dict.fromkeys(thread for *_, thread, _ in _main_first(report["spans"])))
+        numbers = {thread: _number(report["rank"], place, len(reports)) for place, thread in enumerate(threads)}
+        yield from _names(report, list(numbers.values()))
+        for name, start, end, thread, facts in sorted(report["spans"], key=lambda span: (span[1], -span[2])):
+            yield {
+                "name": name,
+                "cat": next((kind for kind, names in _CATEGORIES.items() if name in names), "computation"),
+                "ph": "X",
+                "ts": (start - origin) / 1000,
+                "dur": (end - start) / 1000,
+                "pid": report["node"],
+                "tid": numbers[thread],
+                "args": {"rank": report["rank"], **facts},
+            }
+
+
+def _main_first(spans: Sequence[Sequence[Any]]) -> list[Sequence[Any]]:
+    """Return the spans with those of the thread that runs the steps in front."""
+    main = next((span[3] for span in spans if span[0] == "step"), None)
+    return sorted(spans, key=lambda span: span[3] != main)
+
+
+def _number(rank: int, place: int, ranks: int) -> int:
+    """Return the number of a rank's thread: the first has the rank's, others have numbers of their own."""
+    return rank + place * ranks
+
+
+def _names(report: Report, threads: Sequence[int]) -> Iterator[Event]:
+    node, host = report["node"], report["host"]
+    yield _name("process_name", node, None, f"node {node}" + (f" ({host})" if host else ""))
+    for place, thread in enumerate(threads or [report["rank"]]):
+        where = f" ({report['place']})" if report["place"] else ""
+        more = f", thread {place + 1}" if place else ""
+        yield _name("thread_name", node, thread, f"rank {report['rank']}{where}{more}")
+        yield {"name": "thread_sort_index", "ph": "M", "pid": node, "tid": thread, "args": {"sort_index": thread}}
+
+
+def _name(kind: str, pid: int, tid: int | None, text: str) -> Event:
+    return {"name": kind, "ph": "M", "pid": pid, **({} if tid is None else {"tid": tid}), "args": {"name": text}}

@@ -1,0 +1,105 @@
+"""Read a run's trace back: one step of it, as a timeline to draw. Needs neither torch nor MPI."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hpctrain.errors import UsageError
+from hpctrain.parallel.pipeline.timeline import WAITS, WORK, Span, Timeline
+
+NAME = "trace.json"
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Hold a step of a run: its number, and what every rank did in it, in milliseconds."""
+
+    path: Path
+    step: int
+    names: tuple[str, ...]  # of the rows: the rank, and where in the mesh it is
+    timeline: Timeline
+
+
+def read(run: str | Path, step: int | None = None) -> Measured:
+    """Return a step of a run's folder, or of a trace file: the last that all ranks recorded, unless one is named.
+
+    The timeline goes from the first pass of any rank to the last update, and holds work and waits only.
+    """
+    path = Path(run) / NAME if Path(run).is_dir() else Path(run)
+    events = _events(path)
+    spans = [event for event in events if event["ph"] == "X"]
+    ranks = tuple(sorted({int(event["args"]["rank"]) for event in spans}))
+    windows = _windows(spans)
+    known = sorted(number for number, found in windows.items() if set(found) == set(ranks))
+    if not known:
+        raise UsageError(f"{path} holds no whole step")
+    chosen = known[-1] if step is None else step
+    if chosen not in known:
+        raise UsageError(f"{path} holds no step {chosen}: it holds {known[0]} to {known[-1]}")
+    return Measured(path, chosen, _names(events, ranks), _timeline(spans, windows[chosen], ranks))
+
+
+def _events(path: Path) -> list[dict[str, Any]]:
+    """Return the events of a file, spans with what every span has."""
+    try:
+        found: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
+        for event in found:
+            if event["ph"] == "X":
+                float(event["ts"]) + float(event["dur"]), int(event["args"]["rank"]), str(event["name"])
+    except FileNotFoundError:
+        raise UsageError(f"{path} is not there: a run with train.trace = true writes it") from None
+    except OSError as error:
+        raise UsageError(f"cannot read {path}: {error.strerror}") from error
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise UsageError(f"{path} is not a trace of hpctrain: {type(error).__name__} {error}") from error
+    return found
+
+
+def _names(events: list[dict[str, Any]], ranks: tuple[int, ...]) -> tuple[str, ...]:
+    """Return what the ranks are called in the file."""
+    called = {event.get("tid"): event["args"].get("name") for event in events if event.get("name") == "thread_name"}
+    return tuple(str(called.get(rank) or f"rank {rank}") for rank in ranks)
+
+
+def _windows(spans: list[dict[str, Any]]) -> dict[int, dict[int, tuple[float, float]]]:
+    """Return when each step began and ended on each rank."""
+    found: dict[int, dict[int, tuple[float, float]]] = {}
+    for event in spans:
+        if event["name"] == "step" and isinstance(event["args"].get("step"), int):
+            window = event["ts"], event["ts"] + event["dur"]
+            found.setdefault(event["args"]["step"], {})[event["args"]["rank"]] = window
+    return found
+
+
+def _timeline(
+    spans: list[dict[str, Any]], windows: dict[int, tuple[float, float]], ranks: tuple[int, ...]
+) -> Timeline:
+    rows: dict[int, list[Span]] = {rank: [] for rank in ranks}
+    for event in spans:
+        rank, name = event["args"]["rank"], event["name"]
+        first, last = windows[rank]
+        if name in (*WORK, *WAITS) and first <= event["ts"] and event["ts"] + event["dur"] <= last:
+            rows[rank].append(_span(event))
+    work = [span for row in rows.values() for span in row if span.name in WORK]
+    if not work:
+        return Timeline(tuple(() for _ in ranks))
+    updates = [span for span in work if span.name == "optimizer"]  # what comes after is evaluation
+    begin, end = min(span.start for span in work), max(span.end for span in updates or work)
+    return Timeline(tuple(tuple(_within(rows[rank], begin, end)) for rank in ranks))
+
+
+def _span(event: dict[str, Any]) -> Span:
+    start, facts = event["ts"] / 1000, event["args"]
+    return Span(event["name"], start, start + event["dur"] / 1000, facts.get("chunk"), facts.get("microbatch"))
+
+
+def _within(row: list[Span], begin: float, end: float) -> list[Span]:
+    """Return the spans that lie, in part at least, in the time of interest, cut to it."""
+    return [
+        Span(span.name, max(span.start, begin), min(span.end, end), span.chunk, span.microbatch)
+        for span in sorted(row, key=lambda span: (span.start, -span.end))
+        if span.start < end and span.end > begin
+    ]

@@ -1,0 +1,58 @@
+"""Record some steps of a run on every rank, and have them written when the last of them has ended."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from hpctrain import trace
+from hpctrain.collectives.communicator import Communicator
+from hpctrain.train import trace_file, trace_read
+
+
+class Tracing:
+    """Record the steps from ``first`` to ``last``, counted from this start of the run.
+
+    ``begin_step`` and ``end_step`` stand around every step, on all ranks; ``close`` writes what a run recorded that
+    ended before, a call by all ranks, too. ``abandon`` is for a rank alone. ``place`` tells
+    where in the mesh this rank is.
+    """
+
+    def __init__(self, comm: Communicator, folder: Path, steps: Sequence[int] | None, place: str = "") -> None:
+        self._comm, self._path, self._place = comm, folder / trace_read.NAME, place
+        self._first, self._last = steps or (0, 0)
+        self._count = 0
+        self._recording = False
+        self._began: tuple[int, float] | None = None
+
+    def begin_step(self, step: int) -> None:
+        """Begin the update number ``step``, counted over all resumes."""
+        self._count += 1
+        if self._count == self._first:
+            trace.start()
+            self._recording = True
+        if self._recording:
+            self._began = step, time.monotonic()
+
+    def end_step(self) -> None:
+        """End the step; after the last one that was asked for, write."""
+        if self._began is not None:
+            step, began = self._began
+            self._began = None
+            trace.add("step", began, time.monotonic(), step=step)
+        if self._count == self._last:
+            self.close()
+
+    def close(self) -> None:
+        """Write what was recorded and not written yet."""
+        if self._recording:
+            self._recording = False
+            trace_file.merge(self._comm, trace.take(), self._path, place=self._place, host=socket.gethostname())
+
+    def abandon(self) -> None:
+        """Forget what was recorded."""
+        if self._recording:
+            self._recording = False
+            trace.take()

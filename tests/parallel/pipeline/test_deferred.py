@@ -1,0 +1,267 @@
+"""Gradients of weights that are computed later are those of autograd, bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import product
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from hpctrain.parallel.pipeline.deferred import Deferred
+from hpctrain.parallel.recompute import recompute
+
+SIZES = [(64, 48), (7, 5), (33, 257), (1, 3), (3, 1), (1, 1)]
+LEADING = [(5,), (1,), (3, 4), (2, 3, 5), (4, 1), (8, 64)]
+
+
+def rows(leading: tuple[int, ...], width: int) -> dict[str, Callable[[], Tensor]]:
+    """Return tensors ``[*leading, width]`` that lie in memory in different ways."""
+    backwards = tuple(range(len(leading), -1, -1))
+    return {
+        "contiguous": lambda: torch.randn(*leading, width),
+        "transposed": lambda: torch.randn(width, *reversed(leading)).permute(backwards),
+        "strided": lambda: torch.randn(*leading, 2 * width)[..., ::2],
+        "expanded": lambda: torch.randn(*[1] * len(leading), width).expand(*leading, width),
+    }
+
+
+def trained(
+    inputs: list[Tensor],
+    gradients: list[Tensor],
+    weight: Tensor,
+    bias: Tensor | None,
+    wants: bool,
+    store: Deferred | None,
+) -> list[Tensor | None]:
+    """Return outputs and gradients of microbatches through one layer."""
+    own = nn.Parameter(weight.clone(memory_format=torch.preserve_format))
+    added = None if bias is None else nn.Parameter(bias.clone())
+    found: list[Tensor | None] = []
+    for key, (x, gradient) in enumerate(zip(inputs, gradients)):
+        x = x.detach().requires_grad_(wants)
+        if store is None:
+            y = F.linear(x, own, added)
+        else:
+            with store.putting_off(key):
+                y = F.linear(x, weight=own, bias=added)
+        y.backward(gradient)
+        found += [y.detach(), x.grad]
+    if store is not None:
+        assert own.grad is None and list(store.keys) == list(range(len(inputs)))
+        for key in range(len(inputs)):
+            store.flush(key)
+        assert not store.keys
+    return [*found, own.grad, None if added is None else added.grad]
+
+
+def assert_same(ours: list[Tensor | None], theirs: list[Tensor | None]) -> None:
+    for one, other in zip(ours, theirs, strict=True):
+        assert (one is None) == (other is None)
+        assert one is None or other is None or torch.equal(one, other) and one.dtype is other.dtype
+
+
+@pytest.mark.parametrize("leading", LEADING, ids=str)
+@pytest.mark.parametrize("width, outputs", SIZES)
+def test_same_bits_as_autograds_own(leading: tuple[int, ...], width: int, outputs: int) -> None:
+    torch.manual_seed(0)
+    for name, wants, with_bias, by_columns in product(rows(leading, width), *[[False, True]] * 3):
+        inputs = [rows(leading, width)[name]() for _ in range(2)]
+        gradients = [torch.randn(*leading, outputs) for _ in range(2)]
+        weight = torch.randn(width, outputs).t() if by_columns else torch.randn(outputs, width)
+        bias = torch.randn(outputs) if with_bias else None
+        arguments = inputs, gradients, weight, bias, wants
+        assert_same(trained(*arguments, Deferred()), trained(*arguments, None))
+
+
+def gradients_of(model: nn.Module) -> list[Tensor | None]:
+    return [parameter.grad for parameter in model.parameters()]
+
+
+class Twice(nn.Module):
+    """Use one layer three times, one weight in two layers, and a layer whose bias is frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(7)
+        self.one, self.two, self.three = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6)
+        self.two.weight = self.one.weight
+        self.three.bias.requires_grad_(False)
+        self.norm = nn.LayerNorm(6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map ``[batch, 6]`` to the same shape."""
+        x = torch.relu_(self.one(torch.tanh(self.one(self.norm(x)))))  # in place, into what was deferred
+        return self.three(self.one(self.two(x)))  # type: ignore[no-any-return]
+
+
+def run(model: nn.Module, store: Deferred | None, batches: int = 3, autocast: bool = False) -> list[Tensor | None]:
+    """Train on microbatches, all weights at the end; return losses and gradients."""
+    losses: list[Tensor | None] = []
+    for key in range(batches):
+        x = torch.randn(4, 6, generator=torch.Generator().manual_seed(key))
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            if store is None:
+                value = model(x).square().sum()
+            else:
+                with store.putting_off(key):
+                    value = model(x).square().sum()
+        value.backward()
+        losses.append(value.detach())
+    for key in range(batches if store is not None else 0):
+        assert store is not None
+        store.flush(key)
+    return [*losses, *gradients_of(model)]
+
+
+def test_parameters_that_are_used_more_than_once() -> None:
+    assert_same(run(Twice(), Deferred()), run(Twice(), None))
+
+
+def test_only_linear_layers_wait_and_only_where_gradients_are_taken() -> None:
+    model, store = Twice(), Deferred()
+    with store.putting_off("key"):
+        value = model(torch.ones(2, 6)).sum()
+        with torch.no_grad():
+            model(torch.ones(2, 6))
+    value.backward()
+    assert model.norm.weight.grad is not None
+    assert all(layer.weight.grad is None for layer in (model.one, model.three))
+    store.flush("key")
+    assert model.one.weight.grad is not None and model.three.bias.grad is None
+    before = model.one.weight.grad.clone()
+    store.flush("key")  # nothing is due any more
+    assert torch.equal(model.one.weight.grad, before)
+    model(torch.ones(2, 6)).sum().backward()  # outside, all comes at once
+    assert not torch.equal(model.one.weight.grad, before)
+
+
+def test_keys_are_kept_apart_and_can_be_forgotten() -> None:
+    layer, store = nn.Linear(2, 2, bias=False), Deferred()
+    for key, scale in {"a": 1.0, "b": 10.0, "c": 100.0}.items():
+        with store.putting_off(key):
+            layer(torch.full((1, 2), scale)).sum().backward()
+    store.flush("b")
+    assert layer.weight.grad is not None and layer.weight.grad.tolist() == [[10, 10]] * 2
+    store.flush("a")
+    assert layer.weight.grad.tolist() == [[11, 11]] * 2 and list(store.keys) == ["c"]
+    store.drop()
+    store.flush("c")
+    assert layer.weight.grad.tolist() == [[11, 11]] * 2 and not store.keys
+
+
+def test_hooks_on_parameters_run_when_their_gradient_comes() -> None:
+    layer, store, seen = nn.Linear(3, 3), Deferred(), []
+    for name, parameter in layer.named_parameters():
+        parameter.register_post_accumulate_grad_hook(lambda one, name=name: seen.append((name, one.grad is not None)))
+    layer.weight.register_hook(lambda gradient: gradient * 2)
+    with store.putting_off(0):
+        layer(torch.ones(2, 3)).sum().backward()
+    assert seen == []
+    store.flush(0)
+    assert sorted(seen) == [("bias", True), ("weight", True)]
+    assert layer.weight.grad is not None and layer.weight.grad.tolist() == [[4] * 3] * 3
+
+
+def test_whole_parameters_and_computed_ones_do_not_wait() -> None:
+    layer = nn.Linear(3, 3)
+    store = Deferred([layer.weight])
+    with store.putting_off(0):
+        layer(torch.ones(2, 3)).sum().backward()
+    assert layer.weight.grad is not None and not store.keys
+    made = nn.utils.parametrizations.weight_norm(nn.Linear(3, 3))
+    other = Deferred()
+    with other.putting_off(0):
+        made(torch.ones(2, 3)).sum().backward()
+    assert all(parameter.grad is not None for parameter in made.parameters()) and not other.keys
+
+
+@pytest.mark.parametrize("within", [True, False], ids=["within", "after"])
+def test_layers_that_compute_again_defer_again_and_keep_nothing_meanwhile(within: bool) -> None:
+    model, store = nn.Sequential(Twice(), Twice()), Deferred()
+    recompute(list(model))
+    kept: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda one: kept.append(one) or one, lambda one: one):
+        if within:  # backward runs where forward did, in the same ``with`` block
+            with store.putting_off(0):
+                model(torch.ones(4, 6)).sum().backward()
+        else:
+            with store.putting_off(0):
+                value = model(torch.ones(4, 6)).sum()
+            value.backward()
+    assert all(one.shape == (4, 6) for one in kept), "something else than inputs of layers was kept"
+    store.flush(0)
+    plain = nn.Sequential(Twice(), Twice())
+    plain(torch.ones(4, 6)).sum().backward()
+    assert_same(gradients_of(model), gradients_of(plain))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_what_a_user_checkpoints_comes_at_once(reentrant: bool) -> None:
+    model, plain, store = Twice(), Twice(), Deferred()
+    x = torch.ones(4, 6, requires_grad=True)
+    with store.putting_off(0):
+        value = checkpoint(model, x, use_reentrant=reentrant).sum()
+    value.backward()
+    assert not store.keys
+    plain(x).sum().backward()
+    assert_same(gradients_of(model), gradients_of(plain))
+
+
+def test_what_a_user_keeps_elsewhere_is_deferred() -> None:
+    model, plain, store = Twice(), Twice(), Deferred()
+    with torch.autograd.graph.saved_tensors_hooks(lambda one: one.clone(), lambda one: one):
+        with store.putting_off(0):
+            value = model(torch.ones(4, 6)).sum()
+    value.backward()
+    assert store.keys
+    store.flush(0)
+    plain(torch.ones(4, 6)).sum().backward()
+    assert_same(gradients_of(model), gradients_of(plain))
+
+
+def test_autocast_multiplies_in_bfloat16_and_adds_up_in_float32() -> None:
+    def make() -> nn.Module:
+        torch.manual_seed(1)
+        return nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 6, bias=False), nn.LayerNorm(6), nn.Linear(6, 3))
+
+    ours = run(make(), Deferred(), autocast=True)
+    assert_same(ours, run(make(), None, autocast=True))
+    assert not all(
+        one is None or other is None or torch.equal(one, other) for one, other in zip(ours, run(make(), None))
+    ), "autocast has changed nothing"
+    wide = make().double()
+    store = Deferred()
+    with torch.autocast("cpu", torch.bfloat16), store.putting_off(0):
+        result = wide[0](torch.ones(2, 6, dtype=torch.float64))
+    assert result.dtype is torch.float64
+
+
+def test_what_flush_computes_with_is_let_go_as_it_goes() -> None:
+    model, store = Twice(), Deferred()
+    with store.putting_off(0):
+        model(torch.ones(2, 6)).sum().backward()
+    seen = []
+    for parameter in (model.three.weight, model.one.weight):
+        parameter.register_post_accumulate_grad_hook(lambda one: seen.append(len(store.keys)))
+    store.flush(0)
+    assert seen == [0, 0]
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_where_backward_runs_in_a_thread_of_its_own() -> None:
+    model, plain, store = nn.Sequential(Twice(), Twice()).cuda(), nn.Sequential(Twice(), Twice()).cuda(), Deferred()
+    recompute([model[0]])
+    x = torch.randn(4, 6, device="cuda")
+    with store.putting_off(0):
+        value = model(x).square().sum()
+    value.backward()
+    assert model[0].one.weight.grad is None and model[1].one.weight.grad is None
+    store.flush(0)
+    plain(x).square().sum().backward()
+    for one, other in zip(gradients_of(model), gradients_of(plain)):
+        if other is not None:
+            torch.testing.assert_close(one, other)

@@ -1,0 +1,127 @@
+"""PipeDream: gradients are those of the weights that the forward pass used, as in a plain simulation of the versions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from support.meshes import BATCH, Trained, samples, small_gpt
+from torch import Tensor, nn
+
+from hpctrain.errors import SettingsError, UsageError
+from hpctrain.parallel.objective import Objective, cross_entropy
+from hpctrain.parallel.pipeline.schedule import Kind, make
+from hpctrain.parallel.settings import ParallelSettings
+
+STEPS = 4
+
+
+def versions(stages: int) -> list[list[int]]:
+    """Return for each stage how many updates lay before the forward pass of each microbatch."""
+    schedule = make("pipedream", stages, BATCH)
+    found = []
+    for actions in schedule.actions:
+        updates, seen = 0, []
+        for action in actions:
+            updates += action.kind is Kind.UPDATE
+            if action.kind is Kind.FORWARD:
+                seen.append(updates)
+        found.append(seen)
+    return found
+
+
+def momentum(model: nn.Module) -> torch.optim.Optimizer:
+    """Return an optimizer that does not blow up the rounding of gradients that are zero (keys' biases), as Adam does."""
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def simulated(stages: list[list[str]], max_norm: float, seed: int = 0) -> tuple[list[float], dict[str, Tensor]]:
+    """Train in one process with the weights that each stage would use; one microbatch after the other."""
+    model = small_gpt(seed, tied=False)
+    modules = dict(model.named_modules())
+    row = [nn.Sequential(*(modules[name] for name in names)) for names in stages]
+    optimizers = [momentum(stage) for stage in row]
+    losses = []
+    for step in range(STEPS):
+        history = [[_values(stage)] for stage in row]
+        total = 0.0
+        for number, (inputs, targets) in enumerate(zip(*(part.chunk(BATCH) for part in samples(step)))):
+            now = [_values(stage) for stage in row]
+            for stage, versions_of, seen in zip(row, history, versions(len(row))):
+                _set(stage, versions_of[seen[number]])
+            loss = cross_entropy(nn.Sequential(*row)(inputs), targets)
+            loss.backward()  # type: ignore[no-untyped-call]
+            total += loss.item() / BATCH
+            for stage, values, optimizer, past in zip(row, now, optimizers, history):
+                _set(stage, values)
+                torch.nn.utils.clip_grad_norm_(stage.parameters(), max_norm)
+                optimizer.step()
+                optimizer.zero_grad()
+                past.append(_values(stage))
+        losses.append(total)
+    return losses, {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+
+
+def _values(stage: nn.Module) -> list[Tensor]:
+    return [parameter.detach().clone() for parameter in stage.parameters()]
+
+
+def _set(stage: nn.Module, values: list[Tensor]) -> None:
+    for parameter, value in zip(stage.parameters(), values):
+        parameter.data.copy_(value)
+
+
+@pytest.mark.ranks(2, 3, 4)
+@pytest.mark.parametrize("max_norm", [float("inf"), 0.5])
+def test_it_follows_a_simulation_of_the_versions(own: Any, max_norm: float) -> None:
+    trained = Trained.of(own, ParallelSettings(pipe=own.size, schedule="pipedream"), tied=False)
+    trained.optimizer = momentum(trained.model)
+    trained.strategy.check_optimizer(trained.optimizer)
+    objective = Objective(cross_entropy, max_norm=max_norm)
+    losses = []
+    for step in range(STEPS):
+        losses.append(trained.strategy.forward_backward(*samples(step), objective).item())
+        trained.strategy.clip_grad_norm(max_norm)
+        trained.optimizer.step()
+        trained.optimizer.zero_grad()
+    layers: Any = trained.strategy
+    expected, weights = simulated(layers._pipeline.layers, max_norm)
+    assert losses == pytest.approx(expected, rel=1e-5)
+    for name, tensor in trained.model.state_dict().items():
+        torch.testing.assert_close(tensor, weights[name], rtol=1e-4, atol=1e-5)
+
+
+def test_the_first_stage_computes_with_older_weights_than_the_last() -> None:
+    for stages in (2, 3, 4):
+        seen = versions(stages)
+        assert seen[-1] == list(range(BATCH))
+        assert seen[0] == [max(0, number - stages + 1) for number in range(BATCH)]
+
+
+@pytest.mark.ranks(4)
+def test_replicas_of_stages_average_every_microbatch(own: Any) -> None:
+    """Two pipelines that see the same samples do what one does."""
+    settings = ParallelSettings(pipe=2, schedule="pipedream")
+    pair = own.split(own.rank % 2)
+    one, two = (Trained.of(comm, settings, tied=False) for comm in (pair, own))
+    for step in range(STEPS):
+        losses = [
+            trained.strategy.forward_backward(*samples(step), Objective(cross_entropy)).item() for trained in (one, two)
+        ]
+        assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+        for trained in (one, two):
+            trained.optimizer.step()
+            trained.optimizer.zero_grad()
+    pair.free()
+
+
+@pytest.mark.ranks(2)
+def test_what_it_cannot_do_is_refused(own: Any) -> None:
+    with pytest.raises(SettingsError, match="embedding.token.weight = head.weight is on several stages"):
+        Trained.of(own, ParallelSettings(pipe=2, schedule="pipedream"))
+    trained = Trained.of(own, ParallelSettings(pipe=2, schedule="pipedream"), tied=False)
+    strategy: Any = trained.strategy
+    strategy._pipeline.versions.optimizer = None
+    with pytest.raises(UsageError, match="tell it the optimizer"):
+        trained.passes(*samples(0))

@@ -1,0 +1,160 @@
+"""Schedules: what each promises, by formula and by playing it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from hpctrain.errors import UsageError
+from hpctrain.parallel.pipeline.action import Action, Kind
+from hpctrain.parallel.pipeline.check import check
+from hpctrain.parallel.pipeline.schedule import SCHEDULES, Schedule, make
+
+RANKS, MICROBATCHES = range(1, 9), range(1, 17)
+
+
+def grid(name: str) -> Iterator[Schedule]:
+    for ranks in RANKS:
+        for microbatches in MICROBATCHES:
+            if name != "interleaved":
+                yield make(name, ranks, microbatches)
+            elif microbatches % ranks == 0:
+                yield from (make(name, ranks, microbatches, chunks) for chunks in (2, 3))
+
+
+def texts(schedule: Schedule) -> list[str]:
+    return [" ".join(map(str, actions)) for actions in schedule.actions]
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_every_schedule_can_be_played(name: str) -> None:
+    for schedule in grid(name):
+        check(schedule)
+        assert [schedule.rank_of(chunk) for chunk in range(schedule.ranks)] == list(range(schedule.ranks))
+
+
+# What they look like, written down by hand after the figures of the papers.
+BY_HAND = {
+    ("naive", 2, 2, 1): ["F0 B0 F1 B1", "F0 B0 F1 B1"],
+    ("gpipe", 2, 3, 1): ["F0 F1 F2 B0 B1 B2", "F0 F1 F2 B0 B1 B2"],
+    ("1f1b", 4, 4, 1): [
+        "F0 F1 F2 F3 B0 B1 B2 B3",
+        "F0 F1 F2 B0 F3 B1 B2 B3",
+        "F0 F1 B0 F2 B1 F3 B2 B3",
+        "F0 B0 F1 B1 F2 B2 F3 B3",
+    ],
+    ("1f1b", 3, 1, 1): ["F0 B0", "F0 B0", "F0 B0"],
+    ("zb-h1", 3, 4, 1): [
+        "F0 F1 F2 I0 W0 F3 I1 W1 I2 W2 I3 W3",
+        "F0 F1 I0 F2 I1 W0 F3 I2 W1 I3 W2 W3",
+        "F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 W2 W3",
+    ],
+    ("pipedream", 2, 3, 1): ["F0 F1 B0 U0 F2 B1 U1 B2", "F0 B0 U0 F1 B1 U1 F2 B2"],
+    ("interleaved", 2, 2, 2): ["F0 F1 F0 F1 B0 B1 B0 B1", "F0 F1 F0 B0 F1 B1 B0 B1"],
+}
+
+
+@pytest.mark.parametrize("which", BY_HAND)
+def test_short_ones_are_as_in_the_papers(which: tuple[str, int, int, int]) -> None:
+    assert texts(make(*which)) == BY_HAND[which]
+
+
+def test_interleaved_takes_groups_of_microbatches_through_one_chunk_after_the_other() -> None:
+    schedule = make("interleaved", 2, 4, 2)
+    forwards = [(each.chunk, each.microbatch) for each in schedule.actions[1] if each.kind is Kind.FORWARD]
+    backwards = [(each.chunk, each.microbatch) for each in schedule.actions[1] if each.kind is Kind.BACKWARD]
+    assert forwards == [(1, 0), (1, 1), (3, 0), (3, 1), (1, 2), (1, 3), (3, 2), (3, 3)]
+    assert backwards == [(3, 0), (3, 1), (1, 0), (1, 1), (3, 2), (3, 3), (1, 2), (1, 3)]
+
+
+# What a rank holds at most, of p ranks, m microbatches and v chunks a rank.
+LIVE = {
+    "naive": lambda rank, p, m, v: 1,
+    "gpipe": lambda rank, p, m, v: m,
+    "1f1b": lambda rank, p, m, v: min(p - rank, m),
+    "pipedream": lambda rank, p, m, v: min(p - rank, m),
+    "zb-h1": lambda rank, p, m, v: min(p, m),
+    "interleaved": lambda rank, p, m, v: min(2 * (p - 1 - rank) + (v - 1) * p + 1, m * v),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_live_microbatches_are_those_of_the_theory(name: str) -> None:
+    for schedule in grid(name):
+        p, m, v = schedule.ranks, schedule.microbatches, schedule.chunks // schedule.ranks
+        assert [schedule.live(rank) for rank in range(p)] == [LIVE[name](rank, p, m, v) for rank in range(p)]
+
+
+def test_updates_follow_every_backward_pass_but_the_last() -> None:
+    for actions in make("pipedream", 4, 6).actions:
+        updates = [place for place, action in enumerate(actions) if action.kind is Kind.UPDATE]
+        before = [actions[place - 1] for place in updates]
+        assert before == [Action(Kind.BACKWARD, actions[0].chunk, number) for number in range(5)]
+        assert actions[-1].kind is Kind.BACKWARD
+
+
+def test_only_zero_bubble_splits_the_backward_pass() -> None:
+    found = [name for name in SCHEDULES if make(name, 2, 2, 2 if name == "interleaved" else 1).splits_backward]
+    assert found == ["zb-h1"]
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (("1f1", 2, 2), "unknown schedule '1f1': did you mean 1f1b\\? known are 1f1b, gpipe, interleaved, naive, "),
+        (("1f1b", 2, 0), "0 microbatches: a schedule needs at least 1"),
+        (("gpipe", 0, 2), "0 stages: a schedule needs at least 1"),
+        (("interleaved", 2, 2, 0), "0 chunks a stage: a schedule needs at least 1"),
+        (("interleaved", 4, 6, 2), "6 microbatches .* over 4 stages: take a multiple of 4, such as 4 or 8"),
+        (("interleaved", 4, 3, 2), "3 microbatches .* over 4 stages: take a multiple of 4, such as 4 or 8"),
+        (("interleaved", 4, 4), "needs at least 2 chunks of the model a stage: it has 1"),
+        (("1f1b", 4, 4, 2), "the schedule 1f1b takes one chunk .*, not 2: several are for interleaved"),
+    ],
+)
+def test_what_is_refused(arguments: tuple[str, int, int], message: str) -> None:
+    with pytest.raises(UsageError, match=message) as caught:
+        make(*arguments)
+    assert caught.value.everywhere
+
+
+# The checker itself ---------------------------------------------------------------------------------------------------
+
+
+def broken(name: str, rank: int, text: str, chunk: int | None = None) -> Schedule:
+    """Return a schedule of two ranks, the actions of one of which are those of a text."""
+    schedule = make(name, 2, 2)
+    of = rank if chunk is None else chunk
+    actions = list(schedule.actions)
+    actions[rank] = tuple(Action(Kind(word[0]), of, int(word[1:])) for word in text.split())
+    return replace(schedule, actions=tuple(actions))
+
+
+@pytest.mark.parametrize(
+    "schedule, message",
+    [
+        (broken("gpipe", 1, "F0 F1 B0"), r"backward or input passes of chunk 1 come as \[0\]"),
+        (broken("gpipe", 1, "F0 F0 F1 B0 B1"), r"forward passes of chunk 1 come as \[0, 0, 1\]"),
+        (broken("gpipe", 1, "F1 F0 B0 B1"), r"forward passes of chunk 1 come as \[1, 0\]"),
+        (broken("gpipe", 1, "F0 F1 B1 B0"), r"backward or input passes of chunk 1 come as \[1, 0\]"),
+        (broken("gpipe", 1, "F0 F1 I0 W0 I1"), r"backward or weight passes of chunk 1 come as \[0\]"),
+        (broken("gpipe", 1, "F0 F1 I0 I1 W1 W0"), r"backward or weight passes of chunk 1 come as \[1, 0\]"),
+        (broken("gpipe", 1, "F0 F1 B0 B1", chunk=0), "F0 of chunk 0 on rank 1, which does not hold it"),
+        (broken("gpipe", 1, "F0 F1 B0 B1", chunk=2), "F0 of chunk 2 on rank 1, which does not hold it"),
+        (broken("gpipe", 1, "F0 F1 B0 B1 U1"), "U1 of chunk 1 after B1"),
+        (broken("gpipe", 1, "F0 F1 U0 B0 B1"), "U0 of chunk 1 after F1"),
+        (broken("gpipe", 1, "F0 B0 F1 W1 I1"), "ranks wait for each other: .*rank 1 in W1 of chunk 1"),
+        (broken("naive", 0, "F0 B0 B1 F1"), "rank 0 in B1 of chunk 0, rank 1 in F1 of chunk 1"),
+        (replace(make("gpipe", 2, 2), ranks=3), "2 lists of actions, 2 chunks"),
+    ],
+)
+def test_the_checker_sees_what_is_wrong(schedule: Schedule, message: str) -> None:
+    with pytest.raises(UsageError, match=f"the schedule {schedule.name} cannot be played: .*{message}"):
+        check(schedule)
+
+
+def test_a_deadlock_is_found_where_the_order_of_each_rank_is_right_by_itself() -> None:
+    # Rank 0 wants a gradient before it sends the activations that rank 1 wants before it gives one.
+    with pytest.raises(UsageError, match="rank 0 in B0 of chunk 0, rank 1 in F1 of chunk 1"):
+        check(broken("gpipe", 0, "F0 B0 F1 B1"))

@@ -1,0 +1,359 @@
+"""A chain of chunks computes what the model computes: the same bits forward and backward, wherever it is cut."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hpctrain.errors import UsageError
+from hpctrain.models.convnet import ConvNet
+from hpctrain.models.gpt import GPT
+from hpctrain.models.mlp import MLP
+from hpctrain.models.shapes import GPTConfig
+from hpctrain.parallel.pipeline.deferred import Deferred
+from hpctrain.parallel.pipeline.layers import find_layers
+from hpctrain.parallel.pipeline.prune import prune, tied, used_twice
+from hpctrain.parallel.pipeline.skip import Join, Keep
+from hpctrain.parallel.pipeline.stage import Chunk, backward, make_chunks
+from hpctrain.parallel.recompute import recompute
+
+SHAPE = {"heads": 2, "width": 16, "context": 8, "vocab_size": 31}
+Make = Callable[[], nn.Module]
+
+
+class Residual(nn.Module):
+    """Use its input three times."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(width, width), nn.LayerNorm(width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map ``[batch, width]`` to the same shape."""
+        return x + torch.tanh(self.linear(self.norm(x))) * x
+
+
+class Pair(nn.Module):
+    """Make two tensors and one of integers of one."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        """Return them."""
+        return x * 2, x.detach().argmax(-1), torch.sin(x)
+
+
+class Both(nn.Module):
+    """Take the three, and return as many."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.table = nn.Linear(6, 6), nn.Embedding(6, 6)
+
+    def forward(self, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Return them changed."""
+        x, which, y = given
+        return self.linear(x) + self.table(which), which, y * x
+
+
+class Third(nn.Module):
+    """Make one of three."""
+
+    def forward(self, given: tuple[Tensor, ...]) -> Tensor:
+        """Return the product of the floating ones."""
+        return given[0] * given[2]
+
+
+class Single(nn.Module):
+    """Return a tuple of one."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor]:
+        """Return it."""
+        return (x * 3,)
+
+
+class Unwrap(nn.Module):
+    """Take a tuple of one."""
+
+    def forward(self, given: tuple[Tensor]) -> Tensor:
+        """Return what is in it."""
+        assert type(given) is tuple
+        return given[0]
+
+
+def skipping() -> nn.Module:
+    return nn.Sequential(
+        *(nn.Linear(6, 6), Keep("far"), Residual(6), Keep("near"), Residual(6), nn.ReLU(inplace=True)),
+        *(Join("near"), Residual(6), Join("far", "concat"), nn.Linear(12, 6), Keep("last"), Join("last", torch.mul)),
+    )
+
+
+def unet() -> nn.Module:
+    return nn.Sequential(
+        *(nn.Conv2d(2, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(inplace=True), Keep("wide"), nn.MaxPool2d(2)),
+        *(nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4), nn.Upsample(scale_factor=2), Join("wide", "concat")),
+        *(nn.Conv2d(8, 3, 1), nn.Flatten(), nn.Linear(3 * 64, 5)),
+    )
+
+
+def words(dropout: float = 0.0, tie: bool = False) -> Make:
+    return lambda: GPT(GPTConfig(layers=3, tied=tie, dropout=dropout, **SHAPE))
+
+
+def inputs(*shape: int) -> list[Tensor]:
+    return [torch.randn(*shape, generator=torch.Generator().manual_seed(number)) for number in range(3)]
+
+
+TOKENS = [torch.randint(31, (2, 8), generator=torch.Generator().manual_seed(number)) for number in range(3)]
+CASES: dict[str, tuple[Make, Sequence[Tensor]]] = {
+    "gpt": (words(), TOKENS),
+    "dropping gpt": (words(dropout=0.2), TOKENS),
+    "mlp": (lambda: MLP((4, 5), 3, hidden=(6, 6)), inputs(7, 4, 5)),
+    "convnet": (lambda: ConvNet((8, 8), 3, channels=(4, 4)), inputs(3, 8, 8)),
+    "residual": (lambda: nn.Sequential(nn.Linear(6, 6), *(Residual(6) for _ in range(4))), inputs(5, 6)),
+    "skips": (skipping, inputs(5, 6)),
+    "unet": (unet, inputs(3, 2, 8, 8)),
+    "tuples": (
+        lambda: nn.Sequential(nn.Linear(6, 6), Pair(), Both(), Both(), Third(), Single(), Unwrap(), nn.ReLU(True)),
+        inputs(5, 6),
+    ),
+}
+every = pytest.mark.parametrize("make, batches", CASES.values(), ids=CASES.keys())
+
+
+def made(make: Make) -> Any:
+    torch.manual_seed(3)
+    return make()
+
+
+def loss(result: Tensor) -> Tensor:
+    return result.sin().sum()
+
+
+def whole(make: Make, batches: Sequence[Tensor]) -> tuple[list[Tensor], nn.Module]:
+    """Return what the unsplit model gives for microbatches, with gradients in it."""
+    model = made(make)
+    torch.manual_seed(4)
+    results = []
+    for batch in batches:
+        result = model(batch)
+        loss(result).backward()
+        results.append(result.detach())
+    return results, model
+
+
+def cut(count: int, dice: random.Random) -> list[range]:
+    cuts = sorted(dice.sample(range(1, count), dice.randint(1, min(4, count - 1))))
+    return [range(start, end) for start, end in zip([0, *cuts], [*cuts, count])]
+
+
+Saved = tuple[tuple[Tensor, ...], tuple[Tensor, ...]]
+
+
+def forward(chunks: Sequence[Chunk], batch: Tensor, stores: Sequence[Deferred] | None, key: int) -> list[Saved]:
+    """Return what each chunk took and gave, each in a graph of its own."""
+    saved: list[Saved] = []
+    given: tuple[Tensor, ...] = (batch,)
+    for number, chunk in enumerate(chunks):
+        chunk.takes_tuple = number > 0 and chunks[number - 1].gives_tuple
+        given = tuple(one.detach().requires_grad_(number > 0 and one.is_floating_point()) for one in given)
+        if stores is None:
+            outputs = chunk(given)
+        else:
+            with stores[number].putting_off(key):
+                outputs = chunk(given)
+        saved.append((given, outputs))
+        given = outputs
+    return saved
+
+
+def chained(
+    models: Sequence[nn.Module], parts: Sequence[range], batches: Sequence[Tensor], *, deferred: bool = False
+) -> list[Tensor]:
+    """Train each stage in the model of its own; return the results."""
+    rows = [find_layers(model) for model in models]
+    chunks = [make_chunks(row, parts)[number] for number, row in enumerate(rows)]
+    stores = [Deferred(used_twice(chunk.layers)) for chunk in chunks] if deferred else None
+    torch.manual_seed(4)
+    results = []
+    for key, batch in enumerate(batches):
+        saved = forward(chunks, batch, stores, key)
+        results.append(saved[-1][1][0].detach())
+        gradients = backward([loss(saved[-1][1][0])], None, saved[-1][0])
+        for given, outputs in reversed(saved[:-1]):
+            gradients = backward(outputs, gradients, given)
+        assert all(one.grad is None for given, _ in saved for one in given)
+    for store in stores or ():
+        for key in range(len(batches)):
+            store.flush(key)
+    return results
+
+
+def assert_same(models: Sequence[nn.Module], wanted: nn.Module) -> None:
+    """Compare gradients and buffers of pruned models with those of the whole, bit by bit."""
+    parameters, buffers = dict(wanted.named_parameters()), dict(wanted.named_buffers())
+    seen = set()
+    for model in models:
+        for name, parameter in model.named_parameters():
+            assert parameter.grad is not None, name
+            assert torch.equal(parameter.grad, parameters[name].grad), name
+            seen.add(name)
+        for name, buffer in model.named_buffers():
+            assert torch.equal(buffer, buffers[name]), name
+            seen.add(name)
+    assert seen == {*parameters, *buffers}
+
+
+@every
+@pytest.mark.parametrize("deferred", [False, True], ids=["at once", "deferred"])
+@pytest.mark.parametrize("seed", range(4))
+def test_any_cut_gives_the_bits_of_the_unsplit_model(
+    make: Make, batches: Sequence[Tensor], seed: int, deferred: bool
+) -> None:
+    wanted, model = whole(make, batches)
+    parts = cut(len(find_layers(model)), random.Random(seed))
+    models = [made(make) for _ in parts]
+    for stage, part in zip(models, parts):
+        prune(stage, find_layers(stage), part)
+    results = chained(models, parts, batches, deferred=deferred)
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(results, wanted, strict=True))
+    assert_same(models, model)
+
+
+@every
+def test_every_layer_a_chunk_that_computes_again(make: Make, batches: Sequence[Tensor]) -> None:
+    wanted, model = whole(make, batches)
+    parts = [range(number, number + 1) for number in range(len(find_layers(model)))]
+    models = [made(make) for _ in parts]
+    for number, stage in enumerate(models):
+        layers = find_layers(stage)
+        prune(stage, layers, [number])
+        if not getattr(layers[number].module, "inplace", False):  # such a one has overwritten what it was given
+            recompute([layers[number].module])
+    results = chained(models, parts, batches, deferred=True)
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(results, wanted, strict=True))
+    assert_same(models, model)
+
+
+def test_gradients_of_tied_parameters_add_up() -> None:
+    _, model = whole(words(tie=True), TOKENS[:1])
+    parts = [range(0, 2), range(2, 4), range(4, 6)]
+    models = [made(words(tie=True)) for _ in parts]
+    (shared,) = tied(find_layers(models[0]), parts)
+    for stage, part in zip(models, parts):
+        prune(stage, find_layers(stage), part)
+    chained(models, parts, TOKENS[:1])
+    found = [models[number].get_parameter(shared.names[0]).grad for number in shared.chunks]
+    assert shared.chunks == (0, 2)
+    wanted = model.get_parameter(shared.names[1]).grad
+    assert torch.equal(found[0] + found[1], wanted) and not torch.equal(found[0], wanted)
+
+
+def test_tied_parameters_inside_of_one_chunk_add_up_as_they_always_do() -> None:
+    wanted, model = whole(words(tie=True), TOKENS)
+    alone = made(words(tie=True))
+    results = chained([alone], [range(6)], TOKENS, deferred=True)
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(results, wanted, strict=True))
+    assert_same([alone], model)
+
+
+def test_layers_may_write_into_what_they_are_given() -> None:
+    model = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(3, 3))
+    (chunk,) = make_chunks(find_layers(model), [range(2)])
+    x = torch.randn(2, 3)
+    given = x.clone().requires_grad_()
+    (result,) = chunk((given,))
+    (gradient,) = backward([result.sum()], None, [given])
+    theirs = x.clone().requires_grad_()
+    model[1](torch.relu(theirs)).sum().backward()
+    assert torch.equal(gradient, theirs.grad)
+
+
+def test_nothing_is_recorded_where_no_gradient_is_wanted() -> None:
+    model = made(skipping)
+    chunks = make_chunks(find_layers(model), [range(0, 5), range(5, 12)])
+    with torch.no_grad():
+        given = chunks[0]((torch.randn(2, 6),))
+        assert len(given) == 3 and chunks[1].carried_in == ("far", "near") and chunks[1].carried_out == ()
+        (result,) = chunks[1](given)
+    assert not result.requires_grad
+
+
+def test_gradients_go_to_floating_inputs_alone_and_are_zero_where_none_came() -> None:
+    (chunk,) = make_chunks(find_layers(nn.Sequential(Both(), Third())), [range(2)])
+    chunk.takes_tuple = True
+    x, which, y = torch.randn(2, 6, requires_grad=True), torch.tensor([1, 2]), torch.randn(2, 6, requires_grad=True)
+    other = torch.randn(2, requires_grad=True)
+    (result,) = chunk((x, which, y))
+    found = backward([result.sum()], None, [x, which, y, other])
+    assert [tuple(one.shape) for one in found] == [(2, 6), (2, 6), (2,)]
+    assert found[0].abs().sum() > 0 and found[2].tolist() == [0, 0] and other.grad is None
+
+
+def test_outputs_that_nobody_can_learn_from_are_passed_over() -> None:
+    x = torch.randn(3, requires_grad=True)
+    outputs = (x * 2, torch.ones(3), torch.tensor([1, 2]))
+    (gradient,) = backward(outputs, [torch.ones(3), torch.full((3,), 7.0)], [x])
+    assert gradient.tolist() == [2, 2, 2]
+    assert backward(outputs[1:], [torch.ones(3)], [torch.ones(2)]) == ()
+    with pytest.raises(ValueError):
+        backward(outputs, [torch.ones(3)], [x])
+
+
+class Wrong(nn.Module):
+    """Return what the test says."""
+
+    def __init__(self, what: Callable[[Tensor], object]) -> None:
+        super().__init__()
+        self.what = what
+
+    def forward(self, x: Tensor) -> object:
+        """Return it."""
+        return self.what(x)
+
+
+@pytest.mark.parametrize(
+    "what, called",
+    [
+        (lambda x: {"a": x}, "dict"),
+        (lambda x: [x], "list"),
+        (lambda x: (x, (x, x)), "tuple of Tensor, tuple"),
+    ],
+)
+def test_what_cannot_travel_is_named(what: Callable[[Tensor], object], called: str) -> None:
+    chunks = make_chunks(find_layers(nn.Sequential(nn.Tanh(), Wrong(what), nn.Tanh())), [range(2), range(2, 3)])
+    with pytest.raises(UsageError) as error:
+        chunks[0]((torch.ones(2),))
+    assert str(error.value) == (
+        f"layer 1 returned a {called}, after which the model cannot be cut: what goes from stage to stage is a tensor "
+        "or a flat tuple of tensors"
+    )
+
+
+def test_a_layer_that_does_not_always_keep_is_named() -> None:
+    class Sometimes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.keep, self.on = Keep("x"), False
+
+        def forward(self, x: Tensor) -> Tensor:
+            """Keep the input if told so."""
+            return self.keep(x) if self.on else x  # type: ignore[no-any-return]
+
+    model = nn.Sequential(Sometimes(), nn.Tanh(), Join("x"))
+    chunks = make_chunks(find_layers(model), [range(2), range(2, 3)])
+    with pytest.raises(UsageError, match=r"^layers 0 to 1 have kept \[\], expected \['x'\]: every Keep and Join of a"):
+        chunks[0]((torch.ones(2),))
+    model[0].on = True
+    assert len(chunks[0]((torch.ones(2),))) == 2
+
+
+def test_chunks_can_be_copied_with_their_model() -> None:
+    model = made(skipping)
+    twin = copy.deepcopy(model)
+    x = torch.randn(2, 6)
+    assert torch.equal(model(x), twin(x))

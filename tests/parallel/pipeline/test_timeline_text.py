@@ -1,0 +1,60 @@
+"""A timeline as text: what stands in which column."""
+
+from __future__ import annotations
+
+import pytest
+
+from hpctrain.parallel.pipeline.schedule import make
+from hpctrain.parallel.pipeline.text import lines
+from hpctrain.parallel.pipeline.timeline import Span, Timeline, equal_costs, simulate
+
+
+def drawn(name: str, ranks: int, microbatches: int, chunks: int = 1, width: int = 120, **times: float) -> list[str]:
+    schedule = make(name, ranks, microbatches, chunks)
+    return lines(simulate(schedule, equal_costs(schedule.chunks, **times)), width)
+
+
+def test_a_column_is_the_shortest_pass() -> None:
+    assert drawn("1f1b", 2, 2) == ["0: F0 F1 .  .  B0 -- .  B1 --", "1: .  F0 B0 -- F1 B1 -- .  ."]
+    assert drawn("zb-h1", 2, 2, forward=2, backward=2) == [
+        "0: F0 -- F1 -- .  I0 W0 .  I1 W1",
+        "1: .  .  F0 -- I0 F1 -- I1 W0 W1",
+    ]
+
+
+def test_chunks_have_letters() -> None:
+    assert drawn("interleaved", 1, 1, 2, backward=1) == ["0: F0a F0b B0b B0a"]
+
+
+def test_wide_ones_are_cut_into_blocks() -> None:
+    assert drawn("1f1b", 2, 2, width=15) == [
+        "0: F0 F1 .  .",
+        "1: .  F0 B0 --",
+        "",
+        "0: B0 -- .  B1",
+        "1: F1 B1 -- .",
+        "",
+        "0: --",
+        "1: .",
+    ]
+
+
+def test_numbers_of_two_digits_keep_columns_aligned() -> None:
+    text = drawn("gpipe", 2, 11, backward=1)
+    assert text[0].index("F10") == text[1].index("F9") and text[0].index("B0") == text[1].index("B1")
+
+
+def test_short_updates_do_not_stretch_it() -> None:
+    assert drawn("pipedream", 1, 2, update=0.01) == ["0: F0 B0 -- F1 B1 --"]
+    assert drawn("pipedream", 1, 2, update=1) == ["0: F0 B0 -- U0 F1 B1 --"]
+
+
+def test_very_short_passes_do_not_make_it_endless() -> None:
+    rows = ((Span("forward", 0, 1e-6, 0, 0), Span("backward", 1, 3, 0, 0)),)
+    (line,) = lines(Timeline(rows), 10_000)
+    assert len(line.split()) - 1 == 240 and line.split().count("--") > 100
+
+
+@pytest.mark.parametrize("rows", [(), ((),), ((Span("data", 0, 1),),)])
+def test_nothing_to_show(rows: tuple[tuple[Span, ...], ...]) -> None:
+    assert all(set(line) <= set("0: .") for line in lines(Timeline(rows)))

@@ -1,0 +1,119 @@
+"""A GPT that is split over the ranks learns what one process learns."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from support.matrices import CLOSE, assert_slices, learn, make_gpt, split, token_loss, tokens
+from torch import Tensor, nn
+
+from hpctrain.parallel.materialise import is_meta, materialise
+from hpctrain.parallel.tensor.split import TensorSplit
+
+pytestmark = pytest.mark.ranks(2, 3, 4)
+TIED = pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+SEQUENCE = pytest.mark.parametrize("sequence", [False, True], ids=["plain", "sequence"])
+APART = pytest.mark.parametrize("apart", [False, True], ids=["fused", "separate"])
+
+
+def split_loss(found: TensorSplit, model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
+    with found.split_outputs():
+        return found.cross_entropy(model(inputs), targets)
+
+
+def whole_loss(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
+    return token_loss(model(inputs), targets)
+
+
+@TIED
+@SEQUENCE
+@APART
+def test_outputs_and_gradients_are_those_of_the_unsplit_model(
+    comm: Any, tied: bool, sequence: bool, apart: bool
+) -> None:
+    model, alone = make_gpt(tied=tied), make_gpt(tied=tied)
+    found = split(model, comm, sequence=sequence)
+    if apart:
+        found.separate_backward()
+    assert_slices(model, alone, found, lambda parameter: parameter.data)
+    inputs, targets = tokens()
+    torch.testing.assert_close(model(inputs), alone(inputs), **CLOSE)
+    expected = whole_loss(alone, inputs, targets)
+    expected.backward()
+    for loss in (whole_loss(model, inputs, targets), split_loss(found, model, inputs, targets)):
+        model.zero_grad()
+        loss.backward()
+        torch.testing.assert_close(loss, expected, **CLOSE)
+        assert_slices(model, alone, found, lambda parameter: parameter.grad, **CLOSE)
+
+
+@TIED
+@SEQUENCE
+def test_thirty_steps_have_the_losses_of_one_process(comm: Any, tied: bool, sequence: bool) -> None:
+    model, alone = make_gpt(tied=tied), make_gpt(tied=tied)
+    found = split(model, comm, sequence=sequence)
+    ours = learn(model, range(30), lambda *args: split_loss(found, *args))
+    theirs = learn(alone, range(30), whole_loss)
+    assert ours == pytest.approx(theirs, rel=1e-5)
+    assert ours[-1] < ours[0]
+    assert len({tuple(losses) for losses in comm.all_gather_object(ours)}) == 1  # the same bits on all ranks
+    if tied:
+        assert model.head.weight is model.embedding.token.weight
+    for name, parameter in model.named_parameters():
+        if not found.is_split(name):
+            assert all(torch.equal(parameter, other) for other in comm.all_gather_object(parameter.detach())), name
+
+
+def test_evaluation_gives_whole_logits_and_leaves_no_graph(comm: Any) -> None:
+    model, alone = make_gpt().eval(), make_gpt().eval()
+    found = split(model, comm)
+    with torch.no_grad():
+        logits = model(tokens()[0])
+        loss = split_loss(found, model, *tokens())
+    assert logits.shape[-1] == 31 and not logits.requires_grad
+    torch.testing.assert_close(logits, alone(tokens()[0]).detach(), **CLOSE)
+    torch.testing.assert_close(loss, whole_loss(alone, *tokens()).detach(), **CLOSE)
+    assert model(tokens()[0]).shape[-1] == 31  # gathers again
+
+
+def test_gradients_accumulate(comm: Any) -> None:
+    model, alone = make_gpt(), make_gpt()
+    found = split(model, comm)
+    for step in range(3):
+        split_loss(found, model, *tokens(step)).backward()
+        whole_loss(alone, *tokens(step)).backward()
+    assert_slices(model, alone, found, lambda parameter: parameter.grad, **CLOSE)
+
+
+@SEQUENCE
+def test_meta_weights_are_slices_of_those_of_the_unsplit_model(comm: Any, sequence: bool) -> None:
+    alone = make_gpt()
+    with torch.device("meta"):
+        model = make_gpt()
+    found = split(model, comm, sequence=sequence)
+    assert is_meta(model)  # what is not split waits for the strategy of the data axis
+    assert not any(one.is_meta for module in found.modules.values() for one in module.parameters())
+    materialise(model, torch.device("cpu"))
+    assert_slices(model, alone, found, lambda parameter: parameter.data)
+    assert model.head.weight is model.embedding.token.weight
+    torch.testing.assert_close(model(tokens()[0]), alone(tokens()[0]), **CLOSE)
+
+
+@SEQUENCE
+def test_half_precision_by_autocast_stays_near(comm: Any, sequence: bool) -> None:
+    model, alone = make_gpt(), make_gpt()
+    found = split(model, comm, sequence=sequence)
+    for apart in (False, True):
+        if apart:
+            found.separate_backward()
+        for each in (model, alone):
+            each.zero_grad()
+            with torch.autocast("cpu", torch.bfloat16):
+                logits = each(tokens()[0])
+            assert logits.dtype is torch.bfloat16
+            token_loss(logits.float(), tokens()[1]).backward()
+        for name, parameter in model.named_parameters():
+            assert parameter.grad is not None and parameter.grad.dtype is torch.float32, name
+        assert_slices(model, alone, found, lambda parameter: parameter.grad, rtol=0.1, atol=5e-3)

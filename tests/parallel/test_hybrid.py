@@ -1,0 +1,223 @@
+"""A model on a mesh of pipe x data x tensor learns what a plain loop learns, whatever the mesh and the schedule."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from support.meshes import BATCH, SYNCHRONOUS, Trained, plain, samples, small_gpt
+
+from hpctrain.errors import MismatchError, SettingsError, UsageError
+from hpctrain.parallel.objective import Objective, cross_entropy
+from hpctrain.parallel.settings import ParallelSettings
+
+STEPS = 30
+CLOSE = 1e-5
+MESHES = {
+    2: [{"pipe": 2}, {"tensor": 2}, {"tensor": 2, "sequence": True}],
+    3: [{"pipe": 3}],
+    4: [
+        {"pipe": 2},
+        {"tensor": 2},
+        {"pipe": 2, "tensor": 2},
+        {"pipe": 4},
+        {"pipe": 2, "order": ("data", "tensor", "pipe")},
+        {"pipe": 2, "data": "zero1"},
+        {"pipe": 2, "data": "zero2"},
+        {"pipe": 2, "data": "fsdp"},
+        {"tensor": 2, "data": "fsdp"},
+    ],
+}
+
+
+@cache
+def expected() -> tuple[float, ...]:
+    return tuple(plain(STEPS))
+
+
+@pytest.mark.parametrize(
+    "settings", [pytest.param(each, marks=pytest.mark.ranks(size)) for size, some in MESHES.items() for each in some]
+)
+def test_the_curve_is_that_of_a_plain_loop(own: Any, settings: dict[str, Any]) -> None:
+    trained = Trained.of(own, ParallelSettings(**settings)).learn(range(STEPS))
+    assert trained.losses == pytest.approx(expected(), rel=CLOSE)
+    assert trained.losses[-1] < trained.losses[0] - 0.3
+
+
+@pytest.mark.ranks(2, 4)
+def test_all_synchronous_schedules_give_the_same_bits(own: Any) -> None:
+    """Interleaved stages hold other layers, so there it is losses and norms that must be equal."""
+    first: Trained | None = None
+    for schedule in SYNCHRONOUS:
+        trained = Trained.of(own, ParallelSettings(pipe=own.size, schedule=schedule)).learn(range(STEPS))
+        assert trained.losses == pytest.approx(expected(), rel=CLOSE)
+        first = first or trained
+        assert trained.losses == first.losses and trained.norms == first.norms, schedule
+        if schedule != "interleaved":
+            mine, other = trained.state(), first.state()
+            assert mine.keys() == other.keys() and all(torch.equal(mine[name], other[name]) for name in mine)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("schedule", SYNCHRONOUS)
+def test_recomputing_changes_no_bit(own: Any, schedule: str) -> None:
+    runs = [
+        Trained.of(own, ParallelSettings(pipe=2, schedule=schedule, recompute=recompute)).learn(range(3))
+        for recompute in (False, True)
+    ]
+    assert runs[0].losses == runs[1].losses and runs[0].norms == runs[1].norms
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("partition", ["parameters", "3,6", "blocks.1", "time"])
+def test_where_it_is_cut_does_not_matter(own: Any, partition: str) -> None:
+    from hpctrain.parallel.attach import attach
+
+    model = small_gpt()
+    strategy = attach(model, own, ParallelSettings(pipe=2, partition=partition), example=samples(0)[0][:1])
+    inputs, targets = samples(0)
+    loss = strategy.forward_backward(inputs, targets, Objective(cross_entropy))
+    assert loss.item() == pytest.approx(expected()[0], rel=CLOSE)
+    held = {name.split(".")[1] for name in model.state_dict() if name.startswith("blocks")}
+    if partition in ("3,6", "blocks.1"):
+        assert held == ({"0"} if partition == "blocks.1" else {"0", "1"}) if own.rank == 0 else "5" in held
+
+
+@pytest.mark.ranks(2, 4)
+def test_pieces_accumulate_to_the_whole_batch(own: Any) -> None:
+    """Gradients of two halves under no_sync are those of the batch."""
+    settings = ParallelSettings(pipe=2, data="zero2" if own.size == 4 else "ddp")
+    whole, pieces = (Trained.of(own, settings) for _ in range(2))
+    inputs, targets = samples(0)
+    data = whole.strategy.data
+    mine = [part.chunk(data.size)[data.rank] for part in (inputs, targets)]
+    whole.strategy.forward_backward(mine[0], mine[1], Objective(cross_entropy))
+    halves = list(zip(*(part.chunk(2) for part in mine)))
+    with pieces.strategy.no_sync():
+        pieces.strategy.forward_backward(*halves[0], Objective(cross_entropy), weight=0.5)
+    pieces.strategy.forward_backward(*halves[1], Objective(cross_entropy), weight=0.5)
+    one, other = (dict(each.strategy.reduced_gradients()) for each in (whole, pieces))
+    assert one.keys() == other.keys()
+    for name, gradient in one.items():
+        torch.testing.assert_close(other[name], gradient, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize("settings", [{"pipe": 2}, {"tensor": 2}, {"pipe": 2, "schedule": "interleaved"}])
+def test_it_can_be_called_and_measured(own: Any, settings: dict[str, Any]) -> None:
+    trained = Trained.of(own, ParallelSettings(**settings))
+    model = small_gpt()
+    with torch.no_grad():
+        for batch in (8, 3, 1):
+            inputs, targets = samples(7, batch)
+            outputs = trained.model(inputs)
+            torch.testing.assert_close(outputs, model(inputs))
+            loss = trained.strategy.measure(inputs, targets, Objective(cross_entropy))
+            assert loss.item() == pytest.approx(cross_entropy(model(inputs), targets).item(), rel=CLOSE)
+
+
+@pytest.mark.ranks(4)
+def test_ranks_without_samples_take_part(own: Any) -> None:
+    """Where one pipeline has no samples, the gradients are those of the other's, weighed by their share."""
+    for settings in (ParallelSettings(pipe=2), ParallelSettings(tensor=2, data="fsdp")):
+        trained = Trained.of(own, settings)
+        inputs, targets = samples(0, 4)
+        if trained.strategy.data.rank == 0:
+            trained.strategy.forward_backward(inputs, targets, Objective(cross_entropy), weight=2.0)
+        else:
+            trained.strategy.contribute_nothing()
+        model = small_gpt()
+        cross_entropy(model(inputs), targets).backward()  # type: ignore[no-untyped-call]
+        norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+        assert float(trained.strategy.clip_grad_norm(1.0)) == pytest.approx(float(norm), rel=1e-4)
+
+
+@pytest.mark.ranks(2, 4)
+def test_names_stay_and_nothing_is_held_twice(own: Any) -> None:
+    whole = small_gpt().state_dict()
+    trained = Trained.of(own, ParallelSettings(pipe=own.size))
+    everyone = own.all_gather_object(list(trained.model.state_dict()))
+    assert set().union(*everyone) == set(whole)
+    assert all(not set(one) & set(other) - TIED for one, other in zip(everyone, everyone[1:]))
+    assert TIED <= set(everyone[0]) and TIED <= set(everyone[-1])
+    for name, tensor in trained.model.state_dict().items():
+        assert torch.equal(tensor, whole[name])
+
+
+TIED = {"embedding.token.weight", "head.weight"}
+
+
+@pytest.mark.ranks(2)
+def test_a_tied_embedding_stays_one(own: Any) -> None:
+    trained = Trained.of(own, ParallelSettings(pipe=2)).learn(range(5))
+    weights = own.all_gather_object(trained.model.state_dict()["embedding.token.weight"])
+    assert torch.equal(weights[0], weights[1])
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("settings", [{"pipe": 2}, {"tensor": 2}])
+def test_a_model_on_meta_gets_the_very_weights(own: Any, settings: dict[str, Any]) -> None:
+    whole = small_gpt().state_dict()
+    with torch.device("meta"):
+        model = small_gpt()
+    trained = Trained.of(own, ParallelSettings(**settings), model).learn(range(3))
+    usual = Trained.of(own, ParallelSettings(**settings)).learn(range(3))
+    assert trained.losses == usual.losses and len(whole) >= len(trained.model.state_dict())
+
+
+@pytest.mark.ranks(2)
+def test_what_cannot_be_is_refused_by_all_alike(own: Any) -> None:
+    inputs, targets = samples(0)
+
+    def train(**settings: Any) -> None:
+        Trained.of(own, ParallelSettings(**settings)).passes(inputs[:6], targets[:6])
+
+    for said, settings in {
+        r"2 ranks cannot form a mesh of pipe 3 .*pipe = 1 or 2 would work": {"pipe": 3},
+        r"microbatches = 4 does not divide the 6 samples.*allowed are 1, 2, 3, 6": {"pipe": 2, "microbatches": 4},
+        r"10 layers": {"pipe": 2, "partition": "2,2"},
+    }.items():
+        with pytest.raises((UsageError, SettingsError), match=said if "layers" not in said else "partition"):
+            train(**settings)
+    with pytest.raises(UsageError, match="must be 2 or more|at least"):
+        ParallelSettings(pipe=2, schedule="interleaved", chunks=1)
+    with pytest.raises(UsageError, match="forward_backward"):
+        Trained.of(own, ParallelSettings(pipe=2)).model(inputs)
+    torch.manual_seed(own.rank)
+    with torch.device("meta"):
+        model = type(small_gpt())(small_gpt().config)
+    torch.manual_seed(own.rank)
+    with pytest.raises(MismatchError, match="torch's seed"):
+        Trained.of(own, ParallelSettings(pipe=2), model)
+
+
+@pytest.mark.ranks(2)
+def test_as_many_microbatches_are_live_as_the_theory_says(own: Any) -> None:
+    """Counted where it matters: graphs of a stage that autograd holds at once."""
+    for schedule, most in {"gpipe": BATCH, "1f1b": 2 - own.rank, "zb-h1": 2 - own.rank, "naive": 1}.items():
+        trained = Trained.of(own, ParallelSettings(pipe=2, schedule=schedule))
+        live = _Live(trained.model)
+        trained.passes(*samples(0))
+        assert live.most == most, schedule
+
+
+class _Live:
+    """Count the activations of one linear layer that wait for their backward pass."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.now = self.most = 0
+        linear = next(
+            each for each in model.modules() if isinstance(each, torch.nn.LayerNorm) and each.weight is not None
+        )
+        linear.register_forward_hook(self._came)
+
+    def _came(self, module: torch.nn.Module, args: Any, output: torch.Tensor) -> None:
+        if output.requires_grad:
+            self.now += 1
+            self.most = max(self.most, self.now)
+            output.register_hook(lambda _: self._went())
+
+    def _went(self) -> None:
+        self.now -= 1

@@ -1,0 +1,65 @@
+"""Numbers of ranks and microbatches that follow from the settings, or the reason why they cannot."""
+
+from __future__ import annotations
+
+import pytest
+
+from hpctrain.errors import SettingsError, UsageError
+from hpctrain.parallel.plan import even_pieces, generator_number, microbatches_for, shape_of
+from hpctrain.parallel.settings import ParallelSettings
+
+
+def test_what_is_left_over_is_data() -> None:
+    shape = shape_of(ParallelSettings(pipe=2, tensor=3), 24)
+    assert (shape.pipe, shape.data, shape.tensor) == (2, 4, 3)
+    with pytest.raises(UsageError, match="4 ranks cannot form a mesh"):
+        shape_of(ParallelSettings(pipe=3), 4)
+
+
+@pytest.mark.parametrize(
+    "pipe, schedule, samples, expected",
+    [(2, "1f1b", 8, 8), (2, "1f1b", 32, 8), (4, "gpipe", 30, 15), (2, "1f1b", 7, 7), (2, "1f1b", 11, 1)]
+    + [(2, "interleaved", 6, 6), (4, "interleaved", 12, 12), (2, "interleaved", 10, 2)],
+)
+def test_as_many_microbatches_as_fit(pipe: int, schedule: str, samples: int, expected: int) -> None:
+    assert microbatches_for(ParallelSettings(pipe=pipe, schedule=schedule), samples) == expected  # type: ignore[arg-type]
+
+
+def test_microbatches_that_do_not_fit() -> None:
+    assert microbatches_for(ParallelSettings(pipe=2, microbatches=3), 12) == 3
+    with pytest.raises(SettingsError, match="= 5 does not divide the 12 samples .*: allowed are 1, 2, 3, 4, 6, 12"):
+        microbatches_for(ParallelSettings(pipe=2, microbatches=5), 12)
+    with pytest.raises(SettingsError, match="7 samples .* multiple of the 2 stages"):
+        microbatches_for(ParallelSettings(pipe=2, schedule="interleaved"), 7)
+
+
+def test_even_pieces_are_the_most_that_fit() -> None:
+    assert [even_pieces(12, most) for most in (1, 2, 5, 8, 100)] == [1, 2, 4, 6, 12]
+
+
+def test_ranks_of_one_tensor_line_draw_alike() -> None:
+    settings = ParallelSettings(pipe=2, tensor=2)
+    shape = shape_of(settings, 8)
+    assert [generator_number(settings, shape, rank) for rank in range(8)] == [0, 0, 2, 2, 4, 4, 6, 6]
+    apart = ParallelSettings(pipe=2, tensor=2, sequence=True)
+    assert [generator_number(apart, shape, rank) for rank in range(8)] == list(range(8))
+
+
+@pytest.mark.parametrize(
+    "settings, said",
+    [
+        ({"pipe": 0}, "parallel.pipe = 0: must be at least 1"),
+        ({"microbatches": -1}, "parallel.microbatches = -1"),
+        ({"order": ("pipe", "data")}, "parallel.order .* name pipe, data, tensor, once each"),
+        ({"sequence": True}, "parallel.sequence: is for parallel.tensor above 1"),
+        ({"tensor_plan": ("a=column",)}, "parallel.tensor_plan: is for parallel.tensor above 1"),
+        ({"pipe": 2, "chunks": 2}, "parallel.chunks = 2: must be 1 for .*1f1b"),
+        ({"pipe": 2, "chunks": 1, "schedule": "interleaved"}, "must be 2 or more for .*interleaved"),
+        ({"data": "dp", "tensor": 2}, "without parallel.pipe or .tensor"),
+        ({"data": "zero1", "pipe": 2, "schedule": "pipedream"}, 'works with "ddp" only'),
+        ({"pipe": 2, "sync_batchnorm": True}, "sync_batchnorm: is not for parallel.pipe above 1"),
+    ],
+)
+def test_settings_that_contradict_each_other(settings: dict[str, object], said: str) -> None:
+    with pytest.raises(SettingsError, match=said):
+        ParallelSettings(**settings)  # type: ignore[arg-type]

@@ -1,0 +1,95 @@
+"""Train a small GPT on any mesh, and in a plain loop, and compare what has become of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hpctrain.models import GPT, GPTConfig
+from hpctrain.parallel.attach import attach
+from hpctrain.parallel.objective import Objective, cross_entropy
+from hpctrain.parallel.settings import ParallelSettings
+from hpctrain.parallel.strategy import Strategy
+
+SHAPE = {"vocab_size": 40, "context": 16, "width": 16, "heads": 4, "layers": 6}
+LENGTH, BATCH, MAX_NORM = 8, 8, 0.5
+SYNCHRONOUS = ("naive", "gpipe", "1f1b", "interleaved", "zb-h1")
+
+
+def small_gpt(seed: int = 0, **options: Any) -> GPT:
+    """Return a model whose weights follow from the seed."""
+    torch.manual_seed(seed)
+    return GPT(GPTConfig(**{**SHAPE, **options}))
+
+
+def samples(step: int, batch: int = BATCH) -> tuple[Tensor, Tensor]:
+    """Return the inputs and targets of a step."""
+    generator = torch.Generator().manual_seed(step)
+    tokens = torch.randint(0, SHAPE["vocab_size"], (batch, LENGTH + 1), generator=generator)
+    tokens[:, 1::2] = tokens[:, :-1:2]  # something to learn
+    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+
+def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+    """Return what all of these tests update with."""
+    return torch.optim.AdamW(model.parameters(), 5e-3)
+
+
+def plain(steps: int, **options: Any) -> list[float]:
+    """Return the losses of a plain loop in one process."""
+    model = small_gpt(**options)
+    optimizer = optimizer_of(model)
+    losses = []
+    for step in range(steps):
+        inputs, targets = samples(step)
+        loss = cross_entropy(model(inputs), targets)
+        loss.backward()  # type: ignore[no-untyped-call]
+        torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+@dataclass
+class Trained:
+    """Be a model that learns on a mesh."""
+
+    model: nn.Module
+    strategy: Strategy
+    optimizer: torch.optim.Optimizer
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, comm: Any, settings: ParallelSettings, model: nn.Module | None = None, **options: Any) -> Trained:
+        """Attach the strategy of some settings; a call by all ranks."""
+        model = small_gpt(**options) if model is None else model
+        strategy = attach(model, comm, settings)
+        optimizer = optimizer_of(model)
+        strategy.check_optimizer(optimizer)
+        return cls(model, strategy, optimizer)
+
+    def learn(self, steps: range, batch: int = BATCH) -> Trained:
+        """Make some steps."""
+        for step in steps:
+            self.losses.append(self.passes(*samples(step, batch)))
+            self.norms.append(float(self.strategy.clip_grad_norm(MAX_NORM)))
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        return self
+
+    def passes(self, inputs: Tensor, targets: Tensor) -> float:
+        """Leave the gradients of a global batch in the parameters; return its loss."""
+        data = self.strategy.data
+        mine = [part.chunk(data.size)[data.rank] for part in (inputs, targets)]
+        loss = self.strategy.forward_backward(mine[0], mine[1], Objective(cross_entropy)).reshape(1).clone()
+        data.all_reduce(loss, "average")
+        return loss.item()
+
+    def state(self) -> dict[str, Tensor]:
+        """Return what this rank holds of the model."""
+        return {name: tensor.detach().clone() for name, tensor in self.model.state_dict().items()}

@@ -1,0 +1,135 @@
+"""The recorder: what it keeps, what it costs, and what it leaves out."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from hpctrain import trace
+from hpctrain.transport.activity import Activity
+
+
+@pytest.fixture(autouse=True)
+def silent() -> Iterator[None]:
+    yield
+    trace.take()
+
+
+def test_nothing_is_kept_before_start_and_after_take() -> None:
+    with trace.span("forward"):
+        trace.add("optimizer", 0.0, 1.0)
+    assert not trace.recording and trace.take() == trace.Recording()
+    trace.start()
+    assert trace.recording
+    with trace.span("forward"):
+        pass
+    assert [span.name for span in trace.take().spans] == ["forward"]
+    with trace.span("forward"):
+        pass
+    assert not trace.recording and trace.take().spans == []
+
+
+def test_a_span_has_its_name_its_facts_its_thread_and_its_time() -> None:
+    trace.start()
+    before = time.monotonic()
+    with trace.span("forward", microbatch=3, chunk=1):
+        inside = time.monotonic()
+    after = time.monotonic()
+    (span,) = trace.take().spans
+    assert (span.name, span.facts, span.thread) == ("forward", {"microbatch": 3, "chunk": 1}, threading.get_ident())
+    assert before <= span.start <= inside <= span.end <= after
+
+
+def test_spans_nest_and_stand_in_the_order_of_their_ends() -> None:
+    trace.start()
+    with trace.span("backward"):
+        with trace.span("reduce"):
+            pass
+    inner, outer = trace.take().spans
+    assert (inner.name, outer.name) == ("reduce", "backward")
+    assert outer.start <= inner.start <= inner.end <= outer.end
+
+
+def test_a_span_that_fails_is_kept_and_the_error_goes_on() -> None:
+    trace.start()
+    with pytest.raises(KeyError), trace.span("forward"):
+        raise KeyError
+    assert [span.name for span in trace.take().spans] == ["forward"]
+
+
+def test_a_span_that_outlasts_the_recording_is_left_out() -> None:
+    trace.start()
+    with trace.span("forward"):
+        trace.take()
+    trace.start()
+    assert trace.take().spans == []
+
+
+def test_threads_are_told_apart() -> None:
+    trace.start()
+    thread = threading.Thread(target=lambda: trace.add("send", 1.0, 2.0))
+    thread.start()
+    thread.join()
+    trace.add("receive", 1.0, 2.0)
+    one, two = trace.take().spans
+    assert one.thread != two.thread == threading.get_ident()
+
+
+def test_beyond_the_limit_spans_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trace, "LIMIT", 2)
+    trace.start()
+    for _ in range(5):
+        trace.add("send", 0.0, 1.0)
+    found = trace.take()
+    assert (len(found.spans), found.dropped) == (2, 3)
+    trace.start()
+    assert trace.take().dropped == 0
+
+
+@pytest.mark.parametrize(
+    "operation, word",
+    [
+        ("all_reduce", "reduce"),
+        ("reduce_scatter", "reduce"),
+        ("nccl_all_reduce", "reduce"),
+        ("send", "send"),
+        ("isend", "send"),
+        ("recv", "receive"),
+        ("barrier", "wait"),
+        ("all_gather", "wait"),
+        ("device", "device"),
+    ],
+)
+def test_waits_have_a_word_and_say_what_they_are(operation: str, word: str) -> None:
+    waiting = Activity()
+    trace.start()
+    with waiting(operation):
+        with waiting("inside another"):
+            pass
+    waiting.around(operation, lambda: None)()
+    first, second = trace.take().spans
+    assert first.name == second.name == word
+    assert first.facts == second.facts == {"operation": operation}
+    assert first.start <= first.end <= second.start <= second.end
+    assert waiting.total == pytest.approx(first.end - first.start + second.end - second.start)
+
+
+def _cost(spans: int) -> float:
+    """Return the seconds of a span at its cheapest of several tries."""
+
+    def once() -> float:
+        began = time.perf_counter()
+        for _ in range(spans):
+            with trace.span("forward", microbatch=3, chunk=1):
+                pass
+        return (time.perf_counter() - began) / spans
+
+    return min(once() for _ in range(7))
+
+
+def test_it_costs_next_to_nothing_while_nobody_asks() -> None:
+    """A pass of the smallest model takes some hundred microseconds: less than a hundredth of that."""
+    assert _cost(2000) < 3e-6

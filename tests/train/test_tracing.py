@@ -1,0 +1,269 @@
+"""A run's trace: the file, what every rank did in it, and the picture of a step."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.legs import Legs, shared_project
+from support.life import Training, make_batches
+
+from hpctrain import trace
+from hpctrain.errors import SettingsError, UsageError
+from hpctrain.trace import Recording, Span
+from hpctrain.train import clocks
+from hpctrain.train.options import RunOptions
+from hpctrain.train.settings import TrainSettings
+from hpctrain.train.trace_file import events, merge
+from hpctrain.train.trace_read import read
+
+STEPS = 8
+
+
+class Traced(Training):
+    """Be a training whose passes are spans, as those of ``hpctrain train`` are."""
+
+    def __init__(self, job: Any, folder: Path, **options: Any) -> None:
+        super().__init__(job, folder, make_batches(10), steps=STEPS, **{"every": 4, "trace": True, **options})
+        self.model.register_forward_pre_hook(lambda *_: self._enter("forward"))
+        self.model.register_forward_hook(lambda *_: self._leave())
+
+    def go(self, before: Any = lambda step, batch: None) -> Traced:
+        backward = torch.Tensor.backward
+
+        def traced_backward(tensor: torch.Tensor) -> None:
+            with trace.span("backward", microbatch=0):
+                backward(tensor)
+
+        torch.Tensor.backward = traced_backward  # type: ignore[method-assign, assignment]
+        try:
+            super().go(before)
+        finally:
+            torch.Tensor.backward = backward  # type: ignore[method-assign]
+        self.job.comm.barrier()  # rank 0 writes
+        return self
+
+    def _enter(self, name: str) -> None:
+        self._span = trace.span(name, microbatch=0)
+        self._span.__enter__()
+
+    def _leave(self) -> None:
+        self._span.__exit__(None, None, None)
+
+
+def spans_of(folder: Path) -> list[dict[str, Any]]:
+    found = json.loads((folder / "trace.json").read_text())
+    assert found["otherData"]["format"] == "hpctrain-trace"
+    return [event for event in found["traceEvents"] if event["ph"] == "X"]
+
+
+@pytest.mark.ranks(1, 2, 3)
+def test_the_file_holds_what_every_rank_did(job: Any, shared_tmp_path: Path) -> None:
+    Traced(job, shared_tmp_path, trace_steps=(3, 5)).go()
+    spans = spans_of(shared_tmp_path)
+    for rank in range(job.size):
+        own = Counter(span["name"] for span in spans if span["args"]["rank"] == rank)
+        # A checkpoint is copied, then waited for.
+        assert own["step"] == own["forward"] == own["backward"] == own["optimizer"] == own["data"] == 3
+        assert own["checkpoint"] >= 2
+        assert (own["reduce"] >= 6) == (job.size > 1)  # gradients, and what the ranks tell each other after a step
+        assert [s["args"]["step"] for s in spans if s["name"] == "step" and s["args"]["rank"] == rank] == [3, 4, 5]
+        saved = [span["args"].get("step") for span in spans if span["name"] == "checkpoint"]
+        assert set(saved) == {4, None}
+    assert {span["pid"] for span in spans} == set(job.comm.all_gather_object(job.node))
+    assert {span["tid"] for span in spans} == set(range(job.size))
+
+
+@pytest.mark.ranks(1, 2, 3)
+def test_spans_of_a_thread_nest(job: Any, shared_tmp_path: Path) -> None:
+    Traced(job, shared_tmp_path, trace_steps=(1, STEPS)).go()
+    for thread in range(job.size):
+        around: list[float] = []
+        for span in (each for each in spans_of(shared_tmp_path) if each["tid"] == thread):
+            begin, end = round(span["ts"] * 1000), round((span["ts"] + span["dur"]) * 1000)
+            while around and around[-1] <= begin:
+                around.pop()
+            assert not around or end <= around[-1], span
+            around.append(end)
+
+
+@pytest.mark.ranks(1, 2)
+def test_a_step_is_read_back_as_a_timeline(job: Any, shared_tmp_path: Path) -> None:
+    Traced(job, shared_tmp_path, trace_steps=(3, 5)).go()
+    found, second = read(shared_tmp_path), read(shared_tmp_path / "trace.json", 4)
+    assert (found.step, second.step) == (5, 4)
+    assert found.names == tuple(f"rank {rank}" for rank in range(job.size))
+    for measured in (found, second):
+        timeline = measured.timeline
+        for row in timeline.rows:
+            work = [span.name for span in row if span.name in ("forward", "backward", "optimizer")]
+            assert work == ["forward", "backward", "optimizer"]
+            assert {span.microbatch for span in row if span.name in ("forward", "backward")} == {0}
+        assert 0 < timeline.makespan < 60_000 and 0 <= timeline.bubble < 1
+        names = {span.name for row in timeline.rows for span in row}
+        assert names <= {"forward", "backward", "optimizer", "reduce", "wait", "send", "receive"}
+    with pytest.raises(UsageError, match="trace.json holds no step 9: it holds 3 to 5"):
+        read(shared_tmp_path, 9)
+
+
+@pytest.mark.ranks(1, 2)
+def test_a_measured_step_draws(job: Any, shared_tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    from hpctrain.cli.main import main
+
+    Traced(job, shared_tmp_path).go()
+    if job.rank == 0:
+        picture = shared_tmp_path / "measured.png"
+        assert main(["plan", "--measured", str(shared_tmp_path), "-o", str(picture)]) == 0
+        assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.ranks(1, 2)
+def test_a_run_that_ends_before_writes_what_it_has(job: Any, shared_tmp_path: Path) -> None:
+    Traced(job, shared_tmp_path, trace_steps=(7, 20)).go()
+    assert {span["args"]["step"] for span in spans_of(shared_tmp_path) if span["name"] == "step"} == {7, 8}
+    assert not trace.recording
+
+
+@pytest.mark.ranks(1, 2)
+def test_nothing_is_written_unless_asked_for(job: Any, shared_tmp_path: Path) -> None:
+    Traced(job, shared_tmp_path / "off", trace=False).go()
+    Traced(job, shared_tmp_path / "late", trace_steps=(9, 12)).go()
+    assert not list(shared_tmp_path.rglob("trace.json*"))
+
+
+@pytest.mark.ranks(1, 2)
+def test_a_run_that_fails_forgets_and_the_next_may_trace(job: Any, shared_tmp_path: Path) -> None:
+    class Stop(Exception):
+        pass
+
+    def stop(step: int, batch: torch.Tensor) -> None:
+        if step == 7:
+            raise Stop
+
+    with pytest.raises(Stop):
+        Traced(job, shared_tmp_path, trace_steps=(6, 8)).go(stop)
+    job.comm.barrier()
+    assert not trace.recording and not (shared_tmp_path / "trace.json").exists()
+    Traced(job, shared_tmp_path, trace_steps=(1, 2)).go()  # counted from this start; resumes after step 4
+    assert {span["args"]["step"] for span in spans_of(shared_tmp_path) if span["name"] == "step"} == {5, 6}
+
+
+@pytest.mark.ranks(1, 2)
+def test_a_file_that_cannot_be_written_is_a_warning(
+    job: Any, shared_tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    if job.rank == 0:
+        (shared_tmp_path / "trace.json" / "in the way").mkdir(parents=True)
+    job.comm.barrier()
+    training = Traced(job, shared_tmp_path, trace_steps=(1, 2)).go()
+    assert training.run.step == STEPS
+    assert ("trace.json: Is a directory; going on without" in caplog.text) == (job.rank == 0)
+
+
+@pytest.mark.ranks(1, 2, 3)
+def test_all_ranks_stand_on_one_clock(comm: Any, shared_tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every rank does the same at once, as it were, by a clock that is 1000 s a rank ahead."""
+    monkeypatch.setattr(clocks, "offsets", lambda comm: [1000.0 * rank for rank in range(comm.size)])
+    spans = [Span("forward", 5.0, 5.5, 1), Span("backward", 5.5, 7.0, 1)]
+    moved = [Span(each.name, each.start + 1000 * comm.rank, each.end + 1000 * comm.rank, 1) for each in spans]
+    merge(comm, Recording(moved, dropped=comm.rank), shared_tmp_path / "trace.json", place=f"pipe {comm.rank}")
+    comm.barrier()
+    found = json.loads((shared_tmp_path / "trace.json").read_text())
+    assert found["otherData"] == {"format": "hpctrain-trace", "ranks": comm.size, "dropped": sum(range(comm.size))}
+    times = [(event["name"], event["ts"], event["dur"]) for event in found["traceEvents"] if event["ph"] == "X"]
+    assert times == [("forward", 0, 500_000), ("backward", 500_000, 1_500_000)] * comm.size
+    names = [event["args"]["name"] for event in found["traceEvents"] if event["name"] == "thread_name"]
+    assert names == [f"rank {rank} (pipe {rank})" for rank in range(comm.size)]
+
+
+@pytest.fixture(scope="module")
+def project(comm: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with a corpus, a model and a config."""
+    return shared_project(comm, Path(comm.broadcast_object(str(tmp_path_factory.mktemp("project")))))
+
+
+@pytest.mark.ranks(1, 2)
+@pytest.mark.parametrize("name", ["ddp", "fsdp"])
+def test_a_run_from_a_file_traces(comm: Any, project: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    Legs(comm, project, monkeypatch)(
+        name, f"traced_{name}", "train.steps=6", "train.accumulate=2", "train.trace=true", "train.trace_steps=[2, 4]"
+    )
+    comm.barrier()
+    folder = project / f"traced_{name}"
+    for rank in range(comm.size):
+        own = Counter(span["name"] for span in spans_of(folder) if span["args"]["rank"] == rank)
+        assert own["step"] == own["optimizer"] == 3 and own["forward"] == own["backward"] == 6
+    assert read(folder).step == 4
+
+
+# The format, without a run --------------------------------------------------------------------------------------------
+
+
+def report(rank: int, spans: list[list[Any]], **more: Any) -> dict[str, Any]:
+    return {"rank": rank, "node": rank // 2, "host": "", "place": "", "dropped": 0, "spans": spans, **more}
+
+
+def test_events_are_those_of_chrome() -> None:
+    spans = [["reduce", 5_000, 6_500, 77, {"operation": "all_reduce"}], ["step", 4_000, 9_000, 77, {"step": 1}]]
+    found = list(events([report(0, spans), report(1, [["forward", 4_250, 4_251, 8, {}]], host="n1", place="pipe 1")]))
+    names = {(event["name"], event["pid"], event.get("tid")): event["args"] for event in found if event["ph"] == "M"}
+    assert names["process_name", 0, None] == {"name": "node 0 (n1)"}  # the last one stands
+    assert names["thread_name", 0, 0] == {"name": "rank 0"}
+    assert names["thread_name", 0, 1] == {"name": "rank 1 (pipe 1)"}
+    assert names["thread_sort_index", 0, 1] == {"sort_index": 1}
+    step, reduce, forward = [event for event in found if event["ph"] == "X"]
+    assert (step["name"], step["cat"], step["ts"], step["dur"], step["tid"]) == ("step", "step", 0, 5, 0)
+    assert (reduce["cat"], reduce["ts"], reduce["dur"]) == ("communication", 1, 1.5)
+    assert reduce["args"] == {"rank": 0, "operation": "all_reduce"}
+    assert (forward["cat"], forward["ts"], forward["dur"], forward["tid"]) == ("computation", 0.25, 0.001, 1)
+
+
+def test_other_threads_of_a_rank_have_numbers_of_their_own() -> None:
+    spans = [["send", 1_000, 2_000, 5, {}], ["step", 0, 9_000, 4, {"step": 1}]]
+    found = list(events([report(0, spans), report(1, spans), report(2, [])]))
+    threads = {(event["name"], event["args"]["rank"]): event["tid"] for event in found if event["ph"] == "X"}
+    assert threads == {("step", 0): 0, ("send", 0): 3, ("step", 1): 1, ("send", 1): 4}
+    texts = [event["args"]["name"] for event in found if event["name"] == "thread_name"]
+    assert texts == ["rank 0", "rank 0, thread 2", "rank 1", "rank 1, thread 2", "rank 2"]
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("", "is not a trace of hpctrain: JSONDecodeError"),
+        ("[1]", "is not a trace of hpctrain: TypeError"),
+        ('{"traceEvents": [{"ph": "X", "ts": "soon"}]}', "is not a trace of hpctrain"),
+        ('{"traceEvents": []}', "holds no whole step"),
+    ],
+)
+def test_files_that_are_none(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "trace.json").write_text(text)
+    with pytest.raises(UsageError, match=message):
+        read(tmp_path)
+
+
+def test_a_run_without_a_trace(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="trace.json is not there: a run with train.trace = true writes it"):
+        read(tmp_path)
+
+
+def test_a_step_that_a_rank_did_not_end_is_none(tmp_path: Path) -> None:
+    steps = [["step", 0, 9, 1, {"step": 1}], ["step", 10, 19, 1, {"step": 2}], ["forward", 1, 2, 1, {}]]
+    found = {"traceEvents": list(events([report(0, steps), report(1, [steps[0]])]))}
+    (tmp_path / "trace.json").write_text(json.dumps(found))
+    assert read(tmp_path).step == 1
+    with pytest.raises(UsageError, match="holds no step 2: it holds 1 to 1"):
+        read(tmp_path, 2)
+
+
+@pytest.mark.parametrize("steps", [(), (3,), (0, 4), (5, 4), (1, 2, 3)])
+def test_steps_that_are_none(steps: tuple[int, ...]) -> None:
+    with pytest.raises(SettingsError, match="setting train.trace_steps = .*: give the first and the last step to"):
+        TrainSettings(trace_steps=steps)
+    with pytest.raises(UsageError, match="a run with trace_steps = "):
+        RunOptions(trace_steps=steps)
