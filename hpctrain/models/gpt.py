@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from hpctrain.errors import UsageError
 from hpctrain.models.shapes import GPTConfig
-from hpctrain.models.weights import draw, draw_weights, generator_for, give_memory, has_weights, reset_norm
+from hpctrain.models.weights import blank, draw, draw_weights, generator_for, give_memory, has_weights, reset_norm
 
 
 class Embedding(nn.Module):
@@ -116,7 +116,7 @@ class GPT(nn.Module):
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.config = config
-        with torch.device("meta"):  # where torch's own weights cost nothing
+        with blank():
             self.embedding = Embedding(config)
             self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
             self.norm = nn.LayerNorm(config.width)

@@ -5,11 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-import torch
 from torch import nn
 
 from hpctrain.errors import SettingsError
-from hpctrain.models.weights import draw_weights, give_memory, initialise_as_torch
+from hpctrain.models.weights import blank, draw_weights, give_memory, initialise_as_torch
 
 
 class MLP(nn.Sequential):
@@ -23,7 +22,7 @@ class MLP(nn.Sequential):
         if min(sizes) < 1:
             raise SettingsError(f"mlp with sizes {sizes}: allowed are whole numbers above 0")
         layers: list[nn.Module] = [nn.Flatten()]
-        with torch.device("meta"):  # where torch's own weights cost nothing
+        with blank():
             for size, next_size in zip(sizes, sizes[1:]):
                 layers += [nn.Linear(size, next_size), nn.ReLU()]
         super().__init__(*layers[:-1])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from hpctrain.errors import UsageError
@@ -18,11 +19,13 @@ def generate(
     temperature: float = 1.0,
     top_k: int | None = None,
     generator: torch.Generator | None = None,
+    multiple: int = 1,
 ) -> Tensor:
     """Return the prompt, int64 ``[batch, length]`` or ``[length]``, with ``count`` sampled tokens after it.
 
     Temperature 0 takes the likeliest token; ``top_k`` samples among the k likeliest only. What lies further back than
-    the model's context is not seen. The model's training mode is left as it was.
+    the model's context is not seen. The model's training mode is left as it was. Sequences are filled up to a
+    ``multiple`` of tokens, behind those that are seen, where ranks are to split them.
     """
     if prompt.shape[-1] < 1 or count < 0 or temperature < 0 or (top_k is not None and top_k < 1):
         raise UsageError(
@@ -34,7 +37,9 @@ def generate(
     model.eval()
     try:
         for _ in range(count):
-            logits = model(tokens[:, -model.config.context :])[:, -1].float()
+            seen = tokens[:, -(model.config.context // multiple * multiple) :]
+            length = seen.shape[1]
+            logits = model(F.pad(seen, (0, -length % multiple)))[:, length - 1].float()
             tokens = torch.cat([tokens, _choose(logits, temperature, top_k, generator)], dim=1)
     finally:
         model.train(training)

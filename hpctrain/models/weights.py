@@ -10,10 +10,13 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from hpctrain.errors import UsageError
 
@@ -63,9 +66,27 @@ def reset_norm(name: str, module: nn.Module) -> None:
     module.reset_parameters()
 
 
+class _Undrawn(TorchFunctionMode):
+    """Let torch's initialisers do nothing: on the meta device some load sympy, which takes seconds, to no end."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__module__", "") == "torch.nn.init":
+            return args[0] if args else (kwargs or {}).get("tensor")
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def blank() -> Iterator[None]:
+    """Build modules that have no memory, and whose weights nobody draws, in the ``with`` block."""
+    with torch.device("meta"), _Undrawn():
+        yield
+
+
 def give_memory(model: nn.Module) -> None:
     """Move a model that was built on meta to torch's default device, its weights not drawn yet."""
-    model.to_empty(device=torch.get_default_device())
+    device = torch.get_default_device()
+    # to_empty by empty_like, which on the meta device loads sympy
+    model._apply(lambda one: torch.empty(one.shape, dtype=one.dtype, device=device))  # type: ignore[no-untyped-call]
 
 
 def draw_weights(model: nn.Module, initialise: Callable[[str, nn.Module], None]) -> None:

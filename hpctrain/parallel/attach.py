@@ -53,4 +53,11 @@ def _recompute(model: nn.Module, settings: ParallelSettings) -> None:
     from hpctrain.parallel.fsdp.units import find_units
     from hpctrain.parallel.recompute import recompute
 
-    recompute([unit.module for unit in find_units(model, settings.units)[1:]])
+    units = [unit.module for unit in find_units(model, settings.units)[1:]]
+    if settings.pipe > 1:
+        from hpctrain.parallel.pipeline.layers import find_layers
+
+        # A container that the pipeline takes apart is never called.
+        inside = {module for layer in find_layers(model) for module in layer.module.modules()}
+        units = [unit for unit in units if unit in inside]
+    recompute(units)

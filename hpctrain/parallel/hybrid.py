@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from hpctrain.collectives.communicator import Communicator
-from hpctrain.collectives.mesh import Mesh
+from hpctrain.collectives.mesh import AXES, Mesh
 from hpctrain.errors import MismatchError
 from hpctrain.parallel.agreement import broadcast_model, check_same_model
 from hpctrain.parallel.materialise import is_meta
@@ -27,6 +27,7 @@ from hpctrain.parallel.settings import ParallelSettings
 from hpctrain.parallel.strategy import Strategy
 from hpctrain.parallel.tensor.plan import apply as split_matrices
 from hpctrain.parallel.tensor.plan import plan_of
+from hpctrain.parallel.tensor.rng import agree
 from hpctrain.parallel.tensor.split import TensorSplit
 from hpctrain.shard import Shard, Split
 
@@ -48,9 +49,11 @@ class ModelParallel(Strategy):
         attach: Attach,
         example: Tensor | None = None,
     ) -> None:
-        self.model, self.comm, self.settings = model, comm, settings
+        self.model, self.comm, self.settings, self.device = model, comm, settings, device
         _agree_on_values(model, comm)
         self.mesh = Mesh(comm, shape_of(settings, comm.size))
+        place = {axis: self.mesh.shape.coordinate(axis, comm.rank) for axis in AXES}
+        self.place = ", ".join(f"{axis} {place[axis]}" for axis in AXES if self.mesh.shape.length(axis) > 1)
         plan = plan_of(model, settings.tensor_plan) if settings.tensor > 1 else {}
         self._pipeline: Pipeline | None = None
         if settings.pipe > 1:
@@ -58,6 +61,8 @@ class ModelParallel(Strategy):
         self._tensor: TensorSplit | None = None
         if settings.tensor > 1:
             self._tensor = split_matrices(model, self.mesh.tensor, plan, sequence=settings.sequence, device=device)
+            if settings.schedule == "zb-h1":
+                self._tensor.separate_backward()
         alone = replace(settings, pipe=1, tensor=1, sequence=False, tensor_plan=(), recompute=False, chunks=0)
         self.inner = attach(model, self.mesh.data, alone, device)
         if self._pipeline is not None:
@@ -205,13 +210,9 @@ class ModelParallel(Strategy):
         self.inner.refresh()
 
     def agree_on_generators(self) -> None:
-        """Let the ranks of a tensor line draw the same dropout, as their activations are the same."""
-        if self.settings.sequence or self.mesh.tensor.size == 1:
-            return
-        state = self.mesh.tensor.broadcast(torch.get_rng_state())
-        torch.set_rng_state(state)
-        if torch.cuda.is_available():
-            torch.cuda.set_rng_state(self.mesh.tensor.broadcast(torch.cuda.get_rng_state()))
+        """Let the ranks of a tensor line draw the same dropout; where they must not, the split sees to it."""
+        if self.mesh.tensor.size > 1:
+            agree(self.mesh.tensor, *{torch.device("cpu"), self.device})
 
     def detach(self) -> None:
         """Take all hooks off the module; what it has lost to other ranks does not come back."""

@@ -85,7 +85,7 @@ def make_buffers(model: nn.Module, device: torch.device) -> list[str]:
     for path, module in model.named_modules():
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.is_meta:
-                module._buffers[name] = torch.zeros_like(buffer, device=device)
+                module._buffers[name] = torch.zeros(buffer.shape, dtype=buffer.dtype, device=device)
                 found.append(path)
     return list(dict.fromkeys(found))
 
@@ -141,7 +141,8 @@ def _lent(module: nn.Module, device: torch.device) -> Iterator[dict[str, Tensor]
             if name in buffers:
                 module._buffers[name] = torch.zeros_like(old, device=device)
                 continue
-            memory = nn.Parameter(torch.empty_like(old, device=device), requires_grad=old.requires_grad)
+            empty = torch.empty(old.shape, dtype=old.dtype, device=device)
+            memory = nn.Parameter(empty, requires_grad=old.requires_grad)
             lent[name] = memory.detach()
             module._parameters[name] = memory
         yield lent

@@ -14,12 +14,9 @@ def shape_of(settings: ParallelSettings, size: int) -> Shape:
     return fill_in(size, pipe=settings.pipe, tensor=settings.tensor, order=settings.order)
 
 
-def generator_number(settings: ParallelSettings, shape: Shape, rank: int) -> int:
-    """Return a number that ranks share which must draw the same dropout: those of one tensor line.
-
-    With ``sequence`` they hold other parts of a sequence between the matrices, too, and draw apart.
-    """
-    return rank if settings.sequence else shape.line("tensor", rank)[0]
+def generator_number(shape: Shape, rank: int) -> int:
+    """Return a number that ranks share which must draw the same dropout: those of one tensor line."""
+    return shape.line("tensor", rank)[0]
 
 
 def microbatches_for(settings: ParallelSettings, samples: int) -> int:

@@ -14,6 +14,7 @@ from hpctrain import trace
 from hpctrain.collectives.communicator import Communicator
 from hpctrain.errors import UsageError
 from hpctrain.parallel.objective import Objective
+from hpctrain.parallel.pipeline.skip import carrying
 from hpctrain.shard import Split
 
 
@@ -25,6 +26,7 @@ class Strategy(ABC):
 
     model: nn.Module
     comm: Communicator
+    place = ""  # where in a mesh this rank is
     _syncing = True  # whether backward passes are reduced
     updates_itself = False  # whether an update of the optimizer that is under way is one of the strategy's own
 
@@ -40,7 +42,7 @@ class Strategy(ABC):
 
         A call by all ranks that hold parts of one replica, with the same samples.
         """
-        with trace.span("forward"), objective.computing(inputs.device):
+        with trace.span("forward"), carrying({}), objective.computing(inputs.device):
             outputs = self.model(inputs)
         with trace.span("loss"):
             loss = objective.compare(outputs, targets) * weight

@@ -63,7 +63,7 @@ def train(settings: Settings, *, verbose: bool = False) -> None:
         parameters = sum(parameter.numel() for parameter in model.parameters())
         job.wrap(model, example=corpus.train.batch(np.arange(1))[0])
         strategy = job.strategy(model)
-        seed_generators(settings.train.seed + 1 + generator_number(settings.parallel, shape, job.rank))
+        seed_generators(settings.train.seed + 1 + generator_number(shape, job.rank))
         optimizer = optimizers.make(model, settings.optimizer)
         step = Stepper(strategy, settings.train, job.device)
         data = strategy.data
@@ -88,7 +88,8 @@ def train(settings: Settings, *, verbose: bool = False) -> None:
                     run.log(same={"validation_loss": validate(settings, step, corpus)})
 
         # All ranks write the same text: parameters that are split take all of them to compute with.
-        text = sample_text(model, settings.train.prompt, job.device)
+        multiple = shape.tensor if settings.parallel.sequence else 1
+        text = sample_text(model, settings.train.prompt, job.device, multiple)
         if job.rank == 0:
             summarise(run, corpus.train.facts, text, resumed=resumed_at >= settings.train.steps)
 
@@ -128,7 +129,8 @@ def make_model(settings: Settings, corpus: Corpus, ranks: int) -> nn.Module:
     One that ``ranks`` are to divide among them is built on the meta device: ``job.wrap`` draws the same weights, and
     never all of them on one rank.
     """
-    torch.use_deterministic_algorithms(settings.train.deterministic)
+    if settings.train.deterministic is not torch.are_deterministic_algorithms_enabled():
+        torch.use_deterministic_algorithms(settings.train.deterministic)  # loads torch's compiler, which takes seconds
     seed_generators(settings.train.seed)
     divides = settings.parallel.data in SHARDED or settings.parallel.splits_model
     divided = settings.model.factory is None and divides and ranks > 1

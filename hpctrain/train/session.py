@@ -91,7 +91,7 @@ class Run:
         self._progress: Progress | None = None
         self._books = Books(self.folder, job.launch.job_id, lenient=options.on_error == "continue")
         self._saves = Saves(self.state, options, self._books)
-        self._tracing = Tracing(job.comm, self.folder, options.traced)
+        self._tracing = Tracing(job.comm, self.folder, options.traced, strategy.place)
         self._updating = 0.0  # when the optimizer began
 
     # What a loop may ask ----------------------------------------------------------------------------------------------

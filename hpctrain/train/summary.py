@@ -23,13 +23,16 @@ LENGTH = 300  # bytes of generated text
 BYTES = 256  # vocabulary of a byte-level model
 
 
-def sample_text(model: nn.Module, prompt: str, device: torch.device) -> str | None:
-    """Return what a byte-level GPT writes after the prompt; None where there is no prompt or no such model."""
+def sample_text(model: nn.Module, prompt: str, device: torch.device, multiple: int = 1) -> str | None:
+    """Return what a byte-level GPT writes after the prompt; None where there is no prompt or no such model.
+
+    ``multiple`` is what lengths must be multiples of, as sequences are split.
+    """
     if not prompt or not isinstance(model, GPT) or model.config.vocab_size != BYTES:
         return None
     tokens = torch.tensor(list(prompt.encode()), dtype=torch.int64, device=device)
     generator = torch.Generator(device=device).manual_seed(0)
-    written = generate(model, tokens, LENGTH, temperature=0.7, top_k=40, generator=generator)
+    written = generate(model, tokens, LENGTH, temperature=0.7, top_k=40, generator=generator, multiple=multiple)
     return bytes(written.tolist()).decode(errors="replace")
 
 

@@ -75,7 +75,8 @@ def held(trained: Trained) -> Iterator[Shard]:
     """Yield the boxes that this rank holds of model and optimizer."""
     split = trained.strategy.split
     named = dict(trained.model.named_parameters())
-    states = {f"{name}/{key}": each for name, one in named.items() for key, each in trained.optimizer.state[one].items()}
+    known = trained.optimizer.state
+    states = {f"{name}/{key}": each for name, one in named.items() for key, each in known[one].items()}
     for name, tensor in {**trained.model.state_dict(), **states}.items():
         if split is None or name.endswith("/step"):
             yield Shard.whole(name, tensor)

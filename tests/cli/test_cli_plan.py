@@ -25,12 +25,14 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def traced(tmp_path: Path) -> Path:
     """Return a run's folder whose two ranks took turns in two steps: times are in milliseconds, as told below."""
-    rows = []  # the wait after the update of rank 0 lasts longer than the update of rank 1, the end of the picture
+    # The wait of rank 0 lasts longer than the update of rank 1, the end of the picture; an evaluation follows.
+    rows = []
     for rank, shift in ((0, 0), (1, 2)):
         spans = []
         for step, start in ((7, 0), (8, 100)):
             passes = [("forward", 0, 10), ("backward", 10, 30), ("reduce", 20, 30), ("optimizer", 30, 35)]
-            for name, begin, end in [*passes, ("step", 0, 50), ("data", -2, 0), ("wait", 35, 45)]:
+            others = [("step", 0, 50), ("data", -2, 0), ("wait", 35, 45), ("forward", 46, 49)]
+            for name, begin, end in passes + others:
                 facts = {"step": step} if name == "step" else {"microbatch": 0} if name.endswith("ward") else {}
                 when = (start + shift + begin) * 1_000_000, (start + shift + end) * 1_000_000
                 spans.append([name, *when, 1, facts])
@@ -115,13 +117,14 @@ def test_a_measured_step(traced: Path, capsys: pytest.CaptureFixture[str]) -> No
         "rank 1 (pipe 1)  1     25    32.4%",
     ]
     # A hundred columns: 97 for 37 ms.
-    backward = "B0" + "-" * 49
+    backward = "B0" + "-" * 50
     assert lines[6] == "0: F0" + "-" * 23 + " " + backward + " U" + "-" * 11 + " " + "." * 5
     assert lines[7].startswith("1: " + "." * 5 + "F0---") and lines[7].endswith("U-----------")
     assert main(["plan", "--measured", str(traced), "--step", "7", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["step"], found["unit"], found["makespan"]) == (7, "ms", pytest.approx(37))
-    assert {span["name"] for span in found["ranks"][0]["spans"]} == {"forward", "backward", "optimizer", "reduce", "wait"}
+    names = [span["name"] for span in found["ranks"][0]["spans"]]
+    assert names == ["forward", "backward", "reduce", "optimizer", "wait"]
 
 
 def test_a_measured_picture(traced: Path, tmp_path: Path) -> None:

@@ -23,6 +23,8 @@ def project(tmp_path: Path) -> Iterator[Path]:
     folder.mkdir()
     make_project(folder)
     (folder / "model.toml").write_text('[model]\nname = "gtp-tiny"\n')
+    data = '[data]\nfiles = ["corpus.h5"]\nvalidation_samples = 8\n'
+    (folder / "gpt.toml").write_text(f'{data}[model]\nname = "gpt-tiny"\n[train]\nbatch = 12\n')
     handlers = {number: signal.getsignal(number) for number in SIGNALS}
     yield folder
     for number, handler in handlers.items():
@@ -95,3 +97,24 @@ def test_the_folder_is_named_after_the_config(launch: Any, tmp_path: Path) -> No
     assert (tmp_path / "runs/tiny/checkpoints/step_00000002.h5").exists()
     assert "hpctrain checkpoint show runs/tiny/checkpoints/step_00000002.h5" in result.stdout
     assert "local rank" in result.stderr  # the binding table
+
+
+INTERLEAVED = ["parallel.schedule=interleaved", "parallel.chunks=4"]
+
+
+@pytest.mark.parametrize(
+    "ranks, words, said",
+    [
+        (2, ["tiny.toml", "parallel.pipe=2"], "class Model cannot be cut into stages: write a method layers()"),
+        (2, ["gpt.toml", "parallel.pipe=3"], "cannot form a mesh of pipe 3 x data -1 x tensor 1: pipe = 1 or 2"),
+        (2, ["gpt.toml", "parallel.pipe=2", "parallel.microbatches=5"], "allowed are 1, 2, 3, 4, 6, 12"),
+        (2, ["gpt.toml", "parallel.pipe=2", *INTERLEAVED], "7 layers cannot make 8"),
+        (2, ["gpt.toml", "parallel.pipe=2", "parallel.partition=2,2"], "must be 2 numbers above 0 with the sum 7"),
+        (2, ["gpt.toml", "parallel.pipe=2", "parallel.schedule=2f2b"], "allowed are naive, gpipe, 1f1b"),
+        (3, ["gpt.toml", "parallel.tensor=3"], "head"),
+        (2, ["gpt.toml", "parallel.tensor=2", "parallel.tensor_plan=*.fx=column"], "no module has such a name"),
+        (2, ["gpt.toml", "parallel.tensor=2", "parallel.tensor_plan=*.fc=colum"], "allowed kinds are"),
+    ],
+)
+def test_models_that_cannot_be_split_so(refused: Any, ranks: int, words: list[str], said: str) -> None:
+    assert said in refused(ranks, words[0], *(part for word in words[1:] for part in ("--set", word)), timeout=60)

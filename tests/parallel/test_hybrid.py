@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from support.meshes import BATCH, SYNCHRONOUS, Trained, plain, samples, small_gpt
+from support.meshes import BATCH, LENGTH, SHAPE, SYNCHRONOUS, Trained, plain, samples, small_gpt
+from support.nodes import alone, placed
 
 from hpctrain.errors import MismatchError, SettingsError, UsageError
 from hpctrain.parallel.objective import Objective, cross_entropy
@@ -221,3 +223,49 @@ class _Live:
 
     def _went(self) -> None:
         self.now -= 1
+
+
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize("schedule", SYNCHRONOUS)
+def test_messages_carry_what_slots_carry(own: Any, schedule: str) -> None:
+    """Ranks that believe that each is alone on its node have no memory to share, and get the same bits."""
+    settings = ParallelSettings(pipe=own.size, schedule=schedule)
+    apart = placed(own, alone)
+    slots, messages = (Trained.of(comm, settings).learn(range(4)) for comm in (own, apart))
+    assert slots.losses == messages.losses and slots.norms == messages.norms
+    with apart.recording() as sent:
+        messages.passes(*samples(0))
+    assert sent.calls["handover"] == 0
+    apart.free()
+
+
+@pytest.mark.ranks(2)
+def test_activations_are_written_once_and_read_in_place(own: Any) -> None:
+    """Through slots go the activations of each microbatch and their gradients, and nothing else."""
+    trained = Trained.of(own, ParallelSettings(pipe=2)).learn(range(1))
+    with trained.strategy.mesh.pipe.recording() as recorder:  # type: ignore[attr-defined]
+        trained.passes(*samples(0))
+    assert recorder.calls["handover"] == BATCH
+    assert recorder.bytes["handover"] == BATCH * LENGTH * SHAPE["width"] * 4
+    assert recorder.bytes["send"] == recorder.bytes["recv"] == 0
+
+
+EIGHT = """
+from support.meshes import Trained, plain
+import hpctrain
+from hpctrain.parallel.settings import ParallelSettings
+
+with hpctrain.init() as job:
+    for data, steps in (("ddp", 30), ("fsdp", 5)):
+        trained = Trained.of(job.comm, ParallelSettings(pipe=2, tensor=2, data=data)).learn(range(steps))
+        off = max(abs(one - other) / other for one, other in zip(trained.losses, plain(steps)))
+        if job.rank == 0:
+            print(off < 1e-5, trained.strategy.mesh.shape)
+"""
+
+
+@pytest.mark.limit(200)
+def test_eight_ranks_split_in_all_ways_at_once(launch: Any) -> None:
+    tests = str(Path(__file__).parent.parent)
+    done = launch(8, EIGHT, timeout=180, env={"PYTHONPATH": tests, "OMP_NUM_THREADS": "1"})
+    assert done.stdout.splitlines() == ["True pipe 2 x data 2 x tensor 2"] * 2, done

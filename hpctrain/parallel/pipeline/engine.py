@@ -18,6 +18,7 @@ from hpctrain import trace
 from hpctrain.parallel.objective import Objective
 from hpctrain.parallel.pipeline.deferred import Deferred
 from hpctrain.parallel.pipeline.links import Link
+from hpctrain.parallel.pipeline.prune import used_twice
 from hpctrain.parallel.pipeline.route import Route
 from hpctrain.parallel.pipeline.schedule import Action, Kind, Schedule
 from hpctrain.parallel.pipeline.stage import Chunk, backward
@@ -53,7 +54,8 @@ class Engine:
         self, chunks: Mapping[int, Chunk], count: int, device: torch.device, versions: Versions | None = None
     ) -> None:
         self._chunks, self._last, self._device, self._versions = chunks, count - 1, device, versions
-        self._deferred = Deferred()
+        layers = [layer for chunk in chunks.values() for layer in chunk.layers]
+        self._deferred = Deferred(used_twice(layers))
 
     def train(self, schedule: Schedule, route: Route, work: Work, rank: int) -> Tensor:
         """Leave the gradients in the parameters of this rank; return the loss where it is made, elsewhere 0."""
@@ -89,7 +91,7 @@ class _Play:
 
     def __init__(self, engine: Engine, schedule: Schedule, route: Route, work: Work) -> None:
         self._engine, self._route, self._work = engine, route, work
-        self._splits = any(action.kind is Kind.INPUT for action in schedule.actions[0])
+        self._splits = schedule.splits_backward
         # Where every microbatch has an update of its own its gradient counts in full; the loss is a mean in any case.
         self._count = schedule.microbatches
         self._share = work.weight if engine._versions is not None else work.weight / self._count

@@ -35,7 +35,7 @@ def lines(timeline: Timeline, width: int = 120) -> list[str]:
 
 
 def fitted(timeline: Timeline, width: int = 120) -> list[str]:
-    """Return a line a rank, as wide as may be, for measured times: passes as long as they took, dots where it is idle."""
+    """Return a line a rank, as wide as may be, for measured times: passes as long as they took, dots for idle time."""
     names = [f"{rank}: " for rank in range(len(timeline.rows))]
     margin = max(map(len, names), default=0)
     count = max(1, width - margin)
@@ -46,7 +46,7 @@ def fitted(timeline: Timeline, width: int = 120) -> list[str]:
         for span, (first, last) in _places(row, timeline.start, unit):
             drawn = label(span, chunks).ljust(last - first - 1, "-").ljust(last - first)
             text[first:last] = drawn[: last - first]
-        found.append(name.rjust(margin) + "".join(text))
+        found.append((name.rjust(margin) + "".join(text)).rstrip())
     return found
 
 

@@ -8,7 +8,8 @@ from typing import Any, cast
 from torch import nn
 
 from hpctrain.errors import UsageError
-from hpctrain.parallel.tensor.layers import ColumnParallel, Parallel, ParallelEmbedding, RowParallel
+from hpctrain.parallel.tensor.embedding import ParallelEmbedding
+from hpctrain.parallel.tensor.layers import ColumnParallel, Parallel, RowParallel
 from hpctrain.parallel.tensor.pieces import degrees
 
 KINDS = {

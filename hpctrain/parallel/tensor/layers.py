@@ -1,7 +1,7 @@
-"""Be linear layers and embeddings of which each tensor rank holds a slice.
+"""Be linear layers of which each tensor rank holds a slice.
 
 They are made like torch's own, with a communicator more, or of torch's own in place (``convert``), whose names in
-``state_dict`` stay. ``in_features``, ``out_features`` and ``num_embeddings`` go on saying how large the whole is.
+``state_dict`` stay. ``in_features`` and ``out_features`` go on saying how large the whole is.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from hpctrain.collectives.communicator import Communicator
 from hpctrain.errors import UsageError
 from hpctrain.parallel.tensor import moves
-from hpctrain.parallel.tensor.cross_entropy import check_tokens
 from hpctrain.parallel.tensor.linear import column_linear, row_linear
 from hpctrain.parallel.tensor.pieces import bounds, degrees
 from hpctrain.parallel.tensor.rng import Region
@@ -151,7 +150,7 @@ class ColumnParallel(_ParallelLinear):
     def _check_sizes(cls, module: Any, size: int, **options: Any) -> None:
         features = module.out_features
         if options.get("gathers") or options.get("uneven"):
-            _check_enough(features, size, "outputs")
+            check_enough(features, size, "outputs")
         else:
             _check_divides(features, size, "outputs")
 
@@ -195,59 +194,6 @@ class RowParallel(_ParallelLinear):
         return result if bias is None else result + bias.to(result.dtype)
 
 
-class ParallelEmbedding(Parallel, nn.Embedding):
-    """Be an embedding of which each rank holds some rows; others count as zeros, and the ranks add up.
-
-    Shares may be unequal. A token outside of the vocabulary is refused, where looking costs no waiting for a device.
-    """
-
-    plain = nn.Embedding
-    dims = {"weight": 0}
-
-    def __init__(
-        self,
-        num_embeddings: int,
-        embedding_dim: int,
-        padding_idx: int | None = None,
-        device: Any = None,
-        dtype: torch.dtype | None = None,
-        *,
-        comm: Communicator,
-    ) -> None:
-        nn.Embedding.__init__(self, num_embeddings, embedding_dim, padding_idx, device=device, dtype=dtype)
-        self._check_sizes(self, comm.size)
-        self.weight.data = self.cut(comm, "weight", self.weight.data)
-        self._set(comm)
-
-    @classmethod
-    def _check_sizes(cls, module: Any, size: int, **options: Any) -> None:
-        _check_enough(module.num_embeddings, size, "rows")
-        for name in ("max_norm", "scale_grad_by_freq", "sparse"):
-            if getattr(module, name) not in (None, False):
-                raise UsageError(f"an embedding with {name} cannot be split", everywhere=True)
-
-    def _whole(self) -> nn.Module:
-        weight = self.weight
-        return nn.Embedding(
-            self.num_embeddings, self.embedding_dim, self.padding_idx, device=weight.device, dtype=weight.dtype
-        )
-
-    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 (torch's own name)
-        """Map tokens ``[...]`` to ``[..., embedding_dim]``."""
-        if input.device.type == "cpu":
-            check_tokens(input, self.num_embeddings, "token")
-        begin, end = bounds(self.num_embeddings, self._comm.rank, self._comm.size)
-        missing = (input < begin) | (input >= end)
-        if self.padding_idx is not None:
-            missing |= input == self.padding_idx  # its row is read below, and gets no gradient
-        rows = F.embedding((input - begin).masked_fill(missing, 0), self.weight)
-        rows = rows.masked_fill(missing.unsqueeze(-1), 0)
-        if self.padding_idx is not None and begin <= self.padding_idx < end:
-            fixed = self.weight.detach()[self.padding_idx - begin]
-            rows = torch.where((input == self.padding_idx).unsqueeze(-1), fixed, rows)
-        return moves.reduce(rows, self._comm)
-
-
 def _check_divides(length: int, size: int, what: str) -> None:
     if length % size:
         raise UsageError(
@@ -257,7 +203,8 @@ def _check_divides(length: int, size: int, what: str) -> None:
         )
 
 
-def _check_enough(length: int, size: int, what: str) -> None:
+def check_enough(length: int, size: int, what: str) -> None:
+    """Raise ``UsageError`` where a dim is too short for each rank to hold something of it."""
     if length < size:
         raise UsageError(
             f"{length} {what} cannot be split over {size} tensor ranks: allowed are up to {length}", everywhere=True

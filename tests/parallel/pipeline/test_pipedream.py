@@ -1,4 +1,4 @@
-"""PipeDream: gradients are those of the weights that the forward pass used, as in a plain simulation of the versions."""
+"""PipeDream: gradients are those of the weights that the forward pass used, as in a plain simulation."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def versions(stages: int) -> list[list[int]]:
 
 
 def momentum(model: nn.Module) -> torch.optim.Optimizer:
-    """Return an optimizer that does not blow up the rounding of gradients that are zero (keys' biases), as Adam does."""
+    """Return an optimizer that does not blow up the rounding of gradients that are zero, as Adam does."""
     return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hpctrain.parallel.pipeline.schedule import make
-from hpctrain.parallel.pipeline.text import lines
+from hpctrain.parallel.pipeline.text import fitted, lines
 from hpctrain.parallel.pipeline.timeline import Span, Timeline, equal_costs, simulate
 
 
@@ -55,6 +55,13 @@ def test_very_short_passes_do_not_make_it_endless() -> None:
     assert len(line.split()) - 1 == 240 and line.split().count("--") > 100
 
 
+def test_measured_ones_fill_the_width() -> None:
+    first = (Span("forward", 0, 4, 0, 0), Span("backward", 6.1, 15, 0, 0), Span("optimizer", 15, 17))
+    second = (Span("forward", 4, 6, 1, 0), Span("backward", 6, 6.2, 1, 0), Span("reduce", 6.2, 17))
+    assert fitted(Timeline((first, second)), 20) == ["0: F0- ..B0------ U", "1: ....F0..........."]
+
+
 @pytest.mark.parametrize("rows", [(), ((),), ((Span("data", 0, 1),),)])
 def test_nothing_to_show(rows: tuple[tuple[Span, ...], ...]) -> None:
-    assert all(set(line) <= set("0: .") for line in lines(Timeline(rows)))
+    for draw in (lines, fitted):
+        assert all(set(line) <= set("0: .") for line in draw(Timeline(rows)))

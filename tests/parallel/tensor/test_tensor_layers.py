@@ -1,4 +1,4 @@
-"""Column- and row-parallel layers and embeddings, made by hand, beside torch's own."""
+"""Column- and row-parallel layers, made by hand, beside torch's own."""
 
 from __future__ import annotations
 
@@ -7,12 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from support.matrices import CLOSE
 from torch import Tensor, nn
 
 from hpctrain.errors import UsageError
-from hpctrain.parallel.tensor.layers import ColumnParallel, ParallelEmbedding, RowParallel
+from hpctrain.parallel.tensor.layers import ColumnParallel, RowParallel
 from hpctrain.parallel.tensor.pieces import bounds
 
 RANKS = pytest.mark.ranks(2, 3, 4)
@@ -92,26 +91,13 @@ def test_results_stay_what_they_are_when_memory_is_used_again(comm: Any) -> None
     _, _, column, row = pairs(comm, False)
     inputs = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(1)).requires_grad_()
     found = row(column(inputs))
-    found.sum().backward()
-    before, gradient = found.detach().clone(), inputs.grad.clone()
-    for _ in range(3):
-        again = torch.ones(3, WIDTH, requires_grad=True)
-        row(column(again)).sum().backward()
+    before = found.detach().clone()
+    found.square().sum().backward()
+    gradient = inputs.grad.clone()
+    for turn in range(3):
+        again = torch.full((3, WIDTH), float(turn), requires_grad=True)
+        row(column(again)).square().sum().backward()
     assert torch.equal(found, before) and torch.equal(inputs.grad, gradient)
-
-
-@RANKS
-@pytest.mark.parametrize("padding", [None, 0, 30])
-def test_embedding_holds_some_rows_and_gives_all(comm: Any, padding: int | None) -> None:
-    whole = seeded(lambda: nn.Embedding(WORDS, WIDTH, padding))
-    split = seeded(lambda: ParallelEmbedding(WORDS, WIDTH, padding, comm=comm))
-    tokens = torch.randint(WORDS, (4, 9), generator=torch.Generator().manual_seed(1))
-    tokens[0, :2] = torch.tensor([0, WORDS - 1])
-    torch.testing.assert_close(split.weight, own(whole.weight, comm))
-    assert torch.equal(split(tokens), whole(tokens))
-    for each in (whole, split):
-        each(tokens).square().sum().backward()
-    torch.testing.assert_close(split.weight.grad, own(whole.weight.grad, comm), **CLOSE)
 
 
 @RANKS
@@ -134,9 +120,6 @@ def test_drawing_again_gives_slices_of_what_torch_draws(comm: Any) -> None:
         seeded(layer.reset_parameters)
         expected = seeded(lambda: nn.Linear(layer.in_features, layer.out_features))
         assert torch.equal(layer.weight, own(expected.weight, comm, dim))
-    embedding = ParallelEmbedding(WORDS, WIDTH, comm=comm)
-    seeded(embedding.reset_parameters)
-    assert torch.equal(embedding.weight, own(seeded(lambda: nn.Embedding(WORDS, WIDTH)).weight, comm))
 
 
 @RANKS
@@ -149,25 +132,14 @@ def test_other_dtypes(comm: Any, kind: torch.dtype) -> None:
     torch.testing.assert_close(row(own(inputs, comm, 1)), whole(inputs), **close)
 
 
-@RANKS
-@pytest.mark.parametrize("token", [-1, WORDS])
-def test_token_outside_of_the_vocabulary_is_refused(comm: Any, token: int) -> None:
-    layer = ParallelEmbedding(WORDS, WIDTH, comm=comm)
-    with pytest.raises(UsageError, match=f"^token {token} is outside of the vocabulary: allowed are 0 to {WORDS - 1}$"):
-        layer(torch.tensor([0, token]))
-
-
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(
     "make, message",
     [
         (lambda comm: ColumnParallel(4, 9, comm=comm), "9 outputs cannot be split over 2 tensor ranks: .* are 1, 3, 9"),
         (lambda comm: RowParallel(9, 4, comm=comm), "9 inputs cannot be split over 2 tensor ranks"),
-        (lambda comm: ParallelEmbedding(1, 4, comm=comm), "1 rows cannot be split over 2 .*: allowed are up to 1"),
         (lambda comm: ColumnParallel(4, 1, comm=comm, gathers=True), "1 outputs cannot be split over 2 tensor ranks"),
         (lambda comm: ColumnParallel.convert(nn.Embedding(4, 4), comm), "an Embedding is not a Linear"),
-        (lambda comm: ParallelEmbedding.convert(nn.Embedding(4, 4, max_norm=1.0), comm), "max_norm cannot be split"),
-        (lambda comm: ParallelEmbedding.convert(nn.Embedding(4, 4, sparse=True), comm), "sparse cannot be split"),
     ],
 )
 def test_what_cannot_be_split_is_refused(comm: Any, make: Any, message: str) -> None:
@@ -180,5 +152,3 @@ def test_on_one_rank_layers_are_torchs_own(comm: Any) -> None:
     x = torch.ones(2, WIDTH)
     torch.testing.assert_close(row(column(x)), second(first(x)))
     assert re.search("in_features=10, out_features=24", repr(column))
-    assert torch.equal(F.embedding(torch.tensor([1]), seeded(lambda: nn.Embedding(3, 2)).weight),
-                       seeded(lambda: ParallelEmbedding(3, 2, comm=comm))(torch.tensor([1])))

@@ -25,8 +25,9 @@ from torch import Tensor, nn
 from hpctrain.errors import MismatchError, UsageError
 from hpctrain.models.mlp import MLP
 from hpctrain.parallel.materialise import materialise
+from hpctrain.parallel.tensor.embedding import ParallelEmbedding
 from hpctrain.parallel.tensor.kinds import KINDS
-from hpctrain.parallel.tensor.layers import ColumnParallel, Parallel, ParallelEmbedding, RowParallel
+from hpctrain.parallel.tensor.layers import ColumnParallel, Parallel, RowParallel
 from hpctrain.parallel.tensor.plan import apply, choose, parse, plan_of
 
 TWO = pytest.mark.ranks(2)

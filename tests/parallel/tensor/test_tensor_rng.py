@@ -129,15 +129,18 @@ def test_a_unit_that_ends_a_region_and_drops_then_repeats_its_draws(comm: Any) -
 
     found = []
     for again in (False, True):
-        block = make_blocks(1, dropout=0.4)
-        split(block, comm, BLOCKS)
-        head, tail = block[0].fc, Tail(block[0])
+        blocks = make_blocks(3, dropout=0.4)
+        split(blocks, comm, BLOCKS)
+        tails = [Tail(block) for block in blocks]
         if again:
-            recompute([tail])
+            recompute(tails)
         torch.manual_seed(3)
         for step in range(2):
-            tail(head(vectors(step))).square().sum().backward()
-        found.append(head.weight.grad)
+            x = vectors(step)
+            for block, tail in zip(blocks, tails):
+                x = tail(block.fc(x))
+            x.square().sum().backward()
+        found.append(blocks[0].fc.weight.grad)
     torch.testing.assert_close(found[1], found[0], **CLOSE)
 
 
@@ -155,6 +158,16 @@ def test_a_forward_pass_that_breaks_off_leaves_the_region(comm: Any) -> None:
     handle.remove()
     states = comm.all_gather_object(torch.get_rng_state())
     assert all(torch.equal(state, states[0]) for state in states)
+
+
+@RANKS
+def test_a_head_whose_outputs_stay_split_begins_no_region(comm: Any) -> None:
+    model = make_gpt(dropout=0.3)
+    found = split(model, comm)
+    before = torch.get_rng_state()
+    with found.split_outputs():
+        model.head(vectors())  # as the last stage of a pipeline does, without the model around it
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 @RANKS

@@ -1,0 +1,166 @@
+"""Hold measured steps of a pipeline against the same schedule with the same times of passes and nothing lost between.
+
+``ideal`` goes by the median of each kind of pass of each chunk. ``played`` goes by the time that each single pass took
+in each step: what remains is what the pipeline itself adds, even where other work on the machine slows passes down.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from piping.timing import Step
+
+from hpctrain.parallel.pipeline.action import Action, Kind
+from hpctrain.parallel.pipeline.schedule import Schedule
+from hpctrain.parallel.pipeline.timeline import WAITS, WORK, Costs, Span, Timeline, simulate
+
+FORMULA = ("gpipe", "1f1b")  # whose idle share is (p-1)/(m+p-1) where all stages take the same time
+PASSES = tuple(kind.word for kind in Kind)
+SENDING = "send"
+
+Ranks = Sequence[Step]  # one step of all ranks
+
+
+@dataclass(frozen=True)
+class Shares:
+    """Say on what a rank spends a step: passes, sending, waiting for others, and the rest, as shares of it."""
+
+    passes: float
+    sending: float
+    waiting: float
+    rest: float
+
+
+@dataclass(frozen=True)
+class Bubble:
+    """Hold the idle share of all ranks: as measured, as simulated, and by the formula where there is one."""
+
+    measured: float
+    simulated: float
+    formula: float | None
+
+
+@dataclass(frozen=True)
+class Held:
+    """Hold a schedule's measured steps against their ideal; seconds."""
+
+    measured: float
+    ideal: float
+    played: float
+    bubble: Bubble
+    shares: list[Shares]  # of each rank
+    medians: dict[str, list[float | None]]  # of each kind of pass, by chunk
+
+    @property
+    def efficiency(self) -> float:
+        """Return the share of the measured time that the schedule would need with these passes."""
+        return self.ideal / self.measured
+
+
+def hold(schedule: Schedule, steps: Sequence[Ranks]) -> Held:
+    """Return what became of a schedule in some steps."""
+    medians = medians_of(schedule, steps)
+    simulated = simulate(schedule, costs_of(schedule, medians))
+    formula = (schedule.ranks - 1) / (schedule.microbatches + schedule.ranks - 1)
+    return Held(
+        measured=statistics.median(seconds(ranks) for ranks in steps),
+        ideal=simulated.makespan,
+        played=statistics.median(played(schedule, ranks) / seconds(ranks) for ranks in steps),
+        bubble=Bubble(
+            statistics.median(timeline(ranks).bubble for ranks in steps),
+            simulated.bubble,
+            formula if schedule.name in FORMULA else None,
+        ),
+        shares=[shares([ranks[rank] for ranks in steps]) for rank in range(schedule.ranks)],
+        medians=medians,
+    )
+
+
+def seconds(ranks: Ranks) -> float:
+    """Return the time of a step: the slowest rank's."""
+    return max(step.seconds for step in ranks)
+
+
+def timeline(ranks: Ranks) -> Timeline:
+    """Return what the ranks did from the first pass to the last."""
+    passes = [span for step in ranks for span in step.spans if span.name in PASSES]
+    begin, end = min(span.start for span in passes), max(span.end for span in passes)
+    return Timeline(tuple(tuple(_within(step.spans, begin, end)) for step in ranks))
+
+
+def _within(spans: Iterable[Span], begin: float, end: float) -> Iterable[Span]:
+    for span in spans:
+        if span.name in (*WORK, *WAITS) and span.start < end and span.end > begin:
+            yield Span(span.name, max(span.start, begin), min(span.end, end), span.chunk, span.microbatch)
+
+
+def medians_of(schedule: Schedule, steps: Sequence[Ranks]) -> dict[str, list[float | None]]:
+    """Return the median of each kind of pass of each chunk; None where the schedule has none such."""
+    found: dict[tuple[str, int | None], list[float]] = {}
+    for span in (span for ranks in steps for step in ranks for span in step.spans):
+        found.setdefault((span.name, span.chunk), []).append(span.end - span.start)
+    return {
+        word: [statistics.median(found[word, chunk]) if (word, chunk) in found else None for chunk in _chunks(schedule)]
+        for word in PASSES
+        if any((word, chunk) in found for chunk in _chunks(schedule))
+    }
+
+
+def costs_of(schedule: Schedule, medians: Mapping[str, Sequence[float | None]]) -> Costs:
+    """Return the times for a simulation; a kind of pass that did not occur is not asked for either."""
+
+    def of(kind: Kind) -> list[float]:
+        return [each or 0.0 for each in medians.get(kind.word, [0.0] * schedule.chunks)]
+
+    return Costs(of(Kind.FORWARD), of(Kind.BACKWARD), of(Kind.INPUT), of(Kind.WEIGHT), of(Kind.UPDATE))
+
+
+@dataclass(frozen=True)
+class _Single(Costs):
+    """Be the time of each single pass."""
+
+    times: Mapping[Action, float] = field(default_factory=dict)
+
+    def of(self, action: Action) -> float:
+        """Return the time that this pass took."""
+        return self.times[action]
+
+
+def played(schedule: Schedule, ranks: Ranks) -> float:
+    """Return how long a step takes of which every pass takes what it took, and nothing else takes time."""
+    kinds = {kind.word: kind for kind in Kind}
+    times = {
+        Action(kinds[span.name], span.chunk, span.microbatch): span.end - span.start
+        for step in ranks
+        for span in step.spans
+        if span.name in kinds and span.chunk is not None and span.microbatch is not None
+    }
+    nothing = [0.0] * schedule.chunks
+    return simulate(schedule, _Single(nothing, nothing, nothing, nothing, nothing, times=times)).makespan
+
+
+def shares(steps: Sequence[Step]) -> Shares:
+    """Return on what one rank spends its steps: medians."""
+
+    def median(names: Sequence[str]) -> float:
+        return statistics.median(covered(step, names) / step.seconds for step in steps)
+
+    everything = (*PASSES, *WAITS)
+    waiting = tuple(word for word in WAITS if word != SENDING)
+    return Shares(median(PASSES), median([SENDING]), median(waiting), 1 - median(everything))
+
+
+def covered(step: Step, names: Sequence[str]) -> float:
+    """Return the seconds of a step that spans of these names cover."""
+    total, until = 0.0, step.start
+    for span in step.spans:  # in the order in which they began
+        if span.name in names:
+            total += max(min(span.end, step.end) - max(span.start, until), 0.0)
+            until = max(until, span.end)
+    return total
+
+
+def _chunks(schedule: Schedule) -> range:
+    return range(schedule.chunks)

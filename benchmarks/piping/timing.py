@@ -1,0 +1,73 @@
+"""Time steps of candidates that take turns in random order, and note what each rank did meanwhile."""
+
+from __future__ import annotations
+
+import gc
+import random
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from piping.candidates import Candidate
+from piping.task import Task
+
+from hpctrain import trace
+from hpctrain.collectives.communicator import Communicator
+from hpctrain.parallel.pipeline.timeline import Span
+from hpctrain.train.clocks import offsets
+
+
+@dataclass(frozen=True)
+class Step:
+    """Hold when a step of this rank began and ended, by rank 0's clock, and what it did between."""
+
+    start: float
+    end: float
+    spans: tuple[Span, ...]
+
+    @property
+    def seconds(self) -> float:
+        """Return how long it took."""
+        return self.end - self.start
+
+
+Steps = dict[str, list[Step]]
+
+
+def take_turns(comm: Communicator, candidates: Mapping[str, Candidate], task: Task, warmup: int, rounds: int) -> Steps:
+    """Return this rank's timed steps, by candidate; a call by all ranks."""
+    steps: Steps = {name: [] for name in candidates}
+    ahead = offsets(comm)[comm.rank]
+    draw = random.Random(0)
+    for number in range(warmup + rounds):
+        for name in draw.sample(list(candidates), len(candidates)):
+            found = _timed(comm, candidates[name], task, number, ahead)
+            if number >= warmup:
+                steps[name].append(found)
+    return steps
+
+
+def _timed(comm: Communicator, one: Candidate, task: Task, number: int, ahead: float) -> Step:
+    batch = task.batch(number, one.microbatches)
+    one.model.zero_grad()
+    gc.collect()
+    gc.disable()
+    comm.barrier()
+    trace.start()
+    try:
+        started = time.monotonic()
+        one.step(*batch)
+        ended = time.monotonic()
+    finally:
+        recorded = trace.take()
+        gc.enable()
+    return Step(started - ahead, ended - ahead, _spans(recorded.spans, ahead))
+
+
+def _spans(spans: Sequence[trace.Span], ahead: float) -> tuple[Span, ...]:
+    """Return spans in the order in which they began."""
+    found = (
+        Span(one.name, one.start - ahead, one.end - ahead, one.facts.get("chunk"), one.facts.get("microbatch"))
+        for one in spans
+    )
+    return tuple(sorted(found, key=lambda one: (one.start, -one.end)))

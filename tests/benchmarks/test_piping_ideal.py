@@ -1,0 +1,82 @@
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import pytest
+from piping.ideal import covered, hold, medians_of, played, seconds, shares, timeline
+from piping.timing import Step
+
+from hpctrain.parallel.pipeline.schedule import Schedule, make
+from hpctrain.parallel.pipeline.timeline import Span, equal_costs, simulate
+
+SCHEDULES = [("gpipe", 8, 1), ("1f1b", 4, 1), ("interleaved", 4, 2), ("zb-h1", 4, 1), ("naive", 2, 1)]
+
+
+def perfect(schedule: Schedule, *, stretch: float = 1.0, late: float = 0.0) -> tuple[Step, ...]:
+    """Return a step that loses nothing but ``late`` at its end, with all times stretched."""
+    rows = simulate(schedule, equal_costs(schedule.chunks, forward=1, backward=2)).rows
+    end = max(span.end for row in rows for span in row) * stretch
+    return tuple(
+        Step(
+            100.0,
+            100.0 + end + late,
+            tuple(
+                Span(one.name, 100 + one.start * stretch, 100 + one.end * stretch, one.chunk, one.microbatch)
+                for one in row
+            ),
+        )
+        for row in rows
+    )
+
+
+@pytest.mark.parametrize("name, microbatches, chunks", SCHEDULES)
+def test_a_step_that_loses_nothing_is_its_own_ideal(name: str, microbatches: int, chunks: int) -> None:
+    schedule = make(name, 2, microbatches, chunks)
+    held = hold(schedule, [perfect(schedule)] * 3)
+    assert held.efficiency == pytest.approx(1) and held.played == pytest.approx(1)
+    assert held.bubble.measured == pytest.approx(held.bubble.simulated)
+    if name in ("gpipe", "1f1b"):
+        assert held.bubble.measured == pytest.approx(1 / (microbatches + 1)) == pytest.approx(held.bubble.formula)
+    else:
+        assert held.bubble.formula is None
+
+
+def test_what_a_step_loses_is_missing_from_its_efficiency() -> None:
+    schedule = make("1f1b", 2, 4)
+    whole = seconds(perfect(schedule))
+    held = hold(schedule, [perfect(schedule, late=whole)] * 2)
+    assert held.measured == pytest.approx(2 * whole) and held.ideal == pytest.approx(whole)
+    assert held.efficiency == pytest.approx(0.5) and held.played == pytest.approx(0.5)
+    # One of three steps is stretched by other work: single times know it, medians do not.
+    steps = [perfect(schedule), perfect(schedule), perfect(schedule, stretch=3)]
+    assert hold(schedule, steps).efficiency == pytest.approx(1)
+    assert played(schedule, steps[2]) == pytest.approx(3 * whole)
+
+
+def test_medians_are_of_one_kind_and_chunk() -> None:
+    schedule = make("1f1b", 2, 2)
+    step = perfect(schedule)
+    found = medians_of(schedule, [step, perfect(schedule, stretch=5), step])
+    assert found == {"forward": [pytest.approx(1)] * 2, "backward": [pytest.approx(2)] * 2}
+
+
+def test_a_timeline_goes_from_the_first_pass_to_the_last() -> None:
+    spans = spans_of(("wait", 0, 2), ("forward", 2, 4), ("receive", 4, 7), ("step", 0, 9), ("backward", 7, 8))
+    other = spans_of(("receive", 1, 5), ("forward", 5, 6))
+    found = timeline([Step(0, 9, tuple(spans)), Step(0, 9, tuple(other))])
+    assert found.start == 2 and found.makespan == 6
+    assert [span.name for span in found.rows[0]] == ["forward", "receive", "backward"]
+    assert (found.rows[1][0].start, found.busy(0), found.busy(1)) == (2, 3, 1)
+    assert found.bubble == pytest.approx(1 - 4 / 12)
+
+
+def test_time_counts_once_where_spans_overlap_and_not_outside_of_the_step() -> None:
+    spans = spans_of(("wait", -1, 1), ("receive", 2, 5), ("wait", 3, 4), ("receive", 4, 6), ("send", 9, 12))
+    step = Step(0, 10, tuple(spans))
+    assert covered(step, ["wait", "receive"]) == 5 and covered(step, ["send"]) == 1
+    found = shares([step])
+    assert (found.passes, found.sending, found.waiting) == (0, 0.1, 0.5) and found.rest == pytest.approx(0.4)
+
+
+def spans_of(*spans: tuple[str, float, float]) -> Iterable[Span]:
+    return [Span(name, start, end) for name, start, end in spans]
