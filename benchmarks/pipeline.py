@@ -33,7 +33,7 @@ from piping import plot
 from piping.candidates import make
 from piping.check import Found, drift
 from piping.ideal import Held, Ranks, hold, seconds, timeline
-from piping.names import ALONE, CANDIDATES, FEW_ONE_F_ONE_B, FEW_ZERO_BUBBLE, INTERLEAVED, OURS, TORCH, WORDS
+from piping.names import ALONE, CANDIDATES, FEW_ONE_F_ONE_B, FEW_ZERO_BUBBLE, INTERLEAVED, MANY, OURS, TORCH, WORDS
 from piping.targets import targets
 from piping.task import FULL, SMALL, Task
 from piping.timing import take_turns
@@ -154,10 +154,12 @@ def report(
         return
     print(f"\n{plot.title(content)}\n")
     print_targets(reached)
-    rows = [["step", "median ms", "quartile 1", "quartile 3", "min", f"{ALONE} /", "loss differs", "gradients"]]
+    rows = [["step", "median ms", "quartile 1", "quartile 3", "min", "times one rank", "loss differs", "gradients"]]
     alone = content["seconds"].get(ALONE)
+    counts = {each: count for each, (_, count) in OURS.items()}
     for each, time in content["seconds"].items():
-        ratio = f"{alone['median'] / time['median']:.2f}" if alone else ""
+        share = counts.get(each, MANY) / MANY
+        ratio = f"{alone['median'] * share / time['median']:.2f}" if alone else ""
         rows.append([each, *milliseconds(time), ratio, f"{found[each].loss:.0e}", f"{found[each].norm:.0e}"])
     print(table(rows) + "\n")
     if held:

@@ -16,7 +16,7 @@ BYTES = 256
 
 
 def test_there_are_samples() -> None:
-    assert {"gpt-tiny.toml", "gpt-fsdp.toml"} <= {path.name for path in SAMPLES}
+    assert {"gpt-tiny.toml", "gpt-fsdp.toml", "gpt-mesh.toml"} <= {path.name for path in SAMPLES}
 
 
 @pytest.mark.parametrize("path", SAMPLES, ids=lambda path: path.name)

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from piping.check import Found
 from piping.ideal import Held
 from piping.names import (
+    ALONE,
     FEW_ONE_F_ONE_B,
     FEW_ZERO_BUBBLE,
     GPIPE,
@@ -38,4 +39,4 @@ def targets(times: Times, held: Mapping[str, Held], drift: Mapping[str, Found]) 
         for what in ("loss", "norm"):
             words = "losses" if what == "loss" else "norms of gradients"
             value = max(getattr(one, what) for one in drift.values())
-            yield Target(f"{words}: furthest from {'one rank alone'}, relative", value, DRIFT_TARGET, at_least=False)
+            yield Target(f"{words}: furthest from {ALONE}, relative", value, DRIFT_TARGET, at_least=False)

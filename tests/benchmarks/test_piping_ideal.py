@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 import pytest
 from piping.ideal import covered, hold, medians_of, played, seconds, shares, timeline
@@ -54,10 +55,14 @@ def test_what_a_step_loses_is_missing_from_its_efficiency() -> None:
 
 
 def test_medians_are_of_one_kind_and_chunk() -> None:
-    schedule = make("1f1b", 2, 2)
+    schedule = make("interleaved", 2, 2, 2)
     step = perfect(schedule)
-    found = medians_of(schedule, [step, perfect(schedule, stretch=5), step])
-    assert found == {"forward": [pytest.approx(1)] * 2, "backward": [pytest.approx(2)] * 2}
+    slower = tuple(
+        Step(one.start, one.end, tuple(replace(span, end=span.end + (span.chunk or 0)) for span in one.spans))
+        for one in step
+    )
+    found = medians_of(schedule, [slower, perfect(schedule, stretch=50), slower])
+    assert found == {"forward": pytest.approx([1, 2, 3, 4]), "backward": pytest.approx([2, 3, 4, 5])}
 
 
 def test_a_timeline_goes_from_the_first_pass_to_the_last() -> None:

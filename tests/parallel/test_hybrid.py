@@ -24,6 +24,7 @@ MESHES = {
         {"pipe": 2},
         {"tensor": 2},
         {"pipe": 2, "tensor": 2},
+        {"pipe": 2, "tensor": 2, "schedule": "zb-h1"},
         {"pipe": 4},
         {"pipe": 2, "order": ("data", "tensor", "pipe")},
         {"pipe": 2, "data": "zero1"},
