@@ -7,6 +7,7 @@ TORCH    ?= torch==2.13.0# what pip installs as PyTorch
 CORPUS   ?=# files or folders to train on; empty: the source files of Python's standard library
 RUN      ?= runs/gpt-tiny# where make train writes
 JOBS     ?= auto# workers of make test's first part; auto: one a core, from two to four; 0: none
+TESTS    ?=# files or folders of tests; empty: all
 REQUIRED ?=# 1: test-multinode fails, and is not skipped, where this machine cannot play two nodes
 
 ifeq ($(filter $(MPI),mpich openmpi site),)
@@ -88,11 +89,11 @@ train: env ## pack CORPUS and train a small GPT on NP ranks; again: resume
 # Tests --------------------------------------------------------------------------------------------------------------
 
 test: env ## run all tests: of one process on JOBS workers, then on 2 ranks
-	$(PYTEST) -m "not benchmark" -n $(JOBS)
-	$(MPIEXEC) -n 2 $(PYTEST) -m ranks
+	$(PYTEST) $(TESTS) -m "not benchmark" -n $(JOBS)
+	$(MPIEXEC) -n 2 $(PYTEST) $(TESTS) -m ranks
 
 test-%: env ## run the rank tests on N ranks: make test-3
-	$(MPIEXEC) -n $* $(PYTEST) -m ranks
+	$(MPIEXEC) -n $* $(PYTEST) $(TESTS) -m ranks
 
 test-benchmarks: env ## run the benchmarks, small, and check what they print and write
 	$(PYTEST) -m benchmark

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
@@ -81,14 +81,19 @@ class ModelParallel(Strategy):
         """Leave the gradients of weight x loss in the parameters; return that loss on all ranks, without a graph."""
         with self._comparing(objective) as split:
             if self._pipeline is None:
-                with nullcontext() if self._syncing else self.inner.no_sync():
-                    return super().forward_backward(inputs, targets, split, weight=weight)
+                return super().forward_backward(inputs, targets, split, weight=weight)
             # PipeDream reduces what each microbatch leaves by itself, the last one's at the end like all others.
             with self.inner.many_passes(reduces=self._syncing):
                 loss = self._pipeline.train(inputs, targets, split, weight)
                 if self._syncing:
                     self._pipeline.tied.reduce()
             return loss
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Let gradients accumulate on each rank alone for backward passes inside the ``with`` block."""
+        with super().no_sync(), self.inner.no_sync():
+            yield
 
     @torch.no_grad()
     def measure(self, inputs: Tensor, targets: Tensor, objective: Objective) -> Tensor:

@@ -90,10 +90,8 @@ class SlotLink:
 class MessageLink:
     """Go by messages; room for those that are to come is given to the transport before they do."""
 
-    def __init__(
-        self, comm: Communicator, peer: int, tag: int, parcel: Parcel, depth: int, device: torch.device
-    ) -> None:
-        self._comm, self._peer, self._tag, self._parcel, self._device = comm, peer, tag, parcel, device
+    def __init__(self, comm: Communicator, peer: int, tag: int, parcel: Parcel, depth: int) -> None:
+        self._comm, self._peer, self._tag, self._parcel = comm, peer, tag, parcel
         self._sending: deque[tuple[list[Work], Sequence[Tensor]]] = deque()
         self._free: deque[tuple[Tensor, ...]] = deque()  # buffers
         self._posted: deque[tuple[list[Work], tuple[Tensor, ...]]] = deque()
@@ -104,7 +102,7 @@ class MessageLink:
         """Post receives for so many messages, as far as there are buffers for them."""
         if not self._free and not self._posted and not self._taken:
             for _ in range(self._depth):
-                flat = torch.empty(self._parcel.nbytes, dtype=torch.uint8, device=self._device)
+                flat = torch.empty(self._parcel.nbytes, dtype=torch.uint8)
                 self._free.append(self._parcel.views(flat))
         self._due += count
         self._post()
@@ -147,6 +145,27 @@ class MessageLink:
         """Use the oldest message's buffer for one that is to come."""
         self._free.append(self._taken.popleft())
         self._post()
+
+
+class StagedLink:
+    """Go through host memory to and from a device: what works with any MPI, on any number of GPUs."""
+
+    def __init__(self, link: Link, device: torch.device) -> None:
+        self._link, self._device = link, device
+        self.begin, self.progress, self.sent, self.arrived = link.begin, link.progress, link.sent, link.arrived
+
+    def send(self, tensors: Sequence[Tensor]) -> None:
+        """Copy the next message to the host, and send it there."""
+        self._link.send([tensor.to("cpu") for tensor in tensors])
+
+    def take(self) -> tuple[Tensor, ...]:
+        """Return the next message on the device; its place on the host is free at once."""
+        tensors = tuple(tensor.to(self._device, copy=True) for tensor in self._link.take())
+        self._link.release()
+        return tensors
+
+    def release(self) -> None:
+        """Do nothing: what was taken is a copy."""
 
 
 class Links:

@@ -95,30 +95,14 @@ class Pipeline:
             if mine:
                 values = self._chunks[chunk](values)
             parcel = self._agree(Parcel.of(values, self._chunks[chunk].gives_tuple) if mine else None, chunk)
-            values = self._pass_on(values, parcel, chunk)
+            values = self._spread(values, parcel, chunk % self.comm.size)
         return values[0]
 
-    def _pass_on(self, values: tuple[Tensor, ...], parcel: Parcel, chunk: int) -> tuple[Tensor, ...]:
-        """Bring what a chunk returned to the rank of the next one, and to all ranks from the last."""
-        here, there = chunk % self.comm.size, (chunk + 1) % self.comm.size
-        last = chunk == self._count - 1
-        takes = self.comm.rank == there or last and self.comm.rank != here
-        if takes and self.comm.rank != here:
+    def _spread(self, values: tuple[Tensor, ...], parcel: Parcel, root: int) -> tuple[Tensor, ...]:
+        """Give every rank what a chunk returned: more than is needed, by passes for which nobody is in a hurry."""
+        if self.comm.rank != root:
             values = tuple(torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype in parcel.specs)
-        if last:
-            values = tuple(self._whole(value, here) for value in values[:1])
-        elif here != there and self.comm.rank == here:
-            for value in values:
-                self.comm.send(value.contiguous(), there)
-        elif here != there and self.comm.rank == there:
-            for value in values:
-                self.comm.recv(value, here)
-        return values
-
-    def _whole(self, value: Tensor, root: int) -> Tensor:
-        value = value.contiguous()
-        self.comm.broadcast(value, root)
-        return value
+        return tuple(self.comm.broadcast(value.contiguous(), root) for value in values)
 
     # How --------------------------------------------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ import torch
 
 from hpctrain.collectives.communicator import Communicator
 from hpctrain.collectives.node.slots import Handover
-from hpctrain.parallel.pipeline.links import Link, Links, MessageLink, SlotLink
+from hpctrain.parallel.pipeline.links import Link, Links, MessageLink, SlotLink, StagedLink
 from hpctrain.parallel.pipeline.parcel import Parcel
 from hpctrain.parallel.pipeline.schedule import Kind, Schedule
 
@@ -28,7 +28,6 @@ class Route:
         self, comm: Communicator, schedule: Schedule, parcels: Sequence[Parcel], device: torch.device
     ) -> None:
         self.links = Links(crowded=comm.crowded)
-        self._comm, self._device = comm, device
         self.activations_in: dict[int, Link] = {}
         self.activations_out: dict[int, Link] = {}
         self.gradients_in: dict[int, Link] = {}
@@ -42,8 +41,7 @@ class Route:
                 back = parcel.gradients()
                 wanted.append(Handover(there, here, most_held(schedule, chunk, *_GRADIENTS) + AHEAD, back.nbytes))
                 ends.append((self.gradients_out, chunk + 1, self.gradients_in, chunk, back))
-        on_host = device.type == "cpu"
-        rings = comm.slots(wanted) if on_host else [None] * len(wanted)
+        rings = comm.slots(wanted)
         for tag, (handover, ring, (out, source, into, target, parcel)) in enumerate(zip(wanted, rings, ends)):
             for rank, peer, side, chunk in (
                 (handover.source, handover.target, out, source),
@@ -54,9 +52,9 @@ class Route:
                 link: Link = (
                     SlotLink(ring, parcel)
                     if ring is not None
-                    else MessageLink(comm, peer, tag, parcel, handover.count, device)
+                    else MessageLink(comm, peer, tag, parcel, handover.count)
                 )
-                side[chunk] = self.links.add(link)
+                side[chunk] = self.links.add(link if device.type == "cpu" else StagedLink(link, device))
 
     def begin(self, microbatches: int) -> None:
         """Prepare for one step: every link will carry each microbatch once."""

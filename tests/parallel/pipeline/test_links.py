@@ -1,0 +1,77 @@
+"""Links: messages come in order, room is given back, and who finds none goes on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from hpctrain.collectives.node.slots import Handover
+from hpctrain.errors import DeadlineError, UsageError
+from hpctrain.parallel.pipeline.links import Link, Links, MessageLink, SlotLink, StagedLink
+from hpctrain.parallel.pipeline.parcel import Parcel
+
+pytestmark = pytest.mark.ranks
+PARCEL = Parcel((((3, 2), torch.float32), ((5,), torch.int64), ((), torch.float64)))
+COUNT, DEPTH = 12, 2
+
+
+def message(number: int) -> tuple[torch.Tensor, ...]:
+    return (
+        torch.full((2, 3), float(number)).t(),
+        torch.arange(5) + number,
+        torch.tensor(number / 3, dtype=torch.float64),
+    )
+
+
+@pytest.fixture(params=["slots", "messages", "staged slots", "staged messages"])
+def link(own: Any, request: pytest.FixtureRequest) -> Link:
+    """Return a link from rank 0 to rank 1."""
+    (ring,) = own.slots([Handover(0, 1, DEPTH, PARCEL.nbytes)])
+    link: Link = (
+        SlotLink(ring, PARCEL)
+        if "slots" in request.param and ring is not None
+        else MessageLink(own, 1 - min(own.rank, 1), 0, PARCEL, DEPTH)
+    )
+    return StagedLink(link, torch.device("cpu")) if "staged" in request.param else link
+
+
+def test_messages_come_in_order_and_stay_until_they_are_released(own: Any, link: Link) -> None:
+    links = Links()
+    links.add(link)
+    if own.rank == 0:
+        for number in range(COUNT):
+            link.send(message(number))  # though there is room for two only
+        links.finish()
+        assert link.sent()
+    elif own.rank == 1:
+        link.begin(COUNT)
+        held: list[tuple[int, tuple[torch.Tensor, ...]]] = []
+        for number in range(COUNT):
+            held.append((number, links.receive(link, "a message")))
+            for first, tensors in held:
+                assert all(torch.equal(one, other) for one, other in zip(tensors, message(first), strict=True))
+            if len(held) == DEPTH:
+                held.pop(0)
+                link.release()
+
+
+def test_a_shape_that_was_not_agreed_on_is_refused(own: Any, link: Link) -> None:
+    if own.rank == 0:
+        with pytest.raises(UsageError, match=r"float32\[3, 3\] after float32\[3, 2\], int64\[5\], float64\[\]"):
+            link.send([torch.zeros(3, 3)])
+
+
+def test_what_never_comes_ends_at_the_deadline(own: Any, link: Link, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HPCTRAIN_TIMEOUT", "0.2")
+    if own.rank == 1:
+        links = Links()
+        links.add(link)
+        link.begin(1)
+        with pytest.raises(DeadlineError, match="activations of microbatch 3: not within 0.2 s"):
+            links.receive(link, "activations of microbatch 3")
+    own.barrier()
+    if own.rank == 0:
+        link.send(message(0))  # for the receive that may be posted
+        Links().add(link)
