@@ -113,11 +113,11 @@ def test_reductions_begin_while_the_backward_pass_runs(
     DataParallel(model, comm, TINY)
 
     def when_the_first_layer_is_all_that_is_left(module: nn.Module, args: Any, output: Tensor) -> None:
-        output.register_hook(lambda gradient: seen.append(comm._host.memory.node._memory._started))
+        output.register_hook(lambda gradient: seen.append(comm._host.memory.node.memory._started))
 
     model.get_submodule(first).register_forward_hook(when_the_first_layer_is_all_that_is_left)
     for step in range(2):
         model.zero_grad()
-        before = comm._host.memory.node._memory._started
+        before = comm._host.memory.node.memory._started
         backward(model, part(comm, comm.rank, step))
-    assert seen[1] - before >= begun and comm._host.memory.node._memory._started - before == all_of_them
+    assert seen[1] - before >= begun and comm._host.memory.node.memory._started - before == all_of_them
