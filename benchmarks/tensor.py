@@ -21,14 +21,13 @@ import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import torch
+import turns
 from comm.peers import process_group
 from comm.place import Place
-from comm.sizes import parse_names
-from harness import RESULTS, guarded, milliseconds, mpi_name, mpi_slug, provenance, slowest, summary, table, write
+from harness import guarded, milliseconds, mpi_name, mpi_slug, provenance, slowest, summary, table, write
 from saving.report import print_targets, targets_json
 from splitting import plot
 from splitting.candidates import make
@@ -38,7 +37,6 @@ from splitting.task import FULL, SMALL
 from splitting.timing import count, take_turns
 
 import hpctrain
-from hpctrain.cli.main import Parser
 from hpctrain.errors import UsageError
 
 ROUNDS, WARMUP = 20, 3
@@ -52,22 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Return the options, checked."""
-    raw = argparse.RawDescriptionHelpFormatter
-    parser = Parser(prog="tensor.py", description=__doc__, formatter_class=raw)
-    parser.add_argument("--rounds", type=int, default=ROUNDS, help="timed steps of each candidate")
-    parser.add_argument("--without", default="", help=f"candidates to leave out: {', '.join(WORDS)}")
-    parser.add_argument("--quick", action="store_true", help="small blocks, whose figures mean nothing: for tests")
-    parser.add_argument("--json", action="store_true", help="print the result as JSON")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the results")
-    args = parser.parse_args(argv)
-    unknown = [word for word in parse_names(args.without) if word not in WORDS]
-    if unknown:
-        raise UsageError(f"no candidate is called {unknown[0]!r}: known are {', '.join(WORDS)}", everywhere=True)
-    without = {WORDS[word] for word in parse_names(args.without)}
-    args.names = [name for name in CANDIDATES if name not in without]
-    if args.rounds < 2:
-        raise UsageError(f"{args.rounds} rounds: at least 2 are needed", everywhere=True)
-    return args
+    return turns.parse("tensor.py", __doc__, argv, rounds=ROUNDS, words=WORDS, candidates=CANDIDATES)
 
 
 def run(args: argparse.Namespace) -> None:

@@ -19,6 +19,16 @@ def own(comm: Any) -> Iterator[Any]:
     own.free()
 
 
+@pytest.fixture
+def near(comm: Any) -> Iterator[Any]:
+    """Return a communicator of the ranks of this node, which share memory."""
+    own = comm.split(comm.node)
+    if not own.shares_memory:
+        pytest.skip("no two ranks share a node")
+    yield own
+    own.free()
+
+
 @pytest.fixture(params=[in_pairs, dealt_out, alone], ids=["in_pairs", "dealt_out", "alone"])
 def spread(comm: Any, request: pytest.FixtureRequest) -> Iterator[Any]:
     """Return a communicator of all ranks that believes in two nodes, equal or not, or in one a rank."""

@@ -30,13 +30,3 @@ def some_place(comm: Any, request: pytest.FixtureRequest) -> Iterator[Place]:
     """Return a communicator and a form: one of each kind."""
     with communicator(comm, FORMS[request.param]) as own:
         yield own, FORMS[request.param]
-
-
-@pytest.fixture
-def near(comm: Any) -> Iterator[Any]:
-    """Return a communicator of the ranks of this node, which share memory."""
-    own = comm.split(comm.node)
-    if not own.shares_memory:
-        pytest.skip("no two ranks share a node")
-    yield own
-    own.free()
