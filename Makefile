@@ -45,7 +45,7 @@ endif
 PYTEST := $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help env train test test-benchmarks test-multinode test-gpu lint types floors bench docs clean
+.PHONY: help env train test test-jobs test-benchmarks test-multinode test-gpu lint types floors bench docs clean
 
 help: ## list the verbs
 	@awk -F ':.*## ' '/^[a-zA-Z%-]+:.*## / {sub("%", "N", $$1); printf "  make %-16s %s\n", $$1, $$2}' Makefile
@@ -91,6 +91,9 @@ train: env ## pack CORPUS and train a small GPT on NP ranks; again: resume
 test: env ## run all tests: of one process on JOBS workers, then on 2 ranks
 	$(PYTEST) $(TESTS) -m "not benchmark" -n $(JOBS)
 	$(MPIEXEC) -n 2 $(PYTEST) $(TESTS) -m ranks
+
+test-jobs: env ## run the tests of one process that start jobs of ranks
+	$(PYTEST) $(TESTS) -m "jobs and not benchmark" -n $(JOBS)
 
 test-%: env ## run the rank tests on N ranks: make test-3
 	$(MPIEXEC) -n $* $(PYTEST) $(TESTS) -m ranks

@@ -16,7 +16,8 @@ class Shard:
 
     ``name`` is the logical name, ``shape`` the global shape and ``dtype`` the torch name of the element type
     (``"float32"``). The local piece starts at ``start`` and has the shape ``extent``, both in elements a dim;
-    ``tensor`` holds it. A tensor that is not split is the box that covers everything.
+    ``tensor`` holds it. A tensor that is not split is the box that covers everything. A ``spare`` box is one more copy
+    of what other boxes hold among them, cut in other places: it is filled like any other, and nobody need write it.
     """
 
     name: str
@@ -25,6 +26,7 @@ class Shard:
     start: tuple[int, ...]
     extent: tuple[int, ...]
     tensor: Any
+    spare: bool = False
 
     def __post_init__(self) -> None:
         if not len(self.shape) == len(self.start) == len(self.extent):

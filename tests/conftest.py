@@ -67,6 +67,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if others:
         config.hook.pytest_deselected(items=others)
         items[:] = [item for item in items if runs_here(item, size)]
+    for item in items:
+        if "launch" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.jobs)
     wanting = [item for item in items if item.get_closest_marker("gpu")]
     if wanting and not _has_gpu():
         for item in wanting:

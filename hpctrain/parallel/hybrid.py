@@ -22,6 +22,7 @@ from hpctrain.parallel.agreement import broadcast_model, check_same_model
 from hpctrain.parallel.materialise import is_meta
 from hpctrain.parallel.objective import Objective, cross_entropy
 from hpctrain.parallel.pipeline.pipeline import Pipeline
+from hpctrain.parallel.pipeline.tied import TiedGradients
 from hpctrain.parallel.plan import shape_of
 from hpctrain.parallel.settings import ParallelSettings
 from hpctrain.parallel.strategy import Strategy
@@ -188,10 +189,11 @@ class ModelParallel(Strategy):
     @property
     def split(self) -> Split:
         """Return how the model's tensors are split over the ranks."""
-        inner = self.inner.split
+        split = self.inner.split
         if self._tensor is not None:
-            return self._tensor.over(inner)
-        return inner if inner is not None else _Whole()
+            split = self._tensor.over(split)
+        split = split if split is not None else _Whole()
+        return split if self._pipeline is None else _Staged(split, self._pipeline.tied)
 
     @property
     def reduces_early(self) -> bool:
@@ -248,6 +250,21 @@ class _Whole:
     def shards(self, name: str, tensor: Tensor) -> list[Shard]:
         """Return the one box that covers everything."""
         return [Shard.whole(name, tensor)]
+
+
+class _Staged:
+    """Be the ``Split`` of a stage: what it shares with a stage before is that one's to write.
+
+    Two stages cut what they share in places of their own, where they shard it.
+    """
+
+    def __init__(self, split: Split, tied: TiedGradients) -> None:
+        self._split, self._tied = split, tied
+
+    def shards(self, name: str, tensor: Tensor) -> list[Shard]:
+        """Return this rank's boxes."""
+        spare = not self._tied.counts(name)
+        return [replace(shard, spare=spare) for shard in self._split.shards(name, tensor)]
 
 
 def _scale(gradients: list[Tensor], norm: Tensor, max_norm: float) -> None:

@@ -34,6 +34,7 @@ MESHES: dict[int, dict[str, dict[str, Any]]] = {
         "data_tensor": {"tensor": 2},
         "fsdp": {"data": "fsdp"},
         "pipe_fsdp": {"pipe": 2, "data": "fsdp"},
+        "cut_elsewhere": {"pipe": 2, "data": "zero1", "partition": "blocks.0"},
         "tensor_zero1": {"tensor": 2, "data": "zero1"},
         "pipe_tensor": {"pipe": 2, "tensor": 2},
     },

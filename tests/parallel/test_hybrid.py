@@ -256,3 +256,14 @@ def test_activations_are_written_once_and_read_in_place(own: Any) -> None:
 def test_eight_ranks_split_in_all_ways_at_once(own: Any, data: Any) -> None:
     trained = Trained.of(own, ParallelSettings(pipe=2, tensor=2, data=data)).learn(range(STEPS))
     assert trained.losses == pytest.approx(expected(), rel=CLOSE)
+
+
+@pytest.mark.ranks(2, 4)
+def test_tensor_ranks_agree_on_what_they_draw(own: Any) -> None:
+    trained = Trained.of(own, ParallelSettings(tensor=2))
+    torch.manual_seed(own.rank)
+    trained.strategy.agree_on_generators()
+    drawn = own.all_gather_object(torch.rand(3).tolist())
+    mesh = trained.strategy.mesh  # type: ignore[attr-defined]
+    assert all(drawn[rank] == drawn[own.rank] for rank in mesh.shape.line("tensor", own.rank))
+    assert own.size == 2 or drawn[0] != drawn[2]

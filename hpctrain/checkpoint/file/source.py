@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -92,7 +92,7 @@ def box_of(path: str, shape: tuple[int, ...], dtype: str) -> Shard:
 def described(source: Source) -> Shard:
     """Return what other ranks may know of a source: its box, without the tensor."""
     box = source.box
-    return Shard(box.name, box.shape, box.dtype, box.start, box.extent, None)
+    return replace(box, tensor=None)
 
 
 def nbytes_of(box: Shard) -> int:

@@ -77,7 +77,8 @@ def _collect(held: Sequence[Sequence[Shard]]) -> list[_Dataset]:
                     f"{box.name} is {known.whole.dtype} {known.whole.shape} on rank {known.first} "
                     f"and {box.dtype} {box.shape} on rank {rank}"
                 )
-            known.boxes[box.start, box.extent].append((rank, number))
+            if not box.spare:
+                known.boxes[box.start, box.extent].append((rank, number))
     return list(found.values())
 
 
