@@ -255,3 +255,17 @@ def test_the_next_file_is_written_at_once_and_a_wrong_expectation_is_noticed(
     for number in range(3):
         verify_file(tmp_path / f"{number}.h5")
         assert contents(tmp_path / f"{number}.h5") == contents(tmp_path / "first.h5")
+
+
+def test_spare_boxes_are_nobodys_to_write() -> None:
+    """A copy that is cut in other places needs no room in the deal, and gives none."""
+
+    def box(start: int, extent: int, spare: bool = False) -> Shard:
+        return Shard("/model/x", (10,), "float32", (start,), (extent,), None, spare)
+
+    held = [[box(0, 4)], [box(0, 7, spare=True)], [box(4, 6)], [box(7, 3, spare=True)]]
+    assert [[(part.begin, part.end) for part in parts] for parts in plan(held, 1).parts] == [[(0, 4)], [], [(0, 6)], []]
+    with pytest.raises(CheckpointError, match="3 of its elements are held by no rank"):
+        plan([[box(0, 7)], [box(7, 3, spare=True)]], 1)
+    with pytest.raises(CheckpointError, match="overlap"):
+        plan([[box(0, 7)], [box(4, 6)]], 1)
