@@ -123,7 +123,7 @@ def test_it_can_be_called_and_measured(own: Any, settings: dict[str, Any]) -> No
 @pytest.mark.ranks(4)
 def test_ranks_without_samples_take_part(own: Any) -> None:
     """Where one pipeline has no samples, the gradients are those of the other's, weighed by their share."""
-    for settings in (ParallelSettings(pipe=2), ParallelSettings(tensor=2, data="fsdp")):
+    for settings in (ParallelSettings(pipe=2), ParallelSettings(tensor=2, data="zero2")):
         trained = Trained.of(own, settings)
         inputs, targets = samples(0, 4)
         if trained.strategy.data.rank == 0:
