@@ -27,7 +27,7 @@ from hpctrain.parallel.plan import shape_of
 from hpctrain.parallel.settings import ParallelSettings
 from hpctrain.parallel.strategy import Strategy
 from hpctrain.parallel.tensor.plan import apply as split_matrices
-from hpctrain.parallel.tensor.plan import plan_of
+from hpctrain.parallel.tensor.plan import check, choose, plan_of
 from hpctrain.parallel.tensor.rng import agree
 from hpctrain.parallel.tensor.split import TensorSplit
 from hpctrain.shard import Shard, Split
@@ -56,6 +56,7 @@ class ModelParallel(Strategy):
         place = {axis: self.mesh.shape.coordinate(axis, comm.rank) for axis in AXES}
         self.place = ", ".join(f"{axis} {place[axis]}" for axis in AXES if self.mesh.shape.length(axis) > 1)
         plan = plan_of(model, settings.tensor_plan) if settings.tensor > 1 else {}
+        check(choose(model, plan), settings.tensor)  # while the model is whole
         self._pipeline: Pipeline | None = None
         if settings.pipe > 1:
             self._pipeline = Pipeline(model, self.mesh.pipe, settings, device, example)

@@ -267,3 +267,12 @@ def test_tensor_ranks_agree_on_what_they_draw(own: Any) -> None:
     mesh = trained.strategy.mesh  # type: ignore[attr-defined]
     assert all(drawn[rank] == drawn[own.rank] for rank in mesh.shape.line("tensor", own.rank))
     assert own.size == 2 or drawn[0] != drawn[2]
+
+
+@pytest.mark.ranks(4)
+def test_a_model_whose_heads_cannot_be_split_is_refused_while_it_is_whole(own: Any) -> None:
+    model = small_gpt(width=12, heads=3)
+    names = list(model.state_dict())
+    with pytest.raises(UsageError, match="3 heads cannot be split over 2 tensor ranks"):
+        Trained.of(own, ParallelSettings(pipe=2, tensor=2), model)
+    assert list(model.state_dict()) == names and "forward" not in vars(model)

@@ -6,6 +6,7 @@ They are made like torch's own, with a communicator more, or of torch's own in p
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import Any, Self, cast
 
 import torch
@@ -20,7 +21,7 @@ from hpctrain.parallel.tensor.pieces import bounds, degrees
 from hpctrain.parallel.tensor.rng import Region
 
 
-class Parallel(nn.Module):
+class Parallel(nn.Module, ABC):
     """Be a module whose parameters are cut along one dim each, ``dims`` by name; others are whole on all ranks."""
 
     dims: dict[str, int]
@@ -64,8 +65,8 @@ class Parallel(nn.Module):
         cls._check_sizes(module, size, **options)
 
     @classmethod
-    def _check_sizes(cls, module: Any, size: int, **options: Any) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def _check_sizes(cls, module: Any, size: int, **options: Any) -> None: ...
 
     def _set(self, comm: Communicator, **options: Any) -> None:
         self.comm = comm
@@ -88,8 +89,8 @@ class Parallel(nn.Module):
             if parameter is not None:
                 parameter.copy_(self.cut(self.comm, name, cast(Tensor, whole._parameters[name])))
 
-    def _whole(self) -> nn.Module:
-        raise NotImplementedError
+    @abstractmethod
+    def _whole(self) -> nn.Module: ...
 
 
 def _article(kind: type) -> str:

@@ -66,9 +66,7 @@ def apply(
     nothing and a module that cannot be split; ``MismatchError`` where the ranks hold different models.
     """
     chosen = choose(model, plan)
-    changes = [change for change in chosen if change.kind not in _UNCUT and not _is_pruned(change.module)]
-    for change in changes:
-        change.check(comm.size)
+    changes = check(chosen, comm.size)
     _check_shared(model, changes)
     if sequence:
         _check_sequence(chosen)
@@ -90,6 +88,14 @@ def apply(
     named = {change.name for change in changes if change.kind == "vocabulary"}
     heads = {name: one for name, one in split.items() if name in named and isinstance(one, ColumnParallel)}
     return TensorSplit(comm, split, places, heads)
+
+
+def check(chosen: Sequence[Change], size: int) -> list[Change]:
+    """Return those of ``choose`` that cut parameters; raise ``UsageError`` for one that ``size`` ranks cannot share."""
+    changes = [change for change in chosen if change.kind not in _UNCUT and not _is_pruned(change.module)]
+    for change in changes:
+        change.check(size)
+    return changes
 
 
 # What is meant --------------------------------------------------------------------------------------------------------
