@@ -50,7 +50,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if comm is not None:
         if spreads(config):
             raise pytest.UsageError(*([] if comm.rank else [WORKERS_OR_RANKS]))
-        config.pluginmanager.register(RankRun(config, comm, descriptor), "hpctrain-ranks")
+        config.pluginmanager.register(RankRun(config, comm, descriptor, watchdog), "hpctrain-ranks")
     elif spreads(config):
         config.pluginmanager.register(WorkersRun(watchdog), "hpctrain-workers")
     watchdog.arm(_COLLECTING, "collecting the tests")

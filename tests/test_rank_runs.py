@@ -92,11 +92,15 @@ def test_more(): comm.barrier()
 def test_hang_ends_with_the_stacks_of_every_rank(session: Any) -> None:
     source = """
 from mpi4py.MPI import COMM_WORLD as comm
+@pytest.fixture
+def left():
+    yield
+    if comm.rank == 0: waiting_for_the_other()
 @pytest.mark.ranks
 @pytest.mark.limit(4)
-def test_hang():
-    if comm.rank == 0: waiting_for_the_other()
-    else: sleeping()
+def test_hang(left):
+    if comm.rank: sleeping()
+    assert False, "why the others wait"
 def waiting_for_the_other(): comm.barrier()
 def sleeping(): time.sleep(100)
 """
@@ -104,6 +108,8 @@ def sleeping(): time.sleep(100)
     assert result.returncode != 0 and result.seconds < 30 and not result.survivors
     assert "[rank 0] test_inner.py::test_hang is not done after 4 s" in result.stderr
     assert "in waiting_for_the_other" in result.stderr and "in sleeping" in result.stderr
+    assert "before that, failed: test_inner.py::test_hang (call)" in result.stderr
+    assert "AssertionError: why the others wait" in result.stderr
 
 
 def test_hang_without_ranks_ends_too(session: Any) -> None:

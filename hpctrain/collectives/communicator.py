@@ -55,6 +55,8 @@ class Communicator:
         self._carriers = Carriers(transport, self._host)
         self._arguments = Arguments(transport.rank, transport.size)
         self._tables: Mapping[Layout, Table] = {}
+        self._parts: list[Communicator] = []
+        self._freed = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Communicator:
         return self  # a copy of a model talks to the same ranks
@@ -289,8 +291,12 @@ class Communicator:
     # Life -------------------------------------------------------------------------------------------------------------
 
     def split(self, color: int, key: int | None = None) -> Communicator:
-        """Return a communicator among the ranks of the same color, ordered by key (by rank where none is given)."""
+        """Return a communicator among the ranks of the same color, ordered by key (by rank where none is given).
+
+        It ends with this one, unless it is freed before.
+        """
         part = Communicator(self.transport.split(color, self.rank if key is None else key))
+        self._parts = [*(each for each in self._parts if not each._freed), part]
         part.use_tables(self._tables)
         if self._carriers.place is not None and part.size > 1:
             part.use_device(*self._carriers.place, parent=self)
@@ -315,7 +321,16 @@ class Communicator:
             self._host.memory.share_recorder(self.transport.recorder)
 
     def free(self) -> None:
-        """Give back memory and transports; a call by all ranks, after which its tensors must not be touched."""
+        """Give back memory and transports, those of its parts too; a call by all ranks, and the second one does nothing.
+
+        Tensors of its memory must not be touched any more. MPI libraries have few communicators: 2048 with MPICH.
+        """
+        if self._freed:
+            return
+        self._freed = True
+        for part in reversed(self._parts):
+            part.free()
+        self._parts.clear()
         self._carriers.free()
         self._host.free()
         self._announce.free()

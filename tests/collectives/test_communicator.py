@@ -240,6 +240,23 @@ def test_split_makes_a_communicator_with_memory_of_its_own(own: Any) -> None:
 
 
 @pytest.mark.ranks
+def test_parts_end_with_the_whole(comm: Any) -> None:
+    """MPI libraries run out of communicators."""
+    from mpi4py import MPI
+
+    whole = comm.split(0)
+    early, late = whole.split(0), whole.split(whole.rank % 2)
+    mesh = whole.mesh(tensor=whole.size)
+    for part in (early, late):
+        part.empty(10)
+    inner = late.split(0)
+    early.free()
+    whole.free()
+    whole.free()
+    assert all(part.transport.comm == MPI.COMM_NULL for part in (whole, early, late, inner, mesh.data, mesh.pipe))
+
+
+@pytest.mark.ranks
 def test_world_takes_any_communicator_of_mpi4py(comm: Any) -> None:
     from mpi4py import MPI
 

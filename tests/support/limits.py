@@ -23,11 +23,17 @@ class Watchdog:
         self._descriptor = descriptor
         self._timer: threading.Timer | None = None
         self._what = ""
+        self._before = ""
+
+    def remember(self, text: str) -> None:
+        """Say this, too, should the time run out before something else begins."""
+        self._before = text
 
     def arm(self, seconds: float, what: str | None = None) -> None:
         """Start anew: from now on ``what`` (or what was named last) has so many seconds."""
         self.disarm()
-        self._what = what or self._what
+        if what:
+            self._what, self._before = what, ""
         self._timer = threading.Timer(seconds, self._fire, (seconds,))
         self._timer.daemon = True
         self._timer.start()
@@ -41,6 +47,7 @@ class Watchdog:
 
     def _fire(self, seconds: float) -> None:
         lines = [f"{self._what} is not done after {seconds:g} s; the stacks of all threads:", *_stacks()]
+        lines += self._before.splitlines()  # last, because logs are cut at their beginning
         os.write(self._descriptor, "".join(f"{self._prefix}{line}\n" for line in lines).encode())
         time.sleep(_FAREWELL)
         os._exit(1)

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from support.limits import Watchdog
+
 from hpctrain.cluster.launcher import Launch
 from hpctrain.cluster.promise import check_promise
 from hpctrain.errors import LaunchError
@@ -45,10 +47,11 @@ def runs_here(item: pytest.Item, size: int) -> bool:
 class RankRun:
     """Keep the ranks' sessions together; a plugin that is registered on every rank of several."""
 
-    def __init__(self, config: pytest.Config, comm: Any, descriptor: int) -> None:
+    def __init__(self, config: pytest.Config, comm: Any, descriptor: int, watchdog: Watchdog) -> None:
         self._config = config
         self._comm = comm
         self._descriptor = descriptor
+        self._watchdog = watchdog
         self._failures: list[str] = []
         if comm.rank:
             # pytest's own plugins leave the cache and the report files alone where they find this mark.
@@ -109,10 +112,12 @@ class RankRun:
             self._print(report.nodeid, report)
 
     def _print(self, what: str, report: pytest.TestReport | pytest.CollectReport) -> None:
-        """Say at once what failed on a silent rank: others may already wait for it in vain."""
+        """Say what failed: others may already wait for this rank in vain, and the session never come to its end."""
         if self._comm.rank:
             sections = "".join(f"--- {title}\n{content}\n" for title, content in report.sections)
             os.write(self._descriptor, f"[rank {self._comm.rank}] {what}\n{report.longreprtext}\n{sections}".encode())
+        else:
+            self._watchdog.remember(f"before that, failed: {what}\n{report.longreprtext}")
 
 
 def _last_line(report: pytest.TestReport) -> str:
