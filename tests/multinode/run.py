@@ -22,7 +22,22 @@ from namespaces import NAMES, WIRE, Nodes, address
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
-SUITES = ("tests/transport", "tests/collectives", "tests/parallel")
+# What sends messages; what computes is the same on any number of nodes, and runs on one.
+SUITES = (
+    "tests/transport",
+    "tests/collectives",
+    "tests/parallel/test_ddp.py",
+    "tests/parallel/test_ddp_gradients.py",
+    "tests/parallel/test_ddp_messages.py",
+    "tests/parallel/test_ddp_nodes.py",
+    "tests/parallel/test_hybrid.py",
+    "tests/parallel/fsdp/test_fsdp_gradients.py",
+    "tests/parallel/fsdp/test_fsdp_learning.py",
+    "tests/parallel/fsdp/test_fsdp_memory.py",
+    "tests/parallel/fsdp/test_fsdp_messages.py",
+    "tests/parallel/pipeline",
+    "tests/parallel/tensor/test_tensor_messages.py",
+)
 _INSIDE = "MULTINODE_INSIDE"  # set in the machine of its own
 _PORT = 7700
 _WIRE_SECONDS = 1.0

