@@ -191,11 +191,9 @@ KILLED = """
 import os, signal, sys
 import numpy as np
 from pathlib import Path
-from types import SimpleNamespace
 from hpctrain.checkpoint.file.commit import commit
 from hpctrain.checkpoint.file.source import Source
 from hpctrain.checkpoint.file.writer import write_file
-left = int(sys.argv[2])
 
 def counted(real):
     def call(*args, **keywords):
@@ -206,22 +204,34 @@ def counted(real):
         return real(*args, **keywords)
     return call
 
-for name in ("pwrite", "fsync", "preadv", "rename"):
-    setattr(os, name, counted(getattr(os, name)))
-array = np.ones(3000, dtype="<f4")
-commit(Path(sys.argv[1]), lambda path: write_file(path, [Source.of(f"/model/{n}", array) for n in "wv"], {}), 1)
+def save():
+    for name in ("pwrite", "fsync", "preadv", "rename"):
+        setattr(os, name, counted(getattr(os, name)))
+    array = np.ones(3000, dtype="<f4")
+    commit(Path(sys.argv[1]), lambda path: write_file(path, [Source.of(f"/model/{n}", array) for n in "wv"], {}), 1)
+    os._exit(0)
+
+for line in sys.stdin:  # a process for each number, made of one that has imported everything
+    left = int(line)
+    child = os.fork() or save()
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 """
 
 
 def test_a_kill_at_any_step_leaves_the_old_or_the_new_file(target: Path) -> None:
     done = 0
-    for left in range(20):
-        result = subprocess.run([sys.executable, "-c", KILLED, target, str(left)], capture_output=True, timeout=60)
-        assert holds(target, OLD) or holds(target, NEW)
-        verify_file(target)
-        done = left
-        if result.returncode == 0:
-            break
-        assert result.returncode == -9, result.stderr
+    command = [sys.executable, "-c", KILLED, str(target)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as saving:
+        assert saving.stdin is not None and saving.stdout is not None
+        for left in range(20):
+            print(left, file=saving.stdin, flush=True)
+            code = int(saving.stdout.readline())
+            assert holds(target, OLD) or holds(target, NEW)
+            verify_file(target)
+            done = left
+            if code == 0:
+                break
+            assert code == -9
+        saving.stdin.close()
     assert done >= 8, "structure and two tensors written, an fsync, two reads, a rename, an fsync: each a place to die"
     assert holds(target, NEW)
