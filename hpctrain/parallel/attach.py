@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
+
 import torch
 from torch import Tensor, nn
 
+from hpctrain.collectives.agreement import agreed
 from hpctrain.collectives.communicator import Communicator
 from hpctrain.errors import UsageError
 from hpctrain.parallel.materialise import materialise
+from hpctrain.parallel.offload.check import check, tell_what_is_gained
+from hpctrain.parallel.offload.settings import OffloadSettings
 from hpctrain.parallel.settings import SHARDED, ParallelSettings
 from hpctrain.parallel.strategy import Strategy
 from hpctrain.parallel.sync_batchnorm import convert
@@ -19,24 +25,49 @@ def attach(
     settings: ParallelSettings,
     device: torch.device = torch.device("cpu"),
     example: Tensor | None = None,
+    offload: OffloadSettings = OffloadSettings(),
 ) -> Strategy:
     """Attach the strategy of the settings to a module, in place, and bring it to this rank's device.
 
-    ``example`` is a microbatch of inputs, for stages that are to be equal in measured time.
+    ``example`` is a microbatch of inputs, for stages that are to be equal in measured time. ``offload`` says what is
+    to lie in the host's memory; raises ``SettingsError`` where the strategy cannot do that.
     """
+    if offload.any_update or offload.activations:
+        agreed(comm, lambda: check(offload, settings))
+        tell_what_is_gained(device, comm)
+    return _attach(model, comm, settings, device, offload, example)
+
+
+def _attach(
+    model: nn.Module,
+    comm: Communicator,
+    settings: ParallelSettings,
+    device: torch.device,
+    offload: OffloadSettings,
+    example: Tensor | None = None,
+) -> Strategy:
     if settings.sync_batchnorm and convert(model, comm) is not model:
         raise UsageError("sync_batchnorm cannot replace a model that is itself a batch norm", everywhere=True)
     if settings.recompute:
-        _recompute(model, settings)
+        units = _recompute(model, settings)
+        if offload.activations:
+            from hpctrain.parallel.offload.activations import offload_activations
+
+            offload_activations(units, offload, device, comm.rank)
     if settings.splits_model:
         from hpctrain.parallel.hybrid import ModelParallel
 
-        return ModelParallel(model, comm, settings, device, attach, example)
+        within = partial(_attach, offload=replace(offload, activations=False))
+        return ModelParallel(model, comm, settings, device, within, example)
+    if offload.any_update and settings.data not in SHARDED:
+        # That every rank made every update would take the host's memory and its cores once a rank.
+        settings = replace(settings, data="zero1")
     # One rank has nothing to split: it trains the plain model, unless it is to compute in another precision.
-    if settings.data in SHARDED and (comm.size > 1 or settings.mixed_precision != "none"):
+    divides = comm.size > 1 or settings.mixed_precision != "none" or offload.any_update
+    if settings.data in SHARDED and divides:
         from hpctrain.parallel.fsdp.strategy import ShardedDataParallel
 
-        return ShardedDataParallel(model, comm, settings, device)
+        return ShardedDataParallel(model, comm, settings, device, offload)
     materialise(model, device)
     model.to(device)
     if settings.data == "dp":
@@ -48,8 +79,8 @@ def attach(
     return DataParallel(model, comm, settings)
 
 
-def _recompute(model: nn.Module, settings: ParallelSettings) -> None:
-    """Let every unit but the model itself compute its activations again."""
+def _recompute(model: nn.Module, settings: ParallelSettings) -> list[nn.Module]:
+    """Let every unit but the model itself compute its activations again; return these units."""
     from hpctrain.parallel.fsdp.units import find_units
     from hpctrain.parallel.recompute import recompute
 
@@ -61,3 +92,4 @@ def _recompute(model: nn.Module, settings: ParallelSettings) -> None:
         inside = {module for layer in find_layers(model) for module in layer.module.modules()}
         units = [unit for unit in units if unit in inside]
     recompute(units)
+    return units

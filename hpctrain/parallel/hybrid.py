@@ -19,6 +19,7 @@ from hpctrain.collectives.communicator import Communicator
 from hpctrain.collectives.mesh import AXES, Mesh
 from hpctrain.errors import MismatchError
 from hpctrain.parallel.agreement import broadcast_model, check_same_model
+from hpctrain.parallel.fsdp.norm import clip_factor, sum_of_squares
 from hpctrain.parallel.materialise import is_meta
 from hpctrain.parallel.objective import Objective, cross_entropy
 from hpctrain.parallel.pipeline.pipeline import Pipeline
@@ -139,16 +140,19 @@ class ModelParallel(Strategy):
         norm = squares.sqrt()[0].float()
         by = own if self._pipeline is not None and self._pipeline.versions is not None else norm
         if bool(torch.isfinite(norm)):
-            _scale([gradient for _, gradient in held], by, max_norm)
+            self._scale(by, max_norm)
         return norm
+
+    def _scale(self, norm: Tensor, max_norm: float) -> None:
+        """Scale this stage's gradients, of a norm, down to the largest one, as torch does."""
+        if math.isfinite(max_norm):
+            self.inner.scale_gradients(clip_factor(norm, max_norm))
 
     def _squares(self, held: list[tuple[str, Tensor]]) -> Tensor:
         """Return the sum of the squares of this stage's gradients, each element counted once."""
         counted = [gradient for name, gradient in held if self._counts(name)]
         device = held[0][1].device if held else torch.device("cpu")
-        squares = torch.zeros(1, dtype=torch.float64, device=device)
-        if counted:
-            squares += torch.stack([norm.double() for norm in torch._foreach_norm(counted)]).square().sum()
+        squares = sum_of_squares(counted, device)
         if self.inner.replica is not None:
             self.inner.replica.all_reduce(squares)
         self.mesh.tensor.all_reduce(squares)
@@ -165,7 +169,7 @@ class ModelParallel(Strategy):
         with self.inner.many_passes():
             pass
         held = self.inner.reduced_gradients()
-        _scale([gradient for _, gradient in held], self._squares(held).sqrt()[0].float(), max_norm)
+        self._scale(self._squares(held).sqrt()[0].float(), max_norm)
         self.updates_itself = True
         try:
             optimizer.step()
@@ -180,6 +184,24 @@ class ModelParallel(Strategy):
     def reduced_gradients(self) -> list[tuple[str, Tensor]]:
         """Return what this rank holds of the averaged gradients, by name."""
         return self.inner.reduced_gradients()
+
+    def scale_gradients(self, factor: Tensor) -> None:
+        """Multiply what this rank holds of the averaged gradients by a factor, a scalar."""
+        self.inner.scale_gradients(factor)
+
+    def update_early(self, optimizer: torch.optim.Optimizer) -> None:
+        """Promise that updates need no look at the gradients, and that ``announce_update`` comes before each last pass.
+        """
+        self.inner.update_early(optimizer)
+
+    def announce_update(self) -> None:
+        """Say that the backward pass that comes is the last before an update."""
+        if self._syncing:
+            self.inner.announce_update()
+
+    def settle(self) -> None:
+        """End what goes on beside the steps; a call by all ranks."""
+        self.inner.settle()
 
     def drop_gradients(self) -> None:
         """Forget all gradients, reduced or not."""
@@ -266,9 +288,3 @@ class _Staged:
         """Return this rank's boxes."""
         spare = not self._tied.counts(name)
         return [replace(shard, spare=spare) for shard in self._split.shards(name, tensor)]
-
-
-def _scale(gradients: list[Tensor], norm: Tensor, max_norm: float) -> None:
-    """Scale gradients of a norm down to the largest one, as torch does."""
-    if gradients and math.isfinite(max_norm):
-        torch._foreach_mul_(gradients, torch.clamp(max_norm / (norm + 1e-6), max=1.0))

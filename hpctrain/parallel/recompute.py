@@ -10,8 +10,9 @@ would lead them back to the parameters of the original. Hooks are called around 
 from __future__ import annotations
 
 import copyreg
+import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import wraps
 from typing import Any
 
@@ -25,6 +26,9 @@ from hpctrain.parallel.pipeline import deferred, skip
 
 Contexts = tuple[AbstractContextManager[None], AbstractContextManager[None]]
 _KINDS: dict[type[nn.Module], type[nn.Module]] = {}  # the subclass for each class
+_AROUND: weakref.WeakKeyDictionary[nn.Module, Callable[[], AbstractContextManager[object]]] = (
+    weakref.WeakKeyDictionary()
+)
 _PLAIN = "_recomputes"  # the attribute of the subclasses that holds the class they stand for
 
 
@@ -52,6 +56,11 @@ def recompute(modules: Iterable[nn.Module]) -> Callable[[], None]:
                 module.__class__ = kind
 
     return undo
+
+
+def keep_inputs(module: nn.Module, keeping: Callable[[], AbstractContextManager[object]]) -> None:
+    """Let autograd save what a recomputing module is given inside a context, a new one for each call."""
+    _AROUND[module] = keeping
 
 
 def _recomputing(plain: type[nn.Module]) -> type[nn.Module]:
@@ -88,17 +97,20 @@ def _blank(plain: type[nn.Module], *arguments: Any) -> nn.Module:
 
 def _forward_twice(module: nn.Module, plain: type[nn.Module], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run a module's own forward, and again when the backward pass needs what it would have kept."""
+    count, names = len(args), list(kwargs)  # what is given is for the checkpoint to keep, and for nobody else
 
     def run(*given: Any) -> Any:
-        return plain.forward(module, *given[: len(args)], **dict(zip(kwargs, given[len(args) :])))
+        return plain.forward(module, *given[:count], **dict(zip(names, given[count:])))
 
     carried, put_off = skip.again(), deferred.again()
 
     def contexts() -> Contexts:
         return put_off(), _together(_counted_once(module), carried(), put_off())
 
-    # All by position: torch restores the generators of devices that it finds there.
-    return checkpoint(run, *args, *kwargs.values(), use_reentrant=False, context_fn=contexts)
+    keeping = _AROUND.get(module, nullcontext)
+    with keeping():
+        # All by position: torch restores the generators of devices that it finds there.
+        return checkpoint(run, *args, *kwargs.values(), use_reentrant=False, context_fn=contexts)
 
 
 @contextmanager

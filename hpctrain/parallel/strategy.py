@@ -122,6 +122,24 @@ class Strategy(ABC):
         """Return what this rank holds of the averaged gradients, by name."""
         return [(name, each.grad) for name, each in trainable(self.model) if each.grad is not None]
 
+    def scale_gradients(self, factor: Tensor) -> None:
+        """Multiply what this rank holds of the averaged gradients by a factor, a scalar."""
+        gradients = [gradient for _, gradient in self.reduced_gradients()]
+        if gradients:
+            torch._foreach_mul_(gradients, factor)
+
+    def update_early(self, optimizer: torch.optim.Optimizer) -> None:
+        """Promise that updates need no look at the gradients, and that ``announce_update`` comes before each last pass.
+
+        Hyperparameters are those of the time of that pass.
+        """
+
+    def announce_update(self) -> None:
+        """Say that the backward pass that comes is the last before an update."""
+
+    def settle(self) -> None:
+        """End what goes on beside the steps, so that parameters and states may be read; a call by all ranks."""
+
     @property
     def replica(self) -> Communicator | None:
         """Return the ranks that hold the averaged gradients together; None where each holds all of them."""

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     import torch
 
     from hpctrain.collectives.communicator import Communicator
+    from hpctrain.parallel.offload.settings import OffloadSettings
     from hpctrain.parallel.settings import ParallelSettings
     from hpctrain.train.job import Job
 
@@ -22,6 +23,7 @@ def init(
     device: str = "auto",
     oversubscribe: bool = False,
     parallel: ParallelSettings | None = None,
+    offload: OffloadSettings | None = None,
     settings: Mapping[str, Any] | None = None,
     verbose: bool = False,
 ) -> Job:
@@ -43,6 +45,7 @@ def init(
     from hpctrain.cluster.launcher import first_guess_of_rank
     from hpctrain.collectives.agreement import agreed
     from hpctrain.collectives.communicator import Communicator
+    from hpctrain.parallel.offload.settings import OffloadSettings
     from hpctrain.parallel.settings import ParallelSettings
     from hpctrain.train import compiler, hello
     from hpctrain.train.device import check_unshared, pick
@@ -70,7 +73,7 @@ def init(
     _equip(world, own)
     if verbose and world.rank == 0:
         log.logger.info("%s", hello.table(hellos))
-    return Job(world, own, launch, guard, parallel or ParallelSettings())
+    return Job(world, own, launch, guard, parallel or ParallelSettings(), offload or OffloadSettings())
 
 
 def _equip(world: Communicator, device: torch.device) -> None:

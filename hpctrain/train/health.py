@@ -72,9 +72,9 @@ class Health:
 
     def _compute_again(self, replay: Callable[[], object]) -> None:
         self.strategy.drop_gradients()
-        device = next(self.model.parameters()).device
+        devices = {torch.device("cuda", torch.cuda.current_device())} if torch.cuda.is_initialized() else set()
         # What comes after must not depend on whether anybody looked.
-        with self.strategy.no_sync(), torch.random.fork_rng([device] if device.type == "cuda" else []):
+        with self.strategy.no_sync(), torch.random.fork_rng(devices):
             replay()
 
     def _broken(self, kind: str, gradients: Iterable[tuple[str, Tensor]]) -> Iterator[str]:

@@ -12,6 +12,7 @@ from hpctrain.cluster.launcher import Launch
 from hpctrain.collectives.communicator import Communicator
 from hpctrain.errors import UsageError
 from hpctrain.parallel.attach import attach
+from hpctrain.parallel.offload.settings import OffloadSettings
 from hpctrain.parallel.settings import ParallelSettings
 from hpctrain.parallel.strategy import Strategy
 from hpctrain.train.guard import Guard
@@ -34,28 +35,37 @@ class Job:
         launch: Launch,
         guard: Guard,
         parallel: ParallelSettings = ParallelSettings(),
+        offload: OffloadSettings = OffloadSettings(),
     ) -> None:
         self.comm = comm
         self.device = device
         self.launch = launch
         self.guard = guard
-        self.parallel = parallel
+        self.parallel, self.offload = parallel, offload
         self.rank, self.size = comm.rank, comm.size
         self.local_rank, self.local_size = comm.local_rank, comm.local_size
         self.node, self.nodes = comm.node, comm.nodes
         self.strategies: dict[int, Strategy] = {}
 
     def wrap(
-        self, model: nn.Module, parallel: ParallelSettings | None = None, *, example: Tensor | None = None
+        self,
+        model: nn.Module,
+        parallel: ParallelSettings | None = None,
+        *,
+        example: Tensor | None = None,
+        offload: OffloadSettings | None = None,
     ) -> nn.Module:
         """Move a model to this rank's device and attach the strategy of the settings; return the same model.
 
         Names in ``state_dict`` do not change. Parameters and buffers of rank 0 are given to all ranks. A model on the
         meta device gets its memory and its values here. Make the optimizer afterwards: strategies that split parameters
-        put others in their places. ``example`` are some inputs, for ``parallel.partition = "time"``. Raises
-        ``MismatchError`` where the ranks hold different models.
+        put others in their places. ``example`` are some inputs, for ``parallel.partition = "time"``; ``offload`` says
+        what lives in the host's memory. Raises ``MismatchError`` where the ranks hold different models,
+        ``SettingsError`` where a strategy cannot do with what is offloaded.
         """
-        self.strategies[id(model)] = attach(model, self.comm, parallel or self.parallel, self.device, example)
+        self.strategies[id(model)] = attach(
+            model, self.comm, parallel or self.parallel, self.device, example, offload or self.offload
+        )
         return model
 
     def strategy(self, model: nn.Module) -> Strategy:

@@ -50,6 +50,7 @@ def train(settings: Settings, *, verbose: bool = False) -> None:
         device=settings.run.device,
         oversubscribe=settings.run.oversubscribe,
         parallel=settings.parallel,
+        offload=settings.offload,
         settings=to_tree(settings),
         verbose=verbose,
     )
@@ -65,6 +66,8 @@ def train(settings: Settings, *, verbose: bool = False) -> None:
         strategy = job.strategy(model)
         seed_generators(settings.train.seed + 1 + generator_number(shape, job.rank))
         optimizer = optimizers.make(model, settings.optimizer)
+        if job.device.type != "cpu" and not settings.train.clip and settings.train.on_nonfinite != "skip":
+            strategy.update_early(optimizer)  # nothing is asked of the gradients that could hold an update back
         step = Stepper(strategy, settings.train, job.device)
         data = strategy.data
         loader = Loader(
@@ -126,14 +129,14 @@ def open_corpus(settings: Settings) -> Corpus:
 def make_model(settings: Settings, corpus: Corpus, ranks: int) -> nn.Module:
     """Build the model that the data ask for, its weights drawn from the run's seed.
 
-    One that ``ranks`` are to divide among them is built on the meta device: ``job.wrap`` draws the same weights, and
-    never all of them on one rank.
+    One that ``ranks`` are to divide among them, or that the host keeps, is built on the meta device: ``job.wrap`` draws
+    the same weights, and never all of them on one rank, or on the device.
     """
     if settings.train.deterministic is not torch.are_deterministic_algorithms_enabled():
         torch.use_deterministic_algorithms(settings.train.deterministic)  # loads torch's compiler, which takes seconds
     seed_generators(settings.train.seed)
     divides = settings.parallel.data in SHARDED or settings.parallel.splits_model
-    divided = settings.model.factory is None and divides and ranks > 1
+    divided = settings.model.factory is None and (divides and ranks > 1 or settings.offload.any_update)
     with torch.device("meta") if divided or settings.model.meta else nullcontext():
         return build(settings.model, **corpus.train.facts)
 

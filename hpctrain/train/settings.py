@@ -12,6 +12,7 @@ from hpctrain.checkpoint.keep import Best
 from hpctrain.data.settings import DataSettings
 from hpctrain.errors import SettingsError
 from hpctrain.models.settings import ModelSettings
+from hpctrain.parallel.offload.settings import OffloadSettings
 from hpctrain.parallel.settings import ParallelSettings
 from hpctrain.settings import assign, build, read_toml, unknown
 
@@ -166,6 +167,7 @@ class Settings:
     train: TrainSettings = TrainSettings()
     optimizer: OptimizerSettings = OptimizerSettings()
     parallel: ParallelSettings = ParallelSettings()
+    offload: OffloadSettings = OffloadSettings()
     checkpoint: CheckpointSettings = CheckpointSettings()
 
 

@@ -30,7 +30,10 @@ class Stepper:
         total = torch.zeros((), device=self.device)
         pieces = batch.to(self.device).split(self.accumulate)
         for number, piece in enumerate(pieces):
-            syncs = number == len(pieces) - 1 or self.strategy.reduces_early
+            last = number == len(pieces) - 1
+            syncs = last or self.strategy.reduces_early
+            if last:
+                self.strategy.announce_update()
             if piece.samples:
                 with nullcontext() if syncs else self.strategy.no_sync():
                     total += self.strategy.forward_backward(

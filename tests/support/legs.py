@@ -86,7 +86,7 @@ class Legs:
         with communicator(comm, form) as own:
 
             def init(**options: Any) -> Job:
-                return Job(own, torch.device("cpu"), detect(), guard, options["parallel"])
+                return Job(own, torch.device("cpu"), detect(), guard, options["parallel"], options["offload"])
 
             self._patch.setattr(run, "init", init)
             torch.set_num_threads(1)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from hpctrain.models import GPT, GPTConfig
 from hpctrain.parallel.attach import attach
 from hpctrain.parallel.objective import Objective, cross_entropy
+from hpctrain.parallel.offload.settings import OffloadSettings
 from hpctrain.parallel.settings import ParallelSettings
 from hpctrain.parallel.strategy import Strategy
 
@@ -65,10 +66,17 @@ class Trained:
     norms: list[float] = field(default_factory=list)
 
     @classmethod
-    def of(cls, comm: Any, settings: ParallelSettings, model: nn.Module | None = None, **options: Any) -> Trained:
+    def of(
+        cls,
+        comm: Any,
+        settings: ParallelSettings,
+        model: nn.Module | None = None,
+        offload: OffloadSettings = OffloadSettings(),
+        **options: Any,
+    ) -> Trained:
         """Attach the strategy of some settings; a call by all ranks."""
         model = small_gpt(**options) if model is None else model
-        strategy = attach(model, comm, settings)
+        strategy = attach(model, comm, settings, offload=offload)
         optimizer = optimizer_of(model)
         strategy.check_optimizer(optimizer)
         return cls(model, strategy, optimizer)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 
 from hpctrain.collectives.communicator import Communicator
 from hpctrain.parallel.buckets import group
-from hpctrain.parallel.fsdp.piece import Piece, Places
+from hpctrain.parallel.fsdp.piece import Memory, Piece, Places
 from hpctrain.parallel.fsdp.units import Unit
 from hpctrain.parallel.materialise import draw
 
@@ -19,18 +19,24 @@ Entry = tuple[str, nn.Parameter, Places]
 
 
 class PieceMaker:
-    """Make pieces for the ranks of ``comm``, whose memory ``flat(numel, dtype)`` gives."""
+    """Make pieces for the ranks of ``comm``, whose memory ``flat(numel, dtype)`` gives.
+
+    What a rank holds for good lies where ``host`` and ``host_frozen`` say for trained and frozen parameters.
+    """
 
     def __init__(
         self,
         comm: Communicator,
-        flat: Callable[[int, torch.dtype], Tensor],
+        flat: Memory,
         device: torch.device,
         *,
         passing: bool,
         narrow: torch.dtype | None,
+        host: Memory | None = None,
+        host_frozen: Memory | None = None,
     ) -> None:
         self._comm, self._flat, self._device = comm, flat, device
+        self._host, self._host_frozen = host, host_frozen
         self._passing, self._narrow = passing, narrow
 
     def of_unit(self, unit: Unit) -> list[Piece]:
@@ -60,6 +66,7 @@ class PieceMaker:
             dtype=narrow,
             passing=self._passing,
             device=self._device,
+            host=self._host if parameters[0].requires_grad else self._host_frozen,
         )
 
 

@@ -11,7 +11,7 @@ Which parameters anybody used is not known before the last rank has ended its ba
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -41,7 +41,8 @@ class Reduction:
 
     The ranks of ``comm`` share a replica of the model; ``replicas``, if there are any, hold the same slice of others;
     ``world`` holds all ranks. Gradients travel in ``dtype``, or in their own. Where they are not reduced ``early``, all
-    are at the end of the backward pass, so that no other collective of it comes between them.
+    are at the end of the backward pass, so that no other collective of it comes between them. ``flow_of`` makes what
+    follows the gradients of a piece: one that takes slices elsewhere knows by its ``land`` when they are reduced.
     """
 
     def __init__(
@@ -56,6 +57,7 @@ class Reduction:
         dtype: torch.dtype | None = None,
         early: bool = True,
         watcher: Watcher | None = None,
+        flow_of: Callable[[Piece, int, int, torch.dtype], Flow] = Flow,
     ) -> None:
         self._comm, self._world, self._replicas = comm, world, replicas
         self._share = 1.0 / world.size  # each rank puts in its share of the average: no pass is needed to divide
@@ -64,7 +66,7 @@ class Reduction:
         count = 0
         for number, piece in enumerate(pieces):
             own = piece.members[0].whole.dtype
-            self.flows.append(Flow(piece, number, count, dtype if dtype and own is torch.float32 else own))
+            self.flows.append(flow_of(piece, number, count, dtype if dtype and own is torch.float32 else own))
             count += len(piece.members)
         self._used = world.empty(count, torch.uint8)
         self._seen: list[int] = []  # numbers of pieces, as they were complete in the first pass
@@ -175,9 +177,14 @@ class Reduction:
             self._watcher.reducing(flow.number)
 
         def carry() -> Work | None:
+            if flow.piece.alone:
+                flow.land_alone(flat)
+                return None
             work = self._comm.reduce_scatter(target, flat, "sum", async_op=True)
             if self._replicas is not None and self._lane.beside:
                 self._replicas.all_reduce(target, "sum")
+            if isinstance(work, Tensor) or work.done() and (self._replicas is None or self._lane.beside):
+                flow.land()
             return None if isinstance(work, Tensor) else work
 
         flow.ticket = self._lane.run(carry)
@@ -191,6 +198,7 @@ class Reduction:
         if self._replicas is not None and not self._lane.beside:
             assert flow.target is not None
             self._replicas.all_reduce(flow.target, "sum")
+        flow.land()
         flow.ticket = None
         flow.close()
 

@@ -17,14 +17,28 @@ def clip_shards(shards: Sequence[nn.Parameter], comm: Communicator, max_norm: fl
     The ranks of ``comm`` hold one replica of the model. Where the norm is not finite the gradients stay as they are.
     """
     gradients = [shard.grad for shard in shards if shard.grad is not None and shard.numel()]
-    device = shards[0].device if shards else torch.device("cpu")
-    squares = torch.zeros(1, dtype=torch.float64, device=device)
-    if gradients:
-        norms = torch._foreach_norm(gradients)
-        squares += torch.stack([norm.double() for norm in norms]).square().sum()
-    comm.all_reduce(squares)
-    norm = squares.sqrt()[0].float()
+    norm = global_norm(gradients, comm, shards[0].device if shards else torch.device("cpu"))
     if gradients and math.isfinite(max_norm) and bool(torch.isfinite(norm)):
-        # As torch has it: a factor for all, 1 where nothing is to be clipped.
-        torch._foreach_mul_(gradients, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
+        torch._foreach_mul_(gradients, clip_factor(norm, max_norm))
     return norm
+
+
+def global_norm(gradients: Sequence[Tensor], comm: Communicator, device: torch.device) -> Tensor:
+    """Return the norm of all ranks' gradients, on a device; each element is counted once."""
+    squares = sum_of_squares(gradients, device)
+    comm.all_reduce(squares)
+    return squares.sqrt()[0].float()
+
+
+def sum_of_squares(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
+    """Return the sum of the squares of all elements, of shape [1], on a device."""
+    squares = torch.zeros(1, dtype=torch.float64, device=device)
+    for place in dict.fromkeys(gradient.device for gradient in gradients):
+        norms = torch._foreach_norm([gradient for gradient in gradients if gradient.device == place])
+        squares += torch.stack([norm.double() for norm in norms]).square().sum().to(device)
+    return squares
+
+
+def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
+    """Return what to multiply by, as torch has it: a factor for all, 1 where nothing is to be clipped."""
+    return torch.clamp(max_norm / (norm + 1e-6), max=1.0)

@@ -27,8 +27,8 @@ class Owners:
         shards: Iterable[nn.Parameter],
         replaced: Mapping[str, weakref.ref[nn.Parameter]],
         trusted: tuple[str, ...],
-        before: Callable[[], None],
-        after: Callable[[], None],
+        before: Callable[[torch.optim.Optimizer], None],
+        after: Callable[[torch.optim.Optimizer], None],
     ) -> None:
         self._shards = {id(shard) for shard in shards}
         living = {name: old() for name, old in replaced.items()}
@@ -41,11 +41,11 @@ class Owners:
 
         def first(optimizer: Any, args: Any, kwargs: Any) -> None:
             if (owners := own()) is not None and owners.check(optimizer):
-                owners._before()
+                owners._before(optimizer)
 
         def last(optimizer: Any, args: Any, kwargs: Any) -> None:
             if (owners := own()) is not None and owners.holds(optimizer):
-                owners._after()
+                owners._after(optimizer)
 
         handles = [register_optimizer_step_pre_hook(first), register_optimizer_step_post_hook(last)]
         for handle in handles:

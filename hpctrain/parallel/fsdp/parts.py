@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +15,7 @@ from hpctrain.errors import UsageError
 from hpctrain.parallel.agreement import check_same_model
 from hpctrain.parallel.fsdp.build import PieceMaker, Values
 from hpctrain.parallel.fsdp.carrier import Lane
+from hpctrain.parallel.fsdp.flow import Flow
 from hpctrain.parallel.fsdp.form import Form
 from hpctrain.parallel.fsdp.gradients import Reduction
 from hpctrain.parallel.fsdp.passing import Passing, Station
@@ -22,9 +24,13 @@ from hpctrain.parallel.fsdp.resident import Resident
 from hpctrain.parallel.fsdp.rooms import Fresh, Ring, Room
 from hpctrain.parallel.fsdp.units import Unit, find_units
 from hpctrain.parallel.materialise import check_drawable, draw, make_buffers
+from hpctrain.parallel.offload.settings import OffloadSettings
 from hpctrain.parallel.settings import ParallelSettings
 from hpctrain.parallel.strategy import trainable
 from hpctrain.transport.streams import streams_of
+
+if TYPE_CHECKING:
+    from hpctrain.parallel.offload.engine import Engine
 
 IN_FLIGHT = 4  # buckets of gradients for which there is room at a time, where they are not kept whole
 ON_DEVICE = 2  # the same on a GPU: one comes while another is reduced
@@ -43,6 +49,7 @@ class Parts:
     narrow: torch.dtype | None  # what float32 parameters are computed in
     replaced: dict[str, weakref.ref[nn.Parameter]]  # the parameters that the model had before, as long as they live
     by_name: dict[str, Member]  # by all names
+    engine: Engine | None  # what updates shards that are kept on the host
 
     @property
     def members(self) -> list[Member]:
@@ -50,7 +57,13 @@ class Parts:
         return list(dict.fromkeys(self.by_name.values()))
 
 
-def assemble(model: nn.Module, comm: Communicator, settings: ParallelSettings, device: torch.device) -> Parts:
+def assemble(
+    model: nn.Module,
+    comm: Communicator,
+    settings: ParallelSettings,
+    device: torch.device,
+    offload: OffloadSettings = OffloadSettings(),
+) -> Parts:
     """Cut a model, give every rank its shards, and return the parts; a call by all ranks."""
     check_same_model(model, comm)
     if not trainable(model):
@@ -66,16 +79,22 @@ def assemble(model: nn.Module, comm: Communicator, settings: ParallelSettings, d
     narrow = torch.bfloat16 if settings.mixed_precision == "bfloat16" else None
     mapped = inside.shares_memory and device.type == "cpu"
     passing = settings.data == "fsdp" and not mapped
-    maker = PieceMaker(inside, _memory(inside, device, mapped), device, passing=passing, narrow=narrow)
+    engine = _engine(offload, device, comm)
+    maker = PieceMaker(
+        inside,
+        _memory(inside, device, mapped),
+        device,
+        passing=passing,
+        narrow=narrow,
+        host=engine.host if engine else None,
+        host_frozen=engine.host if engine and offload.parameters else None,
+    )
     stations, pieces = _cut(maker, units, list(old), settings, passing)
     members = {id(old[member.name]): member for piece in pieces for member in piece.members}
     by_name = {name: members[number] for name, number in numbers.items()}
     units = [Unit(unit.name, unit.module, [], []) for unit in units]  # without the old parameters
-    _fill(model, pieces, old, comm, replicas, device)
-    _share_buffers(model, undrawn, comm, device)
-
     lane = Lane(streams_of(device))
-    whole = settings.data == "zero1"
+    whole = settings.data == "zero1" and engine is None  # which would be too much for who has to offload
     form: Form
     if passing:
         form = Passing(stations, inside, lane, settings.prefetch)
@@ -92,10 +111,23 @@ def assemble(model: nn.Module, comm: Communicator, settings: ParallelSettings, d
         dtype=narrow or (torch.bfloat16 if settings.compression == "bfloat16" else None),
         early=not whole or lane.beside or inside.shares_memory,
         watcher=form if isinstance(form, Passing) else None,
+        flow_of=engine.landing.flow if engine else Flow,
     )
+    if engine is not None:
+        engine.adopt(pieces, reduction.flows)
+    _fill(model, pieces, old, comm, replicas, device)
+    _share_buffers(model, undrawn, comm, device)
     if isinstance(form, Passing):
         form.reducer = reduction
-    return Parts(units, pieces, form, reduction, inside, replicas, narrow, replaced, by_name)
+    return Parts(units, pieces, form, reduction, inside, replicas, narrow, replaced, by_name, engine)
+
+
+def _engine(offload: OffloadSettings, device: torch.device, comm: Communicator) -> Engine | None:
+    if not offload.any_update:
+        return None
+    from hpctrain.parallel.offload.engine import Engine
+
+    return Engine(offload, device, comm)
 
 
 def _groups(comm: Communicator, settings: ParallelSettings) -> tuple[Communicator, Communicator | None]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +20,17 @@ from hpctrain.errors import UsageError
 from hpctrain.parallel.fsdp.layout import Held, Layout, lay_out
 
 Places = list[tuple[nn.Module, str]]
+Memory = Callable[[int, torch.dtype], Tensor]  # what gives a flat tensor
+
+
+class Courier(Protocol):
+    """Bring a rank's slice of a piece, which is kept in the host's memory, to where it is gathered."""
+
+    def start(self) -> None:
+        """Begin, as memory for whole parameters has just been taken."""
+
+    def deliver(self) -> None:
+        """Order what is done next behind its arrival."""
 
 
 @dataclass(eq=False)
@@ -45,7 +57,8 @@ class Piece:
     """Hold parameters of one dtype; ``trained`` or frozen, all of them.
 
     ``flat`` is the memory of the whole parameters and ``place`` this rank's slice of it. ``own`` is what this rank
-    holds for good: the same memory, or another where ``flat`` comes and goes or is of another dtype.
+    holds for good: the same memory, or another where ``flat`` comes and goes or is of another dtype, or what ``host``
+    gives. From there a ``courier``, to be set by who offloads, brings it to its place.
     """
 
     def __init__(
@@ -54,36 +67,44 @@ class Piece:
         parameters: Sequence[nn.Parameter],
         places: Sequence[Places],
         comm: Communicator,
-        flat: Callable[[int, torch.dtype], Tensor],
+        flat: Memory,
         *,
         dtype: torch.dtype,
         passing: bool,
         device: torch.device,
+        host: Memory | None = None,
     ) -> None:
         first = parameters[0]
         self.comm = comm
         self.trained = first.requires_grad
         self.passing = passing
         self.device = device
+        self.courier: Courier | None = None
+        self.alone = host is not None and comm.size == 1  # nothing has to travel, nor to pass through the host
         itemsize = min(first.itemsize, dtype.itemsize)
         self.layout: Layout = lay_out([each.numel() for each in parameters], comm.size, itemsize)
         self.flat = flat(self.layout.numel, dtype)
         start = comm.rank * self.layout.share
         self.place = self.flat[start : start + self.layout.share]
-        apart = passing or dtype is not first.dtype
-        self.own = torch.empty(self.layout.share, dtype=first.dtype, device=device) if apart else self.place
+        self.own = self._room(first.dtype) if host is None else host(self.layout.share, first.dtype)
         self.members = [
             self._member(number, name, parameter, where)
             for number, (name, parameter, where) in enumerate(zip(names, parameters, places))
         ]
         self.free()
 
+    def _room(self, dtype: torch.dtype) -> Tensor:
+        """Return memory of the device for what this rank holds for good."""
+        if self.passing or self.flat.dtype is not dtype:
+            return torch.empty(self.layout.share, dtype=dtype, device=self.device)
+        return self.place
+
     def _member(self, number: int, name: str, parameter: nn.Parameter, places: Places) -> Member:
         held, shape = self.layout.held(self.comm.rank)[number], parameter.shape
         place = self.layout.places[number]
         # .data: what is written into the flat tensor later must not look like a change behind autograd's back.
         whole = self.flat.data[place : place + parameter.numel()].view(shape)
-        shard = self.own.data[held.offset : held.offset + held.numel].view(held.numel, *[1] * (len(shape) - 1))
+        shard = held_in(self.own.data, held, shape)
         faces = [nn.Parameter(tensor, requires_grad=parameter.requires_grad) for tensor in (whole, shard)]
         for face in faces:
             face.__dict__.update(parameter.__dict__)  # marks that the user has set
@@ -98,7 +119,7 @@ class Piece:
         """
         whole = None
         if self.comm.rank == 0:
-            whole = torch.zeros(self.layout.numel, dtype=self.own.dtype, device=self.device)
+            whole = torch.zeros(self.layout.numel, dtype=self.own.dtype, device=self.own.device)
             if value is not None:
                 for place, member in zip(self.layout.places, self.members):
                     whole[place : place + member.shape.numel()].copy_(value(member).reshape(-1))
@@ -110,6 +131,8 @@ class Piece:
         """Take memory for the whole parameters, where they only pass by."""
         if self.passing:
             self.flat.untyped_storage().resize_(self.flat.numel() * self.flat.itemsize)
+        if self.courier is not None:
+            self.courier.start()
 
     def contribute(self) -> None:
         """Put this rank's slice in its place."""
@@ -120,13 +143,23 @@ class Piece:
                     f"parameter {member.name} was moved or converted after job.wrap(model) (model.to, model.half): "
                     "do that before"
                 )
-        if self.own is not self.place:
+        if self.courier is not None:
+            self.courier.deliver()
+        elif self.own is not self.place:
             self.place.copy_(self.own)
+
+    def stay_on_device(self) -> None:
+        """Hold from now on in the device's memory what this rank holds for good; the shards stay the same objects."""
+        own, self.courier = self._room(self.own.dtype), None
+        self.own = own.copy_(self.own)
+        for member in self.members:
+            member.shard.data = held_in(own.data, member.held, member.shape)
 
     def gather(self) -> None:
         """Let ``flat`` hold what all ranks own; a call by all ranks."""
         self.contribute()
-        self.comm.all_gather(self.flat, self.place)
+        if not self.alone:
+            self.comm.all_gather(self.flat, self.place)
 
     def free(self) -> None:
         """Give the memory of whole parameters back, where they only pass by."""
@@ -154,3 +187,8 @@ class Piece:
         """Let modules see the shards."""
         for member in self.members:
             member.show(member.shard)
+
+
+def held_in(memory: Tensor, held: Held, shape: torch.Size) -> Tensor:
+    """Return what a rank holds of a parameter of ``shape``, in memory that is laid out as ``Piece.own``."""
+    return memory[held.offset : held.offset + held.numel].view(held.numel, *[1] * (len(shape) - 1))

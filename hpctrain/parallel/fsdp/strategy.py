@@ -27,6 +27,7 @@ from hpctrain.parallel.fsdp.norm import clip_shards
 from hpctrain.parallel.fsdp.owners import Owners
 from hpctrain.parallel.fsdp.parts import Parts, assemble
 from hpctrain.parallel.fsdp.split import FlatSplit
+from hpctrain.parallel.offload.settings import OffloadSettings
 from hpctrain.parallel.settings import ParallelSettings
 from hpctrain.parallel.strategy import Strategy
 from hpctrain.parallel.sync_batchnorm import SyncBatchNorm
@@ -34,6 +35,8 @@ from hpctrain.parallel.sync_batchnorm import SyncBatchNorm
 
 class ShardedDataParallel(Strategy):
     """Attach ZeRO 1, 2 or 3 (``settings.data``) to a module, in place: its parameters become shards.
+
+    With ``offload`` this rank's shards lie in the host's memory and are updated there.
 
     Make the optimizer afterwards. A call by all ranks; values are those of rank 0. Raises ``MismatchError`` where the
     ranks' models differ, ``UsageError`` for units that cannot be (see ``units``).
@@ -45,9 +48,11 @@ class ShardedDataParallel(Strategy):
         comm: Communicator,
         settings: ParallelSettings = ParallelSettings(data="fsdp"),
         device: torch.device = torch.device("cpu"),
+        offload: OffloadSettings = OffloadSettings(),
     ) -> None:
         self.model, self.comm, self.settings = model, comm, settings
-        self._parts: Parts = assemble(model, comm, settings, device)
+        self._parts: Parts = assemble(model, comm, settings, device, offload)
+        self._engine = self._parts.engine
         self._form, self._reduction = self._parts.form, self._parts.reduction
         members = self._parts.members
         self._shards = [member.shard for member in members]
@@ -55,7 +60,7 @@ class ShardedDataParallel(Strategy):
         self._running = False  # between the beginning of a backward pass and its end
         self._summoned = False
         self._owners = Owners(
-            self._shards, self._parts.replaced, settings.elementwise, self._form.meet, self._form.mark
+            self._shards, self._parts.replaced, settings.elementwise, self._before_update, self._after_update
         )
         self._handles = [*self._hook(), *self._form.hook(model, self._begin_backward), *self._owners.attach()]
 
@@ -93,10 +98,26 @@ class ShardedDataParallel(Strategy):
 
     def clip_grad_norm(self, max_norm: float) -> Tensor:
         """Scale the gradients so that their global norm is at most ``max_norm``; return the norm before, a scalar."""
-        return clip_shards(self._shards, self._parts.comm, max_norm)
+        if self._engine is None:
+            return clip_shards(self._shards, self._parts.comm, max_norm)
+        return self._engine.clip(self._shards, self._parts.comm, max_norm, plain=self._is_plain)
+
+    def scale_gradients(self, factor: Tensor) -> None:
+        """Multiply the averaged gradients by a factor, a scalar; on the host not before they are used."""
+        if self._engine is None:
+            super().scale_gradients(factor)
+        else:
+            self._engine.gradients.scale(self._shards, factor)
+
+    @property
+    def _is_plain(self) -> bool:
+        """Tell whether, without offload, nothing would be split: then a norm is that of whole gradients."""
+        return self.comm.size == 1 and self._parts.narrow is None
 
     def detach(self) -> None:
         """Take all hooks off the module; its parameters stay shards."""
+        if self._engine is not None:
+            self._engine.close()
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -105,7 +126,8 @@ class ShardedDataParallel(Strategy):
 
     @property
     def split(self) -> FlatSplit:
-        """Return which boxes of the parameters this rank holds."""
+        """Return which boxes of the parameters this rank holds; an update that goes on beside the steps is ended."""
+        self.settle()
         return self._split
 
     @property
@@ -126,6 +148,7 @@ class ShardedDataParallel(Strategy):
                 "write into a checkpoint and load that",
                 everywhere=True,
             )
+        self.settle()
         self._form.summon()
         self._summoned = True
         try:
@@ -152,12 +175,25 @@ class ShardedDataParallel(Strategy):
 
     def refresh(self) -> None:
         """Take note that parameters were changed by other hands than the optimizer's; a call by all ranks."""
+        if self._engine is not None:
+            self._engine.refresh()
         self._form.mark(frozen=True)
+
+    def settle(self) -> None:
+        """End an update that goes on beside the steps, and show it; a call by all ranks."""
+        if self._engine is not None and self._engine.settle():
+            self._form.mark()
 
     def reduced_gradients(self) -> list[tuple[str, Tensor]]:
         """Return this rank's slices of the averaged gradients, by name."""
-        held = ((member.name, member.shard) for member in self._parts.members)
-        return [(name, shard.grad) for name, shard in held if shard.grad is not None and shard.numel()]
+        held = ((member.name, self._gradient(member.shard)) for member in self._parts.members if member.shard.numel())
+        return [(name, gradient) for name, gradient in held if gradient is not None]
+
+    def _gradient(self, shard: nn.Parameter) -> Tensor | None:
+        if self._engine is None:
+            return shard.grad
+        self._engine.gradients.apply_scale()
+        return self._engine.gradients.of(shard)
 
     @property
     def replica(self) -> Communicator:
@@ -174,6 +210,34 @@ class ShardedDataParallel(Strategy):
         """Forget all gradients, reduced or not."""
         for member in self._parts.members:
             member.shard.grad = member.whole.grad = None
+        if self._engine is not None:
+            self._engine.gradients.drop()
+
+    # Updates ----------------------------------------------------------------------------------------------------------
+
+    def update_early(self, optimizer: torch.optim.Optimizer) -> None:
+        """Promise that updates need no look at the gradients, and that ``announce_update`` comes before each last pass.
+
+        Hyperparameters are those of the time of that pass. Where shards are on the host, they are then updated while
+        the pass goes on.
+        """
+        if self._engine is not None:
+            self._engine.update_early(optimizer)
+
+    def announce_update(self) -> None:
+        """Say that the backward pass that comes is the last before an update."""
+        if self._engine is not None and self._syncing:
+            self._engine.announce()
+
+    def _before_update(self, optimizer: torch.optim.Optimizer) -> None:
+        self._form.meet()
+        if self._engine is not None:
+            self._engine.before(optimizer)
+
+    def _after_update(self, optimizer: torch.optim.Optimizer) -> None:
+        if self._engine is not None:
+            self._engine.after(optimizer)
+        self._form.mark()
 
     # Passes -----------------------------------------------------------------------------------------------------------
 
@@ -211,6 +275,8 @@ class ShardedDataParallel(Strategy):
         if self._running:
             return
         self._running = True
+        if self._engine is not None and self._engine.finder is not None:
+            self._engine.finder.begin()
         Variable._execution_engine.queue_callback(self._end_backward)
         self._form.begin_backward(reduces=self._syncing)
 
@@ -227,6 +293,8 @@ class ShardedDataParallel(Strategy):
         if self._syncing:
             self._reduction.finish()
             self._form.settle(self.comm)
+        if self._engine is not None and self._engine.finder is not None:
+            self._engine.finder.end()
 
     def _broadcast_buffers(self) -> None:
         if self.settings.broadcast_buffers:

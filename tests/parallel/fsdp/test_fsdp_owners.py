@@ -27,7 +27,7 @@ class Watched:
             parameter.grad = torch.ones_like(parameter)
         replaced = {part: weakref.ref(old) for part, old in self.old.items()}
         self.owners = Owners(
-            self.shards, replaced, trusted, lambda: log.append(f"{name} before"), lambda: log.append(f"{name} after")
+            self.shards, replaced, trusted, lambda _: log.append(f"{name} before"), lambda _: log.append(f"{name} after")
         )
         self.handles = self.owners.attach()
 
@@ -72,7 +72,7 @@ class Telling(torch.optim.SGD):
 
 
 def test_an_update_is_framed(watched: Watched, log: list[str]) -> None:
-    owners = Owners(watched.shards, {}, ("Telling",), lambda: log.append("before"), lambda: log.append("after"))
+    owners = Owners(watched.shards, {}, ("Telling",), lambda _: log.append("before"), lambda _: log.append("after"))
     for handle in watched.handles:
         handle.remove()
     handles = owners.attach()

@@ -1,0 +1,97 @@
+"""Train a GPT in bfloat16 with float32 masters, with what an offload keeps on the host and without."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, replace
+
+import torch
+
+from hpctrain.collectives.communicator import Communicator
+from hpctrain.models.gpt import GPT
+from hpctrain.models.shapes import GPTConfig
+from hpctrain.parallel.attach import attach
+from hpctrain.parallel.objective import Objective, cross_entropy
+from hpctrain.parallel.offload.settings import OffloadSettings
+from hpctrain.parallel.settings import ParallelSettings
+
+CLIP = 1.0
+HERE, OFFLOAD = "on the device", "offload"
+OPTIMIZER = OffloadSettings(optimizer=True)
+EVERYTHING = OffloadSettings(optimizer=True, parameters=True, activations=True)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Hold the shape of the model and its batches."""
+
+    layers: int
+    width: int
+    heads: int
+    context: int = 1024
+    vocabulary: int = 50304
+    batch: int = 8
+
+    @property
+    def config(self) -> GPTConfig:
+        """Return the model's configuration."""
+        return GPTConfig(self.layers, self.heads, self.width, self.context, self.vocabulary)
+
+    @property
+    def flop(self) -> float:
+        """Return the operations of a step: 6 a parameter and token, and those of attention (Narayanan et al., 2021)."""
+        tokens = self.batch * self.context
+        return 6.0 * tokens * self.config.parameters + 12.0 * tokens * self.layers * self.width * self.context
+
+    def batch_of(self, step: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return tokens, and those that follow them."""
+        generator = torch.Generator().manual_seed(step)
+        tokens = torch.randint(self.vocabulary, (self.batch, self.context + 1), generator=generator).to(device)
+        return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+
+BOTH = Shape(layers=24, width=2048, heads=16)  # 1.3 billion parameters: fits a large GPU in both ways
+TINY = Shape(layers=2, width=64, heads=2, context=32, vocabulary=128, batch=2)
+
+
+class Training:
+    """Hold a model, its strategy and its optimizer on a device."""
+
+    def __init__(self, shape: Shape, offload: OffloadSettings | None, device: torch.device) -> None:
+        self.shape, self.device = shape, device
+        with torch.device("meta"):
+            model = GPT(shape.config)
+        settings = ParallelSettings(data="zero1", units=("Block",), mixed_precision="bfloat16", recompute=True)
+        if offload is not None and offload.parameters:
+            settings = replace(settings, data="fsdp")
+        self.strategy = attach(model, Communicator.world(), settings, device, offload=offload or OffloadSettings())
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, betas=(0.9, 0.95), fused=True)
+        self.losses: list[float] = []
+
+    def step(self) -> None:
+        """Do one step, until the device and the host are done with it."""
+        inputs, targets = self.shape.batch_of(len(self.losses), self.device)
+        loss = self.strategy.forward_backward(inputs, targets, Objective(cross_entropy))
+        self.strategy.clip_grad_norm(CLIP)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.losses.append(float(loss))
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def timed(self, steps: int, warmup: int) -> list[float]:
+        """Return the seconds of steps."""
+        seconds = []
+        for number in range(warmup + steps):
+            began = time.perf_counter()
+            self.step()
+            if number >= warmup:
+                seconds.append(time.perf_counter() - began)
+        return seconds
+
+    def close(self) -> None:
+        """Give the memory back."""
+        self.strategy.detach()
+        self.optimizer.state.clear()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()

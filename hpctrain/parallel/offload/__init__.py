@@ -1,0 +1,1 @@
+"""Keep on the host what a device has no room for: optimizer states, parameters, activations."""

@@ -1,0 +1,49 @@
+"""Let an optimizer update some of its parameters, as if it had no others.
+
+Note: the double. The step is made by a second object of the optimizer's class, on stand-ins that share the memory of
+the parameters and their states, and nothing else. So neither the optimizer's groups nor the parameters' gradients are
+touched, which others may read and write in the meantime: a schedule that sets the learning rate, a backward pass.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hpctrain.parallel.fsdp.elementwise import KNOWN
+
+Group = tuple[Mapping[str, Any], Sequence[nn.Parameter]]  # what a group says, and those of it that are to be updated
+
+
+def step_alone(
+    optimizer: torch.optim.Optimizer, groups: Sequence[Group], gradients: Mapping[nn.Parameter, Tensor]
+) -> None:
+    """Make the optimizer's own step on these parameters, with these options and gradients; no hook is called."""
+    stands = {parameter: _stand_in(parameter, gradients[parameter]) for _, some in groups for parameter in some}
+    state: dict[nn.Parameter, dict[str, Any]] = defaultdict(dict)
+    state |= {stand: optimizer.state[parameter] for parameter, stand in stands.items() if parameter in optimizer.state}
+    double = object.__new__(type(optimizer))
+    vars(double).update(vars(optimizer), state=state)
+    double.param_groups = [{**options, "params": [stands[one] for one in some]} for options, some in groups]
+    with torch.no_grad():
+        inspect.unwrap(type(optimizer).step)(double)
+    for parameter, stand in stands.items():
+        if stand in state:
+            optimizer.state[parameter] = state[stand]
+
+
+def keeps_to_states(optimizer: torch.optim.Optimizer) -> bool:
+    """Tell whether an optimizer is known to keep nothing elsewhere than in its states; a double would lose that."""
+    return inspect.unwrap(type(optimizer).step) in {inspect.unwrap(known.step) for known in KNOWN}
+
+
+def _stand_in(parameter: nn.Parameter, gradient: Tensor) -> nn.Parameter:
+    stand = nn.Parameter(parameter.detach(), requires_grad=parameter.requires_grad)
+    stand.__dict__.update(parameter.__dict__)  # marks that the user has set
+    stand.grad = gradient.view_as(parameter)
+    return stand

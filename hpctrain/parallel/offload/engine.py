@@ -1,0 +1,330 @@
+"""Update parameters on the host: what happens around each step of an optimizer that holds offloaded shards.
+
+Note: whose update it is. The user's own optimizer holds shards that lie in the host's memory. Before its step their
+gradients are taken aside, so that torch finds nothing to do for them; shards that stayed on the device it updates as
+ever. After it the engine updates what was set aside, some pieces at a time, in one pass over memory each, and sends
+them up while it updates the next. ``early`` pieces were updated while the backward pass went on; with ``delayed``
+updates are made behind the next step's passes, and shown after them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor, nn
+
+from hpctrain.collectives.communicator import Communicator
+from hpctrain.errors import UsageError
+from hpctrain.parallel.fsdp.flow import Flow
+from hpctrain.parallel.fsdp.norm import clip_factor, global_norm
+from hpctrain.parallel.fsdp.piece import Member, Piece, held_in
+from hpctrain.parallel.offload.balance import last_pieces
+from hpctrain.parallel.offload.courier import MasterCourier
+from hpctrain.parallel.offload.gradients import Gradients
+from hpctrain.parallel.offload.kernels import Options
+from hpctrain.parallel.offload.landing import Landing, LandingFlow
+from hpctrain.parallel.offload.memory import HostMemory
+from hpctrain.parallel.offload.settings import CHOOSE, OffloadSettings
+from hpctrain.parallel.offload.share import ShareFinder, move_states
+from hpctrain.parallel.offload.states import States
+from hpctrain.parallel.offload.transfer import Arrival, Transfer
+from hpctrain.parallel.offload.update import OnePass
+from hpctrain.parallel.offload.worker import Ticket, Worker
+from hpctrain.transport.streams import streams_of
+
+MIB = 2**20
+
+
+@dataclass(eq=False)
+class Kept:
+    """Be one trained piece whose master is kept on the host."""
+
+    piece: Piece
+    courier: MasterCourier
+    flow: LandingFlow
+    early: Ticket[None] | None = None  # of an update before the optimizer's step
+    updated: set[nn.Parameter] = field(default_factory=set)  # by it
+
+
+class Engine:
+    """Keep masters, gradients and states of this rank in the host's memory, and update them there."""
+
+    def __init__(self, settings: OffloadSettings, device: torch.device, comm: Communicator) -> None:
+        self.settings, self.device = settings, device
+        self._masters = HostMemory(settings, device, comm.rank)
+        self._memory = HostMemory(replace(settings, disk=""), device, comm.rank) if settings.disk else self._masters
+        self._transfer = Transfer(streams_of(device))
+        self._piece_bytes = int(settings.piece_mib * MIB)
+        self.landing = Landing(
+            self._transfer, self._memory.empty, device, self._piece_bytes, twice=settings.delayed
+        )
+        self._worker = Worker("hpctrain-offload")
+        self._passes: dict[int, OnePass] = {}
+        self._kept: list[Kept] = []
+        self._couriers: list[MasterCourier] = []
+        self._by_flow: dict[int, Kept] = {}
+        self._states: dict[int, States] = {}
+        self._early_for: torch.optim.Optimizer | None = None
+        self._announced = False  # whether the next gradients are those of the next update
+        self._pending: tuple[list[Ticket[None]], list[Kept]] | None = None  # what is updated beside the step
+        self.gradients = Gradients()
+        chooses = settings.device_fraction == CHOOSE and device.type != "cpu" and not settings.delayed
+        self.finder = ShareFinder(device, self._transfer.streams) if chooses else None
+
+    # Where things are -------------------------------------------------------------------------------------------------
+
+    def host(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Return memory for masters."""
+        return self._masters.empty(numel, dtype)
+
+    def adopt(self, pieces: Sequence[Piece], reduced: Sequence[Flow]) -> None:
+        """Take over pieces that were made in the host's memory; ``reduced`` follow the trained ones, in order.
+
+        The last of the trained pieces, whose gradients come last, stay on the device: as large a share as was set.
+        """
+        flows = [flow for flow in reduced if isinstance(flow, LandingFlow)]
+        share = max(self.settings.device_fraction, 0.0)
+        staying = set(last_pieces([flow.piece.own.numel() for flow in flows], share))
+        for number, flow in enumerate(flows):
+            if number in staying:
+                flow.piece.stay_on_device()
+            else:
+                self._kept.append(Kept(flow.piece, self._courier(flow.piece), flow))
+        if self.settings.parameters:
+            for piece in pieces:
+                if not piece.trained:
+                    self._courier(piece)
+        self._by_flow = {id(kept.flow): kept for kept in self._kept}
+        self.landing.landed, self.landing.before_adding = self._begin_early, self.gradients.apply_scale
+        self.gradients.offloaded = {member.shard for kept in self._kept for member in kept.piece.members}
+
+    def _courier(self, piece: Piece) -> MasterCourier:
+        dtype, share = piece.flat.dtype, piece.layout.share
+        stays: Tensor | None = piece.place
+        if piece.passing:
+            resides = not self.settings.parameters
+            stays = torch.empty(share, dtype=dtype, device=self.device) if resides else None
+        mirrors = dtype is not piece.own.dtype or self.settings.delayed and stays is None
+        mirror = self._memory.empty(share, dtype) if mirrors else None
+        courier = MasterCourier(piece, self._transfer, mirror, stays)
+        piece.courier = courier
+        self._couriers.append(courier)
+        return courier
+
+    def refresh(self) -> None:
+        """Take note that others have changed masters, and perhaps the optimizer's states."""
+        self.settle()
+        for courier in self._couriers:
+            courier.mark()
+
+    def close(self) -> None:
+        """End what is under way, and give the memory back that is not the process's own."""
+        self.settle()
+        self._worker.close()
+
+    # Gradients --------------------------------------------------------------------------------------------------------
+
+    def clip(self, shards: Sequence[nn.Parameter], comm: Communicator, max_norm: float, *, plain: bool) -> Tensor:
+        """Note by what to scale gradients to a global norm of at most ``max_norm``; return the norm before.
+
+        The ranks of ``comm`` hold one replica; ``plain`` takes the norm as torch does where there is but one rank.
+        """
+        clips = math.isfinite(max_norm)
+        if clips and any(kept.early is not None for kept in self._kept):
+            raise UsageError(
+                "gradients cannot be clipped any more: the strategy was told by update_early that nobody would, and "
+                "has made updates while backward went on",
+                everywhere=True,
+            )
+        self.gradients.apply_scale()
+        found = ((shard, self.gradients.of(shard)) for shard in shards)
+        held = {shard: gradient for shard, gradient in found if gradient is not None and shard.numel()}
+        present = list(held.values())
+        norm = nn.utils.get_total_norm(present) if plain else global_norm(present, comm, torch.device("cpu"))
+        if held and clips and bool(torch.isfinite(norm)):
+            self.gradients.scale(list(held), clip_factor(norm, max_norm))
+        return norm
+
+    # Around the optimizer's step --------------------------------------------------------------------------------------
+
+    def before(self, optimizer: torch.optim.Optimizer) -> None:
+        """Take aside the gradients of the shards that the optimizer is not to update."""
+        self.gradients.set_aside({parameter for group in optimizer.param_groups for parameter in group["params"]})
+
+    def after(self, optimizer: torch.optim.Optimizer) -> None:
+        """Make the update, or begin it, or see to what was made already."""
+        for kept in self._kept:
+            if any(member.shard.grad is not None for member in kept.piece.members):
+                kept.courier.mark()  # a closure has computed gradients, and torch has made the update
+        one_pass, aside = self._pass_of(optimizer), self.gradients.taken()
+        self.settle()
+        if self.settings.delayed:
+            self._delay(one_pass, aside)
+            return
+        self._end_early(aside)
+        for batch in self._batches(aside, one_pass):
+            self._update(one_pass, batch, aside, mirrors=True)
+            for kept in batch:
+                kept.courier.renew(mirrored=True)
+            self._settle_states(optimizer, batch)
+        self.gradients.give_back()
+        if self.finder is not None and not self.finder.decided:
+            self.stay_on_device(optimizer, self.finder.pieces(one_pass, [kept.piece.own.nbytes for kept in self._kept]))
+
+    def stay_on_device(self, optimizer: torch.optim.Optimizer, numbers: Sequence[int]) -> None:
+        """Move pieces, of these numbers, to the device for good, with the optimizer's states of them."""
+        moving = [self._kept[number] for number in numbers]
+        for kept in moving:
+            kept.courier.quiet()
+            kept.piece.stay_on_device()
+            kept.flow.stay_on_device()
+            self._kept.remove(kept)
+            self._couriers.remove(kept.courier)
+            for shard in (member.shard for member in kept.piece.members):
+                self.gradients.leave(shard, self.device)
+                move_states(optimizer, shard)
+
+    def _batches(self, gradients: dict[nn.Parameter, Tensor], one_pass: OnePass) -> Iterator[list[Kept]]:
+        """Yield the pieces that have gradients, as many at a time as are to travel together."""
+        batch: list[Kept] = []
+        limit = self._piece_bytes if one_pass.runs_beside else math.inf  # some optimizers make one step of all or none
+        for kept in self._kept:
+            if any(member.shard in gradients for member in kept.piece.members):
+                batch.append(kept)
+            if sum(each.piece.own.nbytes for each in batch) >= limit:
+                yield batch
+                batch = []
+        if batch:
+            yield batch
+
+    def _update(
+        self,
+        one_pass: OnePass,
+        batch: Sequence[Kept],
+        gradients: dict[nn.Parameter, Tensor],
+        factors: dict[nn.Parameter, float] | None = None,
+        options: Sequence[Options] | None = None,
+        *,
+        mirrors: bool,
+    ) -> None:
+        """Update what has gradients in some pieces, and write what their mirrors are to hold."""
+        by_factor: dict[float, list[tuple[Kept, Member]]] = {}
+        for kept in batch:
+            kept.courier.quiet()
+            for member in kept.piece.members:
+                if member.shard in gradients:
+                    factor = factors[member.shard] if factors else self._factor(one_pass, member.shard)
+                    by_factor.setdefault(factor, []).append((kept, member))
+        for factor, members in by_factor.items():
+            shards = [member.shard for _, member in members]
+            copies = [_mirrored(kept, member) if mirrors else None for kept, member in members]
+            one_pass.step(shards, [gradients[shard] for shard in shards], factor, copies, options)
+
+    def _factor(self, one_pass: OnePass, shard: nn.Parameter) -> float:
+        """Return what a gradient is to be scaled by on the way; 1 where it had to be scaled before."""
+        if not one_pass.slices(shard):
+            self.gradients.apply_scale([shard])
+        return self.gradients.factor(shard)
+
+    def _pass_of(self, optimizer: torch.optim.Optimizer) -> OnePass:
+        if id(optimizer) not in self._passes:
+            self._passes[id(optimizer)] = OnePass(optimizer)
+        return self._passes[id(optimizer)]
+
+    def _settle_states(self, optimizer: torch.optim.Optimizer, batch: Sequence[Kept]) -> None:
+        """Move states that have just come to be, or were loaded, to the disk."""
+        if not self.settings.disk:
+            return
+        if id(optimizer) not in self._states:
+            self._states[id(optimizer)] = States(optimizer, [], self._masters.empty)
+        self._states[id(optimizer)].settle(member.shard for kept in batch for member in kept.piece.members)
+
+    # Updates before the step ------------------------------------------------------------------------------------------
+
+    def update_early(self, optimizer: torch.optim.Optimizer) -> None:
+        """Let pieces be updated as soon as their gradients have come, in passes that ``announce`` an update."""
+        self._early_for = None if self.settings.delayed else optimizer
+
+    def announce(self) -> None:
+        """Take note that the next reduced gradients are those of the next update."""
+        self._announced = self._early_for is not None
+
+    def _begin_early(self, flow: LandingFlow) -> None:
+        """Update a piece whose gradients are on their way, where that cannot be told from an update after all of them.
+
+        What this rank has not computed may be used by nobody, and then there is no update.
+        """
+        kept, optimizer = self._by_flow.get(id(flow)), self._early_for
+        if not self._announced or kept is None or optimizer is None or not flow.complete or kept.courier.is_read:
+            return
+        held = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+        one_pass, members = self._pass_of(optimizer), [each for each in kept.piece.members if each.shard.numel()]
+        if not all(member.shard in held and one_pass.slices(member.shard) for member in members):
+            return
+        gradients = {member.shard: held_in(flow.slice, member.held, member.shape) for member in members}
+        kept.early = self._beside(one_pass, [kept], gradients, flow.arrival, mirrors=kept.courier.resides)
+        kept.updated = set(gradients)
+
+    def _end_early(self, aside: dict[nn.Parameter, Tensor]) -> None:
+        """Show what was updated before the step; no others are left than those that were not."""
+        self._announced = False
+        for kept in self._kept:
+            if kept.early is not None:
+                ticket, kept.early = kept.early, None
+                ticket.wait()
+                kept.courier.renew(mirrored=kept.courier.resides)
+                for shard in kept.updated:
+                    aside.pop(shard, None)
+
+    # Updates beside the steps -----------------------------------------------------------------------------------------
+
+    def _beside(
+        self,
+        one_pass: OnePass,
+        batch: Sequence[Kept],
+        gradients: dict[nn.Parameter, Tensor],
+        arrival: Arrival | None = None,
+        *,
+        mirrors: bool,
+    ) -> Ticket[None]:
+        """Update in another thread, by the optimizer's hyperparameters of now."""
+        options, factors = one_pass.options(), {shard: self.gradients.factor(shard) for shard in gradients}
+
+        def update() -> None:
+            if arrival is not None:
+                arrival.poll()
+            self._update(one_pass, batch, gradients, factors, options, mirrors=mirrors)
+
+        return self._worker.submit(update)
+
+    def _delay(self, one_pass: OnePass, aside: dict[nn.Parameter, Tensor]) -> None:
+        """Update beside the next step what can be, the rest at once; none of it is shown before the next update."""
+        slices = {shard: gradient for shard, gradient in aside.items() if one_pass.slices(shard)}
+        others = {shard: gradient for shard, gradient in aside.items() if shard not in slices}
+        batches = list(self._batches(aside, one_pass))
+        for batch in batches:
+            self._update(one_pass, batch, others, mirrors=False)
+        tickets = [self._beside(one_pass, batch, slices, mirrors=False) for batch in batches]
+        self._pending = tickets, [kept for batch in batches for kept in batch]
+        for kept in self._pending[1]:
+            kept.flow.turn()
+        self.gradients.forget_taken()
+
+    def settle(self) -> bool:
+        """End the update that goes on beside the step, and show it; tell whether there was one."""
+        if self._pending is None:
+            return False
+        (tickets, pieces), self._pending = self._pending, None
+        for ticket in tickets:
+            ticket.wait()
+        for kept in pieces:
+            kept.courier.renew()
+        return True
+
+
+def _mirrored(kept: Kept, member: Member) -> Tensor | None:
+    mirror = kept.courier.mirror
+    return None if mirror is None else held_in(mirror, member.held, member.shape)

@@ -1,0 +1,106 @@
+"""What recomputed units were given waits on the host, comes back as it was, and is not kept on the device."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from support.lagging import LateDevice
+from support.offloading import HOST, Loop, Model, attached
+from torch import Tensor, nn
+
+from hpctrain.parallel.offload.activations import Activations, Buffers
+from hpctrain.parallel.offload.settings import OffloadSettings
+from hpctrain.parallel.offload.transfer import Transfer
+from hpctrain.parallel.recompute import keep_inputs, recompute
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+CPU = torch.device("cpu")
+ACTIVATIONS = OffloadSettings(activations=True)
+
+
+def room(numel: int, dtype: torch.dtype) -> Tensor:
+    return torch.empty(numel, dtype=dtype)
+
+
+def offloading(model: Model, device: LateDevice) -> Buffers:
+    """Let the blocks of a model keep what they are given behind a device that is late."""
+    buffers = Buffers(room)
+    recompute(list(model.blocks))
+    activations = Activations(Transfer(device), buffers, CPU)
+    for block in model.blocks:
+        keep_inputs(block, activations.keeping)
+    return buffers
+
+
+@pytest.mark.parametrize("offload", [ACTIVATIONS, replace(HOST, activations=True)], ids=["alone", "with updates"])
+def test_training_gets_the_same_bits(comm: Any, offload: OffloadSettings) -> None:
+    loop = Loop(clip=0.05, accumulate=2)
+    loop.run(attached(comm, offload, recompute=True)).check_same(loop.run(attached(comm)))
+
+
+@pytest.mark.ranks
+def test_units_that_pass_by_get_the_same_bits(own: Any) -> None:
+    loop = Loop(clip=0.05)
+    offload = replace(HOST, parameters=True, activations=True)
+    loop.run(attached(own, offload, data="fsdp", recompute=True)).check_same(loop.run(attached(own, data="fsdp")))
+
+
+def test_no_copy_is_read_before_it_has_come() -> None:
+    plain, model, device = Model(), Model(), LateDevice()
+    buffers = offloading(model, device)
+    for step in range(3):
+        inputs = torch.randn(8, 20, generator=torch.Generator().manual_seed(step))
+        for each in (plain, model):
+            each.zero_grad()
+            each(inputs).square().sum().backward()
+        for one, other in zip(plain.parameters(), model.parameters()):
+            assert one.grad is None and other.grad is None or torch.equal(one.grad, other.grad)
+    gc.collect()
+    assert sum(map(len, buffers._free.values())) == 3  # as many as blocks, however many steps
+
+
+def test_backward_finds_the_unit_before_on_its_way() -> None:
+    model, device = Model(), LateDevice()
+    offloading(model, device)
+    loss = model(torch.randn(8, 20)).sum()
+    device.log.clear()
+    order: list[str] = []
+    for number, block in enumerate(model.blocks):
+        block.fc.register_forward_hook(lambda *_, number=number: order.append(f"block {number}"))
+    device.tell = order.append
+    loss.backward()
+    ups = [entry for entry in order if entry.startswith(("up", "block"))]
+    assert ups == ["up", "up", "block 2", "up", "block 1", "block 0"]  # its own, and the next one's before it computes
+
+
+def test_device_keeps_nothing_of_what_units_were_given() -> None:
+    seen: list[weakref.ref[Tensor]] = []
+
+    class Watching(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(20, 20)
+
+        def forward(self, x: Tensor) -> Tensor:
+            seen.append(weakref.ref(x))
+            return torch.tanh(self.layer(x))
+
+    def alive(offloaded: bool) -> int:
+        seen.clear()
+        model = nn.Sequential(*(Watching() for _ in range(4)))
+        recompute(list(model))
+        activations = Activations(Transfer(LateDevice()), Buffers(room), CPU)
+        for unit in model if offloaded else ():
+            keep_inputs(unit, activations.keeping)
+        loss = model(torch.ones(2, 20)).sum()
+        gc.collect()
+        found = sum(reference() is not None for reference in seen)
+        loss.backward()
+        return found
+
+    assert alive(offloaded=True) == 0 < alive(offloaded=False)

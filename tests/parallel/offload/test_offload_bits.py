@@ -1,0 +1,108 @@
+"""What is offloaded on a CPU gives the bits of the run without: losses, norms, weights, moments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from support.nodes import alone, placed
+from support.offloading import HOST, Loop, attached
+
+from hpctrain.parallel.offload.settings import OffloadSettings
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+PARAMETERS = replace(HOST, parameters=True)
+LOOPS = {
+    "plain": Loop(),
+    "clipped": Loop(clip=0.05),
+    "accumulated": Loop(accumulate=2, clip=0.05),
+    "reduced at once": Loop(accumulate=2, synced=True, clip=0.05),
+}
+loops = pytest.mark.parametrize("loop", LOOPS.values(), ids=LOOPS)
+
+
+@loops
+@pytest.mark.parametrize("data", ["ddp", "zero1", "zero2", "fsdp"])
+def test_one_process_gets_the_same_bits(comm: Any, data: str, loop: Loop) -> None:
+    plain = loop.run(attached(comm, data=data))
+    loop.run(attached(comm, HOST, data=data)).check_same(plain)
+
+
+@loops
+def test_parameters_that_visit_get_the_same_bits(comm: Any, loop: Loop) -> None:
+    plain = loop.run(attached(comm, data="fsdp"))
+    loop.run(attached(comm, PARAMETERS, data="fsdp")).check_same(plain)
+
+
+MAKERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "sgd": lambda model: torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9),
+    "adagrad": lambda model: torch.optim.Adagrad(model.parameters(), lr=0.01),
+    "amsgrad": lambda model: torch.optim.AdamW(model.parameters(), lr=0.01, amsgrad=True),
+}
+
+
+@pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
+def test_other_optimizers_get_the_same_bits(comm: Any, make: Any) -> None:
+    loop = Loop(clip=0.05, make=make)
+    loop.run(attached(comm, HOST)).check_same(loop.run(attached(comm)))
+
+
+@pytest.mark.parametrize("fraction", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("data", ["zero2", "fsdp"])
+def test_a_share_that_stays_on_the_device_gets_the_same_bits(comm: Any, data: str, fraction: float) -> None:
+    loop = Loop(clip=0.05)
+    offload = replace(HOST, device_fraction=fraction)
+    loop.run(attached(comm, offload, data=data, bucket_mib=0.005)).check_same(
+        loop.run(attached(comm, data=data, bucket_mib=0.005))
+    )
+
+
+@pytest.mark.parametrize("offload", [HOST, PARAMETERS], ids=["optimizer", "parameters"])
+def test_bfloat16_gets_the_same_bits(comm: Any, offload: OffloadSettings) -> None:
+    loop = Loop(clip=0.05)
+    how: dict[str, Any] = {"data": "fsdp", "mixed_precision": "bfloat16"}
+    loop.run(attached(comm, offload, **how)).check_same(loop.run(attached(comm, **how)))
+
+
+@pytest.mark.parametrize("mib", [0.001, 32.0])
+def test_small_pieces_get_the_same_bits(comm: Any, mib: float) -> None:
+    loop = Loop(clip=0.05)
+    offload = replace(HOST, piece_mib=mib)
+    loop.run(attached(comm, offload, data="zero2", bucket_mib=0.01)).check_same(
+        loop.run(attached(comm, data="zero2", bucket_mib=0.01))
+    )
+
+
+# Ranks ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.ranks
+@loops
+@pytest.mark.parametrize("data", ["zero1", "zero2", "fsdp"])
+def test_ranks_of_a_node_get_the_same_bits(own: Any, data: str, loop: Loop) -> None:
+    plain = loop.run(attached(own, data=data))
+    loop.run(attached(own, HOST, data=data)).check_same(plain)
+    if data == "fsdp":
+        loop.run(attached(own, PARAMETERS, data=data)).check_same(plain)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("precision", ["none", "bfloat16"])
+@pytest.mark.parametrize("data", ["zero1", "fsdp"])
+def test_ranks_of_several_nodes_get_the_same_bits(comm: Any, data: str, precision: str) -> None:
+    spread = placed(comm, alone)
+    loop, how = Loop(clip=0.05), {"data": data, "mixed_precision": precision}
+    plain = loop.run(attached(spread, **how))
+    loop.run(attached(spread, HOST, **how)).check_same(plain)
+    if data == "fsdp":
+        loop.run(attached(spread, PARAMETERS, **how)).check_same(plain)
+    spread.free()
+
+
+@pytest.mark.ranks
+@loops
+def test_ddp_shares_out_updates_as_zero1_does(own: Any, loop: Loop) -> None:
+    loop.run(attached(own, HOST)).check_same(loop.run(attached(own, data="zero1")))

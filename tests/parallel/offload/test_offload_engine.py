@@ -1,0 +1,285 @@
+"""When updates are made: after a step, while backward goes on, or behind the next step."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.lagging import LateDevice
+from support.meshes import Trained
+from support.offloading import HOST, Loop, Model, Outcome, adamw, attached, batch
+from torch.nn.functional import mse_loss
+
+from hpctrain.errors import SettingsError, UsageError
+from hpctrain.parallel.offload import engine
+from hpctrain.parallel.offload.settings import OffloadSettings
+from hpctrain.parallel.settings import ParallelSettings
+from hpctrain.parallel.strategy import Strategy
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+PARAMETERS = replace(HOST, parameters=True)
+DELAYED = replace(HOST, delayed=True)
+
+
+@pytest.fixture
+def late(monkeypatch: pytest.MonkeyPatch) -> LateDevice:
+    """Let what is attached next copy to and from a device that is late."""
+    device = LateDevice()
+    monkeypatch.setattr(engine, "streams_of", lambda _: device)
+    return device
+
+
+# A device that is late -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("precision", ["none", "bfloat16"])
+@pytest.mark.parametrize("offload", [HOST, PARAMETERS, DELAYED], ids=["optimizer", "parameters", "delayed"])
+def test_nothing_is_read_before_it_has_come(
+    comm: Any, monkeypatch: pytest.MonkeyPatch, offload: OffloadSettings, precision: str
+) -> None:
+    loop = Loop(clip=0.05, accumulate=2, synced=True, steps=5)
+    how: dict[str, Any] = {"data": "fsdp", "mixed_precision": precision}
+    plain = loop.run(attached(comm, offload, **how))
+    device = LateDevice()
+    monkeypatch.setattr(engine, "streams_of", lambda _: device)
+    offload = replace(offload, piece_mib=0.002)
+    loop.run(attached(comm, offload, **how)).check_same(plain)
+    assert 0 < device.most["down"] <= 2 and device.nbytes <= 2 * 2**20
+
+
+def test_gradients_of_the_last_layers_come_down_first(comm: Any, late: LateDevice) -> None:
+    strategy = attached(comm, HOST, data="fsdp")
+    parts = (*strategy.model.blocks, strategy.model.head)  # type: ignore[misc]
+    sizes = [sum(each.numel() for each in part.parameters()) for part in parts]
+    Loop(steps=1).passes(strategy, 0)
+    late.log.clear()
+    Loop(steps=1).passes(strategy, 1)
+    down = [int(entry.split()[1]) for entry in late.log if entry.startswith("down")]
+    assert len(down) == 4 and len(set(sizes[:3])) == 1
+    assert down[3] < down[0] == down[1] == down[2]  # the blocks, then what belongs to the model itself
+
+
+# While backward goes on -----------------------------------------------------------------------------------------------
+
+
+class Early(Loop):
+    """Promise that nothing holds an update back, and count the updates that were made early."""
+
+    early = 0
+
+    def run(self, strategy: Strategy, optimizer: Any = None, begin: int = 0) -> Outcome:
+        """Train a model."""
+        optimizer = optimizer or self.make(strategy.model)
+        strategy.update_early(optimizer)
+        return super().run(strategy, optimizer, begin)
+
+    def passes(self, strategy: Strategy, step: int) -> float:
+        """Do the backward passes of a step."""
+        loss = super().passes(strategy, step)
+        kept: list[engine.Kept] = strategy._engine._kept  # type: ignore[attr-defined]
+        self.early += sum(each.early is not None for each in kept)
+        return loss
+
+
+@pytest.mark.parametrize("synced", [False, True], ids=["local", "reduced"])
+@pytest.mark.parametrize("precision", ["none", "bfloat16"])
+def test_early_updates_give_the_same_bits(comm: Any, precision: str, synced: bool) -> None:
+    how: dict[str, Any] = {"data": "fsdp", "mixed_precision": precision}
+    plain = Loop(accumulate=2, synced=synced).run(attached(comm, **how))
+    loop = Early(accumulate=2, synced=synced)
+    loop.run(attached(comm, HOST, **how)).check_same(plain)
+    assert (loop.early > 0) is not synced  # what adds up is updated when all of it is there
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("data", ["zero2", "fsdp"])
+def test_early_updates_on_ranks_give_the_same_bits(own: Any, data: str) -> None:
+    loop = Early()
+    loop.run(attached(own, HOST, data=data)).check_same(Loop().run(attached(own, data=data)))
+
+
+def test_clipping_comes_too_late_for_early_updates(comm: Any) -> None:
+    strategy = attached(comm, HOST, data="fsdp")
+    optimizer = adamw(strategy.model)
+    Early(steps=2).run(strategy, optimizer)
+    Loop().passes(strategy, 2)
+    assert torch.isfinite(strategy.clip_grad_norm(float("inf")))
+    with pytest.raises(UsageError, match="cannot be clipped any more"):
+        strategy.clip_grad_norm(1.0)
+
+
+# Behind the next step -------------------------------------------------------------------------------------------------
+
+
+def delayed_by_hand(loop: Loop) -> Outcome:
+    """Train one process whose passes see no update before the next has begun."""
+    shown, master = Model(), Model()
+    optimizer = loop.make(master)
+    losses: list[float] = []
+    norms: list[float] = []
+    waiting: dict[str, torch.Tensor] | None = None
+    for step in range(loop.steps):
+        optimizer.param_groups[0]["lr"] = 3e-3 / (step + 1) ** 0.5
+        inputs, targets = batch(step)
+        loss = mse_loss(shown(inputs), targets)
+        loss.backward()
+        losses.append(loss.item())
+        if waiting is not None:
+            shown.load_state_dict(waiting)
+        for mine, other in zip(master.parameters(), shown.parameters()):
+            mine.grad, other.grad = other.grad, None
+        if loop.clip:
+            norms.append(float(torch.nn.utils.clip_grad_norm_(master.parameters(), loop.clip)))
+        optimizer.step()
+        optimizer.zero_grad()
+        waiting = {name: value.clone() for name, value in master.state_dict().items()}
+    weights = {name: value.detach() for name, value in master.named_parameters()}
+    states = {
+        f"{name}/{key}": value
+        for name, parameter in master.named_parameters()
+        for key, value in optimizer.state.get(parameter, {}).items()
+    }
+    return Outcome(losses, norms, weights, states)
+
+
+@pytest.mark.parametrize("clip", [0.0, 0.05])
+@pytest.mark.parametrize("how", [{"data": "zero2"}, {"data": "fsdp"}, {"data": "fsdp", "parameters": True}])
+def test_delayed_updates_are_those_of_a_plain_simulation(comm: Any, how: dict[str, Any], clip: float) -> None:
+    loop = Loop(clip=clip)
+    parameters = how.get("parameters", False)
+    strategy = attached(comm, replace(DELAYED, parameters=parameters), data=how["data"])
+    loop.run(strategy).check_same(delayed_by_hand(loop))
+
+
+def test_optimizers_that_work_on_all_at_once_are_delayed_all_the_same(comm: Any) -> None:
+    loop = Loop(make=lambda model: torch.optim.Adagrad(model.parameters(), lr=0.01))
+    loop.run(attached(comm, DELAYED)).check_same(delayed_by_hand(loop))
+
+
+# Other ways to an update ----------------------------------------------------------------------------------------------
+
+
+def test_masters_and_states_on_a_disk_get_the_same_bits(comm: Any, tmp_path: Path) -> None:
+    loop = Loop(clip=0.05)
+    offload = replace(HOST, disk=str(tmp_path / "swap"))
+    loop.run(attached(comm, offload)).check_same(loop.run(attached(comm)))
+    assert not list((tmp_path / "swap").iterdir())  # files lose their names at once
+
+
+def test_a_disk_that_is_too_small_says_what_is_missing(comm: Any, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UsageError, match="offload.disk"):
+        attached(comm, replace(HOST, disk=str(tmp_path / "file")))
+
+
+def test_a_closure_makes_its_update_as_ever(comm: Any) -> None:
+    results = []
+    for offload in (OffloadSettings(), HOST):
+        strategy = attached(comm, offload)
+        optimizer = adamw(strategy.model)
+        for step in range(4):
+
+            def closure() -> float:
+                optimizer.zero_grad()
+                return Loop().passes(strategy, step)
+
+            optimizer.step(closure)
+        results.append(Loop().passes(strategy, 9))
+    assert results[0] == results[1]
+
+
+def test_gradients_are_there_until_they_are_zeroed_and_scaled_for_who_looks(comm: Any) -> None:
+    seen = []
+    for offload in (OffloadSettings(), HOST):
+        strategy = attached(comm, offload)
+        optimizer = adamw(strategy.model)
+        for step in range(3):
+            Loop().passes(strategy, step)
+            strategy.clip_grad_norm(0.05)
+            optimizer.step()
+            seen.append([gradient.clone().reshape(-1) for _, gradient in strategy.reduced_gradients()])
+            optimizer.zero_grad(set_to_none=step == 0)
+    for plain, offloaded in zip(seen[:3], seen[3:]):
+        assert len(plain) == len(offloaded) and all(map(torch.equal, plain, offloaded))
+
+
+def test_dropped_gradients_make_no_update(comm: Any) -> None:
+    strategy = attached(comm, HOST)
+    optimizer = adamw(strategy.model)
+    optimizer.register_step_pre_hook(lambda *_: strategy.drop_gradients())
+    before = [each.clone() for each in strategy.model.parameters()]
+    Loop().passes(strategy, 0)
+    optimizer.step()
+    assert all(map(torch.equal, before, strategy.model.parameters())) and not strategy.reduced_gradients()
+
+
+def test_summon_shows_what_the_host_has_and_takes_what_is_written(comm: Any) -> None:
+    strategy = attached(comm, DELAYED, data="fsdp")
+    Loop(steps=3).run(strategy)
+    with strategy.summon(write=True):
+        with torch.no_grad():
+            strategy.model.head.bias.add_(1.0)
+        wanted = strategy.model.head.bias.clone()
+    with strategy.summon():
+        assert torch.equal(strategy.model.head.bias, wanted)
+
+
+# The share of the device ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", [{"data": "zero2", "bucket_mib": 0.005}, {"data": "fsdp"}], ids=["zero2", "fsdp"])
+def test_pieces_that_move_to_the_device_go_on_with_the_same_bits(comm: Any, how: dict[str, Any]) -> None:
+    loop, later = Loop(clip=0.05, steps=5), Loop(clip=0.05, steps=10)
+    results = []
+    for moves in (False, True):
+        strategy = attached(comm, HOST, **how)
+        optimizer = adamw(strategy.model)
+        loop.run(strategy, optimizer)
+        if moves:
+            found: engine.Engine = strategy._engine  # type: ignore[attr-defined]
+            before = len(found._kept)
+            found.stay_on_device(optimizer, [before - 2, before - 1])
+            assert len(found._kept) == before - 2 > 0
+        results.append(later.run(strategy, optimizer, begin=5))
+    results[0].check_same(results[1])
+
+
+# Refusals -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "offload, parallel, message",
+    [
+        (PARAMETERS, {}, 'take parallel.data = "fsdp"'),
+        (OffloadSettings(activations=True), {}, "set parallel.recompute = true"),
+        (HOST, {"data": "dp"}, "a rank a GPU"),
+        (HOST, {"pipe": 2, "schedule": "pipedream"}, "take another schedule"),
+        (replace(DELAYED, device_fraction=0.5), {}, "set one of the two"),
+    ],
+)
+def test_what_cannot_be_is_refused(comm: Any, offload: Any, parallel: dict[str, Any], message: str) -> None:
+    with pytest.raises(SettingsError, match=message):
+        attached(comm, offload, **parallel)
+
+
+def test_optimizers_that_need_whole_parameters_are_refused(comm: Any) -> None:
+    strategy = attached(comm, HOST)
+    with pytest.raises(UsageError, match="LBFGS cannot be used"):
+        strategy.check_optimizer(torch.optim.LBFGS(strategy.model.parameters()))
+
+
+# Pipelines ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("axes", [{"pipe": 2}, {"pipe": 2, "schedule": "zb-h1"}, {"tensor": 2}], ids=str)
+def test_parts_of_a_model_get_the_same_bits(own: Any, axes: dict[str, Any]) -> None:
+    settings = ParallelSettings(**axes)
+    plain = Trained.of(own, settings, layers=2).learn(range(8))
+    offloaded = Trained.of(own, settings, layers=2, offload=HOST).learn(range(8))
+    assert offloaded.losses == plain.losses and offloaded.norms == plain.norms
+    for one, other in zip(offloaded.model.parameters(), plain.model.parameters()):
+        assert torch.equal(one.reshape(-1), other.reshape(-1))

@@ -1,0 +1,63 @@
+"""Threads that share items out: each item once, each thread by itself, errors raised when all are done."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+import torch
+
+from hpctrain.parallel.offload.hands import Hands
+
+
+def test_every_item_is_done_once_by_threads_that_compute_alone() -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        done: list[tuple[int, str, int]] = []
+
+        def do(item: int) -> None:
+            torch.zeros(100_000).add_(1)
+            done.append((item, threading.current_thread().name, torch.get_num_threads()))
+            time.sleep(0.001)
+
+        Hands(3).each(do, range(60))
+        assert sorted(item for item, _, _ in done) == list(range(60))
+        assert {name for _, name, _ in done} == {f"hpctrain-hand-{number}" for number in range(3)}
+        assert {threads for _, _, threads in done} == {1}
+        assert torch.get_num_threads() == 2  # here nothing has changed, nor in threads to come
+        others: list[int] = []
+        thread = threading.Thread(target=lambda: others.append(torch.get_num_threads()))
+        thread.start()
+        thread.join()
+        assert others == [2]
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("count, items", [(1, 5), (3, 1), (3, 0)])
+def test_what_one_can_do_needs_no_thread(count: int, items: int) -> None:
+    done: list[int] = []
+    hands = Hands(count)
+    hands.each(lambda item: done.append(threading.get_ident()), range(items))
+    assert done == [threading.get_ident()] * items
+
+
+def test_an_error_is_raised_when_nobody_works_any_more() -> None:
+    working: set[int] = set()
+
+    def do(item: int) -> None:
+        if item == 1:
+            raise ValueError("one")
+        working.add(item)
+        time.sleep(0.05)
+        working.remove(item)
+
+    hands = Hands(2)
+    with pytest.raises(ValueError, match="one"):
+        hands.each(do, range(1000))
+    assert not working
+    done: list[int] = []
+    hands.each(done.append, range(10))
+    assert sorted(done) == list(range(10))

@@ -1,0 +1,158 @@
+"""Memory of the host, and files that stand behind it: what it gives, what it refuses, what it leaves."""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.faults import SmallDisk
+
+from hpctrain.errors import UsageError
+from hpctrain.parallel.offload import memory as memory_module
+from hpctrain.parallel.offload.memory import HostMemory
+from hpctrain.parallel.offload.settings import OffloadSettings
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+KIB = 1024
+
+
+def host(folder: Path | None = None, chunk: int = 64 * KIB, rank: int = 0, device: torch.device = CPU) -> HostMemory:
+    return HostMemory(OffloadSettings(optimizer=True, disk=str(folder or "")), device, rank, chunk)
+
+
+@pytest.mark.parametrize("on_disk", [False, True])
+def test_tensors_lie_apart_at_cache_lines_and_keep_what_is_written(on_disk: bool, tmp_path: Path) -> None:
+    memory = host(tmp_path if on_disk else None)
+    sizes = [1, 17, 1000, 40_000, 5, 16_000]
+    dtypes = [torch.float32, torch.bfloat16, torch.float64]
+    given = [memory.empty(size, dtypes[number % 3]) for number, size in enumerate(sizes)]
+    for number, tensor in enumerate(given):
+        assert (tensor.numel(), tensor.dtype) == (sizes[number], dtypes[number % 3])
+        assert tensor.data_ptr() % 64 == 0 and tensor.is_contiguous()
+        tensor.fill_(number + 1)
+    assert all(bool((tensor == number + 1).all()) for number, tensor in enumerate(given))
+    assert memory.empty(0, torch.float32).numel() == 0
+    wanted = sum(tensor.nbytes for tensor in given)
+    assert wanted <= memory.nbytes <= wanted + 3 * 64 * KIB
+
+
+def test_what_is_reserved_is_taken_at_once_and_given_out_afterwards() -> None:
+    memory = host()
+    memory.reserve(1000 * KIB)
+    assert memory.nbytes == 1000 * KIB
+    first, second = memory.empty(100 * KIB, torch.float32), memory.empty(150 * KIB, torch.float32)
+    assert memory.nbytes == 1000 * KIB
+    assert first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr()
+
+
+def test_a_file_takes_its_space_at_once_has_no_name_and_goes_with_its_memory(tmp_path: Path) -> None:
+    tmp_path = tmp_path / "disk"
+    disk = SmallDisk(tmp_path)
+    why = "that takes root" if os.geteuid() else disk.mount()
+    if why:
+        pytest.skip(f"cannot mount a small disk: {why}")
+    try:
+        free = free_bytes(tmp_path)
+        memory = host(tmp_path)
+        memory.reserve(256 * KIB)
+        assert free - free_bytes(tmp_path) >= 256 * KIB and not list(tmp_path.iterdir())
+        tensor = memory.empty(60 * KIB, torch.float32).fill_(3)
+        with pytest.raises(UsageError) as refused:
+            host(tmp_path, rank=1).reserve(1 << 30)
+        found = re.search(r"1024 MiB more are needed, (\d+) MiB are free: (\d+) MiB are missing", str(refused.value))
+        assert found and int(found[1]) + int(found[2]) in (1023, 1024, 1025)
+        assert not list(tmp_path.iterdir()) and bool((tensor == 3).all())
+        del memory, tensor
+        assert free - free_bytes(tmp_path) < 64 * KIB
+    finally:
+        disk.unmount()
+
+
+def free_bytes(folder: Path) -> int:
+    system = os.statvfs(folder)
+    return system.f_bavail * system.f_frsize
+
+
+def test_a_file_of_a_killed_process_is_removed_and_one_in_use_is_not(tmp_path: Path) -> None:
+    here = socket.gethostname()
+    mine, used = (tmp_path / f"hpctrain-offload-rank3-{here}-{number}" for number in (1, 2))
+    others = [tmp_path / f"hpctrain-offload-{whose}-1" for whose in (f"rank30-{here}", "rank3-far")]
+    for path in (mine, used, *others):
+        path.write_bytes(b"left")
+    with used.open("rb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        host(tmp_path, rank=3)
+    assert set(tmp_path.iterdir()) == {used, *others}
+
+
+def test_a_killed_process_leaves_nothing(tmp_path: Path) -> None:
+    program = (
+        "import os, signal, sys, torch\n"
+        "from hpctrain.parallel.offload.memory import HostMemory\n"
+        "from hpctrain.parallel.offload.settings import OffloadSettings\n"
+        "memory = HostMemory(OffloadSettings(optimizer=True, disk=sys.argv[1]), torch.device('cpu'), 0, 65536)\n"
+        "memory.empty(1000, torch.float32).fill_(1)\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program, str(tmp_path)], capture_output=True, timeout=60)
+    assert done.returncode == -9, done
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_that_cannot_be_one_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    with pytest.raises(UsageError, match=r"offload.disk = .*file: File exists: must be a folder in which every rank"):
+        host(file)
+
+
+def test_memory_that_cannot_be_pinned_is_plain_and_that_is_said_once(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*args: Any, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
+        if pin_memory:
+            raise RuntimeError("no room\nand a trace")
+        return plain(*args, **kwargs)
+
+    plain = torch.empty
+    memory_module._tell.cache_clear()
+    monkeypatch.setattr(torch, "empty", full)
+    memory = host(device=CUDA)
+    with caplog.at_level(logging.WARNING, logger="hpctrain"):
+        tensors = [memory.empty(60 * KIB, torch.float32).fill_(1) for _ in range(3)]
+    assert [record.getMessage() for record in caplog.records] == [
+        "offload: no more pinned memory (no room): copies from and to the device will be slower"
+    ]
+    assert len({tensor.data_ptr() for tensor in tensors}) == 3
+
+
+def test_pinned_memory_is_asked_for_in_powers_of_two(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+
+    def note(size: int, *, dtype: torch.dtype, pin_memory: bool = False) -> torch.Tensor:
+        asked.extend([size] * pin_memory)
+        return plain(size, dtype=dtype)
+
+    plain = torch.empty
+    monkeypatch.setattr(torch, "empty", note)
+    memory = host(device=CUDA)
+    for _ in range(4):
+        memory.empty(25 * KIB, torch.float32)
+    assert asked == [128 * KIB] * 4 and memory.nbytes == 512 * KIB
+    memory.empty(7 * KIB, torch.float32)  # of what the last one left
+    assert len(asked) == 4
+
+
+@pytest.mark.gpu
+def test_pinned_memory_is_pinned() -> None:
+    memory = host(device=CUDA)
+    assert memory.empty(1000, torch.float32).is_pinned() and memory.empty(5, torch.bfloat16).is_pinned()

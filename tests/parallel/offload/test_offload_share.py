@@ -1,0 +1,72 @@
+"""The share that stays on the device follows from what the first steps took, and from the room that there is."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from hpctrain.parallel.offload import share
+from hpctrain.parallel.offload.share import ShareFinder, fitting, move_states
+from hpctrain.transport.streams import HostStreams
+
+NBYTES = [100, 100, 100, 100]
+
+
+def found(monkeypatch: pytest.MonkeyPatch, update: float, room: int) -> list[list[int]]:
+    """Return what is to move after each step, where a step takes 1 s of backward passes and an ``update`` of seconds.
+
+    The first two take longer, which must not matter.
+    """
+    clock = [0.0]
+    monkeypatch.setattr(share, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    finder = ShareFinder(torch.device("cpu"), HostStreams())
+    monkeypatch.setattr(finder, "room", lambda: room)
+    one_pass: Any = SimpleNamespace(elements=0, seconds=0.0)
+    moves = []
+    for step in range(5):
+        for _ in range(2):
+            finder.begin()
+            clock[0] += 0.5 if step > 1 else 50.0
+            finder.end()
+        one_pass.elements += 1000 if step else 0
+        one_pass.seconds += update if step > 1 else 70.0
+        if not finder.decided:
+            moves.append(finder.pieces(one_pass, NBYTES))
+    return moves
+
+
+def test_what_the_host_cannot_do_in_time_moves_after_the_third_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert found(monkeypatch, update=2.0, room=10**6) == [[], [], [2, 3]]
+    assert found(monkeypatch, update=4.0, room=10**6) == [[], [], [1, 2, 3]]
+    assert found(monkeypatch, update=0.9, room=10**6) == [[], [], []]
+
+
+def test_no_more_moves_than_finds_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert found(monkeypatch, update=2.0, room=7 * 100) == [[], [], [3]]
+    assert fitting([1, 2, 3], [10, 30, 20, 10], 4 * 30) == [2, 3]
+    assert fitting([3], NBYTES, 0) == []
+
+
+def test_where_nothing_was_measured_nothing_moves() -> None:
+    finder = ShareFinder(torch.device("cpu"), HostStreams())
+    one_pass: Any = SimpleNamespace(elements=0, seconds=0.0)
+    assert [finder.pieces(one_pass, NBYTES) for _ in range(3)] == [[], [], []] and finder.decided
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_states_follow_their_parameter_as_the_optimizer_would_have_made_them(fused: bool) -> None:
+    parameter = nn.Parameter(torch.ones(4))
+    optimizer = torch.optim.AdamW([parameter], fused=fused)
+    parameter.grad = torch.ones(4)
+    optimizer.step()
+    state = optimizer.state[parameter]
+    parameter.grad = None
+    parameter.data = torch.empty(4, device="meta")
+    before = dict(state)
+    move_states(optimizer, parameter)
+    assert state["exp_avg"].is_meta and state["exp_avg_sq"].is_meta
+    assert state["step"].is_meta is fused and (fused or state["step"] is before["step"])

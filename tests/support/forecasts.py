@@ -1,0 +1,59 @@
+"""Make runs and machines with round numbers, for tests of forecasts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from hpctrain.estimate.facts import Facts, facts_of
+from hpctrain.estimate.machine import Link, Machine
+from hpctrain.estimate.run import PlannedRun
+from hpctrain.estimate.time_passes import Clock, recomputed_layers
+from hpctrain.estimate.time_step import Forecast
+from hpctrain.estimate.time_work import ModelWork, count
+from hpctrain.models.settings import ModelSettings
+from hpctrain.settings import build
+from hpctrain.train.settings import Settings
+
+GPU = Machine(
+    name="round",
+    source="a test",
+    kind="cuda",
+    cores=1,
+    flops={1: 1e12},
+    bandwidth={1: 1e11},
+    call=0.0,
+    meeting=0.0,
+    turn=0.0,
+    inside=Link(1e-6, 1e10),
+    between=Link(1e-5, 1e9),
+    disk=1e8,
+    peak=2e12,
+)
+CPU = replace(
+    GPU, kind="cpu", cores=4, flops={1: 1e10, 4: 3e10}, bandwidth={1: 1e9, 4: 2e9}, meeting=1e-5, turn=1e-3, peak=0.0
+)
+
+
+def settings(batch: int = 16, model: str = "gpt-tiny", **parallel: Any) -> Settings:
+    """Return settings of a small GPT with no data."""
+    tree = {"train": {"batch": batch}, "parallel": parallel, "run": {"folder": "runs/none"}}
+    return replace(build(Settings, tree), model=ModelSettings(name=model))
+
+
+def planned(ranks: int, batch: int = 16, *, nodes: int = 1, facts: Facts | None = None, **parallel: Any) -> PlannedRun:
+    """Return a run of a small GPT on a machine with GPUs."""
+    chosen = settings(batch, **parallel)
+    return PlannedRun(chosen, facts or facts_of(chosen), ranks, ranks // nodes, "cuda")
+
+
+def forecast(run: PlannedRun, machine: Machine = GPU, works: Mapping[int, ModelWork] | None = None) -> Forecast:
+    """Return the forecast of a run by the rates of a machine; ``works`` by tensor ranks, where they are known."""
+    found = dict(works or {})
+    for tensor in (1, run.parallel.tensor):
+        if tensor not in found:
+            parallel = replace(run.parallel, tensor=tensor, sequence=run.parallel.sequence and tensor > 1)
+            found[tensor] = count(run.facts, "cross_entropy", None, parallel)
+    clock = Clock(machine, found[1], found[run.parallel.tensor], None, recomputed_layers(run.facts, run))
+    return Forecast(machine, clock)

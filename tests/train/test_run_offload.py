@@ -1,0 +1,88 @@
+"""Whole runs with something offloaded: the curve of a run without, and checkpoints that both write and read."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.legs import Legs, losses, shared_project
+from support.life import contents
+
+WORDS = ["model.options.dropout=0.3", "optimizer.schedule=constant"]
+ON = ["offload.optimizer=true", "offload.device_fraction=0"]
+
+
+@pytest.fixture(scope="module")
+def project(comm: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with a corpus, a model and a config."""
+    return shared_project(comm, Path(comm.broadcast_object(str(tmp_path_factory.mktemp("project")))))
+
+
+@pytest.fixture
+def leg(comm: Any, project: Path, monkeypatch: pytest.MonkeyPatch) -> Legs:
+    """Return what runs one leg."""
+    return Legs(comm, project, monkeypatch)
+
+
+def tensors(folder: Path, step: int) -> dict[str, bytes]:
+    """Return what must be equal of a checkpoint."""
+    every = contents(folder / f"checkpoints/step_{step:08d}.h5")
+    return {name: each for name, each in every.items() if name.split("/")[0] in ("model", "optimizer", "rng")}
+
+
+def check_passed(leg: Legs, project: Path, straight: str, ways: list[tuple[str, list[str]]]) -> None:
+    """Assert that a run which goes on in another way every 6 steps is one that was never stopped."""
+    whole = leg(straight, "straight", *WORDS, f"train.steps={6 * len(ways)}")
+    rows: list[dict[str, Any]] = []
+    for number, (name, words) in enumerate(ways, 1):
+        rows = leg(name, "passed", *WORDS, *words, f"train.steps={6 * number}")
+    assert losses(rows) == losses(whole) and rows[-1]["grad_norm"] == whole[-1]["grad_norm"]
+    one, two = (tensors(project / folder, 6 * len(ways)) for folder in ("straight", "passed"))
+    assert len(one) > 20 and one == two
+
+
+def test_a_run_passes_to_the_host_and_back(leg: Legs, project: Path) -> None:
+    everything = [*ON, "offload.parameters=true", "offload.activations=true", "parallel.recompute=true"]
+    ways = [("ddp", ON), ("fsdp", everything), ("zero2", ON), ("ddp", [])]
+    check_passed(leg, project, "ddp", [*ways, ("ddp", [*ON, "offload.device_fraction=0.5"])])
+
+
+@pytest.mark.ranks(2)
+def test_ranks_pass_to_the_host_and_back(leg: Legs, project: Path) -> None:
+    ways = [("fsdp", ON), ("fsdp", [*ON, "offload.parameters=true"]), ("fsdp", []), ("fsdp", ON)]
+    check_passed(leg, project, "fsdp", ways)
+
+
+def test_a_delayed_run_goes_on_as_if_never_stopped(leg: Legs) -> None:
+    words = [*WORDS, *ON, "offload.delayed=true", "checkpoint.every=4"]
+    whole = losses(leg("ddp", "delayed", *words, "train.steps=12"))
+    assert whole != losses(leg("ddp", "at_once", *WORDS, *ON, "train.steps=12"))
+    for steps in (4, 8, 12):
+        rows = leg("ddp", "delayed_in_legs", *words, f"train.steps={steps}")
+    assert losses(rows) == whole
+
+
+@pytest.mark.parametrize("policy", ["skip", "rollback"])
+def test_what_goes_on_after_a_nan_is_what_goes_on_without(
+    leg: Legs, monkeypatch: pytest.MonkeyPatch, policy: str
+) -> None:
+    forward, count = torch.nn.Embedding.forward, 0
+
+    def poisoned(self: Any, tokens: torch.Tensor) -> torch.Tensor:
+        nonlocal count
+        found = forward(self, tokens)
+        count += self.training
+        if self.training and count in (4, 5):  # in step 4, and when it is computed again to find out where
+            found.register_hook(lambda gradient: gradient * math.nan)
+        return found
+
+    monkeypatch.setattr(torch.nn.Embedding, "forward", poisoned)
+    rows = []
+    for name, words in {"plain": [], "offloaded": ON}.items():
+        count = 0
+        words = [*words, "train.steps=8", "checkpoint.every=2", f"train.on_nonfinite={policy}"]
+        rows.append([(row["loss"], row.get("skipped")) for row in leg("ddp", f"{policy}_{name}", *words)])
+    assert rows[0] == rows[1] and [skipped for _, skipped in rows[0]].count(True) == (policy == "skip")
