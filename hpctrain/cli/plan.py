@@ -1,6 +1,6 @@
-"""Serve ``hpctrain plan``: what a pipeline will do, what it will hold and where it idles, or what a run has done.
+"""Serve ``hpctrain plan``: what a run will need, what a pipeline will do, hold and idle, or what a run has done.
 
-Needs neither torch nor MPI; pictures need matplotlib.
+A run is planned in ``plan_run``, which takes torch; the rest needs neither torch nor MPI. Pictures need matplotlib.
 """
 
 from __future__ import annotations
@@ -20,13 +20,17 @@ from hpctrain.parallel.pipeline.timeline import Timeline, equal_costs, simulate
 
 _EPILOG = """\
 examples:
+  hpctrain plan jobs/gpt-tiny.toml --ranks 4                                   what memory and time the run will need
+  hpctrain plan big.toml --ranks 64 --ranks-per-node 4 --device-memory 40GiB --host-memory 256GiB --strategies
+  hpctrain plan big.toml --set parallel.data=fsdp --ranks 8 --json             as JSON, in bytes
+  hpctrain plan big.toml --ranks 8 -o memory.svg --scaling scaling.svg         pictures: .svg, .png or .pdf
   hpctrain plan --schedule 1f1b --pipe 4 --microbatches 8                      a line a stage, in this terminal
   hpctrain plan --schedule 1f1b --pipe 4 --microbatches 8 -o schedule.svg      a picture: .svg, .png or .pdf
   hpctrain plan --schedule interleaved --pipe 4 --microbatches 8 --chunks 2
   hpctrain plan --schedule zb-h1 --pipe 4 --microbatches 8 --forward 1 --input 1.2 --weight 0.8 --send 0.1 --json
   hpctrain plan --measured runs/a -o measured.svg                              what a run with train.trace = true did
 
-Times are those of a whole stage for one microbatch, in any unit. Letters are F forward, B backward, I gradients of
+Exit code 1: the planned run does not fit into the memory that was told. Times are those of a whole stage for one microbatch, in any unit. Letters are F forward, B backward, I gradients of
 inputs, W of weights, U update, each with the number of its microbatch; dots are idle.
 """
 _TIMES = {
@@ -44,11 +48,13 @@ def add_parser(subparsers: Any) -> None:
     """Add the verb to the command line."""
     parser = subparsers.add_parser(
         "plan",
-        help="show a schedule of a pipeline: idle time, memory, picture",
-        description="Show what a schedule does with each microbatch, how long its stages idle and what they hold.",
+        help="say what a run will need; show a schedule of a pipeline",
+        description="Say before a job is submitted what memory and time its run will need, and what else would do; or "
+        "show what a schedule does with each microbatch, how long its stages idle and what they hold.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    _add_planned(parser)
     ideal = parser.add_argument_group("a schedule")
     ideal.add_argument("--schedule", metavar="NAME", help=", ".join(SCHEDULES))
     ideal.add_argument("--pipe", type=int, metavar="P", help="stages")
@@ -64,6 +70,28 @@ def add_parser(subparsers: Any) -> None:
     parser.set_defaults(run=run)
 
 
+def _add_planned(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments that plan a run."""
+    parser.add_argument("config", nargs="?", metavar="CONFIG.toml", help="plan the run of these settings")
+    planned = parser.add_argument_group("a run to come")
+    planned.add_argument(
+        "--set",
+        dest="assignments",
+        metavar="SECTION.KEY=VALUE",
+        action="append",
+        help="change a setting of the file (again for more)",
+    )
+    planned.add_argument("--ranks", type=int, metavar="N", help="ranks in all (default: 1)")
+    planned.add_argument("--ranks-per-node", type=int, metavar="N", help="ranks of a full node (default: all)")
+    planned.add_argument("--device-memory", metavar="SIZE", help="memory of a GPU, as in 40GiB; plans for GPUs")
+    planned.add_argument("--host-memory", metavar="SIZE", help="memory of a node, as in 256GiB")
+    planned.add_argument("--strategies", action="store_true", default=None, help="show all meshes that would do")
+    planned.add_argument("--scaling", type=Path, metavar="FILE", help="draw the time of a step over the ranks")
+
+
+_OF_RUN = ("assignments", "ranks", "ranks_per_node", "device_memory", "host_memory", "strategies", "scaling")
+
+
 def run(args: argparse.Namespace) -> int:
     """Print and draw; return the exit code."""
     from hpctrain.cluster.launcher import first_guess_of_rank
@@ -71,6 +99,10 @@ def run(args: argparse.Namespace) -> int:
     if first_guess_of_rank():
         return 0  # rank 0 speaks for all
     _check(args)
+    if args.config:
+        from hpctrain.cli.plan_run import plan
+
+        return plan(args)
     return _measured(args) if args.measured else _ideal(args)
 
 
@@ -88,21 +120,35 @@ def _check(args: argparse.Namespace) -> None:
     """Raise ``UsageError`` unless one of the two things that there are to show is told completely."""
     of_schedule = ("schedule", "pipe", "microbatches", "chunks", *_TIMES)
     given = [name for name in of_schedule if getattr(args, name) is not None]
+    if args.config:
+        others = [name for name in (*of_schedule, "measured", "step") if getattr(args, name) is not None]
+        if others:
+            raise UsageError(f"--{others[0]} is for a schedule or a run that was: leave it out, or {args.config}")
+        _check_pictures(args)
+        return
+    planned = [name for name in _OF_RUN if getattr(args, name) is not None]
+    if planned:
+        word = "set" if planned[0] == "assignments" else planned[0].replace("_", "-")
+        raise UsageError(f"--{word} is for planning a run: name its settings, as in hpctrain plan CONFIG.toml")
     if args.measured and given:
         raise UsageError(f"--measured shows a run as it was: leave out --{given[0]}")
     if not args.measured:
         missing = [name for name in ("schedule", "pipe", "microbatches") if getattr(args, name) is None]
         if len(missing) == 3:
-            raise UsageError("nothing to show: give --schedule, --pipe and --microbatches, or --measured RUN")
+            raise UsageError("nothing to show: give CONFIG.toml, or --schedule, --pipe and --microbatches, or --measured RUN")
         if missing:
             raise UsageError(f"a picture of a schedule needs {' and '.join('--' + name for name in missing)}, too")
         if args.step is not None:
             raise UsageError("--step is for --measured")
-    if args.output:
-        from hpctrain.parallel.pipeline.picture import KINDS
+    _check_pictures(args)
 
-        if args.output.suffix not in KINDS:
-            raise UsageError(f"cannot draw {args.output}: its name must end in {', '.join(KINDS)}")
+
+def _check_pictures(args: argparse.Namespace) -> None:
+    from hpctrain.parallel.pipeline.picture import KINDS
+
+    for path in (args.output, args.scaling):
+        if path and path.suffix not in KINDS:
+            raise UsageError(f"cannot draw {path}: its name must end in {', '.join(KINDS)}")
 
 
 # A schedule -----------------------------------------------------------------------------------------------------------

@@ -1,0 +1,229 @@
+"""Compare the forecasts of `hpctrain plan` with what training takes: step times of small models on 1, 2 and 4 ranks.
+
+Every forecast is made before its run begins, from the rates of this machine and from layers of the model, timed one by
+one. Then `hpctrain train` trains for some steps, and the median of its metrics' step_seconds is compared, the first
+steps left out. Runs take turns: each strategy has a run in each round, and the median over all of them counts.
+
+    python benchmarks/planning.py --steps 24 --rounds 2
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from comm.sizes import parse_names
+from harness import RESULTS, provenance, summary, table, write
+
+from hpctrain.cli.main import Parser, report
+from hpctrain.cluster.launcher import without_launcher
+from hpctrain.data.arrays import write_arrays
+from hpctrain.data.pack import pack
+from hpctrain.errors import UsageError
+from hpctrain.estimate.facts import facts_of
+from hpctrain.estimate.run import PlannedRun
+from hpctrain.estimate.time_forecasts import Forecasts
+from hpctrain.estimate.time_step import StepTime
+from hpctrain.train.metrics import read
+from hpctrain.train.settings import Settings, load
+
+WARM = 4  # first steps, which make what later ones use
+LONGEST = 600.0  # seconds that a run may take
+TOLERANCE = 0.2
+MODELS = {
+    "gpt": ("model.name=gpt-tiny", "model.layers=6", "model.heads=8", "model.width=256", "model.context=128"),
+    "convnet": ("model.name=convnet", "model.options={channels = [32, 64, 128]}", "data.format=arrays"),
+}
+SMALL = {"gpt": ("model.name=gpt-tiny",), "convnet": ("model.name=convnet", "data.format=arrays")}
+BATCH = {"gpt": 8, "convnet": 128}
+PIXELS, CLASSES, SAMPLES = 32, 10, 1024
+
+
+@dataclass(frozen=True)
+class Case:
+    """Name a run: its model, how the ranks share the work, and how many they are."""
+
+    model: str
+    strategy: str
+    ranks: int
+
+    @property
+    def name(self) -> str:
+        """Return how it is listed."""
+        return f"{self.model} {self.strategy} on {self.ranks}"
+
+    @property
+    def assignments(self) -> list[str]:
+        """Return its settings of the strategy."""
+        if self.strategy == "pipe":
+            return [f"parallel.pipe={self.ranks}"]
+        return [f"parallel.data={self.strategy}"]
+
+
+CASES = (
+    *(Case("gpt", "ddp", ranks) for ranks in (1, 2, 4)),
+    *(Case("gpt", strategy, 2) for strategy in ("zero1", "fsdp", "pipe")),
+    *(Case("convnet", "ddp", ranks) for ranks in (1, 2, 4)),
+)
+
+
+@dataclass
+class Outcome:
+    """Hold the forecast of a case, and the steps that were measured."""
+
+    case: Case
+    forecast: StepTime
+    seconds: list[float]
+
+    @property
+    def ratio(self) -> float:
+        """Return the forecast, against the median of what was measured."""
+        return self.forecast.seconds / statistics.median(self.seconds)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the benchmark; return the exit code, 1 where a forecast is too far off."""
+    try:
+        args = parse(argv)
+        with tempfile.TemporaryDirectory(prefix="hpctrain-planning-") as folder:
+            outcomes = play(args, Path(folder))
+    except UsageError as error:
+        return report(error)
+    return tell(args, outcomes)
+
+
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Return the options, checked."""
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = Parser(prog="planning.py", description=__doc__, formatter_class=raw)
+    parser.add_argument("--steps", type=int, default=24, help="steps of each run")
+    parser.add_argument("--rounds", type=int, default=2, help="runs of each case")
+    parser.add_argument("--without", default="", help="cases to leave out, as in 'convnet ddp on 4,gpt pipe on 2'")
+    parser.add_argument("--quick", action="store_true", help="smaller models, whose figures mean nothing: for tests")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the results")
+    args = parser.parse_args(argv)
+    if args.steps < WARM + 2 or args.rounds < 1:
+        raise UsageError(f"{args.steps} steps in {args.rounds} rounds: at least {WARM + 2} and 1 are needed")
+    known = {case.name: case for case in CASES}
+    without = parse_names(args.without)
+    unknown = [name for name in without if name not in known]
+    if unknown:
+        raise UsageError(f"no case is called {unknown[0]!r}: known are {', '.join(known)}")
+    args.cases = [case for name, case in known.items() if name not in without]
+    if not args.cases:
+        raise UsageError("every case is left out")
+    return args
+
+
+def play(args: argparse.Namespace, folder: Path) -> list[Outcome]:
+    """Forecast every case, run it, and return what came of both."""
+    configs = write_configs(args, folder)
+    outcomes: list[Outcome] = []
+    for case in args.cases:
+        print(f"forecasting {case.name} ...", file=sys.stderr, flush=True)
+        outcomes.append(Outcome(case, forecast(load(configs[case.model], case.assignments), case.ranks), []))
+    for number in range(args.rounds):
+        for outcome in outcomes:
+            print(f"round {number + 1}: {outcome.case.name} ...", file=sys.stderr, flush=True)
+            outcome.seconds += train(configs[outcome.case.model], outcome.case, folder / f"run{number}")
+    return outcomes
+
+
+def write_configs(args: argparse.Namespace, folder: Path) -> dict[str, Path]:
+    """Write data and settings of each model that is wanted; return the files of the settings."""
+    models, found = SMALL if args.quick else MODELS, {}
+    for model in dict.fromkeys(case.model for case in args.cases):
+        data = folder / f"{model}.h5"
+        (write_text if model == "gpt" else write_images)(data)
+        assignments: dict[str, Any] = {name: value for name, _, value in (one.partition("=") for one in models[model])}
+        assignments |= {"data.files": json.dumps([str(data)]), "train.steps": args.steps, "train.batch": BATCH[model]}
+        assignments |= {"train.evaluate_every": 0, "checkpoint.every": args.steps, "data.validation_samples": 8}
+        found[model] = folder / f"{model}.toml"
+        found[model].write_text("".join(f"{name} = {_toml(value)}\n" for name, value in assignments.items()))
+    return found
+
+
+def _toml(value: object) -> str:
+    text = str(value)
+    return text if text[0] in "[{0123456789" else json.dumps(text)
+
+
+def write_text(path: Path) -> None:
+    """Write tokens: a text of letters by chance, a single file, whose end is the validation split."""
+    source = path.with_suffix(".txt")
+    letters = np.random.default_rng(0).integers(97, 123, size=2**19, dtype=np.uint8)
+    source.write_bytes(letters.tobytes())
+    pack([source], path)
+
+
+def write_images(path: Path) -> None:
+    """Write images by chance, and classes."""
+    chance = np.random.default_rng(0)
+
+    def pair(samples: int) -> tuple[Any, Any]:
+        images = chance.random((samples, 3, PIXELS, PIXELS), dtype=np.float32)
+        return images, np.arange(samples, dtype=np.int64) % CLASSES
+
+    write_arrays(path, train=pair(SAMPLES), validation=pair(64))
+
+
+def forecast(settings: Settings, ranks: int) -> StepTime:
+    """Return the time of a step, before anything runs."""
+    run = PlannedRun(settings, facts_of(settings), ranks, ranks)
+    return Forecasts(run).step(run)
+
+
+def train(config: Path, case: Case, folder: Path) -> list[float]:
+    """Train, and return the seconds of all steps but the first."""
+    where = folder / case.name.replace(" ", "-")
+    launcher = [str(Path(sys.executable).parent / "mpiexec"), "-n", str(case.ranks)] if case.ranks > 1 else []
+    options = [part for one in [*case.assignments, f"run.folder={where}"] for part in ("--set", one)]
+    command = [*launcher, sys.executable, "-m", "hpctrain", "train", str(config), *options]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LONGEST, env=without_launcher(os.environ))
+    if done.returncode:
+        raise UsageError(f"{case.name} ended with exit code {done.returncode}: {done.stderr.strip()[-400:]}")
+    return [row["step_seconds"] for row in read(where / "metrics.jsonl")][WARM:]
+
+
+def tell(args: argparse.Namespace, outcomes: Sequence[Outcome]) -> int:
+    """Print and write what the forecasts came to."""
+    rows = [["", "forecast ms", "median ms", "least ms", "forecast / median", "forecast / least"]]
+    for one in outcomes:
+        median, least = statistics.median(one.seconds), min(one.seconds)
+        seconds = one.forecast.seconds
+        cells = [f"{value * 1e3:.1f}" for value in (seconds, median, least)]
+        rows.append([one.case.name, *cells, f"{one.ratio:.2f}", f"{seconds / least:.2f}"])
+    print(table(rows))
+    far = [one.case.name for one in outcomes if not 1 - TOLERANCE <= one.ratio <= 1 + TOLERANCE]
+    print(f"\nwithin {TOLERANCE:.0%} of the median: {len(outcomes) - len(far)} of {len(outcomes)}")
+    content = {
+        "benchmark": "planning",
+        "quick": args.quick,
+        "tolerance": TOLERANCE,
+        "far": far,
+        "cases": {
+            one.case.name: {
+                "forecast": one.forecast.as_dict(),
+                "measured": summary(one.seconds),
+                "ratio": one.ratio,
+            }
+            for one in outcomes
+        },
+        "provenance": {**provenance(1, "see command"), "command": " ".join(["python", *sys.argv])},
+    }
+    print(f"written to {write('planning', content, args.results)}")
+    return 1 if far and not args.quick else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

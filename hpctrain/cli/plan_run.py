@@ -1,0 +1,126 @@
+"""Plan a run from its settings: print and draw what memory and time it will need."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from hpctrain.cli.checkpoint.text import columns
+from hpctrain.errors import EXIT_FAILURE, UsageError
+from hpctrain.estimate import text
+from hpctrain.estimate.candidates import Candidate, Limits, candidates
+from hpctrain.estimate.facts import facts_of
+from hpctrain.estimate.run import Device, PlannedRun
+from hpctrain.estimate.sizes import parse, tell
+from hpctrain.train.settings import Settings, load
+
+if TYPE_CHECKING:
+    from hpctrain.estimate.advice import TimeReport
+
+
+def plan(args: argparse.Namespace) -> int:
+    """Print what a run needs; 1 where it does not fit."""
+    from hpctrain.estimate.advice import time_report
+
+    limits = Limits(_bytes(args.device_memory, "--device-memory"), _bytes(args.host_memory, "--host-memory"))
+    planned = planned_run(args, limits)
+    found = candidates(planned, limits, everything=bool(args.strategies))
+    times = time_report(planned)
+    _draw(args, planned, found, times)
+    if args.json:
+        print(json.dumps(_as_dict(planned, found, times), indent=2))
+    else:
+        _print(args, planned, found, times)
+    return 0 if found[0].fits else EXIT_FAILURE
+
+
+def planned_run(args: argparse.Namespace, limits: Limits) -> PlannedRun:
+    """Return the run that arguments ask for; raises ``UsageError`` for what cannot be."""
+    settings = load(args.config, args.assignments or ())
+    ranks = _positive(args.ranks if args.ranks is not None else 1, "--ranks")
+    a_node = _positive(args.ranks_per_node if args.ranks_per_node is not None else ranks, "--ranks-per-node")
+    return PlannedRun(settings, facts_of(settings), ranks, a_node, device_of(settings, limits))
+
+
+def device_of(settings: Settings, limits: Limits) -> Device:
+    """Return what the ranks will compute on: where settings leave it open, GPUs if their memory was told, or found."""
+    wanted = settings.run.device
+    if wanted == "cpu" and limits.device is not None:
+        raise UsageError('--device-memory is for GPUs: the settings have run.device = "cpu"; give --host-memory')
+    if wanted == "auto":
+        import torch
+
+        return "cuda" if limits.device is not None or torch.cuda.is_available() else "cpu"
+    return "cuda" if wanted == "cuda" else "cpu"
+
+
+def _bytes(word: str | None, option: str) -> int | None:
+    try:
+        return None if word is None else parse(word)
+    except UsageError as error:
+        raise UsageError(f"{option}: {error}") from None
+
+
+def _positive(number: int, option: str) -> int:
+    if number < 1:
+        raise UsageError(f"{option} {number}: must be at least 1")
+    return number
+
+
+# Output ---------------------------------------------------------------------------------------------------------------
+
+
+def _draw(args: argparse.Namespace, planned: PlannedRun, found: Sequence[Candidate], times: TimeReport) -> None:
+    if args.output:
+        from hpctrain.checkpoint.look.output import put_in_place
+        from hpctrain.estimate.picture import figure
+
+        drawn = figure(text.heading(planned), found)
+        put_in_place(args.output, lambda out: drawn.savefig(out, format=args.output.suffix[1:], dpi=150))
+    if args.scaling:
+        times.draw(args.scaling)
+
+
+def _as_dict(planned: PlannedRun, found: Sequence[Candidate], times: TimeReport) -> dict[str, Any]:
+    limits = found[0].limits
+    return {
+        "model": planned.facts.name,
+        "parameters": planned.facts.numel,
+        "ranks": planned.ranks,
+        "ranks_per_node": planned.ranks_per_node,
+        "device": planned.device,
+        "limits": {"device": limits.device, "host": limits.host},
+        "notes": list(planned.facts.notes),
+        "memory": text.as_dict(found[0]),
+        "strategies": [text.as_dict(one) for one in found],
+        "time": times.as_dict(),
+    }
+
+
+def _print(args: argparse.Namespace, planned: PlannedRun, found: Sequence[Candidate], times: TimeReport) -> None:
+    chosen = found[0]
+    print(text.heading(planned))
+    for note in planned.facts.notes:
+        print(f"note: {note}")
+    print("\n".join(["", *columns(text.rows_of(planned, chosen.memory)), ""]))
+    print(text.peak_line(planned, chosen.memory))
+    print("\n".join(["", *columns(text.lines_of(found)), ""]))
+    if chosen.limits.known:
+        print(_sentence(found))
+    print("\n".join(["", *times.lines()]))
+    for path in (args.output, args.scaling):
+        if path:
+            print(f"drawn into {path}")
+
+
+def _sentence(found: Sequence[Candidate]) -> str:
+    """Say whether the chosen way fits, and else which do."""
+    chosen, fitting = found[0], [one.name for one in found if one.fits]
+    if chosen.fits:
+        return f"{chosen.name} fits"
+    if fitting:
+        return f"{chosen.name} does not fit: {text.verdict(chosen)}; {fitting[0]} would"
+    nearest = min(found, key=lambda one: sum(one.excess))
+    return f"nothing fits: {chosen.name} has {text.verdict(chosen)}, {nearest.name} {tell(sum(nearest.excess))}"

@@ -1,0 +1,141 @@
+"""Say how fast a run will be, which walltime it needs, and which of several ways to run it is best."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from hpctrain.errors import UsageError
+from hpctrain.estimate import scaling
+from hpctrain.estimate.run import PlannedRun
+from hpctrain.estimate.scaling import Curve, readable
+from hpctrain.estimate.sizes import tell
+from hpctrain.estimate.time_forecasts import Forecasts
+from hpctrain.estimate.time_run import MARGIN, START, RunTime, run_time
+from hpctrain.estimate.time_step import StepTime
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """Name a way to run, say whether it fits, and what it needs of which limit, in bytes, where that is known."""
+
+    name: str
+    fits: bool
+    run: PlannedRun
+    needs: float = 0.0
+    limit: float = 0.0
+
+
+@dataclass(frozen=True)
+class Advice:
+    """Hold the way to take, None where none fits, the reason in a sentence, and the seconds of all that fit."""
+
+    name: str | None
+    reason: str
+    seconds: dict[str, float]
+
+
+@dataclass(frozen=True)
+class TimeReport:
+    """Hold what is forecast of a run."""
+
+    run: PlannedRun
+    step: StepTime
+    whole: RunTime
+    curve: Curve
+    assumptions: tuple[str, ...]
+
+    def lines(self) -> list[str]:
+        """Return the report as text."""
+        return [*self._step_lines(), "", *self._run_lines(), "", *scaling.lines(self.curve), "", *self._assumed()]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the report as plain values."""
+        return {
+            "step": self.step.as_dict(),
+            "run": {**asdict(self.whole), "seconds": self.whole.seconds, "walltime": self.whole.walltime},
+            "scaling": self.curve.as_dict(),
+            "assumptions": list(self.assumptions),
+        }
+
+    def draw(self, path: str | Path) -> None:
+        """Draw the scaling curve into a file; raises ``UsageError`` where that cannot be."""
+        from hpctrain.estimate.scaling_picture import draw
+
+        draw(self.curve, self.run, path)
+
+    def _step_lines(self) -> list[str]:
+        step = self.step
+        rates = [f"{step.samples / step.seconds:,.4g} samples/s"]
+        rates += [f"{step.tokens / step.seconds:,.4g} tokens/s"] if step.tokens else []
+        rates.append(f"{step.flops_a_rank * step.ranks / 1e12:.3g} TFLOP/s")
+        if step.share_of_peak is not None:
+            rates.append(f"{step.share_of_peak:.0%} of the peak")
+        shown = sorted(((name, part) for name, part in step.parts.items() if part > 0), key=lambda one: -one[1])
+        parts = ", ".join(f"{name} {part / step.seconds:.0%}" for name, part in shown if part >= 0.005 * step.seconds)
+        hidden = f", and {readable(step.hidden)} of exchanges behind the passes" if step.hidden else ""
+        return [f"a step takes {readable(step.seconds)}: {', '.join(rates)}", f"  of it {parts}{hidden}"]
+
+    def _run_lines(self) -> list[str]:
+        whole, train = self.whole, self.run.settings.train
+        return [
+            f"{train.steps:,} steps {readable(whole.steps)}, evaluations {readable(whole.evaluations)}, checkpoints "
+            f"{readable(whole.checkpoints)} ({tell(whole.checkpoint_bytes)} each), start {readable(whole.start)}",
+            f"walltime to ask for: {whole.walltime} (with a margin of {MARGIN - 1:.0%}, rounded up)",
+        ]
+
+    def _assumed(self) -> list[str]:
+        return ["assumed", *(f"  {one}" for one in self.assumptions)]
+
+
+def time_report(run: PlannedRun, machine: str | None = None) -> TimeReport:
+    """Return how fast a run will be, on the machine of that name or the one at hand.
+
+    Raises ``UsageError`` for a machine that is not known.
+    """
+    forecasts = Forecasts(run, machine)
+    step = forecasts.step(run)
+    start = f"start and first weights take {START:g} s"
+    return TimeReport(
+        run,
+        step,
+        run_time(run, step, forecasts.machine),
+        scaling.scale(run, forecasts),
+        (*forecasts.assumptions(run), start),
+    )
+
+
+def recommend(candidates: Sequence[Candidate], machine: str | None = None) -> Advice:
+    """Return the fastest of the candidates that fit, and why; they are ways to run the same model.
+
+    Raises ``UsageError`` where there are none.
+    """
+    if not candidates:
+        raise UsageError("there is no way to run that could be recommended", everywhere=True)
+    fitting = [one for one in candidates if one.fits]
+    if not fitting:
+        least = min(candidates, key=lambda one: one.needs)
+        more = f": {least.name} needs least, {tell(least.needs)} of {tell(least.limit)}" if least.limit else ""
+        return Advice(None, f"none of {len(candidates)} fits{more}", {})
+    forecasts = Forecasts(fitting[0].run, machine)
+    seconds = {one.name: forecasts.step(one.run).seconds for one in fitting}
+    best = min(fitting, key=lambda one: seconds[one.name])
+    return Advice(best.name, reason(best, candidates, seconds), seconds)
+
+
+def reason(best: Candidate, candidates: Sequence[Candidate], seconds: dict[str, float]) -> str:
+    """Return in a sentence why one is best: what it takes, and what a quicker or the next one would."""
+    room = f"fits in {tell(best.needs)} of {tell(best.limit)}" if best.limit else "fits"
+    others = [one for one in seconds if one != best.name]
+    rank = f"is the fastest of {len(seconds)} that fit" if others else "is the only one that fits"
+    text = f"{best.name} {room} and {rank}: {readable(seconds[best.name])} a step"
+    if others:
+        second = min(others, key=seconds.__getitem__)
+        text += f", {second} {readable(seconds[second])}"
+    too_large = [one for one in candidates if not one.fits and one.limit]
+    if too_large:
+        nearest = min(too_large, key=lambda one: one.needs)
+        text += f"; {nearest.name} would need {tell(nearest.needs)}"
+    return text

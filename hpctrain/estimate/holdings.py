@@ -1,0 +1,168 @@
+"""List what a rank holds from its second step to its last: what strategies allocate once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from hpctrain.collectives.node.slots import Handover
+from hpctrain.estimate.pieces import Held
+from hpctrain.estimate.rank import RankModel
+from hpctrain.estimate.run import PlannedRun
+from hpctrain.estimate.stages import line_of
+from hpctrain.parallel.buckets import memory_needed
+from hpctrain.parallel.offload.landing import ROOMS
+from hpctrain.parallel.offload.memory import CHUNK
+from hpctrain.parallel.pipeline.parcel import Parcel
+from hpctrain.parallel.pipeline.route import _ACTIVATIONS, _GRADIENTS, AHEAD, most_held
+
+MOMENTS = 2  # AdamW: of the gradients and of their squares
+
+
+@dataclass(frozen=True)
+class Holding:
+    """Hold bytes of one part of the account; ``sharers`` ranks of a node have them in common."""
+
+    part: str
+    nbytes: int
+    on_host: bool = False
+    sharers: int = 1
+
+
+def holdings_of(run: PlannedRun, model: RankModel) -> list[Holding]:
+    """Return all that a rank holds for good."""
+    train, facts = run.settings.train, run.facts
+    batch = (facts.inputs.nbytes + facts.targets.nbytes) * run.samples * train.accumulate
+    found = [Holding("buffers", batch), Holding("buffers", model.buffer_bytes)]
+    found.append(Holding("buffers", model.local.rooms, on_host=True))
+    if run.offload.any_update:
+        found += _offloaded(run, model)
+    else:
+        found += _sharded(run, model) if model.sharded else _whole(run, model)
+    found += _away(run, model)
+    return found + (_links(run, model) if run.parallel.pipe > 1 else [])
+
+
+# Along the data axis --------------------------------------------------------------------------------------------------
+
+
+def _whole(run: PlannedRun, model: RankModel) -> list[Holding]:
+    """Return what a rank holds that has the whole of its model's part."""
+    found = [
+        Holding("parameters", model.parameter_bytes),
+        Holding("optimizer states", MOMENTS * sum(one.nbytes for one in model.trained)),
+    ]
+    if model.data.size > 1:
+        part = "gradients" if lives_in_bucket(run) else "buffers"
+        found.append(Holding(part, _buckets(run, model.trained), on_host=True))
+    return found
+
+
+def lives_in_bucket(run: PlannedRun) -> bool:
+    """Tell whether gradients lie in the buckets of plain data parallelism, so that these are no copies of them."""
+    return run.device == "cpu" and run.parallel.compression == "none"
+
+
+def _buckets(run: PlannedRun, trained: list[Held]) -> int:
+    kinds: dict[torch.dtype, list[Any]] = {}
+    for one in trained:
+        narrow = run.parallel.compression == "bfloat16" and one.dtype is torch.float32
+        kinds.setdefault(torch.bfloat16 if narrow else one.dtype, []).append(one)
+    return sum(memory_needed(held, dtype) * dtype.itemsize for dtype, held in kinds.items())
+
+
+def _sharded(run: PlannedRun, model: RankModel) -> list[Holding]:
+    """Return what a rank holds of a replica that is split over several."""
+    pieces, settings = model.pieces, run.parallel
+    trained = sum(one.share for one in pieces.trained)
+    apart = model.passing or settings.mixed_precision != "none"
+    found = [
+        Holding("optimizer states", MOMENTS * trained),
+        Holding("gradients", trained),
+        Holding("parameters", pieces.share if apart else 0),
+    ]
+    if not model.passing:
+        found.append(Holding("parameters", pieces.whole, sharers=model.data.on_node if model.mapped else 1))
+    on_device = run.device != "cpu"
+    ring = pieces.ring(whole=settings.data == "zero1", on_device=on_device)
+    return [*found, Holding("buffers", ring)]
+
+
+def _offloaded(run: PlannedRun, model: RankModel) -> list[Holding]:
+    """Return what a rank holds whose masters, gradients and states lie on the host, but for a share of them."""
+    pieces, offload = model.pieces, run.offload
+    trained = sum(one.share for one in pieces.trained)
+    frozen, narrow = pieces.share - trained, sum(one.narrow_share for one in pieces.pieces)
+    staying = int(max(offload.device_fraction, 0.0) * trained)
+    leaving = trained - staying
+    mixed = run.parallel.mixed_precision != "none"
+    resides = model.passing and not offload.parameters
+    kept = 0 if offload.disk else leaving + (frozen if offload.parameters else 0)
+    adds = run.settings.train.accumulate > 1 and run.parallel.reduces_early
+    on_host = [
+        Holding("parameters", kept, on_host=True),
+        Holding("optimizer states", 0 if offload.disk else MOMENTS * leaving, on_host=True),
+        Holding("gradients", leaving * (2 if offload.delayed else 1), on_host=True),
+        Holding("buffers", narrow if mixed or offload.delayed and offload.parameters else 0, on_host=True),
+        Holding("buffers", ROOMS * max(one.share for one in pieces.trained) if adds else 0, on_host=True),
+    ]
+    found = [
+        *on_host,
+        _slack(sum(one.nbytes for one in on_host)),
+        Holding("parameters", narrow if resides else 0),
+        Holding("parameters", staying if model.passing or mixed else 0),
+        Holding("optimizer states", MOMENTS * staying),
+        Holding("gradients", staying),
+        Holding("buffers", ROOMS * int(offload.piece_mib * 2**20)),
+        Holding("buffers", pieces.ring(whole=False, on_device=run.device != "cpu")),
+    ]
+    if not model.passing:
+        found.append(Holding("parameters", pieces.whole, sharers=model.data.on_node if model.mapped else 1))
+    return found
+
+
+def _away(run: PlannedRun, model: RankModel) -> list[Holding]:
+    """Return the activations that wait on the host."""
+    live = run.schedule.live(model.stage) if run.schedule is not None else 1
+    away = live * sum(model.chunk(number).away for number in model.chunks)
+    return [Holding("activations", away, on_host=True), _slack(away)]
+
+
+def _slack(nbytes: int) -> Holding:
+    """Return what of the host's memory is taken, as that comes in chunks, and not used."""
+    return Holding("buffers", -nbytes % CHUNK, on_host=True)
+
+
+# Along the pipe axis --------------------------------------------------------------------------------------------------
+
+
+def _links(run: PlannedRun, model: RankModel) -> list[Holding]:
+    """Return the memory through which a stage talks to its neighbours: of what two share on a node, each has half."""
+    schedule = run.schedule
+    assert schedule is not None
+    rank = model.stage * run.shape.stride("pipe")
+    line = line_of(run, "pipe", rank)
+    found = []
+    ends = cut_ends(model)
+    for chunk, parcel in ends.items():
+        here, there = schedule.rank_of(chunk), schedule.rank_of(chunk + 1)
+        ways = (
+            (here, there, most_held(schedule, chunk + 1, *_ACTIVATIONS) + AHEAD, parcel.nbytes),
+            (there, here, most_held(schedule, chunk, *_GRADIENTS) + AHEAD, parcel.gradients().nbytes),
+        )
+        near = run.node_of(line.ranks[here]) == run.node_of(line.ranks[there]) and line.shares_memory
+        for source, target, count, nbytes in ways:
+            room = count * Handover(source, target, count, nbytes).room
+            if near and model.stage in (source, target):
+                found.append(Holding("buffers", room, on_host=True, sharers=2))
+            elif not near and model.stage == target:
+                found.append(Holding("buffers", count * nbytes, on_host=True))
+    return found
+
+
+def cut_ends(model: RankModel) -> dict[int, Parcel]:
+    """Return what each chunk but the last gives to the next."""
+    cuts = model.cuts[:-1]
+    return {number: model.local.layers[cut.stop - 1].gives for number, cut in enumerate(cuts)}

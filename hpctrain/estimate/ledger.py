@@ -1,0 +1,95 @@
+"""Keep account of the memory of tensors while operations run, real or fake ones: what lives, and the most that did.
+
+Note: storages. Views share one, which counts once, from the operation that returns it until the last tensor that uses
+it is gone. What a kernel takes for itself and gives back before it returns is not seen.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+_READ = torch.ops.aten._local_scalar_dense.default
+_INDEX = torch.ops.aten.index.Tensor
+_APART: set[int] = set()  # storages that no ledger counts
+
+
+class Ledger(TorchDispatchMode):
+    """Count the bytes of all storages that operations of the ``with`` block make.
+
+    Where tensors are ``fake``, and hold no values, a number that is read out of one is 0, and a mask chooses everything.
+    ``told`` is called after every operation.
+    """
+
+    def __init__(self, *, fake: bool = False, told: Callable[[], None] | None = None) -> None:
+        super().__init__()
+        self.live = self.peak = 0
+        self._fake, self._told = fake, told
+        self._known: dict[int, int] = {}  # bytes of living storages
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self._fake and func is _READ:
+            return 0
+        masked = self._fake and func is _INDEX and len(args[1]) == 1 and args[1][0].dtype is torch.bool
+        result = args[0].flatten(0, args[1][0].ndim - 1).clone() if masked else func(*args, **(kwargs or {}))
+        for one in tree_iter(result):
+            if isinstance(one, Tensor):
+                self._note(one, counts=True)
+        if self._told is not None:
+            self._told()
+        return result
+
+    def ignore(self, tensors: Iterable[Tensor]) -> None:
+        """Leave tensors out that were there before."""
+        for one in tensors:
+            self._note(one, counts=False)
+
+    def include(self, tensors: Iterable[Tensor]) -> None:
+        """Count tensors that were there before."""
+        for one in tensors:
+            self._note(one, counts=True)
+
+    def start_peak(self) -> int:
+        """Begin to look for the peak anew; return what lives now."""
+        self.peak = self.live
+        return self.live
+
+    def holds(self, key: int) -> bool:
+        """Tell whether the storage of a ``key`` lives."""
+        return key in self._known
+
+    def bytes_of(self, key: int) -> int:
+        """Return the bytes of the storage of a ``key``; 0 for one that is gone, or is not counted."""
+        return self._known.get(key, 0)
+
+    def _note(self, tensor: Tensor, *, counts: bool) -> None:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._known or key in _APART:
+            return
+        self._known[key] = nbytes = storage.nbytes() if counts else 0
+        weakref.finalize(storage, self._forget, key).atexit = False
+        self.live += nbytes
+        self.peak = max(self.peak, self.live)
+
+    def _forget(self, key: int) -> None:
+        self.live -= self._known.pop(key)
+
+
+def set_apart(tensor: Tensor) -> Tensor:
+    """Let no ledger count a tensor's memory; return the tensor."""
+    storage = tensor.untyped_storage()
+    _APART.add(storage._cdata)
+    weakref.finalize(storage, _APART.discard, storage._cdata).atexit = False
+    return tensor
+
+
+def key_of(tensor: Tensor) -> int:
+    """Return what names a tensor's storage as long as it lives."""
+    return int(tensor.untyped_storage()._cdata)

@@ -1,0 +1,70 @@
+"""Know machines by name: what their makers say, and which share of it a training run is assumed to get.
+
+Peaks are those of dense products (no sparsity), of the data sheets: A100 and H100 SXM, H200 SXM, V100 SXM2 by NVIDIA;
+MI250X by AMD, whose two dies are a rank each. Networks are those of well-known systems with these GPUs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hpctrain.errors import UsageError
+from hpctrain.estimate.machine import Link, Machine
+from hpctrain.settings import unknown
+
+TERA, GIGA = 1e12, 1e9
+# What products and streams reach of the peak in well-tuned training: Megatron-LM reports 41 to 48 % of a H100's peak
+# for whole steps, whose products alone run at about 60 %; streams reach 80 to 90 % of the memory's rate.
+PRODUCTS, STREAMS = 0.6, 0.8
+
+
+@dataclass(frozen=True)
+class Device:
+    """Hold what a data sheet says of a GPU, and of the network of nodes that have it."""
+
+    bfloat16: float  # operations a second
+    float32: float  # as torch runs products of float32 by default: without TF32
+    memory: float  # bytes a second
+    inside: float  # bytes a second that a GPU sends to others of its node
+    between: float  # bytes a second of a node's network
+
+
+DEVICES = {
+    "A100": Device(312 * TERA, 19.5 * TERA, 2039 * GIGA, 300 * GIGA, 100 * GIGA),
+    "H100": Device(989 * TERA, 67 * TERA, 3350 * GIGA, 450 * GIGA, 200 * GIGA),
+    "H200": Device(989 * TERA, 67 * TERA, 4800 * GIGA, 450 * GIGA, 200 * GIGA),
+    "MI250X": Device(191.5 * TERA, 47.9 * TERA, 1600 * GIGA, 150 * GIGA, 100 * GIGA),
+}
+_LAUNCH = 5e-6  # seconds in which the host starts a kernel
+_DISK = 2 * GIGA
+
+
+def preset(name: str, dtype: str = "float32") -> Machine:
+    """Return the machine of a name in ``DEVICES``; raises ``UsageError`` for any other."""
+    known = {one.lower(): one for one in DEVICES}
+    if name.lower() not in known:
+        raise UsageError(unknown(f"machine {name!r}", name, list(DEVICES)))
+    chosen = known[name.lower()]
+    device = DEVICES[chosen]
+    peak = device.bfloat16 if dtype == "bfloat16" else device.float32
+    return Machine(
+        name=chosen,
+        source=f"data sheet of {chosen}",
+        kind="cuda",
+        cores=1,
+        flops={1: peak * PRODUCTS},
+        bandwidth={1: device.memory * STREAMS},
+        call=_LAUNCH,
+        meeting=_LAUNCH,
+        turn=_LAUNCH,
+        inside=Link(5e-6, device.inside * STREAMS),
+        between=Link(10e-6, device.between * STREAMS),
+        disk=_DISK,
+        peak=peak,
+        assumed=(
+            f"products in {dtype} reach {PRODUCTS:.0%} of {peak / TERA:g} TFLOP/s, streams and links {STREAMS:.0%} of "
+            f"{device.memory / GIGA:g} GB/s in memory, {device.inside / GIGA:g} between GPUs of a node, "
+            f"{device.between / GIGA:g} between nodes",
+            f"starting a kernel takes {_LAUNCH * 1e6:g} us; a checkpoint is written at {_DISK / GIGA:g} GB/s",
+        ),
+    )

@@ -1,0 +1,162 @@
+"""Measure the rates of the machine at hand, in a second or two.
+
+Note: a busy machine. Forecasts are made on login nodes, where others work, too. What one thread does is measured on the
+clock of that thread, which stands still while another process has its core. What several threads do together shows only
+where their cores are theirs: the best of many short bursts counts, and where the machine is busy it is taken as so many
+times what one does, which is said. So the rates are those of a machine that is left in peace, as a compute node is.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from hpctrain.cluster.binding import cpu_affinity
+from hpctrain.errors import UsageError
+from hpctrain.estimate.machine import Curve, Link, Machine
+from hpctrain.estimate.machine_presets import DEVICES, preset
+from hpctrain.train.machine import processor
+
+SIDE = 512  # rows and columns of the products: large enough for a core, small enough for a burst of milliseconds
+STREAM = 2**24  # bytes of each array that is streamed: three of them are more than most caches hold
+FILE = 2**25  # bytes
+BURSTS, LONGEST = 12, 0.35  # repeats, and seconds after which no more are made
+BUSY = 0.4  # processes a core, in the last minute, from which on a machine counts as busy
+OPERATORS = 64  # in a row, to see what each costs
+# What cannot be measured without ranks, until a calibration says better: of two ranks that spin, and of ranks that wait
+# for their turn on a core; messages through memory; a network of 100 Gbit/s.
+MEETING, TURN = 6e-6, 1e-4
+MESSAGE, WIRE = Link(2e-5, 5e9), Link(2e-5, 10e9)
+
+
+def probe(dtype: str = "float32", folder: Path | None = None) -> Machine:
+    """Return this machine's rates; the disk's are those of ``folder``, or of what is there of it."""
+    cores = len(cpu_affinity())
+    kind = getattr(torch, dtype)
+    busy = os.getloadavg()[0] > BUSY * cores
+    counts = [1] if busy else _counts(cores)
+    with threads_as_before():
+        flops = _curve({count: _products(count, kind) for count in counts}, cores)
+        bandwidth = _curve({count: _streams(count) for count in counts}, cores)
+        call = _operators()
+    disk, said = _disk(folder)
+    together = (f"others are at work here: {cores} cores are taken to do {cores} times what one does",)
+    return Machine(
+        name=f"{processor()}, {cores} core{'s' if cores > 1 else ''}",
+        source="measured on this machine just now",
+        kind="cpu",
+        cores=cores,
+        flops=flops,
+        bandwidth=bandwidth,
+        call=call,
+        meeting=MEETING,
+        turn=TURN,
+        inside=MESSAGE,
+        between=WIRE,
+        disk=disk,
+        assumed=(
+            *(together if busy and cores > 1 else ()),
+            f"between nodes {WIRE.bandwidth / 1e9:g} GB/s a node and {WIRE.latency * 1e6:g} us a message; ranks of a "
+            f"node meet in {MEETING * 1e6:g} us, in {TURN * 1e6:g} us where they take turns on a core",
+            said,
+        ),
+    )
+
+
+def probe_gpu(dtype: str = "float32", folder: Path | None = None) -> Machine:
+    """Return the rates of the visible GPU: those of its like that is known by name."""
+    if not torch.cuda.is_available():
+        raise UsageError(f"no GPU is visible to measure: name the machine, known are {', '.join(DEVICES)}")
+    name = torch.cuda.get_device_name(0)
+    known = [one for one in DEVICES if one in name]
+    if not known:
+        raise UsageError(f"nothing is known of a {name}: name another machine, known are {', '.join(DEVICES)}")
+    disk, said = _disk(folder)
+    found = preset(known[0], dtype)
+    return replace(found, disk=disk, assumed=(*found.assumed, said))
+
+
+@contextmanager
+def threads_as_before() -> Iterator[None]:
+    """Give torch its number of threads back after the ``with`` block."""
+    before = torch.get_num_threads()
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def best_time(run: Callable[[], object], threads: int, bursts: int = BURSTS, longest: float = LONGEST) -> float:
+    """Return the seconds of the quickest of several runs; of one thread those that it had its core."""
+    clock = time.thread_time if threads == 1 else time.perf_counter
+    torch.set_num_threads(threads)
+    run()
+    times: list[float] = []
+    end = time.perf_counter() + longest
+    while len(times) < 2 or len(times) < bursts and time.perf_counter() < end:
+        start = clock()
+        run()
+        times.append(clock() - start)
+    return max(min(times), 1e-9)
+
+
+def _counts(cores: int) -> list[int]:
+    """Return at how many threads to measure: one, half of the cores, all of them."""
+    return sorted({1, max(1, cores // 2), cores})
+
+
+def _products(threads: int, dtype: torch.dtype) -> float:
+    one, two = (torch.rand(SIDE, SIDE).to(dtype) for _ in range(2))
+    out = torch.empty(SIDE, SIDE, dtype=dtype)
+    return 2.0 * SIDE**3 / best_time(lambda: torch.mm(one, two, out=out), threads)
+
+
+def _streams(threads: int) -> float:
+    one, two, out = (torch.ones(STREAM // 4) for _ in range(3))
+    return 3.0 * STREAM / best_time(lambda: torch.add(one, two, out=out), threads)
+
+
+def _operators() -> float:
+    """Return what an operator costs that has next to nothing to do, its share of autograd included."""
+    x = torch.ones(8, requires_grad=True)
+
+    def run() -> None:
+        y = x
+        for _ in range(OPERATORS):
+            y = y * 1.0
+        y.sum().backward()  # type: ignore[no-untyped-call]
+
+    return best_time(run, 1) / (2 * OPERATORS)
+
+
+def _disk(folder: Path | None) -> tuple[float, str]:
+    """Return the rate at which a file is written for good, and in words where it comes from."""
+    where = Path(folder or ".").absolute()
+    while not where.is_dir():
+        where = where.parent
+    block = memoryview(bytearray(os.urandom(2**20)) * (FILE // 2**20))
+    try:
+        with tempfile.TemporaryFile(dir=where) as file:
+            start = time.perf_counter()
+            file.write(block)
+            file.flush()
+            os.fsync(file.fileno())
+            return FILE / (time.perf_counter() - start), f"a checkpoint is written as fast as a file in {where} was"
+    except OSError as error:
+        return 1e9, f"a checkpoint is written at 1 GB/s ({where}: {error.strerror})"
+
+
+def _curve(measured: Curve, cores: int) -> Curve:
+    """Return the rates by threads, on which more do no less; what was not measured is a multiple of one."""
+    one = measured[1]
+    most, found = 0.0, {}
+    for count in sorted({*measured, cores}):
+        most = found[count] = max(most, min(measured.get(count, count * one), count * one))
+    return found

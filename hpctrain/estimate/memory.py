@@ -1,0 +1,109 @@
+"""Say what memory a run will need at its peak, a rank and a node, and what for.
+
+Note: how it adds up. Some memory is there from the second step on: parameters, states, buckets, windows (``holdings``).
+What comes and goes within a step is followed from layer to layer (``walk``), or from action to action of a schedule; the
+peak is the moment at which that is largest, and the parts are those of that moment. Of memory that ranks of a node
+share each has an equal part, so that ranks add up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hpctrain.estimate.holdings import Holding, holdings_of
+from hpctrain.estimate.moments import moments_of
+from hpctrain.estimate.rank import RankModel, rank_models
+from hpctrain.estimate.run import PlannedRun
+
+PARTS = ("parameters", "gradients", "optimizer states", "activations", "buffers", "temporary")
+Split = dict[str, int]  # bytes of each part
+
+
+@dataclass(frozen=True)
+class Need:
+    """Hold what a rank needs on its device, and in the memory of its host, which on CPUs is one: ``device`` is empty."""
+
+    device: Split
+    host: Split
+    when: str  # the moment of the peak
+
+    @property
+    def device_total(self) -> int:
+        """Return the bytes on the device."""
+        return sum(self.device.values())
+
+    @property
+    def host_total(self) -> int:
+        """Return the bytes on the host."""
+        return sum(self.host.values())
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Hold what each stage's ranks need, and what the fullest node does."""
+
+    stages: tuple[Need, ...]
+    node: Need
+    layers: tuple[tuple[str, ...], ...]  # names, by stage
+
+    @property
+    def fullest(self) -> int:
+        """Return the number of the stage whose ranks need the most."""
+        return max(range(len(self.stages)), key=lambda stage: _weight(self.stages[stage]))
+
+    @property
+    def rank(self) -> Need:
+        """Return what a rank of the fullest stage needs."""
+        return self.stages[self.fullest]
+
+
+def memory_of(run: PlannedRun) -> Memory:
+    """Return the memory that a run needs; raises ``UsageError`` for a model that cannot be split so."""
+    models = rank_models(run)
+    needs = {model.stage: _need(run, model) for model in models}
+    stages = tuple(needs[stage] for stage in range(run.parallel.pipe))
+    return Memory(stages, _fullest_node(run, stages), tuple(model.layers for model in models))
+
+
+def _need(run: PlannedRun, model: RankModel) -> Need:
+    """Return what a rank needs at the peak of its device's memory."""
+    moment = max(moments_of(run, model), key=lambda one: one.total)
+    peak = [
+        Holding("activations", moment.activations),
+        Holding("gradients", moment.gradients),
+        Holding("buffers", moment.gathered),
+        Holding("temporary", moment.temporary),
+    ]
+    device, host = _add(holdings_of(run, model) + peak, on_host=False), {}
+    host = _add(holdings_of(run, model), on_host=True)
+    if run.device == "cpu":
+        return Need({part: 0 for part in PARTS}, {part: device[part] + host[part] for part in PARTS}, moment.when)
+    return Need(device, host, moment.when)
+
+
+def _add(holdings: Sequence[Holding], *, on_host: bool) -> Split:
+    chosen = [one for one in holdings if one.on_host is on_host]
+    return {part: sum(one.nbytes // one.sharers for one in chosen if one.part == part) for part in PARTS}
+
+
+def _fullest_node(run: PlannedRun, stages: Sequence[Need]) -> Need:
+    """Return the sum over the ranks of the node that needs the most."""
+    nodes: dict[tuple[int, ...], Need] = {}
+    for node in range(run.nodes):
+        ranks = range(node * run.ranks_per_node, min((node + 1) * run.ranks_per_node, run.ranks))
+        held = [run.shape.coordinate("pipe", rank) for rank in ranks]
+        counts = tuple(held.count(stage) for stage in range(len(stages)))
+        if counts not in nodes:
+            nodes[counts] = _sum([(stages[stage], count) for stage, count in enumerate(counts)])
+    return max(nodes.values(), key=_weight)
+
+
+def _sum(needs: Sequence[tuple[Need, int]]) -> Need:
+    device = {part: sum(need.device[part] * count for need, count in needs) for part in PARTS}
+    host = {part: sum(need.host[part] * count for need, count in needs) for part in PARTS}
+    return Need(device, host, "")
+
+
+def _weight(need: Need) -> tuple[int, int]:
+    return need.device_total, need.host_total

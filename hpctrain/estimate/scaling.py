@@ -1,0 +1,140 @@
+"""Forecast a run on other numbers of ranks: the same batch on more of them, and more samples with the ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from hpctrain.errors import UsageError
+from hpctrain.estimate.machine import Machine, threads_of
+from hpctrain.estimate.run import PlannedRun
+from hpctrain.estimate.time_forecasts import Forecasts
+from hpctrain.estimate.time_step import StepTime
+
+LARGEST = 10_000
+
+
+@dataclass(frozen=True)
+class Point:
+    """Hold the steps at a number of ranks; None where the batch cannot be shared so."""
+
+    ranks: int
+    busy: int  # GPUs, or cores, that they keep busy
+    strong: StepTime | None  # the same batch
+    weak: StepTime | None  # the same samples a rank
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Hold the points of a scaling curve, ascending."""
+
+    points: tuple[Point, ...]
+
+    def efficiency(self, point: Point, way: str) -> float | None:
+        """Return the samples a second of a GPU, or of a core, against those of the fewest ranks that can."""
+        here: StepTime | None = getattr(point, way)
+        first = next((one for one in self.points if getattr(one, way) is not None), None)
+        if here is None or first is None:
+            return None
+        start: StepTime = getattr(first, way)
+        return (here.samples / here.seconds / point.busy) / (start.samples / start.seconds / first.busy)
+
+    def as_dict(self) -> list[dict[str, object]]:
+        """Return plain values."""
+        return [
+            {
+                "ranks": point.ranks,
+                **{
+                    way: {
+                        "seconds": step.seconds,
+                        "samples": step.samples,
+                        "samples_per_second": step.samples / step.seconds,
+                        "efficiency": self.efficiency(point, way),
+                    }
+                    if (step := getattr(point, way)) is not None
+                    else None
+                    for way in ("strong", "weak")
+                },
+            }
+            for point in self.points
+        ]
+
+
+def scale(run: PlannedRun, forecasts: Forecasts, largest: int = LARGEST) -> Curve:
+    """Return the curve of a run: from one replica's ranks on by powers of two, and the run's own number."""
+    counts = counts_for(run, largest)
+    points = [
+        Point(count, busy(run, count, forecasts.machine), _strong(run, count, forecasts), _weak(run, count, forecasts))
+        for count in counts
+    ]
+    return Curve(tuple(points))
+
+
+def busy(run: PlannedRun, ranks: int, machine: Machine) -> int:
+    """Return the GPUs, or cores, that so many ranks keep busy: nodes are filled one after the other."""
+    if machine.kind != "cpu":
+        return ranks
+    full, rest = divmod(ranks, run.ranks_per_node)
+    found = full * _cores(machine, run.ranks_per_node)
+    return found + (_cores(machine, rest) if rest else 0)
+
+
+def _cores(machine: Machine, ranks: int) -> int:
+    return min(threads_of(machine.cores, ranks) * ranks, machine.cores)
+
+
+def counts_for(run: PlannedRun, largest: int) -> list[int]:
+    """Return the numbers of ranks of a curve: whole replicas, up to ``largest``."""
+    replica = run.parallel.pipe * run.parallel.tensor
+    found = {run.ranks}
+    count = replica
+    while count <= largest:
+        found.add(count)
+        count *= 2
+    found.add(largest // replica * replica)
+    return sorted(count for count in found if count)
+
+
+def _strong(run: PlannedRun, ranks: int, forecasts: Forecasts) -> StepTime | None:
+    return _step(run, ranks, run.settings.train.batch, forecasts)
+
+
+def _weak(run: PlannedRun, ranks: int, forecasts: Forecasts) -> StepTime | None:
+    replicas = ranks // (run.parallel.pipe * run.parallel.tensor)
+    each = run.samples * run.settings.train.accumulate
+    return _step(run, ranks, each * replicas, forecasts)
+
+
+def _step(run: PlannedRun, ranks: int, batch: int, forecasts: Forecasts) -> StepTime | None:
+    settings = replace(run.settings, train=replace(run.settings.train, batch=batch))
+    try:
+        return forecasts.step(replace(run, settings=settings, ranks=ranks))
+    except UsageError:
+        return None
+
+
+def lines(curve: Curve, wanted: Sequence[int] = ()) -> list[str]:
+    """Return the curve as a table of text; ``wanted`` ranks only, where they are named."""
+    rows = [["ranks", "step", "samples/s", "efficiency", "step", "samples/s", "efficiency"]]
+    for point in curve.points:
+        if not wanted or point.ranks in wanted:
+            rows.append([f"{point.ranks:,}", *_cells(curve, point, "strong"), *_cells(curve, point, "weak")])
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    above = f"{'':{widths[0]}}  {'same batch':>{sum(widths[1:4]) + 4}}  {'same samples a rank':>{sum(widths[4:]) + 4}}"
+    return [above, *("  ".join(cell.rjust(width) for cell, width in zip(row, widths)) for row in rows)]
+
+
+def _cells(curve: Curve, point: Point, way: str) -> list[str]:
+    step: StepTime | None = getattr(point, way)
+    share = curve.efficiency(point, way)
+    if step is None or share is None:
+        return ["-", "-", "-"]
+    return [readable(step.seconds), f"{step.samples / step.seconds:,.4g}", f"{share:.0%}"]
+
+
+def readable(seconds: float) -> str:
+    """Return a time in the unit that suits it."""
+    for above, scale, unit in ((86400, 1 / 86400, "d"), (3600, 1 / 3600, "h"), (1, 1.0, "s"), (1e-3, 1e3, "ms")):
+        if seconds >= above:
+            return f"{seconds * scale:.3g} {unit}"
+    return f"{seconds * 1e6:.3g} us"

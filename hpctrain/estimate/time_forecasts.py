@@ -1,0 +1,107 @@
+"""Gather what forecasts need, each thing once: the machine's rates, the model's work, the times of its layers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hpctrain.collectives.choice.table import Layout
+from hpctrain.estimate.machine import Machine
+from hpctrain.estimate.machine_presets import preset
+from hpctrain.estimate.machine_probe import probe, probe_gpu
+from hpctrain.estimate.run import PlannedRun
+from hpctrain.estimate.time_layers import Timed, time_layers
+from hpctrain.estimate.time_passes import Clock, dtype_of, one_thread, recomputed_layers
+from hpctrain.estimate.time_step import Forecast, StepTime
+from hpctrain.estimate.time_work import ModelWork, count
+from hpctrain.parallel.settings import ParallelSettings
+from hpctrain.train.calibration import Measurement, find, folder, place
+from hpctrain.train.machine import mpi_name, this_machine
+
+HERE = "this"  # the name of the machine at hand
+ASSUMED_GPU = "A100"
+
+
+class Forecasts:
+    """Make forecasts for runs that differ in their ranks and strategies, on one machine."""
+
+    def __init__(self, run: PlannedRun, name: str | None = None) -> None:
+        self.machine, self._here = machine_for(run, name)
+        self.calibrated: Mapping[Layout, Measurement] = calibration() if self._here else {}
+        self._first = run
+        self._works: dict[Any, ModelWork] = {}
+        self._times: dict[Any, dict[int, Timed] | None] = {}
+
+    def of(self, run: PlannedRun) -> Forecast:
+        """Return what forecasts a run; raises ``UsageError`` where its model cannot be split so."""
+        parallel, dtype = run.parallel, dtype_of(run)
+        whole = self._work(run, ParallelSettings())
+        local = self._work(run, parallel) if parallel.tensor > 1 else whole
+        timed = None
+        if self._here and self.machine.kind == "cpu":
+            key = dtype, run.settings.train.loss
+            if key not in self._times:
+                self._times[key] = self._time(whole, dtype)
+            timed = self._times[key]
+        clock = Clock(self.machine, whole, local, timed, recomputed_layers(run.facts, run))
+        return Forecast(self.machine, clock, self.calibrated)
+
+    def step(self, run: PlannedRun) -> StepTime:
+        """Return the time of a step of a run."""
+        return self.of(run).step(run)
+
+    def assumptions(self, run: PlannedRun) -> list[str]:
+        """Return in words what the forecast of a run goes by."""
+        found = [f"rates: {self.machine.name}, {self.machine.source}"]
+        if self.of(run).clock.timed is not None:
+            found.append("layers: one of each kind timed here on one thread, alone, at two numbers of samples")
+        else:
+            found.append("layers: operations and bytes counted, divided by the rates")
+        if run.ranks > 1:
+            measured = any(layout.size == run.ranks for layout in self.calibrated)
+            told = "as calibrated for so many ranks" if measured else "by messages, bytes and passes over memory"
+            found.append(f"collectives: {told}")
+        return [*found, *self.machine.assumed]
+
+    def _work(self, run: PlannedRun, parallel: ParallelSettings) -> ModelWork:
+        dtype, loss = dtype_of(run), run.settings.train.loss
+        key = dtype, loss, parallel.tensor, parallel.tensor_plan, parallel.sequence
+        if key not in self._works:
+            self._works[key] = count(run.facts, loss, dtype, parallel)
+        return self._works[key]
+
+    def _time(self, whole: ModelWork, dtype: torch.dtype | None) -> dict[int, Timed] | None:
+        run = self._first
+        return time_layers(run.facts, whole, run.microbatch, one_thread(self.machine), run.settings.train.loss, dtype)
+
+
+def machine_for(run: PlannedRun, name: str | None = None) -> tuple[Machine, bool]:
+    """Return the machine that is named, or the one at hand, and whether it is the latter.
+
+    Raises ``UsageError`` for a name that is not known.
+    """
+    dtype = "bfloat16" if dtype_of(run) is torch.bfloat16 else "float32"
+    where = Path(run.settings.run.folder)
+    if name is not None and name != HERE:
+        return preset(name, dtype), False
+    if run.device == "cpu":
+        return probe(dtype, where), True
+    if name == HERE or torch.cuda.is_available():
+        return probe_gpu(dtype, where), True
+    found = preset(ASSUMED_GPU, dtype)
+    why = f"no GPU is visible here and no machine was named: an {ASSUMED_GPU} is assumed"
+    return replace(found, assumed=(why, *found.assumed)), False
+
+
+def calibration() -> Mapping[Layout, Measurement]:
+    """Return what was measured of collectives on machines like this, by layout."""
+    kept = folder()
+    if kept is not None and not any(kept.glob("*.json")):
+        return {}  # and MPI need not be asked for its name
+    machine = this_machine(mpi_name())
+    found = find(machine) if place(machine) is not None else None
+    return found.measurements if found is not None else {}

@@ -1,0 +1,92 @@
+"""Prepare a model to be counted: as it is, or as one of several tensor ranks has it, who are not there."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from hpctrain.collectives.communicator import Communicator
+from hpctrain.estimate.facts import Facts, Layer
+from hpctrain.estimate.fake import FakeRanks, fake_copy, faked, faking
+from hpctrain.estimate.time_tally import Noted, Work
+from hpctrain.parallel.objective import LOSSES, cross_entropy
+from hpctrain.parallel.settings import ParallelSettings
+from hpctrain.parallel.tensor.plan import apply, check, choose, plan_of
+
+
+@dataclass(frozen=True, eq=False)
+class Subject:
+    """Hold layers whose tensors have no memory, and what to run them with."""
+
+    layers: Sequence[Layer]
+    compare: Callable[[Tensor, Tensor], Tensor]
+    make: Callable[[Tensor], Tensor]  # of a tensor on the meta device one that the layers take
+    noted: Noted
+
+
+@contextmanager
+def subject(facts: Facts, loss: str, dtype: torch.dtype | None, parallel: ParallelSettings) -> Iterator[Subject]:
+    """Lend a model's layers for the ``with`` block, their floating-point numbers in ``dtype``.
+
+    Raises ``UsageError`` for a model that so many tensor ranks cannot split.
+    """
+    noted = Noted()
+    if parallel.tensor == 1:
+        model = facts.model if dtype is None else copy.deepcopy(facts.model).to(dtype)
+        yield Subject(_layers(facts, model), LOSSES[loss], _same, noted)
+        return
+    with ExitStack() as stack:
+        stack.enter_context(faking())
+        model = fake_copy(facts.model, dtype)
+        ranks = _Listening(parallel.tensor, noted)
+        plan = plan_of(model, parallel.tensor_plan)
+        check(choose(model, plan), parallel.tensor)
+        split = apply(model, cast(Communicator, ranks), plan, sequence=parallel.sequence)
+        compare = LOSSES[loss]
+        if split.has_head and compare is cross_entropy:
+            compare = split.cross_entropy
+            stack.enter_context(split.split_outputs())
+        yield Subject(_layers(facts, model), compare, faked, noted)
+
+
+def _layers(facts: Facts, model: nn.Module) -> list[Layer]:
+    """Return the layers of a copy that are those of the facts; functions and the like stay what they are."""
+    names = {id(module): name for name, module in facts.model.named_modules()}
+    inside = dict(model.named_modules())
+    return [
+        Layer(layer.name, inside[names[id(layer.module)]] if id(layer.module) in names else layer.module, layer.kind)
+        for layer in facts.layers
+    ]
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+class _Listening(FakeRanks):
+    """Note what tensor ranks exchange."""
+
+    def __init__(self, size: int, noted: Noted) -> None:
+        super().__init__(size)
+        self._noted = noted
+
+    def all_reduce(self, tensor: Tensor, op: str = "sum", *, async_op: bool = False) -> Any:
+        """Note a sum."""
+        self._noted.add(Work(reduced=float(tensor.nbytes), reductions=1))
+        return super().all_reduce(tensor, op, async_op=async_op)
+
+    def reduce_scatter(self, out: Tensor, tensor: Tensor, op: str = "sum", *, async_op: bool = False) -> Any:
+        """Note a sum of which each rank gets a part."""
+        self._noted.add(Work(moved=float(tensor.nbytes), moves=1))
+        return super().reduce_scatter(out, tensor, op, async_op=async_op)
+
+    def all_gather(self, out: Tensor, tensor: Tensor) -> Tensor:
+        """Note parts that become whole."""
+        self._noted.add(Work(moved=float(out.nbytes), moves=1))
+        return super().all_gather(out, tensor)

@@ -1,0 +1,148 @@
+"""Count the operators that run: their products, the bytes that they move, and how many they are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import astuple, dataclass
+from itertools import chain
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+_LOOKED_UP = ("embedding", "index_select", "gather")
+_READS = (Tensor.__int__, Tensor.item)
+
+
+@dataclass(frozen=True)
+class Work:
+    """Hold what a pass does."""
+
+    flops: float = 0.0  # of products
+    product_bytes: float = 0.0  # that products read and write
+    other_bytes: float = 0.0  # that everything else reads and writes
+    calls: float = 0.0  # operators
+    reduced: float = 0.0  # bytes that tensor ranks sum
+    reductions: float = 0.0
+    moved: float = 0.0  # bytes that they scatter or gather
+    moves: float = 0.0
+
+    def __add__(self, other: Work) -> Work:
+        """Return the work of one pass after the other."""
+        return Work(*(one + two for one, two in zip(astuple(self), astuple(other))))
+
+    def __mul__(self, times: float) -> Work:
+        """Return the work of so many such passes."""
+        return Work(*(one * times for one in astuple(self)))
+
+
+class Noted:
+    """Add up the work of what does not pass by as an operator, for the tally that counts at the time."""
+
+    def __init__(self) -> None:
+        self.tally: Tally | None = None
+
+    def add(self, work: Work) -> None:
+        """Add work; where nobody counts, it does not count."""
+        if self.tally is not None:
+            self.tally.work += work
+
+
+class Tally(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Count the operators that run in the ``with`` block: ``work``."""
+
+    def __init__(self, noted: Noted) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.work = Work()
+        self._noted, self._fusing = noted, _Fusing(noted)
+
+    def __enter__(self) -> Tally:
+        self._noted.tally = self
+        self._fusing.__enter__()  # type: ignore[no-untyped-call]
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        self._fusing.__exit__(*error)  # type: ignore[no-untyped-call]
+        self._noted.tally = None
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.work += work_of(func, args, kwargs or {}, result)
+        return result
+
+
+def work_of(func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> Work:
+    """Return the work of one operator."""
+    given, made = list(tensors([*args, *kwargs.values()])), list(tensors(result))
+    memories = {one.untyped_storage()._cdata for one in given}
+    writes = func._schema.is_mutable
+    if not given or not made or not writes and all(one.untyped_storage()._cdata in memories for one in made):
+        return Work()  # a view, or memory that nothing is written to yet
+    if func._overloadpacket.__name__ in _LOOKED_UP:
+        given = made  # rows of a table, not all of it
+    moved = float(sum(one.nbytes for one in chain(given, made)))
+    formula = flop_registry.get(func._overloadpacket)
+    if formula is None:
+        return Work(other_bytes=moved, calls=1)
+    return Work(float(formula(*args, **kwargs, out_val=result)), moved, 0.0, 1)
+
+
+class _Fusing(TorchFunctionMode):
+    """Let attention be one operator, which is how it runs where it has memory; answer those who look at values."""
+
+    def __init__(self, noted: Noted) -> None:
+        super().__init__()
+        self._noted = noted
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.scaled_dot_product_attention:
+            named = {**dict(zip(("query", "key", "value"), args)), **(kwargs or {})}
+            vectors = named["query"], named["key"], named["value"]
+            return _Attention.apply(*vectors, self._noted)  # type: ignore[no-untyped-call]
+        if func in _READS:
+            return 0  # nobody knows: a check of what cannot be wrong here
+        if func is Tensor.__getitem__ and isinstance(args[1], Tensor) and args[1].dtype is torch.bool:
+            return args[0]
+        return func(*args, **(kwargs or {}))
+
+
+class _Attention(torch.autograd.Function):
+    """Have the shapes of attention, and compute nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, noted: Noted) -> Tensor:
+        """Return a tensor of the result's shape."""
+        ctx.save_for_backward(query, key, value)
+        ctx.noted = noted
+        noted.add(attention(query, key, value))
+        return torch.empty(*query.shape[:-1], value.shape[-1], dtype=query.dtype, device=query.device)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        """Return gradients of the inputs' shapes."""
+        query, key, value = ctx.saved_tensors
+        ctx.noted.add(attention(query, key, value) * 2)
+        return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value), None
+
+
+def attention(query: Tensor, key: Tensor, value: Tensor) -> Work:
+    """Return the products of queries with keys, and of scores with values; their memory is that of the vectors."""
+    queries, result = query[..., 0].numel(), value.shape[-1]
+    flops = 2.0 * queries * key.shape[-2] * (query.shape[-1] + result)
+    moved = query.nbytes + key.nbytes + value.nbytes + queries * result * query.itemsize
+    return Work(flops, float(moved), 0.0, 1)
+
+
+def tensors(values: Any) -> Iterator[Tensor]:
+    """Yield the tensors in what an operator takes or returns."""
+    if isinstance(values, Tensor):
+        yield values
+    elif isinstance(values, Iterable) and not isinstance(values, str):
+        for one in values:
+            yield from tensors(one)

@@ -1,0 +1,62 @@
+"""Say what comes after the passes: the norm of the gradients, the optimizer, and what a step is beside its model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hpctrain.estimate.machine import Machine, Seat
+from hpctrain.estimate.run import PlannedRun
+from hpctrain.estimate.time_exchange import FLOAT, Held, gradient_bytes, sharers_of
+
+# Bytes that pass by for each element. AdamW in one pass reads parameter, gradient and both moments, and writes all but
+# the gradient; the norm reads each gradient once; clipping reads and writes it.
+UPDATE, NORM, CLIP = 7 * FLOAT, FLOAT, 2 * FLOAT
+# Operators for each parameter, in both; and what a step costs beside, in operators: the batch, the rate, the log.
+EACH, BESIDE = 3, 150
+
+
+@dataclass(frozen=True)
+class Update:
+    """Hold the seconds of what comes after the passes."""
+
+    clip: float
+    optimizer: float
+    offload: float  # what the link to the host shows of itself
+    beside: float
+
+
+def update_of(run: PlannedRun, held: Held, machine: Machine, seat: Seat, backward: float) -> Update:
+    """Return what comes after the passes; ``backward`` seconds may hide copies to the host."""
+    owned = held.numel / sharers_of(run).size
+    tensors = held.tensors / sharers_of(run).size if run.parallel.data != "ddp" else held.tensors
+    each = EACH * tensors * seat.call if machine.kind == "cpu" else EACH * seat.call  # a GPU has one kernel for many
+    clip = (NORM + (CLIP if run.settings.train.clip else 0)) * owned / seat.bandwidth + each
+    beside = BESIDE * seat.call
+    if run.parallel.pipe > 1 and run.parallel.schedule == "pipedream":
+        return Update(0.0, 0.0, 0.0, beside)  # made between the passes
+    if not run.offload.any_update:
+        return Update(clip, UPDATE * owned / seat.bandwidth + each, 0.0, beside)
+    return Update(clip, *_offloaded(run, owned, machine, seat, backward), beside)
+
+
+def update_seconds(held: Held, seat: Seat) -> float:
+    """Return the seconds of an update of all that a rank holds, clipping included."""
+    return (UPDATE + NORM + CLIP) * held.numel / seat.bandwidth + 2 * EACH * held.tensors * seat.call
+
+
+def _offloaded(
+    run: PlannedRun, owned: float, machine: Machine, seat: Seat, backward: float
+) -> tuple[float, float]:
+    """Return the seconds of an update on the host, and of the copies that do not hide.
+
+    Gradients go down while backward computes them; parameters go up, a piece while the next is updated.
+    """
+    ranks, up = run.ranks_on_node, 2 if run.parallel.mixed_precision == "bfloat16" else FLOAT
+    if machine.kind == "cpu":  # one memory: the copies are passes over it
+        return UPDATE * owned / seat.bandwidth, 2 * (FLOAT + up) * owned / seat.bandwidth
+    kept = max(run.offload.device_fraction, 0.0)
+    moved = (1 - kept) * owned
+    down = max(gradient_bytes(run) * moved / machine.host_link - backward, 0.0)
+    host = UPDATE * moved / (machine.host_bandwidth / ranks)
+    device = UPDATE * kept * owned / seat.bandwidth
+    return max(host, device), down + max(up * moved / machine.host_link - host, 0.0)

@@ -1,0 +1,92 @@
+"""The report on time, and the recommendation."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support.forecasts import CPU, planned
+
+from hpctrain.errors import UsageError
+from hpctrain.estimate import time_forecasts
+from hpctrain.estimate.advice import Candidate, TimeReport, recommend, time_report
+
+GIB = 2**30
+
+
+@pytest.fixture(scope="module")
+def report() -> TimeReport:
+    return time_report(planned(2), "a100")
+
+
+def test_a_report_says_how_fast_how_long_and_what_it_goes_by(report: TimeReport, tmp_path: Path) -> None:
+    text = "\n".join(report.lines())
+    assert re.search(r"a step takes \S+ \w+: [\d,.]+ samples/s, [\d,.e+]+ tokens/s, \S+ TFLOP/s, \d+% of the peak", text)
+    assert re.search(r"walltime to ask for: \d\d:\d\d:00 ", text) and "10,000" in text
+    assert "A100, data sheet of A100" in text and "60% of 19.5 TFLOP/s" in text
+    report.draw(tmp_path / "curve.png")
+    assert (tmp_path / "curve.png").exists()
+
+
+def test_a_report_is_plain_values_too(report: TimeReport) -> None:
+    found = json.loads(json.dumps(report.as_dict()))
+    assert found["step"]["seconds"] == pytest.approx(sum(found["step"]["parts"].values()))
+    assert found["run"]["walltime"] == report.whole.walltime and len(found["scaling"]) == 15
+    assert found["step"]["share_of_peak"] == report.step.share_of_peak
+
+
+def test_the_machine_at_hand_has_its_layers_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(time_forecasts, "probe", lambda dtype, folder: CPU)
+    monkeypatch.setattr(time_forecasts, "calibration", dict)
+    from dataclasses import replace
+
+    found = time_report(replace(planned(1, 2), device="cpu"))
+    assert any("timed here" in line for line in found.assumptions)
+    assert found.step.parts["forward"] > 0 and found.step.share_of_peak is None
+
+
+def test_a_gpu_that_nobody_named_is_an_assumption(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    machine, here = time_forecasts.machine_for(planned(1))
+    assert machine.name == "A100" and not here and "no GPU is visible here" in machine.assumed[0]
+    with pytest.raises(UsageError, match="no GPU is visible to measure: name the machine"):
+        time_forecasts.machine_for(planned(1), "this")
+
+
+def test_the_fastest_that_fits_is_recommended_with_its_reason() -> None:
+    ddp, zero1 = planned(4), planned(4, data="zero1")
+    slow = planned(4, data="zero1", recompute=True)
+    found = recommend(
+        [
+            Candidate("ddp", False, ddp, 51 * GIB, 40 * GIB),
+            Candidate("zero1", True, zero1, 12.3 * GIB, 40 * GIB),
+            Candidate("zero1 + recompute", True, slow, 8 * GIB, 40 * GIB),
+        ],
+        "H100",
+    )
+    assert found.name == "zero1" and set(found.seconds) == {"zero1", "zero1 + recompute"}
+    assert found.reason.startswith("zero1 fits in 12.30 GiB of 40.00 GiB and is the fastest of 2 that fit: ")
+    assert found.reason.endswith("; ddp would need 51.00 GiB") and "zero1 + recompute" in found.reason
+    assert found.seconds["zero1"] < found.seconds["zero1 + recompute"]
+
+
+def test_where_nothing_fits_the_one_that_needs_least_is_named() -> None:
+    one = planned(2)
+    found = recommend([Candidate("ddp", False, one, 9 * GIB, 4 * GIB), Candidate("fsdp", False, one, 5 * GIB, 4 * GIB)])
+    assert found.name is None and found.reason == "none of 2 fits: fsdp needs least, 5.00 GiB of 4.00 GiB"
+    with pytest.raises(UsageError, match="no way to run"):
+        recommend([])
+    only = recommend([Candidate("ddp", True, one)], "H100")
+    assert "ddp fits and is the only one that fits" in only.reason
+
+
+def test_forecasts_need_no_mpi() -> None:
+    program = (
+        "import sys; import hpctrain.estimate.advice, hpctrain.estimate.time_forecasts as f; f.calibration(); "
+        "sys.exit('mpi4py.MPI' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", program], timeout=60).returncode == 0
