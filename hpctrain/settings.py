@@ -7,6 +7,7 @@ in the source. ``build`` checks keys and types, so that a section's own ``__post
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import difflib
 import tomllib
 import types
@@ -43,6 +44,8 @@ def assign(tree: Tree, assignment: str) -> None:
         value = tomllib.loads(f"value = {text.strip()}")["value"]
     except tomllib.TOMLDecodeError:
         value = text.strip()
+    if isinstance(value, (datetime.date, datetime.time)):
+        value = text.strip()  # 04:00:00 is meant as it stands
     node = tree
     for part in parts[:-1]:
         node = node.setdefault(part, {})

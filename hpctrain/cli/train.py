@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 from typing import Any
 
 from hpctrain.errors import HpctrainError
@@ -14,8 +15,13 @@ EXAMPLES = """examples:
   srun hpctrain train big.toml --set train.batch=512          as a SLURM job's step
   hpctrain train jobs/gpt-tiny.toml --set run.folder=runs/b   leave the first run alone
 
-Started again, a run goes on from its newest valid checkpoint. SIGUSR1 or SIGTERM: save, then exit with code 75.
+Started again, a run goes on from its newest valid checkpoint. SIGUSR1 or SIGTERM, a file STOP in the run's folder, or
+the end of the job coming near: save, then exit with code 75. A file SAVE there: save, and go on.
 """
+_OPTIONS = {
+    "resume": ("HOW", "auto (default), never or must; sets run.resume"),
+    "walltime": ("TIME", "how long the job may take, as 04:00:00 or 4h; sets run.walltime"),
+}
 
 
 def add_parser(verbs: Any) -> None:
@@ -36,6 +42,8 @@ def add_parser(verbs: Any) -> None:
         default=[],
         help="change a setting of the file (again for more)",
     )
+    for option, text in _OPTIONS.items():
+        parser.add_argument(f"--{option}", metavar=text[0], help=text[1])
     parser.add_argument("-v", "--verbose", action="store_true", help="print the binding table and more")
 
 
@@ -45,7 +53,9 @@ def run(args: argparse.Namespace) -> int:
     from hpctrain.train.settings import load
 
     try:
-        settings = load(args.config, args.assignments)
+        given = {option: getattr(args, option) for option in _OPTIONS}
+        as_text = [f"run.{option}={json.dumps(text)}" for option, text in given.items() if text is not None]
+        settings = load(args.config, [*args.assignments, *as_text])
     except HpctrainError as error:
         error.everywhere = True  # every rank reads the same file and finds the same mistake
         raise

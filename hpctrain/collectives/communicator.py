@@ -321,7 +321,7 @@ class Communicator:
             self._host.memory.share_recorder(self.transport.recorder)
 
     def free(self) -> None:
-        """Give back memory and transports, those of its parts too; a call by all ranks, and the second one does nothing.
+        """Give back memory and transports, those of its parts too; a call by all ranks, of which a second does nothing.
 
         Tensors of its memory must not be touched any more. MPI libraries have few communicators: 2048 with MPICH.
         """

@@ -9,7 +9,7 @@ from typing import Any
 from hpctrain.log import logger
 from hpctrain.train.lock import FolderLock
 from hpctrain.train.metrics import Metrics
-from hpctrain.train.receipt import Receipt
+from hpctrain.train.receipt import Receipt, read
 
 
 class Books:
@@ -29,6 +29,11 @@ class Books:
     def lock(self) -> None:
         """Take the folder, or raise ``LockError``."""
         self._lock.acquire()
+
+    @property
+    def attempts(self) -> list[dict[str, Any]]:
+        """Return what is known of the attempts before this one."""
+        return [each for each in read(self.folder).get("attempts", []) if isinstance(each, dict)]
 
     def open(self, last_step: int, config: str | None, facts: Mapping[str, Any]) -> None:
         """Begin an attempt that goes on after ``last_step``."""

@@ -1,9 +1,10 @@
-"""Let the ranks exchange, at the end of a step, what each has logged and whether any was told to stop."""
+"""Let the ranks exchange, at the end of a step, what each has logged and whether any knows a reason to stop or save."""
 
 from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -12,8 +13,17 @@ from hpctrain.collectives.communicator import Communicator
 from hpctrain.errors import UsageError
 
 NUMBERS = 32  # what travels: a few flags, and what was logged
-_FLAGS = 4
+_FLAGS = 5
 LOGGED = NUMBERS - _FLAGS
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """Say whether there is reason to ``stop``, or to ``save``; and whether a rank is ``busy`` with a checkpoint."""
+
+    stop: bool = False
+    save: bool = False
+    busy: bool = False
 
 
 class StepLog:
@@ -50,25 +60,25 @@ class StepExchange:
         self._numbers = comm.empty(NUMBERS, torch.float64)
 
     def __call__(
-        self, logged: Mapping[str, float], signal: int | None, busy: bool, step: int
-    ) -> tuple[dict[str, float], bool, bool]:
-        """Return the averages by name, and whether any rank has got a signal, or is busy; a call by all ranks.
+        self, logged: Mapping[str, float], wishes: Wishes, step: int
+    ) -> tuple[dict[str, float], Wishes]:
+        """Return the averages by name, and what is so on any rank; a call by all ranks.
 
         Raises ``UsageError`` on all of them where they logged different names.
         """
         names = sorted(logged)
         mark = _mark(names)
-        flags = [float(signal or 0), float(busy), mark, mark * mark]
+        flags = [float(wishes.stop), float(wishes.save), float(wishes.busy), mark, mark * mark]
         self._numbers.zero_()
         self._numbers[: _FLAGS + len(names)] = torch.tensor(
             flags + [logged[name] for name in names], dtype=torch.float64
         )
         self._comm.all_reduce(self._numbers, "average")
-        stop, anybody, mean, square, *values = self._numbers.tolist()
+        stop, save, busy, mean, square, *values = self._numbers.tolist()
         # The marks are equal where their variance is nothing but rounding.
         if abs(square - mean * mean) > 1e-9 * square:
             self._refuse(names, step)
-        return dict(zip(names, values)), bool(stop), bool(anybody)
+        return dict(zip(names, values)), Wishes(bool(stop), bool(save), bool(busy))
 
     def _refuse(self, names: list[str], step: int) -> None:
         everyone = self._comm.all_gather_object(names)

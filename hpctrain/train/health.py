@@ -72,7 +72,8 @@ class Health:
 
     def _compute_again(self, replay: Callable[[], object]) -> None:
         self.strategy.drop_gradients()
-        devices = {torch.device("cuda", torch.cuda.current_device())} if torch.cuda.is_initialized() else set()
+        on_device = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        devices = [torch.device("cuda", torch.cuda.current_device())] if on_device else []
         # What comes after must not depend on whether anybody looked.
         with self.strategy.no_sync(), torch.random.fork_rng(devices):
             replay()

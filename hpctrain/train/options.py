@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Literal, get_args
 from hpctrain.checkpoint.file.layout import ALIGNMENT
 from hpctrain.checkpoint.keep import Best, Keep
 from hpctrain.checkpoint.saver import IO, Storage
+from hpctrain.cluster.deadline import seconds_of
 from hpctrain.errors import UsageError
 from hpctrain.train.health import Policy
 from hpctrain.train.settings import check_trace_steps
@@ -47,6 +49,8 @@ class RunOptions:
     on_nonfinite: Policy = "abort"
     start_from: str | Path = ""  # a checkpoint whose model a new run begins with
     start_skip: Sequence[str] = ()  # patterns: names of tensors that need not fit that model
+    walltime: str = ""  # how long the job may take from now on, as 04:00:00; empty: as the scheduler says
+    margin: float = 0.0  # seconds before the end of the job at which the run saves and leaves; 0: as measured
     trace: bool = False  # write trace.json: what every rank did in some steps
     trace_steps: Sequence[int] = (3, 12)  # the first and the last of them, counted from this start
 
@@ -66,6 +70,11 @@ class RunOptions:
                 )
         if self.background and self.io == "mpiio":
             raise UsageError("a run with background and io = 'mpiio': take io = 'posix'", everywhere=True)
+        if self.walltime:
+            seconds_of(self.walltime)
+        if not 0 <= self.margin < math.inf:
+            text = f"a run with margin = {self.margin}: must be a number of seconds from 0 on"
+            raise UsageError(text, everywhere=True)
         self.storage  # refuses what is wrong with it
         check_trace_steps(self.trace_steps, "a run with trace_steps")
 

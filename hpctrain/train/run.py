@@ -110,6 +110,8 @@ def open_run(
         **vars(settings.checkpoint),  # named alike
         resume=settings.run.resume,
         strict=settings.run.strict,
+        walltime=settings.run.walltime,
+        margin=settings.run.margin,
         on_nonfinite=settings.train.on_nonfinite,
         start_from=settings.train.start_from,
         start_skip=settings.train.start_skip,

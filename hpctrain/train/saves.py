@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,11 +29,14 @@ class _Save:
 class Saves:
     """Save the state of a run; every method is a call by all ranks, but for ``close``.
 
-    ``committed`` is the step of the newest checkpoint that this run has written or come from.
+    ``committed`` is the step of the newest checkpoint that this run has written or come from; ``timed`` is told how
+    many seconds each one took.
     """
 
-    def __init__(self, state: TrainState, options: RunOptions, books: Books) -> None:
-        self._state, self._options, self._books = state, options, books
+    def __init__(
+        self, state: TrainState, options: RunOptions, books: Books, timed: Callable[[float], None] = lambda _: None
+    ) -> None:
+        self._state, self._options, self._books, self._timed = state, options, books, timed
         self._failures = FailedSaves(logs=state.comm.rank == 0)
         self._saver: Saver | None = None
         self._pending: _Save | None = None
@@ -124,7 +127,9 @@ class Saves:
         save, self._pending = self._pending, None
         self.committed = save.step
         self._failures.succeeded(save.step)
-        self._books.saved(save.step, time.monotonic() - save.started)
+        seconds = time.monotonic() - save.started
+        self._timed(seconds)
+        self._books.saved(save.step, seconds)
         if self._state.comm.rank == 0:
             self._state.tidy(save.path)
 

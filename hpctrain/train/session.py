@@ -28,7 +28,7 @@ from hpctrain.collectives.agreement import agreed, on_first_rank
 from hpctrain.errors import EXIT_REQUEUE, CheckpointError, NonFiniteError, UsageError
 from hpctrain.log import logger
 from hpctrain.train.books import Books
-from hpctrain.train.exchange import StepExchange, StepLog
+from hpctrain.train.exchange import StepExchange, StepLog, Wishes
 from hpctrain.train.health import Health
 from hpctrain.train.hello import versions
 from hpctrain.train.options import RunOptions
@@ -37,6 +37,7 @@ from hpctrain.train.saves import Saves
 from hpctrain.train.signals import install
 from hpctrain.train.start import carried, start_from
 from hpctrain.train.state import LOADER, Stateful, TrainState
+from hpctrain.train.stops import Stops
 from hpctrain.train.tracing import Tracing
 from hpctrain.transport.activity import waiting
 
@@ -80,6 +81,9 @@ class Run:
         self.state = TrainState(model, optimizer, parts, job.comm, self.folder / "checkpoints", options.kept, strategy)
         self.health = Health(model, strategy, job.comm, options.on_nonfinite)
         self.stop_request = install()
+        self._stops = Stops(
+            self.folder, self.stop_request, first=job.rank == 0, walltime=options.walltime, margin=options.margin
+        )
         self.stopped_by: str | None = None
         self._log = StepLog()
         self._exchange = StepExchange(job.comm)
@@ -90,7 +94,7 @@ class Run:
         self._hooks: list[RemovableHandle] = []
         self._progress: Progress | None = None
         self._books = Books(self.folder, job.launch.job_id, lenient=options.on_error == "continue")
-        self._saves = Saves(self.state, options, self._books)
+        self._saves = Saves(self.state, options, self._books, lambda seconds: self._stops.governor.save(seconds))
         self._tracing = Tracing(job.comm, self.folder, options.traced, strategy.place)
         self._updating = 0.0  # when the optimizer began
 
@@ -175,6 +179,7 @@ class Run:
 
     def _open_books(self) -> None:
         files.remove_leftovers(self.state.folder)
+        self._stops.open([attempt.get("last_save_seconds", 0.0) for attempt in self._books.attempts])
         self._books.open(self.step, self.config, self.provenance)
 
     def _resume(self) -> None:
@@ -249,11 +254,11 @@ class Run:
     def _finish_step(self) -> None:
         assert self._begun is not None
         (started, waited), self._begun = self._begun, None
-        averages, stop, busy = self._exchange(
-            self._log.averaged, self.stop_request.signal, self._saves.busy, self.step + 1
+        averages, wishes = self._exchange(
+            self._log.averaged, Wishes(*self._stops.look(), self._saves.busy), self.step + 1
         )
-        if stop:
-            self.stopped_by = self.stop_request.name or "a signal to another rank"
+        if wishes.stop:
+            self.stopped_by = self._stops.reason
         self.state.batches += 1
         if self.health.wants_rollback:
             self._go_back()
@@ -262,7 +267,9 @@ class Run:
         row = {"step": self.step, **averages, **self._log.same}
         if self.health.norm is not None:
             row["grad_norm"] = float(self.health.norm)
-        row["step_seconds"] = round(time.monotonic() - started, 6)
+        seconds = time.monotonic() - started
+        self._stops.governor.step(seconds)
+        row["step_seconds"] = round(seconds, 6)
         row["communication_seconds"] = round(waiting.total - waited, 6)
         if self.health.skipped:
             row["skipped"] = True
@@ -270,12 +277,13 @@ class Run:
         self._books.record(row)
         if self._progress is not None:
             self._progress.update(self.step, self.state.tokens, shown(row))
-        wanted, self._wanted = self._wanted, False
+        wanted, self._wanted = self._wanted or wishes.save, False
         if wanted:
             self._saves.now(self.config, self.provenance)
+            self._stops.saved()
         elif self.step % self.options.every == 0 and not self.finished and self.stopped_by is None:
             self._saves.due(self.config, self.provenance)
-        elif not busy:
+        elif not wishes.busy:
             self._saves.advance()
 
     def _go_back(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any, Literal
 
 from hpctrain.checkpoint.file.layout import ALIGNMENT
 from hpctrain.checkpoint.keep import Best
+from hpctrain.cluster.deadline import seconds_of
 from hpctrain.data.settings import DataSettings
 from hpctrain.errors import SettingsError
 from hpctrain.models.settings import ModelSettings
@@ -31,9 +33,20 @@ class RunSettings:
     resume: Literal["auto", "never", "must"] = "auto"
     # A damaged newest checkpoint is an error instead of a warning and the one before.
     strict: bool = False
+    # How long the job may take, from its start, as 04:00:00 or 4h; empty: as HPCTRAIN_DEADLINE or the scheduler says.
+    walltime: str = ""
+    # Seconds before the end of the job at which the run saves and leaves; 0: two of the slowest saves, the slowest step
+    # and a minute.
+    margin: float = 0.0
     device: Literal["auto", "cpu", "cuda"] = "auto"
     # Let ranks share a GPU.
     oversubscribe: bool = False
+
+    def __post_init__(self) -> None:
+        if self.walltime:
+            seconds_of(self.walltime)
+        if not 0 <= self.margin < math.inf:
+            raise SettingsError(f"setting run.margin = {self.margin}: must be a number of seconds from 0 on")
 
 
 @dataclass(frozen=True)

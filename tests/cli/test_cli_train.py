@@ -57,6 +57,8 @@ def refused(launch: Any, project: Path) -> Any:
         (["tiny.toml", "--set", "train.steps"], "write it as section.key=value"),
         (["tiny.toml", "--set", "train.steps=many"], "setting train.steps = 'many': expected a whole number"),
         (["tiny.toml", "--set", "train.batch=0"], "setting train.batch = 0: must be at least 1"),
+        (["tiny.toml", "--walltime", "90"], "a walltime of '90': write it as 04:00:00"),
+        (["tiny.toml", "--walltime=04:00:00", "--resume", "maybe"], "setting run.resume = 'maybe': allowed are auto"),
         (["tiny.toml", "--set", "model.factory=x"], "write it as package.module:function"),
         (["model.toml"], "unknown model.name 'gtp-tiny': did you mean gpt-tiny? known are convnet, gpt-25m"),
     ],

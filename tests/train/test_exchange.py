@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hpctrain.errors import UsageError
-from hpctrain.train.exchange import LOGGED, NUMBERS, StepExchange, StepLog
+from hpctrain.train.exchange import LOGGED, NUMBERS, StepExchange, StepLog, Wishes
 
 
 @pytest.mark.ranks(1, 2, 3, 4)
@@ -17,19 +17,19 @@ def test_averages_by_name(comm: Any) -> None:
     exchange = StepExchange(comm)
     for step in range(1, 4):
         logged = {"b": float(comm.rank), "a": 10.0 * step, "never seen": math.nan}
-        averages, stop, busy = exchange(logged, None, False, step)
+        averages, wishes = exchange(logged, Wishes(), step)
         assert averages["a"] == 10.0 * step and averages["b"] == pytest.approx((comm.size - 1) / 2, rel=1e-15)
-        assert math.isnan(averages["never seen"]) and not stop
-    assert exchange({}, None, False, 4) == ({}, False, False)
+        assert math.isnan(averages["never seen"]) and wishes == Wishes()
+    assert exchange({}, Wishes(), 4) == ({}, Wishes())
 
 
 @pytest.mark.ranks(1, 2, 3, 4)
-def test_a_signal_on_any_rank_stops_all(comm: Any) -> None:
+@pytest.mark.parametrize("wish", ["stop", "save", "busy"])
+def test_what_one_rank_knows_all_ranks_know(comm: Any, wish: str) -> None:
     exchange = StepExchange(comm)
     for rank in range(comm.size):
-        assert exchange({"x": 1.0}, 10 if comm.rank == rank else None, False, 1)[1:] == (True, False)
-        assert exchange({"x": 1.0}, None, comm.rank == rank, 1)[1:] == (False, True)
-    assert not exchange({"x": 1.0}, None, False, 2)[1]
+        assert exchange({"x": 1.0}, Wishes(**{wish: comm.rank == rank}), 1)[1] == Wishes(**{wish: True})
+    assert exchange({"x": 1.0}, Wishes(), 2)[1] == Wishes()
 
 
 @pytest.mark.ranks(2, 3, 4)
@@ -38,7 +38,7 @@ def test_other_names_on_one_rank(comm: Any, names: tuple[str, ...]) -> None:
     exchange = StepExchange(comm)
     own = names if comm.rank == comm.size - 1 else ("loss", "rate")
     with pytest.raises(UsageError, match=f"in step 5: rank 0 logs loss, rate, rank {comm.size - 1} logs") as found:
-        exchange(dict.fromkeys(own, 1.0), None, False, 5)
+        exchange(dict.fromkeys(own, 1.0), Wishes(), 5)
     assert found.value.everywhere
 
 
@@ -47,7 +47,7 @@ def test_it_is_one_message_of_a_fixed_size(comm: Any) -> None:
     exchange = StepExchange(comm)
     for count in (0, LOGGED):
         with comm.recording() as recorder:
-            exchange({f"v{number}": 1.0 for number in range(count)}, None, False, 1)
+            exchange({f"v{number}": 1.0 for number in range(count)}, Wishes(), 1)
         assert sum(recorder.calls.values()) == 1 and sum(recorder.bytes.values()) <= NUMBERS * 8
 
 

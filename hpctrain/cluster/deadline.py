@@ -1,0 +1,111 @@
+"""Find out when the batch system will end this job: from the environment, or by asking the scheduler.
+
+Slurm says so in ``SLURM_JOB_END_TIME`` (since 23.02) and to ``squeue``; Torque in ``PBS_WALLTIME`` how long a job may
+take, OpenPBS to ``qstat`` when it began, too. Neither PBS sends a signal before the end, so a job has to know.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from hpctrain.errors import SettingsError
+
+VARIABLE = "HPCTRAIN_DEADLINE"
+_ANSWER = 10.0  # seconds that a scheduler has to answer
+_LATEST = 2**40  # seconds since the epoch; what is later is no date
+_CLOCK = re.compile(r"(?:(?P<days>\d+)-)?(?P<hours>\d+):(?P<minutes>[0-5]?\d):(?P<seconds>[0-5]?\d)")
+_UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+
+Ask = Callable[[Sequence[str]], str]
+
+
+@dataclass(frozen=True)
+class Deadline:
+    """Say when the job will be ended, in seconds since the epoch, and who said so."""
+
+    time: float
+    source: str
+
+
+def find(
+    environ: Mapping[str, str], walltime: str = "", *, started: float | None = None, ask: Ask | None = None
+) -> Deadline | None:
+    """Return the end of this job; None where nobody knows of one.
+
+    ``walltime`` is what a user allows from ``started`` on (now), and comes first; then ``HPCTRAIN_DEADLINE``, in
+    seconds since the epoch; then the scheduler. Raises ``SettingsError`` for one that cannot be read.
+    """
+    if walltime:
+        began = time.time() if started is None else started
+        return Deadline(began + seconds_of(walltime), f"a walltime of {walltime}")
+    if environ.get(VARIABLE):
+        return Deadline(_epoch(environ[VARIABLE]), VARIABLE)
+    ask = ask or _run
+    if environ.get("SLURM_JOB_ID"):
+        return _slurm(environ, ask)
+    return _pbs(environ, ask) if environ.get("PBS_JOBID") else None
+
+
+def seconds_of(walltime: str) -> float:
+    """Return the seconds of ``[days-]hours:minutes:seconds``, or of a number with its unit (90s, 15m, 4h, 2d)."""
+    if found := _CLOCK.fullmatch(walltime):
+        days, hours, minutes, seconds = (int(part or 0) for part in found.groups())
+        return ((days * 24 + hours) * 60 + minutes) * 60 + seconds
+    if found := re.fullmatch(r"(\d+(?:\.\d+)?)([smhd])", walltime):
+        return float(found[1]) * _UNITS[found[2]]
+    raise SettingsError(
+        f"a walltime of {walltime!r}: write it as 04:00:00, 1-12:00:00, or as 90s, 15m, 4h, 2d", everywhere=True
+    )
+
+
+def _epoch(text: str) -> float:
+    try:
+        moment = float(text)
+    except ValueError:
+        moment = math.nan
+    if not 0 < moment < _LATEST:
+        raise SettingsError(
+            f"{VARIABLE}={text}: must be seconds since the epoch, as date +%s prints them", everywhere=True
+        )
+    return moment
+
+
+def _slurm(environ: Mapping[str, str], ask: Ask) -> Deadline | None:
+    told = environ.get("SLURM_JOB_END_TIME", "")
+    if told.isdecimal():
+        return Deadline(float(told), "Slurm")
+    answer = ask(["squeue", "--noheader", "--jobs", environ["SLURM_JOB_ID"], "--format", "%e"]).split()
+    return _deadline(answer[0] if answer else "", "%Y-%m-%dT%H:%M:%S", 0.0, "Slurm")
+
+
+def _pbs(environ: Mapping[str, str], ask: Ask) -> Deadline | None:
+    try:
+        jobs = json.loads(ask(["qstat", "-f", "-F", "json", environ["PBS_JOBID"]]))["Jobs"]
+        job = next(iter(jobs.values()))
+        began, lasts = str(job["stime"]), seconds_of(str(job["Resource_List"]["walltime"]))
+    except (ValueError, KeyError, TypeError, AttributeError, StopIteration, SettingsError):
+        return None
+    return _deadline(began, "%a %b %d %H:%M:%S %Y", lasts, "PBS")
+
+
+def _deadline(text: str, form: str, later: float, source: str) -> Deadline | None:
+    """Return the deadline that is some seconds later than a local time; none for what is no time (``NONE``)."""
+    try:
+        return Deadline(time.mktime(time.strptime(text, form)) + later, source)
+    except (ValueError, OverflowError):
+        return None
+
+
+def _run(command: Sequence[str]) -> str:
+    """Return what a scheduler's command prints; nothing where it is missing, fails or does not answer."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_ANSWER, stdin=subprocess.DEVNULL)
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return done.stdout if done.returncode == 0 else ""

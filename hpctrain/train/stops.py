@@ -1,0 +1,77 @@
+"""Gather what asks a run to save, or to save and leave: signals, the job's deadline, files in the run's folder.
+
+Note: who knows what. A signal may reach one rank alone; the deadline is rank 0's matter, because clocks differ; the
+files are looked for by rank 0, so that not every rank of a large job asks the file system. At the end of each step the
+ranks exchange what they know (``exchange``), and act together.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from hpctrain.cluster import deadline as deadlines
+from hpctrain.cluster.deadline import Deadline
+from hpctrain.log import logger
+from hpctrain.train.governor import Governor
+from hpctrain.train.signals import StopRequest
+
+STOP, SAVE = "STOP", "SAVE"
+_PAUSE = 1.0  # seconds between two looks into the folder
+
+
+class Stops:
+    """Say what this rank knows; ``first`` is the one that minds the clock and the folder."""
+
+    def __init__(self, folder: Path, request: StopRequest, *, first: bool, walltime: str = "", margin: float = 0.0):
+        self._folder, self._request, self._first = folder, request, first
+        self._walltime, self._margin = walltime, margin
+        self._started = time.time()
+        self._looked = -_PAUSE
+        self._found = {STOP: False, SAVE: False}
+        self.governor = Governor(None)
+
+    def open(self, saves: Sequence[float]) -> None:
+        """Learn the deadline, and what ``saves`` of earlier attempts have taken; a STOP of before does not count."""
+        if not self._first:
+            return
+        found = deadlines.find(os.environ, self._walltime, started=self._started)
+        self.governor = Governor(found, self._margin)
+        for seconds in saves:
+            self.governor.save(seconds)
+        (self._folder / STOP).unlink(missing_ok=True)
+        if found is not None:
+            logger.info("the job ends at %s, says %s", _clock(found), found.source)
+
+    def look(self) -> tuple[bool, bool]:
+        """Tell whether this rank knows of a reason to save and leave, and of one to save."""
+        if self._first and time.monotonic() - self._looked >= _PAUSE:
+            self._looked = time.monotonic()
+            self._found = {name: (self._folder / name).exists() for name in (STOP, SAVE)}
+        stop = self._request.signal is not None or self._found[STOP] or self.governor.is_due
+        return stop, self._found[SAVE]
+
+    @property
+    def reason(self) -> str:
+        """Say why the run leaves, as far as this rank knows."""
+        if self._request.name:
+            return self._request.name
+        if self._found[STOP]:
+            return f"the file {self._folder / STOP}"
+        governor = self.governor
+        if governor.deadline is not None and governor.is_due:
+            ends = _clock(governor.deadline)
+            return f"the job ends at {ends}, and to save and leave may take {governor.margin:.0f} s"
+        return "a signal to another rank"
+
+    def saved(self) -> None:
+        """Take the wish to save away that a checkpoint has fulfilled."""
+        if self._first and self._found[SAVE]:
+            self._found[SAVE] = False
+            (self._folder / SAVE).unlink(missing_ok=True)
+
+
+def _clock(deadline: Deadline) -> str:
+    return time.strftime("%H:%M:%S", time.localtime(deadline.time))

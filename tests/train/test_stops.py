@@ -1,0 +1,108 @@
+"""What ends a run in time, or saves it on the way: the deadline, with a margin that was measured, and two files."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.life import Training, checkpoints_of, make_batches, receipt_of
+
+from hpctrain.cluster.deadline import VARIABLE, Deadline
+from hpctrain.train import stops
+from hpctrain.train.governor import RESERVE, Governor
+from hpctrain.train.signals import StopRequest
+
+
+@pytest.fixture(autouse=True)
+def _no_deadline_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (VARIABLE, "SLURM_JOB_ID", "PBS_JOBID"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(stops, "_PAUSE", 0.0)
+
+
+def test_the_margin_is_what_steps_and_saves_have_taken() -> None:
+    now = [1000.0]
+    governor = Governor(Deadline(1200.0, "a test"), clock=lambda: now[0])
+    assert governor.margin == RESERVE and not governor.is_due
+    for seconds in (5.0, 10.0, 2.0):
+        governor.step(seconds)
+    for seconds in (20.0, 30.0, 1.0):
+        governor.save(seconds)
+    assert governor.margin == 2 * 30 + 10 + RESERVE
+    due = {}
+    for now[0] in (1069.9, 1070.0):
+        due[now[0]] = governor.is_due
+    assert due == {1069.9: False, 1070.0: True}
+    given = Governor(Deadline(1200.0, "a test"), 5.0, clock=lambda: now[0])
+    given.save(100.0)
+    assert given.margin == 5.0 and not given.is_due
+    assert not Governor(None).is_due
+
+
+@pytest.mark.ranks(1, 2)
+@pytest.mark.parametrize("how", ["variable", "walltime"])
+def test_a_run_leaves_before_its_job_ends_and_is_done_by_the_next(
+    job: Any, shared_tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    straight = Training(job, shared_tmp_path / "straight", make_batches(6), every=100).go()
+    folder, options = shared_tmp_path / "short", {"every": 100}
+    if how == "variable":
+        monkeypatch.setenv(VARIABLE, str(time.time() + 3600.0))  # an hour, of which saving is said to take all
+        options["margin"] = 3599
+    else:
+        options |= {"walltime": "1h", "margin": 3599}  # type: ignore[dict-item]
+
+    def pause_in_step_3(step: int, batch: Any) -> None:
+        while step == 3 and first.run._stops.governor.left > 3598.9 and job.rank == 0:
+            time.sleep(0.01)
+
+    first = Training(job, folder, make_batches(6), **options)
+    with pytest.raises(SystemExit) as ended:
+        first.go(pause_in_step_3)
+    assert ended.value.code == 75
+    job.comm.barrier()
+    monkeypatch.delenv(VARIABLE, raising=False)
+    assert 1 <= len(first.losses) <= 3 and len(checkpoints_of(folder)) == 1
+    job.comm.barrier()
+    again = Training(job, folder, make_batches(6), every=100).go()
+    assert first.losses + again.losses == straight.losses
+    if job.rank == 0:
+        attempts = receipt_of(folder)["attempts"]
+        assert [one["status"] for one in attempts] == ["stopped", "finished"]
+        assert "the job ends at" in attempts[0]["reason"]
+
+
+@pytest.mark.ranks(1, 2)
+def test_files_in_the_folder_save_and_stop(job: Any, shared_tmp_path: Path) -> None:
+    straight = Training(job, shared_tmp_path / "straight", make_batches(8), every=100).go()
+    folder = shared_tmp_path / "run"
+
+    def write(step: int, batch: Any) -> None:
+        if job.rank == 0 and step in (2, 5):
+            (folder / ("SAVE" if step == 2 else "STOP")).touch()
+
+    first = Training(job, folder, make_batches(8), every=100, keep=9)
+    with pytest.raises(SystemExit) as ended:
+        first.go(write)
+    assert ended.value.code == 75
+    job.comm.barrier()
+    assert checkpoints_of(folder) == ["step_00000002.h5", "step_00000005.h5"]
+    # A job script that finds it does not start the run again; whoever does, wants it to go on.
+    assert (folder / "STOP").exists() and not (folder / "SAVE").exists()
+    job.comm.barrier()
+    again = Training(job, folder, make_batches(8), every=100, keep=9).go()
+    assert first.losses + again.losses == straight.losses and not (folder / "STOP").exists()
+    if job.rank == 0:
+        assert receipt_of(folder)["attempts"][0]["reason"] == f"the file {folder / 'STOP'}"
+
+
+def test_what_earlier_attempts_took_to_save_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, str(time.time() + 1000.0))
+    found = stops.Stops(tmp_path, StopRequest(), first=True)
+    found.open([3.0, 200.0])
+    assert found.governor.margin == 400.0 + RESERVE and not found.look()[0]
+    found.governor.save(500.0)
+    assert found.look() == (True, False) and "may take 1060 s" in found.reason
+    assert not stops.Stops(tmp_path, StopRequest(), first=False).look()[0]
