@@ -16,7 +16,9 @@ VERBS = {
     "train": "train a model as a TOML file says",
     "data": "pack corpora, look into data files",
     "checkpoint": "list, show, verify, compare, convert and draw checkpoints",
-    "plan": "show a schedule of a pipeline: idle time, memory, picture",
+    "plan": "say what a run will need; show a schedule of a pipeline",
+    "job": "print a job script for Slurm or PBS",
+    "submit": "submit a job to Slurm or PBS",
     "bench": "measure the collectives, show what was measured",
 }
 

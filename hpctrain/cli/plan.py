@@ -30,8 +30,10 @@ examples:
   hpctrain plan --schedule zb-h1 --pipe 4 --microbatches 8 --forward 1 --input 1.2 --weight 0.8 --send 0.1 --json
   hpctrain plan --measured runs/a -o measured.svg                              what a run with train.trace = true did
 
-Exit code 1: the planned run does not fit into the memory that was told. Times are those of a whole stage for one microbatch, in any unit. Letters are F forward, B backward, I gradients of
-inputs, W of weights, U update, each with the number of its microbatch; dots are idle.
+Exit code 1: the planned run does not fit into the memory that was told.
+
+Times of a schedule are those of a whole stage for one microbatch, in any unit. Letters are F forward, B backward, I
+gradients of inputs, W of weights, U update, each with the number of its microbatch; dots are idle.
 """
 _TIMES = {
     "forward": "a forward pass (default: 1)",
@@ -86,10 +88,11 @@ def _add_planned(parser: argparse.ArgumentParser) -> None:
     planned.add_argument("--device-memory", metavar="SIZE", help="memory of a GPU, as in 40GiB; plans for GPUs")
     planned.add_argument("--host-memory", metavar="SIZE", help="memory of a node, as in 256GiB")
     planned.add_argument("--strategies", action="store_true", default=None, help="show all meshes that would do")
+    planned.add_argument("--machine", metavar="NAME", help="forecast time for A100, H100, H200 or MI250X, not this one")
     planned.add_argument("--scaling", type=Path, metavar="FILE", help="draw the time of a step over the ranks")
 
 
-_OF_RUN = ("assignments", "ranks", "ranks_per_node", "device_memory", "host_memory", "strategies", "scaling")
+_OF_RUN = ("assignments", "ranks", "ranks_per_node", "device_memory", "host_memory", "strategies", "machine", "scaling")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -135,7 +138,8 @@ def _check(args: argparse.Namespace) -> None:
     if not args.measured:
         missing = [name for name in ("schedule", "pipe", "microbatches") if getattr(args, name) is None]
         if len(missing) == 3:
-            raise UsageError("nothing to show: give CONFIG.toml, or --schedule, --pipe and --microbatches, or --measured RUN")
+            else_ = "--schedule, --pipe and --microbatches, or --measured RUN"
+            raise UsageError(f"nothing to show: give CONFIG.toml, or {else_}")
         if missing:
             raise UsageError(f"a picture of a schedule needs {' and '.join('--' + name for name in missing)}, too")
         if args.step is not None:

@@ -27,7 +27,7 @@ def plan(args: argparse.Namespace) -> int:
     limits = Limits(_bytes(args.device_memory, "--device-memory"), _bytes(args.host_memory, "--host-memory"))
     planned = planned_run(args, limits)
     found = candidates(planned, limits, everything=bool(args.strategies))
-    times = time_report(planned)
+    times = time_report(planned, args.machine, found)
     _draw(args, planned, found, times)
     if args.json:
         print(json.dumps(_as_dict(planned, found, times), indent=2))
@@ -41,18 +41,18 @@ def planned_run(args: argparse.Namespace, limits: Limits) -> PlannedRun:
     settings = load(args.config, args.assignments or ())
     ranks = _positive(args.ranks if args.ranks is not None else 1, "--ranks")
     a_node = _positive(args.ranks_per_node if args.ranks_per_node is not None else ranks, "--ranks-per-node")
-    return PlannedRun(settings, facts_of(settings), ranks, a_node, device_of(settings, limits))
+    return PlannedRun(settings, facts_of(settings), ranks, a_node, device_of(settings, limits, args.machine))
 
 
-def device_of(settings: Settings, limits: Limits) -> Device:
-    """Return what the ranks will compute on: where settings leave it open, GPUs if their memory was told, or found."""
+def device_of(settings: Settings, limits: Limits, machine: str | None = None) -> Device:
+    """Return what the ranks will compute on: where settings leave it open, GPUs if any were told of, or found."""
     wanted = settings.run.device
     if wanted == "cpu" and limits.device is not None:
         raise UsageError('--device-memory is for GPUs: the settings have run.device = "cpu"; give --host-memory')
     if wanted == "auto":
         import torch
 
-        return "cuda" if limits.device is not None or torch.cuda.is_available() else "cpu"
+        return "cuda" if limits.device is not None or machine or torch.cuda.is_available() else "cpu"
     return "cuda" if wanted == "cuda" else "cpu"
 
 

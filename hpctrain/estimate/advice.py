@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from hpctrain.errors import UsageError
-from hpctrain.estimate import scaling
+from hpctrain.estimate import candidates, scaling
 from hpctrain.estimate.run import PlannedRun
 from hpctrain.estimate.scaling import Curve, readable
-from hpctrain.estimate.sizes import tell
+from hpctrain.estimate.sizes import tell, tell_rate
 from hpctrain.estimate.time_forecasts import Forecasts
 from hpctrain.estimate.time_run import MARGIN, START, RunTime, run_time
 from hpctrain.estimate.time_step import StepTime
@@ -46,10 +46,13 @@ class TimeReport:
     whole: RunTime
     curve: Curve
     assumptions: tuple[str, ...]
+    advice: Advice | None = None
 
     def lines(self) -> list[str]:
         """Return the report as text."""
-        return [*self._step_lines(), "", *self._run_lines(), "", *scaling.lines(self.curve), "", *self._assumed()]
+        advised = [f"recommended: {self.advice.reason}"] if self.advice is not None else []
+        table = scaling.lines(self.curve)
+        return [*self._step_lines(), *advised, "", *self._run_lines(), "", *table, "", *self._assumed()]
 
     def as_dict(self) -> dict[str, Any]:
         """Return the report as plain values."""
@@ -57,6 +60,7 @@ class TimeReport:
             "step": self.step.as_dict(),
             "run": {**asdict(self.whole), "seconds": self.whole.seconds, "walltime": self.whole.walltime},
             "scaling": self.curve.as_dict(),
+            "recommended": asdict(self.advice) if self.advice is not None else None,
             "assumptions": list(self.assumptions),
         }
 
@@ -68,8 +72,8 @@ class TimeReport:
 
     def _step_lines(self) -> list[str]:
         step = self.step
-        rates = [f"{step.samples / step.seconds:,.4g} samples/s"]
-        rates += [f"{step.tokens / step.seconds:,.4g} tokens/s"] if step.tokens else []
+        rates = [f"{tell_rate(step.samples / step.seconds)} samples/s"]
+        rates += [f"{tell_rate(step.tokens / step.seconds)} tokens/s"] if step.tokens else []
         rates.append(f"{step.flops_a_rank * step.ranks / 1e12:.3g} TFLOP/s")
         if step.share_of_peak is not None:
             rates.append(f"{step.share_of_peak:.0%} of the peak")
@@ -90,10 +94,10 @@ class TimeReport:
         return ["assumed", *(f"  {one}" for one in self.assumptions)]
 
 
-def time_report(run: PlannedRun, machine: str | None = None) -> TimeReport:
+def time_report(run: PlannedRun, machine: str | None = None, others: Sequence[candidates.Candidate] = ()) -> TimeReport:
     """Return how fast a run will be, on the machine of that name or the one at hand.
 
-    Raises ``UsageError`` for a machine that is not known.
+    ``others`` are ways to run it of which one is recommended. Raises ``UsageError`` for a machine that is not known.
     """
     forecasts = Forecasts(run, machine)
     step = forecasts.step(run)
@@ -104,37 +108,49 @@ def time_report(run: PlannedRun, machine: str | None = None) -> TimeReport:
         run_time(run, step, forecasts.machine),
         scaling.scale(run, forecasts),
         (*forecasts.assumptions(run), start),
+        recommend([considered(one) for one in others], forecasts) if others else None,
     )
 
 
-def recommend(candidates: Sequence[Candidate], machine: str | None = None) -> Advice:
-    """Return the fastest of the candidates that fit, and why; they are ways to run the same model.
+def considered(one: candidates.Candidate) -> Candidate:
+    """Return a way with what is scarcest of what it needs: a rank's device or a node's memory."""
+    limits, rank, node = one.limits, one.memory.rank.device_total, one.memory.node.host_total
+    known = [(float(needs), float(most)) for needs, most in ((rank, limits.device), (node, limits.host)) if most]
+    needs, limit = max(known, key=lambda pair: pair[0] / pair[1], default=(0.0, 0.0))
+    return Candidate(one.name, one.fits, one.run, needs, limit)
+
+
+def recommend(ways: Sequence[Candidate], forecasts: Forecasts | None = None) -> Advice:
+    """Return the fastest of the ways that fit, and why; they are ways to run the same model.
 
     Raises ``UsageError`` where there are none.
     """
-    if not candidates:
+    if not ways:
         raise UsageError("there is no way to run that could be recommended", everywhere=True)
-    fitting = [one for one in candidates if one.fits]
+    fitting = [one for one in ways if one.fits]
     if not fitting:
-        least = min(candidates, key=lambda one: one.needs)
+        least = min(ways, key=lambda one: one.needs)
         more = f": {least.name} needs least, {tell(least.needs)} of {tell(least.limit)}" if least.limit else ""
-        return Advice(None, f"none of {len(candidates)} fits{more}", {})
-    forecasts = Forecasts(fitting[0].run, machine)
+        return Advice(None, f"none of {len(ways)} fits{more}", {})
+    forecasts = forecasts or Forecasts(fitting[0].run)
     seconds = {one.name: forecasts.step(one.run).seconds for one in fitting}
     best = min(fitting, key=lambda one: seconds[one.name])
-    return Advice(best.name, reason(best, candidates, seconds), seconds)
+    return Advice(best.name, reason(best, ways, seconds), seconds)
 
 
-def reason(best: Candidate, candidates: Sequence[Candidate], seconds: dict[str, float]) -> str:
-    """Return in a sentence why one is best: what it takes, and what a quicker or the next one would."""
-    room = f"fits in {tell(best.needs)} of {tell(best.limit)}" if best.limit else "fits"
-    others = [one for one in seconds if one != best.name]
-    rank = f"is the fastest of {len(seconds)} that fit" if others else "is the only one that fits"
-    text = f"{best.name} {room} and {rank}: {readable(seconds[best.name])} a step"
+def reason(best: Candidate, ways: Sequence[Candidate], seconds: Mapping[str, float]) -> str:
+    """Return in a sentence why one is best: what it takes, and what the next one and one too large would."""
+    others = [name for name in seconds if name != best.name]
+    if best.limit:
+        rank = f"is the fastest of {len(seconds)} that fit" if others else "is the only one that fits"
+        text = f"{best.name} fits in {tell(best.needs)} of {tell(best.limit)} and {rank}"
+    else:
+        text = f"{best.name} is the fastest of {len(seconds)}" if others else f"{best.name} is the only way"
+    text += f": {readable(seconds[best.name])} a step"
     if others:
-        second = min(others, key=seconds.__getitem__)
+        second = min(others, key=lambda name: seconds[name])
         text += f", {second} {readable(seconds[second])}"
-    too_large = [one for one in candidates if not one.fits and one.limit]
+    too_large = [one for one in ways if not one.fits and one.limit]
     if too_large:
         nearest = min(too_large, key=lambda one: one.needs)
         text += f"; {nearest.name} would need {tell(nearest.needs)}"

@@ -101,7 +101,8 @@ def _ways(run: PlannedRun, *, everything: bool) -> Iterator[Way]:
             yield _plain(own, data, 1, 1, recompute=recompute), nothing
     if run.device != "cpu":
         for data in datas:
-            yield _plain(own, "zero2" if data == "ddp" else data, 1, 1, recompute=False), OffloadSettings(optimizer=True)
+            sharded = "zero2" if data == "ddp" else data
+            yield _plain(own, sharded, 1, 1, recompute=False), OffloadSettings(optimizer=True)
         yield _plain(own, "fsdp", 1, 1, recompute=False), OffloadSettings(parameters=True)
         yield _plain(own, "fsdp", 1, 1, recompute=True), OffloadSettings(parameters=True, activations=True)
     for pipe, tensor in _meshes(run, everything=everything):

@@ -40,8 +40,8 @@ class FakeRanks:
         """Return memory that was there before, to those who count what a pass makes."""
         self.taken += numel * dtype.itemsize
         with torch.utils._python_dispatch._disable_current_modes():
-            made = torch.empty(numel, dtype=dtype, device="meta")
-        return set_apart(faked(made))
+            blank = torch.empty(numel, dtype=dtype, device="meta")
+        return set_apart(faked(blank))
 
     def broadcast(self, tensor: Tensor, root: int = 0) -> Tensor:
         """Return the tensor."""

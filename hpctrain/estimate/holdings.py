@@ -103,7 +103,6 @@ def _offloaded(run: PlannedRun, model: RankModel) -> list[Holding]:
     adds = run.settings.train.accumulate > 1 and run.parallel.reduces_early
     on_host = [
         Holding("parameters", kept, on_host=True),
-        Holding("optimizer states", 0 if offload.disk else MOMENTS * leaving, on_host=True),
         Holding("gradients", leaving * (2 if offload.delayed else 1), on_host=True),
         Holding("buffers", narrow if mixed or offload.delayed and offload.parameters else 0, on_host=True),
         Holding("buffers", ROOMS * max(one.share for one in pieces.trained) if adds else 0, on_host=True),
@@ -111,6 +110,7 @@ def _offloaded(run: PlannedRun, model: RankModel) -> list[Holding]:
     found = [
         *on_host,
         _slack(sum(one.nbytes for one in on_host)),
+        Holding("optimizer states", 0 if offload.disk else MOMENTS * leaving, on_host=True),
         Holding("parameters", narrow if resides else 0),
         Holding("parameters", staying if model.passing or mixed else 0),
         Holding("optimizer states", MOMENTS * staying),

@@ -7,7 +7,7 @@ it is gone. What a kernel takes for itself and gives back before it returns is n
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -20,17 +20,16 @@ _INDEX = torch.ops.aten.index.Tensor
 _APART: set[int] = set()  # storages that no ledger counts
 
 
-class Ledger(TorchDispatchMode):
+class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Count the bytes of all storages that operations of the ``with`` block make.
 
-    Where tensors are ``fake``, and hold no values, a number that is read out of one is 0, and a mask chooses everything.
-    ``told`` is called after every operation.
+    Where tensors are ``fake``, and hold no values, a number that is read out of one is 0, and a mask chooses all.
     """
 
-    def __init__(self, *, fake: bool = False, told: Callable[[], None] | None = None) -> None:
-        super().__init__()
+    def __init__(self, *, fake: bool = False) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
         self.live = self.peak = 0
-        self._fake, self._told = fake, told
+        self._fake = fake
         self._known: dict[int, int] = {}  # bytes of living storages
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -41,19 +40,12 @@ class Ledger(TorchDispatchMode):
         for one in tree_iter(result):
             if isinstance(one, Tensor):
                 self._note(one, counts=True)
-        if self._told is not None:
-            self._told()
         return result
 
     def ignore(self, tensors: Iterable[Tensor]) -> None:
         """Leave tensors out that were there before."""
         for one in tensors:
             self._note(one, counts=False)
-
-    def include(self, tensors: Iterable[Tensor]) -> None:
-        """Count tensors that were there before."""
-        for one in tensors:
-            self._note(one, counts=True)
 
     def start_peak(self) -> int:
         """Begin to look for the peak anew; return what lives now."""

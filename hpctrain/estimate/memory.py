@@ -1,8 +1,8 @@
 """Say what memory a run will need at its peak, a rank and a node, and what for.
 
 Note: how it adds up. Some memory is there from the second step on: parameters, states, buckets, windows (``holdings``).
-What comes and goes within a step is followed from layer to layer (``walk``), or from action to action of a schedule; the
-peak is the moment at which that is largest, and the parts are those of that moment. Of memory that ranks of a node
+What comes and goes within a step is followed from layer to layer (``walk``), or from action to action of a schedule;
+the peak is the moment at which that is largest, and the parts are those of that moment. Of memory that ranks of a node
 share each has an equal part, so that ranks add up.
 """
 
@@ -22,7 +22,7 @@ Split = dict[str, int]  # bytes of each part
 
 @dataclass(frozen=True)
 class Need:
-    """Hold what a rank needs on its device, and in the memory of its host, which on CPUs is one: ``device`` is empty."""
+    """Hold what a rank needs on its device, and in its host's memory; on CPUs all of it is the host's."""
 
     device: Split
     host: Split
@@ -75,7 +75,7 @@ def _need(run: PlannedRun, model: RankModel) -> Need:
         Holding("buffers", moment.gathered),
         Holding("temporary", moment.temporary),
     ]
-    device, host = _add(holdings_of(run, model) + peak, on_host=False), {}
+    device = _add(holdings_of(run, model) + peak, on_host=False)
     host = _add(holdings_of(run, model), on_host=True)
     if run.device == "cpu":
         return Need({part: 0 for part in PARTS}, {part: device[part] + host[part] for part in PARTS}, moment.when)

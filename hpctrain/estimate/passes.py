@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.hooks import RemovableHandle
 
 from hpctrain.estimate.fake import faked
 from hpctrain.estimate.ledger import Ledger, key_of
@@ -63,7 +64,7 @@ def _pass(call: Call, given: Any, parameters: Sequence[nn.Parameter], *, takes_a
     ledger = Ledger(fake=True)
     ledger.ignore([*parameters, *tree_leaves(leaves)])
     store = Deferred() if splits else None
-    hooks = [one.register_post_accumulate_grad_hook(_take_away) for one in parameters if takes_away]
+    hooks = [_hook(one) for one in parameters if takes_away]
     with ledger:
         came = tree_map_only(Tensor, _enter, leaves)
         inputs = _keys(came)
@@ -75,13 +76,13 @@ def _pass(call: Call, given: Any, parameters: Sequence[nn.Parameter], *, takes_a
         del came
         after, output = ledger.live, sum(map(ledger.bytes_of, outputs))
         needed = sum(map(ledger.bytes_of, inputs))
-        end = _End.apply(*[one for one in tree_leaves(result) if one.requires_grad])
+        end = _end(*[one for one in tree_leaves(result) if one.requires_grad])
         del result
         keeps = any(map(ledger.holds, outputs))
         before = ledger.start_peak()
         with _putting_off(store):
             if end.requires_grad:
-                end.backward()
+                end.backward()  # type: ignore[no-untyped-call]
         backward = ledger.peak - before
         held, weights = _flush(store, ledger, [*parameters, *_floats(leaves)])
     for hook in hooks:
@@ -127,6 +128,12 @@ def _keys(tree: Any) -> list[int]:
     return [key_of(one) for one in tree_leaves(tree) if isinstance(one, Tensor)]
 
 
+def _hook(parameter: nn.Parameter) -> RemovableHandle:
+    """Let a parameter lose its gradient as soon as it has come."""
+    register: Callable[..., RemovableHandle] = parameter.register_post_accumulate_grad_hook
+    return register(_take_away)
+
+
 def _take_away(parameter: Tensor) -> None:
     parameter.grad = None
 
@@ -144,3 +151,6 @@ class _End(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         """Return gradients of the tensors' shapes."""
         return tuple(torch.empty(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.specs)
+
+
+_end: Callable[..., Tensor] = _End.apply

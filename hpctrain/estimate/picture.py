@@ -51,12 +51,17 @@ def _panel(axis: Any, place: str, found: Sequence[Candidate]) -> None:
         begins = [begin + width for begin, width in zip(begins, widths)]
     for row, end in enumerate(begins):
         over = limit is not None and end * scale > limit
-        axis.text(end, row, f"  {tell(end * scale)}", va="center", fontsize=8, color=_LIMIT if over else _INK)
+        colour, behind = _LIMIT if over else _INK, {"facecolor": "white", "edgecolor": "none", "pad": 1.0}
+        text = (f"{tell(end * scale)}", (end, row))
+        axis.annotate(
+            *text, (5, 0), textcoords="offset points", va="center", fontsize=8, color=colour, bbox=behind, zorder=4
+        )
     if limit is not None:
         axis.axvline(limit / scale, color=_LIMIT, linewidth=1.4, linestyle="--", label="limit", zorder=3)
     axis.set_xlim(0, most / scale * 1.17)
     axis.set_ylim(len(found) - 0.4, -0.6)
-    axis.set_xlabel(f"{unit} ({'the fullest rank, on its device' if place == 'device' else 'the fullest node, all ranks'})")
+    where = "the fullest rank, on its device" if place == "device" else "the fullest node, all ranks"
+    axis.set_xlabel(f"{unit} ({where})")
     axis.grid(True, axis="x", color="#dddddd", linewidth=0.6, zorder=0)
     for side in ("top", "right"):
         axis.spines[side].set_visible(False)

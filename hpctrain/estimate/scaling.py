@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from hpctrain.errors import UsageError
 from hpctrain.estimate.machine import Machine, threads_of
 from hpctrain.estimate.run import PlannedRun
+from hpctrain.estimate.sizes import tell_rate
 from hpctrain.estimate.time_forecasts import Forecasts
 from hpctrain.estimate.time_step import StepTime
 
@@ -129,7 +130,7 @@ def _cells(curve: Curve, point: Point, way: str) -> list[str]:
     share = curve.efficiency(point, way)
     if step is None or share is None:
         return ["-", "-", "-"]
-    return [readable(step.seconds), f"{step.samples / step.seconds:,.4g}", f"{share:.0%}"]
+    return [readable(step.seconds), tell_rate(step.samples / step.seconds), f"{share:.0%}"]
 
 
 def readable(seconds: float) -> str:

@@ -38,9 +38,10 @@ def figure(curve: Curve, run: PlannedRun) -> Any:
     rates, shares = found.subplots(1, 2, width_ratios=(3, 2))
     for way in WAYS:
         _draw_way(rates, shares, curve, way, run.ranks)
+    highest = max(curve.efficiency(point, way) or 0.0 for point in curve.points for way in WAYS)
     rates.set_title(f"{run.facts.name}, {_strategy(run)}: forecast", loc="left", fontsize=11, color=_INK)
     rates.set(xscale="log", yscale="log", xlabel="ranks", ylabel="samples a second")
-    shares.set(xscale="log", xlabel="ranks", ylabel="samples a second of a GPU or core", ylim=(0, 1.08))
+    shares.set(xscale="log", xlabel="ranks", ylabel="samples a second of a GPU or core", ylim=(0, 1.08 * highest))
     shares.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
     for axis in (rates, shares):
         axis.spines[["top", "right"]].set_visible(False)

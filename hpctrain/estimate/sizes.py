@@ -1,4 +1,4 @@
-"""Read and write numbers of bytes as people do."""
+"""Read and write numbers as people do."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _TEXT = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([A-Za-z]*)\s*")
 
 
 def parse(text: str) -> int:
-    """Return the bytes of ``40GiB``, ``40 GB`` (powers of 1000), ``512M`` (of 1024, as batch systems have it) or ``9``."""
+    """Return the bytes of ``40GiB``, ``40 GB`` (powers of 1000) or ``512M`` (of 1024, as batch systems have it)."""
     found = _TEXT.fullmatch(text)
     scale = _scale(found[2]) if found else None
     if found is None or scale is None:
@@ -28,14 +28,19 @@ def _scale(unit: str) -> int | None:
     for units, base in ((_BINARY, 1024), (_DECIMAL, 1000), (("", *(one[0] for one in _BINARY[1:])), 1024)):
         folded = [one.lower() for one in units]
         if unit.lower() in folded:
-            return base ** folded.index(unit.lower())
+            return int(base ** folded.index(unit.lower()))
     return None
 
 
 def tell(nbytes: float) -> str:
     """Return bytes in the unit that leaves a number below 1024."""
     power = min(int(math.log(max(abs(nbytes), 1), 1024)), len(_BINARY) - 1)
-    if abs(nbytes) / 1024**power >= 999.95 and power < len(_BINARY) - 1:
-        power += 1
+    if round(abs(nbytes) / 1024**power, 1 if power else 0) >= 1024 and power < len(_BINARY) - 1:
+        power += 1  # rounded up to the next unit
     number = nbytes / 1024**power
     return f"{number:.0f} B" if power == 0 else f"{number:.{2 if abs(number) < 100 else 1}f} {_BINARY[power]}"
+
+
+def tell_rate(number: float) -> str:
+    """Return a number of things a second, whole from 100 on."""
+    return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"

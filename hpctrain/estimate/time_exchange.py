@@ -60,6 +60,8 @@ def exchange_of(run: PlannedRun, held: Held, network: Network, forward: float, b
     pieces = max(ceil(width * held.numel / (run.parallel.bucket_mib * MIB)), 1)
     shown = max(gradients / pieces, gradients - backward * reducing / passes)
     ahead = max(parameters / max(held.units, 1), parameters - forward - backward) if gathers > 1 else parameters
+    # Both go over the same links: what the passes are too short for does not hide.
+    shown += max(gradients + parameters - forward - backward - shown - ahead, 0.0)
     return Exchange(shown + placing, ahead, gradients - shown + parameters - ahead)
 
 

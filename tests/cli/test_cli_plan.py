@@ -137,7 +137,7 @@ def test_a_measured_picture(traced: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "words, message",
     [
-        ([], "nothing to show: give --schedule, --pipe and --microbatches, or --measured RUN"),
+        ([], "nothing to show: give CONFIG.toml, or --schedule, --pipe and --microbatches, or --measured RUN"),
         (["--schedule", "1f1b"], "a picture of a schedule needs --pipe and --microbatches, too"),
         ([*SHORT[1:], "--step", "3"], "--step is for --measured"),
         (["--measured", "runs/a", "--pipe", "2"], "--measured shows a run as it was: leave out --pipe"),

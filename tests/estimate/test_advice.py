@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,9 @@ from support.forecasts import CPU, planned
 
 from hpctrain.errors import UsageError
 from hpctrain.estimate import time_forecasts
-from hpctrain.estimate.advice import Candidate, TimeReport, recommend, time_report
+from hpctrain.estimate.advice import Candidate, TimeReport, considered, recommend, time_report
+from hpctrain.estimate.candidates import Limits, candidates
+from hpctrain.estimate.time_forecasts import Forecasts
 
 GIB = 2**30
 
@@ -25,7 +28,8 @@ def report() -> TimeReport:
 
 def test_a_report_says_how_fast_how_long_and_what_it_goes_by(report: TimeReport, tmp_path: Path) -> None:
     text = "\n".join(report.lines())
-    assert re.search(r"a step takes \S+ \w+: [\d,.]+ samples/s, [\d,.e+]+ tokens/s, \S+ TFLOP/s, \d+% of the peak", text)
+    rates = r"[\d,.]+ samples/s, [\d,.e+]+ tokens/s, \S+ TFLOP/s, \d+% of the peak"
+    assert re.search(rf"a step takes \S+ \w+: {rates}", text)
     assert re.search(r"walltime to ask for: \d\d:\d\d:00 ", text) and "10,000" in text
     assert "A100, data sheet of A100" in text and "60% of 19.5 TFLOP/s" in text
     report.draw(tmp_path / "curve.png")
@@ -42,8 +46,6 @@ def test_a_report_is_plain_values_too(report: TimeReport) -> None:
 def test_the_machine_at_hand_has_its_layers_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(time_forecasts, "probe", lambda dtype, folder: CPU)
     monkeypatch.setattr(time_forecasts, "calibration", dict)
-    from dataclasses import replace
-
     found = time_report(replace(planned(1, 2), device="cpu"))
     assert any("timed here" in line for line in found.assumptions)
     assert found.step.parts["forward"] > 0 and found.step.share_of_peak is None
@@ -66,7 +68,7 @@ def test_the_fastest_that_fits_is_recommended_with_its_reason() -> None:
             Candidate("zero1", True, zero1, 12.3 * GIB, 40 * GIB),
             Candidate("zero1 + recompute", True, slow, 8 * GIB, 40 * GIB),
         ],
-        "H100",
+        Forecasts(ddp, "H100"),
     )
     assert found.name == "zero1" and set(found.seconds) == {"zero1", "zero1 + recompute"}
     assert found.reason.startswith("zero1 fits in 12.30 GiB of 40.00 GiB and is the fastest of 2 that fit: ")
@@ -80,8 +82,19 @@ def test_where_nothing_fits_the_one_that_needs_least_is_named() -> None:
     assert found.name is None and found.reason == "none of 2 fits: fsdp needs least, 5.00 GiB of 4.00 GiB"
     with pytest.raises(UsageError, match="no way to run"):
         recommend([])
-    only = recommend([Candidate("ddp", True, one)], "H100")
-    assert "ddp fits and is the only one that fits" in only.reason
+    only = recommend([Candidate("ddp", True, one)], Forecasts(one, "H100"))
+    assert only.name == "ddp" and only.reason.startswith("ddp is the only way: ")
+
+
+def test_what_is_scarcest_of_a_way_is_what_is_told_of_it() -> None:
+    found = candidates(planned(2), Limits(device=10**9, host=10**12))
+    one, *_ = map(considered, found)
+    memory = found[0].memory
+    assert (one.needs, one.limit) == (memory.rank.device_total, 10**9) and one.fits and one.name == "ddp"
+    assert considered(replace(found[0], limits=Limits())).limit == 0
+    report = time_report(found[0].run, "H200", found[:3])
+    assert report.advice is not None and report.advice.name in {way.name for way in found}
+    assert any(line.startswith("recommended: ") for line in report.lines())
 
 
 def test_forecasts_need_no_mpi() -> None:

@@ -59,7 +59,8 @@ def test_efficiency_counts_from_the_first_point_and_falls_between_nodes(curve: C
     assert shares[0] == 1 and all(share is not None and 0 < share <= 1 for share in shares)
     first, eight = curve.points[0].weak, curve.points[3].weak
     assert first is not None and eight is not None
-    assert shares[3] == pytest.approx(first.seconds / eight.seconds) < shares[2]
+    assert shares[3] == pytest.approx(first.seconds / eight.seconds)
+    assert (shares[3] or 0) < (shares[2] or 0)  # the fifth rank is on another node
     assert curve.efficiency(curve.points[-1], "strong") is None
 
 
@@ -81,7 +82,10 @@ def test_the_table_has_a_row_a_point_and_a_dash_where_nothing_can_be(curve: Curv
     assert curve.as_dict()[-1]["strong"] is None
 
 
-@pytest.mark.parametrize("seconds, text", [(2e-6, "2 us"), (0.0123, "12.3 ms"), (2.5, "2.5 s"), (120, "120 s"), (9000, "2.5 h"), (1e6, "11.6 d")])
+@pytest.mark.parametrize(
+    "seconds, text",
+    [(2e-6, "2 us"), (0.0123, "12.3 ms"), (2.5, "2.5 s"), (120, "120 s"), (9000, "2.5 h"), (1e6, "11.6 d")],
+)
 def test_times_are_told_in_the_unit_that_suits_them(seconds: float, text: str) -> None:
     assert readable(seconds) == text
 

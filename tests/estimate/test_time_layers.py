@@ -52,7 +52,8 @@ def test_each_kind_has_the_line_through_what_it_took() -> None:
     assert found is not None and sorted(found) == [-1, 0, 1]
     for kind, times in ((0, 1), (1, 3)):
         line = found[kind].forward
-        assert line.each == pytest.approx(times * STEP, rel=0.3) and line.at(4) == pytest.approx(5 * times * STEP, rel=0.3)
+        assert line.each == pytest.approx(times * STEP, rel=0.3)
+        assert line.at(4) == pytest.approx(5 * times * STEP, rel=0.3)
         assert found[kind].backward.at(4) < STEP
 
 

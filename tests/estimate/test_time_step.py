@@ -96,6 +96,8 @@ def test_what_the_passes_are_long_enough_for_hides_on_a_gpu_only() -> None:
     assert behind.gradients + behind.parameters < 0.4 * (shown.gradients + shown.parameters)
     whole = shown.gradients + shown.parameters + shown.hidden
     assert behind.gradients + behind.parameters + behind.hidden == pytest.approx(whole)
+    together = exchanged("fsdp", passes=0.03)  # each by itself would hide most of it
+    assert together.hidden <= 0.06 + 1e-9 < whole
     assert exchanged("ddp", 1.0, machine=CPU) == exchanged("ddp", 0.0, machine=CPU)
 
 

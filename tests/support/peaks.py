@@ -1,62 +1,46 @@
-"""Measure what memory the ranks of a run really have at their peak.
+"""Measure what memory the ranks of a run really have at their peak, by torch's allocator and by Linux.
 
-What is there between steps is found among all tensors of the process, and of node memory, which several ranks share,
-the kernel says what part counts for this one (proc(5): Pss). What a step adds torch's profiler sees in the allocator,
-where kernels take memory for themselves too.
+Neither knows of tensors: the allocator is watched by torch's profiler, which sees what kernels take for themselves too,
+and of node memory the kernel says what part of it counts for this process (proc(5): Pss). The profiler does not see
+what another thread than this one takes or gives back.
 """
 
 from __future__ import annotations
 
 import gc
-from bisect import bisect_right
 from collections.abc import Callable
 from pathlib import Path
 
-import torch
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import ProfilerActivity, profile, record_function
+
+_LAST = "the step that is measured"
 
 
 def peak_of(make: Callable[[], Callable[[], None]], warm_up: int = 2) -> int:
     """Return the most bytes that this rank has in a step behind some others; ``make`` builds all and returns a step."""
-    before = _tensors(), _node_memory()
-    step = make()
-    for _ in range(warm_up):
-        step()
-    there = _tensors() - before[0]
+    gc.collect()
+    before = _node_memory()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as watched:
-        step()
-    return there + _most(watched) + _node_memory() - before[1]
+        step = make()
+        for _ in range(warm_up):
+            step()
+        with record_function(_LAST):
+            step()
+        shared = _node_memory() - before
+    return _most(watched) + shared
 
 
 def _most(watched: profile) -> int:
-    """Return the most that was taken from the allocator, less what was given back."""
+    """Return the most that the allocator had given out while the last step ran."""
+    events = sorted(watched.profiler.kineto_results.events(), key=lambda one: one.start_ns())
+    last = next(one for one in events if one.name() == _LAST)
     now = most = 0
-    for one in sorted(watched.profiler.kineto_results.events(), key=lambda one: one.start_ns()):
-        now += one.nbytes() if one.name() == "[memory]" else 0
-        most = max(most, now)
+    for one in events:
+        if one.name() == "[memory]":
+            now += one.nbytes()
+            inside = last.start_ns() <= one.start_ns() <= last.start_ns() + last.duration_ns()
+            most = max(most, now) if inside else most
     return most
-
-
-def _tensors() -> int:
-    """Return the bytes of all tensors of this process, those in shared memory left out."""
-    gc.collect()
-    shared = _shared_regions()
-    begins = [begin for begin, _ in shared]
-    found: dict[int, int] = {}
-    for one in gc.get_objects():
-        if issubclass(type(one), torch.Tensor) and one.device.type == "cpu":
-            storage = one.untyped_storage()
-            place = bisect_right(begins, storage.data_ptr()) - 1
-            if storage.data_ptr() and (place < 0 or storage.data_ptr() >= shared[place][1]):
-                found[storage.data_ptr()] = storage.nbytes()
-    return sum(found.values())
-
-
-def _shared_regions() -> list[tuple[int, int]]:
-    """Return where in this process memory lies that others may map, from proc(5)'s maps."""
-    lines = (line.split() for line in Path("/proc/self/maps").read_text().splitlines())
-    spans = (fields[0].split("-") for fields in lines if fields[1][3] == "s")
-    return sorted((int(begin, 16), int(end, 16)) for begin, end in spans)
 
 
 def _node_memory() -> int:

@@ -71,13 +71,6 @@ class Flow:
     def land(self) -> None:
         """Take note that ``target`` holds, or is about to hold, this rank's slice, reduced."""
 
-    def land_alone(self, whole: Tensor) -> None:
-        """Take the ``whole`` gradients as this rank's slice, which is all of them on the only rank."""
-        assert self.target is not None
-        if self.target is not whole:
-            self.target.copy_(whole)
-        self.land()
-
     def close(self) -> None:
         """Let go of the whole gradients."""
         self.flat, self._views = None, []

@@ -177,18 +177,24 @@ class Reduction:
             self._watcher.reducing(flow.number)
 
         def carry() -> Work | None:
-            if flow.piece.alone:
-                flow.land_alone(flat)
-                return None
-            work = self._comm.reduce_scatter(target, flat, "sum", async_op=True)
+            work = self._reduce(flow.piece, target, flat)
             if self._replicas is not None and self._lane.beside:
                 self._replicas.all_reduce(target, "sum")
-            if isinstance(work, Tensor) or work.done() and (self._replicas is None or self._lane.beside):
+            if (work is None or work.done()) and (self._replicas is None or self._lane.beside):
                 flow.land()
-            return None if isinstance(work, Tensor) else work
+            return work
 
         flow.ticket = self._lane.run(carry)
         self._next += 1
+
+    def _reduce(self, piece: Piece, target: Tensor, flat: Tensor) -> Work | None:
+        """Begin to reduce gradients of a piece into this rank's slice, which may be all of them."""
+        if not piece.alone:
+            work = self._comm.reduce_scatter(target, flat, "sum", async_op=True)
+            return None if isinstance(work, Tensor) else work
+        if target is not flat:
+            target.copy_(flat)
+        return None
 
     def _await(self, flow: Flow) -> None:
         """Order what comes next behind the reduction of a piece, and take its memory back."""

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from hpctrain.collectives.agreement import agreed
 from hpctrain.collectives.communicator import Communicator
 from hpctrain.errors import UsageError
 from hpctrain.parallel.agreement import check_same_model
@@ -79,7 +80,7 @@ def assemble(
     narrow = torch.bfloat16 if settings.mixed_precision == "bfloat16" else None
     mapped = inside.shares_memory and device.type == "cpu"
     passing = settings.data == "fsdp" and not mapped
-    engine = _engine(offload, device, comm)
+    engine = _engine(offload, device, comm, list(old.values()), inside.size)
     maker = PieceMaker(
         inside,
         _memory(inside, device, mapped),
@@ -122,12 +123,20 @@ def assemble(
     return Parts(units, pieces, form, reduction, inside, replicas, narrow, replaced, by_name, engine)
 
 
-def _engine(offload: OffloadSettings, device: torch.device, comm: Communicator) -> Engine | None:
+def _engine(
+    offload: OffloadSettings, device: torch.device, comm: Communicator, parameters: list[nn.Parameter], ranks: int
+) -> Engine | None:
+    """Return what keeps this rank's slices on the host, if anything does; raises on all ranks where a disk is full."""
     if not offload.any_update:
         return None
     from hpctrain.parallel.offload.engine import Engine
 
-    return Engine(offload, device, comm)
+    def make() -> Engine:
+        engine = Engine(offload, device, comm)
+        engine.reserve((each for each in parameters if each.requires_grad or offload.parameters), ranks)
+        return engine
+
+    return agreed(comm, make)
 
 
 def _groups(comm: Communicator, settings: ParallelSettings) -> tuple[Communicator, Communicator | None]:

@@ -10,8 +10,8 @@ updates are made behind the next step's passes, and shown after them.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -20,33 +20,23 @@ from hpctrain.collectives.communicator import Communicator
 from hpctrain.errors import UsageError
 from hpctrain.parallel.fsdp.flow import Flow
 from hpctrain.parallel.fsdp.norm import clip_factor, global_norm
-from hpctrain.parallel.fsdp.piece import Member, Piece, held_in
+from hpctrain.parallel.fsdp.piece import Piece, held_in
 from hpctrain.parallel.offload.balance import last_pieces
 from hpctrain.parallel.offload.courier import MasterCourier
 from hpctrain.parallel.offload.gradients import Gradients
-from hpctrain.parallel.offload.kernels import Options
 from hpctrain.parallel.offload.landing import Landing, LandingFlow
 from hpctrain.parallel.offload.memory import HostMemory
 from hpctrain.parallel.offload.settings import CHOOSE, OffloadSettings
 from hpctrain.parallel.offload.share import ShareFinder, move_states
-from hpctrain.parallel.offload.states import States
 from hpctrain.parallel.offload.transfer import Arrival, Transfer
 from hpctrain.parallel.offload.update import OnePass
+from hpctrain.parallel.offload.updating import Kept, Updates
 from hpctrain.parallel.offload.worker import Ticket, Worker
 from hpctrain.transport.streams import streams_of
 
 MIB = 2**20
-
-
-@dataclass(eq=False)
-class Kept:
-    """Be one trained piece whose master is kept on the host."""
-
-    piece: Piece
-    courier: MasterCourier
-    flow: LandingFlow
-    early: Ticket[None] | None = None  # of an update before the optimizer's step
-    updated: set[nn.Parameter] = field(default_factory=set)  # by it
+KEPT = 3  # tensors a parameter that lie on a disk: master and two moments
+LINE = 64  # bytes that a parameter's slice may be longer, as it begins at a cache line
 
 
 class Engine:
@@ -62,15 +52,15 @@ class Engine:
             self._transfer, self._memory.empty, device, self._piece_bytes, twice=settings.delayed
         )
         self._worker = Worker("hpctrain-offload")
-        self._passes: dict[int, OnePass] = {}
         self._kept: list[Kept] = []
         self._couriers: list[MasterCourier] = []
         self._by_flow: dict[int, Kept] = {}
-        self._states: dict[int, States] = {}
         self._early_for: torch.optim.Optimizer | None = None
         self._announced = False  # whether the next gradients are those of the next update
         self._pending: tuple[list[Ticket[None]], list[Kept]] | None = None  # what is updated beside the step
         self.gradients = Gradients()
+        disk = self._masters.empty if settings.disk else None
+        self._updates = Updates(self._kept, self.gradients, self._piece_bytes, disk)
         chooses = settings.device_fraction == CHOOSE and device.type != "cpu" and not settings.delayed
         self.finder = ShareFinder(device, self._transfer.streams) if chooses else None
 
@@ -79,6 +69,11 @@ class Engine:
     def host(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Return memory for masters."""
         return self._masters.empty(numel, dtype)
+
+    def reserve(self, parameters: Iterable[Tensor], ranks: int) -> None:
+        """Take the disk's room for this rank's masters of parameters, and two states each, before anything is made."""
+        if self.settings.disk:
+            self._masters.reserve(sum(KEPT * (-(-each.nbytes // ranks) + LINE) for each in parameters))
 
     def adopt(self, pieces: Sequence[Piece], reduced: Sequence[Flow]) -> None:
         """Take over pieces that were made in the host's memory; ``reduced`` follow the trained ones, in order.
@@ -159,20 +154,21 @@ class Engine:
         for kept in self._kept:
             if any(member.shard.grad is not None for member in kept.piece.members):
                 kept.courier.mark()  # a closure has computed gradients, and torch has made the update
-        one_pass, aside = self._pass_of(optimizer), self.gradients.taken()
+        one_pass, aside = self._updates.pass_of(optimizer), self.gradients.taken()
         self.settle()
         if self.settings.delayed:
             self._delay(one_pass, aside)
             return
         self._end_early(aside)
-        for batch in self._batches(aside, one_pass):
-            self._update(one_pass, batch, aside, mirrors=True)
+        for batch in self._updates.batches(aside, one_pass):
+            self._updates.make(one_pass, batch, aside, mirrors=True)
             for kept in batch:
                 kept.courier.renew(mirrored=True)
-            self._settle_states(optimizer, batch)
+            self._updates.settle_states(optimizer, batch)
         self.gradients.give_back()
         if self.finder is not None and not self.finder.decided:
-            self.stay_on_device(optimizer, self.finder.pieces(one_pass, [kept.piece.own.nbytes for kept in self._kept]))
+            nbytes = [kept.piece.own.nbytes for kept in self._kept]
+            self.stay_on_device(optimizer, self.finder.pieces(one_pass, nbytes))
 
     def stay_on_device(self, optimizer: torch.optim.Optimizer, numbers: Sequence[int]) -> None:
         """Move pieces, of these numbers, to the device for good, with the optimizer's states of them."""
@@ -185,62 +181,8 @@ class Engine:
             self._couriers.remove(kept.courier)
             for shard in (member.shard for member in kept.piece.members):
                 self.gradients.leave(shard, self.device)
-                move_states(optimizer, shard)
-
-    def _batches(self, gradients: dict[nn.Parameter, Tensor], one_pass: OnePass) -> Iterator[list[Kept]]:
-        """Yield the pieces that have gradients, as many at a time as are to travel together."""
-        batch: list[Kept] = []
-        limit = self._piece_bytes if one_pass.runs_beside else math.inf  # some optimizers make one step of all or none
-        for kept in self._kept:
-            if any(member.shard in gradients for member in kept.piece.members):
-                batch.append(kept)
-            if sum(each.piece.own.nbytes for each in batch) >= limit:
-                yield batch
-                batch = []
-        if batch:
-            yield batch
-
-    def _update(
-        self,
-        one_pass: OnePass,
-        batch: Sequence[Kept],
-        gradients: dict[nn.Parameter, Tensor],
-        factors: dict[nn.Parameter, float] | None = None,
-        options: Sequence[Options] | None = None,
-        *,
-        mirrors: bool,
-    ) -> None:
-        """Update what has gradients in some pieces, and write what their mirrors are to hold."""
-        by_factor: dict[float, list[tuple[Kept, Member]]] = {}
-        for kept in batch:
-            kept.courier.quiet()
-            for member in kept.piece.members:
-                if member.shard in gradients:
-                    factor = factors[member.shard] if factors else self._factor(one_pass, member.shard)
-                    by_factor.setdefault(factor, []).append((kept, member))
-        for factor, members in by_factor.items():
-            shards = [member.shard for _, member in members]
-            copies = [_mirrored(kept, member) if mirrors else None for kept, member in members]
-            one_pass.step(shards, [gradients[shard] for shard in shards], factor, copies, options)
-
-    def _factor(self, one_pass: OnePass, shard: nn.Parameter) -> float:
-        """Return what a gradient is to be scaled by on the way; 1 where it had to be scaled before."""
-        if not one_pass.slices(shard):
-            self.gradients.apply_scale([shard])
-        return self.gradients.factor(shard)
-
-    def _pass_of(self, optimizer: torch.optim.Optimizer) -> OnePass:
-        if id(optimizer) not in self._passes:
-            self._passes[id(optimizer)] = OnePass(optimizer)
-        return self._passes[id(optimizer)]
-
-    def _settle_states(self, optimizer: torch.optim.Optimizer, batch: Sequence[Kept]) -> None:
-        """Move states that have just come to be, or were loaded, to the disk."""
-        if not self.settings.disk:
-            return
-        if id(optimizer) not in self._states:
-            self._states[id(optimizer)] = States(optimizer, [], self._masters.empty)
-        self._states[id(optimizer)].settle(member.shard for kept in batch for member in kept.piece.members)
+                move_states(optimizer, shard, self.device)
+                self._updates.pass_of(optimizer).forget(shard)
 
     # Updates before the step ------------------------------------------------------------------------------------------
 
@@ -261,7 +203,8 @@ class Engine:
         if not self._announced or kept is None or optimizer is None or not flow.complete or kept.courier.is_read:
             return
         held = {parameter for group in optimizer.param_groups for parameter in group["params"]}
-        one_pass, members = self._pass_of(optimizer), [each for each in kept.piece.members if each.shard.numel()]
+        one_pass = self._updates.pass_of(optimizer)
+        members = [each for each in kept.piece.members if each.shard.numel()]
         if not all(member.shard in held and one_pass.slices(member.shard) for member in members):
             return
         gradients = {member.shard: held_in(flow.slice, member.held, member.shape) for member in members}
@@ -296,7 +239,7 @@ class Engine:
         def update() -> None:
             if arrival is not None:
                 arrival.poll()
-            self._update(one_pass, batch, gradients, factors, options, mirrors=mirrors)
+            self._updates.make(one_pass, batch, gradients, factors, options, mirrors=mirrors)
 
         return self._worker.submit(update)
 
@@ -304,9 +247,9 @@ class Engine:
         """Update beside the next step what can be, the rest at once; none of it is shown before the next update."""
         slices = {shard: gradient for shard, gradient in aside.items() if one_pass.slices(shard)}
         others = {shard: gradient for shard, gradient in aside.items() if shard not in slices}
-        batches = list(self._batches(aside, one_pass))
+        batches = list(self._updates.batches(aside, one_pass))
         for batch in batches:
-            self._update(one_pass, batch, others, mirrors=False)
+            self._updates.make(one_pass, batch, others, mirrors=False)
         tickets = [self._beside(one_pass, batch, slices, mirrors=False) for batch in batches]
         self._pending = tickets, [kept for batch in batches for kept in batch]
         for kept in self._pending[1]:
@@ -323,8 +266,3 @@ class Engine:
         for kept in pieces:
             kept.courier.renew()
         return True
-
-
-def _mirrored(kept: Kept, member: Member) -> Tensor | None:
-    mirror = kept.courier.mirror
-    return None if mirror is None else held_in(mirror, member.held, member.shape)

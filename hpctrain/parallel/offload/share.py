@@ -84,10 +84,10 @@ def fitting(numbers: Sequence[int], nbytes: Sequence[int], room: int) -> list[in
     return sorted(found)
 
 
-def move_states(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> None:
-    """Bring an optimizer's states of a parameter to where the parameter is, as the optimizer would have made them."""
+def move_states(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, device: torch.device) -> None:
+    """Bring an optimizer's states of a parameter to a device, as the optimizer would have made them there."""
     group = next((group for group in optimizer.param_groups if any(each is parameter for each in group["params"])), {})
     counts_there = bool(group.get("fused") or group.get("capturable"))
     for name, value in optimizer.state.get(parameter, {}).items():
         if isinstance(value, Tensor) and (name != "step" or counts_there):
-            optimizer.state[parameter][name] = value.to(parameter.device, copy=True)
+            optimizer.state[parameter][name] = value.to(device, copy=True)

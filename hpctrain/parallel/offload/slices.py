@@ -113,7 +113,7 @@ def _scaled(gradients: list[Tensor], scale: Tensor | None, numel: int) -> list[T
     """Return gradients as float32, times ``scale``, in memory of this thread that stays in its cache."""
     room: Tensor | None = getattr(_own, "room", None)
     if room is None or room.numel() < numel:
-        room = _own.room = torch.empty(numel)
+        room = _own.room = torch.empty(numel, dtype=torch.float32)
     scaled, first = [], 0
     for gradient in gradients:
         size = gradient.numel()

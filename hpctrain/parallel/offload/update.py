@@ -90,6 +90,10 @@ class OnePass:
         kernel = kernel_for(self._optimizer, self._optimizer.param_groups[self._group(parameter)])
         return self._row(kernel, (parameter, parameter.detach(), None)) is not None
 
+    def forget(self, parameter: nn.Parameter) -> None:
+        """Let go what is kept of a parameter that is updated elsewhere from now on, and its memory with it."""
+        self._cuts.pop(id(parameter), None)
+
     def _group(self, parameter: nn.Parameter) -> int:
         """Return the number of the group that a parameter is in."""
         if id(parameter) not in self._places:
@@ -126,7 +130,8 @@ class OnePass:
 
     def _update(self, cut: Sequence[Batch], scale: float) -> None:
         began = time.perf_counter()
-        factor = torch.tensor(scale) if scale != 1 else None  # half of what a number would cost a call
+        # As a tensor, because a number would cost each call twice as much.
+        factor = torch.tensor(scale, dtype=torch.float32) if scale != 1 else None
 
         def update(batch: Batch) -> None:
             batch.update(factor, self._numel)

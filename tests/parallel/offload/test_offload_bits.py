@@ -25,15 +25,10 @@ loops = pytest.mark.parametrize("loop", LOOPS.values(), ids=LOOPS)
 
 
 @loops
-@pytest.mark.parametrize("data", ["ddp", "zero1", "zero2", "fsdp"])
-def test_one_process_gets_the_same_bits(comm: Any, data: str, loop: Loop) -> None:
-    plain = loop.run(attached(comm, data=data))
-    loop.run(attached(comm, HOST, data=data)).check_same(plain)
-
-
-@loops
-def test_parameters_that_visit_get_the_same_bits(comm: Any, loop: Loop) -> None:
-    plain = loop.run(attached(comm, data="fsdp"))
+def test_one_process_gets_the_same_bits(comm: Any, loop: Loop) -> None:
+    plain = loop.run(attached(comm))
+    for data in ("ddp", "zero2", "fsdp"):
+        loop.run(attached(comm, HOST, data=data)).check_same(plain)
     loop.run(attached(comm, PARAMETERS, data="fsdp")).check_same(plain)
 
 
@@ -50,14 +45,14 @@ def test_other_optimizers_get_the_same_bits(comm: Any, make: Any) -> None:
     loop.run(attached(comm, HOST)).check_same(loop.run(attached(comm)))
 
 
-@pytest.mark.parametrize("fraction", [0.0, 0.5, 1.0])
-@pytest.mark.parametrize("data", ["zero2", "fsdp"])
-def test_a_share_that_stays_on_the_device_gets_the_same_bits(comm: Any, data: str, fraction: float) -> None:
+def test_a_share_that_stays_on_the_device_gets_the_same_bits(comm: Any) -> None:
     loop = Loop(clip=0.05)
-    offload = replace(HOST, device_fraction=fraction)
-    loop.run(attached(comm, offload, data=data, bucket_mib=0.005)).check_same(
-        loop.run(attached(comm, data=data, bucket_mib=0.005))
-    )
+    plain = loop.run(attached(comm))
+    for data, fraction in {"zero2": 0.5, "fsdp": 0.5, "ddp": 1.0}.items():
+        strategy = attached(comm, replace(HOST, device_fraction=fraction), data=data, bucket_mib=0.005)
+        kept = len(strategy._engine._kept)  # type: ignore[attr-defined]
+        assert (kept == 0) is (fraction == 1.0)
+        loop.run(strategy).check_same(plain)
 
 
 @pytest.mark.parametrize("offload", [HOST, PARAMETERS], ids=["optimizer", "parameters"])
@@ -67,22 +62,21 @@ def test_bfloat16_gets_the_same_bits(comm: Any, offload: OffloadSettings) -> Non
     loop.run(attached(comm, offload, **how)).check_same(loop.run(attached(comm, **how)))
 
 
-@pytest.mark.parametrize("mib", [0.001, 32.0])
-def test_small_pieces_get_the_same_bits(comm: Any, mib: float) -> None:
+def test_small_pieces_get_the_same_bits(comm: Any) -> None:
     loop = Loop(clip=0.05)
-    offload = replace(HOST, piece_mib=mib)
-    loop.run(attached(comm, offload, data="zero2", bucket_mib=0.01)).check_same(
-        loop.run(attached(comm, data="zero2", bucket_mib=0.01))
-    )
+    offload = replace(HOST, piece_mib=0.001)
+    loop.run(attached(comm, offload, data="zero2", bucket_mib=0.01)).check_same(loop.run(attached(comm)))
 
 
 # Ranks ----------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.ranks
-@loops
-@pytest.mark.parametrize("data", ["zero1", "zero2", "fsdp"])
-def test_ranks_of_a_node_get_the_same_bits(own: Any, data: str, loop: Loop) -> None:
+@pytest.mark.parametrize(
+    "data, kind", [("zero1", "clipped"), ("zero2", "plain"), ("zero2", "accumulated"), *zip(["fsdp"] * 4, LOOPS)]
+)
+def test_ranks_of_a_node_get_the_same_bits(own: Any, data: str, kind: str) -> None:
+    loop = LOOPS[kind]
     plain = loop.run(attached(own, data=data))
     loop.run(attached(own, HOST, data=data)).check_same(plain)
     if data == "fsdp":
@@ -103,6 +97,16 @@ def test_ranks_of_several_nodes_get_the_same_bits(comm: Any, data: str, precisio
 
 
 @pytest.mark.ranks
-@loops
-def test_ddp_shares_out_updates_as_zero1_does(own: Any, loop: Loop) -> None:
+@pytest.mark.parametrize("data", ["zero1", "fsdp"])
+def test_replicas_on_nodes_get_the_same_bits(comm: Any, data: str) -> None:
+    spread = placed(comm, alone)
+    loop, how = Loop(clip=0.05, accumulate=2, synced=True), {"data": data, "shard_within": "node"}
+    loop.run(attached(spread, HOST, **how)).check_same(loop.run(attached(spread, **how)))
+    spread.free()
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("kind", ["accumulated", "reduced at once"])
+def test_ddp_shares_out_updates_as_zero1_does(own: Any, kind: str) -> None:
+    loop = LOOPS[kind]
     loop.run(attached(own, HOST)).check_same(loop.run(attached(own, data="zero1")))

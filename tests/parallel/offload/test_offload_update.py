@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -215,6 +217,32 @@ def test_a_parameter_of_another_optimizer_is_refused() -> None:
     pair = Pair(OPTIMIZERS["adamw"])
     with pytest.raises(UsageError, match=r"a parameter of shape \[257, 33\] is not in the optimizer"):
         pair.one_pass.step(pair.theirs[:1], pair.gradients()[:1])
+
+
+def test_what_can_be_updated_in_slices_is_known_from_its_second_update_on() -> None:
+    for name, sliced in (("adamw fused", True), ("sgd momentum", True), ("rmsprop", False)):
+        pair = Pair(OPTIMIZERS[name])
+        assert not any(pair.one_pass.slices(parameter) for parameter in pair.ours)
+        pair.step()
+        assert {pair.one_pass.slices(parameter) for parameter in pair.ours} == {sliced}
+
+
+def test_memory_of_a_parameter_that_is_forgotten_is_given_back() -> None:
+    pair = Pair(OPTIMIZERS["adamw fused"])
+    pair.step()
+    room = np.zeros(SHAPES[0], dtype=np.float32)
+    lives = weakref.ref(room)
+    state = pair.own.state[pair.ours[0]]
+    state["exp_avg"] = torch.from_numpy(room).copy_(state["exp_avg"])
+    del room
+    pair.step()
+    pair.check()
+    state["exp_avg"] = state["exp_avg"].clone()  # as if moved elsewhere
+    assert lives() is not None
+    pair.one_pass.forget(pair.ours[0])
+    assert lives() is None
+    pair.step()
+    pair.check()
 
 
 def test_threads_of_the_pass_are_few_and_shared() -> None:

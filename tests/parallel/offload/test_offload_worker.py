@@ -86,6 +86,7 @@ def test_a_forgotten_worker_ends_its_thread_drops_what_waits_and_keeps_nothing()
         waits.wait()
 
 
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")
 def test_a_forked_process_starts_its_own_thread() -> None:
     hold, worker = threading.Event(), Worker(NAME)
     ticket = worker.submit(hold.wait)

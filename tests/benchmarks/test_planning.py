@@ -1,0 +1,37 @@
+"""The benchmark of forecasts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import planning
+import pytest
+from support.jobs import JobStarter
+
+from hpctrain.errors import UsageError
+
+PROGRAM = Path(__file__).resolve().parents[2] / "benchmarks" / "planning.py"
+
+
+@pytest.mark.benchmark
+@pytest.mark.limit(400)
+def test_forecasts_are_compared_with_runs(launch: JobStarter, tmp_path: Path) -> None:
+    kept = {"gpt zero1 on 2", "convnet ddp on 1"}
+    without = ",".join(case.name for case in planning.CASES if case.name not in kept)
+    options = ("--quick", "--steps", "6", "--rounds", "1", "--without", without, "--results", tmp_path)
+    done = launch(0, PROGRAM, *options, timeout=300)
+    assert done.returncode == 0, done
+    found = json.loads((tmp_path / "planning.json").read_text())
+    assert set(found["cases"]) == kept and found["quick"] is True
+    for one in found["cases"].values():
+        assert one["measured"]["repeats"] == 2 and one["forecast"]["seconds"] > 0
+        assert one["ratio"] == pytest.approx(one["forecast"]["seconds"] / one["measured"]["median"])
+    assert "forecast / median" in done.stdout
+
+
+def test_an_unknown_case_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(UsageError, match="no case is called 'gpt': known are gpt ddp on 1, "):
+        planning.parse(["--without", "gpt"])
+    with pytest.raises(UsageError, match="at least 6 and 1 are needed"):
+        planning.parse(["--steps", "5"])

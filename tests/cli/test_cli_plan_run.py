@@ -1,0 +1,96 @@
+"""``hpctrain plan CONFIG.toml`` says what a run will need, and refuses in one line what cannot be."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from hpctrain.cli.main import main
+
+CONFIG = """
+[run]
+device = "cpu"
+[model]
+name = "gpt-tiny"
+layers = 2
+width = 64
+[train]
+batch = 8
+"""
+
+# Rates that need not be measured.
+MACHINE = ["--machine", "A100"]
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> str:
+    path = tmp_path / "run.toml"
+    path.write_text(CONFIG)
+    return str(path)
+
+
+def test_a_table_and_a_line_a_way(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", config, "--ranks", "2", "--host-memory", "1 GB", *MACHINE]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("gpt-tiny, ") and "2 ranks on 1 node, on CPUs; batch 8: 4 samples a rank" in lines[0]
+    table = {line[:16].strip(): line[16:].split() for line in lines[3:11]}
+    assert table["parameters"][1] == "KiB" and len(table["at the peak"]) == 4
+    chosen = [line for line in lines if line.startswith("*")]
+    assert len(chosen) == 1 and chosen[0].split()[1] == "ddp" and chosen[0].endswith("fits")
+    assert any(line.split()[:3] == ["pipe", "2", "x"] for line in lines)
+    assert any("walltime" in line for line in lines)
+
+
+def test_json_and_a_picture(config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    picture = tmp_path / "memory.svg"
+    words = ["plan", config, "--ranks", "4", "--ranks-per-node", "2", "--json", "-o", str(picture), *MACHINE]
+    assert main([*words, "--set", "parallel.data=fsdp"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["model"], found["ranks"], found["device"]) == ("gpt-tiny", 4, "cpu")
+    assert found["memory"]["name"] == "fsdp" and found["memory"]["fits"] is None
+    assert found["memory"]["rank"]["host"]["parameters"] > 0
+    assert [one["chosen"] for one in found["strategies"]].count(True) == 1
+    assert found["time"]
+    text = picture.read_text()
+    assert "<svg" in text and "fsdp" in text
+
+
+def test_what_does_not_fit(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", config, "--ranks", "2", "--host-memory", "100K", *MACHINE]) == 1
+    out = capsys.readouterr().out
+    assert "nothing fits: ddp has" in out and "too much for a node" in out
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (["--ranks", "3", "--set", "parallel.pipe=2"], "3 ranks cannot form a mesh"),
+        (["--ranks", "3"], "a batch of 8 samples cannot be dealt out"),
+        (["--ranks", "-1"], "--ranks -1: must be at least 1"),
+        (["--ranks-per-node", "0"], "--ranks-per-node 0: must be at least 1"),
+        (["--host-memory", "much"], "--host-memory: 'much' is not a number of bytes"),
+        (["--device-memory", "40GiB"], "--device-memory is for GPUs"),
+        (["--set", "model.name=gpt-tniy"], "did you mean gpt-tiny?"),
+        (["--ranks", "8", "--set", "parallel.pipe=8"], "5 layers cannot make 8 stages"),
+        (["--pipe", "2"], "--pipe is for a schedule or a run that was"),
+        (["-o", "memory.txt"], "its name must end in"),
+    ],
+)
+def test_bad_input_is_one_line(
+    config: str, words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", config, *words]) == 2
+    told = capsys.readouterr().err
+    assert message in told and len(told.splitlines()) == 1
+
+
+def test_a_file_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "nowhere.toml"]) == 2
+    assert "cannot read settings from nowhere.toml" in capsys.readouterr().err
+
+
+def test_options_of_a_run_need_one(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--ranks", "4"]) == 2
+    assert "--ranks is for planning a run: name its settings" in capsys.readouterr().err
