@@ -9,7 +9,6 @@ from collections.abc import Generator
 from typing import Any
 
 import pytest
-
 from support.limits import Watchdog
 
 from hpctrain.cluster.launcher import Launch

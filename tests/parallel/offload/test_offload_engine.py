@@ -204,6 +204,7 @@ def test_gradients_are_there_until_they_are_zeroed_and_scaled_for_who_looks(comm
             Loop().passes(strategy, step)
             strategy.clip_grad_norm(0.05)
             strategy.clip_grad_norm(0.02 * (step + 1))
+            strategy.scale_gradients(torch.tensor(0.3))
             optimizer.step()
             seen.append([gradient.clone().reshape(-1) for _, gradient in strategy.reduced_gradients()])
             optimizer.zero_grad(set_to_none=step == 0)
