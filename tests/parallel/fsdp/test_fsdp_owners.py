@@ -26,9 +26,8 @@ class Watched:
         for parameter in [*self.old.values(), *self.shards]:
             parameter.grad = torch.ones_like(parameter)
         replaced = {part: weakref.ref(old) for part, old in self.old.items()}
-        self.owners = Owners(
-            self.shards, replaced, trusted, lambda _: log.append(f"{name} before"), lambda _: log.append(f"{name} after")
-        )
+        before, after = (lambda _: log.append(f"{name} before")), (lambda _: log.append(f"{name} after"))
+        self.owners = Owners(self.shards, replaced, trusted, before, after)
         self.handles = self.owners.attach()
 
 
