@@ -16,7 +16,7 @@ from hpctrain.parallel.buckets import memory_needed
 from hpctrain.parallel.offload.landing import ROOMS
 from hpctrain.parallel.offload.memory import CHUNK
 from hpctrain.parallel.pipeline.parcel import Parcel
-from hpctrain.parallel.pipeline.route import _ACTIVATIONS, _GRADIENTS, AHEAD, most_held
+from hpctrain.parallel.pipeline.route import ACTIVATIONS, AHEAD, GRADIENTS, most_held
 
 MOMENTS = 2  # AdamW: of the gradients and of their squares
 
@@ -149,8 +149,8 @@ def _links(run: PlannedRun, model: RankModel) -> list[Holding]:
     for chunk, parcel in ends.items():
         here, there = schedule.rank_of(chunk), schedule.rank_of(chunk + 1)
         ways = (
-            (here, there, most_held(schedule, chunk + 1, *_ACTIVATIONS) + AHEAD, parcel.nbytes),
-            (there, here, most_held(schedule, chunk, *_GRADIENTS) + AHEAD, parcel.gradients().nbytes),
+            (here, there, most_held(schedule, chunk + 1, *ACTIVATIONS) + AHEAD, parcel.nbytes),
+            (there, here, most_held(schedule, chunk, *GRADIENTS) + AHEAD, parcel.gradients().nbytes),
         )
         near = run.node_of(line.ranks[here]) == run.node_of(line.ranks[there]) and line.shares_memory
         for source, target, count, nbytes in ways:

@@ -14,8 +14,8 @@ from hpctrain.parallel.pipeline.schedule import Kind, Schedule
 
 AHEAD = 1  # messages that may lie ready beyond those that are needed at once
 # When a chunk begins to need what came to it, and when it does so no more: activations, and gradients.
-_ACTIVATIONS = ({Kind.FORWARD}, {Kind.BACKWARD, Kind.WEIGHT})
-_GRADIENTS = ({Kind.BACKWARD, Kind.INPUT}, {Kind.BACKWARD, Kind.WEIGHT})
+ACTIVATIONS = ({Kind.FORWARD}, {Kind.BACKWARD, Kind.WEIGHT})
+GRADIENTS = ({Kind.BACKWARD, Kind.INPUT}, {Kind.BACKWARD, Kind.WEIGHT})
 
 
 class Route:
@@ -35,11 +35,11 @@ class Route:
         wanted, ends = [], []
         for chunk, parcel in enumerate(parcels):
             here, there = schedule.rank_of(chunk), schedule.rank_of(chunk + 1)
-            wanted.append(Handover(here, there, most_held(schedule, chunk + 1, *_ACTIVATIONS) + AHEAD, parcel.nbytes))
+            wanted.append(Handover(here, there, most_held(schedule, chunk + 1, *ACTIVATIONS) + AHEAD, parcel.nbytes))
             ends.append((self.activations_out, chunk, self.activations_in, chunk + 1, parcel))
             if goes_back(schedule):
                 back = parcel.gradients()
-                wanted.append(Handover(there, here, most_held(schedule, chunk, *_GRADIENTS) + AHEAD, back.nbytes))
+                wanted.append(Handover(there, here, most_held(schedule, chunk, *GRADIENTS) + AHEAD, back.nbytes))
                 ends.append((self.gradients_out, chunk + 1, self.gradients_in, chunk, back))
         rings = comm.slots(wanted)
         for tag, (handover, ring, (out, source, into, target, parcel)) in enumerate(zip(wanted, rings, ends)):
