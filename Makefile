@@ -90,7 +90,7 @@ train: env ## pack CORPUS and train a small GPT on NP ranks; again: resume
 
 test: env ## run all tests: of one process on JOBS workers, then on 2 ranks
 	$(PYTEST) $(TESTS) -m "not benchmark" -n $(JOBS)
-	$(MPIEXEC) -n 2 $(PYTEST) $(TESTS) -m ranks
+	$(MPIEXEC) -n 2 $(PYTEST) $(TESTS) -m "ranks and not slow"
 
 test-jobs: env ## run the tests of one process that start jobs of ranks
 	$(PYTEST) $(TESTS) -m "jobs and not benchmark" -n $(JOBS)

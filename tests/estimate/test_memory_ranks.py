@@ -44,7 +44,7 @@ MORE: dict[str, dict[str, Any]] = {
     "pipedream": {**PIPE, "schedule": "pipedream"},
     "pipe, recompute": {**PIPE, "recompute": True},
     "tensor, sequence": {"tensor": 2, "sequence": True},
-    "offload in bfloat16": {"data": "zero2", "mixed_precision": "bfloat16", "offload": HOST},  # slow on a CPU
+    "offload in bfloat16": {"data": "zero2", "mixed_precision": "bfloat16", "offload": HOST},
     "offloaded activations": {"recompute": True, "offload": {**HOST, "activations": True}},
 }
 SLOW = [pytest.param(MORE[name], id=name, marks=pytest.mark.slow) for name in MORE]

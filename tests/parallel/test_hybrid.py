@@ -52,9 +52,10 @@ def test_the_curve_is_that_of_a_plain_loop(own: Any, settings: dict[str, Any]) -
 def test_all_synchronous_schedules_give_the_same_bits(own: Any) -> None:
     """Interleaved stages hold other layers, so there it is losses and norms that must be equal."""
     first: Trained | None = None
+    steps = STEPS if own.size == 2 else 10
     for schedule in SYNCHRONOUS:
-        trained = Trained.of(own, ParallelSettings(pipe=own.size, schedule=schedule)).learn(range(STEPS))
-        assert trained.losses == pytest.approx(expected(), rel=CLOSE)
+        trained = Trained.of(own, ParallelSettings(pipe=own.size, schedule=schedule)).learn(range(steps))
+        assert trained.losses == pytest.approx(expected()[:steps], rel=CLOSE)
         first = first or trained
         assert trained.losses == first.losses and trained.norms == first.norms, schedule
         if schedule != "interleaved":
