@@ -138,5 +138,5 @@ _alone: env
 	@$(BIN)/python $(PROGRAM)
 
 clean: ## remove builds and caches; runs and environments stay
-	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .import_linter_cache .coverage .coverage.*
+	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .import_linter_cache .hypothesis .coverage .coverage.*
 	find hpctrain tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +

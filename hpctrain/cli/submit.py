@@ -1,0 +1,56 @@
+"""Serve ``hpctrain submit``: make the script of a job, put it into the run's folder, and submit it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from typing import Any
+
+from hpctrain.cli.job import add_scheduler, script_of
+from hpctrain.launch.submit import NAME, submit
+
+_EPILOG = """\
+examples:
+  hpctrain submit slurm jobs/gpt-tiny.toml --nodes 2 --ranks-per-node 4 --time 04:00:00 --account A
+  hpctrain submit pbs big.toml --profile polaris --nodes 2 --time 01:00:00 --account A --queue prod
+  hpctrain submit slurm big.toml --time 04:00:00 --after 1234      when job 1234 has ended
+
+The words are those of hpctrain job, which prints the script instead. Variables that override a script (SBATCH_...) are
+kept from sbatch and qsub.
+"""
+
+
+def add_parser(verbs: Any) -> None:
+    """Add the verb to the command line."""
+    parser = verbs.add_parser(
+        "submit",
+        help="submit a job to Slurm or PBS",
+        description="Make the script of a job, put it into the run's folder, submit it, and note the job's id there.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+    for scheduler, name in {"slurm": "sbatch", "pbs": "qsub"}.items():
+        one = add_scheduler(actions, scheduler, f"submit a job with {name}", _submit)
+        one.add_argument("--after", default="", metavar="JOB", help="start when this job has ended")
+        one.add_argument("--json", action="store_true", help="print JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Submit; return the exit code."""
+    code: int = args.run_action(args)
+    return code
+
+
+def _submit(args: argparse.Namespace) -> int:
+    script, request, profile = script_of(args)
+    done = submit(profile.scheduler, script, request.folder, after=args.after)
+    if args.json:
+        facts = {"job_id": done.job_id, "script": str(done.script), "environment_removed": list(done.removed)}
+        print(json.dumps(facts))
+        return 0
+    print(f"job {done.job_id} runs {done.script}; {request.folder}/{NAME} notes it")
+    if done.removed:
+        print(f"kept from the scheduler: {', '.join(done.removed)}", file=sys.stderr)
+    return 0

@@ -1,0 +1,86 @@
+"""Make the command that starts the ranks, one function a launcher."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from hpctrain.launch.profile import Profile
+from hpctrain.launch.request import Request
+from hpctrain.launch.template import Raw
+
+Words = list[str]
+
+
+def launcher(request: Request, profile: Profile) -> Words:
+    """Return the launcher and its options."""
+    return [*_LAUNCHERS[profile.launcher](request, profile), *profile.launch_options]
+
+
+def program(request: Request, profile: Profile) -> Words:
+    """Return what every rank runs, in its container where there is one."""
+    words = _PROGRAMS[request.template](request)
+    if request.container:
+        return [profile.container_program, "exec", *profile.container_options, request.container, *words]
+    return words
+
+
+def _srun(request: Request, profile: Profile) -> Words:
+    # Without --kill-on-bad-exit a killed rank of MPICH leaves the others waiting. Slurm 22.05 to 23.02 do not pass on
+    # --cpus-per-task from the script's head.
+    mpi = [f"--mpi={profile.mpi}"] if profile.mpi else []
+    gpus = [f"--gpus-per-task={_gpus_per_rank(request)}"] if _by_task(request, profile) else []
+    return ["srun", *mpi, "--kill-on-bad-exit=1", f"--cpus-per-task={request.cpus_per_rank}", *gpus]
+
+
+def _openmpi(request: Request, profile: Profile) -> Words:
+    nodes = ["--hostfile", Raw('"$PBS_NODEFILE"')] if profile.scheduler == "pbs" else []
+    mapping = f"ppr:{request.ranks_per_node}:node:PE={request.cpus_per_rank}"
+    return ["mpirun", "-n", str(request.ranks), *nodes, "--map-by", mapping]
+
+
+def _hydra(request: Request, profile: Profile) -> Words:
+    placed = ["-n", str(request.ranks), "-ppn", str(request.ranks_per_node)]
+    return ["mpiexec", *placed, "-bind-to", f"core:{request.cpus_per_rank}"]
+
+
+def _pals(request: Request, profile: Profile) -> Words:
+    placed = ["-n", str(request.ranks), "--ppn", str(request.ranks_per_node)]
+    return ["mpiexec", *placed, "--depth", str(request.cpus_per_rank), "--cpu-bind", "depth"]
+
+
+def _by_task(request: Request, profile: Profile) -> bool:
+    return profile.gpus == "gpus-per-task" and bool(_gpus_per_rank(request))
+
+
+def _gpus_per_rank(request: Request) -> int:
+    return request.gpus_per_node // request.ranks_per_node
+
+
+def _train(request: Request) -> Words:
+    return ["hpctrain", "train", request.config, *_settings(request)]
+
+
+def _array(request: Request) -> Words:
+    task = [Raw('"${settings[@]}"'), "--set", Raw('"run.folder=$folder"')]
+    return ["hpctrain", "train", request.config, *_settings(request), *task]
+
+
+def _benchmark(request: Request) -> Words:
+    seconds = min(300, request.walltime // 2)
+    found = f"{request.folder}/calibration.json"
+    return ["hpctrain", "bench", "calibrate", "--seconds", str(seconds), "--output", found]
+
+
+def _settings(request: Request) -> Words:
+    """Return the --set of the program; a job comes back, so it resumes unless the user says otherwise."""
+    resume = [] if any(text.startswith("run.resume=") for text in request.settings) else ["run.resume=auto"]
+    return [word for text in (*resume, *request.settings) for word in ("--set", text)]
+
+
+_LAUNCHERS: dict[str, Callable[[Request, Profile], Words]] = {
+    "srun": _srun,
+    "openmpi": _openmpi,
+    "hydra": _hydra,
+    "pals": _pals,
+}
+_PROGRAMS: dict[str, Callable[[Request], Words]] = {"train": _train, "array": _array, "benchmark": _benchmark}

@@ -1,0 +1,96 @@
+"""Hold the allow-list of every field that comes into a job script.
+
+Note: why fields are refused and not quoted. A line ``#SBATCH --job-name=...`` is a comment to the shell, and nothing
+that the shell calls quoting holds in it: a newline in a value ends the comment, and what follows is a command. So a
+value may hold the characters of its kind and no others, and what the shell does read is quoted on top of that.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from hpctrain.errors import UsageError
+
+_SHOWN = 40  # characters of a refused value that an error repeats
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Say what a value of one kind may be: a pattern for the whole of it, the same in words, and its length."""
+
+    pattern: str
+    allowed: str
+    longest: int = 255
+    dash: bool = False  # may begin with one
+    flags: re.RegexFlag = re.ASCII
+
+
+KINDS = {
+    "job name": Kind(r"[A-Za-z][\w.+-]*", "a letter, then letters, digits and _ . + -", 64),
+    "name": Kind(r"[\w.+@:-]+", "letters, digits and _ . + @ : -"),
+    "names": Kind(r"[\w.+@:-]+(,[\w.+@:-]+)*", "names of letters, digits and _ . + @ : -, with commas between them"),
+    "features": Kind(r"[\w.+&|*()\[\],:-]+", "names of features, with & | , * [ ] ( ) between them"),
+    "nodes": Kind(r"[\w.,\[\]-]+", "names such as n[001-003,7],m5", 10_000),
+    "memory": Kind(r"[1-9][0-9]*[KMGT]?|0", "a number of megabytes, or with K, M, G or T, or 0 for all", 20),
+    "time": Kind(r"(?:[0-9]{1,3}-)?[0-9]{1,4}:[0-5][0-9]:[0-5][0-9]", "hours:minutes:seconds or days-hours:...", 20),
+    # No colon, which to PBS ends a host's name, no percent sign, which Slurm replaces; letters of any language.
+    "path": Kind(r"[\w./+=@-]+", "letters, digits and _ . / + = @ -", 1000, flags=re.UNICODE),
+    "image": Kind(r"[\w./+=@:-]+", "a file, or a name such as docker://site/image:tag", 1000),
+    "module": Kind(r"[\w.+/-]+", "letters, digits and _ . + / -"),
+    "variable": Kind(r"[A-Za-z_]\w*", "a name of letters, digits and _"),
+    "text": Kind(r"[^\n]*", "printable characters", 1000, dash=True, flags=re.UNICODE),
+    "setting": Kind(r"[\w.-]+=.*", "section.key=value", 1000, flags=re.UNICODE),
+    "option": Kind(
+        r"--?[A-Za-z][\w-]*([= ][\w.,:/=+@&|*\[\]()%-]+)?", "an option such as --hint=nomultithread", dash=True
+    ),
+    "resource": Kind(r"[A-Za-z]\w*=[\w.:/+-]+", "resource=value"),
+    "interface": Kind(r"[\w.,^=-]+", "names of network interfaces such as hsn0,hsn1"),
+    "address": Kind(r"https?://[\w./#?=&%~+:,@-]+", "an address that begins with https://", 1000),
+}
+
+
+def check(field: str, value: object, kind: str) -> str:
+    """Return a value that may stand in a script; else raise ``UsageError`` that names the field."""
+    rule = KINDS[kind]
+    if not isinstance(value, str):
+        raise UsageError(f"{field} = {_shown(repr(value))}: expected text")
+    for character in value:
+        if not character.isprintable():
+            raise UsageError(f"{field} holds the character U+{ord(character):04X}: allowed are {rule.allowed}")
+    if len(value) > rule.longest:
+        raise UsageError(f"{field} has {len(value)} characters: at most {rule.longest} are allowed")
+    if value.startswith("-") and not rule.dash:
+        raise UsageError(f"{field} = {_shown(value)!r} begins with -, which would make it an option: {rule.allowed}")
+    if not re.fullmatch(rule.pattern, value, rule.flags):
+        raise UsageError(f"{field} = {_shown(value)!r}: allowed is {rule.allowed}")
+    return value
+
+
+def check_all(field: str, values: Iterable[object], kind: str) -> tuple[str, ...]:
+    """Check every value of a list."""
+    return tuple(check(field, value, kind) for value in values)
+
+
+def check_number(field: str, value: object, least: int, most: int) -> int:
+    """Return a whole number within bounds; else raise ``UsageError``."""
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+        raise UsageError(f"{field} = {_shown(repr(value))}: must be a whole number from {least} to {most}")
+    return value
+
+
+def seconds(time: str) -> int:
+    """Return the seconds of a time such as 04:00:00 or 1-12:00:00."""
+    days, _, clock = time.rpartition("-")
+    hours, minutes, rest = (int(part) for part in clock.split(":"))
+    return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + rest
+
+
+def clock(seconds_: int) -> str:
+    """Return seconds as hours:minutes:seconds, the one way of writing them that both schedulers know."""
+    return f"{seconds_ // 3600:02}:{seconds_ // 60 % 60:02}:{seconds_ % 60:02}"
+
+
+def _shown(text: str) -> str:
+    return text if len(text) <= _SHOWN else text[:_SHOWN] + "..."

@@ -1,0 +1,55 @@
+"""Say in PBS's words what a job asks for (qsub(1B), pbs_resources(7B))."""
+
+from __future__ import annotations
+
+from hpctrain.errors import UsageError
+from hpctrain.launch.fields import clock
+from hpctrain.launch.profile import Profile
+from hpctrain.launch.request import Request
+from hpctrain.launch.template import Value
+
+_ONLY_SLURM = ("reservation", "constraint", "exclude", "qos")
+
+
+def places(request: Request, profile: Profile) -> dict[str, Value]:
+    """Return the values of the places that only PBS's templates have."""
+    for name in _ONLY_SLURM:
+        if getattr(request, name):
+            raise UsageError(f"{name} = {getattr(request, name)!r}: PBS has no such thing; see directives and select")
+    return {
+        "time": clock(request.walltime),
+        "walltime": request.walltime,
+        "early": request.walltime - request.margin,
+        "select": _select(request, profile),
+        "array": _array(request) if request.sweep else None,
+    }
+
+
+def _select(request: Request, profile: Profile) -> str:
+    """Return the chunks, one a node; ncpus, mpiprocs and ompthreads belong to a chunk and to nothing else."""
+    parts = [str(request.nodes)]
+    if profile.chunks == "cpus":
+        parts += [
+            f"ncpus={request.ranks_per_node * request.cpus_per_rank}",
+            f"mpiprocs={request.ranks_per_node}",
+            f"ompthreads={request.cpus_per_rank}",
+        ]
+    if profile.gpus == "ngpus" and request.gpus_per_node:
+        parts.append(f"ngpus={request.gpus_per_node}")
+    if request.memory:
+        parts.append(f"mem={_memory(request.memory)}")
+    return ":".join([*parts, *profile.select])
+
+
+def _memory(text: str) -> str:
+    """Return an amount of memory with PBS's units; a plain number is megabytes, as with Slurm."""
+    if text == "0":
+        raise UsageError("memory = '0': PBS has no word for all the memory of a node, give an amount such as 200G")
+    return text.lower() + "b" if text[-1].isalpha() else f"{text}mb"
+
+
+def _array(request: Request) -> str:
+    last = len(request.sweep) - 1
+    if not last:
+        raise UsageError("sweep has 1 task: an array of PBS has at least 2")
+    return f"0-{last}" + (f"%{request.at_once}" if request.at_once else "")

@@ -1,0 +1,81 @@
+"""Make the script of a job: a request and a site's profile in, text out."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import PurePosixPath
+from typing import Any
+
+from hpctrain.errors import UsageError
+from hpctrain.launch import pbs, slurm
+from hpctrain.launch.check import problems
+from hpctrain.launch.command import launcher, program
+from hpctrain.launch.profile import Profile
+from hpctrain.launch.request import Request
+from hpctrain.launch.template import Raw, Value, fill, join, read_template
+
+_PLACES = {"slurm": slurm.places, "pbs": pbs.places}
+ENDINGS = {"slurm": "sbatch", "pbs": "pbs"}
+
+
+def render(request: Request, profile: Profile) -> str:
+    """Return the job's script; raise ``UsageError`` where the scheduler would not understand it."""
+    request = with_defaults(request, profile)
+    values = {**_shared(request, profile), **_PLACES[profile.scheduler](request, profile)}
+    script = fill(read_template(profile.scheduler, request.template), values)
+    if found := problems(script):
+        raise UsageError(f"the script would not be understood: {'; '.join(found)}")
+    return script
+
+
+def with_defaults(request: Request, profile: Profile) -> Request:
+    """Return a request whose gaps are filled with what the profile says."""
+    names = ("partition", "qos", "constraint", "container")
+    filled: dict[str, Any] = {name: getattr(request, name) or getattr(profile, name) for name in names}
+    if filled["container"] == "none":
+        filled["container"] = ""
+    return replace(request, **filled)
+
+
+def script_path(request: Request, profile: Profile) -> str:
+    """Return where the script stands, so that a job that comes back by being submitted again finds it."""
+    return str(PurePosixPath(request.folder) / f"job.{ENDINGS[profile.scheduler]}")
+
+
+def _shared(request: Request, profile: Profile) -> dict[str, Value]:
+    """Return what both schedulers' templates ask for."""
+    environment = {**profile.environment, **request.environment}
+    if profile.interface:
+        environment.setdefault("NCCL_SOCKET_IFNAME", profile.interface)
+    return {
+        "shell": profile.shell,
+        "config": request.config,
+        "folder": request.folder,
+        "script": script_path(request, profile),
+        "name": request.name,
+        "account": request.account or None,
+        "partition": request.partition or None,
+        "qos": request.qos or None,
+        "nodes": request.nodes,
+        "ranks_per_node": request.ranks_per_node,
+        "cpus_per_rank": request.cpus_per_rank,
+        "directives": (*profile.directives, *request.directives) or None,
+        "purge": "purge" if profile.purge else None,
+        "modules": (*profile.modules, *request.modules) or None,
+        "venv": request.venv or None,
+        "environment": tuple(f"{name}={value}" for name, value in environment.items()) or None,
+        "restarts": request.restarts,
+        "retries": request.retries,
+        "cases": _cases(request) or None,
+        "launcher": launcher(request, profile),
+        "program": program(request, profile),
+    }
+
+
+def _cases(request: Request) -> tuple[Raw, ...]:
+    """Return a line of the shell for each task of an array: its settings."""
+    lines = []
+    for number, settings in enumerate(request.sweep):
+        words = join([word for text in settings for word in ("--set", text)])
+        lines.append(Raw(f"{number}) settings=({words}) ;;"))
+    return tuple(lines)

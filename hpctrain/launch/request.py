@@ -1,0 +1,145 @@
+"""Hold what a user asks of the batch system, checked field by field at birth."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import PurePosixPath
+from typing import Any, Literal
+
+from hpctrain.errors import UsageError
+from hpctrain.launch.fields import check, check_all, check_number, seconds
+
+Template = Literal["train", "benchmark", "array"]
+TEMPLATES: tuple[Template, ...] = ("train", "benchmark", "array")
+LARGEST_ARRAY = 1001  # Slurm's own bound (MaxArraySize) where a site has not set another
+EARLY = 60  # seconds that Slurm's signal may come before its time
+
+
+@dataclass(frozen=True)
+class Request:
+    """Say what to run, on what, and for how long; empty and 0 leave it to the profile and the site."""
+
+    # The run's settings, as a path from where the job is submitted.
+    config: str
+    # The run's folder: output, count of starts and checkpoints stand there.
+    folder: str
+    # Walltime, as hours:minutes:seconds or days-hours:minutes:seconds.
+    time: str
+    template: Template = "train"
+    name: str = "train"
+    nodes: int = 1
+    ranks_per_node: int = 1
+    gpus_per_node: int = 0
+    cpus_per_rank: int = 1
+    account: str = ""
+    # Slurm's partition, PBS's queue.
+    partition: str = ""
+    qos: str = ""
+    reservation: str = ""
+    constraint: str = ""
+    # Nodes to leave out (Slurm).
+    exclude: str = ""
+    # Of each node.
+    memory: str = ""
+    # The image of a container; none: no container, whatever the profile says.
+    container: str = ""
+    # A virtual environment to activate.
+    venv: str = ""
+    modules: tuple[str, ...] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
+    # What --set changes in the config.
+    settings: tuple[str, ...] = ()
+    # One list of settings for each task of an array.
+    sweep: tuple[tuple[str, ...], ...] = ()
+    # Tasks of an array that may run at a time; 0: all.
+    at_once: int = 0
+    # More directives, such as --mail-type=END.
+    directives: tuple[str, ...] = ()
+    # Seconds before the end at which the run is told to save.
+    margin: int = 300
+    # How often the job may come back in all, and how often in a row without a new checkpoint.
+    restarts: int = 20
+    retries: int = 2
+
+    def __post_init__(self) -> None:
+        self._check_texts()
+        self._check_numbers()
+        for name, value in self.environment.items():
+            check("environment", name, "variable")
+            check(f"environment {name}", value, "text")
+        if self.template not in TEMPLATES:
+            raise UsageError(f"template = {self.template!r}: allowed are {', '.join(TEMPLATES)}")
+        if (self.template == "array") != bool(self.sweep):
+            raise UsageError("template = 'array' goes with a sweep, and a sweep with it: give both or neither")
+        if self.gpus_per_node % self.ranks_per_node and self.ranks_per_node % self.gpus_per_node:
+            raise UsageError(
+                f"gpus_per_node = {self.gpus_per_node} and ranks_per_node = {self.ranks_per_node}: one must divide "
+                "the other, so that every rank has as many"
+            )
+
+    def _check_texts(self) -> None:
+        for name, kind in _TEXTS.items():
+            value = getattr(self, name)
+            if value or name in _NEEDED:
+                check(name, value, kind)
+        for name, kind in {"modules": "module", "settings": "setting", "directives": "option"}.items():
+            check_all(name, getattr(self, name), kind)
+        for task in self.sweep:
+            check_all("sweep", task, "setting")
+
+    def _check_numbers(self) -> None:
+        for name, (least, most) in _NUMBERS.items():
+            check_number(name, getattr(self, name), least, most)
+        if len(self.sweep) > LARGEST_ARRAY - 1:
+            raise UsageError(f"sweep has {len(self.sweep)} tasks: at most {LARGEST_ARRAY - 1} are allowed in one array")
+        if self.template != "benchmark" and self.walltime <= self.margin + EARLY:
+            raise UsageError(
+                f"time = {self.time}: the run is told to save {self.margin} s before the end, or up to {EARLY} s "
+                "earlier: ask for more time, or give a smaller margin"
+            )
+
+    @property
+    def walltime(self) -> int:
+        """Return the walltime in seconds."""
+        return seconds(self.time)
+
+    @property
+    def ranks(self) -> int:
+        """Return the number of ranks on all nodes."""
+        return self.nodes * self.ranks_per_node
+
+
+_NEEDED = ("config", "folder", "time", "name")
+_TEXTS = {
+    "config": "path",
+    "folder": "path",
+    "time": "time",
+    "name": "job name",
+    "account": "name",
+    "partition": "names",
+    "qos": "name",
+    "reservation": "names",
+    "constraint": "features",
+    "exclude": "nodes",
+    "memory": "memory",
+    "container": "image",
+    "venv": "path",
+}
+_NUMBERS = {
+    "nodes": (1, 65536),
+    "ranks_per_node": (1, 4096),
+    "gpus_per_node": (0, 64),
+    "cpus_per_rank": (1, 4096),
+    "at_once": (0, 1000),
+    "margin": (10, 86400),
+    "restarts": (0, 10000),
+    "retries": (0, 100),
+}
+
+
+def run_folder(tree: Mapping[str, Any], config: str) -> str:
+    """Return the folder of the run that a config describes: what it names, else ``runs/`` and the file's name."""
+    run = tree.get("run", {})
+    folder = run.get("folder") if isinstance(run, Mapping) else None
+    return check("setting run.folder", folder or f"runs/{PurePosixPath(config).stem}", "path")

@@ -1,0 +1,161 @@
+"""``hpctrain job`` prints scripts: compared whole with those in tests/golden, which nothing rewrites."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hpctrain.cli.main import main
+
+ROOT = Path(__file__).resolve().parents[2]
+GOLDEN = ROOT / "tests" / "golden"
+BASE = ["jobs/gpt-tiny.toml", "--venv", "none", "--nodes", "2", "--time", "04:00:00"]
+SCRIPTS = {
+    "train.sbatch": ["slurm", *BASE, "--ranks-per-node", "4", "--gpus-per-node", "4", "--cpus-per-rank", "16"]
+    + ["--account", "m1234", "--module", "hpctrain/1.0"],
+    "perlmutter.sbatch": ["slurm", *BASE, "--profile", "perlmutter", "--account", "m1234_g"],
+    "lumi-container.sbatch": ["slurm", *BASE, "--profile", "lumi", "--account", "project_1", "--container", "torch.sif"]
+    + ["--env", "HF_HOME=/scratch/a b", "--directive=--mail-type=END", "--memory", "480G"],
+    "array.sbatch": ["slurm", *BASE, "--sweep", "train.seed=1,2", "--sweep", "optimizer.schedule=cosine,constant"]
+    + ["--at-once", "2", "--margin", "600", "--restarts", "5", "--retries", "0"],
+    "benchmark.sbatch": ["slurm", *BASE, "--template", "benchmark", "--profile", "frontier"],
+    "train.pbs": ["pbs", *BASE, "--ranks-per-node", "4", "--gpus-per-node", "4", "--queue", "gpu"],
+    "polaris.pbs": ["pbs", *BASE, "--profile", "polaris", "--account", "A", "--set", "train.batch=64"],
+    "array.pbs": ["pbs", *BASE, "--profile", "derecho", "--sweep", "train.seed=1,2"],
+}
+
+
+@pytest.fixture(autouse=True)
+def here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    monkeypatch.delenv("HPCTRAIN_PROFILE", raising=False)
+
+
+def test_every_golden_script_is_compared() -> None:
+    assert {path.name for path in GOLDEN.iterdir() if path.suffix in (".sbatch", ".pbs")} == SCRIPTS.keys()
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_script_is_as_it_was(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["job", *SCRIPTS[name]]) == 0
+    printed = capsys.readouterr()
+    assert printed.out == (GOLDEN / name).read_text()
+    assert printed.err.startswith("save it as runs/gpt-tiny/job.")
+
+
+def wrong(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    """Return what is said about wrong words: one line, and nothing printed."""
+    assert main(["job", *words]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == "" and printed.err.startswith("hpctrain: error: ") and printed.err.count("\n") == 1
+    return printed.err
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (["slurm", *BASE, "--account", "a\ntouch x"], "account holds the character U+000A"),
+        (["slurm", *BASE, "--name", "-x"], "--name"),
+        (["slurm", *BASE, "--name=-x"], "name = '-x' begins with -"),
+        (["slurm", *BASE, "--partition", "a;b"], "partition = 'a;b': allowed is names"),
+        (["slurm", *BASE, "--set", "run.folder=/a/$(x)"], "setting run.folder = '/a/$(x)'"),
+        (["slurm", *BASE, "--env", "A"], "write it as NAME=VALUE"),
+        (["slurm", *BASE, "--sweep", "a"], "write it as section.key=value,value"),
+        (["slurm", "jobs/gpt-tiny.toml"], "--time is missing"),
+        (["slurm", "--time", "01:00:00"], "CONFIG.toml is missing"),
+        (["slurm", "lost.toml", "--time", "01:00:00"], "cannot read settings from lost.toml"),
+        (["slurm", *BASE, "--profile", "polaris"], "is for pbs, not for slurm"),
+        (["slurm", *BASE, "--profile", "lumy"], "did you mean lumi?"),
+        (["slurm", *BASE, "--time", "04:00"], "time = '04:00': allowed is hours:minutes:seconds"),
+        (["pbs", *BASE, "--qos", "a"], "unrecognized arguments: --qos"),
+        (["check", "lost.sbatch"], "cannot read lost.sbatch"),
+    ],
+)
+def test_what_is_wrong_is_said_in_a_line(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert message in wrong(capsys, *words)
+
+
+def test_numbers_are_the_profiles_where_none_are_given(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["job", "slurm", "jobs/gpt-tiny.toml", "--time", "01:00:00", "--profile", "lumi"]
+    main([*words, "--ranks-per-node", "2"])
+    script = capsys.readouterr().out
+    for line in ("--ntasks-per-node=2", "--gpus-per-node=8", "--cpus-per-task=6", "--nodes=1"):
+        assert f"#SBATCH {line}\n" in script
+
+
+def test_a_gpu_a_rank_unless_told(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["job", "slurm", "jobs/gpt-tiny.toml", "--time", "01:00:00", "--gpus-per-node", "4"])
+    assert "#SBATCH --ntasks-per-node=4\n" in capsys.readouterr().out
+
+
+def test_the_job_runs_the_hpctrain_that_made_it(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "prefix", "/apps/venv")
+    words = ["job", "slurm", "jobs/gpt-tiny.toml", "--time", "01:00:00"]
+    for more, there in (
+        ([], True),
+        (["--venv", "none"], False),
+        (["--module", "hpctrain/1.0"], False),
+        (["--container", "a.sif"], False),
+        (["--module", "python"], True),
+    ):
+        main([*words, *more])
+        assert ("export PATH=/apps/venv/bin:$PATH" in capsys.readouterr().out) is there
+
+
+@pytest.mark.parametrize(
+    "profile, mpi", [("mpi = ''", "--mpi=pmi2 "), ("mpi = 'pmix'", "--mpi=pmix "), ("launcher = 'hydra'", "")]
+)
+def test_srun_is_told_the_mpi_of_the_environment(
+    profile: str, mpi: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "lib/python3.11/site-packages/mpich-5.0.2.dist-info").mkdir(parents=True)
+    (tmp_path / "site.toml").write_text(f"base = 'generic-slurm'\n{profile}\n")
+    words = ["job", "slurm", "jobs/gpt-tiny.toml", "--time", "01:00:00", "--profile", str(tmp_path / "site.toml")]
+    assert main([*words, "--venv", str(tmp_path)]) == 0
+    script = capsys.readouterr().out
+    assert f"srun {mpi}--kill" in script if mpi else "--mpi" not in script
+
+
+def test_the_profile_may_come_from_the_environment(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HPCTRAIN_PROFILE", "frontier")
+    main(["job", "slurm", "--show-profile"])
+    assert capsys.readouterr().out.startswith("profile frontier (comes with hpctrain)\n")
+
+
+def test_the_list_of_profiles(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    own = tmp_path / "config/hpctrain/profiles"
+    own.mkdir(parents=True)
+    (own / "ours.toml").write_text('base = "generic-pbs"\nsite = "here"\ntried = "every day"\n')
+    assert main(["job", "profiles"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 11 and "polaris        pbs    Polaris, ALCF; not tried there" in lines
+    assert f"ours           pbs    here ({own}/ours.toml); every day" in lines
+
+
+def test_a_script_is_checked(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    script = tmp_path / "my.sbatch"
+    script.write_text("#!/bin/bash\n#SBATCH --time=1\necho\n#SBATCH --nodes=2\n")
+    assert main(["job", "check", str(script)]) == 1
+    assert capsys.readouterr().out == (
+        f"{script}: line 4: a directive after the first command (line 3) is passed over\n"
+    )
+    assert main(["job", "check", str(GOLDEN / "train.sbatch")]) == 0
+    assert capsys.readouterr().out.endswith("its directives are right\n")
+
+
+def test_a_login_node_needs_neither_torch_nor_mpi() -> None:
+    code = (
+        "import sys; from hpctrain.cli.main import main; "
+        f"main(['job', *{SCRIPTS['train.sbatch']!r}]); main(['job', 'profiles']); import hpctrain.cli.submit; "
+        "print({'torch', 'mpi4py', 'numpy', 'h5py'} & sys.modules.keys(), file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stderr.splitlines()[-1] == "set()"

@@ -1,0 +1,264 @@
+"""The scripts do what they say: run in a real shell, among programs that only note how they were called."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+from support.batch import Batch
+
+from hpctrain.launch.profile import Profile
+from hpctrain.launch.render import render
+from hpctrain.launch.request import Request
+from hpctrain.launch.sweep import combine
+
+SLURM = Profile(scheduler="slurm", mpi="pmi2", interface="hsn0", purge=True)
+PBS = Profile(scheduler="pbs", launcher="hydra", gpus="ngpus")
+ASKED = Request(
+    config="a.toml",
+    folder="runs/a",
+    time="00:10:00",
+    nodes=2,
+    ranks_per_node=4,
+    cpus_per_rank=3,
+    modules=("m/1",),
+    environment={"TEST_A": "b  c"},
+    settings=("train.prompt=a b",),
+)
+SWEEP = Request(config="a.toml", folder="runs/a", time="00:10:00", template="array", sweep=combine(["train.seed=1,2"]))
+# A program that writes a checkpoint and leaves as one does that was told to save.
+SAVES = "d=runs/a/checkpoints; mkdir -p $d; n=$(ls $d | wc -l); touch $d/step_0$n.h5; "
+# A program that waits for its signal; signals may come more than once.
+WAITS = "trap 'touch told' USR1; touch begun; until [ -e told ]; do /bin/sleep 0.02; done; /bin/sleep 0.1; " + SAVES
+
+
+@pytest.fixture
+def batch(tmp_path: Path) -> Batch:
+    return Batch(tmp_path)
+
+
+def run(batch: Batch, script: str, job: str = "7", **more: str) -> subprocess.CompletedProcess[str]:
+    return batch.run(script, SLURM_JOB_ID=job, **more)
+
+
+def wait_for(path: Path) -> None:
+    deadline = time.monotonic() + 20
+    while not path.exists():
+        assert time.monotonic() < deadline, f"{path.name} never came"
+        time.sleep(0.01)
+
+
+def test_a_run_that_finishes(batch: Batch) -> None:
+    batch.does("squeue", "echo 2030-01-01T00:00:00")
+    done = run(batch, render(ASKED, SLURM), TZ="UTC", OMP_NUM_THREADS="999")
+    assert (done.returncode, done.stderr) == (0, "")
+    calls = batch.calls()
+    assert [call.name for call in calls] == ["module", "module", "squeue", "srun"]
+    assert [call.words for call in calls[:2]] == [["purge"], ["load", "m/1"]]
+    program = ["hpctrain", "train", "a.toml", "--set", "run.resume=auto", "--set", "train.prompt=a b"]
+    assert calls[3].words == ["--mpi=pmi2", "--kill-on-bad-exit=1", "--cpus-per-task=3", *program]
+    found = calls[3].environment
+    assert (found["OMP_NUM_THREADS"], found["TEST_A"], found["NCCL_SOCKET_IFNAME"]) == ("3", "b  c", "hsn0")
+    assert found["HPCTRAIN_DEADLINE"] == "1893456000"
+    assert (batch.folder / "runs/a/starts.txt").read_text() == "7 nothing\n"
+
+
+def test_an_unknown_end_is_no_deadline(batch: Batch) -> None:
+    batch.does("squeue", "echo N/A")
+    run(batch, render(ASKED, SLURM))
+    assert "HPCTRAIN_DEADLINE" not in batch.calls("srun")[0].environment
+
+
+@pytest.mark.parametrize("code", [75, 1, 137])
+def test_a_run_that_got_further_comes_back(batch: Batch, code: int) -> None:
+    batch.does("srun", f"{SAVES} exit {code}")
+    script = render(ASKED, SLURM)
+    for start in (1, 2, 3, 4):
+        assert run(batch, script).returncode == code
+        assert [call.words for call in batch.calls("scontrol")] == [["requeue", "7"]] * start
+    assert (batch.folder / "runs/a/starts.txt").read_text().split() == [
+        *("7", "nothing", "7", "step_00.h5", "7", "step_01.h5", "7", "step_02.h5")
+    ]
+
+
+def test_bad_input_does_not_come_back(batch: Batch) -> None:
+    batch.does("srun", "exit 2")
+    assert run(batch, render(ASKED, SLURM)).returncode == 2
+    assert not batch.calls("scontrol")
+
+
+def test_a_file_says_that_the_run_is_to_end(batch: Batch) -> None:
+    batch.does("srun", f"{SAVES} touch runs/a/STOP; exit 75")
+    assert run(batch, render(ASKED, SLURM)).returncode == 75
+    assert not batch.calls("scontrol")
+
+
+@pytest.mark.parametrize("code", [75, 139])
+def test_a_crash_loop_stops(batch: Batch, code: int) -> None:
+    batch.does("srun", f"exit {code}")
+    script = render(ASKED, SLURM)
+    assert [run(batch, script).returncode for _ in range(2)] == [code, code]
+    last = run(batch, script)
+    assert last.returncode == 1 and len(batch.calls("scontrol")) == 2
+    assert f"job 7 has started 3 times from nothing and got no further (exit code {code})" in last.stderr
+    # Slurm itself may start it again, when a node has failed: then nothing is started.
+    again = run(batch, script)
+    assert again.returncode == 1 and len(batch.calls("srun")) == 3 and "giving up" in again.stderr
+    # Another job in the same folder, after somebody has mended what was wrong, begins to count anew.
+    batch.does("srun", "exit 0")
+    assert run(batch, script, job="8").returncode == 0
+
+
+def test_there_is_an_end_to_coming_back(batch: Batch) -> None:
+    batch.does("srun", f"{SAVES} exit 75")
+    script = render(Request(config="a.toml", folder="runs/a", time="00:10:00", restarts=1), SLURM)
+    assert run(batch, script).returncode == 75
+    last = run(batch, script)
+    assert last.returncode == 75 and "come back 1 times: submit it again" in last.stderr
+    assert len(batch.calls("scontrol")) == 1
+
+
+@pytest.mark.parametrize(
+    "number, back", [(signal.SIGUSR1, True), (signal.SIGTERM, False)], ids=["limit is near", "somebody ends the job"]
+)
+def test_a_signal_to_the_script_reaches_the_ranks(batch: Batch, number: signal.Signals, back: bool) -> None:
+    batch.does("srun", f"{WAITS} exit 75")
+    job = batch.start(render(ASKED, SLURM), SLURM_JOB_ID="7")
+    wait_for(batch.folder / "begun")
+    job.send_signal(number)
+    time.sleep(0.05)
+    job.send_signal(number)
+    output, _ = job.communicate(timeout=20)
+    assert (job.returncode, output) == (75, "")
+    assert (batch.folder / "runs/a/checkpoints/step_00.h5").exists()
+    assert bool(batch.calls("scontrol")) is back
+
+
+def test_a_rank_that_answers_no_signal_keeps_the_script_waiting(batch: Batch) -> None:
+    # A signal ends bash's wait, and must not be taken for the end of the ranks.
+    batch.does("srun", "trap '' USR1; touch begun; /bin/sleep 0.6; exit 0")
+    job = batch.start(render(ASKED, SLURM), SLURM_JOB_ID="7")
+    wait_for(batch.folder / "begun")
+    for _ in range(4):
+        job.send_signal(signal.SIGUSR1)
+        time.sleep(0.05)
+    job.communicate(timeout=20)
+    assert job.returncode == 0 and not batch.calls("scontrol")
+
+
+@pytest.mark.parametrize("profile, word", [(SLURM, "sbatch"), (PBS, "qsub")], ids=["slurm", "pbs"])
+@pytest.mark.parametrize("request_", [ASKED, SWEEP], ids=["train", "array"])
+def test_outside_of_a_job_nothing_is_started(batch: Batch, profile: Profile, word: str, request_: Request) -> None:
+    done = batch.run(render(request_, profile))
+    assert done.returncode != 0 and f"submit this script with {word}" in done.stderr
+    assert not batch.calls() and not (batch.folder / "runs").exists()
+
+
+def pbs(batch: Batch, script: str, job: str = "7.server", **more: str) -> subprocess.CompletedProcess[str]:
+    (batch.folder / "runs/a").mkdir(parents=True, exist_ok=True)
+    (batch.folder / "runs/a/job.pbs").write_text(script)
+    return batch.run(script, PBS_JOBID=job, PBS_O_WORKDIR=str(batch.folder), **more)
+
+
+def test_pbs_submits_itself_again(batch: Batch) -> None:
+    batch.does("mpiexec", f"echo said; echo and complained >&2; {SAVES} exit 75")
+    before = time.time()
+    assert pbs(batch, render(ASKED, PBS)).returncode == 75
+    (call,) = batch.calls("mpiexec")
+    assert call.words[:6] == ["-n", "8", "-ppn", "4", "-bind-to", "core:3"] and call.words[6] == "hpctrain"
+    assert 0 <= int(call.environment["HPCTRAIN_DEADLINE"]) - int(before) - 600 < 20
+    assert [call.words for call in batch.calls("qsub")] == [["-v", "HPCTRAIN_JOB=7.server", "runs/a/job.pbs"]]
+    assert (batch.folder / "runs/a/output.txt").read_text() == "said\nand complained\n"
+
+
+def test_pbs_counts_over_all_that_it_has_submitted(batch: Batch) -> None:
+    batch.does("mpiexec", "exit 1")
+    script = render(ASKED, PBS)
+    codes = [pbs(batch, script).returncode]
+    codes += [pbs(batch, script, job=f"{number}.server", HPCTRAIN_JOB="7.server").returncode for number in (8, 9)]
+    assert codes == [1, 1, 1] and len(batch.calls("qsub")) == 2
+    assert "7.server has started 3 times" in (batch.folder / "runs/a/output.txt").read_text()
+
+
+def test_pbs_says_where_the_script_must_be(batch: Batch) -> None:
+    batch.does("mpiexec", "exit 75")
+    done = batch.run(render(ASKED, PBS), PBS_JOBID="7", PBS_O_WORKDIR=str(batch.folder))
+    assert done.returncode == 75 and not batch.calls("qsub")
+    assert "runs/a/job.pbs is not there: save this script" in (batch.folder / "runs/a/output.txt").read_text()
+
+
+def test_pbs_gives_the_early_signal_itself(batch: Batch) -> None:
+    batch.does("mpiexec", f"{WAITS} exit 75")
+    script = render(ASKED, PBS)
+    assert "--signal=USR1 300 " in script
+    assert pbs(batch, script.replace("--signal=USR1 300 ", "--signal=USR1 1.5 ")).returncode == 75
+    assert (batch.folder / "runs/a/checkpoints/step_00.h5").exists() and batch.calls("qsub")
+
+
+@pytest.mark.parametrize("number, back", [(signal.SIGUSR1, True), (signal.SIGTERM, False)])
+def test_a_signal_passes_through_timeout(batch: Batch, number: signal.Signals, back: bool) -> None:
+    batch.does("mpiexec", f"{WAITS} exit 75")
+    script = render(ASKED, PBS)
+    (batch.folder / "runs/a").mkdir(parents=True)
+    (batch.folder / "runs/a/job.pbs").write_text(script)
+    job = batch.start(script, PBS_JOBID="7", PBS_O_WORKDIR=str(batch.folder))
+    wait_for(batch.folder / "begun")
+    job.send_signal(number)
+    job.communicate(timeout=20)
+    assert job.returncode == 75 and bool(batch.calls("qsub")) is back
+
+
+@pytest.mark.parametrize("task", ["0", "1"])
+def test_every_task_of_an_array_has_its_settings_and_folder(batch: Batch, task: str) -> None:
+    batch.does("srun", "exit 75")
+    assert run(batch, render(SWEEP, SLURM), job="9", SLURM_ARRAY_JOB_ID="9", SLURM_ARRAY_TASK_ID=task).returncode == 75
+    (call,) = batch.calls("srun")
+    assert call.words[-4:] == ["--set", f"train.seed={int(task) + 1}", "--set", f"run.folder=runs/a/{task}"]
+    assert (batch.folder / f"runs/a/{task}/starts.txt").read_text() == f"9_{task} nothing\n"
+    # The job id of a task may be that of the array, and what is done to that is done to all tasks.
+    assert batch.calls("scontrol")[0].words == ["requeue", f"9_{task}"]
+    assert f"--jobs=9_{task}" in batch.calls("squeue")[0].words
+
+
+def test_a_task_that_the_sweep_does_not_have_is_bad_input(batch: Batch) -> None:
+    done = run(batch, render(SWEEP, SLURM), SLURM_ARRAY_JOB_ID="7", SLURM_ARRAY_TASK_ID="2")
+    assert done.returncode == 2 and "task 2 of the array has no settings" in done.stderr and not batch.calls("srun")
+
+
+def test_a_task_of_pbs_comes_back_alone(batch: Batch) -> None:
+    batch.does("mpiexec", "mkdir -p runs/a/1/checkpoints; touch runs/a/1/checkpoints/step_1.h5; exit 75")
+    batch.does("qsub", "cat >submitted")
+    script = render(SWEEP, PBS)
+    assert pbs(batch, script, job="7[1].server", PBS_ARRAY_INDEX="1").returncode == 75
+    assert [call.words for call in batch.calls("qsub")] == [["-v", "HPCTRAIN_JOB=7[1].server,HPCTRAIN_TASK=1"]]
+    again = (batch.folder / "submitted").read_text()
+    assert again == script.replace("#PBS -J 0-1\n", "") != script
+    assert pbs(batch, again, job="8", HPCTRAIN_JOB="7[1].server", HPCTRAIN_TASK="1").returncode == 75
+    assert batch.calls("mpiexec")[1].words[-1] == "run.folder=runs/a/1"
+    assert (batch.folder / "runs/a/1/starts.txt").read_text() == "7[1].server nothing\n7[1].server step_1.h5\n"
+
+
+def test_a_benchmark_runs_once(batch: Batch) -> None:
+    asked = Request(config="a.toml", folder="runs/a", time="00:08:00", template="benchmark")
+    done = run(batch, render(asked, SLURM))
+    assert done.returncode == 0 and "HPCTRAIN_CALIBRATION=runs/a/calibration.json" in done.stdout
+    (call,) = batch.calls("srun")
+    assert call.words[-4:] == ["--seconds", "240", "--output", "runs/a/calibration.json"]
+    batch.does("srun", "exit 3")
+    assert run(batch, render(asked, SLURM)).returncode == 3 and not batch.calls("scontrol")
+
+
+def test_a_container_runs_inside_of_the_launcher(batch: Batch) -> None:
+    profile = Profile(scheduler="slurm", container_options=("--nv",))
+    run(batch, render(Request(config="a.toml", folder="r", time="00:10:00", container="torch.sif"), profile))
+    assert batch.calls("srun")[0].words[2:8] == ["apptainer", "exec", "--nv", "torch.sif", "hpctrain", "train"]
+
+
+@pytest.mark.parametrize("asked, runs", [("", ["podman", "exec", "site.sif", "hpctrain"]), ("none", ["hpctrain"])])
+def test_a_site_may_have_a_container(asked: str, runs: list[str], batch: Batch) -> None:
+    profile = Profile(scheduler="slurm", container="site.sif", container_program="podman")
+    run(batch, render(Request(config="a.toml", folder="r", time="00:10:00", container=asked), profile))
+    assert batch.calls("srun")[0].words[2 : 2 + len(runs)] == runs

@@ -1,0 +1,107 @@
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from support.batch import Batch
+
+from hpctrain.errors import LaunchError, UsageError
+from hpctrain.launch import submit as submitting
+from hpctrain.launch.submit import clean, submit
+
+
+@pytest.fixture
+def batch(tmp_path: Path) -> Batch:
+    batch = Batch(tmp_path)
+    batch.does("sbatch", "echo 1234")
+    batch.does("qsub", "echo 77.server")
+    return batch
+
+
+def test_a_script_is_written_submitted_and_noted(batch: Batch, tmp_path: Path) -> None:
+    folder = tmp_path / "runs/a b"
+    environment = batch.environment(SBATCH_PARTITION="other", SLURM_CONF="/x", SLURM_MEM_PER_CPU="9", TEST_A="1")
+    done = submit("slurm", "#!/bin/bash\n", folder, environ=environment)
+    assert (done.job_id, done.script) == ("1234", folder / "job.sbatch")
+    assert done.script.read_text() == "#!/bin/bash\n" and os.access(done.script, os.X_OK)
+    (call,) = batch.calls("sbatch")
+    assert call.words == ["--parsable", str(done.script)]
+    assert done.removed == ("SBATCH_PARTITION", "SLURM_MEM_PER_CPU")
+    assert not set(done.removed) & call.environment.keys()
+    assert (call.environment["SLURM_CONF"], call.environment["TEST_A"]) == ("/x", "1")
+    (entry,) = json.loads((folder / "jobs.json").read_text())
+    assert entry["job_id"] == "1234" and entry["environment_removed"] == list(done.removed) and entry["submitted"]
+    submit("slurm", "#!/bin/sh\n", folder, after="1234", environ=environment)
+    assert batch.calls("sbatch")[1].words == ["--parsable", "--dependency=afterany:1234", str(done.script)]
+    assert len(json.loads((folder / "jobs.json").read_text())) == 2
+    assert sorted(path.name for path in folder.iterdir()) == ["job.sbatch", "jobs.json"]
+
+
+def test_pbs(batch: Batch, tmp_path: Path) -> None:
+    outer = {"PBS_DPREFIX": "#X", "PBS_SERVER": "s", "PBS_JOBID": "3", "PBS_NODEFILE": "/x"}
+    outer["OMPI_COMM_WORLD_SIZE"] = "2"
+    done = submit("pbs", "#!/bin/bash\n", tmp_path, after="12.server", environ=batch.environment(**outer))
+    (call,) = batch.calls("qsub")
+    assert call.words == ["-W", "depend=afterany:12.server", str(tmp_path / "job.pbs")]
+    assert done.job_id == "77.server" and call.environment["PBS_SERVER"] == "s"
+    assert done.removed == ("OMPI_COMM_WORLD_SIZE", "PBS_DPREFIX", "PBS_JOBID", "PBS_NODEFILE")
+
+
+def test_every_variable_that_sbatch_reads_is_left_out() -> None:
+    names = "ACCOUNT ARRAY_INX CONSTRAINT EXCLUSIVE EXPORT GPUS MEM_PER_NODE NO_REQUEUE PARTITION QOS SIGNAL TIMELIMIT"
+    environment = {f"SBATCH_{name}": "x" for name in names.split()} | {"SLURM_HINT": "x", "SLURM_EXIT_ERROR": "9"}
+    environment["A"] = "b"
+    kept, removed = clean(environment)
+    assert kept == {"A": "b"} and len(removed) == len(environment) - 1
+
+
+@pytest.mark.parametrize(
+    "printed, job_id",
+    [("1234;cluster", "1234"), ("1234[].server", "1234[].server"), ("12", "12"), ("a warning\n99\n", "99")],
+)
+def test_ids_of_jobs(batch: Batch, tmp_path: Path, printed: str, job_id: str) -> None:
+    batch.does("sbatch", f"printf '%s' '{printed}'")
+    assert submit("slurm", "x", tmp_path, environ=batch.environment()).job_id == job_id
+
+
+@pytest.mark.parametrize(
+    "does, message",
+    [
+        ("echo 'Invalid account' >&2; exit 1", r"sbatch --parsable .* failed \(exit code 1\): Invalid account"),
+        ("exit 0", "sbatch told no job id: it printed nothing"),
+        ("echo 'all well'", "sbatch told no job id: all well"),
+    ],
+)
+def test_what_the_scheduler_says_is_passed_on(batch: Batch, tmp_path: Path, does: str, message: str) -> None:
+    batch.does("sbatch", does)
+    with pytest.raises(LaunchError, match=message):
+        submit("slurm", "x", tmp_path / "run", environ=batch.environment())
+    assert not (tmp_path / "run/jobs.json").exists()
+
+
+def test_where_there_is_no_scheduler(tmp_path: Path) -> None:
+    with pytest.raises(LaunchError, match="there is no qsub here: submit from a login node"):
+        submit("pbs", "x", tmp_path, environ={"PATH": str(tmp_path)})
+
+
+def test_a_scheduler_that_does_not_answer(batch: Batch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(submitting, "TIMEOUT", 0.2)
+    batch.does("sbatch", "exec /bin/sleep 20")
+    with pytest.raises(LaunchError, match="sbatch has not answered for 0.2 s"):
+        submit("slurm", "x", tmp_path, environ=batch.environment())
+
+
+@pytest.mark.parametrize("after", ["1;canary", "-1", "$(canary)", "1\n", "x"])
+def test_a_job_to_wait_for_is_an_id(batch: Batch, tmp_path: Path, after: str) -> None:
+    with pytest.raises(UsageError, match="--after .* is not the id of a job"):
+        submit("slurm", "x", tmp_path, after=after, environ=batch.environment())
+    assert not batch.calls()
+
+
+def test_a_folder_that_cannot_be_written(batch: Batch, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UsageError, match="cannot write .*job.sbatch"):
+        submit("slurm", "x", tmp_path / "file", environ=batch.environment())
+    assert not batch.calls()
