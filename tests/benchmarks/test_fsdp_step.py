@@ -124,6 +124,7 @@ def test_wrong_options_are_refused(arguments: tuple[str, ...], message: str) -> 
         fsdp_step.parse(arguments)
 
 
+@pytest.mark.benchmark
 def test_one_rank_is_refused(launch: JobStarter) -> None:
     done = launch(0, PROGRAM, "--quick")
     assert done.returncode == 2 and "one rank shares nothing" in done.stderr, done

@@ -22,6 +22,7 @@ def test_the_limit_is_that_of_the_fastest_reading(nodes: int, share: float) -> N
     assert multinode.limit(10**6, nodes, [5e5, 1e6, 9e5]) == pytest.approx(share)
 
 
+@pytest.mark.benchmark
 def test_one_node_is_refused(launch: JobStarter) -> None:
     done = launch(2, PROGRAM)
     assert done.returncode == 2, done

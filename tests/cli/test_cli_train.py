@@ -60,6 +60,7 @@ def refused(launch: Any, project: Path) -> Any:
         (["tiny.toml", "--walltime", "90"], "a walltime of '90': write it as 04:00:00"),
         (["tiny.toml", "--walltime=04:00:00", "--resume", "maybe"], "setting run.resume = 'maybe': allowed are auto"),
         (["tiny.toml", "--set", "model.factory=x"], "write it as package.module:function"),
+        (["tiny.toml", "--set", "parallel.schedule=2f2b"], "allowed are naive, gpipe, 1f1b"),
         (["model.toml"], "unknown model.name 'gtp-tiny': did you mean gpt-tiny? known are convnet, gpt-25m"),
     ],
 )
@@ -101,17 +102,11 @@ def test_the_folder_is_named_after_the_config(launch: Any, tmp_path: Path) -> No
     assert "local rank" in result.stderr  # the binding table
 
 
-INTERLEAVED = ["parallel.schedule=interleaved", "parallel.chunks=4"]
-
-
 @pytest.mark.parametrize(
     "ranks, words, said",
     [
         (2, ["tiny.toml", "parallel.pipe=2"], "class Model cannot be cut into stages: write a method layers()"),
-        (2, ["gpt.toml", "parallel.pipe=2", *INTERLEAVED], "7 layers cannot make 8"),
-        (2, ["gpt.toml", "parallel.pipe=2", "parallel.schedule=2f2b"], "allowed are naive, gpipe, 1f1b"),
         (3, ["gpt.toml", "parallel.tensor=3"], "head"),
-        (2, ["gpt.toml", "parallel.tensor=2", "parallel.tensor_plan=*.fx=column"], "no module has such a name"),
     ],
 )
 def test_models_that_cannot_be_split_so(refused: Any, ranks: int, words: list[str], said: str) -> None:
