@@ -62,7 +62,7 @@ class Ours(Side):
 
     def __init__(self, task: Task) -> None:
         super().__init__(task)
-        self.passes = {threads: OnePass(self.optimizer, threads=threads) for threads in thread_counts()}
+        self.one_pass = OnePass(self.optimizer)
 
     def step(self) -> None:
         """Update by gradients in float32."""
@@ -73,9 +73,8 @@ class Ours(Side):
         self._step(self.gradients_16)
 
     def _step(self, gradients: list[Piece]) -> None:
-        one_pass = self.passes[torch.get_num_threads()]
         for parameters, piece, copy in zip(self.parameters, gradients, self.copies):
-            one_pass.step(parameters, piece.views, SCALE, copy.views)
+            self.one_pass.step(parameters, piece.views, SCALE, copy.views)
 
 
 def make(names: list[str], task: Task) -> tuple[dict[str, Callable[[], None]], list[Side]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -24,7 +25,8 @@ _Job = tuple[nn.Parameter, Tensor, Tensor | None]  # a parameter, its gradient, 
 class OnePass:
     """Update an optimizer's parameters, in the host's memory, to the very bits that the optimizer itself would give.
 
-    ``elements`` and ``seconds`` add up what was updated in slices.
+    In the main thread torch's own threads compute, in others, beside a main thread that does, so many ``threads`` as
+    torch has; where their number is given, those always. ``elements`` and ``seconds`` add up what was updated in slices.
     """
 
     def __init__(
@@ -33,7 +35,7 @@ class OnePass:
         self.elements, self.seconds = 0, 0.0
         self._optimizer = optimizer
         self._numel = max(slice_bytes // _ITEM // LINE, 1) * LINE
-        self._hands = shared(threads)
+        self._hands, self._hands_always = shared(threads), threads is not None
         self._places: dict[int, int] = {}  # parameter: number of its group
         self._cuts: dict[int, Cut] = {}
 
@@ -136,7 +138,12 @@ class OnePass:
         def update(batch: Batch) -> None:
             batch.update(factor, self._numel)
 
-        self._hands.each(update, cut)
+        # While others compute, torch's threads wait for each other at every call (see hands); alone they are faster.
+        if self._hands_always or threading.current_thread() is not threading.main_thread():
+            self._hands.each(update, cut)
+        else:
+            for batch in cut:
+                update(batch)
         self.seconds += time.perf_counter() - began
         self.elements += sum(parameter.numel() for batch in cut for parameter in batch.parameters)
 
