@@ -25,8 +25,8 @@ _Job = tuple[nn.Parameter, Tensor, Tensor | None]  # a parameter, its gradient, 
 class OnePass:
     """Update an optimizer's parameters, in the host's memory, to the very bits that the optimizer itself would give.
 
-    In the main thread torch's own threads compute, in others, beside a main thread that does, so many ``threads`` as
-    torch has; where their number is given, those always. ``elements`` and ``seconds`` add up what was updated in slices.
+    In the main thread torch's own threads compute; in others, beside a main thread that does, ``threads`` of this
+    module, and where their number is given, always. ``elements`` and ``seconds`` add up what was updated in slices.
     """
 
     def __init__(
