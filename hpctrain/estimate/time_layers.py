@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from statistics import median
 from typing import Any
 
 import torch
@@ -116,7 +117,7 @@ def _walk(facts: Facts, samples: int, loss: str, dtype: torch.dtype | None) -> d
 def _time(
     module: nn.Module, x: Values, kept: dict[str, Tensor], dtype: torch.dtype | None
 ) -> tuple[tuple[float, float], Values]:
-    """Return the shortest seconds of both passes, and what the layer returned."""
+    """Return the median seconds of both passes, as a step has good and bad moments, and what the layer returned."""
     before = {name: one.detach() for name, one in kept.items()}
 
     def passes() -> tuple[Values, float, float]:
@@ -148,7 +149,7 @@ def _best(passes: Callable[[], tuple[Values, float, float]]) -> tuple[Values, fl
     runs = [passes()]
     while len(runs) < 2 or len(runs) < REPEATS and time.perf_counter() < end:
         runs.append(passes())
-    return runs[0][0], min(run[1] for run in runs), min(run[2] for run in runs)
+    return runs[0][0], median(run[1] for run in runs), median(run[2] for run in runs)
 
 
 @cache
