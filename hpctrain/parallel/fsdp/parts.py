@@ -66,10 +66,7 @@ def assemble(
     offload: OffloadSettings = OffloadSettings(),
 ) -> Parts:
     """Cut a model, give every rank its shards, and return the parts; a call by all ranks."""
-    check_same_model(model, comm)
-    if not trainable(model):
-        raise UsageError("the model has no parameter that requires a gradient", everywhere=True)
-    check_drawable(model)
+    _check(model, comm)
     units = find_units(model, settings.units)
     old = dict(model.named_parameters())
     numbers = {name: id(parameter) for name, parameter in model.named_parameters(remove_duplicate=False)}
@@ -81,33 +78,29 @@ def assemble(
     mapped = inside.shares_memory and device.type == "cpu"
     passing = settings.data == "fsdp" and not mapped
     engine = _engine(offload, device, comm, list(old.values()), inside.size)
-    maker = PieceMaker(
-        inside,
-        _memory(inside, device, mapped),
-        device,
-        passing=passing,
-        narrow=narrow,
-        host=engine.host if engine else None,
-        host_frozen=engine.host if engine and offload.parameters else None,
-    )
+    host = engine.host if engine else None
+    host_frozen = host if offload.parameters else None
+    flat = _memory(inside, device, mapped)
+    maker = PieceMaker(inside, flat, device, passing=passing, narrow=narrow, host=host, host_frozen=host_frozen)
     stations, pieces = _cut(maker, units, list(old), settings, passing)
     members = {id(old[member.name]): member for piece in pieces for member in piece.members}
     by_name = {name: members[number] for name, number in numbers.items()}
     units = [Unit(unit.name, unit.module, [], []) for unit in units]  # without the old parameters
     lane = Lane(streams_of(device))
-    whole = settings.data == "zero1" and engine is None  # which would be too much for who has to offload
     form: Form
     if passing:
         form = Passing(stations, inside, lane, settings.prefetch)
     else:
         form = Resident(pieces, inside, lane, mapped=mapped)
     trained = [piece for piece in pieces if piece.trained]
+    whole = settings.data == "zero1" and engine is None  # which would be too much for who has to offload
+    room = _room(trained, inside, settings, device, whole=whole)
     reduction = Reduction(
         trained,
         inside,
         comm,
         replicas,
-        _room(trained, inside, settings, device, whole=whole),
+        room,
         lane,
         dtype=narrow or (torch.bfloat16 if settings.compression == "bfloat16" else None),
         early=not whole or lane.beside or inside.shares_memory,
@@ -121,6 +114,14 @@ def assemble(
     if isinstance(form, Passing):
         form.reducer = reduction
     return Parts(units, pieces, form, reduction, inside, replicas, narrow, replaced, by_name, engine)
+
+
+def _check(model: nn.Module, comm: Communicator) -> None:
+    """Raise what is wrong with a model, before it is changed."""
+    check_same_model(model, comm)
+    if not trainable(model):
+        raise UsageError("the model has no parameter that requires a gradient", everywhere=True)
+    check_drawable(model)
 
 
 def _engine(
