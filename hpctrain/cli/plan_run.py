@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +28,8 @@ def plan(args: argparse.Namespace) -> int:
     limits = Limits(_bytes(args.device_memory, "--device-memory"), _bytes(args.host_memory, "--host-memory"))
     planned = planned_run(args, limits)
     found = candidates(planned, limits, everything=bool(args.strategies))
+    if sys.stderr.isatty():
+        print("forecasting, which takes seconds where this machine is measured ...", file=sys.stderr)
     times = time_report(planned, args.machine, found)
     _draw(args, planned, found, times)
     if args.json:

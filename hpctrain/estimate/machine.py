@@ -59,6 +59,7 @@ class Machine:
     host_bandwidth: float = 100e9  # of the host's memory, for updates that are made there
     peak: float = 0.0  # operations a second of the whole rank's device, as its maker says; 0: not known
     assumed: tuple[str, ...] = ()  # what was not measured, in words
+    busy: bool = False  # others were at work on it when it was measured
 
     def seat(self, ranks: int) -> Seat:
         """Return what a rank gets where ``ranks`` share a node."""

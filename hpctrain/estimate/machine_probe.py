@@ -28,7 +28,7 @@ SIDE = 512  # rows and columns of the products: large enough for a core, small e
 STREAM = 2**24  # bytes of each array that is streamed: three of them are more than most caches hold
 FILE = 2**25  # bytes
 BURSTS, LONGEST = 12, 0.35  # repeats, and seconds after which no more are made
-BUSY = 0.4  # processes a core, in the last minute, from which on a machine counts as busy
+BUSY, LOOK = 0.3, 0.25  # share of the cores at work from which on a machine counts as busy; seconds of looking
 OPERATORS = 64  # in a row, to see what each costs
 # What cannot be measured without ranks, until a calibration says better: of two ranks that spin, and of ranks that wait
 # for their turn on a core; messages through memory; a network of 100 Gbit/s.
@@ -40,7 +40,7 @@ def probe(dtype: str = "float32", folder: Path | None = None) -> Machine:
     """Return this machine's rates; the disk's are those of ``folder``, or of what is there of it."""
     cores = len(cpu_affinity())
     kind = getattr(torch, dtype)
-    busy = os.getloadavg()[0] > BUSY * cores
+    busy = at_work() > BUSY
     counts = [1] if busy else _counts(cores)
     with threads_as_before():
         flops = _curve({count: _products(count, kind) for count in counts}, cores)
@@ -67,7 +67,29 @@ def probe(dtype: str = "float32", folder: Path | None = None) -> Machine:
             f"node meet in {MEETING * 1e6:g} us, in {TURN * 1e6:g} us where they take turns on a core",
             said,
         ),
+        busy=busy,
     )
+
+
+def at_work() -> float:
+    """Return which share of this process's cores others keep at work just now."""
+    before = _ticks()
+    time.sleep(LOOK)
+    spent = [after - earlier for earlier, after in zip(before, _ticks())]
+    if len(spent) != 2 or spent[1] <= 0:
+        return min(os.getloadavg()[0] / len(cpu_affinity()), 1.0)  # the system does not say: the last minute's
+    return 1 - spent[0] / spent[1]
+
+
+def _ticks() -> list[int]:
+    """Return how long this process's cores have idled, and how long they have been there; [] where nobody knows."""
+    names = {f"cpu{number}" for number in cpu_affinity()}
+    try:
+        lines = [line.split() for line in Path("/proc/stat").read_text().splitlines()]
+    except OSError:
+        return []
+    cores = [[int(word) for word in words[1:9]] for words in lines if words[0] in names]
+    return [sum(core[3] + core[4] for core in cores), sum(map(sum, cores))] if cores else []
 
 
 def probe_gpu(dtype: str = "float32", folder: Path | None = None) -> Machine:

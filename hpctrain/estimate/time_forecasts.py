@@ -13,6 +13,7 @@ from hpctrain.collectives.choice.table import Layout
 from hpctrain.estimate.machine import Machine
 from hpctrain.estimate.machine_presets import preset
 from hpctrain.estimate.machine_probe import probe, probe_gpu
+from hpctrain.estimate.rehearsal import Rehearsal, rehearse
 from hpctrain.estimate.run import PlannedRun
 from hpctrain.estimate.time_layers import Timed, time_layers
 from hpctrain.estimate.time_passes import Clock, dtype_of, one_thread, recomputed_layers
@@ -35,19 +36,22 @@ class Forecasts:
         self._first = run
         self._works: dict[Any, ModelWork] = {}
         self._times: dict[Any, dict[int, Timed] | None] = {}
+        self._together: dict[Any, tuple[float, float]] = {}
+        self._rehearsal: Rehearsal | None = None
 
     def of(self, run: PlannedRun) -> Forecast:
         """Return what forecasts a run; raises ``UsageError`` where its model cannot be split so."""
         parallel, dtype = run.parallel, dtype_of(run)
         whole = self._work(run, ParallelSettings())
         local = self._work(run, parallel) if parallel.tensor > 1 else whole
-        timed = None
+        clock = Clock(self.machine, whole, local, None, recomputed_layers(run.facts, run))
         if self._here and self.machine.kind == "cpu":
             key = dtype, run.settings.train.loss
             if key not in self._times:
                 self._times[key] = self._time(whole, dtype)
-            timed = self._times[key]
-        clock = Clock(self.machine, whole, local, timed, recomputed_layers(run.facts, run))
+            clock = replace(clock, timed=self._times[key])
+            if clock.timed is not None:
+                clock = replace(clock, together=self._rehearsed(key, clock))
         return Forecast(self.machine, clock, self.calibrated)
 
     def step(self, run: PlannedRun) -> StepTime:
@@ -57,8 +61,10 @@ class Forecasts:
     def assumptions(self, run: PlannedRun) -> list[str]:
         """Return in words what the forecast of a run goes by."""
         found = [f"rates: {self.machine.name}, {self.machine.source}"]
-        if self.of(run).clock.timed is not None:
+        clock = self.of(run).clock
+        if clock.timed is not None:
             found.append("layers: one of each kind timed here on one thread, alone, at two numbers of samples")
+            found.append(self._told(clock))
         else:
             found.append("layers: operations and bytes counted, divided by the rates")
         if run.ranks > 1:
@@ -73,6 +79,33 @@ class Forecasts:
         if key not in self._works:
             self._works[key] = count(run.facts, loss, dtype, parallel)
         return self._works[key]
+
+    def _rehearsed(self, key: Any, clock: Clock) -> tuple[float, float]:
+        """Return what the first run's passes take, where they can be rehearsed, against the sum of their layers."""
+        if key not in self._together:
+            self._together[key] = (1.0, 1.0) if self.machine.busy else self._rehearse(clock)
+        return self._together[key]
+
+    def _rehearse(self, clock: Clock) -> tuple[float, float]:
+        run = self._first
+        whole = replace(clock, local=clock.whole, recomputed=frozenset())
+        layers = whole.layers(run, Forecast(self.machine, whole).network(run))
+        forward, backward = sum(layer.forward for layer in layers), sum(layer.backward for layer in layers)
+        one = rehearse(run, self.machine.seat(run.ranks_on_node).threads, forward + backward)
+        self._rehearsal = one or self._rehearsal
+        return (one.forward / forward, one.backward / backward) if one is not None else (1.0, 1.0)
+
+    def _told(self, clock: Clock) -> str:
+        """Return in words what the layers take together."""
+        one, (forward, backward) = self._rehearsal, clock.together
+        if one is None:
+            return "passes: the sum of their layers"
+        who = f"{one.ranks} processes at once" if one.ranks > 1 else "a process"
+        threads = f"{one.threads} thread{'s' if one.threads > 1 else ''}"
+        return (
+            f"passes: made here by {who} of {threads}, which took {forward:.2f} (forward) and {backward:.2f} "
+            "(backward) of the sum of their layers"
+        )
 
     def _time(self, whole: ModelWork, dtype: torch.dtype | None) -> dict[int, Timed] | None:
         run = self._first

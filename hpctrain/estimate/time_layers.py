@@ -107,7 +107,7 @@ def _walk(facts: Facts, samples: int, loss: str, dtype: torch.dtype | None) -> d
     for layer in facts.layers:
         key = (layer.kind, looks(x))
         if key not in known:
-            known[key] = _time(_real(layer.module), x, kept, dtype)
+            known[key] = _time(real_copy(layer.module), x, kept, dtype)
         times, x = known[key]
         found[layer.kind] = times
     found[-1], _ = _time(calling(lambda outputs: LOSSES[loss](outputs, targets)), x, kept, None)
@@ -163,7 +163,7 @@ def _forget(values: Values) -> None:
     each(values, lambda one: one.detach().clone())
 
 
-def _real(module: nn.Module) -> nn.Module:
+def real_copy(module: nn.Module) -> nn.Module:
     """Return a copy with memory, and in it small numbers, whose size does not change what they cost."""
     made = copy.deepcopy(module).to_empty(device=CPU)
     with torch.no_grad():

@@ -41,6 +41,7 @@ class Clock:
     local: ModelWork  # of what a tensor rank has of it; the same without tensor ranks
     timed: Mapping[int, Timed] | None = None  # whole layers
     recomputed: frozenset[int] = field(default=frozenset())  # numbers of layers that compute forward twice
+    together: tuple[float, float] = (1.0, 1.0)  # what all layers of a pass take, against the sum of each by itself
 
     def layers(self, run: PlannedRun, network: Network) -> list[Passes]:
         """Return the passes of every layer on a microbatch, the loss last."""
@@ -55,6 +56,10 @@ class Clock:
         return found
 
     def _seconds(self, layer: LayerWork, whole: LayerWork, samples: float, seat: Seat) -> tuple[float, float]:
+        forward, backward = self._alone(layer, whole, samples, seat)
+        return forward * self.together[0], backward * self.together[1]
+
+    def _alone(self, layer: LayerWork, whole: LayerWork, samples: float, seat: Seat) -> tuple[float, float]:
         forward, backward = (seconds_of(work, self.machine, seat) for work in (layer.forward, layer.backward))
         if self.timed is None:
             return forward, backward

@@ -21,27 +21,43 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def load(monkeypatch: pytest.MonkeyPatch, value: float) -> None:
-    monkeypatch.setattr(os, "getloadavg", lambda: (value, value, value))
+    """Let others keep that share of the cores at work while the probe looks."""
+    looks = iter([[1000, 5000], [1000 + round(400 * (1 - value)), 5400]])
+    monkeypatch.setattr(machine_probe, "_ticks", lambda: next(looks))
+    monkeypatch.setattr(machine_probe, "LOOK", 0)
 
 
 def test_rates_are_measured_and_threads_given_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    load(monkeypatch, 0.0)
+    load(monkeypatch, 0.1)
     before = torch.get_num_threads()
     found = probe(folder=tmp_path / "not" / "there")
     assert torch.get_num_threads() == before and found.kind == "cpu" and found.cores == 2
     for curve in (found.flops, found.bandwidth):
         assert sorted(curve) == [1, 2] and 0 < curve[1] <= curve[2] <= 2 * curve[1]
     assert 1e-8 < found.call < 1e-2 and found.disk > 0 and not list(tmp_path.iterdir())
-    assert any(str(tmp_path) in line for line in found.assumed)
+    assert any(str(tmp_path) in line for line in found.assumed) and not found.busy
 
 
 def test_a_busy_machine_is_taken_to_do_with_two_cores_twice_what_it_does_with_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    load(monkeypatch, 3.0)
+    load(monkeypatch, 0.5)
     found = probe(folder=tmp_path)
     assert found.flops[2] == 2 * found.flops[1] and found.bandwidth[2] == 2 * found.bandwidth[1]
-    assert any("others are at work here" in line for line in found.assumed)
+    assert any("others are at work here" in line for line in found.assumed) and found.busy
+
+
+def test_work_of_others_is_read_from_the_system_and_else_guessed(monkeypatch: pytest.MonkeyPatch) -> None:
+    mine = "cpu0 10 0 10 70 5 0 0 5 0 0\ncpu1 20 0 0 60 0 0 0 0 0 0\n"
+    cores = f"cpu  9 9 9 9 9 9 9 9 0 0\n{mine}cpu2 9 9 9 9 9 9 9 9 9 9\n"
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "read_text", lambda path: cores)
+        assert machine_probe._ticks() == [70 + 5 + 60, 100 + 80]
+    load(monkeypatch, 0.25)
+    assert machine_probe.at_work() == pytest.approx(0.25)
+    monkeypatch.setattr(machine_probe, "_ticks", list)
+    monkeypatch.setattr(os, "getloadavg", lambda: (1.5, 0.0, 0.0))
+    assert machine_probe.at_work() == pytest.approx(0.75)
 
 
 def test_one_thread_is_timed_by_its_own_clock() -> None:

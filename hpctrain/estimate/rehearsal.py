@@ -1,0 +1,131 @@
+"""Rehearse a step's passes on this machine: as many processes at once as a node will have ranks, each with its threads.
+
+Layers that are timed one by one (``time_layers``) say nothing of what a whole model does to the memory it works in, nor
+of what ranks that compute side by side take from each other: caches, the memory's rate, turns on a core. Where model
+and machine are small enough, the passes are therefore made for real a few times, by processes that start every step
+together, as ranks do. What they take against the sum of the layers corrects every forecast for this machine.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+
+from hpctrain.cluster.launcher import without_launcher
+from hpctrain.estimate.memory import memory_of
+from hpctrain.estimate.rehearsal_rank import READY, Part
+from hpctrain.estimate.run import PlannedRun
+from hpctrain.estimate.time_passes import dtype_of
+from hpctrain.parallel.offload.settings import OffloadSettings
+from hpctrain.parallel.settings import ParallelSettings
+
+MOST_RANKS = 8  # processes that are started; each imports torch, which takes seconds of a core
+MOST_SECONDS = 2.0  # forecast for a step's passes
+MOST_MEMORY = 0.5  # of what the machine has free
+WARM, LEAST, MOST, LONGEST = 2, 3, 20, 4.0  # steps; seconds after which no more than the least are made
+DEADLINE = 60.0  # seconds for all of it
+
+Process = subprocess.Popen[bytes]
+_MODULE = "hpctrain.estimate.rehearsal_rank"
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """Hold the seconds of the two passes, side by side with as many others as the node will have."""
+
+    forward: float
+    backward: float
+    ranks: int
+    threads: int
+
+
+def rehearse(run: PlannedRun, threads: int, expected: float) -> Rehearsal | None:
+    """Return what the passes of a microbatch take; None where they are too much to be rehearsed, or a process fails.
+
+    ``threads`` are those of a rank, ``expected`` the seconds that the passes are forecast to take.
+    """
+    ranks = run.ranks_on_node
+    if ranks > MOST_RANKS or expected > MOST_SECONDS or _memory(run) > MOST_MEMORY * free_memory():
+        return None
+    part = Part(run.settings, run.microbatch, threads, dtype_of(run))
+    try:
+        with _company(part, ranks) as company:
+            steps = list(_steps(company))
+    except (OSError, ValueError):
+        return None  # it has told the user why; the forecast goes by layers
+    forward, backward = (median(step[way] for step in steps) for way in (0, 1))
+    return Rehearsal(forward, backward, ranks, threads)
+
+
+def _memory(run: PlannedRun) -> int:
+    """Return the bytes that the processes will need: each has the whole model, and is a run of one rank."""
+    train = replace(run.settings.train, batch=run.microbatch, accumulate=1)
+    alone = replace(run.settings, train=train, parallel=ParallelSettings(), offload=OffloadSettings())
+    return memory_of(PlannedRun(alone, run.facts, 1, 1)).rank.host_total * run.ranks_on_node
+
+
+def free_memory() -> int:
+    """Return the bytes that this machine could still give to processes; half of its memory where it does not say."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration):
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+
+
+@contextmanager
+def _company(part: Part, ranks: int) -> Iterator[Sequence[Process]]:
+    """Lend processes that are ready to play; none outlives the ``with`` block, or the deadline."""
+    command = [sys.executable, "-m", _MODULE]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "env": without_launcher()}
+    company = [subprocess.Popen(command, **pipes) for _ in range(ranks)]  # type: ignore[call-overload]
+
+    def end() -> None:
+        for one in company:
+            one.kill()
+
+    alarm = threading.Timer(DEADLINE, end)
+    alarm.start()
+    try:
+        for one in company:
+            pickle.dump(part, one.stdin)
+            one.stdin.flush()
+        for one in company:
+            if one.stdout.readline().decode().strip() != READY:
+                raise ValueError("a process of the rehearsal ended before it began")
+        yield company
+    finally:
+        alarm.cancel()
+        end()
+        for one in company:
+            one.communicate()
+
+
+def _steps(company: Sequence[Process]) -> Iterator[tuple[float, float]]:
+    """Yield the passes of every step that counts, of the process that took longest."""
+    for _ in range(WARM):
+        _together(company)
+    end = time.perf_counter() + LONGEST
+    for number in range(MOST):
+        if number >= LEAST and time.perf_counter() > end:
+            return
+        yield max(_together(company), key=sum)
+
+
+def _together(company: Sequence[Process]) -> list[tuple[float, float]]:
+    for one in company:
+        assert one.stdin is not None
+        one.stdin.write(b"\n")
+        one.stdin.flush()
+    answers = [one.stdout.readline() for one in company if one.stdout is not None]
+    return [tuple(json.loads(answer)) for answer in answers]
