@@ -1,0 +1,1 @@
+"""Let ranks read and change each other's memory while its owners compute."""

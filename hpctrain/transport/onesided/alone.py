@@ -1,0 +1,43 @@
+"""Expose the memory of a world of one rank to itself."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from hpctrain.errors import CommunicationError
+from hpctrain.transport.onesided.exposed import Exposed, Operation
+
+
+class ExposedAlone(Exposed):
+    """Hold the memory of one rank, with no MPI."""
+
+    name = "alone"
+    rank = 0
+
+    def __init__(self, lengths: Sequence[int], dtype: torch.dtype, words: int) -> None:
+        self.lengths, self.dtype = list(lengths), dtype
+        self._memory = torch.zeros(lengths[0], dtype=dtype)
+        self._words = [0] * words
+
+    def view(self, rank: int) -> Tensor | None:
+        """Return the memory."""
+        return self._memory
+
+    def fetch_add(self, rank: int, word: int, amount: int = 0) -> int:
+        """Add to a counter, and return what it was."""
+        before = self._words[word]
+        self._words[word] += amount
+        return before
+
+    def barrier(self) -> None:
+        """Have nobody to wait for."""
+
+    def free(self) -> None:
+        """Let go of the memory."""
+        self._memory = torch.empty(0, dtype=self.dtype)
+
+    def _carry(self, operation: Operation, rank: int, values: Tensor, start: int) -> None:
+        raise CommunicationError("a world of one rank has no other node")

@@ -1,0 +1,130 @@
+"""Expose memory by messages, for MPI libraries whose one-sided operations are broken or slow.
+
+Note: the protocol. A request is a row of numbers (operation, first element, elements, counter, amount, answer's tag);
+elements that travel with it follow as a second message. Owners take requests whenever they make ``progress``, and
+ranks that wait for an answer do, so two that ask each other both get on. Every request is answered, so that it is known
+to be done. Within a node all is reached directly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import count
+
+import numpy as np
+import torch
+from mpi4py import MPI
+from torch import Tensor
+
+from hpctrain.transport.activity import timeout_seconds, waiting
+from hpctrain.transport.mpi_calls import memory
+from hpctrain.transport.onesided.exposed import Exposed, Operation
+from hpctrain.transport.onesided.shared import Counters, SharedPieces
+from hpctrain.transport.patience import SPINS, until
+
+_CODES = ("get", "put", "add", "count")
+_REQUEST, _ELEMENTS, _ANSWER = 1, 2, 3  # tags: the last is the first of many
+_ANSWERS = 1000
+_FIELDS = 5
+
+
+class ExposedByMessages(Exposed):
+    """Hold memory that its owner serves; made and freed by all ranks together."""
+
+    name = "messages"
+
+    def __init__(self, comm: MPI.Intracomm, lengths: Sequence[int], dtype: torch.dtype, words: int) -> None:
+        self._comm = comm.Dup()
+        self.rank, self.lengths, self.dtype = comm.rank, list(lengths), dtype
+        self._pieces = SharedPieces(self._comm, lengths, dtype)
+        self._places = {rank: place for place, rank in enumerate(self._pieces.views)}
+        self._counters = Counters(self._pieces.node, words)
+        self._sent: list[tuple[MPI.Request, object]] = []  # answers under way, and what they are made of
+        self._numbers = count()
+        self._comm.Barrier()
+
+    def view(self, rank: int) -> Tensor | None:
+        """Return a rank's memory where this one shares it."""
+        return self._pieces.views.get(rank)
+
+    def fetch_add(self, rank: int, word: int, amount: int = 0) -> int:
+        """Add to a counter of a rank, and return what it was."""
+        if rank in self._places:
+            return self._counters.fetch_add(self._places[rank], word, amount)
+        before = torch.zeros(1, dtype=torch.int64)
+        self._ask("count", rank, word, before, amount)
+        return int(before)
+
+    def _carry(self, operation: Operation, rank: int, values: Tensor, start: int) -> None:
+        self._ask(operation, rank, start, values)
+
+    # Asking -----------------------------------------------------------------------------------------------------------
+
+    def _ask(self, what: str, rank: int, start: int, values: Tensor, amount: int = 0) -> None:
+        """Send a request, and serve others until it is answered."""
+        if self.recorder is not None:
+            self.recorder.count(what, values.nbytes)
+        tag = _ANSWER + next(self._numbers) % _ANSWERS
+        request = np.array([_CODES.index(what), start, values.numel(), amount, tag], dtype=np.int64)
+        answered = what in ("get", "count")
+        room = memory(values) if answered else bytearray(1)
+        pending = [self._comm.Irecv([room, MPI.BYTE], rank, tag), self._comm.Isend(request, rank, _REQUEST)]
+        if not answered:
+            pending.append(self._comm.Isend([memory(values), MPI.BYTE], rank, _ELEMENTS))
+        operation = f"{what} in rank {rank}'s memory"
+        with waiting(operation):
+            until(lambda: self._done(pending), operation, lambda: _late(operation, rank), SPINS, period=1)
+
+    def _done(self, pending: list[MPI.Request]) -> bool:
+        self.progress()
+        return bool(MPI.Request.Testall(pending))
+
+    # Serving ----------------------------------------------------------------------------------------------------------
+
+    def progress(self) -> None:
+        """Serve the requests that have come."""
+        self._sent = [(request, made_of) for request, made_of in self._sent if not request.Test()]
+        status = MPI.Status()
+        while self._comm.Iprobe(MPI.ANY_SOURCE, _REQUEST, status):
+            self._serve(status.Get_source())
+
+    def _serve(self, source: int) -> None:
+        fields = np.zeros(_FIELDS, dtype=np.int64)
+        self._comm.Recv(fields, source, _REQUEST)
+        code, start, numel, amount, tag = map(int, fields)
+        what = _CODES[code]
+        if what == "count":
+            answer = torch.tensor([self.fetch_add(self.rank, start, amount)])
+        elif what == "get":
+            answer = self._pieces.own[start : start + numel].clone()  # as it is now
+        else:
+            values = torch.empty(numel, dtype=self.dtype)
+            self._comm.Recv([memory(values), MPI.BYTE], source, _ELEMENTS)
+            own = self._pieces.own[start : start + numel]
+            own.copy_(values) if what == "put" else own.add_(values)
+            answer = torch.zeros(1, dtype=torch.uint8)
+        self._sent.append((self._comm.Isend([memory(answer), MPI.BYTE], source, tag), answer))
+
+    def barrier(self) -> None:
+        """Wait until all ranks have come, and serve them meanwhile."""
+        meeting = [self._comm.Ibarrier()]
+        operation = "meeting of exposed memory"
+        with waiting(operation):
+            until(lambda: self._done(meeting), operation, lambda: _late(operation), SPINS, period=1)
+
+    def free(self) -> None:
+        """Serve what still comes until all ranks are here, and give the memory back; a call by all ranks."""
+        self.barrier()
+        for request, _ in self._sent:
+            request.Wait()
+        self._give_back()
+
+    def _give_back(self) -> None:
+        self._counters.free()
+        self._pieces.free()
+        self._comm.Free()
+
+
+def _late(operation: str, rank: int | None = None) -> str:
+    who = f"rank {rank} did not answer" if rank is not None else "not all ranks came"
+    return f"{operation}: {who} within {timeout_seconds():g} s (HPCTRAIN_TIMEOUT)"
