@@ -8,7 +8,11 @@ CORPUS   ?=# files or folders to train on; empty: the source files of Python's s
 RUN      ?= runs/gpt-tiny# where make train writes
 JOBS     ?= auto# workers of make test's first part; auto: one a core, from two to four; 0: none
 TESTS    ?=# files or folders of tests; empty: all
-REQUIRED ?=# 1: test-multinode fails, and is not skipped, where this machine cannot play two nodes
+PREFIX   ?=# where make install puts hpctrain, as /apps/hpctrain/1.0
+MODULES  ?=# where it puts modulefiles: a folder of MODULEPATH
+VERSION  ?=# what people load, as hpctrain/VERSION; empty: hpctrain's own
+DEPENDS  ?=# modules that are loaded with it, as the MPI of MPI=site
+REQUIRED ?=# 1: test-multinode and test-slurm fail, and are not skipped, where this machine cannot play nodes
 
 ifeq ($(filter $(MPI),mpich openmpi site),)
 $(error unknown MPI=$(MPI): allowed are mpich, openmpi, site)
@@ -45,7 +49,8 @@ endif
 PYTEST := $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help env train test test-jobs test-benchmarks test-multinode test-gpu lint types floors bench docs clean
+.PHONY: help env train test test-jobs test-benchmarks test-multinode test-slurm test-gpu test-install lint types floors bench docs install \
+    uninstall clean
 
 help: ## list the verbs
 	@awk -F ':.*## ' '/^[a-zA-Z%-]+:.*## / {sub("%", "N", $$1); printf "  make %-16s %s\n", $$1, $$2}' Makefile
@@ -78,6 +83,17 @@ endif
 	$(BIN)/pip install --quiet --editable '.[$(MPI),dev]'
 	@echo '$(WANTED)' > $@
 
+# For others: a virtual environment of its own, a folder bin of few programs, man page, completion, modulefiles.
+install uninstall: export PREFIX := $(PREFIX)
+install uninstall: export MODULES := $(MODULES)
+install: export VERSION := $(VERSION)
+install: export DEPENDS := $(DEPENDS)
+install: ## install for others into PREFIX, with modulefiles in MODULES
+	@PYTHON='$(PYTHON)' MPI='$(MPI)' MPICC='$(MPICC)' TORCH='$(TORCH)' packaging/install.sh
+
+uninstall: ## take away what make install has put into PREFIX and MODULES
+	@packaging/uninstall.sh
+
 # Training -----------------------------------------------------------------------------------------------------------
 
 # Packing again is quick and changes nothing; a file from another CORPUS is refused, as its run would be: set RUN.
@@ -89,7 +105,7 @@ train: env ## pack CORPUS and train a small GPT on NP ranks; again: resume
 # Tests --------------------------------------------------------------------------------------------------------------
 
 test: env ## run all tests: of one process on JOBS workers, then on 2 ranks
-	$(PYTEST) $(TESTS) -m "not benchmark" -n $(JOBS)
+	$(PYTEST) $(TESTS) -m "not benchmark and not install and not slurm" -n $(JOBS)
 	$(MPIEXEC) -n 2 $(PYTEST) $(TESTS) -m "ranks and not slow"
 
 test-jobs: env ## run the tests of one process that start jobs of ranks
@@ -104,6 +120,15 @@ test-benchmarks: env ## run the benchmarks, small, and check what they print and
 test-multinode: env ## run the rank tests on two nodes that this machine plays, where it can
 	$(BIN)/python tests/multinode/run.py $(if $(REQUIRED),,--or-skip)
 
+# Jobs are submitted for both environments, whatever MPI says; the tests themselves run in that of MPICH.
+test-slurm: ## submit jobs to a Slurm of three nodes that this machine plays, where it can
+	@$(MAKE) --no-print-directory env MPI=mpich
+	@$(MAKE) --no-print-directory env MPI=openmpi
+	.venv/bin/python tests/slurm/run.py $(if $(REQUIRED),,--or-skip)
+
+test-install: env ## install for real, under both module systems, into a folder of the test
+	$(PYTEST) tests/modules -m install
+
 test-gpu: env ## run the tests that need a GPU, in one process and on 2 ranks
 	@$(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || { \
 	    echo "make test-gpu needs a GPU and a PyTorch that sees it: set TORCH to a CUDA build"; exit 1; }
@@ -111,8 +136,8 @@ test-gpu: env ## run the tests that need a GPU, in one process and on 2 ranks
 	$(MPIEXEC) -n 2 $(PYTEST) -m "gpu and ranks"
 
 lint: env ## check style: flake8 and isort
-	$(BIN)/flake8 hpctrain tests benchmarks
-	$(BIN)/isort --check --diff hpctrain tests benchmarks
+	$(BIN)/flake8 hpctrain tests benchmarks packaging
+	$(BIN)/isort --check --diff hpctrain tests benchmarks packaging
 
 types: env ## check types: mypy --strict
 	$(BIN)/mypy

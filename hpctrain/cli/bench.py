@@ -37,7 +37,8 @@ _LINE_EVERY = 10.0  # seconds between two lines where there is no terminal
 
 def add_parser(subparsers: Any) -> None:
     """Add the verb and its actions to the command line."""
-    parser = subparsers.add_parser("bench", help="measure the collectives, show what was measured", description=__doc__)
+    summary = "measure the collectives, show what was measured"
+    parser = subparsers.add_parser("bench", help=summary, description=f"{summary[0].upper()}{summary[1:]}.")
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     measuring = action(
         actions, "calibrate", "measure which algorithm is fastest, and keep that", _CALIBRATE_EPILOG, _calibrate

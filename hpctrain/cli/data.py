@@ -25,7 +25,8 @@ examples:
 
 def add_parser(subparsers: Any) -> None:
     """Add the verb and its two actions to the command line."""
-    parser = subparsers.add_parser("data", help="pack a corpus, show a data file", description=__doc__)
+    summary = "pack a corpus into a token file, show what a data file holds"
+    parser = subparsers.add_parser("data", help=summary, description=f"{summary[0].upper()}{summary[1:]}.")
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     _add_pack(actions)
     _add_show(actions)

@@ -10,12 +10,14 @@ from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from hpctrain.cli.words import WordsParser
 from hpctrain.errors import EXIT_FAILURE, UsageError
 from hpctrain.launch import profile as profiles
 from hpctrain.launch.check import problems
+from hpctrain.launch.modulefile import venv_of
 from hpctrain.launch.profile import Profile
 from hpctrain.launch.render import render, script_path
-from hpctrain.launch.request import TEMPLATES, Request, Template, run_folder
+from hpctrain.launch.request import PROGRAM, TEMPLATES, Request, Template, run_folder
 from hpctrain.launch.sweep import combine
 from hpctrain.launch.wheels import srun_type
 from hpctrain.settings import assign, read_toml
@@ -27,11 +29,21 @@ examples:
   hpctrain job slurm --profile lumi --show-profile                      what is special there, and who says so
   hpctrain job slurm jobs/gpt-tiny.toml --time 01:00:00 --sweep train.seed=1,2,3 --at-once 2      a job array
   hpctrain job pbs big.toml --profile polaris --nodes 2 --time 01:00:00 --account A --queue prod
+  hpctrain job slurm train.py --folder runs/a --nodes 2 --time 04:00:00 -- --rate 0.1        a program of your own
   hpctrain job check my.sbatch                                          directives as strict as their manuals
   hpctrain job profiles
 
 The script saves before the time is over and comes back, at most --restarts times, and --retries times in a row without
 a new checkpoint. hpctrain submit takes the same words and submits it.
+"""
+_EPILOG_OF_EACH = """\
+examples:
+  %(prog)s jobs/gpt-tiny.toml --nodes 2 --ranks-per-node 4 --time 04:00:00 --account A
+  %(prog)s jobs/gpt-tiny.toml --time 04:00:00 --set train.steps=5000 --set run.folder=runs/long
+  %(prog)s jobs/gpt-tiny.toml --time 01:00:00 --sweep train.seed=1,2,3
+  %(prog)s train.py --folder runs/a --nodes 2 --time 04:00:00 -- --rate 0.1
+
+What stands behind -- goes to the program. hpctrain job --help says how the script lives.
 """
 _DEFAULTS = {"slurm": "generic-slurm", "pbs": "generic-pbs"}
 _LONGEST_NAME = 15  # characters of a job's name that every PBS takes
@@ -46,7 +58,7 @@ def add_parser(verbs: Any) -> None:
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION", parser_class=WordsParser)
     for scheduler in _DEFAULTS:
         one = add_scheduler(actions, scheduler, f"print a script for {_NAMES[scheduler]}", _print)
         one.add_argument("--show-profile", action="store_true", help="explain the profile instead")
@@ -70,10 +82,16 @@ def add_scheduler(
 ) -> argparse.ArgumentParser:
     """Add an action for one scheduler, with all that a job may ask for."""
     parser: argparse.ArgumentParser = actions.add_parser(
-        scheduler, help=summary, description=f"{summary[0].upper()}{summary[1:]}.", allow_abbrev=False
+        scheduler,
+        help=summary,
+        description=f"{summary[0].upper()}{summary[1:]}.",
+        epilog=_EPILOG_OF_EACH,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     parser.set_defaults(scheduler=scheduler, run_action=run_action)
-    parser.add_argument("config", nargs="?", metavar="CONFIG.toml", help="the run's settings")
+    what = "the run's settings; or a program of your own, PROGRAM.py, its arguments behind --"
+    parser.add_argument("config", nargs="?", metavar="CONFIG.toml", help=what)
     _add_run(parser)
     _add_resources(parser, scheduler)
     _add_coming_back(parser)
@@ -84,6 +102,8 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("what runs")
     group.add_argument("--template", choices=TEMPLATES, help="train (default), benchmark, or array (with --sweep)")
     setting, values = "SECTION.KEY=VALUE", "SECTION.KEY=V1,V2,..."
+    told = "the run's folder; a program gives the same to job.run(checkpoints=...) (default: the config's run.folder)"
+    group.add_argument("--folder", metavar="FOLDER", help=told)
     group.add_argument("--set", dest="settings", metavar=setting, action="append", default=[], help="change a setting")
     group.add_argument("--sweep", metavar=values, action="append", default=[], help="an array with a task for each")
     group.add_argument("--at-once", type=int, default=0, metavar="N", help="tasks of an array at a time (default: all)")
@@ -98,7 +118,7 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
 def _add_resources(parser: argparse.ArgumentParser, scheduler: str) -> None:
     group = parser.add_argument_group("what it asks for")
     group.add_argument("--time", metavar="HH:MM:SS", help="walltime; also D-HH:MM:SS")
-    group.add_argument("--nodes", type=int, default=1, metavar="N")
+    group.add_argument("--nodes", type=int, default=1, metavar="N", help="(default: %(default)s)")
     group.add_argument("--ranks-per-node", type=int, metavar="N", help="(default: the profile's, else one a GPU)")
     group.add_argument("--gpus-per-node", type=int, metavar="N", help="(default: the profile's)")
     group.add_argument("--cpus-per-rank", type=int, metavar="N", help="cores (default: the profile's)")
@@ -118,17 +138,21 @@ def _add_resources(parser: argparse.ArgumentParser, scheduler: str) -> None:
 
 def _add_coming_back(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("how it ends and comes back")
-    group.add_argument("--margin", type=int, default=300, metavar="SECONDS", help="save so long before the end")
-    group.add_argument("--restarts", type=int, default=20, metavar="N", help="come back so often")
-    group.add_argument("--retries", type=int, default=2, metavar="N", help="so often without a new checkpoint")
+    for option, default, meaning in (
+        ("--margin", 300, "seconds before the end at which the run is told to save"),
+        ("--restarts", 20, "how often the job may come back"),
+        ("--retries", 2, "of these, how often in a row without a new checkpoint"),
+    ):
+        group.add_argument(option, type=int, default=default, metavar="N", help=f"{meaning} (default: %(default)s)")
 
 
 def script_of(args: argparse.Namespace) -> tuple[str, Request, Profile]:
     """Return the script that the command line asks for, and what it was made of."""
     profile, _ = _profile(args)
     request = _request(args, profile)
-    if request.venv and profile.launcher == "srun" and not profile.mpi:
-        profile = replace(profile, mpi=srun_type(request.venv))
+    venv = request.venv or venv_of((*profile.modules, *request.modules), os.environ)
+    if venv and profile.launcher == "srun" and not profile.mpi:
+        profile = replace(profile, mpi=srun_type(venv))
     return render(request, profile), request, profile
 
 
@@ -143,7 +167,7 @@ def _profile(args: argparse.Namespace) -> tuple[Profile, str]:
 def _request(args: argparse.Namespace, profile: Profile) -> Request:
     """Return what the command line asks for, the profile's numbers where it names none."""
     if not args.config:
-        raise UsageError("CONFIG.toml is missing: the settings of the run, as for hpctrain train")
+        raise UsageError("CONFIG.toml is missing: the settings of the run, as for hpctrain train, or a program.py")
     if not args.time:
         raise UsageError("--time is missing: how long the job may run, as in --time 04:00:00")
     sweep = combine(args.sweep)
@@ -162,7 +186,8 @@ def _request(args: argparse.Namespace, profile: Profile) -> Request:
         venv=_venv(args, profile),
         modules=tuple(args.modules),
         environment=_environment(args.env),
-        settings=tuple(args.settings),
+        settings=_settings(args),
+        words=tuple(args.words),
         directives=tuple(args.directives),
         **{name: getattr(args, name) for name in _ALIKE if hasattr(args, name)},
     )
@@ -184,10 +209,23 @@ def _template(args: argparse.Namespace) -> Template:
 
 
 def _folder(args: argparse.Namespace) -> str:
+    """Return the run's folder, which the script watches: a program alone knows its own, so it has to be told."""
+    if args.config.endswith(PROGRAM):
+        if not Path(args.config).is_file():
+            raise UsageError(f"there is no program {args.config} here: paths are relative to where you submit")
+        if not args.folder:
+            raise UsageError(f"--folder is missing: where {args.config} keeps its run, as in --folder runs/a")
+        return str(args.folder)
     tree = read_toml(args.config)
-    for text in args.settings:
+    for text in _settings(args):
         assign(tree, text)
     return run_folder(tree, args.config)
+
+
+def _settings(args: argparse.Namespace) -> tuple[str, ...]:
+    """Return what changes in the config; a folder is the setting of that name."""
+    given = args.folder and not args.config.endswith(PROGRAM)
+    return (*args.settings, *([f"run.folder={args.folder}"] if given else []))
 
 
 def _name(args: argparse.Namespace) -> str:

@@ -6,7 +6,7 @@ import argparse
 import importlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NoReturn
 
 from hpctrain._version import __version__
@@ -19,6 +19,9 @@ VERBS = {
     "plan": "say what a run will need; show a schedule of a pipeline",
     "job": "print a job script for Slurm or PBS",
     "submit": "submit a job to Slurm or PBS",
+    "modulefile": "print an environment module for an installed hpctrain",
+    "doctor": "say what of this machine will hurt a job; measure its nodes",
+    "receipt": "say what a run took, and what its time went into",
     "bench": "measure the collectives, show what was measured",
 }
 
@@ -55,6 +58,12 @@ class Parser(argparse.ArgumentParser):
 
 def make_parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
     """Return the parser; only the verb that is called brings its own arguments, and with them its imports."""
+    called = next((word for word in arguments if not word.startswith("-")), "")
+    return parser_with({called})
+
+
+def parser_with(complete: Collection[str]) -> argparse.ArgumentParser:
+    """Return a parser that knows the arguments of these verbs; with ``VERBS`` it can be written down as a whole."""
     parser = Parser(
         prog="hpctrain",
         description="Train PyTorch models on the ranks that mpirun or srun started.",
@@ -62,9 +71,8 @@ def make_parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"hpctrain {__version__}")
     verbs = parser.add_subparsers(title="verbs", metavar="VERB")
-    called = next((word for word in arguments if not word.startswith("-")), None)
     for verb, text in VERBS.items():
-        if verb == called:
+        if verb in complete:
             module = importlib.import_module(f"hpctrain.cli.{verb}")
             module.add_parser(verbs)
             verbs.choices[verb].set_defaults(run_verb=module.run)

@@ -39,6 +39,7 @@ KINDS = {
     "path": Kind(r"[\w./+=@-]+", "letters, digits and _ . / + = @ -", 1000, flags=re.UNICODE),
     "image": Kind(r"[\w./+=@:-]+", "a file, or a name such as docker://site/image:tag", 1000),
     "module": Kind(r"[\w.+/-]+", "letters, digits and _ . + / -"),
+    "version": Kind(r"[0-9A-Za-z][\w.+-]*", "letters, digits and _ . + -", 64),
     "variable": Kind(r"[A-Za-z_]\w*", "a name of letters, digits and _"),
     "text": Kind(r"[^\n]*", "printable characters", 1000, dash=True, flags=re.UNICODE),
     "setting": Kind(r"[\w.-]+=.*", "section.key=value", 1000, flags=re.UNICODE),

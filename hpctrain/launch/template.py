@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import resources
 from importlib.resources.abc import Traversable
 
@@ -36,31 +36,38 @@ def read_template(scheduler: str, name: str) -> str:
     return (shipped() / scheduler / f"{name}.{ending}.in").read_text(encoding="utf-8")
 
 
-def fill(template: str, values: Mapping[str, Value]) -> str:
-    """Return the script that a template becomes with these values."""
+def fill(
+    template: str,
+    values: Mapping[str, Value],
+    aside: str = "#%",
+    write: Callable[[Value], str] | None = None,
+) -> str:
+    """Return the script that a template becomes with these values.
+
+    A template in another language says how its lines for the reader begin (``aside``), and how a value is written.
+    """
     lines: list[str] = []
     for line in template.splitlines():
-        if not line.startswith("#%"):
-            lines += _fill_line(line, values)
+        if not f"{line} ".startswith(aside):
+            lines += _fill_line(line, values, write or (_as_is if line.startswith("#") else quoted))
     return "\n".join(lines) + "\n"
 
 
-def _fill_line(line: str, values: Mapping[str, Value]) -> list[str]:
+def _fill_line(line: str, values: Mapping[str, Value], write: Callable[[Value], str]) -> list[str]:
     names = _PLACE.findall(line)
     found = [values[name] for name in names]
     if any(value is None for value in found):
         return []
     several = [value for value in found if isinstance(value, tuple)]
     if not several:
-        return [_replaced(line, dict(zip(names, found)))]
+        return [_replaced(line, dict(zip(names, found)), write)]
     if len(names) > 1:
         raise ValueError(f"a place with several values must be alone in its line: {line}")
-    return [_replaced(line, {names[0]: value}) for value in several[0]]
+    return [_replaced(line, {names[0]: value}, write) for value in several[0]]
 
 
-def _replaced(line: str, values: Mapping[str, Value]) -> str:
+def _replaced(line: str, values: Mapping[str, Value], write: Callable[[Value], str]) -> str:
     """Put each value at its place, in one pass: what looks like a place within a value stays as it is."""
-    write = _as_is if line.startswith("#") else quoted
     return _PLACE.sub(lambda match: write(values[match[1]]), line)
 
 

@@ -18,6 +18,7 @@ GOOD = {
     "path": ["runs/a", "/scratch/me/run.1", "Müller/läufe", "a@b=c"],
     "image": ["docker://site/image:1.0", "/apps/torch.sif"],
     "module": ["hpctrain/1.0", "PrgEnv-gnu"],
+    "version": ["1.0", "0.1.0-foss-2024a", "2.0rc1"],
     "variable": ["A", "_b2"],
     "text": ["", "a b $(c) `d` 'e' \"f\"", "-x"],
     "setting": ["a.b=c d", "train.prompt=$(x)", "a.b="],

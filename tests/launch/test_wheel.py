@@ -13,8 +13,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 SHIPPED = sorted(
     path.relative_to(ROOT).as_posix()
-    for pattern in ("slurm/*.in", "pbs/*.in", "profiles/*.toml")
-    for path in (ROOT / "jobs").glob(pattern)
+    for pattern in ("jobs/slurm/*.in", "jobs/pbs/*.in", "jobs/profiles/*.toml", "modules/*.in")
+    for path in ROOT.glob(pattern)
 )
 
 
@@ -27,7 +27,8 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
         shutil.copy(ROOT / name, source)
     ignored = shutil.ignore_patterns("__pycache__")
     shutil.copytree(ROOT / "hpctrain", source / "hpctrain", symlinks=True, ignore=ignored)
-    shutil.copytree(ROOT / "jobs", source / "jobs")
+    for folder in ("jobs", "modules"):
+        shutil.copytree(ROOT / folder, source / folder)
     code = "import setuptools.build_meta as build; build.build_wheel('.')"
     subprocess.run([sys.executable, "-W", "ignore", "-c", code], cwd=source, check=True, capture_output=True)
     (wheel,) = source.glob("*.whl")
@@ -37,7 +38,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_there_are_files() -> None:
-    assert len(SHIPPED) == 16
+    assert len(SHIPPED) == 18
 
 
 def test_a_wheel_holds_them(installed: Path) -> None:
@@ -51,7 +52,8 @@ def test_they_are_found(where: str, installed: Path, tmp_path: Path) -> None:
     home = installed if where == "installed" else ROOT
     code = (
         "import hpctrain; from hpctrain.cli.main import main; print(hpctrain.__file__); "
-        "main(['job', 'pbs', 'a.toml', '--time', '01:00:00', '--profile', 'derecho', '--venv', 'none'])"
+        "main(['job', 'pbs', 'a.toml', '--time', '01:00:00', '--profile', 'derecho', '--venv', 'none']); "
+        "main(['modulefile', 'tcl', '--root', '/apps/x', '-o', 'x'])"
     )
     (tmp_path / "a.toml").write_text("")
     environment = {"PYTHONPATH": str(home)}
@@ -59,3 +61,4 @@ def test_they_are_found(where: str, installed: Path, tmp_path: Path) -> None:
         [sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True, check=True
     )
     assert done.stdout.startswith(f"{home}/hpctrain/__init__.py\n#!/bin/bash -l\n#PBS -N a\n")
+    assert (tmp_path / "x").read_text().startswith("#%Module1.0\n# hpctrain 0")

@@ -15,7 +15,9 @@ from hpctrain.cli.checkpoint import check, convert, look
 def add_parser(subparsers: Any) -> None:
     """Add the verb and its actions to the command line."""
     parser = subparsers.add_parser(
-        "checkpoint", help="look into checkpoints, verify and convert them", description=(__doc__ or "").split("\n")[0]
+        "checkpoint",
+        help="look into checkpoints, verify and convert them",
+        description="List, show, verify, compare, convert and draw checkpoints.",
     )
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     for part in (look, check, convert):

@@ -1,0 +1,63 @@
+"""Serve ``hpctrain modulefile``: print an environment module. Needs neither torch nor MPI."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+from hpctrain._version import __version__
+from hpctrain.launch.modulefile import Module, home_page, modulefile, publish
+
+_EPILOG = """\
+examples:
+  hpctrain modulefile lua --root /apps/hpctrain/1.0 -o /apps/modulefiles/hpctrain/1.0.lua
+  hpctrain modulefile tcl --root /apps/hpctrain/1.0 -o /apps/modulefiles/hpctrain/1.0
+  hpctrain modulefile lua --root /apps/hpctrain/1.0 --depends-on gcc/13.2 openmpi/5.0.3
+
+make install writes both. They may lie in one folder: Lmod takes the first, Environment Modules the second.
+"""
+_LANGUAGES = {"lua": "for Lmod", "tcl": "for Environment Modules, and for Lmod"}
+
+
+def add_parser(verbs: Any) -> None:
+    """Add the verb and its languages to the command line."""
+    parser = verbs.add_parser(
+        "modulefile",
+        help="print an environment module for an installed hpctrain",
+        description="Print an environment module: module load hpctrain then gives command, man page and completion.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    languages = parser.add_subparsers(dest="language", required=True, metavar="LANGUAGE")
+    for language, summary in _LANGUAGES.items():
+        _add_language(languages.add_parser(language, help=summary, description=f"Print a modulefile {summary}."))
+
+
+def _add_language(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--root", required=True, metavar="FOLDER", help="where it is: PREFIX of make install")
+    parser.add_argument("--version", default=__version__, metavar="V", help="what people load (default: %(default)s)")
+    parser.add_argument(
+        "--depends-on",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="NAME",
+        help="modules that are loaded with it, as the MPI that it was built for",
+    )
+    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="write it here (default: print it)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print or write the modulefile; return the exit code."""
+    module = Module(args.root, args.version, args.depends_on, home_page())
+    text = modulefile(args.language, module)
+    if args.output is None:
+        sys.stdout.write(text)
+    else:
+        publish(text, args.output)
+    program = Path(module.root, "bin", "hpctrain")
+    if not program.exists():
+        print(f"{program} is not there: make install PREFIX={module.root} puts it there", file=sys.stderr)
+    return 0

@@ -1,0 +1,100 @@
+"""Make an environment module: where hpctrain is installed in, the text of a modulefile out.
+
+One template serves Lmod (Lua), one Environment Modules (Tcl); ``modules/`` holds them, to be read and used by hand too.
+
+Note: why nothing is quoted. Lua, Tcl and the shell, which all read what a modulefile says, quote in three different
+ways. A value holds only characters that mean nothing to any of them (``fields``), so it stands as it is.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib import metadata, resources
+from pathlib import Path, PurePosixPath
+
+from hpctrain._version import __version__
+from hpctrain.errors import UsageError
+from hpctrain.launch.fields import check, check_all
+from hpctrain.launch.template import fill
+
+# The language of a modulefile, and how a line begins that is for those who read its template.
+LANGUAGES = {"lua": "--%", "tcl": "#% "}
+
+
+@dataclass(frozen=True)
+class Module:
+    """Say what a modulefile is about; every value is checked."""
+
+    root: str  # the folder with bin/ and share/, as make install makes it
+    version: str = __version__
+    depends_on: Sequence[str] = ()  # modules to be loaded with it
+    url: str = ""
+
+    def __post_init__(self) -> None:
+        path = PurePosixPath(check("--root", self.root, "path"))
+        if not path.is_absolute() or ".." in path.parts or len(path.parts) < 2:
+            raise UsageError(f"--root = {self.root!r}: must be an absolute path to a folder, as /apps/hpctrain/1.0")
+        object.__setattr__(self, "root", str(path))
+        check("--version", self.version, "version")
+        names = check_all("--depends-on", self.depends_on, "module")
+        if any(name.partition("/")[0] == "hpctrain" for name in names):
+            raise UsageError("--depends-on: hpctrain cannot depend on itself, which it excludes")
+        if self.url:
+            check("url", self.url, "address")
+
+
+def modulefile(language: str, module: Module) -> str:
+    """Return the text of a modulefile, in lua or tcl."""
+    if language not in LANGUAGES:
+        raise UsageError(f"unknown language {language!r}: allowed are {', '.join(LANGUAGES)}")
+    values = {
+        "root": module.root,
+        "version": module.version,
+        "depends_on": tuple(module.depends_on) or None,
+        "url": module.url or None,
+    }
+    return fill(read_template(language), values, aside=LANGUAGES[language], write=str)
+
+
+def read_template(language: str) -> str:
+    """Return the template for this language, wherever the package is installed."""
+    folder = resources.files("hpctrain.launch") / "modules"
+    return (folder / f"hpctrain.{language}.in").read_text(encoding="utf-8")
+
+
+def home_page() -> str:
+    """Return the project's address, if the installed package names one."""
+    with suppress(metadata.PackageNotFoundError):
+        facts = metadata.metadata("hpctrain")
+        named = (text.partition(",")[2].strip() for text in facts.get_all("Project-URL", []))
+        return next(iter([*facts.get_all("Home-page", []), *named]), "")
+    return ""
+
+
+def venv_of(modules: Sequence[str], environ: Mapping[str, str]) -> str:
+    """Return the virtual environment behind hpctrain's own among these modules, where it is loaded; else nothing."""
+    loaded = environ.get("LOADEDMODULES", "").split(":")
+    root = environ.get("HPCTRAIN_ROOT")
+    named = any(name == "hpctrain" or (name.startswith("hpctrain/") and name in loaded) for name in modules)
+    return str(PurePosixPath(root, "venv")) if root and named else ""
+
+
+def publish(text: str, path: Path) -> None:
+    """Write a modulefile at once: whoever looks for modules meanwhile finds the old one or the new one.
+
+    Raise ``UsageError`` where it cannot be written.
+    """
+    # Module systems pass over names that begin with a dot.
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            beside.write_text(text, encoding="utf-8")
+            beside.replace(path)
+        finally:
+            beside.unlink(missing_ok=True)
+    except OSError as error:
+        raise UsageError(f"cannot write {path}: {error.strerror}") from error

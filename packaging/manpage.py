@@ -1,0 +1,148 @@
+"""Print the man page of hpctrain, made of what every verb's --help says: ``man -l <(python packaging/manpage.py)``.
+
+argparse-manpage leaves out the epilogs of verbs, which hold our examples; so the roff is written here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Iterator
+
+from hpctrain._version import __version__
+from hpctrain.cli.main import VERBS, parser_with
+
+_DESCRIPTION = """\
+hpctrain trains PyTorch models on the ranks that mpirun, mpiexec or srun started, and survives the batch system. The
+same command is one process on a laptop and a thousand ranks in a job; one process needs no MPI.
+
+Verbs that look into files, print scripts or submit them run on a login node, without PyTorch and without MPI.
+
+hpctrain-python, where an environment module provides it, is the Python that has hpctrain and PyTorch. Programs of your
+own run with it: srun hpctrain-python train.py
+"""
+_STATUS = {
+    "0": "done",
+    "1": "something failed on the way, or what was asked to be checked is not as it should be",
+    "2": "bad input, or a world that the launcher did not keep its promise about: nothing was started",
+    "75": "saved, please start the same command again",
+    "130": "interrupted",
+}
+_VARIABLES = {
+    "HPCTRAIN_TIMEOUT": "seconds that a rank waits for the others before it ends the job (600)",
+    "HPCTRAIN_DEADLINE": "when the job ends, in seconds since 1970: the run saves just in time",
+    "HPCTRAIN_ASKED_BY": "USR1: whoever ends the job, SIGUSR1 comes to the ranks, too; scripts of job set it",
+    "HPCTRAIN_CHECK": "order: compare each collective over the ranks before it begins",
+    "HPCTRAIN_CALIBRATION": "the file of measured collectives to choose by, or the folder that holds it",
+    "HPCTRAIN_CUDA_AWARE": "1 or 0: MPI takes device pointers, or gets none",
+    "HPCTRAIN_PROFILE": "the site's profile that job and submit take where none is named",
+    "HPCTRAIN_ROOT": "where the module that is loaded has hpctrain; nothing reads it but job and submit",
+}
+_FILES = {
+    "RUN/metrics.jsonl": "one JSON object a step",
+    "RUN/checkpoints/step_*.h5": "checkpoints, plain HDF5",
+    "RUN/run.json": "who ran it, where, with which versions, and how every attempt ended",
+    "RUN/config.toml": "the settings as used",
+    "RUN/STOP, RUN/SAVE": "make one of these: the run saves and stops, or saves and goes on",
+    "~/.config/hpctrain/profiles/*.toml": "profiles of your own for job and submit",
+}
+_SEE = "mpiexec(1), srun(1), sbatch(1), qsub(1), module(1), h5ls(1)"
+
+
+def main() -> int:
+    """Print the page."""
+    sys.stdout.write("\n".join(page()) + "\n")
+    return 0
+
+
+def page() -> Iterator[str]:
+    """Yield the lines of the page."""
+    yield f'.TH HPCTRAIN 1 "" "hpctrain {__version__}" "hpctrain"'
+    yield from (".nh", ".ad l")  # names and options are to be copied, so none is cut at a line's end
+    yield from (".SH NAME", r"hpctrain \- train PyTorch models on the ranks of MPI, in batch jobs on clusters")
+    yield from (".SH SYNOPSIS", r"\fBhpctrain\fR \fIVERB\fR [\fIARGUMENTS\fR]", ".br")
+    yield r"\fBmpiexec \-n\fR \fIN\fR \fBhpctrain train\fR \fICONFIG.toml\fR"
+    yield ".SH DESCRIPTION"
+    yield from _prose(_DESCRIPTION)
+    yield from _table("VERBS", VERBS)
+    parser = parser_with(VERBS)
+    for verb in _below(parser).values():
+        yield f".SH {_escaped(verb.prog)}"
+        yield from _command(verb)
+    yield from _table("EXIT STATUS", _STATUS)
+    yield from _table("ENVIRONMENT", _VARIABLES)
+    yield from _table("FILES", _FILES)
+    yield from (".SH SEE ALSO", _escaped(_SEE))
+
+
+def _command(parser: argparse.ArgumentParser) -> Iterator[str]:
+    """Yield what one parser knows, and then those below it."""
+    below = _below(parser)
+    if not below:
+        usage = " ".join(parser.format_usage().split()).removeprefix(f"usage: {parser.prog}")
+        yield from (".HP", rf"\fB{_escaped(parser.prog)}\fR{_escaped(usage)}")
+    yield from _prose(_named(parser, parser.description))
+    for group in parser._action_groups:
+        yield from _options(parser, group)
+    yield from _prose(_named(parser, parser.epilog))
+    for one in below.values():
+        yield f".SS {_escaped(one.prog)}"
+        yield from _command(one)
+
+
+def _named(parser: argparse.ArgumentParser, text: str | None) -> str:
+    """Return a text with the command's name at its places, as argparse puts it there."""
+    return (text or "").replace("%(prog)s", parser.prog)
+
+
+def _options(parser: argparse.ArgumentParser, group: argparse._ArgumentGroup) -> Iterator[str]:
+    """Yield arguments and options of a group, its title where the author gave it one."""
+    wanted = [one for one in group._group_actions if one.dest != "help" and not hasattr(one, "add_parser")]
+    if wanted and group.title not in ("positional arguments", "options"):
+        yield from (".PP", f"{_escaped(str(group.title).capitalize())}:")
+    for action in wanted:
+        value = "" if action.nargs == 0 else rf" \fI{_escaped(_value(action))}\fR"
+        flags = ", ".join(rf"\fB{_escaped(flag)}\fR{value}" for flag in action.option_strings)
+        text = (action.help or "") % {**vars(action), "prog": parser.prog}
+        yield from (".TP", flags or value.strip(), _escaped(text) or r"\&")
+
+
+def _value(action: argparse.Action) -> str:
+    name = action.metavar or ("|".join(map(str, action.choices)) if action.choices else action.dest.upper())
+    several = action.nargs in ("*", "+")
+    return f"{name if isinstance(name, str) else ' '.join(name)}{' ...' if several else ''}"
+
+
+def _below(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
+    """Return the parsers of the verbs or actions of a parser."""
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            return dict(action.choices)
+    return {}
+
+
+def _table(title: str, rows: dict[str, str]) -> Iterator[str]:
+    yield f".SH {title}"
+    for name, text in rows.items():
+        yield from (".TP", rf"\fB{_escaped(name)}\fR", _escaped(text))
+
+
+def _prose(text: str) -> Iterator[str]:
+    """Yield paragraphs; lines that are indented, as examples are, stay as they are."""
+    for paragraph in re.split(r"\n\s*\n", text.strip("\n")):
+        lines = paragraph.splitlines()
+        flowing = [line for line in lines if not line.startswith(" ")]
+        yield from (".PP", *map(_escaped, flowing))
+        if kept := [line for line in lines if line.startswith(" ")]:
+            yield from (".RS 4", ".nf", *(_escaped(line.strip()) for line in kept), ".fi", ".RE")
+
+
+def _escaped(text: str) -> str:
+    """Return text in which nothing is roff's: backslashes, dashes that shall be copied, a dot at a line's begin."""
+    text = text.replace("\\", r"\e").replace("-", r"\-")
+    return rf"\&{text}" if text.startswith((".", "'")) else text
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,25 @@
+#!/usr/bin/env bash
+# Take away what install.sh has put into PREFIX and MODULES, and nothing else.
+set -euo pipefail
+
+fail() {
+    echo "make uninstall: $*" >&2
+    exit 2
+}
+
+PREFIX=${PREFIX:-} MODULES=${MODULES:-}
+for name in PREFIX MODULES; do
+    [ -n "${!name}" ] || fail "$name is missing: make uninstall PREFIX=/apps/hpctrain/VERSION MODULES=/apps/modulefiles"
+done
+PREFIX=$(realpath -sm "$PREFIX") modules=$(realpath -sm "$MODULES")/hpctrain
+[ -f "$PREFIX/.hpctrain-install" ] || fail "PREFIX=$PREFIX was not made by make install: nothing is taken away"
+
+# The modules first, so that nobody loads a half of it. Their names may be any: they say what they are for.
+for file in "$modules"/*; do
+    if [ -f "$file" ] && grep -qFx -e "set root {$PREFIX}" -e "local root = \"$PREFIX\"" "$file"; then
+        rm "$file"
+    fi
+done
+rmdir --ignore-fail-on-non-empty "$modules" 2>/dev/null || true
+rm -rf "$PREFIX/venv" "${PREFIX:?}/bin" "$PREFIX/share" "$PREFIX/.hpctrain-install"
+rmdir --ignore-fail-on-non-empty "$PREFIX"

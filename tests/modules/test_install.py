@@ -1,0 +1,181 @@
+"""make install as an administrator calls it, under umask 077, with either MPI, and what people get then.
+
+Torch is one of the test's own, an empty package: to unpack the real one takes a minute, and nothing here computes.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from support.modules import ModuleSystem, environment_modules, lmod
+
+from hpctrain import __version__
+
+ROOT = Path(__file__).resolve().parents[2]
+LIBRARIES = {"mpich": "MPICH", "openmpi": "Open MPI"}
+# Whoever installs for others takes a Python that they can reach.
+PYTHONS = ("/usr/bin/python3.11", "/usr/bin/python3", sys.executable)
+# What make install reads.
+SOURCES = "Makefile packaging hpctrain jobs modules setup.cfg pyproject.toml README.md LICENSE".split()
+pytestmark = [pytest.mark.install, pytest.mark.limit(300)]
+
+
+@dataclass(frozen=True)
+class Site:
+    """Hold a place where hpctrain has been installed with each MPI."""
+
+    folder: Path
+    python: str
+    said: dict[str, str]
+
+    @property
+    def modules(self) -> Path:
+        return self.folder / "modules"
+
+    def prefix(self, mpi: str) -> Path:
+        return self.folder / "apps" / mpi
+
+    def start(self, verb: str, mpi: str, *more: str) -> subprocess.Popen[str]:
+        words = [f"MPI={mpi}", f"PREFIX={self.prefix(mpi)}", f"MODULES={self.modules}", f"VERSION={__version__}-{mpi}"]
+        command = ["make", "--no-print-directory", verb, *words, f"PYTHON={self.python}"]
+        torch = f"TORCH={self.folder}/torch-2.99-py3-none-any.whl"
+        return subprocess.Popen(
+            [*command, torch, *more],
+            cwd=self.folder / "source",
+            umask=0o077,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env={**os.environ, "PIP_NO_COMPILE": "1", "PIP_PROGRESS_BAR": "off"},
+        )
+
+    def make(self, verb: str, mpi: str, *more: str) -> tuple[int, str]:
+        process = self.start(verb, mpi, *more)
+        said, _ = process.communicate(timeout=200)
+        return process.returncode, said
+
+
+def is_right(python: str) -> bool:
+    """Tell whether this Python can make the environment."""
+    check = "import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))"
+    return os.access(python, os.X_OK) and subprocess.run([python, "-c", check], capture_output=True).returncode == 0
+
+
+def copy_source(path: Path, target: Path) -> None:
+    if path.is_dir():
+        shutil.copytree(path, target, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+    else:
+        target.parent.mkdir(exist_ok=True)
+        shutil.copy(path, target)
+
+
+def no_torch(folder: Path) -> None:
+    """Write a wheel of an empty package called torch."""
+    info = "torch-2.99.dist-info"
+    with zipfile.ZipFile(folder / "torch-2.99-py3-none-any.whl", "w") as wheel:
+        wheel.writestr("torch/__init__.py", "__version__ = '2.99'\n")
+        wheel.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: torch\nVersion: 2.99\n")
+        wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nGenerator: us\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        wheel.writestr(f"{info}/RECORD", "")
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    """Install hpctrain with both MPIs, at the same time."""
+    folder = tmp_path_factory.mktemp("site")
+    folder.chmod(0o755)
+    no_torch(folder)
+    for name in SOURCES:
+        copy_source(ROOT / name, folder / "source" / name)
+    made = Site(folder, next(filter(is_right, PYTHONS)), {})
+    started = {mpi: made.start("install", mpi) for mpi in LIBRARIES}
+    for mpi, process in started.items():
+        made.said[mpi], _ = process.communicate(timeout=280)
+        assert process.returncode == 0, made.said[mpi]
+    yield made
+    shutil.rmtree(folder)
+
+
+@pytest.mark.parametrize("mpi", LIBRARIES)
+@pytest.mark.parametrize("find", [lmod, environment_modules])
+def test_people_get_what_they_need(site: Site, mpi: str, find: type[ModuleSystem]) -> None:
+    code = "from mpi4py import MPI; print(MPI.COMM_WORLD.size, MPI.Get_library_version()[:5])"
+    script = f"""
+        before=$(command -v python3 pip); module load hpctrain/{__version__}-{mpi} || exit
+        [ "$before" = "$(command -v python3 pip)" ] && hpctrain --version && man -w hpctrain && ls $HPCTRAIN_ROOT/bin
+        hpctrain-python -c 'import sys, hpctrain; print(sys.prefix, hpctrain.__file__)'
+        hpctrain modulefile tcl --root /apps/x 2>/dev/null | head -1
+        hpctrain job slurm a.toml --time 01:00:00 --module $LOADEDMODULES 2>/dev/null | grep -o 'mpi=[^ ]*'
+        mpiexec -n 2 hpctrain-python -c '{code}'"""
+    (site.modules / "a.toml").touch()
+    root = {name: "1" for name in ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM")}
+    # As make does: without the probing of network fabrics Open MPI starts in a fifth of the time.
+    quick = {"OMPI_MCA_pml": "ob1", "OMPI_MCA_btl": "self,sm", "OMPI_MCA_osc": "^ucx", "OMPI_MCA_mtl": "^ofi"}
+    more = {"PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe", "TMPDIR": "/tmp"}
+    done = find().type(script, site.modules, **root, **quick, **more)
+    assert done.returncode == 0, done.stdout + done.stderr
+    home = site.prefix(mpi)
+    (package,) = home.glob("venv/lib/python3.*/site-packages/hpctrain")
+    assert done.stdout.splitlines() == [
+        f"hpctrain {__version__}",
+        f"{home}/share/man/man1/hpctrain.1",
+        *("hpctrain", "hpctrain-python", "mpiexec", "mpirun"),
+        f"{home}/venv {package}/__init__.py",
+        "#%Module1.0",
+        {"mpich": "mpi=pmi2", "openmpi": "mpi=pmix"}[mpi],
+        *[f"2 {LIBRARIES[mpi]:.5}"] * 2,
+    ]
+
+
+def test_others_can_read_it_all(site: Site) -> None:
+    paths = [site.folder / "apps", site.modules]
+    paths += [path for start in paths for path in start.rglob("*") if not path.is_symlink()]
+    wanted = {path: 0o005 if path.is_dir() else 0o004 for path in paths}
+    assert len(paths) > 1000 and [path for path in paths if path.stat().st_mode & wanted[path] != wanted[path]] == []
+
+
+def test_pages_and_completion_are_there(site: Site) -> None:
+    share = site.prefix("mpich") / "share"
+    assert (share / "man/man1/hpctrain.1").read_text().startswith(f'.TH HPCTRAIN 1 "" "hpctrain {__version__}"')
+    assert "complete " in (share / "bash-completion/completions/hpctrain").read_text()
+
+
+def test_again_it_mends_and_installs_nothing(site: Site) -> None:
+    file = site.modules / "hpctrain" / f"{__version__}-mpich.lua"
+    before, stamp = file.read_text(), (site.prefix("mpich") / "venv/pyvenv.cfg").stat().st_mtime_ns
+    file.unlink()
+    code, said = site.make("install", "mpich")
+    assert code == 0 and f"{site.prefix('mpich')}/venv is up to date" in said and "installing" not in said
+    assert file.read_text() == before
+    assert (site.prefix("mpich") / "venv/pyvenv.cfg").stat().st_mtime_ns == stamp
+
+
+def test_a_half_install_cannot_be_loaded_and_goes_away(site: Site) -> None:
+    listed = site.modules / "hpctrain"
+    code, said = site.make("install", "openmpi", "TORCH=/nowhere/torch.whl")
+    assert code != 0 and "/nowhere/torch.whl" in said
+    names = {f"{__version__}-mpich", f"{__version__}-mpich.lua"}
+    assert {path.name for path in listed.iterdir()} == names
+    assert site.make("uninstall", "openmpi") == (0, "")
+    assert not site.prefix("openmpi").exists() and {path.name for path in listed.iterdir()} == names
+    assert site.make("uninstall", "mpich") == (0, "")
+    assert not listed.exists() and not site.prefix("mpich").exists()
+
+
+def test_it_says_where_others_cannot_go(site: Site) -> None:
+    closed = re.findall(r"^note: (\S+) is closed to others", "".join(site.said.values()), re.MULTILINE)
+    assert {Path(name) for name in closed} == {
+        folder
+        for start in (site.folder, Path(site.python).resolve())
+        for folder in start.parents
+        if not folder.stat().st_mode & 0o001
+    }
