@@ -1,12 +1,12 @@
-"""Read which nodes the batch system gave to the job: PBS node files and Slurm's compressed lists."""
+"""Read which nodes the batch system gave to the job, PBS node files and Slurm's compressed lists; write the latter."""
 
 from __future__ import annotations
 
 import math
 import os
 import re
-from collections import Counter
-from collections.abc import Mapping
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -17,6 +17,7 @@ MAX_NODES = 65536  # more than any Slurm takes; a typo such as n[1-99999999] mus
 
 _NAME = re.compile(r"(?:[^\s,\[\]]|\[[0-9,-]+\])+")
 _RANGE = re.compile(r"([0-9]{1,18})(?:-([0-9]{1,18}))?")
+_NUMBERED = re.compile(r"(.*?)([0-9]{1,18})([^0-9]*)", re.DOTALL)
 _COUNT = re.compile(r"([0-9]{1,18})(?:\(x([0-9]{1,18})\))?")
 
 
@@ -79,6 +80,22 @@ def expand_node_list(text: str) -> tuple[str, ...]:
     return tuple(hosts)
 
 
+def compress_node_list(hosts: Iterable[str]) -> str:
+    """Return hosts as Slurm takes them: n001, n002, n7, m5 are ``m5,n[001-002,7]``; a host counts once.
+
+    ``expand_node_list`` of it gives the same hosts.
+    """
+    series: dict[tuple[str, str], list[str]] = defaultdict(list)
+    plain = []
+    for host in sorted(set(hosts)):
+        if match := _NUMBERED.fullmatch(host):
+            series[match[1], match[3]].append(match[2])
+        else:
+            plain.append(host)
+    found = [before + _brackets(_runs(numbers)) + after for (before, after), numbers in series.items()]
+    return ",".join(sorted([*plain, *found]))
+
+
 def expand_counts(text: str) -> tuple[int, ...]:
     """Return the numbers of a Slurm count list: ``2(x3),1`` is 2, 2, 2, 1."""
     counts: list[int] = []
@@ -91,6 +108,23 @@ def expand_counts(text: str) -> tuple[int, ...]:
             raise LaunchError(f"task counts {text!r} are for more than {MAX_NODES} nodes")
         counts += [int(match[1])] * repeat
     return tuple(counts)
+
+
+def _runs(numbers: Iterable[str]) -> list[list[str]]:
+    """Return numbers as runs of which each goes on where the one before it ends: first and last."""
+    runs: list[list[str]] = []
+    for number in sorted(numbers, key=lambda text: (int(text), len(text))):
+        if runs and number == str(int(runs[-1][1]) + 1).zfill(len(runs[-1][0])):
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return runs
+
+
+def _brackets(runs: list[list[str]]) -> str:
+    if len(runs) == 1 and runs[0][0] == runs[0][1]:
+        return runs[0][0]
+    return "[" + ",".join(first if first == last else f"{first}-{last}" for first, last in runs) + "]"
 
 
 def _choices(piece: str, text: str) -> list[str]:

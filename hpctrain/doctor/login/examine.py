@@ -1,0 +1,129 @@
+"""Look around: gather facts, each in a process of its own and all at the same time, then say what they mean."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from hpctrain.cluster.launcher import detect
+from hpctrain.doctor.finding import Finding, note, ok
+from hpctrain.doctor.login import (
+    gpus,
+    hdf5,
+    interpreter,
+    limits,
+    modules,
+    mpi,
+    pair,
+    pbs,
+    pytorch,
+    script,
+    slurm,
+    storage,
+    variables,
+)
+from hpctrain.doctor.login.ask import Answer
+from hpctrain.errors import LaunchError
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Hold all that was gathered."""
+
+    environ: Mapping[str, str]
+    host: str
+    interpreter: interpreter.Interpreter
+    torch: Answer
+    gpus: gpus.Gpus
+    mpi: mpi.Mpi
+    hdf5: Answer
+    slurm: slurm.Slurm
+    pbs: pbs.Pbs
+    limits: limits.Limits
+    storage: list[storage.Place]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what programs said, and no variables: those may hold secrets."""
+        parts = {name: getattr(self, name) for name in ("interpreter", "limits")}
+        said = {"torch": self.torch, "mpi": self.mpi.probe, "hdf5": self.hdf5, "cupy": self.gpus.cupy}
+        return {
+            "host": self.host,
+            **{name: asdict(part) for name, part in parts.items()},
+            **{name: {**answer.facts, "trouble": answer.trouble} for name, answer in said.items()},
+            "gpus": self.gpus.names,
+            "mpiexec": self.mpi.mpiexec,
+            "srun_mpi": pair.needed(self.mpi),
+            "storage": {place.role: {"path": place.path, **place.answer.facts} for place in self.storage},
+        }
+
+
+def gather(environ: Mapping[str, str] = os.environ) -> Facts:
+    """Ask everybody; it takes as long as the slowest, who has a limit."""
+    tasks: dict[str, Callable[[], Any]] = {
+        "torch": pytorch.gather,
+        "gpus": gpus.gather,
+        "mpi": mpi.gather,
+        "hdf5": hdf5.gather,
+        "slurm": slurm.gather,
+        "pbs": pbs.gather,
+        "storage": lambda: storage.gather(environ),
+    }
+    with ThreadPoolExecutor(len(tasks)) as pool:
+        running: dict[str, Future[Any]] = {name: pool.submit(task) for name, task in tasks.items()}
+        own = interpreter.gather(), limits.gather()
+        answers = {name: future.result() for name, future in running.items()}
+    return Facts(environ, socket.gethostname(), interpreter=own[0], limits=own[1], **answers)
+
+
+def check(facts: Facts, text: str | None = None) -> list[Finding]:
+    """Return what the facts mean, for a job in general and for the script with this text."""
+    environ, in_job = facts.environ, "SLURM_JOB_ID" in facts.environ or "PBS_JOBID" in facts.environ
+    found = [
+        *_check_place(facts),
+        *interpreter.check(facts.interpreter, environ),
+        *pytorch.check(facts.torch),
+        *gpus.check(facts.gpus, facts.torch, environ),
+        *mpi.check(facts.mpi),
+        *hdf5.check(facts.hdf5, environ),
+        *modules.check(environ, facts.interpreter.venv),
+        *slurm.check(facts.slurm, environ),
+        *pair.check(facts.mpi, facts.slurm, environ),
+        *pbs.check(facts.pbs, environ, facts.slurm.here),
+        *variables.check(environ, facts.limits.cores),
+        *limits.check(facts.limits, in_job),
+        *storage.check(facts.storage),
+    ]
+    return found if text is None else [*found, *script.check(text, facts.mpi, facts.slurm, environ)]
+
+
+def examine(script_path: Path | None = None, environ: Mapping[str, str] = os.environ) -> tuple[Facts, list[Finding]]:
+    """Return what there is and what it means."""
+    text = None if script_path is None else script.read(script_path)  # before anything is asked
+    facts = gather(environ)
+    return facts, check(facts, text)
+
+
+def _check_place(facts: Facts) -> Iterator[Finding]:
+    """Yield where this is, and whether somebody started it as one of several ranks."""
+    try:
+        launch = detect(facts.environ)
+    except LaunchError as failure:
+        yield note("node", f"{facts.host}: {failure}", "variables of a launcher are left over in this shell")
+        return
+    job = f"in job {launch.job_id} of {_NAMES[launch.scheduler]}" if launch.scheduler else "outside of any job"
+    yield ok("node", f"{facts.host}, {job}")
+    if (launch.size or 1) > 1:
+        yield note(
+            "node",
+            f"started as {launch.size} ranks, of which only the first looks around",
+            "what the ranks have and do together was not looked at",
+            "add --preflight for that",
+        )
+
+
+_NAMES = {"slurm": "Slurm", "pbs": "PBS"}

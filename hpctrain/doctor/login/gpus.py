@@ -1,0 +1,101 @@
+"""Examine what GPUs need: a driver that fits torch's CUDA, and NCCL through CuPy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from hpctrain.doctor.finding import Finding, error, note, ok, warning
+from hpctrain.doctor.login.ask import Answer, ask, ask_probe
+from hpctrain.doctor.login.pytorch import build
+
+_QUERY = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"]
+
+
+@dataclass(frozen=True)
+class Gpus:
+    """Hold what the driver and CuPy say."""
+
+    driver: Answer
+    cupy: Answer
+
+    @property
+    def names(self) -> list[str]:
+        """Return the GPUs that the driver knows."""
+        rows = [] if self.driver.trouble else [line.split(",") for line in self.driver.text.splitlines()]
+        return [row[0].strip() for row in rows if len(row) == 3]
+
+    @property
+    def version(self) -> str:
+        """Return the driver's version."""
+        row = self.driver.text.splitlines()[0].split(",")
+        return row[1].strip()
+
+
+def gather() -> Gpus:
+    """Ask the driver and CuPy."""
+    return Gpus(ask(_QUERY), ask_probe("cupy"))
+
+
+def check(gpus: Gpus, torch: Answer, environ: Mapping[str, str]) -> Iterator[Finding]:
+    """Yield what is to be said of GPUs."""
+    if gpus.driver.hangs:
+        yield error(
+            "GPUs", "nvidia-smi does not answer", "the driver hangs: no program will see a GPU here", "tell the site"
+        )
+        return
+    if gpus.names:
+        yield from _check_seen(gpus, torch, environ)
+    elif torch.facts.get("cuda") or torch.facts.get("hip"):
+        yield note("GPUs", "none here", f"torch is {build(torch)}: try again on a node that has some")
+    else:
+        yield ok("GPUs", "none here, and torch needs none")
+    if torch.facts.get("cuda"):
+        yield from _check_nccl(gpus, torch)
+
+
+def _check_seen(gpus: Gpus, torch: Answer, environ: Mapping[str, str]) -> Iterator[Finding]:
+    told = f"{len(gpus.names)} x {gpus.names[0]}, driver {gpus.version}"
+    visible = environ.get("CUDA_VISIBLE_DEVICES")
+    if torch.trouble or torch.facts.get("available"):
+        yield ok("GPUs", told)
+    elif not torch.facts.get("cuda"):
+        yield warning(
+            "GPUs", f"{told}, but torch is {build(torch)}", "training will not use the GPUs", "install torch for CUDA"
+        )
+    elif visible in ("", "-1"):
+        yield note("GPUs", f"{told}, hidden by CUDA_VISIBLE_DEVICES={visible}", "ranks started here see no GPU")
+    else:
+        yield error(
+            "GPUs",
+            f"{told}, but torch, {build(torch)}, sees none",
+            "the driver is too old for this CUDA, or does not answer",
+            "install a torch for an older CUDA (nvidia-smi says which the driver knows), or load the site's module",
+        )
+
+
+def _check_nccl(gpus: Gpus, torch: Answer) -> Iterator[Finding]:
+    own = f"torch has NCCL {torch.facts['nccl']}" if torch.facts.get("nccl") else "torch has no NCCL"
+    if gpus.cupy.trouble:
+        missing = "No module named" in gpus.cupy.trouble
+        yield note(
+            "NCCL",
+            f"{'CuPy is not installed' if missing else f'CuPy does not load: {gpus.cupy.trouble}'}; {own}",
+            "hpctrain reaches NCCL through CuPy; without it GPUs talk by CUDA-aware MPI, or through the host's memory",
+            "pip install 'hpctrain[cuda]'",
+        )
+    elif not gpus.cupy.facts.get("nccl"):
+        yield note(
+            "NCCL",
+            f"CuPy {gpus.cupy.facts['cupy']} finds no NCCL; {own}",
+            "GPUs will talk by CUDA-aware MPI, or through the host's memory",
+            "pip install nvidia-nccl-cu12, or load the site's NCCL",
+        )
+    else:
+        yield ok("NCCL", f"{_nccl(int(gpus.cupy.facts['nccl']))} through CuPy {gpus.cupy.facts['cupy']}; {own}")
+
+
+def _nccl(code: int) -> str:
+    """Return a version as people write it, of the number that NCCL has for it (22703 is 2.27.3, 2804 is 2.8.4)."""
+    major, rest = divmod(code, 10000 if code >= 10000 else 1000)
+    return f"{major}.{rest // 100}.{rest % 100}"

@@ -1,0 +1,82 @@
+"""Examine the Python that jobs will run: its version, its packages, and what leaks into them."""
+
+from __future__ import annotations
+
+import platform
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from hpctrain._version import __version__
+from hpctrain.doctor.finding import Finding, error, note, ok, warning
+
+_OLDEST = (3, 11)
+
+
+@dataclass(frozen=True)
+class Interpreter:
+    """Hold what this process knows of its Python."""
+
+    version: tuple[int, int, int]
+    prefix: str
+    venv: bool
+    package: str  # the folder of hpctrain
+    user_site: str  # ~/.local/lib/... where it is in the path, else empty
+
+
+def gather() -> Interpreter:
+    """Return this process's Python."""
+    import site
+    from pathlib import Path
+
+    user = site.getusersitepackages()
+    return Interpreter(
+        version=sys.version_info[:3],
+        prefix=sys.prefix,
+        venv=sys.prefix != sys.base_prefix,
+        package=str(Path(__file__).resolve().parents[2]),
+        user_site=user if user in sys.path else "",
+    )
+
+
+def check(python: Interpreter, environ: Mapping[str, str]) -> Iterator[Finding]:
+    """Yield what is to be said of a Python and of the variables that change it."""
+    told = ".".join(map(str, python.version))
+    if python.version < _OLDEST:
+        yield error("Python", told, "hpctrain needs 3.11 or newer", "load a newer Python, and make a new environment")
+    else:
+        yield ok("Python", f"{told} in {python.prefix}")
+    yield ok("hpctrain", f"{__version__} in {python.package}, on {platform.machine()}")
+    if not python.venv and "CONDA_PREFIX" not in environ:
+        yield note(
+            "Python",
+            "no virtual environment is active",
+            "packages of the system or of ~/.local are used, which differ from node to node and from day to day",
+            "python3 -m venv FOLDER, and install hpctrain in there",
+        )
+    yield from _leaks(python, environ)
+
+
+def _leaks(python: Interpreter, environ: Mapping[str, str]) -> Iterator[Finding]:
+    if home := environ.get("PYTHONHOME"):
+        yield error(
+            "Python",
+            f"PYTHONHOME={home}",
+            "Python takes its own library from there, whichever Python it is",
+            "unset PYTHONHOME, and unload the module that sets it",
+        )
+    if path := environ.get("PYTHONPATH"):
+        yield warning(
+            "Python",
+            f"PYTHONPATH={path}",
+            f"packages in there go before those of {python.prefix}: a torch or numpy of a module, built for another "
+            "Python, is taken for yours",
+            "unset PYTHONPATH in the job, or load the module before the environment and install nothing twice",
+        )
+    if python.user_site:
+        yield note(
+            "Python",
+            f"packages in {python.user_site} are in use",
+            "what pip install --user put there goes before the packages of modules and containers",
+            "export PYTHONNOUSERSITE=1",
+        )

@@ -1,0 +1,139 @@
+"""Examine what the system allows a process: files, locked memory, cores, memory."""
+
+from __future__ import annotations
+
+import os
+import resource
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from hpctrain.cluster.binding import cpu_affinity, format_cpus
+from hpctrain.doctor.finding import Finding, note, ok, warning
+
+_FILES = 4096  # descriptors; shards of data and sockets to other ranks need thousands
+_LITTLE = 4 * 2**30  # bytes; torch and a small model need two
+_SMALL_LOCK = 2**30  # bytes
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Hold limits in bytes and numbers; None is no limit, or not known."""
+
+    cores: int  # of the node
+    affinity: tuple[int, ...]
+    files: int | None
+    most_files: int | None
+    locked: int | None
+    dumps: int | None
+    memory: int | None  # of this process's control group
+    installed: int  # of the node
+    rdma: bool
+
+
+def gather() -> Limits:
+    """Ask the system."""
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return Limits(
+        cores=os.cpu_count() or 1,
+        affinity=cpu_affinity(),
+        files=_finite(files[0]),
+        most_files=_finite(files[1]),
+        locked=_finite(resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]),
+        dumps=_finite(resource.getrlimit(resource.RLIMIT_CORE)[0]),
+        memory=memory_limit(),
+        installed=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        rdma=any(Path("/sys/class/infiniband").glob("*")),
+    )
+
+
+def check(limits: Limits, in_job: bool) -> Iterator[Finding]:
+    """Yield what is to be said of limits; on a login node they are often narrow, and jobs have their own."""
+    yield from _check_cores(limits, in_job)
+    yield from _check_memory(limits, in_job)
+    if limits.files is not None and limits.files < _FILES:
+        room = limits.most_files is None or limits.most_files >= _FILES
+        advice = f"ulimit -n {limits.most_files or 65536}" if room else "ask the site to raise it (limits.conf)"
+        yield note("limits", f"{limits.files} open files", "data in many files needs more", advice)
+    if limits.rdma and limits.locked is not None and limits.locked < _SMALL_LOCK:
+        yield warning(
+            "limits",
+            f"{tell(limits.locked)} of locked memory, on a node with InfiniBand",
+            "MPI cannot register its buffers with the adapter, and is slow or fails",
+            "ulimit -l unlimited before sbatch, whose jobs inherit it, or ask the site",
+        )
+    if limits.dumps != 0:
+        size = "any size" if limits.dumps is None else f"up to {tell(limits.dumps)}"
+        yield note(
+            "limits", f"core files of {size}", "ranks that crash write their whole memory to disk", "ulimit -c 0"
+        )
+
+
+def _check_cores(limits: Limits, in_job: bool) -> Iterator[Finding]:
+    told = f"{len(limits.affinity)} of {limits.cores} cores ({format_cpus(limits.affinity)})"
+    if len(limits.affinity) >= limits.cores:
+        yield ok("cores", f"all {limits.cores}")
+    elif in_job and len(limits.affinity) == 1:
+        yield warning(
+            "cores",
+            told,
+            "a rank that may use one core computes with one thread",
+            "--cpus-per-task=N on the line of srun, for N cores a rank",
+        )
+    else:
+        yield ok("cores", told)
+
+
+def _check_memory(limits: Limits, in_job: bool) -> Iterator[Finding]:
+    if limits.memory is None or limits.memory >= limits.installed:
+        yield ok("memory", f"{tell(limits.installed)}, without a limit")
+    elif limits.memory < _LITTLE:
+        yield (warning if in_job else note)(
+            "memory",
+            f"limited to {tell(limits.memory)} of {tell(limits.installed)}",
+            "a process that needs more is killed without a word",
+            "--mem=SIZE in the job's script" if in_job else "jobs have limits of their own: look there, too",
+        )
+    else:
+        yield ok("memory", f"{tell(limits.memory)} of {tell(limits.installed)} (control group)")
+
+
+def memory_limit(proc: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> int | None:
+    """Return the memory that the control groups above this process allow it."""
+    try:
+        lines = proc.read_text().splitlines()
+    except OSError:
+        return None
+    found = []
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers not in ("", "memory"):
+            continue
+        top, name = (root / "memory", "memory.limit_in_bytes") if controllers else (root, "memory.max")
+        folder = top / path.lstrip("/")
+        while folder.is_relative_to(top):
+            found.append(_number(folder / name))
+            folder = folder.parent
+    limits = [limit for limit in found if limit is not None and limit < 2**60]  # version 1 writes a huge one for none
+    return min(limits, default=None)
+
+
+def tell(nbytes: float) -> str:
+    """Return an amount of bytes with a unit: ``1.5 GiB``."""
+    units = ["B", "KiB", "MiB", "GiB", "TiB", "PiB"]
+    while abs(nbytes) >= 1024 and len(units) > 1:
+        nbytes /= 1024
+        units.pop(0)
+    return f"{nbytes:.3g} {units[0]}" if nbytes < 1000 else f"{nbytes:.0f} {units[0]}"
+
+
+def _number(path: Path) -> int | None:
+    try:
+        text = path.read_text().strip()
+    except OSError:
+        return None
+    return int(text) if text.isdecimal() else None
+
+
+def _finite(limit: int) -> int | None:
+    return None if limit == resource.RLIM_INFINITY else limit

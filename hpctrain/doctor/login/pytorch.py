@@ -1,0 +1,73 @@
+"""Examine torch: whether it loads, how long that takes, and for which devices it was built."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from hpctrain.doctor.finding import Finding, error, note, ok, warning
+from hpctrain.doctor.login.ask import LOADING, Answer, ask_probe
+
+_OLDEST = (2, 11)
+_SLOW = 20.0  # seconds; from a warm local disk it takes two
+_BUSY = 2.0  # processes for each core
+
+
+def gather() -> Answer:
+    """Load torch in a process of its own."""
+    return ask_probe("pytorch")
+
+
+def check(torch: Answer) -> Iterator[Finding]:
+    """Yield what is to be said of torch itself."""
+    if torch.hangs:
+        yield error(
+            "torch",
+            f"import torch did not end in {LOADING:g} s",
+            "its thousands of files come from a filesystem that is cold, overloaded or gone, and every rank of a job "
+            "reads them at the same time",
+            "try again in a minute; put the environment on a faster filesystem, or pack it into a container image",
+        )
+    elif torch.trouble:
+        yield error("torch", f"import torch failed: {torch.trouble}", "nothing can be trained without it", _REINSTALL)
+    else:
+        yield from _check_loaded(torch)
+
+
+_REINSTALL = "pip install torch, for the CUDA or ROCm of the compute nodes (pytorch.org says which index)"
+
+
+def _check_loaded(torch: Answer) -> Iterator[Finding]:
+    version, seconds = str(torch.facts["version"]), float(torch.facts["seconds"])
+    if _numbers(version) < _OLDEST:
+        yield error("torch", version, "hpctrain needs torch 2.11 or newer", "pip install --upgrade torch")
+    elif seconds > _SLOW and torch.facts["load"] > _BUSY:
+        yield note(
+            "torch",
+            f"{version}, {build(torch)}; import took {seconds:.0f} s",
+            f"{torch.facts['load']:.0f} processes want each core of this node, so that says little",
+            "look again when it is quieter",
+        )
+    elif seconds > _SLOW:
+        yield warning(
+            "torch",
+            f"{version}, {build(torch)}; import took {seconds:.0f} s",
+            "all ranks of a job import it at once, which is slower yet, and each start of a job pays for that",
+            "put the environment on a faster filesystem, or pack it into a container image",
+        )
+    else:
+        yield ok("torch", f"{version}, {build(torch)}; import took {seconds:.1f} s")
+
+
+def build(torch: Answer) -> str:
+    """Return for what torch was built, in words."""
+    if torch.facts.get("cuda"):
+        return f"built for CUDA {torch.facts['cuda']}"
+    return f"built for ROCm {torch.facts['hip']}" if torch.facts.get("hip") else "built for CPUs only"
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    numbers = []
+    for part in version.partition("+")[0].split(".")[:2]:
+        digits = "".join(character for character in part if character.isdigit())
+        numbers.append(int(digits or 0))
+    return tuple(numbers)

@@ -1,0 +1,171 @@
+"""Examine a job's script: its directives, and the lines that start ranks."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from hpctrain.doctor.finding import Finding, error, note, ok, warning
+from hpctrain.doctor.login import pair
+from hpctrain.doctor.login.mpi import Mpi
+from hpctrain.doctor.login.slurm import Slurm
+from hpctrain.errors import UsageError
+from hpctrain.launch.check import problems
+
+_LAUNCHERS = ("srun", "mpirun", "mpiexec")
+_BEFORE = ("exec", "time", "nohup", "if", "!", "then", "else", "do")  # words that may stand before a command
+
+
+@dataclass(frozen=True)
+class Start:
+    """Hold a command of a script that starts ranks."""
+
+    line: int
+    words: tuple[str, ...]
+    behind: bool  # it runs in the background
+
+    @property
+    def launcher(self) -> str:
+        """Return the launcher's name."""
+        return self.words[0].rpartition("/")[2]
+
+    def value(self, *options: str) -> str | None:
+        """Return the value of the first of these options that is there; empty where it has none."""
+        for number, word in enumerate(self.words[1:], 1):
+            name, equals, value = word.partition("=")
+            if name in options:
+                after = self.words[number + 1] if number + 1 < len(self.words) else ""
+                return value if equals else "" if after.startswith("-") else after
+            letter = next((option for option in options if len(option) == 2 and word.startswith(option)), None)
+            if letter and not word.startswith("--"):
+                return word[2:]
+        return None
+
+
+def read(path: Path) -> str:
+    """Return the text of a script; raises ``UsageError`` where it cannot be read."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as failure:
+        reason = failure.strerror if isinstance(failure, OSError) else "it is not UTF-8 text"
+        raise UsageError(f"cannot read the script {path}: {reason}", everywhere=True) from failure
+
+
+def starts(script: str) -> list[Start]:
+    """Return the commands of a script that start ranks, in order."""
+    found = []
+    for number, line in _joined(script):
+        try:
+            lexer = shlex.shlex(line, posix=True, punctuation_chars="&;|()")
+            lexer.whitespace_split, lexer.commenters = True, "#"
+            words = list(lexer)
+        except ValueError:
+            continue  # quotation marks over several lines: no command that begins here
+        for command, end in _commands(words):
+            while command and (command[0] in _BEFORE or re.match(r"\w+=", command[0])):
+                command = command[1:]
+            if command and command[0].rpartition("/")[2] in _LAUNCHERS:
+                found.append(Start(number, tuple(command), end == "&"))
+    return found
+
+
+def check(script: str, mpi: Mpi, slurm: Slurm, environ: Mapping[str, str]) -> Iterator[Finding]:
+    """Yield what is to be said of a script that is to run with this MPI under this Slurm."""
+    wrong = problems(script)
+    for text in wrong:
+        yield error("script", text, "the scheduler refuses it, or understands something else", "hpctrain job check")
+    commands = starts(script)
+    if not commands:
+        yield note("script", "no line starts ranks (srun, mpirun, mpiexec)", "the program will be one process")
+    before = [*wrong]
+    for start in commands:
+        found = [*_check_srun(script, start, mpi, slurm, environ)] if start.launcher == "srun" else []
+        found += _check_trap(script, start)
+        before += [finding.found for finding in found]
+        yield from found
+    if not before:
+        yield ok("script", "; ".join(f"line {start.line} starts ranks by {start.launcher}" for start in commands))
+
+
+def _check_srun(
+    script: str, start: Start, mpi: Mpi, slurm: Slurm, environ: Mapping[str, str]
+) -> Iterator[Finding]:
+    where = f"line {start.line}: srun"
+    kills = start.value("--kill-on-bad-exit", "-K")
+    set_there = re.search(r"^\s*export\b.*\bSLURM_KILL_BAD_EXIT=1\b", script, re.MULTILINE)
+    if (kills is None and not set_there and slurm.setting("KillOnBadExit") != "1") or kills == "0":
+        yield warning(
+            "script",
+            f"{where} without --kill-on-bad-exit=1",
+            "a rank that is killed (out of memory) leaves the others waiting until the walltime is over",
+            "write srun --kill-on-bad-exit=1",
+        )
+    yield from _check_type(where, start, mpi, slurm, environ)
+    cpus = re.search(r"^#SBATCH\s+(--cpus-per-task[= ]|-c\s*)(\d+)", script, re.MULTILINE)
+    passed = start.value("--cpus-per-task", "-c") is not None or "SRUN_CPUS_PER_TASK" in script
+    if cpus and not passed and slurm.forgets_cpus:
+        yield warning(
+            "script",
+            f"{where} without --cpus-per-task",
+            "Slurm 22.05 to 23.02 do not pass it on from #SBATCH: every rank gets one core",
+            f"write srun --cpus-per-task={cpus[2]}",
+        )
+
+
+def _check_type(
+    where: str, start: Start, mpi: Mpi, slurm: Slurm, environ: Mapping[str, str]
+) -> Iterator[Finding]:
+    """Yield whether a line of srun has the ``--mpi`` of this MPI."""
+    kind = pair.needed(mpi)
+    asked = start.value("--mpi")
+    default = environ.get("SLURM_MPI_TYPE") or slurm.setting("MpiDefault")
+    if not kind or (asked is None and pair.fits(default, kind)) or pair.fits(asked or "", kind):
+        return
+    told = f"{where} {f'with --mpi={asked}' if asked else 'without --mpi='}"
+    why = f"ranks of {mpi.told} need {kind}: they do not see each other otherwise, and hpctrain refuses to start"
+    advice = f"write srun --mpi={kind}"
+    if asked or default:
+        yield error("script", told, why, advice)
+    else:
+        yield note("script", f"{told}, and what it takes then is not known here", why, advice)
+
+
+def _check_trap(script: str, start: Start) -> Iterator[Finding]:
+    """Yield whether a signal that the script catches reaches it before the ranks have ended."""
+    caught = re.search(r"^\s*trap\s+(?!-).*\b(USR1|USR2|TERM|SIGUSR1|SIGUSR2|SIGTERM)\b", script, re.MULTILINE)
+    if caught and not start.behind:
+        yield warning(
+            "script",
+            f"line {start.line}: {start.launcher} runs in the foreground, and the script has a trap for {caught[1]}",
+            "bash runs a trap only when the command in the foreground has ended",
+            "end the command with & and wait for it, as scripts of hpctrain job do",
+        )
+
+
+def _joined(script: str) -> Iterator[tuple[int, str]]:
+    """Yield the lines of a script with their numbers; one that ends with a backslash goes on in the next."""
+    begin, text = 0, ""
+    for number, line in enumerate(script.split("\n"), 1):
+        begin = begin or number
+        if line.endswith("\\"):
+            text += line[:-1] + " "
+            continue
+        yield begin, text + line
+        begin, text = 0, ""
+    if text:
+        yield begin, text
+
+
+def _commands(words: list[str]) -> Iterator[tuple[list[str], str]]:
+    """Yield the commands of a line, each with what ends it."""
+    command: list[str] = []
+    for word in words:
+        if word and set(word) <= set("&;|()"):
+            yield command, word
+            command = []
+        else:
+            command.append(word)
+    yield command, ""

@@ -1,0 +1,112 @@
+"""Examine Slurm: its version, the MPIs that ``srun`` can start, and what in its configuration decides how jobs end."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from hpctrain.doctor.finding import Finding, note, ok, warning
+from hpctrain.doctor.login.ask import Answer, ask
+
+# Releases whose sbatch does not pass --cpus-per-task on to srun (Slurm's release notes; mended in 23.11).
+_FORGETFUL = ((22, 5), (23, 11))
+
+
+@dataclass(frozen=True)
+class Slurm:
+    """Hold what Slurm's commands say."""
+
+    version: Answer
+    types: Answer
+    config: Answer
+
+    @property
+    def here(self) -> bool:
+        """Tell whether there is a Slurm."""
+        return not self.version.missing
+
+    @property
+    def release(self) -> tuple[int, int]:
+        """Return year and month of the release; zeros where it does not say."""
+        found = re.search(r"(\d+)\.(\d+)", self.version.text)
+        return (int(found[1]), int(found[2])) if found else (0, 0)
+
+    @property
+    def forgets_cpus(self) -> bool:
+        """Tell whether ``--cpus-per-task`` must stand on the line of srun."""
+        return _FORGETFUL[0] <= self.release < _FORGETFUL[1] or self.release == (0, 0)
+
+    @property
+    def mpi_types(self) -> list[str]:
+        """Return what ``srun --mpi=`` can be; empty where srun does not say."""
+        if self.types.trouble:
+            return []
+        words = [line.removeprefix("srun:").strip() for line in self.types.text.splitlines()]  # so before Slurm 21
+        names = [word for word in words if re.fullmatch(r"[a-z][\w.]*", word)]
+        specific = re.findall(r"specific pmix plugin versions available: ([\w,]+)", self.types.text)
+        return [*names, *(name for text in specific for name in text.split(",") if name)]
+
+    def setting(self, name: str) -> str:
+        """Return a setting of slurm.conf; empty where it is not known."""
+        found = re.search(rf"^{name}\s*=\s*(.*?)\s*$", self.config.text, re.MULTILINE | re.IGNORECASE)
+        return found[1] if found else ""
+
+
+def gather() -> Slurm:
+    """Ask Slurm's commands."""
+    version = ask(["srun", "--version"], both=True)
+    if version.missing:
+        return Slurm(version, version, version)
+    return Slurm(version, ask(["srun", "--mpi=list"], both=True), ask(["scontrol", "show", "config"]))
+
+
+def check(slurm: Slurm, environ: Mapping[str, str]) -> Iterator[Finding]:
+    """Yield what is to be said of Slurm."""
+    if not slurm.here:
+        return
+    if slurm.config.trouble:
+        yield warning(
+            "Slurm",
+            f"srun is here, but Slurm does not answer: {slurm.config.trouble}",
+            "jobs can be neither submitted nor started from here",
+            "see with sinfo whether it is up, and whether SLURM_CONF leads to this cluster's slurm.conf",
+        )
+        return
+    types = ", ".join(slurm.mpi_types) or "not told"
+    default = slurm.setting("MpiDefault") or "none"
+    yield ok("Slurm", f"{slurm.version.text.split()[-1]}; --mpi: {types} (default: {default})")
+    yield from _check_ends(slurm, environ)
+
+
+def _check_ends(slurm: Slurm, environ: Mapping[str, str]) -> Iterator[Finding]:
+    """Yield how jobs end, and come back."""
+    if slurm.setting("KillOnBadExit") == "0" and environ.get("SLURM_KILL_BAD_EXIT") != "1":
+        yield warning(
+            "Slurm",
+            "KillOnBadExit = 0: a step goes on when one of its ranks has died",
+            "a rank killed by the system (out of memory) leaves the others waiting until the walltime is over",
+            "srun --kill-on-bad-exit=1, which scripts of hpctrain job have; or export SLURM_KILL_BAD_EXIT=1",
+        )
+    if slurm.setting("JobRequeue") == "0":
+        yield note(
+            "Slurm",
+            "JobRequeue = 0: jobs do not come back by themselves",
+            "a job that saved and left with exit code 75 can be requeued only where its script asks for it",
+            "#SBATCH --requeue, which scripts of hpctrain job have",
+        )
+    wait = re.match(r"\d+", slurm.setting("KillWait"))
+    if wait and int(wait[0]) < 10:
+        yield note(
+            "Slurm",
+            f"KillWait = {slurm.setting('KillWait')}",
+            "so long a job has between SIGTERM and SIGKILL, and a checkpoint may take longer",
+            "#SBATCH --signal=USR1@300 warns in time, which scripts of hpctrain job have",
+        )
+    if slurm.setting("PreemptType") not in ("", "preempt/none") and slurm.setting("PreemptMode") == "CANCEL":
+        yield note(
+            "Slurm",
+            "PreemptMode = CANCEL: a preempted job is ended and does not come back",
+            "it has GraceTime of its partition to save, and must be submitted again",
+            "ask for a partition that requeues, or keep --margin large",
+        )

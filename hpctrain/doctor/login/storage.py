@@ -1,0 +1,81 @@
+"""Examine the filesystems that a job leans on: node memory, temporary files, the home and the working folder."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from hpctrain.doctor.finding import Finding, error, note, ok, warning
+from hpctrain.doctor.login.ask import PATIENCE, Answer, ask_probe
+from hpctrain.doctor.login.limits import tell
+
+_WINDOW = 2**30  # bytes of node memory below which gradients of a small model do not fit
+_FREE = 2**30  # bytes free below which a folder counts as full
+_FILES = 1000  # files that can still be made, likewise
+
+
+@dataclass(frozen=True)
+class Place:
+    """Hold what a folder is for, where it is, and what its filesystem says."""
+
+    role: str  # shm, tmp, home or work
+    path: str
+    answer: Answer
+
+
+def places(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the folders to look at."""
+    home = environ.get("HOME", "")
+    found = {"shm": "/dev/shm", "tmp": environ.get("TMPDIR") or "/tmp", "home": home, "work": os.getcwd()}
+    return {role: path for role, path in found.items() if path}
+
+
+def gather(environ: Mapping[str, str]) -> list[Place]:
+    """Ask each filesystem in a process of its own: one that is dead must not take the others with it."""
+    found = places(environ)
+    with ThreadPoolExecutor(len(found)) as pool:
+        answers = pool.map(lambda path: ask_probe("space", path, seconds=PATIENCE, bare=True), found.values())
+        return [Place(role, path, answer) for (role, path), answer in zip(found.items(), answers)]
+
+
+def check(found: list[Place]) -> Iterator[Finding]:
+    """Yield what is to be said of each folder."""
+    for place in found:
+        yield _checked(place)
+
+
+_TOPICS = {"shm": "node memory", "tmp": "temporary", "home": "home", "work": "this folder"}
+_USES = {
+    "shm": "ranks of a node share gradients in memory of this filesystem",
+    "tmp": "MPI and Python put files there while they run",
+    "home": "caches and calibrations are kept there",
+    "work": "runs write checkpoints where they are started, unless run.folder says otherwise",
+}
+_ADVICE = {
+    "shm": "ask for a larger /dev/shm (in containers: --shm-size, or bind the host's)",
+    "tmp": "export TMPDIR to a folder on the node that is there and may be written, and see df",
+    "home": "delete or move what is not needed, and see the site's quota command",
+    "work": "start runs in a folder of the parallel filesystem, or set run.folder",
+}
+
+
+def _checked(place: Place) -> Finding:
+    topic, use, advice = _TOPICS[place.role], _USES[place.role], _ADVICE[place.role]
+    facts = place.answer.facts
+    if place.answer.hangs:
+        return error(topic, f"{place.path} does not answer: {place.answer.trouble}", use, "tell the site, and wait")
+    if not facts:
+        return error(topic, f"{place.path}: {place.answer.trouble}", use, advice)
+    if not facts["there"]:
+        return error(topic, f"{place.path} is not there", use, advice)
+    if not facts["writable"]:
+        return (note if place.role == "work" else error)(topic, f"{place.path} may not be written", use, advice)
+    free, size = int(facts["free"]), int(facts["size"])
+    told = f"{place.path}: {tell(free)} free of {tell(size)}"
+    if free < (_WINDOW if place.role == "shm" else _FREE):
+        return warning(topic, told, use, advice)
+    if facts["files"] and facts["files_free"] < _FILES:
+        return warning(topic, f"{place.path}: only {facts['files_free']} more files", use, advice)
+    return ok(topic, told)

@@ -1,0 +1,112 @@
+"""Estimate how far the clocks of the nodes are apart, by messages there and back (Cristian, 1989).
+
+A deadline is read on one node's clock and kept on another's, and locks and checkpoints are dated by them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from hpctrain.doctor.finding import Finding, ok, warning
+
+if TYPE_CHECKING:
+    from hpctrain.collectives.communicator import Communicator
+
+ROUNDS = 20  # messages there and back to each node; the quickest counts
+APART = 1.0  # seconds from which on clocks are too far apart
+
+Sample = tuple[float, float, float]  # sent here, seen there, back here
+
+
+@dataclass(frozen=True)
+class Skew:
+    """Say by how many seconds a node's clock is ahead of the first node's, and within which bounds that is known."""
+
+    node: int
+    host: str
+    seconds: float
+    within: float
+
+
+def offset(samples: Sequence[Sample]) -> tuple[float, float]:
+    """Return by how much the other clock is ahead, and the error that is possible: half of the quickest round."""
+    sent, there, back = min(samples, key=lambda sample: sample[2] - sample[0])
+    return there - (sent + back) / 2, (back - sent) / 2
+
+
+def measure(
+    comm: Communicator, hosts: Sequence[str], seconds: float, clock: Callable[[], float] = time.time
+) -> list[Skew]:
+    """Return the skew of every node but the first, as far as time allows; a call by all ranks.
+
+    ``hosts`` are the nodes' names. Rank 0 talks to the first rank of every other node, one after the other.
+    """
+    import torch
+
+    leaders = _leaders(comm)
+    message = torch.zeros(1, dtype=torch.float64)
+    found: list[Skew] = []
+    if comm.rank == 0:
+        end = time.monotonic() + seconds
+        for node, peer in enumerate(leaders[1:], 1):
+            rounds = ROUNDS if time.monotonic() < end else 0
+            comm.send(torch.tensor([rounds]), peer)
+            samples: list[Sample] = []
+            for _ in range(rounds):
+                sent = clock()
+                comm.send(message, peer)
+                comm.recv(message, peer)
+                samples.append((sent, float(message), clock()))
+            if samples:
+                found.append(Skew(node, hosts[node], *offset(samples)))
+    elif comm.rank in leaders:
+        wanted = torch.zeros(1, dtype=torch.int64)
+        comm.recv(wanted, 0)
+        for _ in range(int(wanted)):
+            comm.recv(message, 0)
+            message[0] = clock()
+            comm.send(message, 0)
+    skews: list[Skew] = comm.broadcast_object(found)
+    return skews
+
+
+def check(skews: Sequence[Skew]) -> Iterator[Finding]:
+    """Yield what is to be said of the clocks."""
+    apart = [skew for skew in skews if abs(skew.seconds) - skew.within > APART]
+    for skew in apart:
+        yield warning(
+            "clocks",
+            f"{skew.host} is {words(skew)} the first node",
+            "a run's deadline, the age of its lock and the dates of its checkpoints are off by that",
+            "tell the site (NTP or chrony does not run there)",
+        )
+    if not skews or apart:
+        return
+    most = max(skews, key=lambda skew: abs(skew.seconds))
+    seen = abs(most.seconds) > most.within
+    yield ok("clocks", f"{most.host} is furthest off, {words(most)} the first node" if seen else "no difference seen")
+
+
+def words(skew: Skew) -> str:
+    """Return a skew in words: ``1.2 ms ahead of (within 0.1 ms)``."""
+    side = "ahead of" if skew.seconds >= 0 else "behind"
+    return f"{short(abs(skew.seconds))} (within {short(skew.within)}) {side}"
+
+
+def short(seconds: float) -> str:
+    """Return a time with a unit that fits it."""
+    for unit, scale in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
+        if seconds >= scale or unit == "us":
+            return f"{seconds / scale:.3g} {unit}"
+    raise AssertionError("the last unit takes all")
+
+
+def _leaders(comm: Communicator) -> list[int]:
+    """Return the first rank of every node."""
+    first: dict[int, int] = {}
+    for rank, node in enumerate(comm.all_gather_object(comm.node)):
+        first.setdefault(node, rank)
+    return [first[node] for node in sorted(first)]

@@ -1,0 +1,57 @@
+"""Let the first rank of every node say what its system allows: compute nodes have other limits than login nodes."""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from hpctrain.doctor.finding import Finding
+from hpctrain.doctor.login import limits, storage
+from hpctrain.doctor.login.ask import Answer
+from hpctrain.doctor.login.limits import Limits
+from hpctrain.doctor.preflight.seats import host_name
+
+if TYPE_CHECKING:
+    from hpctrain.collectives.communicator import Communicator
+
+_SHM = "/dev/shm"
+
+
+@dataclass(frozen=True)
+class Host:
+    """Hold a node's name, its limits, and the size of its node memory and what of it is free, in bytes."""
+
+    name: str
+    limits: Limits
+    shm: int
+    shm_free: int
+
+
+def take(comm: Communicator) -> list[Host]:
+    """Return all nodes; a call by all ranks."""
+    own = None
+    if comm.local_rank == 0:
+        room = os.statvfs(_SHM)
+        own = Host(host_name(), limits.gather(), room.f_blocks * room.f_frsize, room.f_bavail * room.f_frsize)
+    return [host for host in comm.all_gather_object(own) if host is not None]
+
+
+def check(hosts: Sequence[Host]) -> Iterator[Finding]:
+    """Yield what is not well, once for all nodes of which it is true; cores are a matter of binding."""
+    where: dict[Finding, list[str]] = defaultdict(list)
+    for host in hosts:
+        facts = {"there": True, "writable": True, "size": host.shm, "free": host.shm_free, "files": 0}
+        memory = storage.check([storage.Place("shm", _SHM, Answer(facts=facts))])
+        for finding in (*limits.check(host.limits, in_job=True), *memory):
+            if finding.level != "ok" and finding.topic != "cores":
+                where[finding].append(host.name)
+    for finding, names in where.items():
+        yield replace(finding, found=f"{finding.found} ({on(names)})")
+
+
+def on(names: Sequence[str]) -> str:
+    """Return in words on which nodes something is so."""
+    return names[0] if len(names) == 1 else f"{len(names)} nodes, {names[0]} the first"

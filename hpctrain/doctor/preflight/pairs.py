@@ -1,0 +1,143 @@
+"""Measure how fast ranks talk two by two, in rounds in which each has one partner, as in a tournament.
+
+All pairs of a round talk at the same time, so what they share (a switch, a memory bus) shows. Messages go from host
+memory to host memory by MPI.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from hpctrain.collectives.communicator import Communicator
+
+PINGS = 20  # small messages there and back, for the latency
+PROBE, LARGEST = 2**18, 2**24  # bytes; beyond 16 MiB MPI libraries lose time with their memory
+SHARE = 0.1  # seconds that the large messages of a pair should take
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Hold what two members measured: seconds of a small message one way, bytes a second of large ones."""
+
+    first: int
+    second: int
+    latency: float
+    bandwidth: float
+
+
+@dataclass(frozen=True)
+class Tournament:
+    """Hold what was measured, in how many of the rounds that there are."""
+
+    pairs: tuple[Pair, ...] = ()
+    rounds: int = 0
+    of_rounds: int = 0
+
+
+def schedule(members: int) -> list[list[tuple[int, int]]]:
+    """Return the rounds of a tournament in which each meets each once (the circle method, Kirkman 1847).
+
+    With an odd number of members one of them rests in every round.
+    """
+    seats: list[int] = [*range(members), *([-1] if members % 2 else [])]
+    half = len(seats) // 2
+    rounds = []
+    for _ in range(len(seats) - 1):
+        meeting = zip(seats[:half], reversed(seats[half:]))
+        rounds.append([(min(pair), max(pair)) for pair in meeting if -1 not in pair])
+        seats = [seats[0], seats[-1], *seats[1:-1]]
+    return rounds
+
+
+def measure(
+    comm: Communicator, seconds: float, progress: Callable[[str], None] = lambda what: None
+) -> Tournament:
+    """Let the ranks of a communicator play, as many rounds as time allows; a call by all of them, who return the same.
+
+    The first round is always played.
+    """
+    import torch
+
+    room = torch.ones(LARGEST, dtype=torch.uint8)
+    rounds, own, played = schedule(comm.size), [], 0
+    end = time.monotonic() + seconds
+    for number, meeting in enumerate(rounds):
+        if not comm.broadcast_object(number == 0 or time.monotonic() < end):
+            break
+        progress(f"round {number + 1} of {len(rounds)}")
+        played += 1
+        partner = next((_other(pair, comm.rank) for pair in meeting if comm.rank in pair), None)
+        if partner is not None and comm.rank < partner:
+            own.append(_lead(comm, partner, room))
+        elif partner is not None:
+            _follow(comm, partner, room)
+    everyone: Sequence[list[Pair]] = comm.all_gather_object(own)
+    return Tournament(tuple(sorted((pair for pairs in everyone for pair in pairs), key=_place)), played, len(rounds))
+
+
+def reach(pairs: Sequence[Pair], members: int) -> dict[int, float]:
+    """Return the usual bandwidth of each member: the median over those it was measured with."""
+    found: dict[int, list[float]] = {member: [] for member in range(members)}
+    for pair in pairs:
+        found[pair.first].append(pair.bandwidth)
+        found[pair.second].append(pair.bandwidth)
+    return {member: median(rates) for member, rates in found.items() if rates}
+
+
+def rate_in_words(rate: float) -> str:
+    """Return bytes a second with a unit that fits them."""
+    return f"{rate / 1e9:.3g} GB/s" if rate >= 1e9 else f"{rate / 1e6:.3g} MB/s"
+
+
+def _lead(comm: Communicator, partner: int, room: Tensor) -> Pair:
+    """Time messages to a partner and back; tell it how many large ones there will be, and how large."""
+    import torch
+
+    latency = median(_there_and_back(comm, partner, room[:8]) for _ in range(PINGS)) / 2
+    _there_and_back(comm, partner, room[:PROBE])  # the first one opens connections
+    rate = PROBE / (_there_and_back(comm, partner, room[:PROBE]) / 2)
+    nbytes = int(max(PROBE, min(LARGEST, rate * SHARE / 6)))
+    times = max(3, min(20, int(SHARE * rate / (2 * nbytes))))
+    comm.send(torch.tensor([nbytes, times]), partner)
+    usual = median(_there_and_back(comm, partner, room[:nbytes]) for _ in range(times))
+    return Pair(comm.rank, partner, latency, nbytes / (usual / 2))
+
+
+def _follow(comm: Communicator, partner: int, room: Tensor) -> None:
+    """Send back what the leading one sends."""
+    import torch
+
+    wanted = torch.zeros(2, dtype=torch.int64)
+    for nbytes in (*(8 for _ in range(PINGS)), PROBE, PROBE):
+        _back(comm, partner, room[:nbytes])
+    comm.recv(wanted, partner)
+    nbytes, times = map(int, wanted)
+    for _ in range(times):
+        _back(comm, partner, room[:nbytes])
+
+
+def _there_and_back(comm: Communicator, partner: int, message: Tensor) -> float:
+    start = time.perf_counter()
+    comm.send(message, partner)
+    comm.recv(message, partner)
+    return time.perf_counter() - start
+
+
+def _back(comm: Communicator, partner: int, message: Tensor) -> None:
+    comm.recv(message, partner)
+    comm.send(message, partner)
+
+
+def _other(pair: tuple[int, int], rank: int) -> int:
+    return pair[1] if pair[0] == rank else pair[0]
+
+
+def _place(pair: Pair) -> tuple[int, int]:
+    return pair.first, pair.second

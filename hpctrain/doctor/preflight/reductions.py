@@ -1,0 +1,113 @@
+"""Measure all_reduce over all ranks, as training calls it, and check what it brings."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from hpctrain.doctor.finding import Finding, error, ok
+from hpctrain.doctor.login.limits import tell
+
+if TYPE_CHECKING:
+    import torch
+
+    from hpctrain.collectives.communicator import Communicator
+
+SIZES = (2**12, 2**20, 2**25)  # bytes
+_MOST = 200  # repeats
+_ROOM = 4  # part of the free node memory that tensors may take
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """Hold the time of one size, and the ranks that got a wrong sum."""
+
+    nbytes: int
+    seconds: float
+    wrong: tuple[int, ...]
+    size: int  # ranks
+
+    @property
+    def bus(self) -> float:
+        """Return the bytes a second that a rank's link carries, as NCCL's tests count them."""
+        return 2 * (self.size - 1) / self.size * self.nbytes / self.seconds
+
+
+def measure(comm: Communicator, device: torch.device, seconds: float) -> list[Reduction]:
+    """Return the time of each size that fits, the mean of repeats; a call by all ranks, who return the same."""
+    import torch
+
+    part = comm.split(0)  # its memory is given back at the end
+    try:
+        found: list[Reduction] = []
+        sizes = _fitting(part)
+        for nbytes in sizes:
+            share = seconds / len(sizes)
+            if _forecast(found, nbytes) > share:
+                break  # all ranks know the same times
+            tensor = part.empty(nbytes // 4) if device.type == "cpu" else torch.empty(nbytes // 4, device=device)
+            tensor.fill_(part.rank + 1)
+            part.all_reduce(tensor)
+            whole = part.size * (part.size + 1) / 2
+            wrong = part.all_gather_object(bool((tensor != whole).any()))
+            took = _timed(part, tensor, share)
+            found.append(Reduction(nbytes, took, tuple(r for r, bad in enumerate(wrong) if bad), part.size))
+        return found
+    finally:
+        part.free()
+
+
+def check(found: Sequence[Reduction]) -> Iterator[Finding]:
+    """Yield what is to be said of reductions."""
+    wrong = sorted({rank for one in found for rank in one.wrong})
+    if wrong:
+        yield error(
+            "all_reduce",
+            f"a wrong sum on {len(wrong)} ranks, {wrong[0]} the first",
+            "what is trained so is worthless",
+            "leave out that rank's node, and run make test-2 on it",
+        )
+    elif found:
+        most = found[-1]
+        yield ok("all_reduce", f"right on all ranks; {tell(most.nbytes)} in {most.seconds * 1e3:.3g} ms")
+
+
+def _forecast(found: Sequence[Reduction], nbytes: int) -> float:
+    """Return the seconds that a size will take, on a straight line through the last two; 0 where there are none."""
+    if len(found) < 2:
+        return 0.0
+    one, two = found[-2:]
+    slope = (two.seconds - one.seconds) / (two.nbytes - one.nbytes)
+    return two.seconds + max(0.0, slope) * (nbytes - two.nbytes)
+
+
+def _fitting(comm: Communicator) -> list[int]:
+    """Return the sizes for which the fullest node has room."""
+    room = os.statvfs("/dev/shm")
+    free = room.f_bavail * room.f_frsize // (_ROOM * comm.local_size)
+    least = min(comm.all_gather_object(free))
+    return [size for size in SIZES if size <= least] or [SIZES[0]]
+
+
+def _timed(comm: Communicator, tensor: torch.Tensor, seconds: float) -> float:
+    """Return the seconds of one all_reduce, by the slowest rank."""
+    tensor.zero_()
+    once = _loop(comm, tensor, 1)
+    repeats = comm.broadcast_object(min(_MOST, int(seconds / once) - 1))
+    times: list[float] = comm.all_gather_object(_loop(comm, tensor, repeats) if repeats > 1 else once)
+    return max(times)
+
+
+def _loop(comm: Communicator, tensor: torch.Tensor, repeats: int) -> float:
+    comm.barrier()
+    start = time.perf_counter()
+    for _ in range(repeats):
+        comm.all_reduce(tensor)
+    if tensor.device.type == "cuda":
+        import torch
+
+        torch.cuda.synchronize(tensor.device)
+    return (time.perf_counter() - start) / repeats

@@ -1,0 +1,193 @@
+"""Let every rank say where it sits: host, cores, NUMA nodes, device."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hpctrain.cluster.binding import cpu_affinity, format_cpus
+from hpctrain.doctor.finding import Finding, Level, error, note, ok
+
+if TYPE_CHECKING:
+    import torch
+
+    from hpctrain.collectives.communicator import Communicator
+
+_NUMA = Path("/sys/devices/system/node")
+
+
+@dataclass(frozen=True)
+class Seat:
+    """Say where one rank sits."""
+
+    rank: int
+    host: str  # as the scheduler calls the node
+    node: int
+    local_rank: int
+    cpus: tuple[int, ...]
+    numa: tuple[int, ...]
+    cores: int  # of the node
+    threads: int
+    device: str
+    gpu: str  # its name; empty without one
+    identity: str  # the same in every process that has this very device
+
+
+def take(comm: Communicator, device: torch.device) -> list[Seat]:
+    """Return the seats of all ranks; a call by all of them."""
+    import torch
+
+    from hpctrain.train.device import identity
+
+    cpus = cpu_affinity()
+    own = Seat(
+        rank=comm.rank,
+        host=host_name(),
+        node=comm.node,
+        local_rank=comm.local_rank,
+        cpus=cpus,
+        numa=numa_nodes(cpus),
+        cores=os.cpu_count() or 1,
+        threads=torch.get_num_threads(),
+        device=str(device),
+        gpu=torch.cuda.get_device_name(device) if device.type == "cuda" else "",
+        identity=identity(device),
+    )
+    seats: list[Seat] = comm.all_gather_object(own)
+    return seats
+
+
+def host_name(environ: Mapping[str, str] = os.environ) -> str:
+    """Return the name by which the scheduler knows this node."""
+    return environ.get("SLURMD_NODENAME") or socket.gethostname()
+
+
+def numa_nodes(cpus: Iterable[int], root: Path = _NUMA) -> tuple[int, ...]:
+    """Return the NUMA nodes that these cores belong to; none where the system does not tell."""
+    mine, found = set(cpus), []
+    for folder in root.glob("node[0-9]*"):
+        try:
+            listed = (folder / "cpulist").read_text()
+        except OSError:
+            continue
+        ranges = re.findall(r"(\d+)(?:-(\d+))?", listed)
+        if mine & {cpu for first, last in ranges for cpu in range(int(first), int(last or first) + 1)}:
+            found.append(int(folder.name.removeprefix("node")))
+    return tuple(sorted(found))
+
+
+def check(seats: Sequence[Seat]) -> Iterator[Finding]:
+    """Yield what is to be said of the seats."""
+    nodes = by_node(seats)
+    counts = sorted({len(there) for there in nodes.values()})
+    told = f"{count(len(seats), 'rank')} on {count(len(nodes), 'node')}"
+    if len(counts) > 1:
+        yield note(
+            "ranks",
+            f"{told}, from {counts[0]} to {counts[-1]} on each",
+            "the fuller nodes are the slower ones, and the others wait for them",
+            "--ntasks-per-node=N with Slurm, mpiprocs=N with PBS",
+        )
+    else:
+        yield ok("ranks", told)
+    yield from _check_cores(nodes)
+    yield from _check_devices(seats)
+
+
+def by_node(seats: Iterable[Seat]) -> dict[int, list[Seat]]:
+    """Return the seats of every node."""
+    nodes: dict[int, list[Seat]] = defaultdict(list)
+    for seat in seats:
+        nodes[seat.node].append(seat)
+    return dict(nodes)
+
+
+def ranks_in_words(ranks: Iterable[int]) -> str:
+    """Return some ranks in words: ``rank 3``, ``ranks 0-2,7``."""
+    numbers = list(ranks)
+    return f"rank{'s' if len(numbers) > 1 else ''} {format_cpus(numbers)}"
+
+
+def count(number: int, noun: str) -> str:
+    """Return a number of things in words."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def _check_cores(nodes: Mapping[int, Sequence[Seat]]) -> Iterator[Finding]:
+    """Yield how the ranks of the nodes share cores; the same words for the nodes of which the same is true."""
+    said: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for there in nodes.values():
+        for kind, told in _sharing(there):
+            said[kind, told].append(there[0].host)
+    for (kind, told), hosts in said.items():
+        where = hosts[0] if len(hosts) == 1 else f"{len(hosts)} nodes, {hosts[0]} the first"
+        level, why, advice = _SHARING[kind]
+        yield Finding(level, "binding", f"{told} ({where})", why, advice)
+    if not said:
+        yield ok("binding", "no two ranks share a core")
+
+
+_BIND = "srun --cpus-per-task=N --cpu-bind=cores; mpiexec -bind-to core:N (MPICH), --map-by ppr:K:node:PE=N (Open MPI)"
+_SHARING: dict[str, tuple[Level, str, str]] = {
+    "crowded": ("warning", "ranks that outnumber their cores take turns, and every collective waits for that", _BIND),
+    "overlap": ("warning", "two ranks on a core have half of it each, while other cores may idle", _BIND),
+    "unbound": ("note", "the system may move them from core to core, away from their memory", _BIND),
+    "few": ("note", "the others idle, unless another job has them", "--cpus-per-task=N on the line of srun, too"),
+    "spread": ("note", "memory of another NUMA node is slower by a half or more", "bind each rank within one of them"),
+}
+
+
+def _sharing(there: Sequence[Seat]) -> Iterator[tuple[str, str]]:
+    """Yield what is true of one node's ranks: a kind and words."""
+    everything = set().union(*(seat.cpus for seat in there))
+    alike = len({seat.cpus for seat in there}) == 1
+    if len(there) > len(everything):
+        yield "crowded", f"{len(there)} ranks on {count(len(everything), 'core')}: {format_cpus(everything)}"
+    elif len(there) > 1 and alike:
+        yield "unbound", f"{len(there)} ranks may all use cores {format_cpus(everything)}: they are not bound"
+    elif sum(len(set(seat.cpus)) for seat in there) > len(everything):
+        for one, two in _pairs(there):
+            if shared := set(one.cpus) & set(two.cpus):
+                yield "overlap", f"ranks {one.rank} and {two.rank} share cores {format_cpus(shared)}"
+    if 2 * len(everything) <= there[0].cores:
+        yield "few", f"{count(len(there), 'rank')} may use {len(everything)} of {there[0].cores} cores"
+    bound = not alike or len(there) == 1 < len(there[0].numa) and len(there[0].cpus) < there[0].cores
+    spread = [seat.rank for seat in there if bound and len(seat.numa) > 1]
+    if spread:
+        yield "spread", f"the cores of {ranks_in_words(spread)} lie in several NUMA nodes"
+
+
+def _pairs(there: Sequence[Seat]) -> Iterator[tuple[Seat, Seat]]:
+    for number, one in enumerate(there):
+        for two in there[number + 1 :]:
+            yield one, two
+
+
+def _check_devices(seats: Sequence[Seat]) -> Iterator[Finding]:
+    users: dict[tuple[int, str], list[Seat]] = defaultdict(list)
+    for seat in seats:
+        if seat.gpu:
+            users[seat.node, seat.identity].append(seat)
+    for there in users.values():
+        if len(there) > 1:
+            yield error(
+                "GPUs",
+                f"{ranks_in_words(seat.rank for seat in there)} share a GPU of {there[0].host} ({there[0].device})",
+                "they take turns on it, and a run refuses to start so",
+                "start as many ranks a node as it has GPUs",
+            )
+    without = [seat.rank for seat in seats if not seat.gpu]
+    if users and without:
+        yield error(
+            "GPUs", f"{ranks_in_words(without)} see none, others do", "all ranks need one", "--gpus-per-node=N"
+        )
+    elif users:
+        names = sorted({seat.gpu for seat in seats})
+        level = ok if len(names) == 1 else lambda topic, text: note(topic, text, "the slowest sets the pace")
+        yield level("GPUs", f"{len(users)} x {', '.join(names)}")

@@ -1,0 +1,179 @@
+"""Say what the measurements mean: what is wrong, who is slow, and which nodes the next job should leave out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from statistics import median_high
+
+from hpctrain.cluster.nodes import compress_node_list
+from hpctrain.doctor.finding import Finding, note, ok, warning
+from hpctrain.doctor.preflight import clocks, files, hosts, pairs, reductions, seats
+from hpctrain.doctor.preflight.outliers import slow
+from hpctrain.doctor.preflight.report import Report
+
+_SHOWN = 8  # names in one finding
+_FAR = 0.5  # share that must be missing inside of a node, where some cores are nearer to each other than others
+_IDLE = 0.7  # share that must be missing in writing: filesystems are shared with all other jobs
+
+
+def findings(report: Report) -> list[Finding]:
+    """Return what is to be said of a report."""
+    return [
+        *seats.check(report.seats),
+        *hosts.check(report.nodes),
+        *clocks.check(report.skews),
+        *_check_rates(report, "products", "products of matrices", report.products, "GFLOP/s"),
+        *_check_rates(report, "memory", "reading and writing memory", report.streams, "GB/s"),
+        *_check_inside(report),
+        *_check_between(report),
+        *reductions.check(report.reductions),
+        *files.check(report.written, report.seats, Path(report.folder)),
+        *_check_writers(report),
+        *_check_nodes(report),
+    ]
+
+
+def slow_nodes(report: Report) -> list[str]:
+    """Return the names of nodes that are slow in anything; none where there is no other to compare with."""
+    hosts = report.hosts
+    if len(hosts) < 2:
+        return []
+    by_rank = [*slow(_by_rank(report.products)), *slow(_by_rank(report.streams))]
+    nodes = {report.seats[rank].node for rank in by_rank}
+    nodes |= {*slow(_inside(report), _FAR), *slow(_between(report)), *slow(_writing(report), _IDLE)}
+    return [hosts[node] for node in sorted(nodes)]
+
+
+def excluded(report: Report) -> str:
+    """Return the nodes to leave out, as ``--exclude`` takes them; empty where most are slow: then all are as usual."""
+    names = slow_nodes(report)
+    return compress_node_list(names) if 2 * len(names) <= len(report.hosts) else ""
+
+
+def _by_rank(rates: Sequence[float]) -> dict[int, float]:
+    return dict(enumerate(rates))
+
+
+def _inside(report: Report) -> dict[int, float]:
+    """Return the usual bandwidth inside of each node."""
+    found = {}
+    for node, tournament in report.inside.items():
+        if reached := pairs.reach(tournament.pairs, len(seats.by_node(report.seats)[node])):
+            found[node] = median_high(reached.values())
+    return found
+
+
+def _between(report: Report) -> dict[int, float]:
+    """Return the usual bandwidth of each node to others; none of two nodes, which have it in common."""
+    nodes = len(report.hosts)
+    return pairs.reach(report.between.pairs, nodes) if nodes > 2 else {}
+
+
+def _writing(report: Report) -> dict[int, float]:
+    """Return what the ranks of each node write together."""
+    found: dict[int, float] = {}
+    for seat, one in zip(report.seats, report.written):
+        found[seat.node] = found.get(seat.node, 0.0) + one.rate
+    return found
+
+
+def _check_rates(report: Report, topic: str, what: str, rates: Sequence[float], unit: str) -> Iterator[Finding]:
+    lagging = slow(_by_rank(rates))
+    middle = median_high(rates)
+    if not lagging:
+        yield ok(topic, f"{middle / 1e9:.3g} {unit} a rank, all at once; the slowest has {min(rates) / 1e9:.3g}")
+        return
+    names = [f"rank {rank} on {report.seats[rank].host} ({share:.0%})" for rank, share in lagging.items()]
+    yield warning(
+        topic,
+        f"slow in {what}: {_listed(names)}; usual are {middle / 1e9:.3g} {unit}",
+        "every step waits for the slowest rank",
+        "look at who else computes there, at the binding, and whether the cores or the GPU are throttled",
+    )
+
+
+def _check_inside(report: Report) -> Iterator[Finding]:
+    every = [pair for tournament in report.inside.values() for pair in tournament.pairs]
+    if not every:
+        return
+    lagging = slow(_inside(report), _FAR)
+    told = _usual(every)
+    if lagging:
+        names = [f"{report.hosts[node]} ({share:.0%})" for node, share in lagging.items()]
+        yield warning(
+            "messages",
+            f"slow inside of nodes: {_listed(names)}; usual are {told}",
+            "messages of such a node's ranks hold up the others",
+            "see whether MPI's shared memory works there (/dev/shm)",
+        )
+    else:
+        yield ok("messages", f"inside of nodes: {told}, {_played(report.inside)}")
+
+
+def _check_between(report: Report) -> Iterator[Finding]:
+    every = report.between.pairs
+    if not every:
+        return
+    told = _usual(every)
+    lagging = slow(_between(report))
+    if lagging:
+        names = [f"{report.hosts[node]} ({share:.0%})" for node, share in lagging.items()]
+        yield warning(
+            "messages",
+            f"slow between nodes: {_listed(names)}; usual are {told}",
+            "a collective is as slow as its slowest link",
+            "leave them out, and tell the site: a cable, an adapter or a switch",
+        )
+    else:
+        yield ok("messages", f"between nodes: {told}, {_played({0: report.between})}")
+    lame = slow({(pair.first, pair.second): pair.bandwidth for pair in every})
+    alone = {pair: share for pair, share in lame.items() if not set(pair) & set(lagging)}
+    if alone:
+        names = [f"{report.hosts[one]} and {report.hosts[two]} ({share:.0%})" for (one, two), share in alone.items()]
+        yield note("messages", f"slow together: {_listed(names)}", "their way may be shared with others")
+
+
+def _check_writers(report: Report) -> Iterator[Finding]:
+    lagging = slow(_writing(report), _IDLE)
+    if lagging and len(report.hosts) > 1 and not any(one.trouble or not one.seen for one in report.written):
+        names = [f"{report.hosts[node]} ({share:.0%})" for node, share in lagging.items()]
+        yield warning(
+            "files",
+            f"slow in writing: {_listed(names)}",
+            "a checkpoint is there when its slowest rank has written",
+            "leave them out, and tell the site",
+        )
+
+
+def _check_nodes(report: Report) -> Iterator[Finding]:
+    names = slow_nodes(report)
+    if not names:
+        return
+    if leave := excluded(report):
+        yield warning(
+            "nodes",
+            f"slow: {_listed(names)}",
+            "the whole job is as slow as they are",
+            f"submit again with --exclude={leave}",
+        )
+    else:
+        yield note("nodes", f"{len(names)} of {len(report.hosts)} nodes differ", "so many are not worth leaving out")
+
+
+def _usual(every: Sequence[pairs.Pair]) -> str:
+    """Return the usual bandwidth and latency of pairs in words."""
+    rate = median_high(pair.bandwidth for pair in every)
+    return f"{pairs.rate_in_words(rate)}, {clocks.short(median_high(pair.latency for pair in every))}"
+
+
+def _played(tournaments: Mapping[int, pairs.Tournament]) -> str:
+    """Return in words how many pairs were measured."""
+    measured = sum(len(one.pairs) for one in tournaments.values())
+    done, rounds = (sum(getattr(one, name) for one in tournaments.values()) for name in ("rounds", "of_rounds"))
+    return seats.count(measured, "pair") if done == rounds else f"{measured} pairs in {done} of {rounds} rounds"
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more

@@ -1,0 +1,59 @@
+"""All facts are gathered at the same time, and every theme is heard."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+from support.doctoring import MISSING, facts, mpi, slurm, told
+
+from hpctrain.doctor.login import storage
+from hpctrain.doctor.login.ask import Answer
+from hpctrain.doctor.login.examine import Facts, check
+from hpctrain.doctor.login.gpus import Gpus
+from hpctrain.doctor.login.interpreter import Interpreter
+from hpctrain.doctor.login.limits import Limits
+from hpctrain.doctor.login.pbs import Pbs
+
+ROOM = facts(there=True, writable=True, size=2**40, free=2**38, files=0, files_free=0)
+FINE = Facts(
+    environ={},
+    host="login1",
+    interpreter=Interpreter((3, 12, 1), "/venv", True, "/venv/lib", ""),
+    torch=facts(version="2.13.0+cpu", seconds=2.0, cuda=None),
+    gpus=Gpus(MISSING, Answer(trouble="No module named 'cupy'")),
+    mpi=mpi(),
+    hdf5=facts(h5py="3.16.0", hdf5="2.0.0", mpi=False),
+    slurm=slurm(),
+    pbs=Pbs(MISSING),
+    limits=Limits(8, tuple(range(8)), 65536, None, None, 0, None, 2**36, rdma=False),
+    storage=[storage.Place("shm", "/dev/shm", ROOM)],
+)
+
+
+def test_a_good_place_has_one_line_of_each_theme() -> None:
+    found = check(FINE)
+    assert told(found) == []
+    topics = "node Python hpctrain torch GPUs MPI mpiexec HDF5 modules Slurm srun cores memory"
+    assert [finding.topic for finding in found] == [*topics.split(), "node memory"]
+
+
+def test_a_rank_of_several_is_told_that_it_is() -> None:
+    task = {"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2"}
+    found = check(replace(FINE, environ=task))
+    assert found[0].found == "login1, in job 7 of Slurm" and told(found) == [("note", "node")]
+
+
+def test_variables_that_contradict_each_other_are_a_finding() -> None:
+    found = check(replace(FINE, environ={"OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "2"}))
+    assert told(found) == [("note", "node")] and "contradict each other" in found[0].found
+
+
+def test_a_script_is_looked_at_where_there_is_one() -> None:
+    assert ("error", "script") in told(check(FINE, "#SBATCH --nodes=2\n#SBATCH --bad\nsrun a\n"))
+
+
+def test_what_is_told_as_json_holds_no_variables() -> None:
+    told_facts = json.dumps(replace(FINE, environ={"SECRET": "swordfish"}).to_json())
+    assert "swordfish" not in told_facts
+    assert {"host": "login1", "srun_mpi": "pmi2"}.items() <= json.loads(told_facts).items()

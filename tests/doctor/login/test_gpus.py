@@ -1,0 +1,68 @@
+"""GPUs, torch's build, the driver and NCCL must fit each other."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from support.doctoring import MISSING, facts, only, told
+
+from hpctrain.doctor.login.ask import Answer
+from hpctrain.doctor.login.gpus import Gpus, check
+
+SMI = "NVIDIA A100-SXM4-40GB, 535.104.05, 40960 MiB\nNVIDIA A100-SXM4-40GB, 535.104.05, 40960 MiB\n"
+CUPY = facts(cupy="13.4.0", nccl=22703, runtime=12080)
+NO_CUPY = Answer(trouble="ModuleNotFoundError: No module named 'cupy'")
+
+
+def torch(cuda: str | None = None, available: bool = False, **other: Any) -> Answer:
+    return facts(version="2.13", seconds=1.0, cuda=cuda, available=available, nccl="2.27.3" if cuda else None, **other)
+
+
+def found(driver: Answer, own: Answer, environ: dict[str, str] | None = None, cupy: Answer = CUPY) -> list[Any]:
+    return list(check(Gpus(driver, cupy), own, environ or {}))
+
+
+def test_all_fits() -> None:
+    texts = [finding.found for finding in found(Answer(SMI), torch("12.8", True))]
+    assert told(found(Answer(SMI), torch("12.8", True))) == []
+    assert texts[0] == "2 x NVIDIA A100-SXM4-40GB, driver 535.104.05"
+    assert texts[1] == "2.27.3 through CuPy 13.4.0; torch has NCCL 2.27.3"
+
+
+def test_no_gpu_and_none_wanted() -> None:
+    assert told(found(MISSING, torch(), cupy=NO_CUPY)) == []
+
+
+def test_a_cuda_torch_on_a_login_node() -> None:
+    assert told(found(MISSING, torch("12.8"))) == [("note", "GPUs")]
+
+
+def test_a_cpu_torch_on_a_gpu_node() -> None:
+    assert told(found(Answer(SMI), torch())) == [("warning", "GPUs")]
+
+
+def test_a_driver_that_is_too_old() -> None:
+    assert only(found(Answer(SMI), torch("12.8"))).level == "error"
+
+
+@pytest.mark.parametrize("value, level", [("", "note"), ("-1", "note"), ("1", "error"), ("0,1", "error")])
+def test_gpus_that_are_hidden_are_not_broken(value: str, level: str) -> None:
+    assert only(found(Answer(SMI), torch("12.8"), {"CUDA_VISIBLE_DEVICES": value})).level == level
+
+
+def test_a_driver_that_hangs() -> None:
+    assert told(found(Answer(trouble="no answer in 10 s", hangs=True), torch("12.8", True))) == [("error", "GPUs")]
+
+
+@pytest.mark.parametrize(
+    "cupy, words",
+    [
+        (NO_CUPY, "CuPy is not installed; torch has NCCL 2.27.3"),
+        (Answer(trouble="ImportError: libcuda.so.1"), "CuPy does not load: ImportError: libcuda.so.1"),
+        (facts(cupy="13.4.0", nccl=None, runtime=None), "CuPy 13.4.0 finds no NCCL"),
+    ],
+)
+def test_nccl_that_cannot_be_had(cupy: Answer, words: str) -> None:
+    found_one = only(found(Answer(SMI), torch("12.8", True), cupy=cupy))
+    assert found_one.topic == "NCCL" and words in found_one.found

@@ -1,0 +1,27 @@
+"""What changes how HDF5 reads and locks is named."""
+
+from __future__ import annotations
+
+import pytest
+from support.doctoring import SILENT, facts, only, told
+
+from hpctrain.doctor.login.ask import Answer
+from hpctrain.doctor.login.hdf5 import check
+
+FINE = facts(h5py="3.16.0", hdf5="2.0.0", mpi=False)
+
+
+@pytest.mark.parametrize("value", [None, "TRUE", "BEST_EFFORT", "1"])
+def test_a_good_one(value: str | None) -> None:
+    assert told(check(FINE, {} if value is None else {"HDF5_USE_FILE_LOCKING": value})) == []
+
+
+@pytest.mark.parametrize("variable, value", [("HDF5_USE_FILE_LOCKING", "FALSE"), ("HDF5_PLUGIN_PATH", "/opt/plugins")])
+def test_variables(variable: str, value: str) -> None:
+    found = only(check(FINE, {variable: value}))
+    assert found.level == "note" and found.found == f"{variable}={value}"
+
+
+@pytest.mark.parametrize("answer", [SILENT, Answer(trouble="No module named 'h5py'")])
+def test_none(answer: Answer) -> None:
+    assert told(check(answer, {})) == [("error", "HDF5")]

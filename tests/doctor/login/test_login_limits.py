@@ -1,0 +1,82 @@
+"""Limits of the system are read and judged."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.doctoring import only, told
+
+from hpctrain.doctor.login.limits import Limits, check, gather, memory_limit, tell
+
+FINE = Limits(64, tuple(range(64)), 65536, None, None, 0, None, 2**38, rdma=True)
+
+
+@pytest.mark.parametrize("in_job", [True, False])
+def test_a_good_node(in_job: bool) -> None:
+    assert told(check(FINE, in_job)) == []
+
+
+@pytest.mark.parametrize(
+    "change, in_job, finding",
+    [
+        ({"files": 1024, "most_files": 65536}, True, ("note", "limits")),
+        ({"locked": 65536}, True, ("warning", "limits")),
+        ({"dumps": None}, True, ("note", "limits")),
+        ({"affinity": (3,)}, True, ("warning", "cores")),
+        ({"memory": 2**30}, True, ("warning", "memory")),
+        ({"memory": 2**30}, False, ("note", "memory")),
+    ],
+)
+def test_a_bad_one(change: dict[str, Any], in_job: bool, finding: tuple[str, str]) -> None:
+    assert told(check(replace(FINE, **change), in_job)) == [finding]
+
+
+@pytest.mark.parametrize("change", [{"affinity": (3,)}, {"affinity": (0, 1), "memory": 2**36}])
+def test_a_login_node_is_narrow(change: dict[str, Any]) -> None:
+    assert told(check(replace(FINE, **change), in_job=False)) == []
+
+
+def test_locked_memory_matters_with_an_adapter_only() -> None:
+    assert told(check(replace(FINE, locked=65536, rdma=False), True)) == []
+
+
+@pytest.mark.parametrize("most, words", [(65536, "ulimit -n 65536"), (1024, "ask the site")])
+def test_advice_is_what_the_user_can_do(most: int, words: str) -> None:
+    assert words in only(check(replace(FINE, files=1024, most_files=most), True)).advice
+
+
+def test_the_narrowest_group_counts(tmp_path: Path) -> None:
+    (tmp_path / "proc").write_text("0::/job_1/step_0\n")
+    step = tmp_path / "job_1" / "step_0"
+    step.mkdir(parents=True)
+    (step / "memory.max").write_text("max\n")
+    assert memory_limit(tmp_path / "proc", tmp_path) is None
+    (step.parent / "memory.max").write_text("1073741824\n")
+    assert memory_limit(tmp_path / "proc", tmp_path) == 2**30
+
+
+def test_groups_of_version_1(tmp_path: Path) -> None:
+    (tmp_path / "proc").write_text("5:cpuset:/x\n4:memory:/slurm/job_1\n")
+    job = tmp_path / "memory" / "slurm" / "job_1"
+    job.mkdir(parents=True)
+    (job / "memory.limit_in_bytes").write_text("9223372036854771712\n")
+    assert memory_limit(tmp_path / "proc", tmp_path) is None
+    (job / "memory.limit_in_bytes").write_text("2147483648\n")
+    assert memory_limit(tmp_path / "proc", tmp_path) == 2**31
+    assert memory_limit(tmp_path / "lost", tmp_path) is None
+
+
+def test_this_machine() -> None:
+    found = gather()
+    assert found.cores == os.cpu_count() and 0 < len(found.affinity) <= found.cores and found.installed > 2**28
+
+
+@pytest.mark.parametrize(
+    "nbytes, text", [(0, "0 B"), (1023, "1023 B"), (4096, "4 KiB"), (1.5 * 2**30, "1.5 GiB"), (2**60, "1024 PiB")]
+)
+def test_amounts(nbytes: float, text: str) -> None:
+    assert tell(nbytes) == text

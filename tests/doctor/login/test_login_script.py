@@ -1,0 +1,105 @@
+"""A script's lines that start ranks are found and held against the MPI and Slurm that are here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from support.doctoring import OPENMPI, mpi, only, slurm, told
+
+from hpctrain.doctor.login.script import check, read, starts
+from hpctrain.errors import UsageError
+
+HEAD = "#!/bin/bash\n#SBATCH --nodes=2\n#SBATCH --ntasks-per-node=4\n#SBATCH --cpus-per-task=8\n#SBATCH --time=60\n"
+GOOD = "srun --mpi=pmi2 --kill-on-bad-exit=1 --cpus-per-task=8 hpctrain train a.toml"
+OLD, NEW = slurm(kill=0), slurm(kill=0, version="slurm 24.05.1")
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def test_a_good_script() -> None:
+    assert told(check(f"{HEAD}{GOOD}\n", mpi(), OLD, {})) == []
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "tests" / "golden").glob("*.sbatch")), ids=lambda path: path.stem)
+def test_our_own_scripts_are_good(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    own = mpi(OPENMPI) if "--mpi=pmix" in text else mpi()
+    assert [finding for finding in check(text, own, OLD, {}) if finding.level in ("warning", "error")] == []
+
+
+@pytest.mark.parametrize(
+    "line, level, words",
+    [
+        (GOOD.replace(" --kill-on-bad-exit=1", ""), "warning", "without --kill-on-bad-exit=1"),
+        (GOOD.replace("exit=1", "exit=0"), "warning", "without --kill-on-bad-exit=1"),
+        (GOOD.replace("pmi2", "pmix"), "error", "with --mpi=pmix"),
+        (GOOD.replace(" --mpi=pmi2", ""), "note", "without --mpi="),
+        (GOOD.replace(" --cpus-per-task=8", ""), "warning", "without --cpus-per-task"),
+    ],
+)
+def test_what_a_line_of_srun_lacks(line: str, level: str, words: str) -> None:
+    found = only(check(f"{HEAD}\n{line}\n", mpi(), slurm(kill=0, default=""), {}))
+    assert (found.level, found.topic) == (level, "script") and found.found.startswith("line 7: srun ")
+    assert words in found.found
+
+
+def test_what_slurm_does_by_itself_need_not_be_written() -> None:
+    bare = "srun hpctrain train a.toml"
+    head = HEAD.replace("#SBATCH --cpus-per-task=8\n", "")
+    assert told(check(f"{head}{bare}\n", mpi(), slurm(kill=1, default="pmi2"), {})) == []
+    assert told(check(f"{head}export SLURM_KILL_BAD_EXIT=1\n{bare}\n", mpi(), slurm(kill=0), {})) == []
+    assert told(check(f"{head}{bare}\n", mpi(), slurm(default="none"), {"SLURM_MPI_TYPE": "pmi2"})) == []
+    assert told(check(f"{head}{bare}\n", mpi(), slurm(default="none"), {})) == [("error", "script")]
+
+
+def test_newer_slurms_pass_cpus_on() -> None:
+    line = GOOD.replace(" --cpus-per-task=8", "")
+    assert told(check(f"{HEAD}{line}\n", mpi(), NEW, {})) == []
+    assert told(check(f"{HEAD}export SRUN_CPUS_PER_TASK=8\n{line}\n", mpi(), OLD, {})) == []
+
+
+def test_short_options_are_options() -> None:
+    line = "srun -K1 -c 8 --mpi pmi2 -n 8 hpctrain train a.toml"
+    assert told(check(f"{HEAD}{line}\n", mpi(), OLD, {})) == []
+
+
+@pytest.mark.parametrize("launcher", [GOOD, "mpirun -n 8 hpctrain train a.toml"])
+def test_a_trap_that_waits_for_the_foreground(launcher: str) -> None:
+    text = f"{HEAD}trap 'echo saved' USR1\n{launcher}"
+    assert only(check(f"{text}\n", mpi(), OLD, {})).found.endswith("the script has a trap for USR1")
+    assert told(check(f"{text} &\nwait\n", mpi(), OLD, {})) == []
+    assert told(check(f"{HEAD}trap - USR1\n{launcher}\n", mpi(), OLD, {})) == []
+
+
+def test_directives_are_checked() -> None:
+    text = f"{HEAD}#SBATCH --gpus-per-nod=4\n{GOOD}\n"
+    found = only(check(text, mpi(), OLD, {}))
+    assert found.level == "error" and "--gpus-per-node" in found.found
+
+
+def test_a_script_that_starts_nobody() -> None:
+    assert told(check(f"{HEAD}hpctrain train a.toml\n", mpi(), OLD, {})) == [("note", "script")]
+
+
+def test_commands_are_found_wherever_they_stand() -> None:
+    text = """\
+# srun in a comment
+echo "srun in a text"
+FOO=1 srun -n 2 \\
+    --mpi=pmi2 a && mpirun b &
+if ! /usr/bin/mpiexec -n 2 c; then exec srun d; fi
+x="a text
+of two lines"
+"""
+    found = [(start.line, start.launcher, start.behind) for start in starts(text)]
+    assert found == [(3, "srun", False), (3, "mpirun", True), (5, "mpiexec", False), (5, "srun", False)]
+    first = starts(text)[0]
+    assert (first.value("--mpi"), first.value("--ntasks", "-n"), first.value("-K")) == ("pmi2", "2", None)
+
+
+def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="cannot read the script .*: No such file"):
+        read(tmp_path / "lost.sbatch")
+    (tmp_path / "binary").write_bytes(b"\xff\xfe")
+    with pytest.raises(UsageError, match="it is not UTF-8 text"):
+        read(tmp_path / "binary")

@@ -1,0 +1,58 @@
+"""Filesystems that are full, missing, read-only or dead are named."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.doctoring import only, told
+
+from hpctrain.doctor.login.ask import Answer
+from hpctrain.doctor.login.storage import Place, check, gather, places
+
+ROOMY = {"there": True, "writable": True, "size": 2**40, "free": 2**38, "files": 10**6, "files_free": 10**5}
+
+
+def place(role: str, **change: Any) -> list[Place]:
+    return [Place(role, "/there", Answer(facts={**ROOMY, **change}))]
+
+
+@pytest.mark.parametrize("role", ["shm", "tmp", "home", "work"])
+def test_a_roomy_one(role: str) -> None:
+    assert told(check(place(role))) == []
+
+
+@pytest.mark.parametrize(
+    "role, change, level",
+    [
+        ("shm", {"size": 2**26, "free": 2**26}, "warning"),
+        ("home", {"free": 2**20}, "warning"),
+        ("work", {"files_free": 3}, "warning"),
+        ("tmp", {"there": False}, "error"),
+        ("tmp", {"writable": False}, "error"),
+        ("work", {"writable": False}, "note"),
+    ],
+)
+def test_a_bad_one(role: str, change: dict[str, Any], level: str) -> None:
+    assert only(check(place(role, **change))).level == level
+
+
+def test_a_filesystem_without_a_count_of_files_is_not_full() -> None:
+    assert told(check(place("work", files=0, files_free=0))) == []
+
+
+def test_a_dead_one() -> None:
+    found = only(check([Place("home", "/home/me", Answer(trouble="no answer in 10 s", hangs=True))]))
+    assert found.level == "error" and found.found == "/home/me does not answer: no answer in 10 s"
+
+
+def test_folders_of_this_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    lost = str(tmp_path / "lost")
+    assert places({"HOME": "/home/me"}) == {
+        "shm": "/dev/shm", "tmp": "/tmp", "home": "/home/me", "work": str(tmp_path)
+    }  # fmt: skip
+    found = {one.role: one for one in gather({"TMPDIR": lost, "HOME": str(tmp_path)})}
+    assert told(check([found["tmp"]])) == [("error", "temporary")]
+    assert found["work"].answer.facts["writable"] and found["home"].path == str(tmp_path)

@@ -1,0 +1,69 @@
+"""Clocks that are apart are found by messages, with an error that is known."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from support.doctoring import only, told
+from support.nodes import alone, placed
+
+from hpctrain.doctor.preflight.clocks import Skew, check, measure, offset, short, words
+
+
+def test_the_estimate_is_never_further_off_than_it_says() -> None:
+    rng = random.Random(1)
+    for _ in range(200):
+        ahead = rng.uniform(-5, 5)
+        samples = []
+        for _ in range(10):
+            sent, there, back = 100.0, rng.uniform(0, 1e-2), rng.uniform(0, 1e-2)
+            samples.append((sent, sent + there + ahead, sent + there + back))
+        found, within = offset(samples)
+        assert abs(found - ahead) <= within + 1e-12
+
+
+def test_the_quickest_round_counts() -> None:
+    found, within = offset([(0.0, 9.0, 4.0), (10.0, 13.1, 10.2), (20.0, 29.0, 28.0)])
+    assert found == pytest.approx(3.0) and within == pytest.approx(0.1)
+
+
+def test_findings() -> None:
+    near, far = Skew(1, "n2", 0.5, 1e-3), Skew(2, "n3", -3.0, 1e-3)
+    assert told(check([near])) == [] == list(check([]))
+    assert only(check([near, far])).found == "n3 is 3 s (within 1 ms) behind the first node"
+    assert told(check([Skew(1, "n2", 3.0, 2.5)])) == []  # so far apart the messages were
+    assert [finding.found for finding in check([Skew(1, "n2", 1e-5, 1e-4)])] == ["no difference seen"]
+
+
+def test_words() -> None:
+    assert words(Skew(1, "n2", 0.0012, 1e-4)) == "1.2 ms (within 100 us) ahead of"
+    assert [short(seconds) for seconds in (2.0, 0.25, 3e-5, 0.0)] == ["2 s", "250 ms", "30 us", "0 us"]
+
+
+@pytest.fixture
+def apart(comm: Any) -> Iterator[Any]:
+    own = placed(comm, alone)
+    yield own
+    own.free()
+
+
+@pytest.mark.ranks
+def test_a_clock_that_is_ahead_is_seen(apart: Any) -> None:
+    """Every rank is a node here, whose clock is so many hours ahead."""
+    hosts = [f"n{rank}" for rank in range(apart.size)]
+    skews = measure(apart, hosts, 5.0, lambda: time.time() + 3600 * apart.rank)
+    assert [skew.host for skew in skews] == hosts[1:]
+    assert all(abs(skew.seconds - 3600 * skew.node) < skew.within + 0.01 for skew in skews)
+
+
+@pytest.mark.ranks
+def test_no_time_is_no_measurement(apart: Any) -> None:
+    assert measure(apart, ["n"] * apart.size, 0.0) == []
+
+
+def test_one_node_has_one_clock(comm: Any) -> None:
+    assert measure(comm, ["here"], 1.0) == []

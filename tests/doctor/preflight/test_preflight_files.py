@@ -1,0 +1,84 @@
+"""Writing is measured, leaves nothing behind, and says who cannot, and who sees another folder."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.doctoring import only, seat, told
+
+from hpctrain.doctor.preflight import files
+from hpctrain.doctor.preflight.files import FLUSH, Written, check, measure, write
+from hpctrain.errors import UsageError
+
+SEATS = [seat(0, 0, 0), seat(1, 0, 1), seat(2, 1, 0)]
+FINE = Written(2**24, 0.5)
+
+
+def test_writing_keeps_to_its_limits(tmp_path: Path) -> None:
+    found = write(tmp_path / "x", 60.0, most=FLUSH)
+    assert found.nbytes == FLUSH and found.rate == pytest.approx(FLUSH / found.seconds) and not found.trouble
+    assert write(tmp_path / "x", 0.0).nbytes == FLUSH
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_cannot_be_written_is_told_and_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    assert write(tmp_path / "x", 1.0) == Written(trouble="No space left on device")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_findings() -> None:
+    folder = Path("/scratch")
+    assert [finding.found for finding in check([FINE] * 3, SEATS, folder)] == [
+        "3 ranks wrote 101 MB/s together into /scratch, flushed"
+    ]
+    found = only(check([FINE, Written(trouble="Disk quota exceeded"), FINE], SEATS, folder))
+    assert found.level == "error" and "rank 1 on n1 cannot write into /scratch: Disk quota exceeded" in found.found
+    found = only(check([FINE, FINE, Written(seen=False)], SEATS, folder))
+    assert found.level == "error" and found.found.startswith("n2 do not see what n1 has made in /scratch")
+
+
+@pytest.mark.ranks
+def test_all_ranks_write(comm: Any, shared_tmp_path: Path) -> None:
+    found = measure(comm, shared_tmp_path, 0.1)
+    comm.barrier()
+    assert [one.nbytes >= FLUSH and one.seen for one in found] == [True] * comm.size
+    assert list(shared_tmp_path.iterdir()) == []
+
+
+@pytest.mark.ranks
+def test_a_folder_of_its_own_is_noticed(comm: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every rank means another folder by the same name, as on nodes with a /tmp each."""
+    here = Path(comm.broadcast_object(str(tmp_path)))
+    seen = Path.is_dir
+
+    def is_dir(self: Path) -> bool:
+        return seen(self) and (comm.rank == 0 or ".hpctrain-doctor" not in self.name)
+
+    monkeypatch.setattr(Path, "is_dir", is_dir)
+    found = measure(comm, here, 0.1)
+    assert [one.seen for one in found] == [rank == 0 for rank in range(comm.size)]
+    assert told(check(found, [seat(rank, rank, 0) for rank in range(comm.size)], here)) == [("error", "files")]
+
+
+@pytest.mark.ranks(1, 2)
+def test_a_folder_that_is_not_there(comm: Any, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="cannot write into .*lost: No such file or directory: name another --folder"):
+        measure(comm, tmp_path / "lost", 0.1)
+
+
+def test_a_small_filesystem_is_not_filled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Room:
+        f_bavail, f_frsize = 1000, 4096
+
+    monkeypatch.setattr(os, "statvfs", lambda path: Room)
+    place, most = files._prepare(tmp_path, 4)
+    place.rmdir()
+    assert most == 1000 * 4096 // (8 * 4)

@@ -1,0 +1,90 @@
+"""A whole preflight on real ranks: all is measured, in time, and who is slow on purpose is named."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.nodes import alone, in_pairs, placed
+
+from hpctrain.doctor.preflight.rates import Kernel
+from hpctrain.doctor.preflight.report import Report
+from hpctrain.doctor.preflight.survey import Plan, survey
+from hpctrain.doctor.preflight.verdict import excluded, findings, slow_nodes
+
+CPU = torch.device("cpu")
+SECONDS = 1.5
+
+
+PAUSE = 0.04  # seconds: long enough that a busy machine adds little to it
+
+
+def steady(amount: float = 1e9) -> Any:
+    """Return a kernel that does so much in the same time, whatever else the machine does."""
+    return lambda device: Kernel(lambda: time.sleep(PAUSE), amount)
+
+
+@pytest.fixture(scope="module", params=[alone, in_pairs], ids=["alone", "in_pairs"])
+def world(request: pytest.FixtureRequest, comm: Any) -> Iterator[Any]:
+    own = placed(comm, request.param)
+    yield own
+    own.free()
+
+
+@pytest.fixture(scope="module")
+def surveyed(world: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Report, list[str], float]:
+    """Return a report of ranks of which the last computes ten times slower, what was said, and the seconds it took."""
+    folder = Path(world.broadcast_object(str(tmp_path_factory.mktemp("survey"))))
+    said: list[str] = []
+    last = world.rank == world.size - 1
+    plan = Plan(SECONDS, folder, product=steady(1e8 if last else 1e9), stream=steady())
+    begin = time.monotonic()
+    return survey(world, CPU, plan, said.append), said, time.monotonic() - begin
+
+
+@pytest.mark.ranks(2, 4)
+def test_everything_is_measured(world: Any, surveyed: tuple[Report, list[str], float]) -> None:
+    report, said, _ = surveyed
+    assert len(report.seats) == len(report.products) == len(report.streams) == len(report.written) == world.size
+    # On a crowded machine time may be up before the last clock.
+    assert bool(report.skews) == (world.nodes > 1) and len(report.skews) < world.nodes
+    assert sorted(report.inside) == list(range(world.nodes))
+    assert report.between.of_rounds == (world.nodes - 1 if world.nodes > 1 else 0)
+    assert report.between.pairs if world.nodes > 1 else report.inside[0].pairs
+    assert report.reductions[0].wrong == () and all(one.seen and one.nbytes for one in report.written)
+    assert said[0] == "who is there" and said[1].startswith(f"{world.size} ranks on ") and said[-1] == "all_reduce"
+    json.dumps(report.to_json())
+
+
+@pytest.mark.ranks(2, 4)
+def test_all_ranks_hold_the_same_report(world: Any, surveyed: tuple[Report, list[str], float]) -> None:
+    assert world.broadcast_object(surveyed[0]) == surveyed[0]
+
+
+@pytest.mark.ranks(2, 4)
+def test_who_is_slow_on_purpose_is_named(world: Any, surveyed: tuple[Report, list[str], float]) -> None:
+    report = surveyed[0]
+    # One host plays all nodes, so names tell nothing here; places do.
+    found = [finding.found for finding in findings(report) if finding.topic == "products"]
+    assert len(found) == 1 and f": rank {world.size - 1} on " in found[0] and found[0].count("rank ") == 1
+    if world.nodes > 1:
+        assert report.hosts[world.nodes - 1] in slow_nodes(report)
+    else:
+        assert excluded(report) == ""
+
+
+@pytest.mark.ranks(2, 4)
+def test_time_is_kept(surveyed: tuple[Report, list[str], float]) -> None:
+    report, _, took = surveyed
+    assert max(report.seconds, took) < SECONDS + 10  # a first round, a first repeat and one flush are always made
+
+
+def test_one_process_is_a_job_too(comm: Any, tmp_path: Path) -> None:
+    report = survey(comm, CPU, Plan(0.5, tmp_path, product=steady(), stream=steady()))
+    assert len(report.seats) == 1 and not report.reductions and not report.between.pairs
+    assert {finding.level for finding in findings(report)} <= {"ok", "note"}

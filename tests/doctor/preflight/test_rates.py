@@ -1,0 +1,43 @@
+"""Rates count what was done in the time, of every rank."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+
+from hpctrain.doctor.preflight.rates import Kernel, measure, product, stream
+
+CPU = torch.device("cpu")
+
+
+def test_a_known_rate(comm: Any) -> None:
+    calls: list[float] = []
+
+    def run() -> None:
+        calls.append(time.perf_counter())
+        time.sleep(0.01)
+
+    (rate,) = measure(comm, Kernel(run, 500.0), 0.4)
+    assert 0.5 * 50_000 < rate <= 50_000
+    assert calls[-1] - calls[0] < 2
+
+
+def test_something_is_done_however_little_time_there_is(comm: Any) -> None:
+    assert measure(comm, Kernel(lambda: time.sleep(0.02), 1.0), 1e-6)[0] < 50
+
+
+@pytest.mark.parametrize("make, amount", [(product, 2 * 768**3), (stream, 3 * 2**25)])
+def test_kernels_do_what_they_count(make: Any, amount: float) -> None:
+    kernel = make(CPU)
+    kernel.run()
+    assert kernel.amount == amount
+
+
+@pytest.mark.ranks
+def test_a_slow_rank_is_the_slow_one(comm: Any) -> None:
+    pause = 0.02 if comm.rank == comm.size - 1 else 0.002
+    rates = measure(comm, Kernel(lambda: time.sleep(pause), 1.0), 0.2)
+    assert len(rates) == comm.size and min(rates[:-1]) > 2 * rates[-1]

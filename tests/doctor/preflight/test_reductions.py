@@ -1,0 +1,51 @@
+"""all_reduce is timed, and a wrong sum is an error."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from support.doctoring import only, told
+
+from hpctrain.doctor.preflight.reductions import SIZES, Reduction, check, measure
+
+CPU = torch.device("cpu")
+
+
+def test_bus_bandwidth_is_what_a_link_carries() -> None:
+    assert Reduction(1000, 0.5, (), 4).bus == 2 * 3 / 4 * 1000 / 0.5
+
+
+def test_findings() -> None:
+    right, wrong = Reduction(2**20, 2e-3, (), 4), Reduction(2**12, 1e-5, (1, 3), 4)
+    assert told(check([wrong, right])) == [("error", "all_reduce")]
+    assert only(check([wrong])).found == "a wrong sum on 2 ranks, 1 the first"
+    assert [finding.found for finding in check([right])] == ["right on all ranks; 1 MiB in 2 ms"]
+    assert list(check([])) == []
+
+
+@pytest.mark.ranks
+def test_sizes_are_measured_as_time_allows(own: Any) -> None:
+    found = measure(own, CPU, 2.0)
+    assert [one.nbytes for one in found] == list(SIZES[: len(found)]) and len(found) >= 2
+    assert all(one.wrong == () and one.size == own.size and 0 < one.seconds < 1 for one in found)
+    # Two small ones are always measured, and tell that the large one would take too long.
+    assert [one.nbytes for one in measure(own, CPU, 1e-9)] == [*SIZES[:2]]
+
+
+@pytest.mark.ranks
+def test_a_wrong_sum_is_seen(own: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from hpctrain.collectives.communicator import Communicator
+
+    right = Communicator.all_reduce
+
+    def all_reduce(self: Any, tensor: Any, *args: Any, **options: Any) -> Any:
+        done = right(self, tensor, *args, **options)
+        if self.rank == self.size - 1:
+            tensor[3] += 1
+        return done
+
+    monkeypatch.setattr(Communicator, "all_reduce", all_reduce)
+    found = measure(own, CPU, 1e-9)
+    assert [one.wrong for one in found] == [(own.size - 1,)] * 2
