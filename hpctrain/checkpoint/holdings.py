@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,20 +33,28 @@ class Description:
 
 @dataclass(frozen=True)
 class Holdings:
-    """Hold the sources of this rank: of the model, then of the optimizer."""
+    """Hold the sources of this rank: of the model, then of the optimizer, then of what is its own alone."""
 
     sources: list[Source]
     optimizer: OptimizerState | None
     parameters: frozenset[str]  # names; what is not among them is a buffer
 
     @classmethod
-    def of(cls, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, split: Split | None) -> Holdings:
-        """Return what this rank holds; no tensor is copied."""
+    def of(
+        cls,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        split: Split | None,
+        own: Mapping[str, torch.Tensor] = MappingProxyType({}),
+        rank: int = 0,
+    ) -> Holdings:
+        """Return what this rank holds, ``own`` being what no other does; no tensor is copied."""
         sources = content.shard_sources(layout.MODEL, content.model_shards(model, split))
         state = None
         if optimizer is not None:
             state = optimizers.capture(model, optimizer, split)
             sources += content.shard_sources(layout.OPTIMIZER, state.shards)
+        sources += content.shard_sources(worker_group(rank), [Shard.whole(name, one) for name, one in own.items()])
         names = (name for name, _ in model.named_parameters(remove_duplicate=False))
         return cls(sources, state, frozenset(layout.child(layout.MODEL, name) for name in names))
 
@@ -55,6 +64,8 @@ class Holdings:
         Raises ``NonFiniteError`` for anything that this rank holds of the model, whether it writes that or not.
         """
         for box in (source.box for source in self.sources):
+            if box.name.startswith(f"{layout.WORKERS}/") and not is_finite(box.tensor):
+                raise NonFiniteError(f"{box.name} is not finite: it must not reach a checkpoint")
             if not box.name.startswith(f"{layout.MODEL}/") or is_finite(box.tensor):
                 continue
             name = box.name.removeprefix(f"{layout.MODEL}/")
@@ -68,6 +79,11 @@ class Holdings:
         state = self.optimizer
         told = None if state is None else OptimizerState(state.kind, [], state.values, state.groups)
         return Description([described(source) for source in self.sources], told)
+
+
+def worker_group(rank: int) -> str:
+    """Return where lies what a rank holds alone."""
+    return f"{layout.WORKERS}/{rank}"
 
 
 def exchange(comm: Communicator, own: Description, *more: Any) -> tuple[bytes, list[Description]]:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
@@ -99,13 +99,17 @@ class Saver:
         config: str | None = None,
         provenance: Mapping[str, Any] | None = None,
         split: Split | None = None,
+        own: Mapping[str, torch.Tensor] = MappingProxyType({}),
     ) -> None:
-        """Write a checkpoint, all of it or nothing; see ``hpctrain.checkpoint.save``."""
+        """Write a checkpoint, all of it or nothing; see ``hpctrain.checkpoint.save``.
+
+        ``own`` are tensors that this rank holds alone, to be found again by ``load_own``.
+        """
         self.wait()
         comm = self._comm
-        held = agreed(comm, lambda: Holdings.of(model, optimizer, split))
+        held = agreed(comm, lambda: Holdings.of(model, optimizer, split, own, comm.rank))
         digest, descriptions, deal = self._plan(held.description(), str(Path(path).absolute()))
-        own = deal.parts[comm.rank]
+        parts = deal.parts[comm.rank]
         agreed(comm, lambda: held.check_finite())
         plain = agreed(comm, lambda: content.plain_rng(rng))
         told = comm.all_gather_object((plain, digest in PLACES))
@@ -116,7 +120,7 @@ class Saver:
 
         def job() -> Job:
             if comm.rank:
-                return Job(Share(held.sources, own), None, expected)
+                return Job(Share(held.sources, parts), None, expected)
             rest = content.rest(train or {}, states, config, provenance, comm.size)
             return replace(self._order(Path(path), held, descriptions, deal, rest), expected=expected)
 

@@ -19,7 +19,7 @@ from hpctrain.checkpoint.fit import fill_shard, is_skipped
 from hpctrain.checkpoint.saver import Saver, Storage
 from hpctrain.collectives.agreement import agreed
 from hpctrain.errors import CheckpointError, UsageError
-from hpctrain.shard import Split
+from hpctrain.shard import Shard, Split
 
 if TYPE_CHECKING:
     from hpctrain.collectives.communicator import Communicator
@@ -109,6 +109,33 @@ def load(
             agreed(comm, lambda: _refuse_differences(reader, everyone, skip))
             agreed(comm, lambda: _fill(reader, model, optimizer, split, skip))
         return agreed(comm, lambda: _rest(reader, comm.rank if comm else 0))
+
+
+def load_own(path: str | Path, tensors: Mapping[str, torch.Tensor], *, comm: Communicator) -> bool:
+    """Fill the tensors that this rank holds alone from what it saved as ``own``; tell whether that is there.
+
+    A call by all ranks. Where the file was written by another number of them, or holds none, nothing is filled. Raises
+    ``CheckpointError`` for tensors of other names or shapes.
+    """
+    reader = agreed(comm, lambda: Reader(path))
+    with reader:
+        group = holdings.worker_group(comm.rank)
+        if group not in reader.groups or reader.root.get("world_size") != comm.size:
+            return False
+        shards = [Shard.whole(name, one) for name, one in tensors.items()]
+        agreed(comm, lambda: _fill_own(reader, group, shards))
+    return True
+
+
+def _fill_own(reader: Reader, group: str, own: Sequence[Shard]) -> None:
+    found = compare(
+        {name: Description(each.shape, each.dtype) for name, each in reader.below(group).items()},
+        {shard.name: Description(shard.shape, shard.dtype) for shard in own},
+    )
+    if found:
+        raise CheckpointError(f"{reader.path} holds another worker than this one:\n{table(found)}")
+    for shard in own:
+        fill_shard(reader, layout.child(group, shard.name), shard)
 
 
 def _refuse_differences(reader: Reader, everyone: Sequence[holdings.Description], skip: Sequence[str]) -> None:

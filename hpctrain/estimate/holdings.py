@@ -17,6 +17,7 @@ from hpctrain.parallel.offload.landing import ROOMS
 from hpctrain.parallel.offload.memory import CHUNK
 from hpctrain.parallel.pipeline.parcel import Parcel
 from hpctrain.parallel.pipeline.route import ACTIVATIONS, AHEAD, GRADIENTS, most_held
+from hpctrain.parallel.server.settings import REPLICAS
 
 MOMENTS = 2  # AdamW: of the gradients and of their squares
 
@@ -54,7 +55,10 @@ def _whole(run: PlannedRun, model: RankModel) -> list[Holding]:
         Holding("parameters", model.parameter_bytes),
         Holding("optimizer states", MOMENTS * sum(one.nbytes for one in model.trained)),
     ]
-    if model.data.size > 1:
+    if run.parallel.data in REPLICAS:
+        # The centre, and the window in which the parameters of all are summed.
+        found += [Holding("buffers", sum(one.nbytes for one in model.trained), on_host=True)] * 2
+    elif model.data.size > 1:
         part = "gradients" if lives_in_bucket(run) else "buffers"
         found.append(Holding(part, _buckets(run, model.trained), on_host=True))
     return found
@@ -62,7 +66,8 @@ def _whole(run: PlannedRun, model: RankModel) -> list[Holding]:
 
 def lives_in_bucket(run: PlannedRun) -> bool:
     """Tell whether gradients lie in the buckets of plain data parallelism, so that these are no copies of them."""
-    return run.device == "cpu" and run.parallel.compression == "none"
+    plain = run.parallel.compression == "none" and run.parallel.data not in REPLICAS
+    return run.device == "cpu" and plain
 
 
 def _buckets(run: PlannedRun, trained: list[Held]) -> int:

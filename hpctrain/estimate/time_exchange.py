@@ -16,10 +16,12 @@ from math import ceil
 
 from hpctrain.estimate.run import PlannedRun
 from hpctrain.estimate.time_collectives import Group, Network, group_of
+from hpctrain.parallel.server.settings import REPLICAS
 from hpctrain.parallel.settings import SHARDED
 
 MIB = 2**20
 FLOAT = 4  # bytes
+PULLS = 40  # bytes a parameter: into the window, the worker towards the centre, the centre towards all workers
 
 
 @dataclass(frozen=True)
@@ -46,11 +48,11 @@ def exchange_of(run: PlannedRun, held: Held, network: Network, forward: float, b
     if data.size == 1:
         return Exchange()
     passes = run.settings.train.accumulate
-    reducing = passes if run.parallel.reduces_early else 1
+    reducing = passes if run.parallel.reduces_early else 1  # how often in a step
     gradients = reducing * _gradients(run, held, network, data)
-    # Every gradient is written to its place in a bucket.
-    width = gradient_bytes(run)
-    placing = ((FLOAT + width) * held.numel / network.seat.bandwidth + held.tensors * network.seat.call) * passes
+    width, placing = gradient_bytes(run), 0.0
+    if run.parallel.data not in REPLICAS:  # every gradient is written to its place in a bucket
+        placing = ((FLOAT + width) * held.numel / network.seat.bandwidth + held.tensors * network.seat.call) * passes
     gathers = gathers_of(run, data)
     parameters = passes * gathers * _gather(run, held, network, data) if run.parallel.data in SHARDED else 0.0
     if gathers == 1:  # after the update, once a step
@@ -89,6 +91,9 @@ def _gradients(run: PlannedRun, held: Held, network: Network, data: Group) -> fl
     """Return the seconds of reducing all gradients once, in buckets."""
     whole = gradient_bytes(run) * held.numel
     buckets = max(ceil(whole / (run.parallel.bucket_mib * MIB)), 1)
+    if run.parallel.data in REPLICAS:
+        pulls = 0 if run.settings.server.average else PULLS * held.numel / network.seat.bandwidth
+        return (network.seconds("all_reduce", whole, data) + pulls) / run.settings.server.period
     if run.parallel.data not in SHARDED:
         return buckets * network.seconds("all_reduce", whole / buckets, data)
     sharers = sharers_of(run)

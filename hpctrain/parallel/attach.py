@@ -14,6 +14,8 @@ from hpctrain.errors import UsageError
 from hpctrain.parallel.materialise import materialise
 from hpctrain.parallel.offload.check import check, tell_what_is_gained
 from hpctrain.parallel.offload.settings import OffloadSettings
+from hpctrain.parallel.server.settings import ServerSettings
+from hpctrain.parallel.server.settings import check as check_server
 from hpctrain.parallel.settings import SHARDED, ParallelSettings
 from hpctrain.parallel.strategy import Strategy
 from hpctrain.parallel.sync_batchnorm import convert
@@ -26,16 +28,19 @@ def attach(
     device: torch.device = torch.device("cpu"),
     example: Tensor | None = None,
     offload: OffloadSettings = OffloadSettings(),
+    server: ServerSettings = ServerSettings(),
 ) -> Strategy:
     """Attach the strategy of the settings to a module, in place, and bring it to this rank's device.
 
     ``example`` is a microbatch of inputs, for stages that are to be equal in measured time. ``offload`` says what is
-    to lie in the host's memory; raises ``SettingsError`` where the strategy cannot do that.
+    to lie in the host's memory, ``server`` how workers with replicas of their own exchange what they have learnt;
+    raises ``SettingsError`` where the strategy cannot do that.
     """
+    agreed(comm, lambda: check_server(server, settings, offload))
     if offload.any_update or offload.activations:
         agreed(comm, lambda: check(offload, settings))
         tell_what_is_gained(device, comm)
-    return _attach(model, comm, settings, device, offload, example)
+    return _attach(model, comm, settings, device, offload, example, server)
 
 
 def _attach(
@@ -45,6 +50,7 @@ def _attach(
     device: torch.device,
     offload: OffloadSettings,
     example: Tensor | None = None,
+    server: ServerSettings = ServerSettings(),
 ) -> Strategy:
     if settings.sync_batchnorm and convert(model, comm) is not model:
         raise UsageError("sync_batchnorm cannot replace a model that is itself a batch norm", everywhere=True)
@@ -74,6 +80,14 @@ def _attach(
         from hpctrain.parallel.dp import ThreadedDataParallel
 
         return ThreadedDataParallel(model, comm)
+    if settings.data == "easgd":
+        if server.mode != "synchronous":
+            from hpctrain.parallel.server.apart import ElasticAveragingApart
+
+            return ElasticAveragingApart(model, comm, server)
+        from hpctrain.parallel.server.easgd import ElasticAveraging
+
+        return ElasticAveraging(model, comm, server)
     from hpctrain.parallel.ddp import DataParallel
 
     return DataParallel(model, comm, settings)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -28,6 +28,7 @@ class Strategy(ABC):
     comm: Communicator
     place = ""  # where in a mesh this rank is
     _syncing = True  # whether backward passes are reduced
+    loose = False  # whether ranks make steps at their own pace between evaluations and checkpoints
     updates_itself = False  # whether an update of the optimizer that is under way is one of the strategy's own
 
     @property
@@ -136,6 +137,22 @@ class Strategy(ABC):
 
     def announce_update(self) -> None:
         """Say that the backward pass that comes is the last before an update."""
+
+    @contextmanager
+    def meeting(self) -> Iterator[None]:
+        """Have in the model, for the ``with`` block, what all ranks have come to: for evaluations and checkpoints.
+
+        A call by all ranks.
+        """
+        yield
+
+    def figures(self) -> Mapping[str, float]:
+        """Return numbers of all ranks together that are worth a curve; a call by all of them."""
+        return {}
+
+    def own_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+        """Return the tensors in which this rank differs from the others beyond ``split``, to be saved and filled."""
+        return {}
 
     def settle(self) -> None:
         """End what goes on beside the steps, so that parameters and states may be read; a call by all ranks."""

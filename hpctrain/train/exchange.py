@@ -59,6 +59,12 @@ class StepExchange:
         self._comm = comm
         self._numbers = comm.empty(NUMBERS, torch.float64)
 
+    def start(self, step: int) -> None:
+        """Come before the first step."""
+
+    def close(self) -> None:
+        """Have nothing to give back."""
+
     def __call__(
         self, logged: Mapping[str, float], wishes: Wishes, step: int
     ) -> tuple[dict[str, float], Wishes]:

@@ -9,13 +9,24 @@ import torch
 from torch import Tensor, nn
 
 from hpctrain.collectives.communicator import Communicator
-from hpctrain.errors import NonFiniteError
+from hpctrain.errors import NonFiniteError, SettingsError
 from hpctrain.log import logger
 from hpctrain.parallel.strategy import Strategy, trainable
+from hpctrain.transport.single import SingleTransport
 
 Policy = Literal["abort", "skip", "rollback"]
 SKIPS = 10  # updates left out in a row after which there is no hope
 ROLLBACKS = 3
+
+
+def check_policy(strategy: Strategy, policy: Policy) -> None:
+    """Raise ``SettingsError`` for a policy that takes all ranks, where each makes steps at its own pace."""
+    if strategy.loose and policy == "rollback":
+        raise SettingsError(
+            'setting train.on_nonfinite = "rollback": workers at their own pace cannot go back together; allowed are '
+            "abort, skip",
+            everywhere=True,
+        )
 
 
 class Health:
@@ -28,7 +39,8 @@ class Health:
     def __init__(self, model: nn.Module, strategy: Strategy, comm: Communicator, policy: Policy) -> None:
         self.model = model
         self.strategy = strategy
-        self.comm = comm
+        # Ranks that make steps at their own pace decide alone.
+        self.comm = Communicator(SingleTransport()) if strategy.loose else comm
         self.policy = policy
         self.norm: Tensor | None = None
         self.skipped = 0  # in a row
@@ -36,6 +48,11 @@ class Health:
         self.wants_rollback = False
         self.replay: Callable[[], object] | None = None
         self._buffers: list[Tensor] = []
+
+    @property
+    def _together(self) -> bool:
+        """Tell whether all ranks decide the same."""
+        return not self.strategy.loose
 
     def begin_step(self) -> None:
         """Forget the last step's norm; keep what a forward pass with NaN in it would spoil beyond its own step."""
@@ -88,13 +105,13 @@ class Health:
 
     def _decide(self, what: str) -> None:
         if self.policy == "abort":
-            raise NonFiniteError(f"{what}; see train.on_nonfinite for what else can be done", everywhere=True)
+            raise NonFiniteError(f"{what}; see train.on_nonfinite for what else can be done", everywhere=self._together)
         if self.policy == "skip":
             for buffer, before in zip(self.model.buffers(), self._buffers):
                 buffer.copy_(before)
             self.skipped += 1
             if self.skipped > SKIPS:
-                raise NonFiniteError(f"{what}; {SKIPS} updates in a row were left out", everywhere=True)
+                raise NonFiniteError(f"{what}; {SKIPS} updates in a row were left out", everywhere=self._together)
             if self.comm.rank == 0:
                 logger.warning("%s; leaving out this update", what)
             return

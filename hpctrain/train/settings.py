@@ -15,6 +15,7 @@ from hpctrain.data.settings import DataSettings
 from hpctrain.errors import SettingsError
 from hpctrain.models.settings import ModelSettings
 from hpctrain.parallel.offload.settings import OffloadSettings
+from hpctrain.parallel.server.settings import ServerSettings
 from hpctrain.parallel.settings import ParallelSettings
 from hpctrain.settings import assign, build, read_toml, unknown
 
@@ -181,6 +182,7 @@ class Settings:
     optimizer: OptimizerSettings = OptimizerSettings()
     parallel: ParallelSettings = ParallelSettings()
     offload: OffloadSettings = OffloadSettings()
+    server: ServerSettings = ServerSettings()
     checkpoint: CheckpointSettings = CheckpointSettings()
 
 

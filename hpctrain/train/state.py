@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -14,7 +15,7 @@ from hpctrain.checkpoint import folder as files
 from hpctrain.checkpoint import rng
 from hpctrain.checkpoint.keep import Keep
 from hpctrain.checkpoint.saver import Saver
-from hpctrain.checkpoint.state import Loaded, load
+from hpctrain.checkpoint.state import Loaded, load, load_own
 from hpctrain.collectives.agreement import on_first_rank
 from hpctrain.errors import CheckpointError
 from hpctrain.log import logger
@@ -92,16 +93,19 @@ class TrainState:
             "curves": self.curves.columns,
             files.LOGGED: self.logged,
         }
-        saver.save(
-            path,
-            model=self.model,
-            optimizer=self.optimizer,
-            train=train,
-            rng=rng.capture_rng(),
-            config=config,
-            provenance=provenance,
-            split=self.strategy.split if self.strategy is not None else None,
-        )
+        strategy = self.strategy
+        with strategy.meeting() if strategy is not None else nullcontext():
+            saver.save(
+                path,
+                model=self.model,
+                optimizer=self.optimizer,
+                train=train,
+                rng=rng.capture_rng(),
+                config=config,
+                provenance=provenance,
+                split=strategy.split if strategy is not None else None,
+                own=strategy.own_state(self.optimizer) if strategy is not None else {},
+            )
 
     def _judge(self) -> None:
         """Say once on rank 0 where the best is to be kept and there is nothing to tell it by."""
@@ -130,12 +134,19 @@ class TrainState:
         """Return the newest valid checkpoint, on all ranks what rank 0 sees."""
         return on_first_rank(self.comm, lambda: files.newest_valid(self.folder, strict=strict))
 
+    def _restore_own(self, path: Path, strategy: Strategy) -> None:
+        """Bring back what each rank holds alone, where as many ranks as now have saved it."""
+        own = strategy.own_state(self.optimizer)
+        if own and not load_own(path, own, comm=self.comm) and self.comm.rank == 0:
+            logger.warning("%s holds no such workers: all of them begin where the centre is", path)
+
     def restore(self, path: Path, *, rewind_data: bool = True) -> Loaded:
         """Go back to a checkpoint; without ``rewind_data``, the position in the data stays where it is."""
         split = self.strategy.split if self.strategy is not None else None
         loaded = load(path, model=self.model, optimizer=self.optimizer, comm=self.comm, split=split)
         if self.strategy is not None:
             self.strategy.refresh()
+            self._restore_own(path, self.strategy)
         train = loaded.train
         states = train.get("states", {})
         missing = sorted(set(self.parts) - set(states))

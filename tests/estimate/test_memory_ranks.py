@@ -27,17 +27,18 @@ HOST = {"optimizer": True, "piece_mib": 1.0}
 PIPE = {"pipe": 2, "microbatches": 4}
 CASES: dict[str, dict[str, Any]] = {
     "ddp": {},
-    "zero1": {"data": "zero1"},
     "zero2": {"data": "zero2", "bucket_mib": 1.0},
     "fsdp": {"data": "fsdp", "bucket_mib": 1.0},
-    "recompute": {"recompute": True},
     "pipe": PIPE,
     "tensor": {"tensor": 2},
     "offload": {"data": "zero2", "offload": HOST},
 }
 MORE: dict[str, dict[str, Any]] = {
+    "zero1": {"data": "zero1"},
+    "recompute": {"recompute": True},
     "ddp, accumulating": {"accumulate": 2},
     "zero2, accumulating": {"data": "zero2", "accumulate": 2},
+    "easgd": {"data": "easgd"},
     "gpipe": {**PIPE, "schedule": "gpipe"},
     "interleaved": {**PIPE, "schedule": "interleaved"},
     "zb-h1": {**PIPE, "schedule": "zb-h1"},

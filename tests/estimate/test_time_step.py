@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
 from support.forecasts import CPU, GPU, forecast, planned, settings
 
-from hpctrain.estimate.facts import facts_of
+from hpctrain.estimate.facts import Facts, facts_of
 from hpctrain.estimate.machine import Link
 from hpctrain.estimate.run import PlannedRun
 from hpctrain.estimate.time_collectives import Network, group_of
@@ -16,19 +17,26 @@ from hpctrain.estimate.time_exchange import Held, exchange_of, gathers_of
 from hpctrain.estimate.time_passes import Passes
 from hpctrain.estimate.time_pipeline import pipeline
 from hpctrain.estimate.time_step import StepTime
-from hpctrain.estimate.time_work import count
+from hpctrain.estimate.time_work import ModelWork, count
 from hpctrain.parallel.offload.settings import OffloadSettings
 
-FACTS = facts_of(settings())
-WORKS = {1: count(FACTS, "cross_entropy")}
+
+@cache
+def facts() -> Facts:
+    return facts_of(settings())
+
+
+@cache
+def works() -> dict[int, ModelWork]:
+    return {1: count(facts(), "cross_entropy")}
 
 
 def step(run: PlannedRun, machine: Any = GPU) -> StepTime:
-    return forecast(run, machine, WORKS).step(run)
+    return forecast(run, machine, works()).step(run)
 
 
 def run(ranks: int, batch: int = 16, **options: Any) -> PlannedRun:
-    return planned(ranks, batch, facts=FACTS, **options)
+    return planned(ranks, batch, facts=facts(), **options)
 
 
 def on_cpu(one: PlannedRun) -> PlannedRun:
@@ -37,15 +45,15 @@ def on_cpu(one: PlannedRun) -> PlannedRun:
 
 def test_one_rank_takes_what_the_rates_say() -> None:
     found = step(run(1))
-    layers = WORKS[1].at(16)
+    layers = works()[1].at(16)
     forward = sum(max(one.forward.flops / 1e12, one.forward.product_bytes / 1e11) for one in layers)
     forward += sum(one.forward.other_bytes / 1e11 for one in layers)
     assert found.parts["forward"] == pytest.approx(forward)
-    assert found.parts["optimizer"] == pytest.approx(28 * FACTS.numel / 1e11)
-    assert found.parts["clip"] == pytest.approx(12 * FACTS.numel / 1e11)
+    assert found.parts["optimizer"] == pytest.approx(28 * facts().numel / 1e11)
+    assert found.parts["clip"] == pytest.approx(12 * facts().numel / 1e11)
     assert found.seconds == pytest.approx(sum(found.parts.values()))
     assert all(found.parts[name] == 0 for name in ("gradients", "parameters", "bubble", "offload"))
-    assert found.tokens == 16 * 64 and found.flops == pytest.approx(WORKS[1].flops(16))
+    assert found.tokens == 16 * 64 and found.flops == pytest.approx(works()[1].flops(16))
     assert found.flops_a_rank == pytest.approx(found.flops / found.seconds)
     assert found.share_of_peak == pytest.approx(found.flops_a_rank / 2e12)
 
@@ -63,7 +71,7 @@ def test_more_ranks_share_the_batch_and_accumulation_repeats_the_passes() -> Non
 def test_recomputing_adds_the_blocks_forward_passes() -> None:
     plain, again = step(run(1)), step(run(1, recompute=True))
     assert again.parts["forward"] == plain.parts["forward"]
-    blocks = WORKS[1].at(16)[1:5]
+    blocks = works()[1].at(16)[1:5]
     more = sum(
         max(one.forward.flops / 1e12, one.forward.product_bytes / 1e11) + one.forward.other_bytes / 1e11
         for one in blocks
@@ -150,7 +158,7 @@ def test_a_pipeline_of_a_gpt_takes_about_its_share_and_a_bubble() -> None:
 
 def test_tensor_ranks_exchange_activations() -> None:
     one = run(2, 16, tensor=2)
-    found = forecast(one, replace(GPU, inside=Link(0.0, 1e10)), WORKS).step(one)
+    found = forecast(one, replace(GPU, inside=Link(0.0, 1e10)), works()).step(one)
     stream = 16 * 64 * 128 * 4  # samples, tokens, width, bytes; a ring of two sends each once
     assert found.parts["activations"] >= 16 * stream / 1e10
     assert found.parts["activations"] == pytest.approx(18 * stream / 1e10, rel=0.1)
@@ -161,6 +169,6 @@ def test_an_update_on_the_host_takes_the_hosts_memory_and_the_link() -> None:
     chosen = replace(one.settings)
     object.__setattr__(chosen, "offload", OffloadSettings(optimizer=True))
     found = step(replace(one, settings=chosen))
-    host = 28 * FACTS.numel / (GPU.host_bandwidth / 2)
+    host = 28 * facts().numel / (GPU.host_bandwidth / 2)
     assert found.parts["optimizer"] == pytest.approx(host)
     assert step(one).parts["offload"] == 0 <= found.parts["offload"] < host

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -86,7 +87,8 @@ class Legs:
         with communicator(comm, form) as own:
 
             def init(**options: Any) -> Job:
-                return Job(own, torch.device("cpu"), detect(), guard, options["parallel"], options["offload"])
+                shape = (options[each] for each in ("parallel", "offload", "server"))
+                return Job(own, torch.device("cpu"), detect(), guard, *shape)
 
             self._patch.setattr(run, "init", init)
             torch.set_num_threads(1)
@@ -99,3 +101,17 @@ def losses(rows: list[dict[str, Any]]) -> list[float]:
     """Return the loss of every step."""
     assert [row["step"] for row in rows] == list(range(1, len(rows) + 1))
     return [row["loss"] for row in rows]
+
+
+def signalling(forward: Any, last: int) -> Any:
+    """Return a forward pass that wishes, in its pass number ``last``, that the run stops."""
+    count = 0
+
+    def wrapped(self: Any, tokens: torch.Tensor) -> Any:
+        nonlocal count
+        count += self.training
+        if count == last:
+            signal.raise_signal(signal.SIGUSR1)
+        return forward(self, tokens)
+
+    return wrapped

@@ -21,7 +21,7 @@ Array = npt.NDArray[np.generic]
 FORMAT = "hpctrain-checkpoint"
 VERSION = (1, 2)  # (major, minor): a reader refuses a newer major and ignores what a newer minor added
 
-MODEL, OPTIMIZER, TRAIN, RNG = "/model", "/optimizer", "/train", "/rng"
+MODEL, OPTIMIZER, WORKERS, TRAIN, RNG = "/model", "/optimizer", "/workers", "/train", "/rng"
 CONFIG, PROVENANCE, MANIFEST, EXTENTS, SEAL = "/config", "/provenance", "/manifest", "/extents", "/seal"
 SEALED_SINCE, EXTENTS_SINCE = (1, 1), (1, 2)  # files of an older version have no seal, no table of extents
 CRC32, TORCH_DTYPE, DIGEST = "crc32", "torch_dtype", "manifest_sha256"

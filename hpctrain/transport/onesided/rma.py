@@ -27,10 +27,12 @@ class ExposedByRma(ExposedByMessages):
 
     def __init__(self, comm: MPI.Intracomm, lengths: Sequence[int], dtype: torch.dtype, words: int) -> None:
         super().__init__(comm, lengths, dtype, words)
-        own = self._pieces.own
-        memory = MPI.buffer.fromaddress(own.data_ptr(), own.nbytes)
-        self._window = MPI.Win.Create(memory, dtype.itemsize, comm=self._comm)
-        self._window.Lock_all(MPI.MODE_NOCHECK)
+        self._window = MPI.WIN_NULL
+        if any(self._comm.allgather(len(self._places) < comm.size)):
+            own = self._pieces.own
+            memory = MPI.buffer.fromaddress(own.data_ptr(), own.nbytes)
+            self._window = MPI.Win.Create(memory, dtype.itemsize, comm=self._comm)
+            self._window.Lock_all(MPI.MODE_NOCHECK)
 
     def _carry(self, operation: Operation, rank: int, values: Tensor, start: int) -> None:
         if self.recorder is not None:
@@ -48,6 +50,7 @@ class ExposedByRma(ExposedByMessages):
             self._window.Flush(rank)
 
     def _give_back(self) -> None:
-        self._window.Unlock_all()
-        self._window.Free()
+        if self._window != MPI.WIN_NULL:
+            self._window.Unlock_all()
+            self._window.Free()
         super()._give_back()

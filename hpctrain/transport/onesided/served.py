@@ -3,7 +3,8 @@
 Note: the protocol. A request is a row of numbers (operation, first element, elements, counter, amount, answer's tag);
 elements that travel with it follow as a second message. Owners take requests whenever they make ``progress``, and
 ranks that wait for an answer do, so two that ask each other both get on. Every request is answered, so that it is known
-to be done. Within a node all is reached directly.
+to be done. Within a node all is reached directly. Whoever waits serves all memories that the process exposes: who waits
+for us may wait at another one.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ _REQUEST, _ELEMENTS, _ANSWER = 1, 2, 3  # tags: the last is the first of many
 _ANSWERS = 1000
 _FIELDS = 5
 
+_LIVE: list[ExposedByMessages] = []
+
 
 class ExposedByMessages(Exposed):
     """Hold memory that its owner serves; made and freed by all ranks together."""
@@ -39,6 +42,7 @@ class ExposedByMessages(Exposed):
         self._pieces = SharedPieces(self._comm, lengths, dtype)
         self._places = {rank: place for place, rank in enumerate(self._pieces.views)}
         self._counters = Counters(self._pieces.node, words)
+        _LIVE.append(self)
         self._sent: list[tuple[MPI.Request, object]] = []  # answers under way, and what they are made of
         self._numbers = count()
         self._comm.Barrier()
@@ -82,7 +86,13 @@ class ExposedByMessages(Exposed):
     # Serving ----------------------------------------------------------------------------------------------------------
 
     def progress(self) -> None:
-        """Serve the requests that have come."""
+        """Serve the requests that have come, for any memory that this process exposes."""
+        for one in list(_LIVE):
+            one._progress()
+
+    def _progress(self) -> None:
+        if len(self._places) == len(self.lengths):
+            return  # everybody is near
         self._sent = [(request, made_of) for request, made_of in self._sent if not request.Test()]
         status = MPI.Status()
         while self._comm.Iprobe(MPI.ANY_SOURCE, _REQUEST, status):
@@ -120,6 +130,7 @@ class ExposedByMessages(Exposed):
         self._give_back()
 
     def _give_back(self) -> None:
+        _LIVE.remove(self)
         self._counters.free()
         self._pieces.free()
         self._comm.Free()

@@ -1,0 +1,113 @@
+"""Let each worker exchange with the centre at its own pace, without the others: EASGD, asynchronous or by turns.
+
+Zhang, Choromanska and LeCun, "Deep learning with Elastic Averaging SGD", NIPS 2015, algorithm 1. The centre lies in
+memory that all ranks expose, a piece with each, so no rank is spent on it. A worker that exchanges takes the lock of a
+piece, reads it, adds its pull and lets go: no pull is lost, and the others wait for no more than a pass over a piece.
+
+Note: turns. The first version of the method lets worker t mod p exchange in round t, and no other: a counter says whose
+turn it is, and all wait for theirs. That is kept to be compared with.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from hpctrain.collectives.communicator import Communicator
+from hpctrain.parallel.server.replica import Replica
+from hpctrain.parallel.server.settings import ServerSettings
+from hpctrain.parallel.strategy import clip_whole_gradients
+from hpctrain.transport.activity import timeout_seconds, waiting
+from hpctrain.transport.onesided.expose import expose
+from hpctrain.transport.onesided.lock import WORDS, Lock
+from hpctrain.transport.patience import SPINS, until
+
+_TURN = WORDS  # the counter of rank 0 behind those of its lock
+
+
+class ElasticAveragingApart(Replica):
+    """Exchange with the centre whenever this worker is ready, or when it is its turn."""
+
+    loose = True
+
+    def __init__(self, model: nn.Module, comm: Communicator, settings: ServerSettings = ServerSettings()) -> None:
+        super().__init__(model, comm, settings)
+        total, size = self._flat.values.numel(), comm.size
+        self._cuts = [slice(total * rank // size, total * (rank + 1) // size) for rank in range(size)]
+        own = self._cuts[comm.rank]
+        self._centre = expose(comm.transport, own.stop - own.start, self._flat.values.dtype, WORDS + 1)
+        self._lock = Lock(self._centre)
+        # Each begins with its own piece: so they are not all at the same lock.
+        self._order = [(comm.rank + step) % size for step in range(size)]
+        self.move_centre(self._flat.host())
+
+    def _carry_on(self) -> None:
+        self._centre.progress()
+
+    def _before_move(self) -> None:
+        """Pull worker and centre, where this step has an exchange."""
+        if not self._due:
+            return
+        if self.settings.mode == "round-robin":
+            self._await_turn()
+        alpha = self._alpha
+        for owner in self._order:
+            self._exchange(owner, alpha)
+        if self.settings.mode == "round-robin":
+            self._centre.fetch_add(0, _TURN, 1)
+
+    def _exchange(self, owner: int, alpha: float) -> None:
+        mine = self._flat.values[self._cuts[owner]]
+        own = mine.cpu()
+        with self._lock.of(owner):
+            centre = self._centre.view(owner)
+            if centre is None:
+                centre = torch.empty_like(own)
+                self._centre.get(owner, centre)
+            pull = (own - centre).mul_(alpha)
+            self._centre.add(owner, pull)
+        mine.sub_(pull.to(mine.device))
+
+    def _await_turn(self) -> None:
+        operation = "its turn to exchange with the centre"
+        with waiting(operation):
+            until(self._my_turn, operation, self._late, SPINS, period=1)
+
+    def _my_turn(self) -> bool:
+        self._centre.progress()
+        return self._centre.fetch_add(0, _TURN) % self.comm.size == self.comm.rank
+
+    def _late(self) -> str:
+        turn = self._centre.fetch_add(0, _TURN) % self.comm.size
+        waited = f"rank {self.comm.rank} waited {timeout_seconds():g} s (HPCTRAIN_TIMEOUT) for its turn"
+        return f"{waited}: it is rank {turn}'s"
+
+    def clip_grad_norm(self, max_norm: float) -> Tensor:
+        """Scale this worker's gradients so that their norm is at most ``max_norm``; return their norm before."""
+        return clip_whole_gradients(self.model, max_norm)
+
+    def centre(self) -> Tensor:
+        """Return the centre; a call by all ranks."""
+        self._centre.barrier()
+        whole = torch.empty(self._flat.values.shape, dtype=self._flat.values.dtype)
+        for owner, cut in enumerate(self._cuts):
+            self._centre.get(owner, whole[cut])
+        self._centre.barrier()  # nobody pulls at it before all have it
+        return whole
+
+    def settle(self) -> None:
+        """Wait until all ranks have made their last step, and serve them; a call by all ranks."""
+        self._centre.barrier()
+
+    def move_centre(self, values: Tensor) -> None:
+        """Put the centre where these values are; a call by all ranks."""
+        self._centre.barrier()
+        self._centre.put(self.comm.rank, values[self._cuts[self.comm.rank]])
+        self._centre.barrier()
+
+    def detach(self) -> None:
+        """Take all hooks off the module, leave the centre in it, and give its memory back; a call by all ranks."""
+        attached = bool(self._handles)
+        super().detach()
+        if attached:
+            self._centre.free()

@@ -1,0 +1,158 @@
+"""Hold what every worker with a replica of its own is: parameters as one vector, an optimizer, a centre."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from hpctrain.collectives.communicator import Communicator
+from hpctrain.errors import UsageError
+from hpctrain.parallel.agreement import broadcast_buffers, broadcast_model, check_same_model
+from hpctrain.parallel.server import rules
+from hpctrain.parallel.server.flat import Flat
+from hpctrain.parallel.server.settings import ServerSettings
+from hpctrain.parallel.server.worker import FirstRank, buffers_of, own_states
+from hpctrain.parallel.strategy import Strategy, trainable
+from hpctrain.shard import Split
+
+
+class Replica(Strategy):
+    """Attach a worker to a module; the centre is what checkpoints and evaluations see."""
+
+    def __init__(self, model: nn.Module, comm: Communicator, settings: ServerSettings) -> None:
+        self.model, self.comm, self.settings = model, comm, settings
+        check_same_model(model, comm)
+        broadcast_model(model, comm)
+        self._flat = Flat(model)
+        self._distance = comm.empty(1, torch.float64)
+        self._steps = torch.zeros((), dtype=torch.int64)  # a tensor, so that a checkpoint brings it back
+        self._began = False  # the present step has
+        self._aside: Tensor | None = None  # this worker's parameters, while the model holds the centre
+        self._optimizer: torch.optim.Optimizer | None = None
+        self._handles: list[RemovableHandle] = [model.register_forward_pre_hook(lambda *_: self._forward_comes())]
+        for _, parameter in trainable(model):
+            register: Callable[..., RemovableHandle] = parameter.register_post_accumulate_grad_hook
+            self._handles.append(register(lambda _: self._carry_on()))
+
+    # What an exchange is ----------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def centre(self) -> Tensor:
+        """Return the centre, in the host's memory; a call by all ranks, none of which changes it meanwhile."""
+
+    @abstractmethod
+    def move_centre(self, values: Tensor) -> None:
+        """Put the centre where these values are, the same on all ranks; a call by all of them."""
+
+    def _begin(self) -> None:
+        """Begin a step, before its first pass."""
+
+    def _carry_on(self) -> None:
+        """Carry on what is under way, between pieces of a backward pass."""
+
+    def _before_move(self) -> None:
+        """Come before the optimizer's move: parameters are still those that the gradient was taken at."""
+
+    def _after_move(self) -> None:
+        """Come after the optimizer's move; the step is counted."""
+
+    # A step -----------------------------------------------------------------------------------------------------------
+
+    def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Take the optimizer whose moves are this worker's; raise ``UsageError`` for a second one."""
+        if self._optimizer is optimizer:
+            return
+        if self._optimizer is not None:
+            raise UsageError("a worker moves by one optimizer: call job.wrap(model) again for another", everywhere=True)
+        self._optimizer = optimizer
+        self._handles += [
+            optimizer.register_step_pre_hook(lambda *_: self._move_comes()),
+            optimizer.register_step_post_hook(lambda *_: self._move_was()),
+        ]
+
+    def _forward_comes(self) -> None:
+        if not self._began and self.model.training and torch.is_grad_enabled():
+            self._began = True
+            self._begin()
+
+    def _move_comes(self) -> None:
+        if not self._began:  # where no sample came, no pass has
+            self._began = True
+            self._begin()
+        self._before_move()
+
+    def _move_was(self) -> None:
+        self._began = False
+        self._steps += 1
+        self._after_move()
+
+    @property
+    def _due(self) -> bool:
+        """Tell whether the present step, not counted yet, has an exchange."""
+        return int(self._steps) % self.settings.period == 0
+
+    @property
+    def _alpha(self) -> float:
+        """Return the moving rate of the present step."""
+        assert self._optimizer is not None
+        rates = {float(group["lr"]) for group in self._optimizer.param_groups}
+        if len(rates) > 1 and self.settings.rho:
+            raise UsageError("server.rho goes with one learning rate, and the optimizer has several", everywhere=True)
+        return rules.moving_rate(self.settings.rho, rates.pop(), self.comm.size)
+
+    def contribute_nothing(self, *, backward: bool = True) -> None:
+        """Have no part in a pass of the others: every worker makes its own."""
+
+    # What all workers have come to ------------------------------------------------------------------------------------
+
+    @contextmanager
+    def meeting(self) -> Iterator[None]:
+        """Put the centre, and rank 0's buffers, into the model for the ``with`` block; a call by all ranks."""
+        if self._aside is not None:
+            yield  # it is there
+            return
+        values, centre = self._flat.values, self.centre()
+        self._aside, buffers = values.clone(), {name: one.clone() for name, one in buffers_of(self.model).items()}
+        values.copy_(centre)
+        broadcast_buffers(self.model, self.comm)
+        try:
+            yield
+        finally:
+            values.copy_(self._aside)
+            self._aside = None
+            for name, one in buffers_of(self.model).items():
+                one.copy_(buffers[name])
+
+    def figures(self) -> Mapping[str, float]:
+        """Return how far the workers are from the centre, on average."""
+        self._distance[0] = torch.dist(self._flat.host(), self.centre())
+        self.comm.all_reduce(self._distance, "average")
+        return {"centre_distance": float(self._distance[0])}
+
+    @property
+    def split(self) -> Split | None:
+        """Return that rank 0 speaks for all of what workers hold alike, and for their optimizers."""
+        return FirstRank(self.comm.rank)
+
+    def own_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+        """Return the tensors in which this worker differs from the others, to be saved and filled in place."""
+        values = self._flat.values if self._aside is None else self._aside
+        return {"parameters": values, "steps": self._steps, **own_states(self.model, optimizer)}
+
+    def refresh(self) -> None:
+        """Take the parameters that were put into the model as the centre's; a call by all ranks."""
+        self.move_centre(self._flat.host())
+        self._began = False
+
+    def detach(self) -> None:
+        """Take all hooks off the module, and leave the centre in it."""
+        if self._aside is None and self._handles:
+            self._flat.values.copy_(self.centre())
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()

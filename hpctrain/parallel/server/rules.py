@@ -1,0 +1,31 @@
+"""State by which rules workers and centre pull at each other.
+
+Zhang, Choromanska and LeCun, "Deep learning with Elastic Averaging SGD", NIPS 2015, equations 5 and 6. With worker i's
+parameters x_i, the centre x, and the moving rate alpha = learning rate x rho:
+
+    x_i <- x_i - learning rate x gradient_i - alpha (x_i - x)
+    x   <- x + alpha (sum over i of (x_i - x))
+
+all on the right as they were before. The first part of a worker's move is that of any optimizer; here is the rest.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+BETA = 0.9  # all workers together move the centre by so much, as the authors recommend
+
+
+def moving_rate(rho: float, learning_rate: float, workers: int) -> float:
+    """Return alpha; where no rho is given, the one by which all workers together move the centre by ``BETA``."""
+    return learning_rate * rho if rho else BETA / workers
+
+
+def pull_worker(worker: Tensor, centre: Tensor, alpha: float) -> None:
+    """Move a worker towards the centre, in place."""
+    worker.lerp_(centre, alpha)
+
+
+def pull_centre(centre: Tensor, total: Tensor, workers: int, alpha: float) -> None:
+    """Move the centre towards the workers, whose ``total`` is their sum, in place."""
+    centre.mul_(1 - alpha * workers).add_(total, alpha=alpha)

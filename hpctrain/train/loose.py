@@ -1,0 +1,137 @@
+"""Let ranks that make steps at their own pace learn of each other's wishes, without a wait at the end of every step.
+
+Note: how all stop after the same step. Each rank keeps a clock where all can read it, the step that it is about to
+make, and looks for a hold before it makes it. Who wishes to stop, or to save, tells rank 0. That rank holds every
+other, reads its clock then, and writes to all of them the latest step that any has begun. A rank that has seen the hold
+waits until that is written, which depends on rank 0 alone; then all go on until that step, and meet there. Clock and
+hold are changed as one act each, so a rank either sees the hold, or its clock told of the step that it makes. Where
+rank 0 waits at a meeting, wishes wait with it.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping
+
+import torch
+
+from hpctrain.collectives.communicator import Communicator
+from hpctrain.train.exchange import LOGGED, Wishes
+from hpctrain.transport.activity import timeout_seconds, waiting
+from hpctrain.transport.onesided.expose import expose
+from hpctrain.transport.patience import SPINS, until
+
+_CLOCK, _WISH_STOP, _WISH_SAVE, _HOLD, _DECISION, _WORDS = range(6)
+_STOP, _SAVE = 1, 2  # flags of a decision, below its step and its number
+_NUMBER = 1 << 40
+
+
+class LooseExchange:
+    """Average what neighbours have logged last, and agree on the step after which all stop or save."""
+
+    def __init__(self, comm: Communicator) -> None:
+        self._comm = comm
+        self._board = expose(comm.transport, 1 + LOGGED, torch.float64, _WORDS)
+        self._decided = 0  # holds that this rank has seen
+        self._until, self._flags = 0, 0  # of the decision that is not carried out yet
+        self._told: set[int] = set()
+        self._written = [0] * comm.size  # on rank 0: what the others were told last
+
+    def start(self, step: int) -> None:
+        """Say which step this rank is about to make first; a call by all ranks."""
+        self._set_clock(step)
+        self._board.barrier()
+
+    def __call__(self, logged: Mapping[str, float], wishes: Wishes, step: int) -> tuple[dict[str, float], Wishes]:
+        """Return averages by name, and what is to be done after this step."""
+        self._board.progress()
+        averages = self._averages(logged)
+        self._tell(wishes)
+        if self._comm.rank == 0:
+            self._conduct(step)
+        self._set_clock(step + 1)
+        self._look()
+        due = bool(self._flags) and step >= self._until
+        found = Wishes(due and bool(self._flags & _STOP), due and bool(self._flags & _SAVE), busy=True)
+        if due:
+            self._flags = 0
+        return averages, found
+
+    def close(self) -> None:
+        """Give the memory back; a call by all ranks."""
+        self._board.free()
+
+    # What was logged --------------------------------------------------------------------------------------------------
+
+    def _averages(self, logged: Mapping[str, float]) -> dict[str, float]:
+        """Return the means over the ranks of this node that have logged the same names."""
+        names = sorted(logged)
+        row = torch.tensor([_mark(names), *(logged[name] for name in names)], dtype=torch.float64)
+        self._board.put(self._comm.rank, row)
+        views = [self._board.view(rank) for rank in range(self._comm.size)]
+        rows = [one[: row.numel()].clone() for one in views if one is not None]
+        alike = torch.stack([one for one in rows if one[0] == row[0]])
+        return dict(zip(names, alike.mean(dim=0)[1:].tolist()))
+
+    # What is wished ---------------------------------------------------------------------------------------------------
+
+    def _tell(self, wishes: Wishes) -> None:
+        """Tell rank 0 once of each wish."""
+        for word, wished in ((_WISH_STOP, wishes.stop), (_WISH_SAVE, wishes.save)):
+            if wished and word not in self._told:
+                self._told.add(word)
+                self._board.fetch_add(0, word, 1)
+
+    def _conduct(self, step: int) -> None:
+        """Decide, as rank 0, where anybody has a wish and nothing is decided yet."""
+        if self._flags:
+            return  # after the one before
+        flags = 0
+        for word, flag in ((_WISH_STOP, _STOP), (_WISH_SAVE, _SAVE)):
+            count = self._board.fetch_add(0, word)
+            if count:
+                self._board.fetch_add(0, word, -count)
+                flags |= flag
+        if not flags:
+            return
+        latest = step
+        for rank in range(1, self._comm.size):
+            self._board.fetch_add(rank, _HOLD, 1)
+            latest = max(latest, self._board.fetch_add(rank, _CLOCK))
+        self._decided += 1
+        decision = self._decided * _NUMBER + 4 * latest + flags
+        for rank in range(1, self._comm.size):
+            self._board.fetch_add(rank, _DECISION, decision - self._written[rank])
+            self._written[rank] = decision
+        self._take(decision)
+
+    def _look(self) -> None:
+        """See whether rank 0 holds this rank, and if so wait for what it has decided."""
+        rank = self._comm.rank
+        if rank == 0 or self._board.fetch_add(rank, _HOLD) == self._decided:
+            return
+        self._decided += 1
+        operation = "what rank 0 decides on a wish to stop or save"
+        with waiting(operation):
+            until(self._has_decided, operation, lambda: _late(operation), SPINS, period=1)
+        self._take(self._board.fetch_add(rank, _DECISION))
+
+    def _has_decided(self) -> bool:
+        self._board.progress()
+        return self._board.fetch_add(self._comm.rank, _DECISION) >= self._decided * _NUMBER
+
+    def _take(self, decision: int) -> None:
+        self._until, self._flags = decision % _NUMBER // 4, decision % 4
+        self._told.clear()
+
+    def _set_clock(self, step: int) -> None:
+        rank = self._comm.rank
+        self._board.fetch_add(rank, _CLOCK, step - self._board.fetch_add(rank, _CLOCK))
+
+
+def _late(operation: str) -> str:
+    return f"{operation}: nothing within {timeout_seconds():g} s (HPCTRAIN_TIMEOUT)"
+
+
+def _mark(names: list[str]) -> float:
+    return float(zlib.crc32(",".join(names).encode()))

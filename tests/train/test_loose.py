@@ -1,0 +1,79 @@
+"""Ranks at their own pace, and the step after which all of them stop or save."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from hpctrain.train.exchange import Wishes
+from hpctrain.train.loose import LooseExchange
+
+pytestmark = pytest.mark.ranks
+STEPS = 20_000  # of microseconds each: far more than a message to another node and back takes
+
+
+@pytest.fixture
+def exchange(own: Any) -> Iterator[Any]:
+    exchange = LooseExchange(own)
+    yield exchange
+    exchange.close()
+
+
+@pytest.fixture
+def own(comm: Any) -> Iterator[Any]:
+    """Return a communicator of all ranks for one test."""
+    own = comm.split(0)
+    yield own
+    own.free()
+
+
+def walk(exchange: Any, rank: int, wishes: dict[int, Wishes], *, first: int = 1) -> tuple[list[int], int]:
+    """Make steps, each rank at another pace, until told to stop; return the steps that are saved, and the last one."""
+    saved = []
+    exchange.start(first)
+    for step in range(first, STEPS):
+        for _ in range(30 * rank):
+            os.sched_yield()
+        _, found = exchange({"loss": float(step)}, wishes.get(step, Wishes()), step)
+        if found.save:
+            saved.append(step)
+            exchange._board.barrier()
+        if found.stop:
+            return saved, step
+    return saved, STEPS
+
+
+@pytest.mark.parametrize("who", ["first", "last"])
+def test_all_stop_after_the_same_step(own: Any, exchange: Any, who: str) -> None:
+    wisher = 0 if who == "first" else own.size - 1
+    wishes = {7: Wishes(stop=True)} if own.rank == wisher else {}
+    _, last = walk(exchange, own.rank, wishes)
+    exchange._board.barrier()
+    everyone = own.all_gather_object(last)
+    assert set(everyone) == {last} and 7 <= last < STEPS
+
+
+def test_wishes_of_several_ranks_are_granted_one_after_the_other(own: Any, exchange: Any) -> None:
+    """A rank that saves waits for the others, as writing a checkpoint does."""
+    wishes = {own.rank + 2: Wishes(save=True), 40: Wishes(stop=True)}
+    saved, last = walk(exchange, own.rank, wishes)
+    exchange._board.barrier()
+    everyone = own.all_gather_object((saved, last))
+    assert set(map(str, everyone)) == {str((saved, last))}
+    assert 1 <= len(saved) <= own.size and saved == sorted(saved) and 40 <= last < STEPS
+
+
+def test_means_are_those_of_what_neighbours_logged_last(own: Any, exchange: Any) -> None:
+    exchange.start(1)
+    exchange({"loss": float(own.rank), "rate": 2.0}, Wishes(), 1)
+    own.barrier()
+    averages, found = exchange({"loss": float(own.rank), "rate": 2.0}, Wishes(), 2)
+    near = [rank for rank in range(own.size) if exchange._board.view(rank) is not None]
+    assert averages == {"loss": pytest.approx(sum(near) / len(near)), "rate": 2.0}
+    assert not found.stop and not found.save
+    own.barrier()
+    averages, _ = exchange({f"loss of {own.rank}": 5.0}, Wishes(), 3)
+    assert averages == {f"loss of {own.rank}": 5.0}

@@ -1,0 +1,80 @@
+"""Whole runs of workers with replicas of their own: what resumes, and what others can do with the centre."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+from support.legs import Legs, losses, shared_project, signalling
+from support.life import contents, metrics_of
+
+pytestmark = pytest.mark.ranks(2, 3)
+EASGD = ("parallel.data=easgd", "train.clip=0.5", "optimizer.schedule=constant")
+
+
+@pytest.fixture(scope="module")
+def project(comm: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with a corpus, a model and a config."""
+    return shared_project(comm, Path(comm.broadcast_object(str(tmp_path_factory.mktemp("project")))))
+
+
+@pytest.fixture
+def leg(comm: Any, project: Path, monkeypatch: pytest.MonkeyPatch) -> Legs:
+    """Return what runs one leg."""
+    return Legs(comm, project, monkeypatch)
+
+
+def test_a_run_that_stopped_goes_on_bit_for_bit(leg: Legs, project: Path) -> None:
+    """Workers, their moments and the phase of the exchange come back, on the way past an exchange or not."""
+    words = [*EASGD, "server.period=2", "model.options.dropout=0.2"]
+    straight = leg("ddp", "straight", *words, "train.steps=9")
+    again = leg("ddp", "straight_again", *words, "train.steps=9")
+    leg("ddp", "stopped", *words, "train.steps=5")
+    rows = leg("ddp", "stopped", *words, "train.steps=9")
+    assert losses(rows) == losses(straight) == losses(again)
+    files = [contents(project / folder / "checkpoints/step_00000009.h5") for folder in ("straight", "stopped")]
+    parts = [
+        {name: each for name, each in one.items() if name.split("/")[0] in ("model", "optimizer", "workers", "rng")}
+        for one in files
+    ]
+    assert parts[0] == parts[1] and sum(name.endswith("/parameters") for name in parts[0]) == leg.comm.size
+    assert rows[-1]["centre_distance"] > 0 and 0 < rows[-1]["validation_loss"] < 6
+
+
+@pytest.mark.parametrize("mode", ["asynchronous", "round-robin"])
+def test_workers_at_their_own_pace_meet_to_save_and_to_stop(leg: Legs, project: Path, mode: str) -> None:
+    """One rank is told to stop: all save after the same step, and go on from there."""
+    words = [*EASGD, f"server.mode={mode}", "train.steps=12", "train.evaluate_every=4", "checkpoint.every=5"]
+    with pytest.MonkeyPatch.context() as patch:
+        if leg.comm.rank == leg.comm.size - 1:
+            patch.setattr(leg.model, "forward", signalling(leg.model.forward, 6))
+        with pytest.raises(SystemExit, match="75"):
+            leg("ddp", mode, *words)
+    rows = metrics_of(project / mode)
+    assert 6 <= rows[-1]["step"] < 12
+    rows = leg("ddp", mode, *words)
+    assert len(losses(rows)) == 12 and rows[11]["loss"] < rows[0]["loss"]
+    assert [row["step"] for row in rows if "centre_distance" in row] == [4, 8, 12]
+    with h5py.File(project / mode / "checkpoints/step_00000012.h5") as file:
+        assert len(file["workers"]) == leg.comm.size
+
+
+def test_the_centre_is_what_others_load(leg: Legs, project: Path) -> None:
+    """The file's model is nobody's replica: it evaluates as the run said, under ddp, and starts fewer workers."""
+    size = leg.comm.size
+    rows = leg("ddp", "source", *EASGD, "train.steps=6")
+    path = project / "source/checkpoints/step_00000006.h5"
+    with h5py.File(path) as file:
+        workers = [file[f"workers/{rank}/parameters"][...] for rank in range(size)]
+        first = next(iter(file["model"].values()))[...].reshape(-1)
+    assert all(not np.array_equal(one[: first.size], first) for one in workers)
+    assert len({one.tobytes() for one in workers}) == size
+    start = [f"train.start_from={path}", "optimizer.learning_rate=0", "train.steps=1"]
+    loaded = leg("ddp", "loaded", *start, "parallel.data=ddp")
+    assert loaded[-1]["validation_loss"] == pytest.approx(rows[-1]["validation_loss"], rel=1e-6)
+    fewer = leg("ddp", "source", *EASGD, "train.steps=7", ranks=size - 1)
+    if leg.comm.rank < size - 1:
+        assert len(fewer) == 7
