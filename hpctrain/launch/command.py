@@ -9,19 +9,25 @@ from hpctrain.launch.request import Request
 from hpctrain.launch.template import Raw
 
 Words = list[str]
+MODULE = "hpctrain"  # the name under which modulefiles of ours are loaded
 
 
 def launcher(request: Request, profile: Profile) -> Words:
     """Return the launcher and its options."""
-    return [*_LAUNCHERS[profile.launcher](request, profile), *profile.launch_options]
+    return [*_LAUNCHERS[profile.launcher](request, profile), *_words(profile.launch_options)]
 
 
 def program(request: Request, profile: Profile) -> Words:
     """Return what every rank runs, in its container where there is one."""
-    words = _PROGRAMS[request.template](request)
+    words = _own_program(request, profile) if request.is_program else _PROGRAMS[request.template](request)
     if request.container:
-        return [profile.container_program, "exec", *profile.container_options, request.container, *words]
+        return [profile.container_program, "exec", *_words(profile.container_options), request.container, *words]
     return words
+
+
+def _words(options: tuple[str, ...]) -> Words:
+    """Return options word by word: one such as ``--bind-to none`` has its value behind a blank."""
+    return [word for option in options for word in option.split(" ", 1)]
 
 
 def _srun(request: Request, profile: Profile) -> Words:
@@ -69,6 +75,15 @@ def _benchmark(request: Request) -> Words:
     seconds = min(300, request.walltime // 2)
     found = f"{request.folder}/calibration.json"
     return ["hpctrain", "bench", "calibrate", "--seconds", str(seconds), "--output", found]
+
+
+def _own_program(request: Request, profile: Profile) -> Words:
+    """Return what runs a program of the user's own, by the Python that has this package.
+
+    A module of ours gives that a name of its own, beside the user's.
+    """
+    loaded = any(name.partition("/")[0] == MODULE for name in (*profile.modules, *request.modules))
+    return [f"{MODULE}-python" if loaded and not request.container else "python", request.config, *request.words]
 
 
 def _settings(request: Request) -> Words:

@@ -11,7 +11,7 @@ from hpctrain.launch import pbs, slurm
 from hpctrain.launch.check import problems
 from hpctrain.launch.command import launcher, program
 from hpctrain.launch.profile import Profile
-from hpctrain.launch.request import Request
+from hpctrain.launch.request import FOLDER, Request
 from hpctrain.launch.template import Raw, Value, fill, join, read_template
 
 _PLACES = {"slurm": slurm.places, "pbs": pbs.places}
@@ -47,6 +47,8 @@ def _shared(request: Request, profile: Profile) -> dict[str, Value]:
     environment = {**profile.environment, **request.environment}
     if profile.interface:
         environment.setdefault("NCCL_SOCKET_IFNAME", profile.interface)
+    if request.is_program:
+        environment[FOLDER] = request.folder
     return {
         "shell": profile.shell,
         "config": request.config,

@@ -13,6 +13,8 @@ from hpctrain.launch.fields import check, check_all, check_number, seconds
 Template = Literal["train", "benchmark", "array"]
 TEMPLATES: tuple[Template, ...] = ("train", "benchmark", "array")
 LARGEST_ARRAY = 1001  # Slurm's own bound (MaxArraySize) where a site has not set another
+PROGRAM = ".py"
+FOLDER = "HPCTRAIN_FOLDER"  # tells a program which folder the script watches
 EARLY = 60  # seconds that Slurm's signal may come before its time
 
 
@@ -20,7 +22,7 @@ EARLY = 60  # seconds that Slurm's signal may come before its time
 class Request:
     """Say what to run, on what, and for how long; empty and 0 leave it to the profile and the site."""
 
-    # The run's settings, as a path from where the job is submitted.
+    # The run's settings, or a program of the user's own (.py), as a path from where the job is submitted.
     config: str
     # The run's folder: output, count of starts and checkpoints stand there.
     folder: str
@@ -50,6 +52,8 @@ class Request:
     environment: Mapping[str, str] = field(default_factory=dict)
     # What --set changes in the config.
     settings: tuple[str, ...] = ()
+    # What a program of the user's own is called with.
+    words: tuple[str, ...] = ()
     # One list of settings for each task of an array.
     sweep: tuple[tuple[str, ...], ...] = ()
     # Tasks of an array that may run at a time; 0: all.
@@ -70,6 +74,7 @@ class Request:
             check(f"environment {name}", value, "text")
         if self.template not in TEMPLATES:
             raise UsageError(f"template = {self.template!r}: allowed are {', '.join(TEMPLATES)}")
+        self._check_program()
         if (self.template == "array") != bool(self.sweep):
             raise UsageError("template = 'array' goes with a sweep, and a sweep with it: give both or neither")
         if self.gpus_per_node % self.ranks_per_node and self.ranks_per_node % self.gpus_per_node:
@@ -83,10 +88,23 @@ class Request:
             value = getattr(self, name)
             if value or name in _NEEDED:
                 check(name, value, kind)
-        for name, kind in {"modules": "module", "settings": "setting", "directives": "option"}.items():
+        for name, kind in _LISTS.items():
             check_all(name, getattr(self, name), kind)
         for task in self.sweep:
             check_all("sweep", task, "setting")
+
+    def _check_program(self) -> None:
+        if self.words and not self.is_program:
+            raise UsageError(
+                f"words behind -- are for a program, and {self.config} is none: its name would end in {PROGRAM}"
+            )
+        if not self.is_program:
+            return
+        for name, given in {"settings go": self.settings, "sweep goes": self.sweep}.items():
+            if given:
+                raise UsageError(f"{name} with a config, and {self.config} is a program: it takes words behind --")
+        if self.template != "train":
+            raise UsageError(f"template = {self.template!r} runs no program: allowed with {self.config} is train")
 
     def _check_numbers(self) -> None:
         for name, (least, most) in _NUMBERS.items():
@@ -98,6 +116,11 @@ class Request:
                 f"time = {self.time}: the run is told to save {self.margin} s before the end, or up to {EARLY} s "
                 "earlier: ask for more time, or give a smaller margin"
             )
+
+    @property
+    def is_program(self) -> bool:
+        """Tell whether the job runs a program of the user's own."""
+        return self.config.endswith(PROGRAM)
 
     @property
     def walltime(self) -> int:
@@ -126,6 +149,7 @@ _TEXTS = {
     "container": "image",
     "venv": "path",
 }
+_LISTS = {"modules": "module", "settings": "setting", "words": "text", "directives": "option"}
 _NUMBERS = {
     "nodes": (1, 65536),
     "ranks_per_node": (1, 4096),

@@ -124,6 +124,13 @@ def test_what_may_be_any_text_reaches_the_program_as_it_is(
 
 
 @settings(quick, max_examples=12)
+@given(words=some.lists(printable, min_size=1, max_size=6), slurm=some.booleans())
+def test_so_do_the_words_of_a_program(batch: Batch, words: list[str], slurm: bool) -> None:
+    asked = replace(ASKED, config="train.py", settings=(), words=tuple(words))
+    assert run(batch, render(asked, SLURM if slurm else PBS))[-len(words) - 2 :] == ["python", "train.py", *words]
+
+
+@settings(quick, max_examples=12)
 @given(values=some.lists(printable, min_size=2, max_size=2), slurm=some.booleans())
 def test_so_do_the_settings_of_an_array(batch: Batch, values: list[str], slurm: bool) -> None:
     sweep = tuple((f"train.prompt={value}",) for value in values)

@@ -119,14 +119,14 @@ def test_gpus_by_rank_must_be_enough() -> None:
 @pytest.mark.parametrize(
     "launcher, command, signal",
     [
-        ("srun", "srun --mpi=pmix --kill-on-bad-exit=1 --cpus-per-task=6 --x=y \\", "USR1@300"),
-        ("openmpi", "mpirun -n 12 --map-by ppr:4:node:PE=6 --x=y \\", "B:USR1@300"),
-        ("hydra", "mpiexec -n 12 -ppn 4 -bind-to core:6 --x=y \\", "B:USR1@300"),
-        ("pals", "mpiexec -n 12 --ppn 4 --depth 6 --cpu-bind depth --x=y \\", "B:USR1@300"),
+        ("srun", "srun --mpi=pmix --kill-on-bad-exit=1 --cpus-per-task=6 --x=y --a b \\", "USR1@300"),
+        ("openmpi", "mpirun -n 12 --map-by ppr:4:node:PE=6 --x=y --a b \\", "B:USR1@300"),
+        ("hydra", "mpiexec -n 12 -ppn 4 -bind-to core:6 --x=y --a b \\", "B:USR1@300"),
+        ("pals", "mpiexec -n 12 --ppn 4 --depth 6 --cpu-bind depth --x=y --a b \\", "B:USR1@300"),
     ],
 )
 def test_launchers(launcher: str, command: str, signal: str) -> None:
-    settings = {"launcher": launcher, "mpi": "pmix", "launch_options": ("--x=y",)}
+    settings = {"launcher": launcher, "mpi": "pmix", "launch_options": ("--x=y", "--a b")}
     profile = Profile(scheduler="slurm", **settings)  # type: ignore[arg-type]
     script = render(replace(LEAST, nodes=3, ranks_per_node=4, cpus_per_rank=6), profile)
     assert command in script.splitlines()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import subprocess
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -64,6 +65,22 @@ def test_a_run_that_finishes(batch: Batch) -> None:
     assert (found["OMP_NUM_THREADS"], found["TEST_A"], found["NCCL_SOCKET_IFNAME"]) == ("3", "b  c", "hsn0")
     assert found["HPCTRAIN_DEADLINE"] == "1893456000"
     assert (batch.folder / "runs/a/starts.txt").read_text() == "7 nothing\n"
+
+
+def test_a_program_has_the_same_life(batch: Batch) -> None:
+    words = ("--rate", "1e-3", "", "a  b", "$(canary)", "--", "@folder@")
+    script = render(replace(ASKED, config="train.py", settings=(), words=words), SLURM)
+    batch.does("squeue", "echo 2030-01-01T00:00:00")
+    batch.does("srun", f"{SAVES} exit 75")
+    assert run(batch, script, TZ="UTC").returncode == 75
+    (call,) = batch.calls("srun")
+    assert call.words[3:] == ["python", "train.py", *words] and not batch.calls("canary")
+    assert call.environment["HPCTRAIN_DEADLINE"] == "1893456000" and call.environment["HPCTRAIN_FOLDER"] == "runs/a"
+    assert [call.words for call in batch.calls("scontrol")] == [["requeue", "7"]]
+    batch.does("srun", "exit 1")
+    assert [run(batch, script).returncode for _ in range(3)] == [1, 1, 1], "a crash loop"
+    assert len(batch.calls("scontrol")) == 3
+    assert (batch.folder / "runs/a/starts.txt").read_text().count("7 step_00.h5") == 3
 
 
 def test_an_unknown_end_is_no_deadline(batch: Batch) -> None:

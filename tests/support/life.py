@@ -9,11 +9,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import h5py
 import numpy as np
 import torch
+from support import datasets
 
 from hpctrain.log import logger
+
+contents = datasets.contents  # which stands where nothing imports torch
 
 
 @contextmanager
@@ -112,18 +114,3 @@ def receipt_of(folder: Path) -> dict[str, Any]:
 def checkpoints_of(folder: Path) -> list[str]:
     """Return the names of a run's checkpoints, oldest first."""
     return sorted(path.name for path in (folder / "checkpoints").iterdir())
-
-
-def contents(path: Path) -> dict[str, bytes]:
-    """Return the bytes of every dataset of a checkpoint, by h5py alone.
-
-    Those that describe the file are left out: they depend on the attributes, hence on when it was made.
-    """
-    found: dict[str, bytes] = {}
-    with h5py.File(path, "r") as file:
-        file.visititems(
-            lambda name, item: found.update({name: np.asarray(item[()]).tobytes()})
-            if isinstance(item, h5py.Dataset) and not name.startswith(("extents", "manifest", "seal"))
-            else None
-        )
-    return found

