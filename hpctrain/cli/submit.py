@@ -8,6 +8,7 @@ import sys
 from typing import Any
 
 from hpctrain.cli.job import add_scheduler, script_of
+from hpctrain.cli.words import WordsParser
 from hpctrain.launch.submit import NAME, submit
 
 _EPILOG = """\
@@ -15,6 +16,7 @@ examples:
   hpctrain submit slurm jobs/gpt-tiny.toml --nodes 2 --ranks-per-node 4 --time 04:00:00 --account A
   hpctrain submit pbs big.toml --profile polaris --nodes 2 --time 01:00:00 --account A --queue prod
   hpctrain submit slurm big.toml --time 04:00:00 --after 1234      when job 1234 has ended
+  hpctrain submit slurm train.py --folder runs/a --time 04:00:00 -- --rate 0.1      a program of your own
 
 The words are those of hpctrain job, which prints the script instead. Variables that override a script (SBATCH_...) are
 kept from sbatch and qsub.
@@ -30,7 +32,7 @@ def add_parser(verbs: Any) -> None:
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION", parser_class=WordsParser)
     for scheduler, name in {"slurm": "sbatch", "pbs": "qsub"}.items():
         one = add_scheduler(actions, scheduler, f"submit a job with {name}", _submit)
         one.add_argument("--after", default="", metavar="JOB", help="start when this job has ended")

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from hpctrain.log import logger
+from hpctrain.train import metrics as rows
+from hpctrain.train.last_words import first_line
 from hpctrain.train.lock import FolderLock
 from hpctrain.train.metrics import Metrics
-from hpctrain.train.receipt import Receipt, read
+from hpctrain.train.receipt import Receipt, attempts_of, read
+from hpctrain.train.receipt_tally import Tally
 
 
 class Books:
@@ -25,39 +29,60 @@ class Books:
         self._lock = FolderLock(folder, job_id)
         self._metrics: Metrics | None = None
         self._receipt: Receipt | None = None
+        self._tally = Tally()
 
     def lock(self) -> None:
         """Take the folder, or raise ``LockError``."""
         self._lock.acquire()
 
     @property
+    def elapsed(self) -> float:
+        """Return the seconds since this attempt began, with its process."""
+        return self._tally.elapsed
+
+    @property
     def attempts(self) -> list[dict[str, Any]]:
         """Return what is known of the attempts before this one."""
-        return [each for each in read(self.folder).get("attempts", []) if isinstance(each, dict)]
+        return attempts_of(read(self.folder))
 
     def open(self, last_step: int, config: str | None, facts: Mapping[str, Any]) -> None:
         """Begin an attempt that goes on after ``last_step``."""
-        self._metrics = Metrics(self.folder, last_step)
+        # The receipt first: it accounts for the steps after that one, which the metrics then lose.
+        begun = {**facts, "first_step": last_step + 1, "saved_step": last_step, **self._tally.facts()}
+        before, started = rows.read(self.folder / rows.NAME), time.time() - self.elapsed
+        self._receipt = Receipt(self.folder, begun, rows=before, started=started)
+        self._metrics = Metrics(self.folder, last_step, before)
         if config is not None:
             (self.folder / "config.toml").write_text(config, encoding="utf-8")
-        self._receipt = Receipt(self.folder, {**facts, "first_step": last_step + 1})
 
     def record(self, row: dict[str, Any]) -> None:
         """Note the numbers of a step."""
-        if self._metrics is not None:
-            metrics = self._metrics
-            self._note(lambda: metrics.write(row))
+        if self._metrics is None or self._receipt is None:
+            return
+        metrics, receipt, is_first = self._metrics, self._receipt, self._tally.is_starting
+        self._tally.step(row)
+        self._note(lambda: metrics.write({**row, "unix_time": round(time.time(), 3)}))
+        if is_first:
+            self._note(lambda: receipt.update(**self._tally.facts()))
 
     def rewind(self, last_step: int) -> None:
         """Forget the steps after ``last_step``."""
-        if self._metrics is not None:
-            self._metrics.rewind(last_step)
+        if self._metrics is not None and self._receipt is not None:
+            before = rows.read(self._metrics.path)
+            self._tally.rewind(last_step)
+            self._receipt.rewind(before, last_step)
+            self._metrics.rewind(last_step, before)
+
+    def waited(self, seconds: float) -> None:
+        """Note how long the run has just waited for a checkpoint."""
+        self._tally.waited(seconds)
 
     def saved(self, step: int, seconds: float) -> None:
-        """Note a checkpoint and how long it took."""
+        """Note a checkpoint and how long it took; what stands in the receipt now outlives a kill."""
         if self._receipt is not None:
             receipt = self._receipt
-            self._note(lambda: receipt.update(step=step, last_save_seconds=round(seconds, 3)))
+            facts = {"saved_step": step, "last_save_seconds": round(seconds, 3), **self._tally.facts()}
+            self._note(lambda: receipt.update(**facts))
 
     def failed_save(self, step: int, reason: str, count: int) -> None:
         """Note a checkpoint that could not be written, the ``count``-th of this attempt."""
@@ -65,15 +90,17 @@ class Books:
             receipt = self._receipt
             self._note(lambda: receipt.update(failed_saves=count, last_failed_save={"step": step, "reason": reason}))
 
-    def close(self, status: str, step: int, reason: str | None) -> None:
+    def close(self, status: str, step: int, reason: str | None, failed_rank: int | None = None) -> None:
         """Note how the attempt ended, and give the folder back; of a failed one, the failure is the error to raise."""
         failed = status == "failed"
         try:
             if self._metrics is not None:
                 self._note(self._metrics.close, lenient=failed)
             if self._receipt is not None:
-                receipt, more = self._receipt, {"reason": reason} if reason else {}
-                self._note(lambda: receipt.end(status, step=step, **more), lenient=failed)
+                told = {"reason": reason and first_line(reason), "failed_rank": failed_rank}
+                more = {name: value for name, value in told.items() if value is not None}
+                receipt, facts = self._receipt, {**self._tally.facts(), "step": step, **more}
+                self._note(lambda: receipt.end(status, **facts), lenient=failed)
         finally:
             self._lock.release()
 

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
     from hpctrain.collectives.communicator import Communicator
     from hpctrain.parallel.offload.settings import OffloadSettings
+    from hpctrain.parallel.server.settings import ServerSettings
     from hpctrain.parallel.settings import ParallelSettings
     from hpctrain.train.job import Job
 
@@ -24,6 +25,7 @@ def init(
     oversubscribe: bool = False,
     parallel: ParallelSettings | None = None,
     offload: OffloadSettings | None = None,
+    server: ServerSettings | None = None,
     settings: Mapping[str, Any] | None = None,
     verbose: bool = False,
 ) -> Job:
@@ -46,6 +48,7 @@ def init(
     from hpctrain.collectives.agreement import agreed
     from hpctrain.collectives.communicator import Communicator
     from hpctrain.parallel.offload.settings import OffloadSettings
+    from hpctrain.parallel.server.settings import ServerSettings
     from hpctrain.parallel.settings import ParallelSettings
     from hpctrain.train import compiler, hello
     from hpctrain.train.device import check_unshared, pick
@@ -73,7 +76,8 @@ def init(
     _equip(world, own)
     if verbose and world.rank == 0:
         log.logger.info("%s", hello.table(hellos))
-    return Job(world, own, launch, guard, parallel or ParallelSettings(), offload or OffloadSettings())
+    shape = parallel or ParallelSettings(), offload or OffloadSettings(), server or ServerSettings()
+    return Job(world, own, launch, guard, *shape, resources=hello.resources(hellos))
 
 
 def _equip(world: Communicator, device: torch.device) -> None:

@@ -11,18 +11,22 @@ from __future__ import annotations
 
 import atexit
 import faulthandler
+import os
 import socket
 import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from hpctrain.collectives.agreement import agreed
 from hpctrain.errors import EXIT_FAILURE, DeadlineError, HpctrainError
 from hpctrain.log import logger
+from hpctrain.train.last_words import LastWords
 from hpctrain.train.leaving import exit_code, leave_with, let_be_read
+from hpctrain.train.signals import ASKED_BY, stop_request
 from hpctrain.train.stacks import print_stacks
 from hpctrain.transport.activity import timeout_seconds, waiting
 from hpctrain.transport.base import Transport
@@ -33,6 +37,7 @@ if TYPE_CHECKING:
 
 LOOK_EVERY = 0.5  # seconds between two looks of the watchdog
 PATIENCE = 2.0  # seconds of waiting after which a rank asks whether somebody has left
+ALONE = 3.0  # seconds after SIGTERM in which SIGUSR1 would have come, too
 CLAIM = 0.2  # seconds in which a rank that failed first may say so
 SILENCE = 5.0  # seconds that a rank leaves to the one that failed first, before it ends the job itself
 
@@ -48,6 +53,7 @@ class Guard:
         self._ending = threading.Lock()
         self._stacks_printed = threading.Lock()
         self.step: int | None = None
+        self.last_words: LastWords | None = None  # to a run that is under way
         self._hooks = (sys.excepthook, threading.excepthook)
         if transport.size > 1:
             self._farewell, self._vitals = _instruments(transport)
@@ -56,6 +62,8 @@ class Guard:
             atexit.register(self._on_exit)
             self._limit = agreed(transport, timeout_seconds)
             threading.Thread(target=self._watch, name="hpctrain-watchdog", daemon=True).start()
+        else:
+            sys.excepthook = self._on_lone_exception
         if not faulthandler.is_enabled():
             faulthandler.enable(all_threads=True)
 
@@ -78,6 +86,12 @@ class Guard:
         text = "".join(traceback.format_exception(kind, error, trace))
         self._end(f"{kind.__name__}: {error}", text, exit_code(error), stacks=issubclass(kind, DeadlineError))
 
+    def _on_lone_exception(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        """Print as Python does, and leave with the error's code: a job script tells by it what is worth repeating."""
+        self._hooks[0](kind, error, trace)
+        if isinstance(error, HpctrainError):
+            leave_with(error.exit_code, lambda: None)
+
     def _on_thread_exception(self, args: Any) -> None:
         if args.exc_type is SystemExit:
             return
@@ -85,7 +99,16 @@ class Guard:
         name = args.thread.name if args.thread else "unknown"
         self._end(f"thread {name} died of {args.exc_type.__name__}: {args.exc_value}", text, EXIT_FAILURE)
 
-    def _end(self, why: str, text: str, code: int, *, stacks: bool = False) -> None:
+    def _end(
+        self,
+        why: str,
+        text: str,
+        code: int,
+        *,
+        stacks: bool = False,
+        silence: float = SILENCE,
+        leave: Callable[[int], object] | None = None,
+    ) -> None:
         """Say once why the job ends, with the stacks of all ranks of the node if asked to, and end it."""
         # Another thread of this rank may be here already; then it has the word.
         alone = self._ending.acquire(blocking=False)
@@ -95,10 +118,12 @@ class Guard:
             at = "" if self.step is None else f" in step {self.step}"
             where = f"rank {self._transport.rank} of {self._transport.size} on {socket.gethostname()}{at}"
             print(f"{text}hpctrain: {where} ends the job: {why}", file=sys.stderr, flush=True)
+            if self.last_words is not None:
+                self.last_words.say(why, self.step)
             let_be_read()
         else:
-            time.sleep(SILENCE)
-        self._transport.abort(code)
+            time.sleep(silence)
+        (leave or self._transport.abort)(code)
 
     # A rank that leaves early -----------------------------------------------------------------------------------------
 
@@ -113,6 +138,7 @@ class Guard:
     def _watch(self) -> None:
         while not self._closed.wait(LOOK_EVERY):
             seconds, operation, number = waiting.seconds, waiting.operation, waiting.entered
+            alone = stop_request.alone()
             if self._vitals is not None:
                 self._vitals.beat(operation, seconds)
                 if self._vitals.stacks_wanted():
@@ -122,6 +148,10 @@ class Guard:
             left = self._farewell.who_left() if self._farewell is not None else []
             if waiting.entered != number or not waiting.operation:
                 continue
+            if alone > ALONE:
+                why = f"a rank is gone, says SIGTERM without SIGUSR1 ({ASKED_BY}), this one waits in {operation}"
+                # srun is ending the job already; MPI_Abort would wait for it.
+                self._end(why, "", EXIT_FAILURE, silence=CLAIM, leave=os._exit)
             if left:
                 ranks = f"rank {left[0]} has" if len(left) == 1 else f"ranks {', '.join(map(str, left))} have"
                 self._end(f"{ranks} left, this one waits in {operation}", "", EXIT_FAILURE, stacks=True)

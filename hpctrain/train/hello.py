@@ -119,6 +119,13 @@ def threads(hellos: list[Hello], rank: int) -> int:
     return threads_for(hellos[rank].cpus, neighbours)
 
 
+def resources(hellos: list[Hello]) -> dict[str, int]:
+    """Return how many logical CPUs the ranks may use on all nodes together, and how many GPUs, where they have some."""
+    cpus = {(hello.host, cpu) for hello in hellos for cpu in hello.cpus}
+    gpus = {(hello.host, hello.device_identity) for hello in hellos if hello.device.startswith("cuda")}
+    return {"cpus": len(cpus)} | ({"gpus": len(gpus)} if gpus else {})
+
+
 def table(hellos: list[Hello]) -> str:
     """Return the binding table: where each rank runs, on which CPUs and which device."""
     return binding_table(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,9 +14,11 @@ from hpctrain.collectives.communicator import Communicator
 from hpctrain.errors import UsageError
 from hpctrain.parallel.attach import attach
 from hpctrain.parallel.offload.settings import OffloadSettings
+from hpctrain.parallel.server.settings import ServerSettings
 from hpctrain.parallel.settings import ParallelSettings
 from hpctrain.parallel.strategy import Strategy
 from hpctrain.train.guard import Guard
+from hpctrain.train.leaving import LeavingTogether
 
 if TYPE_CHECKING:
     from hpctrain.train.session import Run
@@ -36,12 +39,15 @@ class Job:
         guard: Guard,
         parallel: ParallelSettings = ParallelSettings(),
         offload: OffloadSettings = OffloadSettings(),
+        server: ServerSettings = ServerSettings(),
+        resources: Mapping[str, int] = MappingProxyType({}),
     ) -> None:
         self.comm = comm
         self.device = device
         self.launch = launch
         self.guard = guard
-        self.parallel, self.offload = parallel, offload
+        self.parallel, self.offload, self.server = parallel, offload, server
+        self.resources = resources  # of all ranks: how many cpus, and gpus
         self.rank, self.size = comm.rank, comm.size
         self.local_rank, self.local_size = comm.local_rank, comm.local_size
         self.node, self.nodes = comm.node, comm.nodes
@@ -54,17 +60,25 @@ class Job:
         *,
         example: Tensor | None = None,
         offload: OffloadSettings | None = None,
+        server: ServerSettings | None = None,
     ) -> nn.Module:
         """Move a model to this rank's device and attach the strategy of the settings; return the same model.
 
         Names in ``state_dict`` do not change. Parameters and buffers of rank 0 are given to all ranks. A model on the
         meta device gets its memory and its values here. Make the optimizer afterwards: strategies that split parameters
         put others in their places. ``example`` are some inputs, for ``parallel.partition = "time"``; ``offload`` says
-        what lives in the host's memory. Raises ``MismatchError`` where the ranks hold different models,
+        what lives in the host's memory, ``server`` how workers with replicas of their own (``parallel.data = "easgd"``)
+        exchange what they have learnt. Raises ``MismatchError`` where the ranks hold different models,
         ``SettingsError`` where a strategy cannot do with what is offloaded.
         """
         self.strategies[id(model)] = attach(
-            model, self.comm, parallel or self.parallel, self.device, example, offload or self.offload
+            model,
+            self.comm,
+            parallel or self.parallel,
+            self.device,
+            example,
+            offload or self.offload,
+            server or self.server,
         )
         return model
 
@@ -119,7 +133,7 @@ class Job:
         return self
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        if error is None:
+        if error is None or isinstance(error, LeavingTogether):
             self.close()
 
     def describe(self) -> Mapping[str, Any]:
@@ -134,3 +148,9 @@ class Job:
             "device": str(self.device),
             "launcher": self.launch.kind,
         }
+
+    def circumstances(self) -> Mapping[str, Any]:
+        """Return the batch job, as far as there is one, and what it gave to all ranks together."""
+        launch = self.launch
+        found = {"job_id": launch.job_id, "scheduler": launch.scheduler, "restart_count": launch.restart_count}
+        return {**self.resources, **{name: value for name, value in found.items() if value is not None}}

@@ -18,6 +18,10 @@ PASS_ON = 0.2  # seconds
 SILENCE = 1.0  # seconds that the other ranks leave to rank 0
 
 
+class LeavingTogether(SystemExit):
+    """End the process with an exit code, as every rank does just now: what takes all of them can be given back."""
+
+
 def exit_code(error: BaseException) -> int:
     """Return the code with which a job ends that ended by this error."""
     return error.exit_code if isinstance(error, HpctrainError) else EXIT_FAILURE

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -19,26 +20,27 @@ class Metrics:
     So no step stands there twice, however often a run was killed.
     """
 
-    def __init__(self, folder: Path, last_step: int) -> None:
+    def __init__(self, folder: Path, last_step: int, rows: Sequence[Mapping[str, Any]] | None = None) -> None:
         self.path = folder / NAME
-        self._file: TextIO = self._reopen(last_step)
+        self._file: TextIO = self._reopen(last_step, rows)
 
     def write(self, row: dict[str, Any]) -> None:
         """Append one object; a NaN is written as null, which JSON has."""
         self._file.write(json.dumps({key: _finite(value) for key, value in row.items()}) + "\n")
         self._file.flush()
 
-    def rewind(self, last_step: int) -> None:
-        """Drop the objects of all steps after ``last_step``."""
+    def rewind(self, last_step: int, rows: Sequence[Mapping[str, Any]] | None = None) -> None:
+        """Drop the objects of all steps after ``last_step``; ``rows`` are those of the file, where they are known."""
         self._file.close()
-        self._file = self._reopen(last_step)
+        self._file = self._reopen(last_step, rows)
 
     def close(self) -> None:
         """Close the file."""
         self._file.close()
 
-    def _reopen(self, last_step: int) -> TextIO:
-        kept = [json.dumps(row) + "\n" for row in read(self.path) if row["step"] <= last_step]
+    def _reopen(self, last_step: int, rows: Sequence[Mapping[str, Any]] | None) -> TextIO:
+        found = read(self.path) if rows is None else rows
+        kept = [json.dumps(row) + "\n" for row in found if row["step"] <= last_step]
         if self.path.exists():
             temporary = self.path.with_name(f".{NAME}.tmp-{os.getpid()}")
             temporary.write_text("".join(kept))

@@ -51,6 +51,7 @@ def train(settings: Settings, *, verbose: bool = False) -> None:
         oversubscribe=settings.run.oversubscribe,
         parallel=settings.parallel,
         offload=settings.offload,
+        server=settings.server,
         settings=to_tree(settings),
         verbose=verbose,
     )
@@ -88,11 +89,12 @@ def train(settings: Settings, *, verbose: bool = False) -> None:
                 # Everything is logged before the step ends, as its checkpoint may be kept for one of these numbers.
                 run.log(loss=loss, tokens=tokens_in(batch.targets, data), same={"learning_rate": rate})
                 if is_due(number, settings):
-                    run.log(same={"validation_loss": validate(settings, step, corpus)})
+                    run.log(same={"validation_loss": validate(settings, step, corpus), **strategy.figures()})
 
         # All ranks write the same text: parameters that are split take all of them to compute with.
         multiple = shape.tensor if settings.parallel.sequence else 1
-        text = sample_text(model, settings.train.prompt, job.device, multiple)
+        with strategy.meeting():
+            text = sample_text(model, settings.train.prompt, job.device, multiple)
         if job.rank == 0:
             summarise(run, corpus.train.facts, text, resumed=resumed_at >= settings.train.steps)
 
@@ -118,7 +120,7 @@ def open_run(
         trace=settings.train.trace,
         trace_steps=settings.train.trace_steps,
         config=to_toml(to_tree(settings)),
-        provenance={"parallel": settings.parallel.data},
+        provenance={"parallel": settings.parallel.data, "batch": settings.train.batch},
     )
 
 
@@ -179,14 +181,15 @@ def is_due(number: int, settings: Settings) -> bool:
 
 def validate(settings: Settings, step: Stepper, corpus: Corpus) -> float:
     """Return the loss on the validation split, computed in float32."""
-    return evaluate(
-        step.strategy,
-        replace(step.objective, dtype=None),
-        corpus.validation,
-        batch=settings.train.batch,
-        limit=settings.data.validation_limit,
-        device=step.device,
-    )
+    with step.strategy.meeting():
+        return evaluate(
+            step.strategy,
+            replace(step.objective, dtype=None),
+            corpus.validation,
+            batch=settings.train.batch,
+            limit=settings.data.validation_limit,
+            device=step.device,
+        )
 
 
 def announce(job: Job, run: Run, parameters: int, corpus: Corpus) -> None:

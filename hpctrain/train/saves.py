@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -71,7 +72,7 @@ class Saves:
     def advance(self) -> None:
         """Bring a pending checkpoint further."""
         if self._pending is not None and self._saver is not None:
-            with trace.span("checkpoint"):
+            with self._waiting():
                 self._try(self._saver.advance)
 
     def settle(self) -> None:
@@ -94,7 +95,7 @@ class Saves:
     def _begin(self, config: str | None, provenance: Mapping[str, Any]) -> Path:
         assert self._saver is not None
         save = _Save(self._state.step, self._state.path(self._state.step), time.monotonic())
-        with trace.span("checkpoint", step=save.step):
+        with self._waiting(step=save.step):
             self._state.save(self._saver, save.path, config=config, provenance=provenance)
         self._pending = save
         return save.path
@@ -102,12 +103,22 @@ class Saves:
     def _wait(self) -> None:
         assert self._saver is not None
         try:
-            with trace.span("checkpoint"):
+            with self._waiting():
                 self._saver.wait()
         except BaseException:
             self._pending = None
             raise
         self._note_commit()
+
+    @contextmanager
+    def _waiting(self, **facts: int) -> Iterator[None]:
+        """Note how long the run waits here: what is written beside the next steps costs no time of its own."""
+        began = time.monotonic()
+        try:
+            with trace.span("checkpoint", **facts):
+                yield
+        finally:
+            self._books.waited(time.monotonic() - began)
 
     def _try(self, move: Any) -> None:
         """Make a move of a pending checkpoint; where the run may go on without it, note that it failed."""

@@ -11,6 +11,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -26,18 +27,22 @@ from hpctrain.checkpoint import folder as files
 from hpctrain.checkpoint import rng
 from hpctrain.collectives.agreement import agreed, on_first_rank
 from hpctrain.errors import EXIT_REQUEUE, CheckpointError, NonFiniteError, UsageError
+from hpctrain.launch.request import FOLDER
 from hpctrain.log import logger
 from hpctrain.train.books import Books
 from hpctrain.train.exchange import StepExchange, StepLog, Wishes
-from hpctrain.train.health import Health
+from hpctrain.train.health import Health, check_policy
 from hpctrain.train.hello import versions
+from hpctrain.train.last_words import LastWords
+from hpctrain.train.leaving import LeavingTogether
+from hpctrain.train.loose import LooseExchange
 from hpctrain.train.options import RunOptions
 from hpctrain.train.progress import Progress, shown
 from hpctrain.train.saves import Saves
 from hpctrain.train.signals import install
 from hpctrain.train.start import carried, start_from
 from hpctrain.train.state import LOADER, Stateful, TrainState
-from hpctrain.train.stops import Stops
+from hpctrain.train.stops import Stops, warn_if_unwatched
 from hpctrain.train.tracing import Tracing
 from hpctrain.transport.activity import waiting
 
@@ -80,13 +85,16 @@ class Run:
         strategy.check_optimizer(optimizer)
         self.state = TrainState(model, optimizer, parts, job.comm, self.folder / "checkpoints", options.kept, strategy)
         self.health = Health(model, strategy, job.comm, options.on_nonfinite)
+        check_policy(strategy, options.on_nonfinite)
+        if strategy.loose and options.background:
+            raise UsageError("checkpoint.background: workers at their own pace write at once", everywhere=True)
         self.stop_request = install()
         self._stops = Stops(
             self.folder, self.stop_request, first=job.rank == 0, walltime=options.walltime, margin=options.margin
         )
         self.stopped_by: str | None = None
         self._log = StepLog()
-        self._exchange = StepExchange(job.comm)
+        self._exchange = LooseExchange(job.comm) if strategy.loose else StepExchange(job.comm)
         self._fresh_rng = rng.capture_rng()
         self._begun: tuple[float, float] | None = None  # when the present step began, and what was waited before
         self._updated = False  # by the present step
@@ -154,6 +162,7 @@ class Run:
             self.optimizer.register_step_pre_hook(lambda *_: self._begin_update()),
             self.optimizer.register_step_post_hook(lambda *_: self._note_update()),
         ]
+        self.job.guard.last_words = LastWords(self.folder, self.job.rank)
         visible = self.job.rank == 0 and not self.finished
         self._progress = Progress(self.step, self.options.steps, self.state.tokens, shown=visible)
         return self
@@ -179,8 +188,11 @@ class Run:
 
     def _open_books(self) -> None:
         files.remove_leftovers(self.state.folder)
-        self._stops.open([attempt.get("last_save_seconds", 0.0) for attempt in self._books.attempts])
-        self._books.open(self.step, self.config, self.provenance)
+        warn_if_unwatched(self.folder, os.environ.get(FOLDER))
+        saves = [attempt.get("last_save_seconds", 0.0) for attempt in self._books.attempts]
+        self._stops.open(saves, time.time() - self._books.elapsed)
+        facts = {**self.provenance, **self.job.circumstances(), "tokens_before": self.state.tokens}
+        self._books.open(self.step, self.config, facts)
 
     def _resume(self) -> None:
         found = self.state.find(strict=self.options.strict)
@@ -198,6 +210,7 @@ class Run:
         if self._progress is None:
             raise UsageError("enter the run before its loop: with job.run(...) as run", everywhere=True)
         self._complete_step()
+        self._exchange.start(self.step + 1)
         source = self._open_loader()
         while not self.finished and self.stopped_by is None:
             started, waited = time.monotonic(), waiting.total
@@ -306,8 +319,10 @@ class Run:
             # After an error the other ranks may know nothing of it: then no collective from here on.
             if error is None:
                 self._complete_step()
+                self.health.strategy.settle()
                 self._saves.finish(self.config, self.provenance)
                 self._tracing.close()
+                self._exchange.close()
         except BaseException as failure:
             error = failure
             raise
@@ -316,7 +331,7 @@ class Run:
         if error is None and self.stopped_by:
             if self.job.rank == 0:
                 logger.warning("%s: saved after step %d, start again to go on", self.stopped_by, self.step)
-            raise SystemExit(EXIT_REQUEUE)
+            raise LeavingTogether(EXIT_REQUEUE)
 
     def _close(self, error: BaseException | None) -> None:
         """Give back hooks, bar and folder, and write down how it ended."""
@@ -331,7 +346,10 @@ class Run:
             hook.remove()
         if self._progress is not None:
             self._progress.close()
+        if error is None or self.job.rank == 0:
+            self.job.guard.last_words = None  # the receipt tells it; another rank that failed is yet to end the job
         if error is not None:
-            self._books.close("failed", self.step, f"{type(error).__name__}: {error}")
+            alone = None if getattr(error, "everywhere", False) else self.job.rank
+            self._books.close("failed", self.step, f"{type(error).__name__}: {error}", alone)
         else:
             self._books.close("stopped" if self.stopped_by else "finished", self.step, self.stopped_by)

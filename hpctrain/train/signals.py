@@ -5,24 +5,64 @@ Installed before torch is imported: until then a signal's default action would k
 
 from __future__ import annotations
 
+import atexit
+import os
 import signal
 import threading
+import time
 from types import FrameType
 
 # The batch system's early warning (``--signal=USR1@300``), and its last one.
 SIGNALS = (signal.SIGUSR1, signal.SIGTERM)
+ASKED_BY = "HPCTRAIN_ASKED_BY"  # USR1: whoever ends the job, SIGUSR1 comes to the ranks, too
 
 
 class StopRequest:
-    """Hold whether a signal has asked this rank to save and leave; handlers only set this flag."""
+    """Hold whether a signal has asked this rank to save and leave; handlers only set this flag.
+
+    Note: a SIGTERM that comes alone. ``srun --kill-on-bad-exit`` sends it when a rank has died; SIGKILL follows half a
+    minute later (KillWait). The others wait in MPI for the dead one, where Python runs no handler, and nothing tells
+    this from the SIGTERM of ``scancel``, after which there is time to save. So our job scripts pass on every end of the
+    job as SIGUSR1, say so (``HPCTRAIN_ASKED_BY``), and a SIGTERM without it means that a rank is gone. The watchdog
+    reads the signals from a pipe, which they reach wherever the main thread is.
+    """
 
     def __init__(self) -> None:
         self.signal: int | None = None
+        self._pipe: int | None = None
+        self._terminated: float | None = None
+        self._asked = False
 
     @property
     def name(self) -> str | None:
         """Return the signal's name, None where none has come."""
         return signal.Signals(self.signal).name if self.signal else None
+
+    def alone(self) -> float:
+        """Return for how many seconds SIGTERM has been there without SIGUSR1; 0.0 where it has not come, or may."""
+        if self._pipe is None:
+            return 0.0
+        for number in self._arrived(self._pipe):
+            self._asked |= number == signal.SIGUSR1
+            if number == signal.SIGTERM and self._terminated is None:
+                self._terminated = time.monotonic()
+        return 0.0 if self._asked or self._terminated is None else time.monotonic() - self._terminated
+
+    def listen(self) -> None:
+        """Note signals in a pipe as they come, unless somebody else does."""
+        if self._pipe is not None:
+            return
+        self._pipe, write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        before = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+        if before != -1:
+            signal.set_wakeup_fd(before)
+        os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
+
+    def _arrived(self, pipe: int) -> bytes:
+        try:
+            return os.read(pipe, 4096)
+        except BlockingIOError:
+            return b""
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self.signal = number
@@ -36,4 +76,19 @@ def install() -> StopRequest:
     if threading.current_thread() is threading.main_thread():
         for number in SIGNALS:
             signal.signal(number, stop_request._on_signal)
+        if os.environ.get(ASKED_BY) == "USR1":
+            stop_request.listen()
+        atexit.unregister(_ignore)
+        atexit.register(_ignore)
     return stop_request
+
+
+def _ignore() -> None:
+    """Ignore the signals in the last part of this process, in which Python would let them kill.
+
+    srun and others end all ranks as soon as one has left with a code that is not 0. A rank that is just leaving with
+    the same code (2: bad input, 75: saved) must not die of that: the job's exit code would be that of a signal.
+    """
+    for number in SIGNALS:
+        if signal.getsignal(number) == stop_request._on_signal:
+            signal.signal(number, signal.SIG_IGN)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from hpctrain.cluster import deadline as deadlines
@@ -33,17 +34,27 @@ class Stops:
         self._found = {STOP: False, SAVE: False}
         self.governor = Governor(None)
 
-    def open(self, saves: Sequence[float]) -> None:
-        """Learn the deadline, and what ``saves`` of earlier attempts have taken; a STOP of before does not count."""
+    def open(self, saves: Sequence[float], begun: float | None = None) -> None:
+        """Learn the deadline, and what ``saves`` of earlier attempts have taken.
+
+        A STOP of before this start does not count; ``begun`` is when that was, in seconds since the epoch.
+        """
         if not self._first:
             return
         found = deadlines.find(os.environ, self._walltime, started=self._started)
         self.governor = Governor(found, self._margin)
         for seconds in saves:
             self.governor.save(seconds)
-        (self._folder / STOP).unlink(missing_ok=True)
+        self._forget_stop(self._started if begun is None else begun)
         if found is not None:
             logger.info("the job ends at %s, says %s", _clock(found), found.source)
+
+    def _forget_stop(self, begun: float) -> None:
+        """Remove a STOP that was there before; one that came while this job started up is meant for it."""
+        path = self._folder / STOP
+        with suppress(FileNotFoundError):
+            if path.stat().st_mtime < begun:
+                path.unlink()
 
     def look(self) -> tuple[bool, bool]:
         """Tell whether this rank knows of a reason to save and leave, and of one to save."""
@@ -71,6 +82,17 @@ class Stops:
         if self._first and self._found[SAVE]:
             self._found[SAVE] = False
             (self._folder / SAVE).unlink(missing_ok=True)
+
+
+def warn_if_unwatched(folder: Path, watched: str | None) -> None:
+    """Say where a job's script minds another folder than the run's: for a STOP, and for checkpoints to count."""
+    if watched and Path(watched).resolve() != folder.resolve():
+        logger.warning(
+            "the job's script watches %s and this run writes into %s: name one folder to both, as in hpctrain job "
+            "--folder and job.run(checkpoints=...), or the script takes this run for one that gets no further",
+            watched,
+            folder,
+        )
 
 
 def _clock(deadline: Deadline) -> str:

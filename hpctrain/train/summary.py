@@ -15,6 +15,7 @@ from torch import nn
 
 from hpctrain.models.gpt import GPT
 from hpctrain.models.sampling import generate
+from hpctrain.train import receipt_text
 
 if TYPE_CHECKING:
     from hpctrain.train.session import Run
@@ -63,5 +64,8 @@ def summarise(run: Run, facts: Mapping[str, Any], text: str | None, *, resumed: 
     best = run.state.keeper.best()
     if best is not None:
         print(f"best checkpoint  {best} (by {run.options.keep_best})")
+    took = receipt_text.summary(run.folder)
+    if took is not None:
+        print(f"what it took     {took}")
     print(f"look inside      {_program()} checkpoint show {run.state.path(run.step)}")
     sys.stdout.flush()

@@ -7,7 +7,7 @@ import warnings
 from typing import Any
 
 from hpctrain.cluster.launcher import Launch, detect
-from hpctrain.cluster.promise import check_promise
+from hpctrain.cluster.promise import check_language, check_promise
 from hpctrain.transport.base import Transport
 from hpctrain.transport.single import SingleTransport
 
@@ -21,6 +21,7 @@ def connect(comm: Any = None) -> tuple[Transport, Launch]:
     launch = detect(os.environ)
     if comm is None and launch.kind == "none":
         return SingleTransport(), launch
+    check_language(launch, os.environ)
     try:
         with warnings.catch_warnings():
             # What mpi4py suspects from the environment, check_promise knows, and says once and not on every rank.

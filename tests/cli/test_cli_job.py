@@ -13,6 +13,7 @@ from hpctrain.cli.main import main
 ROOT = Path(__file__).resolve().parents[2]
 GOLDEN = ROOT / "tests" / "golden"
 BASE = ["jobs/gpt-tiny.toml", "--venv", "none", "--nodes", "2", "--time", "04:00:00"]
+PROGRAM = ["jobs/program.py", *BASE[1:], "--folder", "runs/own"]
 SCRIPTS = {
     "train.sbatch": ["slurm", *BASE, "--ranks-per-node", "4", "--gpus-per-node", "4", "--cpus-per-rank", "16"]
     + ["--account", "m1234", "--module", "hpctrain/1.0"],
@@ -22,6 +23,8 @@ SCRIPTS = {
     "array.sbatch": ["slurm", *BASE, "--sweep", "train.seed=1,2", "--sweep", "optimizer.schedule=cosine,constant"]
     + ["--at-once", "2", "--margin", "600", "--restarts", "5", "--retries", "0"],
     "benchmark.sbatch": ["slurm", *BASE, "--template", "benchmark", "--profile", "frontier"],
+    "program.sbatch": ["slurm", "jobs/program.py", "--folder", "runs/own", "--venv", "/apps/venv", "--nodes", "2"]
+    + ["--ranks-per-node", "4", "--time", "04:00:00", "--", "--folder", "runs/own", "--rate", "1e-3", "a 'b' $c --"],
     "train.pbs": ["pbs", *BASE, "--ranks-per-node", "4", "--gpus-per-node", "4", "--queue", "gpu"],
     "polaris.pbs": ["pbs", *BASE, "--profile", "polaris", "--account", "A", "--set", "train.batch=64"],
     "array.pbs": ["pbs", *BASE, "--profile", "derecho", "--sweep", "train.seed=1,2"],
@@ -44,7 +47,8 @@ def test_a_script_is_as_it_was(name: str, capsys: pytest.CaptureFixture[str]) ->
     assert main(["job", *SCRIPTS[name]]) == 0
     printed = capsys.readouterr()
     assert printed.out == (GOLDEN / name).read_text()
-    assert printed.err.startswith("save it as runs/gpt-tiny/job.")
+    folder = "runs/own" if "runs/own" in SCRIPTS[name] else "runs/gpt-tiny"
+    assert printed.err.startswith(f"save it as {folder}/job.")
 
 
 def wrong(capsys: pytest.CaptureFixture[str], *words: str) -> str:
@@ -67,6 +71,15 @@ def wrong(capsys: pytest.CaptureFixture[str], *words: str) -> str:
         (["slurm", *BASE, "--sweep", "a"], "write it as section.key=value,value"),
         (["slurm", "jobs/gpt-tiny.toml"], "--time is missing"),
         (["slurm", "--time", "01:00:00"], "CONFIG.toml is missing"),
+        (["slurm", *BASE, "--", "a"], "words behind -- are for a program, and jobs/gpt-tiny.toml is none"),
+        (["slurm", *PROGRAM[:1], *BASE[1:]], "--folder is missing: where jobs/program.py keeps its run"),
+        (["slurm", "lost.py", *BASE[1:], "--folder", "r"], "there is no program lost.py here"),
+        (["slurm", *PROGRAM, "--folder", "a;b"], "folder = 'a;b': allowed is letters, digits"),
+        (["slurm", *PROGRAM, "--set", "train.steps=1"], "settings go with a config, and jobs/program.py is a program"),
+        (["slurm", *PROGRAM, "--sweep", "train.seed=1,2"], "sweep goes with a config"),
+        (["slurm", *PROGRAM, "--template", "benchmark"], "template = 'benchmark' runs no program"),
+        (["slurm", *PROGRAM, "--", "a\nb"], "words holds the character U+000A"),
+        (["slurm", *BASE, "--folder", "a b"], "setting run.folder = 'a b'"),
         (["slurm", "lost.toml", "--time", "01:00:00"], "cannot read settings from lost.toml"),
         (["slurm", *BASE, "--profile", "polaris"], "is for pbs, not for slurm"),
         (["slurm", *BASE, "--profile", "lumy"], "did you mean lumi?"),
@@ -77,6 +90,27 @@ def wrong(capsys: pytest.CaptureFixture[str], *words: str) -> str:
 )
 def test_what_is_wrong_is_said_in_a_line(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert message in wrong(capsys, *words)
+
+
+def test_a_folder_for_a_config_is_its_setting(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["job", "slurm", *BASE, "--folder", "runs/b"])
+    printed = capsys.readouterr()
+    assert "--set run.folder=runs/b &" in printed.out and "\nfolder=runs/b\n" in printed.out
+    assert printed.err.startswith("save it as runs/b/job.sbatch")
+
+
+def test_a_module_of_ours_has_a_python_of_another_name(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "site.toml").write_text("base = 'generic-slurm'\nmodules = ['hpctrain/1.0']\n")
+    site = ["--profile", str(tmp_path / "site.toml")]
+    for words, python in (
+        ([], "python"),
+        (["--module", "hpctrain/1.0"], "hpctrain-python"),
+        (["--module", "python/3.11"], "python"),
+        (site, "hpctrain-python"),
+        ([*site, "--container", "a.sif"], "python"),
+    ):
+        main(["job", "slurm", *PROGRAM, *words])
+        assert f" {python} jobs/program.py &\n" in capsys.readouterr().out, words
 
 
 def test_numbers_are_the_profiles_where_none_are_given(capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,7 +10,7 @@ import h5py
 import numpy as np
 import pytest
 import torch
-from support.life import PositionedLoader, Training, checkpoints_of, make_batches, metrics_of
+from support.life import PositionedLoader, Training, checkpoints_of, make_batches, metrics_of, receipt_of
 
 from hpctrain.errors import NonFiniteError
 from hpctrain.log import configure
@@ -185,6 +185,8 @@ def test_rollback_goes_on_past_the_bad_samples(job: Any, shared_tmp_path: Path, 
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
     # The schedule went back too: its rate halves every three steps.
     assert [row["rate"] for row in rows] == [0.05, 0.05, 0.025, 0.025, 0.025, 0.0125]
+    (attempt,) = receipt_of(shared_tmp_path)["attempts"]
+    assert (attempt["steps"], attempt["repeated_steps"], attempt["saved_step"]) == (7, 1, 4)
 
 
 @pytest.mark.ranks(1, 2)

@@ -10,7 +10,7 @@ import torch
 
 from hpctrain.errors import MismatchError
 from hpctrain.train import hello
-from hpctrain.train.hello import flatten, introduce, table, threads, versions
+from hpctrain.train.hello import Hello, flatten, introduce, resources, table, threads, versions
 
 CPU = torch.device("cpu")
 
@@ -75,3 +75,13 @@ def test_threads_of_a_rank(comm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         assert threads(hellos, 0) == expected
     monkeypatch.delenv("OMP_NUM_THREADS")
     assert threads(hellos, 0) == len(hellos[0].cpus)
+
+
+def test_what_the_ranks_have_is_counted_once() -> None:
+    def one(host: str, cpus: tuple[int, ...], device: str, identity: str) -> Hello:
+        return Hello(host, 0, 0, cpus, device, identity, {}, "")
+
+    shared = [one("a", (0, 1), "cpu", "cpu"), one("a", (1, 2), "cpu", "cpu"), one("b", (0, 1), "cpu", "cpu")]
+    assert resources(shared) == {"cpus": 5}
+    gpus = [one("a", (0,), "cuda:0", "x"), one("a", (1,), "cuda:0", "x"), one("b", (0,), "cuda:0", "x")]
+    assert resources(gpus) == {"cpus": 3, "gpus": 2}

@@ -1,15 +1,18 @@
-"""``run.json``: every attempt and how it ended, never torn."""
+"""``run.json``: every attempt and how it ended, never torn, nothing of an older one lost."""
 
 from __future__ import annotations
 
 import json
 import os
 import socket
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from hpctrain.train.receipt import NAME, Receipt, read
+from hpctrain.train import last_words
+from hpctrain.train.receipt import NAME, Receipt, attempts_of, read
 
 
 def test_an_attempt_from_its_beginning_to_its_end(tmp_path: Path) -> None:
@@ -35,10 +38,59 @@ def test_one_that_did_not_come_to_its_end_was_killed(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == [NAME]
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "7"])
+def test_what_another_rank_has_left_says_why_the_job_ended(tmp_path: Path) -> None:
+    Receipt(tmp_path, {"first_step": 1})
+    last_words.LastWords(tmp_path, 3).say("\nKeyError: 'a'\nand more", 7)
+    Receipt(tmp_path, {"first_step": 1})
+    assert not (tmp_path / last_words.NAME).exists()
+    before = read(tmp_path)["attempts"][0]
+    assert (before["status"], before["reason"], before["failed_rank"]) == ("failed", "KeyError: 'a'", 3)
+    Receipt(tmp_path, {"first_step": 1})
+    assert read(tmp_path)["attempts"][1]["status"] == "killed", "what was left counts once"
+
+
+def test_words_of_before_an_attempt_are_not_its_own(tmp_path: Path) -> None:
+    Receipt(tmp_path, {}, started=time.time() + 100)
+    last_words.LastWords(tmp_path, 3).say("KeyError: 'a'", 7)
+    Receipt(tmp_path, {})
+    assert read(tmp_path)["attempts"][0]["status"] == "killed"
+
+
+def test_one_that_goes_back_says_so(tmp_path: Path) -> None:
+    receipt = Receipt(tmp_path, {"first_step": 5}, started=1000.0)
+    rows = [{"step": step, "step_seconds": 0.5, "unix_time": 1000.0 + step} for step in range(5, 10)]
+    receipt.rewind(rows, 7)
+    (attempt,) = read(tmp_path)["attempts"]
+    assert (attempt["step"], attempt["repeated_steps"], attempt["repeated_seconds"]) == (7, 2, 1.0)
+    receipt.rewind(rows, 3)  # further back than where it began
+    assert read(tmp_path)["attempts"][0]["first_step"] == 4
+
+
+OLD: dict[str, Any] = {
+    "status": "stopped",
+    "attempts": [
+        {"hpctrain": "0.1", "size": 4, "started": "2026-01-01T00:00:00Z", "status": "killed", "first_step": 1},
+        {"hpctrain": "0.2", "mine": [1, {"a": 2}], "started": "2026-01-01T01:00:00Z", "status": "stopped"}
+        | {"first_step": 5, "step": 9, "ended": "2026-01-01T02:00:00Z", "reason": "SIGUSR1"},
+    ],
+}
+
+
+def test_what_an_earlier_version_wrote_stays(tmp_path: Path) -> None:
+    (tmp_path / NAME).write_text(json.dumps(OLD))
+    Receipt(tmp_path, {"first_step": 10}).end("finished")
+    assert read(tmp_path)["attempts"][:2] == OLD["attempts"]
+    running = {**OLD["attempts"][1], "status": "running"}
+    del running["ended"], running["reason"]
+    (tmp_path / NAME).write_text(json.dumps({"status": "running", "attempts": [running]}))
+    Receipt(tmp_path, {"first_step": 10})
+    assert read(tmp_path)["attempts"][0] == running | {"status": "killed"}
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "7", '{"attempts": 3}', '{"attempts": [3]}', "[" * 100_000])
 def test_a_receipt_that_cannot_be_read_is_begun_anew(tmp_path: Path, text: str) -> None:
     (tmp_path / NAME).write_text(text)
-    assert read(tmp_path) == {}
+    assert attempts_of(read(tmp_path)) == []
     Receipt(tmp_path, {})
     assert len(read(tmp_path)["attempts"]) == 1
 

@@ -80,6 +80,7 @@ def test_what_a_run_leaves_in_its_folder(project: Path, comm: Any, capsys: pytes
         assert list(file["train/loss"][()]) == [row["loss"] for row in rows]
         assert list(file["train/validation_step"][()]) == [5, 7]
     assert (said.count("run folder       out") == 1) == (comm.rank == 0) and bool(said) == (comm.rank == 0)
+    assert ("node-hours went into steps that count, in 1 attempt\n" in said) == (comm.rank == 0)
 
     train(load("tiny.toml", words))  # again
     comm.barrier()

@@ -45,11 +45,12 @@ def leg(comm: Any, project: Path, monkeypatch: pytest.MonkeyPatch) -> Legs:
     "mesh", [PIPE, TENSOR, [*PIPE, "parallel.schedule=zb-h1"], [*TENSOR, "parallel.sequence=true"]]
 )
 def test_the_curve_is_that_of_a_plain_loop(leg: Legs, mesh: list[str]) -> None:
-    rows = leg("ddp", "_".join(mesh).replace("/", ""), *WORDS, *mesh, f"train.steps={STEPS}")
-    plain = leg.plain(STEPS)
-    assert losses(rows) == pytest.approx(plain, rel=CLOSE) and plain[-1] < plain[0] - 0.5
+    steps = STEPS if leg.comm.size == 2 else 12  # what is wrong with more ranks shows soon
+    rows = leg("ddp", "_".join(mesh).replace("/", ""), *WORDS, *mesh, f"train.steps={steps}")
+    plain = leg.plain(steps)
+    assert losses(rows) == pytest.approx(plain, rel=CLOSE) and plain[-1] < plain[0] - (0.5 if steps == STEPS else 0.2)
     assert all(row["grad_norm"] > 0 for row in rows) and 0 < rows[-1]["validation_loss"] < 6
-    assert rows[-1]["tokens"] == STEPS * 12 * 16
+    assert rows[-1]["tokens"] == steps * 12 * 16
 
 
 @pytest.mark.ranks(2, 4)

@@ -24,49 +24,60 @@ HPCTRAIN = "import sys; from hpctrain.cli.main import main; sys.exit(main())\n"
 
 
 @pytest.fixture
-def trained(launch: Any, tmp_path: Path) -> Any:
+def config(shared_tmp_path: Path, comm: Any) -> Path:
+    """Return the config of a small run, the same file on all ranks."""
+    if comm.rank == 0:
+        make_project(shared_tmp_path)
+    comm.barrier()
+    return shared_tmp_path / "tiny.toml"
+
+
+@pytest.fixture
+def trained(launch: Any, config: Path) -> Any:
     """Return a function that runs ``hpctrain train`` with the words as settings."""
-    config = make_project(tmp_path)
 
     def run(n: int, folder: Path, *words: str, env: dict[str, str] = {}) -> Any:
         settings = [part for word in (f"run.folder={folder}", *words) for part in ("--set", word)]
-        return launch(n, HPCTRAIN, "train", config, *settings, cwd=tmp_path, env=env, timeout=60)
+        return launch(n, HPCTRAIN, "train", config, *settings, cwd=config.parent, env=env, timeout=60)
 
     return run
 
 
 @pytest.fixture
-def trained_here(trained: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Return a function that does in this process, which has torch, what ``trained(0, ...)`` does in another."""
+def trained_here(config: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Return a function that does on the ranks of this session, which have torch, what ``trained`` does in a job."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.chdir(config.parent)
+    monkeypatch.syspath_prepend(str(config.parent))
     monkeypatch.delitem(sys.modules, "bytes_model", raising=False)
     monkeypatch.setattr(guard, "Guard", lambda transport: SimpleNamespace(step=None, close=lambda: None))
     return lambda folder, *words: train(load("tiny.toml", [f"run.folder={folder}", *words]))
 
 
-def test_the_best_by_the_validation_loss_stays(trained: Any, tmp_path: Path) -> None:
+def test_the_best_by_the_validation_loss_stays(
+    trained: Any, trained_here: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Steps of this size overshoot: the best is not the last, and each saved step was evaluated before its save."""
     words = ["checkpoint.every=2", "checkpoint.keep=1", "checkpoint.keep_best=validation_loss", "train.clip=0"]
     words += ["optimizer.learning_rate=0.3", "optimizer.schedule=constant"]
-    for ranks, steps in ((2, 9), (0, 30)):  # the second goes on where the first ended
-        done = trained(ranks, tmp_path / "out", *words, f"train.steps={steps}")
-        assert done.returncode == 0, done
+    done = trained(2, tmp_path / "out", *words, "train.steps=9")
+    assert done.returncode == 0, done
+    trained_here(tmp_path / "out", *words, "train.steps=30")  # goes on where the first ended
     losses = {row["step"]: row["validation_loss"] for row in metrics_of(tmp_path / "out") if "validation_loss" in row}
     assert sorted(losses) == sorted({*range(2, 31, 2), 9})
     best = min(losses, key=lambda step: (losses[step], step))
     assert best != 30, "then this test would show nothing"
     assert checkpoints_of(tmp_path / "out") == [f"step_{best:08d}.h5", "step_00000030.h5"]
-    assert f"best checkpoint  {tmp_path / 'out/checkpoints'}/step_{best:08d}.h5 (by validation_loss)" in done.stdout
-    with h5py.File(tmp_path / f"out/checkpoints/step_{best:08d}.h5") as file:
+    stays = tmp_path / f"out/checkpoints/step_{best:08d}.h5"
+    assert f"best checkpoint  {stays} (by validation_loss)" in capsys.readouterr().out
+    with h5py.File(stays) as file:
         assert json.loads(file["train"].attrs["logged.json"])["validation_loss"] == losses[best]
 
 
 @pytest.mark.slow
 @pytest.mark.limit(120)
 def test_a_full_disk_ends_in_an_error_and_not_in_a_requeue(
-    trained: Any, trained_here: Any, comm: Any, tmp_path: Path
+    trained: Any, trained_here: Any, comm: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["checkpoint.every=5", "checkpoint.on_error=continue", "train.steps=20"]
     trained_here(tmp_path / "whole", *words)
@@ -86,8 +97,8 @@ def test_a_full_disk_ends_in_an_error_and_not_in_a_requeue(
         assert [(one["status"], one["failed_saves"]) for one in attempts] == [("failed", 2), ("failed", 1)]
 
         disk.leave(PLENTY)
-        again = trained(2, run, *words)
-        assert again.returncode == 0 and "resuming after step 5" in again.stderr, again
+        trained_here(run, *words)
+        assert receipt_of(run)["status"] == "finished" and "resuming after step 5" in capsys.readouterr().err
         rows = [metrics_of(folder) for folder in (run, tmp_path / "whole")]
         assert [row["step"] for row in rows[0]] == [row["step"] for row in rows[1]] == list(range(1, 21))
         assert [row["loss"] for row in rows[0]] == pytest.approx([row["loss"] for row in rows[1]], rel=1e-5)
@@ -103,14 +114,22 @@ def _refused(done: Any) -> str:
     return found[1]
 
 
-def test_a_run_from_another_runs_model(trained: Any, trained_here: Any, tmp_path: Path) -> None:
-    first = tmp_path / "first/checkpoints/step_00000030.h5"
-    trained_here(tmp_path / "first", "train.steps=30")
-    done = trained(2, tmp_path / "second", "train.steps=3", f"train.start_from={first}", "optimizer.learning_rate=0")
-    assert done.returncode == 0 and f"starting from the model of {first}, written after step 30" in done.stderr, done
-    losses = [[row["loss"] for row in metrics_of(tmp_path / name)] for name in ("first", "second")]
+@pytest.mark.ranks(2)
+def test_a_run_from_another_runs_model(
+    trained_here: Any, comm: Any, shared_tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folders = [shared_tmp_path / name for name in ("first", "second", "third")]
+    first = folders[0] / "checkpoints/step_00000030.h5"
+    trained_here(folders[0], "train.steps=30")
+    comm.barrier()
+    capsys.readouterr()
+    trained_here(folders[1], "train.steps=3", f"train.start_from={first}", "optimizer.learning_rate=0")
+    comm.barrier()
+    said = capsys.readouterr().err
+    assert comm.rank or f"starting from the model of {first}, written after step 30" in said
+    losses = [[row["loss"] for row in metrics_of(folder)] for folder in folders[:2]]
     assert losses[1][0] < losses[0][0] - 0.3, "the model had learnt something"
     with pytest.raises(HpctrainError, match="does not fit this program") as refused:
-        trained_here(tmp_path / "third", f"train.start_from={first}", "model.options.width=16")
+        trained_here(folders[2], f"train.start_from={first}", "model.options.width=16")
     assert refused.value.exit_code == 2 and "embedding.weight" in str(refused.value)
-    assert not (tmp_path / "third").exists()
+    assert not folders[2].exists()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import signal
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 import h5py
 import pytest
 import torch
-from support.legs import ONE_OF_EACH, SPLIT, Legs, losses, shared_project
+from support.legs import ONE_OF_EACH, SPLIT, Legs, losses, shared_project, signalling
 from support.life import checkpoints_of, contents
 
 from hpctrain.errors import NonFiniteError
@@ -34,9 +33,10 @@ def leg(comm: Any, project: Path, monkeypatch: pytest.MonkeyPatch) -> Legs:
 
 
 def check_curve(leg: Legs, name: str) -> None:
-    plain = leg.plain(STEPS)
-    rows = leg(name, f"plain_{name}", f"train.steps={STEPS}")
-    assert losses(rows) == pytest.approx(plain, rel=CLOSE) and plain[-1] < plain[0] - 0.5
+    steps = STEPS if leg.comm.size == 2 else 20  # what is wrong with more ranks shows soon
+    plain = leg.plain(steps)
+    rows = leg(name, f"plain_{name}", f"train.steps={steps}")
+    assert losses(rows) == pytest.approx(plain, rel=CLOSE) and plain[-1] < plain[0] - (0.5 if steps == STEPS else 0.2)
     assert all(row["grad_norm"] > 0 for row in rows) and 0 < rows[-1]["validation_loss"] < 6
 
 
@@ -82,25 +82,11 @@ def test_a_run_passes_from_size_to_size(leg: Legs) -> None:
     size = leg.comm.size
     for name, ranks in [("fsdp", size), ("zero1", 1), ("fsdp_alone", size), ("ddp", size - 1), ("zero2", size)]:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(leg.model, "forward", _signalling(leg.model.forward, 8))
+            patch.setattr(leg.model, "forward", signalling(leg.model.forward, 8))
             with pytest.raises(SystemExit) if leg.comm.rank < ranks else nullcontext():
                 leg(name, "sizes", f"train.steps={STEPS}", ranks=ranks)
     rows = leg("fsdp", "sizes", f"train.steps={STEPS}")
     assert losses(rows) == pytest.approx(leg.plain(STEPS), rel=CLOSE)
-
-
-def _signalling(forward: Any, last: int) -> Any:
-    """Return a forward pass that wishes, in its pass number ``last``, that the run stops."""
-    count = 0
-
-    def wrapped(self: Any, tokens: torch.Tensor) -> Any:
-        nonlocal count
-        count += self.training
-        if count == last:
-            signal.raise_signal(signal.SIGUSR1)
-        return forward(self, tokens)
-
-    return wrapped
 
 
 @pytest.mark.ranks(2, 4)

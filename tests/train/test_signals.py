@@ -33,3 +33,15 @@ def test_it_is_there_before_torch_is() -> None:
     code = "import sys, hpctrain.train.signals as s; s.install()"
     check = "; assert not {'torch', 'numpy', 'mpi4py'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code + check], check=True, timeout=30)
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_a_rank_that_leaves_is_not_killed_by_one_anymore(number: signal.Signals) -> None:
+    # What dies with its module does so when Python has given up all handlers.
+    code = (
+        "import sys, hpctrain.train.signals as s; s.install(); s.install()\n"
+        "class Late:\n"
+        f"    def __del__(self, kill=__import__('os').kill, pid=__import__('os').getpid()): kill(pid, {int(number)})\n"
+        "late = Late(); sys.exit(75)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], timeout=30).returncode == 75

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -106,3 +107,13 @@ def test_what_earlier_attempts_took_to_save_counts(tmp_path: Path, monkeypatch: 
     found.governor.save(500.0)
     assert found.look() == (True, False) and "may take 1060 s" in found.reason
     assert not stops.Stops(tmp_path, StopRequest(), first=False).look()[0]
+
+
+@pytest.mark.parametrize("later, stays", [(-5.0, False), (5.0, True)])
+def test_a_stop_that_comes_while_a_job_starts_up_is_meant_for_it(tmp_path: Path, later: float, stays: bool) -> None:
+    begun = time.time() - 100.0
+    (tmp_path / stops.STOP).touch()
+    os.utime(tmp_path / stops.STOP, (begun + later, begun + later))
+    found = stops.Stops(tmp_path, StopRequest(), first=True)
+    found.open([], begun)
+    assert ((tmp_path / stops.STOP).exists(), found.look()[0]) == (stays, stays)

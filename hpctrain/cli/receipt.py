@@ -1,0 +1,48 @@
+"""Serve ``hpctrain receipt``: say what a run took, and what its time went into. Needs neither torch nor MPI."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+_EPILOG = """\
+examples:
+  hpctrain receipt runs/gpt-tiny                    every attempt: when, where, what its time went into, how it ended
+  hpctrain receipt runs/gpt-tiny --json             times in seconds, energy in joules
+  hpctrain receipt runs/gpt-tiny -o timeline.svg    the attempts along the clock: .svg, .png or .pdf
+  hpctrain receipt runs/sweep                       all tasks of a job array, a line each, and what they took together
+
+Time counts that went into steps which the newest checkpoint rests on. Lost is what a start takes before its first step,
+steps that are done again because no checkpoint had them, and waiting for checkpoints. Where Slurm's accounting measures
+energy, it is asked for that.
+"""
+
+
+def add_parser(verbs: Any) -> None:
+    """Add the verb to the command line."""
+    parser = verbs.add_parser(
+        "receipt",
+        help="say what a run took, and what its time went into",
+        description="Say what a run took: its attempts, why each ended, useful and lost time, node-hours.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="the folder of a run, or of a job array")
+    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="draw a picture: .svg, .png or .pdf")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print and draw; return the exit code."""
+    from hpctrain.train.receipt_read import load, runs_in
+    from hpctrain.train.receipt_text import text, to_json
+
+    receipts = load([folder for named in args.runs for folder in runs_in(named)])
+    if args.output is not None:
+        from hpctrain.train.receipt_picture import draw
+
+        draw(receipts, args.output)
+    print(json.dumps(to_json(receipts), indent=2) if args.json else "\n".join(text(receipts)))
+    return 0

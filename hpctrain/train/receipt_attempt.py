@@ -1,0 +1,163 @@
+"""Work out what every attempt of a run came to, from its receipt: what the time went into, and how much counted.
+
+Pure functions; no torch, no MPI.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hpctrain.train.receipt_settle import Row, began, maybe, number, rows_of, seconds_in, seconds_since_epoch
+
+Facts = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """Hold what one start of a run came to; times in seconds, of the whole attempt.
+
+    ``startup``, ``useful``, ``repeated``, ``saves`` and ``other`` add up to ``elapsed``.
+    """
+
+    index: int  # from 1 on
+    status: str  # running, finished, stopped, failed or killed
+    why: str  # in words
+    started: float | None  # since the epoch
+    nodes: int
+    ranks: int
+    cpus: int | None
+    gpus: int | None
+    host: str
+    job_id: str | None
+    scheduler: str | None
+    restart_count: int | None
+    first_step: int
+    last_step: int
+    steps: int  # that counted
+    repeated_steps: int
+    tokens: int | None
+    samples: int | None
+    elapsed: float
+    startup: float
+    useful: float
+    repeated: float
+    saves: float
+
+    @property
+    def other(self) -> float:
+        """Return the seconds that are nobody's: going back after a NaN, hanging, leaving."""
+        return max(self.elapsed - self.startup - self.useful - self.repeated - self.saves, 0.0)
+
+    @property
+    def node_hours(self) -> float:
+        """Return nodes times hours."""
+        return self.nodes * self.elapsed / 3600
+
+
+def saved_step(attempt: Facts) -> int:
+    """Return the step of the newest checkpoint that an attempt has written, or else come from."""
+    before = number(attempt, "first_step", 1) - 1
+    return int(number(attempt, "saved_step", number(attempt, "step", before)))
+
+
+def attempts_from(attempts: Sequence[dict[str, Any]], rows: Sequence[Row]) -> list[Attempt]:
+    """Return the attempts of a receipt that has been brought up to date; ``rows`` are those of the metrics."""
+    counted = _tokens(attempts, rows)
+    mine = rows_of(attempts, rows)
+    return [_attempt(index + 1, one, mine[index], counted[index]) for index, one in enumerate(attempts)]
+
+
+def _attempt(index: int, facts: Facts, rows: Sequence[Row], tokens: int | None) -> Attempt:
+    first = int(number(facts, "first_step", 1))
+    useful, steps = _counted(facts, rows)
+    batch = maybe(facts, "batch")
+    return Attempt(
+        index=index,
+        status=str(facts.get("status", "unknown")),
+        why=_why(facts),
+        started=began(facts),
+        nodes=int(number(facts, "nodes", 1)),
+        ranks=int(number(facts, "size", 1)),
+        cpus=_whole(facts, "cpus"),
+        gpus=_whole(facts, "gpus"),
+        host=str(facts.get("host", "")),
+        job_id=facts.get("job_id"),
+        scheduler=facts.get("scheduler"),
+        restart_count=facts.get("restart_count"),
+        first_step=first,
+        last_step=int(number(facts, "step", first - 1)),
+        steps=steps,
+        repeated_steps=int(number(facts, "repeated_steps")),
+        tokens=tokens,
+        samples=None if batch is None else steps * int(batch),
+        elapsed=_elapsed(facts, useful),
+        startup=number(facts, "startup_seconds"),
+        useful=useful,
+        repeated=number(facts, "repeated_seconds"),
+        saves=number(facts, "save_seconds"),
+    )
+
+
+def _counted(facts: Facts, rows: Sequence[Row]) -> tuple[float, int]:
+    """Return the seconds in steps that counted, and how many these were.
+
+    An earlier version noted no times; those of the steps that stayed are in the metrics.
+    """
+    if "step_seconds" not in facts:
+        kept = [row for row in rows if row["step"] <= saved_step(facts)]
+        return seconds_in(kept), len(kept)
+    seconds = number(facts, "step_seconds") - number(facts, "repeated_seconds")
+    return max(seconds, 0.0), max(int(number(facts, "steps") - number(facts, "repeated_steps")), 0)
+
+
+def _elapsed(facts: Facts, useful: float) -> float:
+    begun, ended = began(facts), seconds_since_epoch(facts.get("ended"))
+    noted = ended - begun if begun is not None and ended is not None else 0.0
+    return number(facts, "elapsed_seconds", max(noted, useful + number(facts, "repeated_seconds")))
+
+
+def _whole(facts: Facts, name: str) -> int | None:
+    found = maybe(facts, name)
+    return None if found is None else int(found)
+
+
+def _tokens(attempts: Sequence[Facts], rows: Sequence[Row]) -> list[int | None]:
+    """Return the tokens of each attempt that counted: up to where the attempts after it went on."""
+    last = attempts[-1]
+    end = maybe(last, "tokens")
+    if last.get("status") in ("failed", "killed"):
+        saved = [row["tokens"] for row in rows if "tokens" in row and row["step"] <= saved_step(last)]
+        end = saved[-1] if saved else maybe(last, "tokens_before")
+    found: list[int | None] = []
+    for attempt in reversed(attempts):
+        before = maybe(attempt, "tokens_before")
+        known = end is not None and before is not None and "tokens" in attempt
+        found.append(max(int((end or 0) - (before or 0)), 0) if known else None)
+        end = min((at for at in (before, end) if at is not None), default=None)
+    return found[::-1]
+
+
+def _why(facts: Facts) -> str:
+    """Say how an attempt ended, in a line."""
+    reason, status = str(facts.get("reason") or ""), facts.get("status")
+    if status == "stopped":
+        return f"saved: {reason}" if reason else "saved"
+    if status == "failed":
+        by = "" if facts.get("failed_rank") is None else f" on rank {facts['failed_rank']}"
+        return f"failed{by}: {reason}" if reason else f"failed{by}"
+    if status == "killed":
+        return f"killed: it never came to say; last seen after step {number(facts, 'step', 0)}"
+    if status == "running":
+        return f"running, last seen {_ago(facts)}"
+    return str(status or "unknown")
+
+
+def _ago(facts: Facts) -> str:
+    begun = began(facts)
+    if begun is None:
+        return f"after step {number(facts, 'step', 0)}"
+    seen = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(begun + number(facts, "elapsed_seconds")))
+    return f"{seen} after step {number(facts, 'step', 0)}"

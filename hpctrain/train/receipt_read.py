@@ -1,0 +1,106 @@
+"""Read a run's receipt back: what every attempt's time went into, and how much of it counted. No torch, no MPI."""
+
+from __future__ import annotations
+
+import copy
+import json
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hpctrain.cluster.accounting import Account, ask_slurm
+from hpctrain.errors import UsageError
+from hpctrain.train import last_words, lock, metrics
+from hpctrain.train.receipt import NAME, attempts_of, read
+from hpctrain.train.receipt_attempt import Attempt, attempts_from, saved_step
+from hpctrain.train.receipt_settle import Row, catch_up, close_unfinished, drop, rows_of
+
+AskSlurm = Callable[[set[str]], Mapping[str, Account]]
+
+
+@dataclass(frozen=True)
+class RunReceipt:
+    """Hold the receipt of a run, and what is known of its energy."""
+
+    folder: Path
+    status: str
+    attempts: tuple[Attempt, ...]
+    joules: float | None = None
+
+
+def load(folders: Sequence[str | Path], ask: AskSlurm = ask_slurm) -> list[RunReceipt]:
+    """Return the receipts of some runs' folders; raises ``UsageError`` where there is none.
+
+    An attempt that has not said how it ended is told from one that is running by what is in the folder, and by
+    Slurm's accounting, which ``ask`` asks once for all jobs.
+    """
+    found = {Path(folder): copy.deepcopy(attempts_of(read(Path(folder)))) for folder in folders}
+    for folder, attempts in found.items():
+        if not attempts:
+            raise UsageError(f"{folder} holds no {NAME} that can be read: {_hint(folder)}")
+    jobs = set().union(*(_slurm_jobs(attempts) for attempts in found.values()))
+    accounts = ask(jobs) if jobs else {}
+    return [_receipt(folder, attempts, accounts) for folder, attempts in found.items()]
+
+
+def _receipt(folder: Path, attempts: list[dict[str, Any]], accounts: Mapping[str, Account]) -> RunReceipt:
+    needed = attempts[-1].get("status") in ("running", "failed") or any("step_seconds" not in one for one in attempts)
+    rows = metrics.read(folder / metrics.NAME) if needed else []
+    _bring_up_to_date(folder, attempts, rows, accounts)
+    told = tuple(attempts_from(attempts, rows))
+    joules = [accounts[job].joules for job in _slurm_jobs(attempts) if job in accounts]
+    measured = [each for each in joules if each is not None]
+    return RunReceipt(folder, told[-1].status, told, sum(measured) if measured else None)
+
+
+def _slurm_jobs(attempts: Sequence[Mapping[str, Any]]) -> set[str]:
+    return {str(one["job_id"]) for one in attempts if one.get("scheduler") == "slurm" and one.get("job_id")}
+
+
+def runs_in(folder: str | Path) -> list[Path]:
+    """Return the folders of runs that a folder stands for: itself, or the tasks of an array below it."""
+    folder = Path(folder)
+    if (folder / NAME).is_file():
+        return [folder]
+    below = [path.parent for path in folder.glob(f"*/{NAME}")] if folder.is_dir() else []
+    return sorted(below, key=lambda path: (not path.name.isdecimal(), len(path.name), path.name)) or [folder]
+
+
+def _hint(folder: Path) -> str:
+    if not folder.is_dir():
+        return "there is no such folder; name that of a run, as runs/gpt-tiny"
+    return "a run's folder has one from its first start on"
+
+
+def _bring_up_to_date(
+    folder: Path, attempts: list[dict[str, Any]], rows: Sequence[Row], accounts: Mapping[str, Account]
+) -> None:
+    """Do what the next start of the run would do: see to an attempt that did not close its books."""
+    last = attempts[-1]
+    if last.get("status") == "running":
+        said = last_words.read(folder)
+        account = accounts.get(str(last.get("job_id")))
+        if said or is_over(folder, last) or (account is not None and account.has_ended):
+            close_unfinished(attempts, rows, said)
+        else:
+            catch_up(last, rows_of(attempts, rows)[-1])
+    if last.get("status") in ("failed", "killed"):
+        drop(attempts, rows, saved_step(last))
+
+
+def is_over(folder: Path, attempt: Mapping[str, Any]) -> bool:
+    """Tell whether an attempt is seen to be gone: the lock is, or another's, or its process is, on this host."""
+    try:
+        holder = json.loads((folder / lock.NAME).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return True
+    except (OSError, ValueError):
+        return False
+    if not isinstance(holder, dict):
+        return False
+    host, pid = holder.get("host"), holder.get("pid")
+    if (host, pid) != (attempt.get("host"), attempt.get("pid")):
+        return True
+    return host == socket.gethostname() and lock.process_started(int(pid or 0)) != holder.get("started")

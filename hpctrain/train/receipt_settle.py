@@ -1,0 +1,116 @@
+"""Settle what earlier attempts of a run came to: how one ended that was killed, which steps have to be done again.
+
+Pure functions of a receipt's attempts and the rows of ``metrics.jsonl``; they change the attempts that they are given.
+"""
+
+from __future__ import annotations
+
+import calendar
+import time
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+Row = Mapping[str, Any]
+Attempts = Sequence[dict[str, Any]]
+_SLACK = 1.0  # seconds: clocks are set, and old receipts have whole seconds only
+
+
+def rows_of(attempts: Attempts, rows: Sequence[Row]) -> list[list[Row]]:
+    """Return the rows of each attempt: a step's is by the last attempt that began with it or an earlier one.
+
+    A row older than that attempt is left over from one before, which has been settled, and is nobody's.
+    """
+    firsts = [number(attempt, "first_step", 1) for attempt in attempts]
+    for index in range(len(firsts) - 2, -1, -1):
+        firsts[index] = min(firsts[index], firsts[index + 1])
+    begun = [began(attempt) or 0.0 for attempt in attempts]
+    found: list[list[Row]] = [[] for _ in attempts]
+    for row in rows:
+        index = bisect_right(firsts, row["step"]) - 1
+        if index >= 0 and number(row, "unix_time", begun[index]) >= begun[index] - _SLACK:
+            found[index].append(row)
+    return found
+
+
+def drop(attempts: Attempts, rows: Sequence[Row], last_step: int) -> None:
+    """Count as repeated, in the attempts that did them, the steps after ``last_step``."""
+    for attempt, mine in zip(attempts, rows_of(attempts, rows)):
+        gone = [row for row in mine if row["step"] > last_step]
+        if gone:
+            attempt["repeated_steps"] = int(number(attempt, "repeated_steps")) + len(gone)
+            attempt["repeated_seconds"] = round(number(attempt, "repeated_seconds") + seconds_in(gone), 3)
+
+
+def close_unfinished(attempts: Attempts, rows: Sequence[Row], said: Mapping[str, Any]) -> None:
+    """Close every attempt that never came to say how it ended; ``said`` is what a rank left that ended the job."""
+    for attempt, mine in zip(attempts, rows_of(attempts, rows)):
+        if attempt.get("status") == "running":
+            catch_up(attempt, mine)
+            is_last = attempt is attempts[-1]
+            _close(attempt, said if is_last else {})
+
+
+def catch_up(attempt: dict[str, Any], rows: Sequence[Row]) -> None:
+    """Add to an attempt the steps that it did after it was last written down."""
+    tail = [row for row in rows if row["step"] > number(attempt, "step", number(attempt, "first_step", 1) - 1)]
+    if not tail:
+        return
+    last, begun = tail[-1], began(attempt)
+    attempt["step"] = last["step"]
+    if "tokens" in last:
+        attempt["tokens"] = last["tokens"]
+    if "step_seconds" not in attempt:
+        return  # written by an earlier version: what its steps took is in the metrics alone
+    attempt["steps"] = int(number(attempt, "steps")) + len(tail)
+    attempt["step_seconds"] = round(attempt["step_seconds"] + seconds_in(tail), 3)
+    elapsed = number(attempt, "elapsed_seconds") + seconds_in(tail)
+    if begun is not None:
+        elapsed = max(elapsed, number(last, "unix_time", begun) - begun)
+    attempt["elapsed_seconds"] = round(elapsed, 3)
+
+
+def _close(attempt: dict[str, Any], said: Mapping[str, Any]) -> None:
+    begun = began(attempt)
+    at = number(said, "unix_time", -1.0)
+    spoke = begun is not None and at >= begun - _SLACK
+    attempt["status"] = "failed" if spoke else "killed"
+    if begun is None:
+        return
+    if spoke:
+        attempt |= {"reason": said.get("reason"), "failed_rank": said.get("rank"), "failed_host": said.get("host")}
+        attempt["elapsed_seconds"] = round(max(number(attempt, "elapsed_seconds"), at - begun), 3)
+    if "elapsed_seconds" in attempt:
+        ended = time.gmtime(begun + number(attempt, "elapsed_seconds"))
+        attempt["ended"] = time.strftime("%Y-%m-%dT%H:%M:%SZ", ended)
+
+
+def seconds_in(rows: Sequence[Row]) -> float:
+    """Return what some steps have taken."""
+    return sum(number(row, "step_seconds") for row in rows)
+
+
+def number(facts: Mapping[str, Any], name: str, default: float = 0.0) -> float:
+    """Return a number of some facts; the default where there is none."""
+    found = maybe(facts, name)
+    return default if found is None else found
+
+
+def maybe(facts: Mapping[str, Any], name: str) -> float | None:
+    """Return a number of some facts; None where there is none, or something else."""
+    value = facts.get(name)
+    return value if isinstance(value, (int, float)) and not isinstance(value, bool) else None
+
+
+def began(attempt: Mapping[str, Any]) -> float | None:
+    """Return when an attempt began, in seconds since the epoch."""
+    exact = maybe(attempt, "unix_time")
+    return seconds_since_epoch(attempt.get("started")) if exact is None else exact
+
+
+def seconds_since_epoch(text: Any) -> float | None:
+    """Return the moment that a receipt writes as ``2026-01-31T12:00:00Z``."""
+    try:
+        return float(calendar.timegm(time.strptime(str(text), "%Y-%m-%dT%H:%M:%SZ")))
+    except (ValueError, OverflowError):
+        return None

@@ -1,0 +1,179 @@
+"""Put receipts of runs into words: a table of the attempts, the totals, and a sentence on what the time went into."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from hpctrain.errors import UsageError
+from hpctrain.train.receipt_attempt import Attempt
+from hpctrain.train.receipt_read import RunReceipt, load
+
+# What an attempt's time goes into: the name in JSON, and in words.
+PARTS = {
+    "useful": "steps that count",
+    "startup": "start-up",
+    "repeated": "steps done again",
+    "saves": "waiting for checkpoints",
+    "other": "other",
+}
+_WH = 3600.0  # joules
+
+
+@dataclass(frozen=True)
+class Totals:
+    """Hold what some attempts came to together; ``node_seconds`` are of each part, and of all."""
+
+    attempts: int
+    node_seconds: dict[str, float]
+    steps: int
+    repeated_steps: int
+    tokens: int | None
+    samples: int | None
+    cpu_hours: float | None
+    gpu_hours: float | None
+    joules: float | None
+
+    @property
+    def node_hours(self) -> float:
+        """Return the node-hours of all attempts."""
+        return sum(self.node_seconds.values()) / 3600
+
+    def share(self, part: str) -> float:
+        """Return which part of the node-hours went into something, from 0 to 1."""
+        return self.node_seconds[part] / (sum(self.node_seconds.values()) or 1.0)
+
+
+def totals(receipts: Sequence[RunReceipt]) -> Totals:
+    """Add up the attempts of some runs; what is unknown of one of them is unknown of all."""
+    attempts = [attempt for receipt in receipts for attempt in receipt.attempts]
+    joules = [receipt.joules for receipt in receipts if receipt.joules is not None]
+    stepped = [attempt for attempt in attempts if attempt.steps]
+    return Totals(
+        attempts=len(attempts),
+        node_seconds={part: sum(one.nodes * getattr(one, part) for one in attempts) for part in PARTS},
+        steps=sum(one.steps for one in attempts),
+        repeated_steps=sum(one.repeated_steps for one in attempts),
+        tokens=_sum([one.tokens for one in stepped]),
+        samples=_sum([one.samples for one in stepped]),
+        cpu_hours=_hours(attempts, lambda one: one.cpus),
+        gpu_hours=_hours(attempts, lambda one: one.gpus),
+        joules=sum(joules) if joules else None,
+    )
+
+
+def _sum(numbers: Sequence[int | None]) -> int | None:
+    known = [number for number in numbers if number is not None]
+    return sum(known) if known and len(known) == len(numbers) else None
+
+
+def _hours(attempts: Sequence[Attempt], count: Callable[[Attempt], int | None]) -> float | None:
+    known = [each * one.elapsed / 3600 for one in attempts if (each := count(one)) is not None]
+    return sum(known) if known and len(known) == len(attempts) else None
+
+
+def text(receipts: Sequence[RunReceipt]) -> list[str]:
+    """Return the lines that people read: a run's attempts, or a line for each of several runs, and the totals."""
+    together = totals(receipts)
+    if len(receipts) == 1:
+        (receipt,) = receipts
+        last = receipt.attempts[-1]
+        head = f"{receipt.folder}: {_count(together.attempts, 'attempt')}, {receipt.status} after step {last.last_step}"
+        rows = [_HEAD, *(_row(attempt) for attempt in receipt.attempts)]
+    else:
+        head = f"{len(receipts)} runs, {_count(together.attempts, 'attempt')}"
+        rows = [_RUNS_HEAD, *(_run_row(receipt) for receipt in receipts)]
+    return [head, "", *_columns(rows), "", *_totals(together)]
+
+
+def sentence(together: Totals) -> str:
+    """Say how much of the time counted."""
+    return f"{together.share('useful'):.0%} of {_amount(together.node_hours)} node-hours went into steps that count"
+
+
+def summary(folder: Path) -> str | None:
+    """Return a run's receipt in a line, None where there is none; what a scheduler may know is not asked for."""
+    try:
+        together = totals(load([folder], lambda jobs: {}))
+    except UsageError:
+        return None  # the disk had no room for it, and the run was to go on without
+    return f"{sentence(together)}, in {_count(together.attempts, 'attempt')}"
+
+
+def to_json(receipts: Sequence[RunReceipt]) -> dict[str, Any]:
+    """Return the same as plain values; times in seconds, energy in joules."""
+    together = totals(receipts)
+    facts = asdict(together)
+    parts = facts.pop("node_seconds")
+    runs = [
+        {
+            "folder": str(receipt.folder),
+            "status": receipt.status,
+            "joules": receipt.joules,
+            "attempts": [
+                {**asdict(one), "other": one.other, "node_hours": one.node_hours} for one in receipt.attempts
+            ],
+        }
+        for receipt in receipts
+    ]
+    hours = {"node_hours": together.node_hours, "node_hours_of": {part: each / 3600 for part, each in parts.items()}}
+    return {"runs": runs, "totals": {**facts, **hours, "useful_share": together.share("useful")}}
+
+
+def duration(seconds: float) -> str:
+    """Return a time as people read it: 12.3 s, 4:05, 12:04:05."""
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+_HEAD = ("", "started", "job", "nodes", "ranks", "steps", "took", "start-up", "useful", "again", "saves", "ended")
+_RUNS_HEAD = ("run", "attempts", "steps", "node-hours", "useful", "status")
+
+
+def _row(one: Attempt) -> tuple[str, ...]:
+    started = "" if one.started is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(one.started))
+    times = (one.elapsed, one.startup, one.useful, one.repeated, one.saves)
+    steps = f"{one.first_step}-{one.last_step}" if one.last_step >= one.first_step else "none"
+    place = (one.job_id or "-", str(one.nodes), str(one.ranks), steps)
+    return (str(one.index), started, *place, *(duration(each) if each else "-" for each in times), one.why)
+
+
+def _run_row(receipt: RunReceipt) -> tuple[str, ...]:
+    own = totals([receipt])
+    last = receipt.attempts[-1]
+    facts = (str(own.attempts), str(last.last_step), _amount(own.node_hours), f"{own.share('useful'):.0%}")
+    return (str(receipt.folder), *facts, last.why)
+
+
+def _totals(together: Totals) -> list[str]:
+    lost = [f"{words} {together.share(part):.1%}" for part, words in PARTS.items() if part != "useful"]
+    counted = [f"{_count(together.steps, 'step')} that count"]
+    counted += [f"{together.tokens:,} tokens"] if together.tokens else []
+    counted += [f"{together.samples:,} samples"] if together.samples else []
+    counted += [f"{_count(together.repeated_steps, 'step')} done again"] if together.repeated_steps else []
+    hours = [f"{_amount(together.node_hours)} node-hours"]
+    hours += [f"{_amount(together.gpu_hours)} GPU-hours"] if together.gpu_hours else []
+    hours += [f"{_amount(together.cpu_hours)} CPU-hours"] if together.cpu_hours else []
+    hours += [f"{_amount(together.joules / _WH / 1000)} kWh, says sacct"] if together.joules else []
+    return [sentence(together), f"lost: {', '.join(lost)}", ", ".join(counted), ", ".join(hours)]
+
+
+def _amount(number: float) -> str:
+    """Return a number with three digits that say something."""
+    return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number:,} {what}" if number == 1 else f"{number:,} {what}s"
+
+
+def _columns(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
+    return lines

@@ -1,0 +1,50 @@
+"""What a rank leaves when it ends a job: one line, whole, and never a reason for the job not to end."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from hpctrain.train import last_words
+from hpctrain.train.last_words import LastWords, first_line, forget, read
+
+
+def test_they_are_read_and_forgotten(tmp_path: Path) -> None:
+    assert read(tmp_path) == {}
+    forget(tmp_path)
+    LastWords(tmp_path, 2).say("ValueError: no\nmore", 7)
+    found = read(tmp_path)
+    assert (found["reason"], found["rank"], found["step"]) == ("ValueError: no", 2, 7)
+    assert abs(found["unix_time"] - time.time()) < 10
+    assert [path.name for path in tmp_path.iterdir()] == [last_words.NAME]
+    forget(tmp_path)
+    assert read(tmp_path) == {} and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("text", ["", "[1]", "{"])
+def test_what_cannot_be_read_says_nothing(tmp_path: Path, text: str) -> None:
+    (tmp_path / last_words.NAME).write_text(text)
+    assert read(tmp_path) == {}
+
+
+def test_a_folder_that_is_gone_is_no_trouble(tmp_path: Path) -> None:
+    LastWords(tmp_path / "gone", 0).say("x", None)
+
+
+def test_a_file_system_that_hangs_holds_nobody_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(last_words, "PATIENCE", 0.1)
+    # Opening a pipe that nobody reads waits without end, as a file system does whose server is gone.
+    os.mkfifo(tmp_path / f".{last_words.NAME}.tmp-0-{os.getpid()}")
+    began = time.monotonic()
+    LastWords(tmp_path, 0).say("x", None)
+    assert 0.1 <= time.monotonic() - began < 5
+    with open(tmp_path / f".{last_words.NAME}.tmp-0-{os.getpid()}") as pipe:  # let the thread go
+        pipe.read()
+
+
+def test_a_line_is_cut() -> None:
+    assert first_line("\n  a\nb") == "a" and first_line("") == ""
+    assert len(first_line("x" * 1000)) == 300 and first_line("x" * 1000).endswith("...")

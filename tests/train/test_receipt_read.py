@@ -1,0 +1,218 @@
+"""A receipt read back: three attempts of a run in real processes and files, and what a reader must not be told."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpctrain.cluster.accounting import Account
+from hpctrain.errors import UsageError
+from hpctrain.train import lock
+from hpctrain.train.books import Books
+from hpctrain.train.last_words import LastWords
+from hpctrain.train.receipt_read import load, runs_in
+from hpctrain.train.receipt_text import summary, text, to_json, totals
+
+SECONDS = 0.25  # of a step, as the rows say; nothing here takes that long
+
+
+class Life:
+    """Play a run: its rank 0 keeps the books, and the test keeps count of what is kept and what is lost."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.books = folder, Books(folder, None)
+
+    def start(self, after: int, **facts: Any) -> None:
+        self.books = Books(self.folder, None)
+        self.books.lock()
+        self.books.open(after, None, {"nodes": 1, "size": 2, "batch": 8, "tokens_before": 100 * after, **facts})
+
+    def steps(self, *numbers: int) -> None:
+        for number in numbers:
+            self.books.record({"step": number, "step_seconds": SECONDS, "tokens": 100 * number})
+
+    def kill(self) -> None:
+        """Leave everything as a SIGKILL does: the lock stays, and its process is no more."""
+        assert self.books._metrics is not None
+        self.books._metrics.close()
+        path = self.folder / lock.NAME
+        path.write_text(json.dumps({**json.loads(path.read_text()), "started": 1}))
+
+
+@pytest.fixture
+def life(tmp_path: Path) -> Iterator[Life]:
+    yield Life(tmp_path)
+
+
+def test_three_attempts(life: Life) -> None:
+    life.start(0, cpus=4)
+    life.steps(1, 2, 3, 4)
+    life.books.waited(0.5)
+    life.books.saved(4, 0.5)
+    life.steps(5, 6)
+    life.kill()
+    (killed,) = load([life.folder])[0].attempts
+    assert (killed.status, killed.last_step, killed.steps, killed.repeated_steps) == ("killed", 6, 4, 2)
+    assert (killed.useful, killed.repeated, killed.saves) == (4 * SECONDS, 2 * SECONDS, 0.5)
+    assert killed.why == "killed: it never came to say; last seen after step 6"
+
+    life.start(4, nodes=3, cpus=12, job_id="7", restart_count=2)
+    assert load([life.folder])[0].attempts[0] == killed, "settled by the next start as the reader did"
+    life.steps(5, 6, 7)
+    life.books.saved(7, 0.1)
+    life.books.close("stopped", 7, "SIGUSR1")
+    life.start(7)
+    life.steps(8, 9)
+    life.books.close("finished", 9, None)
+
+    (receipt,) = load([life.folder])
+    one, two, three = receipt.attempts
+    assert receipt.status == "finished" and one == killed
+    assert (two.nodes, two.cpus, two.job_id, two.restart_count) == (3, 12, "7", 2) and three.nodes == 1
+    assert [each.why for each in (two, three)] == ["saved: SIGUSR1", "finished"]
+    assert [each.steps for each in receipt.attempts] == [4, 3, 2]
+    assert [each.tokens for each in receipt.attempts] == [400, 300, 200]
+    assert [each.samples for each in receipt.attempts] == [32, 24, 16]
+    for each in receipt.attempts:
+        parts = each.startup + each.useful + each.repeated + each.saves + each.other
+        assert parts >= each.elapsed and each.node_hours == each.nodes * each.elapsed / 3600
+    together = totals([receipt])
+    assert (together.steps, together.repeated_steps, together.tokens, together.samples) == (9, 2, 900, 72)
+    assert together.node_seconds["useful"] == (4 + 3 * 3 + 2) * SECONDS
+    assert together.cpu_hours is None, "the third attempt does not say"
+
+
+def test_one_that_failed_loses_what_no_checkpoint_holds(life: Life) -> None:
+    life.start(0)
+    life.steps(1, 2, 3)
+    life.books.saved(2, 0.1)  # written in the background while step 3 was done
+    life.steps(4)
+    life.books.close("failed", 4, "KeyError: 'a'", 0)
+    (one,) = load([life.folder])[0].attempts
+    assert (one.steps, one.repeated_steps, one.tokens) == (2, 2, 200)
+    assert one.why == "failed on rank 0: KeyError: 'a'"
+    life.start(2)
+    assert load([life.folder])[0].attempts[0] == one
+    life.kill()
+
+
+def test_one_that_was_killed_before_its_first_checkpoint_has_done_nothing_that_counts(life: Life) -> None:
+    life.start(3)
+    life.steps(4, 5)
+    life.kill()
+    (one,) = load([life.folder])[0].attempts
+    assert (one.steps, one.repeated_steps, one.tokens, one.samples, one.useful) == (0, 2, 0, 0, 0.0)
+
+
+def test_a_rank_that_ended_the_job_is_heard(life: Life) -> None:
+    life.start(0)
+    life.steps(1)
+    LastWords(life.folder, 3).say("RuntimeError: no more", 2)
+    life.kill()
+    assert load([life.folder])[0].attempts[0].why == "failed on rank 3: RuntimeError: no more"
+
+
+def test_one_that_runs(life: Life) -> None:
+    life.start(0)
+    life.steps(1, 2, 3)
+    (one,) = load([life.folder])[0].attempts
+    assert one.status == "running" and one.why.startswith("running, last seen ") and one.why.endswith("after step 3")
+    assert (one.steps, one.repeated_steps, one.tokens) == (3, 0, 300)
+    path = life.folder / lock.NAME
+    own = json.loads(path.read_text())
+    for there, status in (
+        ({**own, "host": "elsewhere"}, "killed"),  # another job has taken the folder over
+        ({**own, "started": 1}, "killed"),  # the process is another by now
+        (own, "running"),
+    ):
+        path.write_text(json.dumps(there))
+        assert load([life.folder])[0].status == status
+    path.write_text("{")
+    assert load([life.folder])[0].status == "running"
+    path.unlink()
+    assert load([life.folder])[0].status == "killed"
+    path.write_text(json.dumps(own))
+    life.books.close("finished", 3, None)
+
+
+def test_slurm_knows_of_an_end_and_of_energy(life: Life) -> None:
+    asked: list[set[str]] = []
+
+    def ask(jobs: set[str]) -> dict[str, Account]:
+        asked.append(jobs)
+        return {"7": Account(state, 7.2e6)}
+
+    life.start(0, job_id="7", scheduler="slurm")
+    life.steps(1)
+    for state, status in (("RUNNING", "running"), ("NODE_FAIL", "killed")):
+        receipts = load([life.folder], ask)
+        assert receipts[0].status == status and receipts[0].joules == 7.2e6
+    assert asked == [{"7"}, {"7"}]
+    assert "2 kWh, says sacct" in text(receipts)[-1] and to_json(receipts)["totals"]["joules"] == 7.2e6
+    life.books.close("finished", 1, None)
+    asked.clear()
+    other = Life(life.folder / "other")
+    other.folder.mkdir()
+    other.start(0, job_id="8", scheduler="slurm")
+    other.books.close("finished", 1, None)
+    load([life.folder, other.folder], ask)
+    assert asked == [{"7", "8"}], "once for all runs"
+    assert summary(life.folder) is not None and len(asked) == 1, "a run that ends asks nobody"
+
+
+OLD = {
+    "status": "finished",
+    "attempts": [
+        {"first_step": 1, "step": 4, "status": "killed", "started": "2026-01-01T00:00:00Z", "size": 2, "nodes": 2},
+        {"first_step": 3, "step": 5, "status": "finished", "started": "2026-01-01T01:00:00Z"}
+        | {"ended": "2026-01-01T02:00:00Z", "size": 2, "nodes": 2},
+    ],
+}
+
+
+def test_a_receipt_of_an_earlier_version(tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text(json.dumps(OLD))
+    steps = [{"step": step, "step_seconds": 10.0} for step in range(1, 6)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in steps))
+    one, two = load([tmp_path])[0].attempts
+    assert (one.steps, one.useful, one.elapsed) == (2, 20.0, 20.0) and (two.steps, two.useful) == (3, 30.0)
+    assert two.elapsed == 3600 and two.node_hours == 2.0 and two.tokens is two.samples is two.cpus is None
+
+
+def test_what_is_no_run(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="gone holds no run.json that can be read: there is no such folder"):
+        load([tmp_path / "gone"])
+    with pytest.raises(UsageError, match="from its first start on"):
+        load([tmp_path])
+    assert summary(tmp_path) is None
+
+
+def test_an_array_is_its_tasks(tmp_path: Path) -> None:
+    for name in ("10", "9", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "run.json").write_text(json.dumps(OLD))
+    assert [path.name for path in runs_in(tmp_path)] == ["9", "10", "b"]
+    assert runs_in(tmp_path / "9") == [tmp_path / "9"] and runs_in(tmp_path / "gone") == [tmp_path / "gone"]
+    lines = text(load(runs_in(tmp_path)))
+    assert lines[0] == "3 runs, 6 attempts" and len(lines) == 11
+    assert lines[3].split() == [str(tmp_path / "9"), "2", "5", "2", "0%", "finished"]
+
+
+def test_reading_takes_neither_torch_nor_mpi(tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text(json.dumps(OLD))
+    code = (
+        "import sys; from hpctrain.cli.main import main; main(['receipt', sys.argv[1]]); "
+        "print({'torch', 'mpi4py', 'numpy', 'h5py', 'matplotlib'} & sys.modules.keys())"
+    )
+    call = [sys.executable, "-c", code, str(tmp_path)]
+    done = subprocess.run(call, capture_output=True, text=True, check=True, env={**os.environ, "TZ": "UTC"})
+    lines = done.stdout.splitlines()
+    assert lines[-1] == "set()" and lines[0] == f"{tmp_path}: 2 attempts, finished after step 5"
+    assert "2026-01-01 01:00:00" in lines[4]
