@@ -7,6 +7,7 @@ none. Every test has a time limit, ``limit(seconds)``.
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import tempfile
@@ -24,6 +25,7 @@ from hpctrain.cluster.launcher import detect
 
 _WATCHDOG = pytest.StashKey[Watchdog]()
 _COMM = pytest.StashKey[Any]()
+_DONT_WRITE = pytest.StashKey[bool]()
 _COLLECTING = 300.0  # seconds; every rank imports every test file, on few cores
 
 
@@ -37,6 +39,8 @@ def pytest_configure(config: pytest.Config) -> None:
     config.add_cleanup(nothing.cleanup)
     os.environ["HPCTRAIN_CALIBRATION"] = nothing.name
     config.addinivalue_line("markers", "limit(seconds): end the session with all stacks if the test takes longer")
+    # Images of containers forbid it; but each of many workers and ranks would compile all the tests anew.
+    config.stash[_DONT_WRITE], sys.dont_write_bytecode = sys.dont_write_bytecode, False
     launch = detect()
     # Taken here because nothing is captured yet: what goes to this descriptor is seen.
     descriptor = os.dup(sys.__stderr__.fileno() if sys.__stderr__ else 2)
@@ -74,6 +78,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if wanting and not _has_gpu():
         for item in wanting:
             item.add_marker(pytest.mark.skip(reason="needs a GPU"))
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    sys.dont_write_bytecode = session.config.stash[_DONT_WRITE]
+    # Tests collect garbage again and again: among what they made, not among thousands of tests and all of torch.
+    gc.freeze()
 
 
 def _has_gpu() -> bool:

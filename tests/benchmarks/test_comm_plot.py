@@ -20,8 +20,9 @@ def result(benchmark: str, sizes: tuple[int, ...]) -> dict[str, Any]:
     return {**HEAD, "benchmark": benchmark, "rows": rows}
 
 
-@pytest.mark.parametrize("benchmark", ["all_reduce", "pingpong", "overlap"])
-@pytest.mark.parametrize("sizes", [(4,), (4, 65536, 2**20)])
+@pytest.mark.parametrize(
+    "benchmark, sizes", [("all_reduce", (4,)), ("pingpong", (4, 65536, 2**20)), ("overlap", (4, 65536, 2**20))]
+)
 def test_pictures_name_candidates_units_and_sizes(tmp_path: Path, benchmark: str, sizes: tuple[int, ...]) -> None:
     png, svg = draw(result(benchmark, sizes), tmp_path / "some-np2.5")
     assert [png.name, svg.name] == ["some-np2.5.png", "some-np2.5.svg"]

@@ -72,18 +72,25 @@ def stored(comm: Any, files: Path) -> dict[Path, Stored]:
 @pytest.mark.slow
 @pytest.mark.limit(300)
 def test_any_reads_what_any_wrote(comm: Any, stored: dict[Path, Stored]) -> None:
+    """Four ranks leave out the pairs of teams that two and three ranks have tried."""
     wrong = []
     with teams(comm) as mine:
         for team, names in mine:
+            left = {path: each for path, each in stored.items() if _is_new(comm.size, team.size, int(path.stem[-1]))}
             for name in names:
                 with case(name, team, seed=len(CASES)) as one:
-                    wrong += [f"{name}_{team.size} of {text}" for text in _misread(one, stored)]
+                    wrong += [f"{name}_{team.size} of {text}" for text in _misread(one, left)]
         comm.barrier()
     assert not wrong
 
 
+def _is_new(world: int, reader: int, writer: int) -> bool:
+    """Tell whether no smaller world has teams of both sizes."""
+    return not any({reader, writer} <= set(sizes) for smaller, sizes in SIZES.items() if smaller < world)
+
+
 def _misread(one: Case, stored: dict[Path, Stored]) -> list[str]:
-    """Load all files into one model, one after the other; return what came out otherwise."""
+    """Load the files into one model, one after the other; return what came out otherwise."""
     wrong = []
     for number, (path, expected) in enumerate(sorted(stored.items())):
         one.spoil(forget=number % 2 == 0)

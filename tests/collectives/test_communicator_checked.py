@@ -2,85 +2,86 @@
 
 from __future__ import annotations
 
-import json
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import pytest
+import torch
+
+from hpctrain.errors import MismatchError
+from hpctrain.parallel.ddp import DataParallel
+
+PLACE = "root, reduction or place"
 JOB = """
 import torch, hpctrain
 job = hpctrain.init(device="cpu")
-comm = job.comm
-comm.all_reduce(torch.ones(4))
-{body}
+job.comm.all_reduce(torch.ones(4))
+job.comm.all_reduce(torch.ones(8 if job.rank else 4))
 """
 
 
-MISMATCHES = {
-    "shape": ("comm.all_reduce(torch.ones(8 if job.rank else 4))", "shape"),
-    "dtype": ("comm.all_reduce(torch.ones(4, dtype=[torch.float64, torch.int64][job.rank]))", "dtype"),
-    "operation": ("comm.barrier() if job.rank else comm.broadcast(torch.ones(4))", "operation"),
-    "reduction": ("comm.all_reduce(torch.ones(4), 'max' if job.rank else 'sum')", "root, reduction or place"),
-    "piece": ("comm.all_reduce(node[4 * job.rank :][:4])", "root, reduction or place"),
-    "memory": ("comm.broadcast(torch.ones(8) if job.rank else node)", "root, reduction or place"),
-    "piece under way": (
-        "comm.reduce_scatter(node[:2], node[4 * job.rank :][:4], async_op=True)",
-        "root, reduction or place",
-    ),
-    "reduction under way": (
-        "comm.reduce_scatter(node[:4], node, 'max' if job.rank else 'sum', async_op=True)",
-        "root, reduction or place",
-    ),
-}
-ATTEMPT = """
-try:
-    {body}
-except hpctrain.errors.MismatchError as error:
-    caught[{name!r}] = str(error)
-"""
+@pytest.fixture
+def checked(comm: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Return a communicator of all ranks that compares every collective, and has carried one."""
+    monkeypatch.setenv("HPCTRAIN_CHECK", "order")
+    monkeypatch.setenv("HPCTRAIN_TIMEOUT", "20")
+    checked = comm.split(0)
+    checked.all_reduce(torch.ones(4))
+    yield checked
+    checked.free()
 
 
 def test_a_mismatch_ends_the_job_with_its_lines(launch: Any) -> None:
-    body, said = MISMATCHES["shape"]
-    done = launch(2, JOB.format(body=body), timeout=40, env={"HPCTRAIN_CHECK": "order"})
+    done = launch(2, JOB, timeout=40, env={"HPCTRAIN_CHECK": "order"})
     assert done.returncode == 2, done
-    assert done.stderr.count(f"the ranks differ in {said}") == 1, done
+    assert done.stderr.count("the ranks differ in shape") == 1, done
     assert "rank 0: " in done.stderr and "rank 1: " in done.stderr
 
 
-def test_every_mismatch_is_named_on_every_rank_before_anything_is_sent(launch: Any) -> None:
-    """One after another in one job: had one begun, those after it would meet its leftovers."""
-    body = "import json\ncaught, node = {}, comm.empty(8)\n"
-    body += "".join(ATTEMPT.format(name=name, body=body) for name, (body, _) in MISMATCHES.items())
-    body += "assert comm.all_gather_object(caught) == [caught, caught]\njob.rank or print(json.dumps(caught))"
-    done = launch(2, JOB.format(body=body), timeout=40, env={"HPCTRAIN_CHECK": "order"})
-    assert done.returncode == 0, done
-    caught = json.loads(done.stdout)
-    assert list(caught) == list(MISMATCHES)
-    for name, (_, said) in MISMATCHES.items():
-        assert f"the ranks differ in {said}: rank 0: " in caught[name] and "; rank 1: " in caught[name], caught[name]
+@pytest.mark.ranks(2)
+def test_every_mismatch_is_named_on_every_rank_before_anything_is_sent(checked: Any) -> None:
+    """One after another on one communicator: had one begun, those after it would meet its leftovers."""
+    comm, odd = checked, bool(checked.rank)
+    node = comm.empty(8)
+    mine = node[4 * comm.rank :][:4]
+    calls: dict[str, tuple[Callable[[], Any], str]] = {
+        "shape": (lambda: comm.all_reduce(torch.ones(8 if odd else 4)), "shape"),
+        "dtype": (lambda: comm.all_reduce(torch.ones(4, dtype=torch.int64 if odd else torch.float64)), "dtype"),
+        "operation": (lambda: comm.barrier() if odd else comm.broadcast(torch.ones(4)), "operation"),
+        "reduction": (lambda: comm.all_reduce(torch.ones(4), "max" if odd else "sum"), PLACE),
+        "piece": (lambda: comm.all_reduce(mine), PLACE),
+        "memory": (lambda: comm.broadcast(torch.ones(8) if odd else node), PLACE),
+        "piece under way": (lambda: comm.reduce_scatter(node[:2], mine, async_op=True), PLACE),
+        "reduction under way": (
+            lambda: comm.reduce_scatter(node[:4], node, "max" if odd else "sum", async_op=True),
+            PLACE,
+        ),
+    }
+    caught = {}
+    for name, (call, said) in calls.items():
+        with pytest.raises(MismatchError, match=f"the ranks differ in {said}: rank 0: .*; rank 1: ") as found:
+            call()
+        caught[name] = str(found.value)
+    assert comm.all_gather_object(caught) == [caught, caught]
 
 
-def test_training_passes_the_check(launch: Any) -> None:
-    body = """
-model = job.wrap(torch.nn.Linear(3, 3))
-for _ in range(3):
-    model(torch.ones(2, 3)).sum().backward()
-print("done")
-"""
-    done = launch(2, JOB.format(body=body), timeout=40, env={"HPCTRAIN_CHECK": "order"})
-    assert done.returncode == 0 and done.stdout.count("done") == 2, done
+@pytest.mark.ranks(2)
+def test_training_passes_the_check(checked: Any) -> None:
+    model = torch.nn.Linear(3, 3)
+    DataParallel(model, checked)
+    for _ in range(3):
+        model(torch.ones(2, 3)).sum().backward()
+    assert len(checked.all_gather_object(checked.rank)) == 2
 
 
-def test_what_is_under_way_passes_the_check_again_and_again(launch: Any) -> None:
-    body = """
-whole, other, out = comm.empty(1000), comm.empty(1000), torch.empty(500)
-for _ in range(5):
-    whole.fill_(job.rank + 1)
-    other.fill_(job.rank + 2)
-    works = [comm.reduce_scatter(out, whole, async_op=True), comm.all_reduce(other, async_op=True)]
-    works[job.rank].wait()
-    works[1 - job.rank].wait()
-    assert out.eq(3).all() and other.eq(5).all()
-print("done")
-"""
-    done = launch(2, JOB.format(body=body), timeout=40, env={"HPCTRAIN_CHECK": "order"})
-    assert done.returncode == 0 and done.stdout.count("done") == 2, done
+@pytest.mark.ranks(2)
+def test_what_is_under_way_passes_the_check_again_and_again(checked: Any) -> None:
+    comm = checked
+    whole, other, out = comm.empty(1000), comm.empty(1000), torch.empty(500)
+    for _ in range(5):
+        whole.fill_(comm.rank + 1)
+        other.fill_(comm.rank + 2)
+        works = [comm.reduce_scatter(out, whole, async_op=True), comm.all_reduce(other, async_op=True)]
+        works[comm.rank].wait()
+        works[1 - comm.rank].wait()
+        assert out.eq(3).all() and other.eq(5).all()

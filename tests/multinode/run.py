@@ -26,6 +26,7 @@ ROOT = HERE.parents[1]
 SUITES = (
     "tests/transport",
     "tests/collectives",
+    "tests/doctor/preflight",
     "tests/parallel/test_ddp.py",
     "tests/parallel/test_ddp_gradients.py",
     "tests/parallel/test_ddp_messages.py",
@@ -36,7 +37,9 @@ SUITES = (
     "tests/parallel/fsdp/test_fsdp_memory.py",
     "tests/parallel/fsdp/test_fsdp_messages.py",
     "tests/parallel/pipeline",
+    "tests/parallel/server",
     "tests/parallel/tensor/test_tensor_messages.py",
+    "tests/train/test_loose.py",
 )
 _INSIDE = "MULTINODE_INSIDE"  # set in the machine of its own
 _PORT = 7700

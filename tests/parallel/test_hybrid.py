@@ -14,7 +14,7 @@ from hpctrain.errors import MismatchError, SettingsError, UsageError
 from hpctrain.parallel.objective import Objective, cross_entropy
 from hpctrain.parallel.settings import ParallelSettings
 
-STEPS = 30
+STEPS, FEW = 30, 10
 CLOSE = 1e-5
 MESHES = {
     2: [{"pipe": 2}, {"tensor": 2}, {"tensor": 2, "sequence": True}],
@@ -43,19 +43,20 @@ def expected() -> tuple[float, ...]:
     "settings", [pytest.param(each, marks=pytest.mark.ranks(size)) for size, some in MESHES.items() for each in some]
 )
 def test_the_curve_is_that_of_a_plain_loop(own: Any, settings: dict[str, Any]) -> None:
-    trained = Trained.of(own, ParallelSettings(**settings)).learn(range(STEPS))
-    assert trained.losses == pytest.approx(expected(), rel=CLOSE)
-    assert trained.losses[-1] < trained.losses[0] - 0.3
+    """Over all steps on two and three ranks, and on four where both axes split the model; else over the first ones."""
+    steps = STEPS if own.size < 4 or settings == {"pipe": 2, "tensor": 2} else FEW
+    trained = Trained.of(own, ParallelSettings(**settings)).learn(range(steps))
+    assert trained.losses == pytest.approx(expected()[:steps], rel=CLOSE)
+    assert trained.losses[-1] < trained.losses[0] - (0.3 if steps == STEPS else 0.05)
 
 
 @pytest.mark.ranks(2, 4)
 def test_all_synchronous_schedules_give_the_same_bits(own: Any) -> None:
     """Interleaved stages hold other layers, so there it is losses and norms that must be equal."""
     first: Trained | None = None
-    steps = STEPS if own.size == 2 else 10
     for schedule in SYNCHRONOUS:
-        trained = Trained.of(own, ParallelSettings(pipe=own.size, schedule=schedule)).learn(range(steps))
-        assert trained.losses == pytest.approx(expected()[:steps], rel=CLOSE)
+        trained = Trained.of(own, ParallelSettings(pipe=own.size, schedule=schedule)).learn(range(FEW))
+        assert trained.losses == pytest.approx(expected()[:FEW], rel=CLOSE)
         first = first or trained
         assert trained.losses == first.losses and trained.norms == first.norms, schedule
         if schedule != "interleaved":
@@ -67,7 +68,7 @@ def test_all_synchronous_schedules_give_the_same_bits(own: Any) -> None:
 @pytest.mark.parametrize("schedule", SYNCHRONOUS)
 def test_recomputing_changes_no_bit(own: Any, schedule: str) -> None:
     runs = [
-        Trained.of(own, ParallelSettings(pipe=2, schedule=schedule, recompute=recompute)).learn(range(3))
+        Trained.of(own, ParallelSettings(pipe=2, schedule=schedule, recompute=recompute)).learn(range(2))
         for recompute in (False, True)
     ]
     assert runs[0].losses == runs[1].losses and runs[0].norms == runs[1].norms
@@ -232,7 +233,7 @@ def test_messages_carry_what_slots_carry(own: Any, schedule: str) -> None:
     """Ranks that believe that each is alone on its node have no memory to share, and get the same bits."""
     settings = ParallelSettings(pipe=own.size, schedule=schedule)
     apart = placed(own, alone)
-    slots, messages = (Trained.of(comm, settings).learn(range(4)) for comm in (own, apart))
+    slots, messages = (Trained.of(comm, settings).learn(range(2)) for comm in (own, apart))
     assert slots.losses == messages.losses and slots.norms == messages.norms
     with apart.recording() as sent:
         messages.passes(*samples(0))
@@ -255,8 +256,8 @@ def test_activations_are_written_once_and_read_in_place(own: Any) -> None:
 @pytest.mark.limit(200)
 @pytest.mark.parametrize("data", ["ddp", "fsdp"])
 def test_eight_ranks_split_in_all_ways_at_once(own: Any, data: Any) -> None:
-    trained = Trained.of(own, ParallelSettings(pipe=2, tensor=2, data=data)).learn(range(STEPS))
-    assert trained.losses == pytest.approx(expected(), rel=CLOSE)
+    trained = Trained.of(own, ParallelSettings(pipe=2, tensor=2, data=data)).learn(range(FEW))
+    assert trained.losses == pytest.approx(expected()[:FEW], rel=CLOSE)
 
 
 @pytest.mark.ranks(2, 4)

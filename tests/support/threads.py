@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 import threading
+from bisect import insort
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -173,7 +174,8 @@ class ThreadTransport(Transport):
             if start + length <= begin:
                 break
             start = max(start, end)
-        self._heard = sorted([*self._heard, (start, start + length)]) if length else self._heard
+        if length:
+            insort(self._heard, (start, start + length))
         return start + length
 
     def reduces(self, dtype: torch.dtype, op: str) -> bool:
@@ -219,9 +221,9 @@ class ThreadTransport(Transport):
             self.world.works.append(send)
             if self.world.receives[key]:
                 self.world.receives[key].popleft().meet(send)
+                self.world.transports[peer].changed.notify_all()
             else:
                 self.world.sends[key].append(send)
-            self.world.transports[peer].changed.notify_all()
         return send
 
     def _irecv(self, tensor: Tensor, peer: int, tag: int) -> Work:
@@ -230,9 +232,9 @@ class ThreadTransport(Transport):
             self.world.works.append(receive)
             if self.world.sends[key]:
                 receive.meet(self.world.sends[key].popleft())
+                self.world.transports[peer].changed.notify_all()
             else:
                 self.world.receives[key].append(receive)
-            self.world.transports[peer].changed.notify_all()
         return receive
 
     # The carrier's own collectives cost nothing on the clock.

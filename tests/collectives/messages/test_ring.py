@@ -30,11 +30,11 @@ class TestAllReduce(AllReduceSuite):
 
 
 @pytest.mark.parametrize("size", range(1, 10))
-@pytest.mark.parametrize("segment", [4, 60])
-def test_segments_leave_no_seam(size: int, segment: int) -> None:
+@pytest.mark.parametrize("segment, longest", [(4, 31), (60, 67)])  # bytes, elements
+def test_segments_leave_no_seam(size: int, segment: int, longest: int) -> None:
     def body(transport: ThreadTransport) -> None:
         for dtype in (torch.float32, torch.bfloat16):
-            for numel in (0, 1, 67):
+            for numel in (0, 1, longest):
                 tensor = exact(transport.rank, numel, dtype, "sum")
                 ring.all_reduce(transport, Reducer(), tensor, "sum", segment)
                 assert same_bits(tensor, wanted(size, numel, dtype, "sum"))
