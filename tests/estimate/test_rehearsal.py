@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -79,10 +81,17 @@ def test_a_process_that_fails_leaves_the_forecast_to_the_layers(plan: Any, capfd
 
 
 def test_no_process_outlives_the_deadline(plan: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[Any] = []
+
+    class Noted(subprocess.Popen):  # type: ignore[type-arg]
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            started.append(self)
+
+    monkeypatch.setattr(rehearsal.subprocess, "Popen", Noted)
     monkeypatch.setattr(rehearsal, "DEADLINE", 0.05)
     assert rehearse(plan(2), 1, 0.0) is None
-    with pytest.raises(ChildProcessError):
-        os.waitpid(-1, os.WNOHANG)
+    assert len(started) == 2 and all(one.returncode == -signal.SIGKILL for one in started)
 
 
 def test_a_forecast_has_the_passes_that_were_rehearsed(plan: Any, monkeypatch: pytest.MonkeyPatch) -> None:
