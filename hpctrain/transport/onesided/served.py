@@ -41,7 +41,8 @@ class ExposedByMessages(Exposed):
         self.rank, self.lengths, self.dtype = comm.rank, list(lengths), dtype
         self._pieces = SharedPieces(self._comm, lengths, dtype)
         self._places = {rank: place for place, rank in enumerate(self._pieces.views)}
-        self._counters = Counters(self._pieces.node, words)
+        self._counters = Counters(self._pieces.node, words + 1)
+        self._arrivals, self._meetings = words, 0  # the last counter: to how many meetings a rank has come
         _LIVE.append(self)
         self._sent: list[tuple[MPI.Request, object]] = []  # answers under way, and what they are made of
         self._numbers = count()
@@ -117,10 +118,18 @@ class ExposedByMessages(Exposed):
 
     def barrier(self) -> None:
         """Wait until all ranks have come, and serve them meanwhile."""
+        self._meetings += 1
+        self.fetch_add(self.rank, self._arrivals, 1)
         meeting = [self._comm.Ibarrier()]
-        operation = "meeting of exposed memory"
+        operation = "a meeting of all workers"
         with waiting(operation):
-            until(lambda: self._done(meeting), operation, lambda: _late(operation), SPINS, period=1)
+            until(lambda: self._done(meeting), operation, lambda: self._absent(operation), SPINS, period=1)
+
+    def _absent(self, operation: str) -> str:
+        """Say who has not come, as far as this node knows: those of others cannot be asked."""
+        absent = [rank for rank in self._places if self.fetch_add(rank, self._arrivals) < self._meetings]
+        who = f"ranks {absent} have not come" if absent else "some ranks of other nodes have not come"
+        return f"{operation}: {who} within {timeout_seconds():g} s (HPCTRAIN_TIMEOUT)"
 
     def free(self) -> None:
         """Serve what still comes until all ranks are here, and give the memory back; a call by all ranks."""
@@ -136,6 +145,5 @@ class ExposedByMessages(Exposed):
         self._comm.Free()
 
 
-def _late(operation: str, rank: int | None = None) -> str:
-    who = f"rank {rank} did not answer" if rank is not None else "not all ranks came"
-    return f"{operation}: {who} within {timeout_seconds():g} s (HPCTRAIN_TIMEOUT)"
+def _late(operation: str, rank: int) -> str:
+    return f"{operation}: rank {rank} did not answer within {timeout_seconds():g} s (HPCTRAIN_TIMEOUT)"

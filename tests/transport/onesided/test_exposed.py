@@ -107,6 +107,20 @@ def test_who_holds_the_lock_for_too_long_is_named(comm: Any, make: Any, monkeypa
     exposed.barrier()
 
 
+@pytest.mark.ranks(2)
+def test_who_does_not_come_to_a_meeting_is_named(comm: Any, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    exposed = make(1)
+    if comm.rank == 0:
+        monkeypatch.setenv("HPCTRAIN_TIMEOUT", "0.2")
+        with pytest.raises(DeadlineError, match=r"a meeting of all workers: ranks \[1\] have not come within 0.2 s"):
+            exposed.barrier()
+        monkeypatch.delenv("HPCTRAIN_TIMEOUT")
+        comm.transport.barrier()
+    else:
+        comm.transport.barrier()
+        exposed.barrier()
+
+
 def test_an_owner_that_computes_does_not_hold_its_neighbours_up(comm: Any, make: Any) -> None:
     """The owner makes no call at all until it sees in its memory that the others are done with it."""
     exposed = make(comm.size, words=1 + WORDS)
