@@ -1,14 +1,16 @@
-"""Give the tests of a run a job: of one rank in a serial session, of all ranks under mpiexec."""
+"""Give the tests of a run a job, of one rank in a serial session, of all under mpiexec, and whole runs of a project."""
 
 from __future__ import annotations
 
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from support.legs import Legs, shared_project
 from support.life import give_back_process
 
 from hpctrain.cluster.launcher import detect
@@ -34,3 +36,15 @@ def job(comm: Any) -> Any:
 
     guard: Any = SimpleNamespace(step=None, close=lambda: None)
     return Job(comm, torch.device("cpu"), detect(), guard)
+
+
+@pytest.fixture(scope="module")
+def project(comm: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with a corpus, a model and a config."""
+    return shared_project(comm, Path(comm.broadcast_object(str(tmp_path_factory.mktemp("project")))))
+
+
+@pytest.fixture
+def leg(comm: Any, project: Path, monkeypatch: pytest.MonkeyPatch) -> Legs:
+    """Return what runs one leg."""
+    return Legs(comm, project, monkeypatch)

@@ -3,28 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import h5py
 import numpy as np
 import pytest
-from support.legs import Legs, losses, shared_project, signalling
+from support.legs import Legs, losses, signalling
 from support.life import contents, metrics_of
+
+from hpctrain.errors import UsageError
 
 pytestmark = pytest.mark.ranks(2, 3)
 EASGD = ("parallel.data=easgd", "train.clip=0.5", "optimizer.schedule=constant")
-
-
-@pytest.fixture(scope="module")
-def project(comm: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with a corpus, a model and a config."""
-    return shared_project(comm, Path(comm.broadcast_object(str(tmp_path_factory.mktemp("project")))))
-
-
-@pytest.fixture
-def leg(comm: Any, project: Path, monkeypatch: pytest.MonkeyPatch) -> Legs:
-    """Return what runs one leg."""
-    return Legs(comm, project, monkeypatch)
 
 
 def test_a_run_that_stopped_goes_on_bit_for_bit(leg: Legs, project: Path) -> None:
@@ -60,6 +49,11 @@ def test_workers_at_their_own_pace_meet_to_save_and_to_stop(leg: Legs, project: 
     assert [row["step"] for row in rows if "centre_distance" in row] == [4, 8, 12]
     with h5py.File(project / mode / "checkpoints/step_00000012.h5") as file:
         assert len(file["workers"]) == leg.comm.size
+
+
+def test_what_takes_all_ranks_between_meetings_is_refused(leg: Legs) -> None:
+    with pytest.raises(UsageError, match="checkpoint.background: workers at their own pace write at once"):
+        leg("ddp", "refused", *EASGD, "server.mode=asynchronous", "checkpoint.background=true", "train.steps=2")
 
 
 def test_the_centre_is_what_others_load(leg: Legs, project: Path) -> None:

@@ -8,23 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from support.legs import Legs, losses, shared_project
+from support.legs import Legs, losses
 from support.life import contents
 
 WORDS = ["model.options.dropout=0.3", "optimizer.schedule=constant"]
 ON = ["offload.optimizer=true", "offload.device_fraction=0"]
-
-
-@pytest.fixture(scope="module")
-def project(comm: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with a corpus, a model and a config."""
-    return shared_project(comm, Path(comm.broadcast_object(str(tmp_path_factory.mktemp("project")))))
-
-
-@pytest.fixture
-def leg(comm: Any, project: Path, monkeypatch: pytest.MonkeyPatch) -> Legs:
-    """Return what runs one leg."""
-    return Legs(comm, project, monkeypatch)
 
 
 def tensors(folder: Path, step: int) -> dict[str, bytes]:

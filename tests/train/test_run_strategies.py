@@ -10,7 +10,7 @@ from typing import Any
 import h5py
 import pytest
 import torch
-from support.legs import ONE_OF_EACH, SPLIT, Legs, losses, shared_project, signalling
+from support.legs import ONE_OF_EACH, SPLIT, Legs, losses, signalling
 from support.life import checkpoints_of, contents
 
 from hpctrain.errors import NonFiniteError
@@ -18,18 +18,6 @@ from hpctrain.parallel.fsdp.strategy import ShardedDataParallel
 
 STEPS = 50
 CLOSE = 1e-5
-
-
-@pytest.fixture(scope="module")
-def project(comm: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with a corpus, a model and a config."""
-    return shared_project(comm, Path(comm.broadcast_object(str(tmp_path_factory.mktemp("project")))))
-
-
-@pytest.fixture
-def leg(comm: Any, project: Path, monkeypatch: pytest.MonkeyPatch) -> Legs:
-    """Return what runs one leg."""
-    return Legs(comm, project, monkeypatch)
 
 
 def check_curve(leg: Legs, name: str) -> None:
