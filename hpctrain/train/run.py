@@ -17,10 +17,11 @@ from hpctrain.collectives.mesh import Shape
 from hpctrain.data.dataset import FileDataset
 from hpctrain.data.loader import Loader, check_batch
 from hpctrain.data.settings import open_dataset
-from hpctrain.errors import SettingsError
+from hpctrain.errors import SettingsError, UsageError
 from hpctrain.log import logger
 from hpctrain.models.build import build
 from hpctrain.parallel.plan import generator_number, microbatches_for, shape_of
+from hpctrain.parallel.server.settings import REPLICAS
 from hpctrain.parallel.settings import SHARDED
 from hpctrain.settings import to_toml, to_tree
 from hpctrain.train import optimizer as optimizers
@@ -156,6 +157,8 @@ def check_sizes(settings: Settings, ranks: int) -> Shape:
     """Return the mesh of the ranks; raise what is wrong with their number, and with the batch for it."""
     shape = shape_of(settings.parallel, ranks)
     train = settings.train
+    if settings.parallel.data in REPLICAS and settings.server.mode != "synchronous" and settings.checkpoint.background:
+        raise UsageError("checkpoint.background: workers at their own pace write at once")
     check_batch(train.batch, shape.data, train.accumulate)
     if shape.pipe > 1:
         microbatches_for(settings.parallel, train.batch // shape.data // train.accumulate)
