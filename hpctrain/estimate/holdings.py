@@ -17,7 +17,7 @@ from hpctrain.parallel.offload.landing import ROOMS
 from hpctrain.parallel.offload.memory import CHUNK
 from hpctrain.parallel.pipeline.parcel import Parcel
 from hpctrain.parallel.pipeline.route import ACTIVATIONS, AHEAD, GRADIENTS, most_held
-from hpctrain.parallel.server.settings import REPLICAS
+from hpctrain.parallel.server.settings import APART, at_own_pace
 
 MOMENTS = 2  # AdamW: of the gradients and of their squares
 
@@ -55,18 +55,35 @@ def _whole(run: PlannedRun, model: RankModel) -> list[Holding]:
         Holding("parameters", model.parameter_bytes),
         Holding("optimizer states", MOMENTS * sum(one.nbytes for one in model.trained)),
     ]
-    if run.parallel.data in REPLICAS:
-        # The centre, and the window in which the parameters of all are summed.
-        found += [Holding("buffers", sum(one.nbytes for one in model.trained), on_host=True)] * 2
+    if run.parallel.data in APART:
+        return _apart(run, model)
     elif model.data.size > 1:
         part = "gradients" if lives_in_bucket(run) else "buffers"
         found.append(Holding(part, _buckets(run, model.trained), on_host=True))
     return found
 
 
+def _apart(run: PlannedRun, model: RankModel) -> list[Holding]:
+    """Return what a worker holds that exchanges parameters with the others, and no gradients."""
+    trained, data = sum(one.nbytes for one in model.trained), run.parallel.data
+    parameters, states = Holding("parameters", model.parameter_bytes), Holding("optimizer states", MOMENTS * trained)
+    if data == "hogwild":  # the one copy of the node; on a GPU, or with other nodes, each worker has its own, too
+        shared = run.device == "cpu" and run.nodes == 1
+        copy = Holding("parameters", trained, on_host=True, sharers=run.ranks_on_node)
+        return [copy, Holding("parameters", model.parameter_bytes - trained) if shared else parameters, states]
+    if data == "server":  # gradients behind each other, the window to average them; a piece, and its states
+        owners = run.settings.server.ranks or run.ranks
+        vectors = [Holding("gradients", trained, on_host=True), Holding("buffers", trained, on_host=True)]
+        piece = [Holding("parameters", trained // owners, on_host=True)]
+        return [parameters, *vectors, *piece, Holding("optimizer states", MOMENTS * trained // owners, on_host=True)]
+    if not at_own_pace(run.settings.server, run.parallel):  # the centre, and the window of the sum
+        return [parameters, states, *[Holding("buffers", trained, on_host=True)] * 2]
+    return [parameters, states, Holding("buffers", trained // run.ranks, on_host=True)]  # a piece of the centre
+
+
 def lives_in_bucket(run: PlannedRun) -> bool:
     """Tell whether gradients lie in the buckets of plain data parallelism, so that these are no copies of them."""
-    plain = run.parallel.compression == "none" and run.parallel.data not in REPLICAS
+    plain = run.parallel.compression == "none" and run.parallel.data not in APART
     return run.device == "cpu" and plain
 
 

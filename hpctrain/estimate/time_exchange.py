@@ -16,11 +16,12 @@ from math import ceil
 
 from hpctrain.estimate.run import PlannedRun
 from hpctrain.estimate.time_collectives import Group, Network, group_of
-from hpctrain.parallel.server.settings import REPLICAS
+from hpctrain.parallel.server.settings import APART, at_own_pace
 from hpctrain.parallel.settings import SHARDED
 
 MIB = 2**20
 FLOAT = 4  # bytes
+SERVED = 16  # bytes a parameter: read into the model, gradients into a vector
 PULLS = 40  # bytes a parameter: into the window, the worker towards the centre, the centre towards all workers
 
 
@@ -51,7 +52,7 @@ def exchange_of(run: PlannedRun, held: Held, network: Network, forward: float, b
     reducing = passes if run.parallel.reduces_early else 1  # how often in a step
     gradients = reducing * _gradients(run, held, network, data)
     width, placing = gradient_bytes(run), 0.0
-    if run.parallel.data not in REPLICAS:  # every gradient is written to its place in a bucket
+    if run.parallel.data not in APART:  # every gradient is written to its place in a bucket
         placing = ((FLOAT + width) * held.numel / network.seat.bandwidth + held.tensors * network.seat.call) * passes
     gathers = gathers_of(run, data)
     parameters = passes * gathers * _gather(run, held, network, data) if run.parallel.data in SHARDED else 0.0
@@ -91,9 +92,8 @@ def _gradients(run: PlannedRun, held: Held, network: Network, data: Group) -> fl
     """Return the seconds of reducing all gradients once, in buckets."""
     whole = gradient_bytes(run) * held.numel
     buckets = max(ceil(whole / (run.parallel.bucket_mib * MIB)), 1)
-    if run.parallel.data in REPLICAS:
-        pulls = 0 if run.settings.server.average else PULLS * held.numel / network.seat.bandwidth
-        return (network.seconds("all_reduce", whole, data) + pulls) / run.settings.server.period
+    if run.parallel.data in APART:
+        return _apart(run, held, network, data)
     if run.parallel.data not in SHARDED:
         return buckets * network.seconds("all_reduce", whole / buckets, data)
     sharers = sharers_of(run)
@@ -102,6 +102,19 @@ def _gradients(run: PlannedRun, held: Held, network: Network, data: Group) -> fl
         others = replace(data, size=data.nodes, local=1)
         found += buckets * network.seconds("all_reduce", whole / buckets / sharers.size, others) * sharers.size
     return found
+
+
+def _apart(run: PlannedRun, held: Held, network: Network, data: Group) -> float:
+    """Return the seconds of what workers exchange that keep their gradients to themselves."""
+    server, whole = run.settings.server, gradient_bytes(run) * held.numel
+    if run.parallel.data == "hogwild":
+        return 0.0 if data.nodes == 1 else network.message(whole, crosses=True) * (data.nodes - 1)
+    passes = SERVED if run.parallel.data == "server" else 0 if server.average else PULLS
+    seconds = passes * held.numel / network.seat.bandwidth
+    if run.parallel.data == "server" or at_own_pace(server, run.parallel):
+        away = whole * (data.nodes - 1) / data.nodes  # read, and written back
+        return (seconds + (2 * network.message(away, crosses=True) if data.nodes > 1 else 0.0)) / server.period
+    return (seconds + network.seconds("all_reduce", whole, data)) / server.period
 
 
 def _gather(run: PlannedRun, held: Held, network: Network, data: Group) -> float:

@@ -14,7 +14,7 @@ from hpctrain.errors import UsageError
 from hpctrain.parallel.materialise import materialise
 from hpctrain.parallel.offload.check import check, tell_what_is_gained
 from hpctrain.parallel.offload.settings import OffloadSettings
-from hpctrain.parallel.server.settings import ServerSettings
+from hpctrain.parallel.server.settings import ServerSettings, at_own_pace
 from hpctrain.parallel.server.settings import check as check_server
 from hpctrain.parallel.settings import SHARDED, ParallelSettings
 from hpctrain.parallel.strategy import Strategy
@@ -80,8 +80,16 @@ def _attach(
         from hpctrain.parallel.dp import ThreadedDataParallel
 
         return ThreadedDataParallel(model, comm)
+    if settings.data == "server":
+        from hpctrain.parallel.server.server import ParameterServer
+
+        return ParameterServer(model, comm, server)
+    if settings.data == "hogwild":
+        from hpctrain.parallel.server.hogwild import Hogwild
+
+        return Hogwild(model, comm, server)
     if settings.data == "easgd":
-        if server.mode != "synchronous":
+        if at_own_pace(server, settings):
             from hpctrain.parallel.server.apart import ElasticAveragingApart
 
             return ElasticAveragingApart(model, comm, server)

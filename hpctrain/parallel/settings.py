@@ -19,7 +19,7 @@ class ParallelSettings:
     # The strategy of the data axis. ddp: every rank holds the whole model; zero1: the optimizer's states are split over
     # the ranks; zero2: gradients too; fsdp: parameters too (ZeRO 3); dp: torch's DataParallel, one process, many GPUs;
     # easgd: every rank trains a replica of its own, held together by a centre (section server).
-    data: Literal["ddp", "zero1", "zero2", "fsdp", "dp", "easgd"] = "ddp"
+    data: Literal["ddp", "zero1", "zero2", "fsdp", "dp", "easgd", "server", "hogwild"] = "ddp"
     # Split over all ranks, or only inside each node, with a replica on every node.
     shard_within: Literal["world", "node"] = "world"
     # Stages that the model's layers are cut into, each on other ranks; and ranks that split its matrices. What is left

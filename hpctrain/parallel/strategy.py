@@ -29,6 +29,7 @@ class Strategy(ABC):
     place = ""  # where in a mesh this rank is
     _syncing = True  # whether backward passes are reduced
     loose = False  # whether ranks make steps at their own pace between evaluations and checkpoints
+    works = True  # whether this rank computes
     updates_itself = False  # whether an update of the optimizer that is under way is one of the strategy's own
 
     @property

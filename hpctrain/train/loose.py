@@ -29,8 +29,9 @@ _NUMBER = 1 << 40
 class LooseExchange:
     """Average what neighbours have logged last, and agree on the step after which all stop or save."""
 
-    def __init__(self, comm: Communicator) -> None:
+    def __init__(self, comm: Communicator, *, works: bool = True) -> None:
         self._comm = comm
+        self._works = works  # what a rank logs that does not work counts for nothing
         self._board = expose(comm.transport, 1 + LOGGED, torch.float64, _WORDS)
         self._decided = 0  # holds that this rank has seen
         self._until, self._flags = 0, 0  # of the decision that is not carried out yet
@@ -66,7 +67,7 @@ class LooseExchange:
     def _averages(self, logged: Mapping[str, float]) -> dict[str, float]:
         """Return the means over the ranks of this node that have logged the same names."""
         names = sorted(logged)
-        row = torch.tensor([_mark(names), *(logged[name] for name in names)], dtype=torch.float64)
+        row = torch.tensor([_mark(names) * self._works, *(logged[name] for name in names)], dtype=torch.float64)
         self._board.put(self._comm.rank, row)
         views = [self._board.view(rank) for rank in range(self._comm.size)]
         rows = [one[: row.numel()].clone() for one in views if one is not None]

@@ -21,7 +21,7 @@ from hpctrain.errors import SettingsError, UsageError
 from hpctrain.log import logger
 from hpctrain.models.build import build
 from hpctrain.parallel.plan import generator_number, microbatches_for, shape_of
-from hpctrain.parallel.server.settings import REPLICAS
+from hpctrain.parallel.server.settings import at_own_pace
 from hpctrain.parallel.settings import SHARDED
 from hpctrain.settings import to_toml, to_tree
 from hpctrain.train import optimizer as optimizers
@@ -156,10 +156,14 @@ def seed_generators(seed: int) -> None:
 def check_sizes(settings: Settings, ranks: int) -> Shape:
     """Return the mesh of the ranks; raise what is wrong with their number, and with the batch for it."""
     shape = shape_of(settings.parallel, ranks)
-    train = settings.train
-    if settings.parallel.data in REPLICAS and settings.server.mode != "synchronous" and settings.checkpoint.background:
+    train, idle = settings.train, settings.server.ranks
+    if idle >= ranks:
+        raise SettingsError(
+            f"setting server.ranks = {idle}: of {ranks} rank{'s' if ranks > 1 else ''} at least one must work"
+        )
+    if at_own_pace(settings.server, settings.parallel) and settings.checkpoint.background:
         raise UsageError("checkpoint.background: workers at their own pace write at once")
-    check_batch(train.batch, shape.data, train.accumulate)
+    check_batch(train.batch, shape.data - idle, train.accumulate)
     if shape.pipe > 1:
         microbatches_for(settings.parallel, train.batch // shape.data // train.accumulate)
         if settings.parallel.schedule == "pipedream" and train.accumulate > 1:

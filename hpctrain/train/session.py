@@ -94,7 +94,7 @@ class Run:
         )
         self.stopped_by: str | None = None
         self._log = StepLog()
-        self._exchange = LooseExchange(job.comm) if strategy.loose else StepExchange(job.comm)
+        self._exchange = LooseExchange(job.comm, works=strategy.works) if strategy.loose else StepExchange(job.comm)
         self._fresh_rng = rng.capture_rng()
         self._begun: tuple[float, float] | None = None  # when the present step began, and what was waited before
         self._updated = False  # by the present step

@@ -39,6 +39,8 @@ MORE: dict[str, dict[str, Any]] = {
     "ddp, accumulating": {"accumulate": 2},
     "zero2, accumulating": {"data": "zero2", "accumulate": 2},
     "easgd": {"data": "easgd"},
+    "server": {"data": "server"},
+    "hogwild": {"data": "hogwild"},
     "gpipe": {**PIPE, "schedule": "gpipe"},
     "interleaved": {**PIPE, "schedule": "interleaved"},
     "zb-h1": {**PIPE, "schedule": "zb-h1"},

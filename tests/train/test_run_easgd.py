@@ -33,12 +33,22 @@ def test_a_run_that_stopped_goes_on_bit_for_bit(leg: Legs, project: Path) -> Non
     assert rows[-1]["centre_distance"] > 0 and 0 < rows[-1]["validation_loss"] < 6
 
 
-@pytest.mark.parametrize("mode", ["asynchronous", "round-robin"])
+APART = {
+    "asynchronous": ["server.mode=asynchronous"],
+    "round-robin": ["server.mode=round-robin"],
+    "server": ["parallel.data=server"],
+    "locked": ["parallel.data=server", "server.lock=true", "server.max_staleness=4"],
+    "served": ["parallel.data=server", "server.ranks=1"],
+    "hogwild": ["parallel.data=hogwild"],
+}
+
+
+@pytest.mark.parametrize("mode", APART)
 def test_workers_at_their_own_pace_meet_to_save_and_to_stop(leg: Legs, project: Path, mode: str) -> None:
     """One rank is told to stop: all save after the same step, and go on from there."""
-    words = [*EASGD, f"server.mode={mode}", "train.steps=12", "train.evaluate_every=4", "checkpoint.every=5"]
+    words = [*EASGD, *APART[mode], "train.steps=12", "train.evaluate_every=4", "checkpoint.every=5"]
     with pytest.MonkeyPatch.context() as patch:
-        if leg.comm.rank == leg.comm.size - 1:
+        if leg.comm.rank == (0 if mode == "served" else leg.comm.size - 1):
             patch.setattr(leg.model, "forward", signalling(leg.model.forward, 6))
         with pytest.raises(SystemExit, match="75"):
             leg("ddp", mode, *words)
@@ -46,14 +56,19 @@ def test_workers_at_their_own_pace_meet_to_save_and_to_stop(leg: Legs, project: 
     assert 6 <= rows[-1]["step"] < 12
     rows = leg("ddp", mode, *words)
     assert len(losses(rows)) == 12 and rows[11]["loss"] < rows[0]["loss"]
-    assert [row["step"] for row in rows if "centre_distance" in row] == [4, 8, 12]
+    assert [row["step"] for row in rows if "validation_loss" in row] == [4, 8, 12]
     with h5py.File(project / mode / "checkpoints/step_00000012.h5") as file:
-        assert len(file["workers"]) == leg.comm.size
+        served = "parallel.data=server" in APART[mode]
+        assert "optimizer" in file if served else len(file["workers"]) == leg.comm.size
+    start = [f"train.start_from={mode}/checkpoints/step_00000012.h5", "optimizer.learning_rate=0", "train.steps=1"]
+    loaded = leg("ddp", f"{mode}_loaded", *start, "parallel.data=ddp")
+    assert loaded[-1]["validation_loss"] == pytest.approx(rows[-1]["validation_loss"], rel=1e-6)
 
 
-def test_what_takes_all_ranks_between_meetings_is_refused(leg: Legs) -> None:
+@pytest.mark.parametrize("mode", ["asynchronous", "server", "hogwild"])
+def test_what_takes_all_ranks_between_meetings_is_refused(leg: Legs, mode: str) -> None:
     with pytest.raises(UsageError, match="checkpoint.background: workers at their own pace write at once"):
-        leg("ddp", "refused", *EASGD, "server.mode=asynchronous", "checkpoint.background=true", "train.steps=2")
+        leg("ddp", "refused", *EASGD, *APART[mode], "checkpoint.background=true", "train.steps=2")
 
 
 def test_the_centre_is_what_others_load(leg: Legs, project: Path) -> None:

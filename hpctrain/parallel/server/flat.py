@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 
@@ -12,8 +14,10 @@ from hpctrain.parallel.strategy import trainable
 class Flat:
     """Hold the parameters that a model trains as one vector, ``values``; the model's own become views of it."""
 
-    def __init__(self, model: nn.Module) -> None:
-        named = trainable(model)
+    def __init__(self, model: nn.Module, order: Sequence[nn.Parameter] = ()) -> None:
+        """Lay them in an ``order``, or as the model names them."""
+        rank = {parameter: number for number, parameter in enumerate(order)}
+        named = sorted(trainable(model), key=lambda item: rank.get(item[1], 0))
         if not named:
             raise UsageError("the model has no parameter that requires a gradient", everywhere=True)
         first = named[0][1]
@@ -26,12 +30,21 @@ class Flat:
                 )
         total = sum(parameter.numel() for _, parameter in named)
         self.values = torch.empty(total, dtype=first.dtype, device=first.device)
+        self.places: list[slice] = []
+        self._parameters = [parameter for _, parameter in named]
         at = 0
         for _, parameter in named:
-            view = self.values[at : at + parameter.numel()].view(parameter.shape)
+            self.places.append(slice(at, at + parameter.numel()))
+            view = self.values[self.places[-1]].view(parameter.shape)
             view.copy_(parameter.data)
             parameter.data = view
             at += parameter.numel()
+
+    def move_to(self, values: Tensor) -> None:
+        """Let the parameters be views of another vector, which holds their values already."""
+        self.values = values
+        for parameter, place in zip(self._parameters, self.places):
+            parameter.data = values[place].view(parameter.shape)
 
     def host(self) -> Tensor:
         """Return the values in the host's memory: themselves, where they lie there."""

@@ -10,16 +10,25 @@ from hpctrain.errors import SettingsError
 from hpctrain.parallel.offload.settings import OffloadSettings
 from hpctrain.parallel.settings import ParallelSettings
 
-REPLICAS = ("easgd",)  # parallel.data: strategies under which ranks hold different parameters
+APART = ("easgd", "server", "hogwild")  # parallel.data: strategies under which every worker makes its own updates
+_OF = {"mode": ("easgd", "server"), "lock": ("server",), "max_staleness": ("server",), "ranks": ("server",)}
+_OF |= {"period": ("easgd",), "rho": ("easgd",), "average": ("easgd",)}
 
 
 @dataclass(frozen=True)
 class ServerSettings:
-    """Say how workers and the centre exchange what they have learnt (parallel.data = "easgd")."""
+    """Say how workers exchange what they have learnt (parallel.data = "server", "hogwild", "easgd")."""
 
     # All workers exchange together (synchronous), each with the centre at its own pace (asynchronous), or each when it
-    # is its turn (round-robin), as in the first version of the method.
-    mode: Literal["synchronous", "asynchronous", "round-robin"] = "synchronous"
+    # is its turn (round-robin, easgd), as in the first version of the method; auto: synchronous for easgd, asynchronous
+    # for server.
+    mode: Literal["auto", "synchronous", "asynchronous", "round-robin"] = "auto"
+    # server: one worker at a time at each piece of the parameters; without, updates may overtake each other.
+    lock: bool = False
+    # server: updates of others that may come between a worker's reading and its own; 0: any number.
+    max_staleness: int = 0
+    # server: ranks that do nothing but hold the parameters; 0: every worker holds a piece.
+    ranks: int = 0
     # Steps of its own that a worker makes from one exchange to the next.
     period: int = 1
     # How strongly workers and centre pull at each other: by learning rate x rho of what lies between them; 0: so that
@@ -33,7 +42,10 @@ class ServerSettings:
             raise SettingsError(f"setting server.period = {self.period}: must be at least 1")
         if not 0 <= self.rho < math.inf:
             raise SettingsError(f"setting server.rho = {self.rho}: must be a number from 0 on")
-        if self.average and self.mode != "synchronous":
+        for name in ("max_staleness", "ranks"):
+            if getattr(self, name) < 0:
+                raise SettingsError(f"setting server.{name} = {getattr(self, name)}: must not be negative")
+        if self.average and self.mode not in ("auto", "synchronous"):
             raise SettingsError(
                 f'setting server.mode = "{self.mode}": an average is one of all workers; leave server.average out'
             )
@@ -43,14 +55,27 @@ class ServerSettings:
             )
 
 
+def at_own_pace(settings: ServerSettings, parallel: ParallelSettings) -> bool:
+    """Tell whether workers make their steps without waiting for each other."""
+    if parallel.data == "easgd":
+        return settings.mode not in ("auto", "synchronous")
+    return parallel.data == "hogwild" or parallel.data == "server" and settings.mode != "synchronous"
+
+
 def check(settings: ServerSettings, parallel: ParallelSettings, offload: OffloadSettings) -> None:
     """Raise ``SettingsError`` for what workers with replicas of their own cannot do, or what is for them alone."""
-    if parallel.data not in REPLICAS:
-        if settings != ServerSettings():
+    for name, strategies in _OF.items():
+        if getattr(settings, name) != getattr(ServerSettings(), name) and parallel.data not in strategies:
             raise SettingsError(
-                f'section [server]: is for parallel.data = {", ".join(REPLICAS)}, not "{parallel.data}"'
+                f"setting server.{name} = {getattr(settings, name)!r}: is for parallel.data = "
+                f'{", ".join(strategies)}, not "{parallel.data}"'
             )
+    if parallel.data not in APART:
         return
+    if parallel.data == "server" and settings.mode == "round-robin":
+        raise SettingsError('setting server.mode = "round-robin": is for parallel.data = easgd; see server.lock')
+    if parallel.data == "server" and settings.mode == "synchronous" and (settings.ranks or settings.max_staleness):
+        raise SettingsError('setting server.mode = "synchronous": all workers hold a piece, and no update is stale')
     chosen = f'parallel.data = "{parallel.data}"'
     for name in ("pipe", "tensor"):
         if getattr(parallel, name) > 1:
