@@ -30,6 +30,7 @@ examples:
   hpctrain job slurm jobs/gpt-tiny.toml --time 01:00:00 --sweep train.seed=1,2,3 --at-once 2      a job array
   hpctrain job pbs big.toml --profile polaris --nodes 2 --time 01:00:00 --account A --queue prod
   hpctrain job slurm train.py --folder runs/a --nodes 2 --time 04:00:00 -- --rate 0.1        a program of your own
+  hpctrain job slurm big.toml --nodes 64 --time 12:00:00 --preflight    only if no node is slow (hpctrain doctor)
   hpctrain job check my.sbatch                                          directives as strict as their manuals
   hpctrain job profiles
 
@@ -46,6 +47,7 @@ examples:
 What stands behind -- goes to the program. hpctrain job --help says how the script lives.
 """
 _DEFAULTS = {"slurm": "generic-slurm", "pbs": "generic-pbs"}
+_PREFLIGHT = 30  # seconds, as hpctrain doctor --preflight takes
 _LONGEST_NAME = 15  # characters of a job's name that every PBS takes
 
 
@@ -144,6 +146,8 @@ def _add_coming_back(parser: argparse.ArgumentParser) -> None:
         ("--retries", 2, "of these, how often in a row without a new checkpoint"),
     ):
         group.add_argument(option, type=int, default=default, metavar="N", help=f"{meaning} (default: %(default)s)")
+    measured = f"measure the nodes before each start, for {_PREFLIGHT} s or so many, and leave if one is slow"
+    group.add_argument("--preflight", type=int, nargs="?", const=_PREFLIGHT, default=0, metavar="SECONDS", help=measured)
 
 
 def script_of(args: argparse.Namespace) -> tuple[str, Request, Profile]:
@@ -195,7 +199,7 @@ def _request(args: argparse.Namespace, profile: Profile) -> Request:
 
 _ALIKE = (
     *("account", "partition", "qos", "reservation", "constraint", "exclude", "memory", "container"),
-    *("at_once", "margin", "restarts", "retries"),
+    *("at_once", "margin", "restarts", "retries", "preflight"),
 )
 
 

@@ -20,6 +20,21 @@ def launcher(request: Request, profile: Profile) -> Words:
 def program(request: Request, profile: Profile) -> Words:
     """Return what every rank runs, in its container where there is one."""
     words = _own_program(request, profile) if request.is_program else _PROGRAMS[request.template](request)
+    return _contained(request, profile, words)
+
+
+def preflight(request: Request, profile: Profile) -> Words | None:
+    """Return what every rank runs before that, to find nodes that hold the others up; None where nobody asks for it."""
+    if not request.preflight:
+        return None
+    folder = Raw('"$folder"')
+    found = ["--folder", folder, "--output", Raw(f"{folder}/preflight.json")]
+    words = ["hpctrain", "doctor", "--preflight", "--strict", "--seconds", str(request.preflight), *found]
+    return _contained(request, profile, words)
+
+
+def _contained(request: Request, profile: Profile, words: Words) -> Words:
+    """Return a command as it runs in the job's container, where there is one."""
     if request.container:
         return [profile.container_program, "exec", *_words(profile.container_options), request.container, *words]
     return words

@@ -9,7 +9,7 @@ from typing import Any
 from hpctrain.errors import UsageError
 from hpctrain.launch import pbs, slurm
 from hpctrain.launch.check import problems
-from hpctrain.launch.command import launcher, program
+from hpctrain.launch.command import launcher, preflight, program
 from hpctrain.launch.profile import Profile
 from hpctrain.launch.request import FOLDER, Request
 from hpctrain.launch.template import Raw, Value, fill, join, read_template
@@ -70,6 +70,7 @@ def _shared(request: Request, profile: Profile) -> dict[str, Value]:
         "retries": request.retries,
         "cases": _cases(request) or None,
         "launcher": launcher(request, profile),
+        "preflight": preflight(request, profile),
         "program": program(request, profile),
     }
 

@@ -65,6 +65,8 @@ class Request:
     # How often the job may come back in all, and how often in a row without a new checkpoint.
     restarts: int = 20
     retries: int = 2
+    # Seconds for which nodes are measured before each start; 0: not at all.
+    preflight: int = 0
 
     def __post_init__(self) -> None:
         self._check_texts()
@@ -111,6 +113,8 @@ class Request:
             check_number(name, getattr(self, name), least, most)
         if len(self.sweep) > LARGEST_ARRAY - 1:
             raise UsageError(f"sweep has {len(self.sweep)} tasks: at most {LARGEST_ARRAY - 1} are allowed in one array")
+        if self.preflight and self.template == "benchmark":
+            raise UsageError("preflight: a benchmark measures by itself; leave it out, or see hpctrain doctor --preflight")
         if self.template != "benchmark" and self.walltime <= self.margin + EARLY:
             raise UsageError(
                 f"time = {self.time}: the run is told to save {self.margin} s before the end, or up to {EARLY} s "
@@ -159,6 +163,7 @@ _NUMBERS = {
     "margin": (10, 86400),
     "restarts": (0, 10000),
     "retries": (0, 100),
+    "preflight": (0, 3600),
 }
 
 

@@ -48,6 +48,8 @@ def every_script() -> dict[str, str]:
     sweeps = {"train": (), "benchmark": (), "array": combine(["train.seed=1,2", "data.files=[\"a b\"],[\"c'd\"]"])}
     for (name, profile), template, asked in product(PROFILES.items(), sweeps, ("least", "most")):
         request = replace({"least": LEAST, "most": MOST}[asked], template=template, sweep=sweeps[template])
+        if asked == "most" and template != "benchmark":
+            request = replace(request, preflight=60)
         found[f"{name} {template} {asked}"] = render(request, profile)
     return found
 
@@ -132,6 +134,21 @@ def test_launchers(launcher: str, command: str, signal: str) -> None:
     assert command in script.splitlines()
     # To the steps where there is one; else to the script, which passes it on.
     assert f"#SBATCH --signal={signal}" in script.splitlines()
+
+
+@pytest.mark.parametrize("name", ["generic-slurm", "generic-pbs"])
+def test_nodes_are_measured_by_the_ranks_that_train(name: str) -> None:
+    """Before anything that a signal or a crash would bring back, and in the container of the run."""
+    request = replace(LEAST, nodes=2, preflight=60, container="image.sif")
+    script = render(request, replace(PROFILES[name], container_program="apptainer"))
+    measures, trains = (script.index(word) for word in ("hpctrain doctor --preflight", "hpctrain train"))
+    assert measures < script.index("trap pass_on USR1") < trains
+    (line,) = lines(script, "--preflight")
+    assert "apptainer exec image.sif hpctrain doctor --preflight --strict --seconds 60" in line
+    assert "|| exit #" in line and line.split()[0] in script[script.index("trap pass_on") : trains]
+    assert "doctor" not in render(LEAST, PROFILES[name])
+    with pytest.raises(UsageError, match="preflight: a benchmark measures by itself"):
+        replace(request, template="benchmark")
 
 
 def test_open_mpi_is_told_the_nodes_of_pbs() -> None:

@@ -136,7 +136,7 @@ def _check_type(
 def _check_trap(script: str, start: Start) -> Iterator[Finding]:
     """Yield whether a signal that the script catches reaches it before the ranks have ended."""
     caught = re.search(r"^\s*trap\s+(?!-).*\b(USR1|USR2|TERM|SIGUSR1|SIGUSR2|SIGTERM)\b", script, re.MULTILINE)
-    if caught and not start.behind:
+    if caught and not start.behind and script.count("\n", 0, caught.start(1)) < start.line:
         yield warning(
             "script",
             f"line {start.line}: {start.launcher} runs in the foreground, and the script has a trap for {caught[1]}",

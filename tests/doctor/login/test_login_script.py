@@ -69,6 +69,7 @@ def test_a_trap_that_waits_for_the_foreground(launcher: str) -> None:
     assert only(check(f"{text}\n", mpi(), OLD, {})).found.endswith("the script has a trap for USR1")
     assert told(check(f"{text} &\nwait\n", mpi(), OLD, {})) == []
     assert told(check(f"{HEAD}trap - USR1\n{launcher}\n", mpi(), OLD, {})) == []
+    assert told(check(f"{HEAD}{launcher}\ntrap 'echo saved' USR1\n", mpi(), OLD, {})) == []  # set when it has ended
 
 
 def test_directives_are_checked() -> None:
