@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from hpctrain.cli.job_options import add_scheduler
 from hpctrain.cli.words import WordsParser
 from hpctrain.errors import EXIT_FAILURE, UsageError
 from hpctrain.launch import profile as profiles
@@ -17,7 +17,7 @@ from hpctrain.launch.check import problems
 from hpctrain.launch.modulefile import venv_of
 from hpctrain.launch.profile import Profile
 from hpctrain.launch.render import render, script_path
-from hpctrain.launch.request import PROGRAM, TEMPLATES, Request, Template, run_folder
+from hpctrain.launch.request import PROGRAM, Request, Template, run_folder
 from hpctrain.launch.sweep import combine
 from hpctrain.launch.wheels import srun_type
 from hpctrain.settings import assign, read_toml
@@ -37,17 +37,7 @@ examples:
 The script saves before the time is over and comes back, at most --restarts times, and --retries times in a row without
 a new checkpoint. hpctrain submit takes the same words and submits it.
 """
-_EPILOG_OF_EACH = """\
-examples:
-  %(prog)s jobs/gpt-tiny.toml --nodes 2 --ranks-per-node 4 --time 04:00:00 --account A
-  %(prog)s jobs/gpt-tiny.toml --time 04:00:00 --set train.steps=5000 --set run.folder=runs/long
-  %(prog)s jobs/gpt-tiny.toml --time 01:00:00 --sweep train.seed=1,2,3
-  %(prog)s train.py --folder runs/a --nodes 2 --time 04:00:00 -- --rate 0.1
-
-What stands behind -- goes to the program. hpctrain job --help says how the script lives.
-"""
 _DEFAULTS = {"slurm": "generic-slurm", "pbs": "generic-pbs"}
-_PREFLIGHT = 30  # seconds, as hpctrain doctor --preflight takes
 _LONGEST_NAME = 15  # characters of a job's name that every PBS takes
 
 
@@ -77,77 +67,6 @@ def run(args: argparse.Namespace) -> int:
     """Carry out the action; return the exit code."""
     code: int = args.run_action(args)
     return code
-
-
-def add_scheduler(
-    actions: Any, scheduler: str, summary: str, run_action: Callable[[argparse.Namespace], int]
-) -> argparse.ArgumentParser:
-    """Add an action for one scheduler, with all that a job may ask for."""
-    parser: argparse.ArgumentParser = actions.add_parser(
-        scheduler,
-        help=summary,
-        description=f"{summary[0].upper()}{summary[1:]}.",
-        epilog=_EPILOG_OF_EACH,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.set_defaults(scheduler=scheduler, run_action=run_action)
-    what = "the run's settings; or a program of your own, PROGRAM.py, its arguments behind --"
-    parser.add_argument("config", nargs="?", metavar="CONFIG.toml", help=what)
-    _add_run(parser)
-    _add_resources(parser, scheduler)
-    _add_coming_back(parser)
-    return parser
-
-
-def _add_run(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("what runs")
-    group.add_argument("--template", choices=TEMPLATES, help="train (default), benchmark, or array (with --sweep)")
-    setting, values = "SECTION.KEY=VALUE", "SECTION.KEY=V1,V2,..."
-    told = "the run's folder; a program gives the same to job.run(checkpoints=...) (default: the config's run.folder)"
-    group.add_argument("--folder", metavar="FOLDER", help=told)
-    group.add_argument("--set", dest="settings", metavar=setting, action="append", default=[], help="change a setting")
-    group.add_argument("--sweep", metavar=values, action="append", default=[], help="an array with a task for each")
-    group.add_argument("--at-once", type=int, default=0, metavar="N", help="tasks of an array at a time (default: all)")
-    group.add_argument("--profile", metavar="NAME", help="of a site; or a path (default: $HPCTRAIN_PROFILE, generic)")
-    group.add_argument("--venv", metavar="FOLDER", help="a virtual environment, or none (default: this one)")
-    group.add_argument("--container", default="", metavar="IMAGE", help="run in this container, or in none")
-    more = "(again for more)"
-    group.add_argument("--module", dest="modules", metavar="NAME", action="append", default=[], help=f"load it {more}")
-    group.add_argument("--env", metavar="NAME=VALUE", action="append", default=[], help=f"set a variable {more}")
-
-
-def _add_resources(parser: argparse.ArgumentParser, scheduler: str) -> None:
-    group = parser.add_argument_group("what it asks for")
-    group.add_argument("--time", metavar="HH:MM:SS", help="walltime; also D-HH:MM:SS")
-    group.add_argument("--nodes", type=int, default=1, metavar="N", help="(default: %(default)s)")
-    group.add_argument("--ranks-per-node", type=int, metavar="N", help="(default: the profile's, else one a GPU)")
-    group.add_argument("--gpus-per-node", type=int, metavar="N", help="(default: the profile's)")
-    group.add_argument("--cpus-per-rank", type=int, metavar="N", help="cores (default: the profile's)")
-    group.add_argument("--memory", default="", metavar="SIZE", help="of a node, as in 200G")
-    group.add_argument("--account", default="", metavar="NAME")
-    group.add_argument("--partition", "--queue", default="", metavar="NAME")
-    if scheduler == "slurm":
-        group.add_argument("--qos", default="", metavar="NAME")
-        group.add_argument("--reservation", default="", metavar="NAME")
-        group.add_argument("--constraint", default="", metavar="FEATURES")
-        group.add_argument("--exclude", default="", metavar="NODES", help="nodes to leave out, as in n[3,7]")
-    group.add_argument("--name", metavar="NAME", help="the job's (default: that of the config)")
-    group.add_argument(
-        "--directive", dest="directives", metavar="TEXT", action="append", default=[], help="as in --directive=--hold"
-    )
-
-
-def _add_coming_back(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("how it ends and comes back")
-    for option, default, meaning in (
-        ("--margin", 300, "seconds before the end at which the run is told to save"),
-        ("--restarts", 20, "how often the job may come back"),
-        ("--retries", 2, "of these, how often in a row without a new checkpoint"),
-    ):
-        group.add_argument(option, type=int, default=default, metavar="N", help=f"{meaning} (default: %(default)s)")
-    measured = f"measure the nodes before each start, for {_PREFLIGHT} s or so many, and leave if one is slow"
-    group.add_argument("--preflight", type=int, nargs="?", const=_PREFLIGHT, default=0, metavar="SECONDS", help=measured)
 
 
 def script_of(args: argparse.Namespace) -> tuple[str, Request, Profile]:

@@ -7,7 +7,8 @@ import json
 import sys
 from typing import Any
 
-from hpctrain.cli.job import add_scheduler, script_of
+from hpctrain.cli.job import script_of
+from hpctrain.cli.job_options import add_scheduler
 from hpctrain.cli.words import WordsParser
 from hpctrain.launch.submit import NAME, submit
 

@@ -114,7 +114,7 @@ class Request:
         if len(self.sweep) > LARGEST_ARRAY - 1:
             raise UsageError(f"sweep has {len(self.sweep)} tasks: at most {LARGEST_ARRAY - 1} are allowed in one array")
         if self.preflight and self.template == "benchmark":
-            raise UsageError("preflight: a benchmark measures by itself; leave it out, or see hpctrain doctor --preflight")
+            raise UsageError("preflight: a benchmark measures by itself; leave preflight out")
         if self.template != "benchmark" and self.walltime <= self.margin + EARLY:
             raise UsageError(
                 f"time = {self.time}: the run is told to save {self.margin} s before the end, or up to {EARLY} s "
