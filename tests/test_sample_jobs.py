@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,10 +14,11 @@ from hpctrain.train.settings import load
 
 SAMPLES = sorted((Path(__file__).parent.parent / "jobs").glob("*.toml"))
 BYTES = 256
+IMAGES: dict[str, Any] = {"input_shape": (8, 8), "outputs": 10}
 
 
 def test_there_are_samples() -> None:
-    assert {"gpt-tiny.toml", "gpt-fsdp.toml", "gpt-mesh.toml"} <= {path.name for path in SAMPLES}
+    assert {"gpt-tiny.toml", "gpt-fsdp.toml", "gpt-mesh.toml", "digits.toml"} <= {path.name for path in SAMPLES}
 
 
 @pytest.mark.parametrize("path", SAMPLES, ids=lambda path: path.name)
@@ -25,7 +27,9 @@ def test_a_sample_makes_a_run(path: Path) -> None:
     assert settings.run.folder == f"runs/{path.stem}" and settings.data.files
     assert f"hpctrain train jobs/{path.name}" in path.read_text(encoding="utf-8")
     with torch.device("meta"):
-        model = build(settings.model, vocab_size=BYTES)
+        images = settings.data.format == "arrays"
+        model = build(settings.model, **(IMAGES if images else {"vocab_size": BYTES}))
     units = find_units(model, settings.parallel.units)
-    assert len(units) > 1 and sum(len(unit.parameters) for unit in units) == len(list(model.parameters()))
+    assert len(units) > 1 or images  # a convnet of two layers is one
+    assert sum(len(unit.parameters) for unit in units) == len(list(model.parameters()))
     assert settings.train.steps % settings.checkpoint.every == 0 and settings.train.batch % 4 == 0

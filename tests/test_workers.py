@@ -18,8 +18,8 @@ def session(tmp_path: Path, launch: Any) -> Sessions:
     return Sessions(tmp_path / "project", launch)
 
 
-@pytest.mark.parametrize("cores, workers", [(1, 2), (2, 2), (3, 3), (4, 4), (64, 4)])
-def test_as_many_workers_as_cores_but_two_to_four(monkeypatch: pytest.MonkeyPatch, cores: int, workers: int) -> None:
+@pytest.mark.parametrize("cores, workers", [(1, 3), (2, 3), (3, 3), (4, 4), (64, 4)])
+def test_as_many_workers_as_cores_but_three_to_four(monkeypatch: pytest.MonkeyPatch, cores: int, workers: int) -> None:
     monkeypatch.setattr("support.workers.os.sched_getaffinity", lambda pid: set(range(cores)))
     assert how_many() == workers
 

@@ -17,6 +17,8 @@ from hpctrain.parallel.objective import Objective
 from hpctrain.parallel.pipeline.skip import carrying
 from hpctrain.shard import Split
 
+Figures = Mapping[str, float | list[int]]  # numbers by name; a list is a histogram
+
 
 class Strategy(ABC):
     """Be attached to a module by hooks, and be asked only for what depends on how the ranks share the work.
@@ -30,6 +32,7 @@ class Strategy(ABC):
     _syncing = True  # whether backward passes are reduced
     loose = False  # whether ranks make steps at their own pace between evaluations and checkpoints
     works = True  # whether this rank computes
+    met = 0  # meetings that this rank has been to
     updates_itself = False  # whether an update of the optimizer that is under way is one of the strategy's own
 
     @property
@@ -147,7 +150,7 @@ class Strategy(ABC):
         """
         yield
 
-    def figures(self) -> Mapping[str, float]:
+    def figures(self) -> Figures:
         """Return numbers of all ranks together that are worth a curve; a call by all of them."""
         return {}
 
@@ -188,8 +191,21 @@ def clip_whole_gradients(model: nn.Module, max_norm: float) -> Tensor:
     Where the norm is not finite they stay as they are: scaling would spread NaN over all of them, and hide where it
     came from.
     """
-    parameters = [parameter for _, parameter in trainable(model) if parameter.grad is not None]
-    norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in parameters if parameter.grad is not None])
+    dense = [parameter for _, parameter in trainable(model) if parameter.grad is not None]
+    sparse = []
+    for parameter in list(dense):
+        if parameter.grad is not None and parameter.grad.is_sparse:
+            parameter.grad = parameter.grad.coalesce()  # a row may have been looked up more than once
+            sparse.append(numbers(parameter.grad))
+            dense = [one for one in dense if one is not parameter]
+    norm = torch.nn.utils.get_total_norm([*(one.grad for one in dense if one.grad is not None), *sparse])
     if math.isfinite(max_norm) and bool(torch.isfinite(norm)):
-        torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+        torch.nn.utils.clip_grads_with_norm_(dense, max_norm, norm)
+        for values in sparse:
+            values.mul_(torch.clamp(max_norm / (norm + 1e-6), max=1.0).to(values.device))  # as that does
     return norm
+
+
+def numbers(gradient: Tensor) -> Tensor:
+    """Return the numbers of a gradient, each once: of a sparse one those of the rows that it has."""
+    return gradient.coalesce().values() if gradient.is_sparse else gradient

@@ -31,17 +31,17 @@ class StepLog:
 
     def __init__(self) -> None:
         self.averaged: dict[str, float] = {}
-        self.same: dict[str, float] = {}
+        self.same: dict[str, float | list[float]] = {}
 
-    def note(self, averaged: Mapping[str, float | Tensor], same: Mapping[str, float]) -> None:
-        """Add numbers; a name noted again has its last value."""
+    def note(self, averaged: Mapping[str, float | Tensor], same: Mapping[str, float | Sequence[float]]) -> None:
+        """Add numbers, or lists of them that are the ``same``; a name noted again has its last value."""
         if "step" in averaged or "step" in same:
             raise UsageError("cannot log a number called step: that is what the run counts")
         if len({*self.averaged, *averaged}) > LOGGED:
             raise UsageError(f"a step can log {LOGGED} averaged numbers, not {len({*self.averaged, *averaged})}")
         for name, value in averaged.items():
             self.averaged[name] = float(value.detach() if isinstance(value, Tensor) else value)
-        self.same.update(same)
+        self.same.update({name: list(one) if isinstance(one, Sequence) else one for name, one in same.items()})
 
     def clear(self) -> None:
         """Begin a new step."""

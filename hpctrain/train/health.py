@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from hpctrain.collectives.communicator import Communicator
 from hpctrain.errors import NonFiniteError, SettingsError
 from hpctrain.log import logger
-from hpctrain.parallel.strategy import Strategy, trainable
+from hpctrain.parallel.strategy import Strategy, numbers, trainable
 from hpctrain.transport.single import SingleTransport
 
 Policy = Literal["abort", "skip", "rollback"]
@@ -100,7 +100,7 @@ class Health:
             if not bool(torch.isfinite(parameter).all()):
                 yield f"the parameter {name} is not finite"
         for name, gradient in gradients:
-            if not bool(torch.isfinite(gradient).all()):
+            if not bool(torch.isfinite(numbers(gradient)).all()):
                 yield f"the {kind} of {name} is not finite"
 
     def _decide(self, what: str) -> None:

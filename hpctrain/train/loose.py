@@ -11,12 +11,14 @@ rank 0 waits at a meeting, wishes wait with it.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 
 from hpctrain.collectives.communicator import Communicator
-from hpctrain.train.exchange import LOGGED, Wishes
+from hpctrain.parallel.strategy import Strategy
+from hpctrain.train.exchange import LOGGED, StepExchange, Wishes
+from hpctrain.train.stalls import Stalls
 from hpctrain.transport.activity import timeout_seconds, waiting
 from hpctrain.transport.onesided.expose import expose
 from hpctrain.transport.patience import SPINS, until
@@ -26,10 +28,20 @@ _STOP, _SAVE = 1, 2  # flags of a decision, below its step and its number
 _NUMBER = 1 << 40
 
 
-class LooseExchange:
-    """Average what neighbours have logged last, and agree on the step after which all stop or save."""
+def exchange_for(comm: Communicator, strategy: Strategy) -> LooseExchange | StepExchange:
+    """Return what ranks exchange by at the end of a step, each at its own pace or all together."""
+    if strategy.loose:
+        return LooseExchange(comm, works=strategy.works, met=lambda: strategy.met)
+    return StepExchange(comm)
 
-    def __init__(self, comm: Communicator, *, works: bool = True) -> None:
+
+class LooseExchange:
+    """Average what neighbours have logged last, and agree on the step after which all stop or save.
+
+    ``met`` tells how many meetings this rank has been to.
+    """
+
+    def __init__(self, comm: Communicator, *, works: bool = True, met: Callable[[], int] = lambda: 0) -> None:
         self._comm = comm
         self._works = works  # what a rank logs that does not work counts for nothing
         self._board = expose(comm.transport, 1 + LOGGED, torch.float64, _WORDS)
@@ -37,6 +49,8 @@ class LooseExchange:
         self._until, self._flags = 0, 0  # of the decision that is not carried out yet
         self._told: set[int] = set()
         self._written = [0] * comm.size  # on rank 0: what the others were told last
+        near = [rank for rank in range(comm.size) if self._board.view(rank) is not None]
+        self._stalls = Stalls(comm.rank, near, lambda rank: self._board.fetch_add(rank, _CLOCK), met)
 
     def start(self, step: int) -> None:
         """Say which step this rank is about to make first; a call by all ranks."""
@@ -52,6 +66,8 @@ class LooseExchange:
             self._conduct(step)
         self._set_clock(step + 1)
         self._look()
+        if self._works:  # who does not is ahead of all others, and waits
+            self._stalls.look(step + 1)
         due = bool(self._flags) and step >= self._until
         found = Wishes(due and bool(self._flags & _STOP), due and bool(self._flags & _SAVE), busy=True)
         if due:

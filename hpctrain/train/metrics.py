@@ -11,6 +11,7 @@ from typing import Any, TextIO
 
 NAME = "metrics.jsonl"
 CURVES = ("loss", "learning_rate", "grad_norm")
+HISTOGRAMS = ("staleness_histogram",)  # lists of counts that are added up over the run
 LONGEST = 10_000  # points of a curve that a checkpoint carries: more than any picture shows, less than 1 MB in all
 
 
@@ -64,11 +65,13 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 def _finite(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_finite(one) for one in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 class Curves:
-    """Hold the curves of a run as plain lists, to be plotted from its checkpoint.
+    """Hold the curves of a run as plain lists, to be plotted from its checkpoint, and the sums of its histograms.
 
     A curve has at most ``LONGEST`` points: one that would be longer keeps the last of each of half as many stretches
     of steps. ``metrics.jsonl`` has them all.
@@ -87,6 +90,10 @@ class Curves:
             self.columns.setdefault("validation_loss", []).append(float(row["validation_loss"]))
             self._thin("validation_step", "validation_loss")
 
+        for name in HISTOGRAMS:
+            if name in row:
+                _add_up(self.columns.setdefault(name, []), row[name])
+
     def _thin(self, by: str, *others: str) -> None:
         """Drop points where there are too many; what stays follows from the points alone, so a resumed run agrees."""
         steps = self.columns[by]
@@ -98,3 +105,9 @@ class Curves:
         for name in (by, *others):
             if len(self.columns[name]) == len(steps):  # a curve that an older file lacks began later: it stays
                 self.columns[name] = [self.columns[name][index] for index in last.values()]
+
+
+def _add_up(total: list[float], counts: Sequence[float]) -> None:
+    total.extend([0.0] * (len(counts) - len(total)))
+    for place, count in enumerate(counts):
+        total[place] += count

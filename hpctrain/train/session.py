@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -30,12 +30,12 @@ from hpctrain.errors import EXIT_REQUEUE, CheckpointError, NonFiniteError, Usage
 from hpctrain.launch.request import FOLDER
 from hpctrain.log import logger
 from hpctrain.train.books import Books
-from hpctrain.train.exchange import StepExchange, StepLog, Wishes
+from hpctrain.train.exchange import StepLog, Wishes
 from hpctrain.train.health import Health, check_policy
 from hpctrain.train.hello import versions
 from hpctrain.train.last_words import LastWords
 from hpctrain.train.leaving import LeavingTogether
-from hpctrain.train.loose import LooseExchange
+from hpctrain.train.loose import exchange_for
 from hpctrain.train.options import RunOptions
 from hpctrain.train.progress import Progress, shown
 from hpctrain.train.saves import Saves
@@ -94,7 +94,7 @@ class Run:
         )
         self.stopped_by: str | None = None
         self._log = StepLog()
-        self._exchange = LooseExchange(job.comm, works=strategy.works) if strategy.loose else StepExchange(job.comm)
+        self._exchange = exchange_for(job.comm, strategy)
         self._fresh_rng = rng.capture_rng()
         self._begun: tuple[float, float] | None = None  # when the present step began, and what was waited before
         self._updated = False  # by the present step
@@ -118,10 +118,13 @@ class Run:
         """Tell whether all steps are done."""
         return self.options.steps is not None and self.step >= self.options.steps
 
-    def log(self, *, tokens: int = 0, same: Mapping[str, float] | None = None, **values: float | Tensor) -> None:
+    def log(
+        self, *, tokens: int = 0, same: Mapping[str, float | Sequence[float]] | None = None, **values: float | Tensor
+    ) -> None:
         """Note numbers of this step: ``values`` are averaged over the ranks, ``same`` are equal on all of them.
 
-        ``tokens`` counts what the step trained on over all ranks. Every rank logs the same names.
+        What is the same may be a list, as a histogram is. ``tokens`` counts what the step trained on over all ranks.
+        Every rank logs the same names.
         """
         self._log.note(values, same or {})
         self.state.tokens += tokens

@@ -65,3 +65,13 @@ def test_compare_needs_two_results() -> None:
     done = make("compare", "A=old.json")
     assert done.returncode == 2
     assert "make -C benchmarks compare A=old.json B=new.json" in done.stdout
+
+
+def test_no_whole_benchmark_is_forgotten() -> None:
+    """The verb collects these files only, because all of them take long to import."""
+    root = FOLDER.parent
+    found = re.search(r"^\t\$\(PYTEST\) (.*) -m benchmark$", (root / "Makefile").read_text(), re.M)
+    assert found
+    places = [root / word for word in found[1].split()]
+    marked = [path for path in root.glob("tests/**/test_*.py") if "pytest.mark.benchmark" in path.read_text()]
+    assert len(marked) > 5 and all(any(map(path.is_relative_to, places)) for path in marked), marked

@@ -11,26 +11,28 @@ import communication
 import pytest
 from comm.bandwidth import FACTORS
 from support.jobs import JobStarter
+from support.programs import codes_of, in_one_job
 
 from hpctrain.errors import UsageError
 
-pytestmark = pytest.mark.benchmark
-
+WHOLE = pytest.mark.benchmark
 PROGRAM = Path(__file__).resolve().parents[2] / "benchmarks" / "communication.py"
+OTHERS = ("reduce_scatter", "all_gather", "broadcast", "pingpong")
 SMALL = ("--sizes", "4,64K", "--rounds", "3")
 
 
-def run(launch: JobStarter, folder: Path, *arguments: str) -> dict[str, Any]:
-    done = launch(2, PROGRAM, *arguments, "--results", str(folder))
-    assert done.returncode == 0, done
-    (path,) = folder.glob("*.json")
+def read(folder: Path, pattern: str) -> dict[str, Any]:
+    (path,) = folder.glob(f"{pattern}.json")
     content: dict[str, Any] = json.loads(path.read_text())
-    content["printed"], content["name"] = done.stdout, path.stem
+    content["name"] = path.stem
     return content
 
 
+@WHOLE
 def test_all_reduce_measures_everybody_in_one_run(launch: JobStarter, tmp_path: Path) -> None:
-    found = run(launch, tmp_path, "all_reduce", *SMALL, "--algorithms", "auto,ring")
+    done = launch(2, PROGRAM, "all_reduce", *SMALL, "--algorithms", "auto,ring", "--results", tmp_path)
+    assert done.returncode == 0, done
+    found = read(tmp_path, "*")
     assert re.fullmatch("all-reduce-np2-(mpich|openmpi)", found["name"])
     names = ["hpctrain", "hpctrain ring", "hpctrain outside", "hpctrain bfloat16", "mpi", "gloo"]
     assert [(row["size"], row["candidate"]) for row in found["rows"]] == [
@@ -43,14 +45,28 @@ def test_all_reduce_measures_everybody_in_one_run(launch: JobStarter, tmp_path: 
     medians = {(row["size"], row["candidate"]): row["median"] for row in found["rows"]}
     assert found["ratios"]["mpi"]["65536"] == pytest.approx(medians[65536, "mpi"] / medians[65536, "hpctrain"])
     assert {"commit", "processor", "command", "mpi", "torch"} <= found["provenance"].keys()
-    printed = found["printed"]
-    assert printed.index("times faster") < printed.index("target") < printed.index("algbw")
+    assert done.stdout.index("times faster") < done.stdout.index("target") < done.stdout.index("algbw")
     assert (tmp_path / f"{found['name']}.png").stat().st_size > 1000
 
 
-@pytest.mark.parametrize("operation", ["reduce_scatter", "all_gather", "broadcast", "pingpong"])
-def test_the_other_operations_run(launch: JobStarter, tmp_path: Path, operation: str) -> None:
-    found = run(launch, tmp_path, operation, "--sizes", "4,33M", "--rounds", "1")
+@WHOLE
+@pytest.mark.limit(400)
+def test_the_other_operations_run(launch: JobStarter, tmp_path: Path) -> None:
+    """One after the other in one job, whose ranks load torch once."""
+    calls = [
+        *((operation, "--sizes", "4,33M", "--rounds", "1") for operation in OTHERS),
+        ("overlap", "--sizes", "64K", "--rounds", "2"),
+        ("all_reduce", *SMALL, "--dtype", "bfloat16"),
+    ]
+    done = launch(2, in_one_job(PROGRAM, *((*call, "--results", tmp_path) for call in calls)), timeout=300)
+    assert done.returncode == 0, done
+    for operation in OTHERS:
+        check_operation(operation, read(tmp_path, f"{operation.replace('_', '-')}-np2-*"))
+    check_overlap(read(tmp_path, "overlap-np2-*"))
+    check_sixteen_bit_floats(read(tmp_path, "all-reduce-np2-*"))
+
+
+def check_operation(operation: str, found: dict[str, Any]) -> None:
     names = {row["candidate"] for row in found["rows"] if row["size"] < 10}
     common = {"hpctrain common"} if operation == "all_gather" else set()
     assert names == {"hpctrain", "hpctrain outside", "mpi", "gloo", *common}
@@ -60,16 +76,14 @@ def test_the_other_operations_run(launch: JobStarter, tmp_path: Path, operation:
         assert row["busbw"] == pytest.approx(row["algbw"] * FACTORS[operation](2))
 
 
-def test_overlap_compares_three_times(launch: JobStarter, tmp_path: Path) -> None:
-    found = run(launch, tmp_path, "overlap", "--sizes", "64K", "--rounds", "2")
+def check_overlap(found: dict[str, Any]) -> None:
     assert [row["candidate"] for row in found["rows"]] == ["hpctrain", "hpctrain outside", "mpi", "gloo"]
     for row in found["rows"]:
         hidden = 100 * (1 - (row["median"] - row["compute"]) / row["communication"])
         assert row["overlap"] == pytest.approx(max(hidden, 0))
 
 
-def test_sixteen_bit_floats_are_left_to_who_knows_them(launch: JobStarter, tmp_path: Path) -> None:
-    found = run(launch, tmp_path, "all_reduce", *SMALL, "--dtype", "bfloat16")
+def check_sixteen_bit_floats(found: dict[str, Any]) -> None:
     names = {row["candidate"] for row in found["rows"]}
     assert {"hpctrain", "hpctrain float32"} <= names
     assert "mpi" in names or "knows no torch.bfloat16" in found["left_out"]["mpi"]
@@ -93,6 +107,7 @@ sys.exit(communication.main())
 """
 
 
+@WHOLE
 def test_a_wrong_result_ends_the_benchmark(launch: JobStarter, tmp_path: Path) -> None:
     done = launch(2, WRONG.format(folder=str(PROGRAM.parent), results=str(tmp_path)))
     assert done.returncode == 1
@@ -126,15 +141,13 @@ def test_wrong_numbers_of_ranks_are_refused(operation: str, ranks: int, message:
         communication.check_ranks(operation, ranks)
 
 
-def test_bad_input_is_one_line_on_rank_0(launch: JobStarter, tmp_path: Path) -> None:
-    done = launch(3, PROGRAM, "pingpong", "--results", str(tmp_path / "none"))
-    assert done.returncode == 2
-    (line,) = [line for line in done.stderr.splitlines() if "hpctrain" in line]
-    assert line == "hpctrain: error: pingpong is between 2 ranks, not 3: set NP=2"
-    assert not (tmp_path / "none").exists()
-
-
-def test_an_unknown_algorithm_is_named_with_the_known_ones(launch: JobStarter, tmp_path: Path) -> None:
-    done = launch(2, PROGRAM, "all_reduce", *SMALL, "--algorithms", "rnig", "--results", str(tmp_path))
-    assert done.returncode == 1
+@WHOLE
+def test_bad_input_is_one_line_and_an_unknown_algorithm_is_named(launch: JobStarter, tmp_path: Path) -> None:
+    """The first call is refused on all ranks before anything is measured, the second one by what it measures."""
+    calls = ["pingpong"], ["all_reduce", *SMALL, "--algorithms", "rnig"]
+    done = launch(3, in_one_job(PROGRAM, *((*call, "--results", tmp_path / "none") for call in calls)))
+    refused, *_ = [line for line in done.stderr.splitlines() if "hpctrain" in line]
+    assert refused == "hpctrain: error: pingpong is between 2 ranks, not 3: set NP=2"
+    assert done.stderr.count("hpctrain: error: pingpong") == 1, done
     assert "unknown algorithm 'rnig'" in done.stderr and "ring" in done.stderr
+    assert codes_of(done.stderr) == [2, 1] and not (tmp_path / "none").exists()

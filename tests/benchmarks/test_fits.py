@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import fits
 import pytest
@@ -30,12 +31,27 @@ def test_ddp_does_not_fit_and_fsdp_does(launch: JobStarter, tmp_path: Path) -> N
     assert "its loss falls in every step: yes" in done.stdout
 
 
-@pytest.mark.benchmark
-@pytest.mark.limit(400)
-def test_a_limit_in_which_nothing_fits_is_no_proof(launch: JobStarter, tmp_path: Path) -> None:
-    done = launch(0, PROGRAM, "--quick", "--ranks", "2", "--budget", "40MB", "--results", tmp_path, timeout=300)
-    assert done.returncode == 1 and "its loss falls in every step: no" in done.stdout, done
-    assert json.loads((tmp_path / "fits-np2.json").read_text())["shown"] is False
+@pytest.mark.parametrize("fitting, code, verdict", [((), 1, "no"), (("ddp", "fsdp"), 1, "no"), (("fsdp",), 0, "yes")])
+def test_a_limit_is_a_proof_only_where_ddp_fails_and_fsdp_trains(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    fitting: tuple[str, ...],
+    code: int,
+    verdict: str,
+) -> None:
+    trained = Outcome({"losses": [3.0, 2.0], "address_space": 10**7, "resident": 10**7}, 0, "")
+
+    def play(args: Any, data: str, budget: int | None) -> Outcome:
+        return trained if budget is None or data in fitting else Outcome(None, 1, "cannot allocate memory")
+
+    monkeypatch.setattr(fits, "play", play)
+    assert fits.main(["--quick", "--ranks", "2", "--budget", "40MiB", "--results", str(tmp_path)]) == code
+    said = capsys.readouterr().out
+    assert f"its loss falls in every step: {verdict}" in said
+    assert said.count("ended with exit code 1: cannot allocate memory") == 2 - len(fitting)
+    found = json.loads((tmp_path / "fits-np2.json").read_text())
+    assert found["shown"] is (code == 0) and found["budget_bytes"] == 40 * 2**20
 
 
 @pytest.mark.parametrize(

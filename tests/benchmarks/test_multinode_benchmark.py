@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import multinode
 import pytest
 from support.jobs import JobStarter
+from support.programs import be_alone
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = ROOT / "benchmarks" / "multinode.py"
@@ -22,11 +24,13 @@ def test_the_limit_is_that_of_the_fastest_reading(nodes: int, share: float) -> N
     assert multinode.limit(10**6, nodes, [5e5, 1e6, 9e5]) == pytest.approx(share)
 
 
-@pytest.mark.benchmark
-def test_one_node_is_refused(launch: JobStarter) -> None:
-    done = launch(2, PROGRAM)
-    assert done.returncode == 2, done
-    assert "this needs several nodes, not one: make multinode plays two" in done.stderr
+def test_one_node_is_refused(
+    comm: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    be_alone(monkeypatch, comm)
+    monkeypatch.setattr("sys.argv", [str(PROGRAM)])
+    assert multinode.main() == 2
+    assert "this needs several nodes, not one: make multinode plays two" in capsys.readouterr().err
 
 
 @pytest.mark.limit(90)

@@ -6,24 +6,30 @@ import json
 import re
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pipeline
 import pytest
 from piping.names import ALONE, CANDIDATES, FEW_ONE_F_ONE_B, FEW_ZERO_BUBBLE, GPIPE, ONE_F_ONE_B, OURS, TORCH_GPIPE
 from support.jobs import JobStarter
+from support.programs import be_alone, in_one_job
 
 from hpctrain.errors import UsageError
 
 FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
 PROGRAM = FOLDER / "pipeline.py"
+WITHOUT = "torch-gpipe,torch-1f1b,alone,naive,interleaved,1f1b-4,zb-h1-4"
 WHOLE = pytest.mark.benchmark
 
 
 @WHOLE
-@pytest.mark.limit(200)
+@pytest.mark.limit(400)
 def test_everybody_is_timed_and_held_against_an_ideal(launch: JobStarter, tmp_path: Path) -> None:
-    done = launch(2, PROGRAM, "--quick", "--rounds", "2", "--results", tmp_path, timeout=150)
+    """In one job with a run before it that leaves torch and others out, and whose result is had as JSON."""
+    quick, without = ("--quick", "--rounds", "2", "--results"), ("--json", "--without", WITHOUT)
+    done = launch(2, in_one_job(PROGRAM, (*quick, tmp_path / "json", *without), (*quick, tmp_path)), timeout=300)
     assert done.returncode == 0, done
+    check_json(json.JSONDecoder().raw_decode(done.stdout)[0])
     (path,) = tmp_path.glob("pipeline-np2-*.json")
     found = json.loads(path.read_text())
     assert list(found["seconds"]) == list(CANDIDATES) and list(found["schedules"]) == list(OURS)
@@ -51,14 +57,7 @@ def test_everybody_is_timed_and_held_against_an_ideal(launch: JobStarter, tmp_pa
         assert path.with_name(path.stem + end).exists()
 
 
-@WHOLE
-@pytest.mark.limit(200)
-def test_a_result_can_be_had_as_json_and_without_torch(launch: JobStarter, tmp_path: Path) -> None:
-    without = "torch-gpipe,torch-1f1b,alone,naive,interleaved,1f1b-4,zb-h1-4"
-    options = "--quick", "--rounds", "2", "--json", "--without", without, "--results", tmp_path
-    done = launch(2, PROGRAM, *options, timeout=150)
-    assert done.returncode == 0, done
-    printed = json.loads(done.stdout)
+def check_json(printed: dict[str, Any]) -> None:
     assert list(printed["seconds"]) == [GPIPE, ONE_F_ONE_B, "hpctrain zb-h1"] and printed["quick"]
     assert list(printed["cuts"]) == ["stages"] and len(printed["targets"]) == 3
 
@@ -76,10 +75,12 @@ def test_wrong_options_are_refused(arguments: tuple[str, ...], message: str) -> 
         pipeline.parse(arguments)
 
 
-@pytest.mark.benchmark
-def test_one_rank_is_refused(launch: JobStarter) -> None:
-    done = launch(0, PROGRAM, "--quick")
-    assert done.returncode == 2 and "one rank is no pipeline" in done.stderr, done
+def test_one_rank_is_refused(
+    comm: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    be_alone(monkeypatch, comm)
+    assert pipeline.main(["--quick"]) == 2
+    assert "one rank is no pipeline" in capsys.readouterr().err
 
 
 def test_variables_of_make_become_options_that_the_program_takes() -> None:

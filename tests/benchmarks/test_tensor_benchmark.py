@@ -6,11 +6,13 @@ import json
 import re
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tensor
 from splitting.names import ALONE, CANDIDATES, DTENSOR, MESSAGES, OURS
 from support.jobs import JobStarter
+from support.programs import be_alone, in_one_job
 
 from hpctrain.errors import UsageError
 
@@ -20,10 +22,13 @@ WHOLE = pytest.mark.benchmark
 
 
 @WHOLE
-@pytest.mark.limit(200)
+@pytest.mark.limit(400)
 def test_everybody_is_timed_and_reductions_are_counted(launch: JobStarter, tmp_path: Path) -> None:
-    done = launch(2, PROGRAM, "--quick", "--rounds", "2", "--results", tmp_path, timeout=150)
+    """In one job with a run before it that leaves torch out, and whose result is had as JSON."""
+    quick, without = ("--quick", "--rounds", "2", "--results"), ("--json", "--without", "torch-dtensor,alone")
+    done = launch(2, in_one_job(PROGRAM, (*quick, tmp_path / "json", *without), (*quick, tmp_path)), timeout=300)
     assert done.returncode == 0, done
+    check_json(json.JSONDecoder().raw_decode(done.stdout)[0])
     (path,) = tmp_path.glob("tensor-np2-*.json")
     found = json.loads(path.read_text())
     assert set(found["seconds"]) == {*CANDIDATES, MESSAGES} and list(found["optimizers"]) == list(CANDIDATES)
@@ -42,13 +47,7 @@ def test_everybody_is_timed_and_reductions_are_counted(launch: JobStarter, tmp_p
     assert path.with_suffix(".svg").exists()
 
 
-@WHOLE
-@pytest.mark.limit(200)
-def test_a_result_can_be_had_as_json_and_without_torch(launch: JobStarter, tmp_path: Path) -> None:
-    options = "--quick", "--rounds", "2", "--json", "--without", "torch-dtensor,alone", "--results", tmp_path
-    done = launch(2, PROGRAM, *options, timeout=150)
-    assert done.returncode == 0, done
-    printed = json.loads(done.stdout)
+def check_json(printed: dict[str, Any]) -> None:
     assert set(printed["seconds"]) == {OURS, MESSAGES} and printed["quick"]
     assert printed["largest_relative_loss_differences"] == {}
 
@@ -65,10 +64,12 @@ def test_wrong_options_are_refused(arguments: tuple[str, ...], message: str) -> 
         tensor.parse(arguments)
 
 
-@pytest.mark.benchmark
-def test_one_rank_is_refused(launch: JobStarter) -> None:
-    done = launch(0, PROGRAM, "--quick")
-    assert done.returncode == 2 and "one rank shares nothing" in done.stderr, done
+def test_one_rank_is_refused(
+    comm: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    be_alone(monkeypatch, comm)
+    assert tensor.main(["--quick"]) == 2
+    assert "one rank shares nothing" in capsys.readouterr().err
 
 
 def test_variables_of_make_become_options_that_the_program_takes() -> None:

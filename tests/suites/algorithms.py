@@ -23,7 +23,7 @@ from hpctrain.collectives.messages.direct import slices
 from hpctrain.collectives.reduction import Reducer
 from hpctrain.transport.base import Transport
 
-SIZES = tuple(range(1, 10))
+SIZES = tuple(range(1, 9))
 LENGTHS = (0, 1, 7, 251)
 BITWISE: dict[str, Any] = {"band": np.bitwise_and, "bor": np.bitwise_or, "bxor": np.bitwise_xor}
 MOVED = (*DTYPES, torch.bool)
@@ -94,7 +94,7 @@ class Suite:
 
     @pytest.fixture(params=[*SIZES, pytest.param("mpi", marks=pytest.mark.ranks(2, 3, 4))])
     def play(self, request: pytest.FixtureRequest) -> Play:
-        """Return what runs a function on ranks: on 1 to 9 that are threads, or on those of MPI."""
+        """Return what runs a function on ranks: on 1 to 8 that are threads, or on those of MPI."""
         if request.param != "mpi":
             return ThreadWorld(request.param).run
         comm = request.getfixturevalue("comm")

@@ -112,7 +112,7 @@ def test_a_damaged_file_in_the_store_is_replaced(
 
 @pytest.mark.ranks(2)
 def test_what_was_calibrated_is_what_all_ranks_use(job: Any, own_store: Path) -> None:
-    report = calibrate(job, [4, 4096], 4.0)
+    report = calibrate(job, [4, 4096], 2.0)
     comm = job.comm
     assert comm.all_gather_object(report) == [report] * comm.size
     assert report.measurement is not None and report.path is not None

@@ -12,6 +12,15 @@ from hpctrain.errors import UsageError
 from hpctrain.train.exchange import LOGGED, NUMBERS, StepExchange, StepLog, Wishes
 
 
+def test_what_is_the_same_may_be_a_list(comm: Any) -> None:
+    log, counts = StepLog(), [3, 1]
+    log.note({"loss": torch.tensor(2.0)}, {"rate": 0.1, "counts": counts})
+    counts.append(7)  # what was noted stays
+    assert (log.averaged, log.same) == ({"loss": 2.0}, {"rate": 0.1, "counts": [3, 1]})
+    log.clear()
+    assert (log.averaged, log.same) == ({}, {})
+
+
 @pytest.mark.ranks(1, 2, 3, 4)
 def test_averages_by_name(comm: Any) -> None:
     exchange = StepExchange(comm)

@@ -66,6 +66,13 @@ def test_what_json_does_not_have_is_null(tmp_path: Path) -> None:
     assert (tmp_path / NAME).read_text() == '{"step": 1, "loss": null, "norm": null, "ok": 1.5}\n'
 
 
+def test_a_list_is_written_number_by_number(tmp_path: Path) -> None:
+    metrics = Metrics(tmp_path, 0)
+    metrics.write({"step": 1, "counts": [3, math.nan, 1]})
+    metrics.close()
+    assert _rows(tmp_path) == [{"step": 1, "counts": [3, None, 1]}]
+
+
 def test_no_file_has_no_rows(tmp_path: Path) -> None:
     assert read(tmp_path / NAME) == []
 
@@ -78,6 +85,13 @@ def test_curves_have_a_value_a_step() -> None:
     assert columns["step"] == [1, 2] and columns["loss"] == [2, 1]
     assert columns["validation_step"] == [2] and columns["validation_loss"] == [1.5]
     assert columns["grad_norm"][0] == 3 and math.isnan(columns["grad_norm"][1])
+
+
+def test_histograms_are_added_up() -> None:
+    curves = Curves()
+    for counts in ([1, 2], [], [5, 0, 0, 7], [1]):
+        curves.add({"step": 1, "loss": 2.0, "staleness_histogram": counts})
+    assert curves.columns["staleness_histogram"] == [7, 2, 0, 7] and len(curves.columns["loss"]) == 4
 
 
 def test_long_curves_are_thinned_evenly_and_keep_the_newest(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import zip_longest
 from pathlib import Path
 
 import h5py
@@ -31,6 +32,7 @@ def test_a_run_that_stopped_goes_on_bit_for_bit(leg: Legs, project: Path) -> Non
     ]
     assert parts[0] == parts[1] and sum(name.endswith("/parameters") for name in parts[0]) == leg.comm.size
     assert rows[-1]["centre_distance"] > 0 and 0 < rows[-1]["validation_loss"] < 6
+    assert 0 < rows[-1]["communication"] < 1 and "staleness" not in rows[-1]
 
 
 APART = {
@@ -56,9 +58,17 @@ def test_workers_at_their_own_pace_meet_to_save_and_to_stop(leg: Legs, project: 
     assert 6 <= rows[-1]["step"] < 12
     rows = leg("ddp", mode, *words)
     assert len(losses(rows)) == 12 and rows[11]["loss"] < rows[0]["loss"]
-    assert [row["step"] for row in rows if "validation_loss" in row] == [4, 8, 12]
+    evaluated = [row for row in rows if "validation_loss" in row]
+    assert [row["step"] for row in evaluated] == [4, 8, 12]
+    for row in evaluated:
+        assert 0 <= row["staleness"] <= row["staleness_most"] and 0 < row["communication"] < 1
+    histograms = [row["staleness_histogram"] for row in evaluated]
+    workers = leg.comm.size - (mode == "served")
+    assert sum(histograms[0]) == 4 * workers and sum(histograms[1]) in (workers, 2 * workers, 4 * workers)
     with h5py.File(project / mode / "checkpoints/step_00000012.h5") as file:
         served = "parallel.data=server" in APART[mode]
+        added = [sum(column) for column in zip_longest(*histograms, fillvalue=0)]
+        assert file["train/staleness_histogram"][...].tolist() == added
         assert "optimizer" in file if served else len(file["workers"]) == leg.comm.size
     start = [f"train.start_from={mode}/checkpoints/step_00000012.h5", "optimizer.learning_rate=0", "train.steps=1"]
     loaded = leg("ddp", f"{mode}_loaded", *start, "parallel.data=ddp")

@@ -1,4 +1,4 @@
-"""Draw the curves of a run from its checkpoint: the loss, and below it learning rate and gradient norm."""
+"""Draw the curves of a run from its checkpoint: the loss, and below it learning rate, gradient norm and staleness."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ from hpctrain.errors import UsageError
 KINDS = (".png", ".svg", ".pdf")
 _INK, _PALE, _MARK = "#1f4e79", "#9dbad7", "#c55a11"
 _BELOW = {"learning_rate": "learning rate", "grad_norm": "gradient norm"}
+_HISTOGRAM = "staleness_histogram"
+_HANDED_OUT = 100  # bars that a run writes: the last of so many counts what is staler, too
 _ROUGH = 200  # points from which a running mean is drawn over the single ones
 
 Floats = npt.NDArray[np.float64]
@@ -43,20 +45,40 @@ def _figure(curves: Curves, title: str) -> Any:
     except ImportError as error:
         raise UsageError("drawing needs matplotlib: pip install 'hpctrain[plot]'") from error
     below = [name for name in _BELOW if _finite(curves.get(name, ()))]
-    figure = Figure(figsize=(8, 4.5 + 1.3 * len(below)), layout="constrained")
-    axes = figure.subplots(1 + len(below), sharex=True, squeeze=False, height_ratios=[3.5, *[1] * len(below)])[:, 0]
+    counts = curves.get(_HISTOGRAM, ())
+    figure = Figure(figsize=(8, 4.5 + 1.3 * len(below) + 1.8 * any(counts)), layout="constrained")
+    rows = [3.5, *[1] * len(below), *[1.2] * any(counts)]
+    grid = figure.add_gridspec(len(rows), height_ratios=rows)
+    axes = [figure.add_subplot(grid[0])]
+    for row in range(1, 1 + len(below)):
+        axes[-1].tick_params(labelbottom=False)
+        axes.append(figure.add_subplot(grid[row], sharex=axes[0]))
     _draw_loss(axes[0], curves)
     axes[0].set_title(title, loc="left", fontsize=11)
     for axis, name in zip(axes[1:], below):
         axis.plot(_steps(curves, "step", name), curves[name], color=_INK, linewidth=0.7)
         axis.set_ylabel(_BELOW[name])
+    axes[-1].set_xlabel("step")
+    if any(counts):
+        axes.append(figure.add_subplot(grid[-1]))
+        _draw_staleness(axes[-1], counts)
+    figure.align_ylabels(axes)
     for axis in axes:
         axis.grid(color="#e5e5e5", linewidth=0.6)
         axis.set_axisbelow(True)
         axis.spines[["top", "right"]].set_visible(False)
-    axes[-1].set_xlabel("step")
-    figure.align_ylabels(axes)
     return figure
+
+
+def _draw_staleness(axis: Any, counts: Sequence[float]) -> None:
+    """Draw how many updates had each staleness, on a scale that shows the few very stale ones."""
+    axis.bar(range(len(counts)), counts, width=0.85, color=_PALE)
+    axis.set_yscale("log")
+    axis.set_ylim(bottom=0.5)
+    axis.xaxis.get_major_locator().set_params(integer=True)
+    more = " (the last bar: and staler)" if len(counts) == _HANDED_OUT else ""
+    axis.set_xlabel(f"staleness: updates of others between reading and updating{more}")
+    axis.set_ylabel("updates")
 
 
 def _draw_loss(axis: Any, curves: Curves) -> None:

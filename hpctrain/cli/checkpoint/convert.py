@@ -32,7 +32,8 @@ examples:
   hpctrain checkpoint plot runs/a/checkpoints/step_00001200.h5 -o loss.png
   hpctrain checkpoint plot runs/a/checkpoints/step_00001200.h5 -o loss.pdf
 
-Needs matplotlib: pip install 'hpctrain[plot]'. hpctrain checkpoint show draws the same curves as text.
+Of workers at their own pace the staleness of their updates is drawn, too. Needs matplotlib:
+pip install 'hpctrain[plot]'. hpctrain checkpoint show draws the same curves as text.
 """
 
 

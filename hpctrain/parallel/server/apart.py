@@ -14,9 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from hpctrain.collectives.communicator import Communicator
+from hpctrain.parallel.server.histogram import Histogram
 from hpctrain.parallel.server.replica import Replica
 from hpctrain.parallel.server.settings import ServerSettings
-from hpctrain.parallel.strategy import clip_whole_gradients
+from hpctrain.parallel.strategy import Figures, clip_whole_gradients
 from hpctrain.transport.activity import timeout_seconds, waiting
 from hpctrain.transport.onesided.expose import expose
 from hpctrain.transport.onesided.lock import WORDS, Lock
@@ -37,6 +38,8 @@ class ElasticAveragingApart(Replica):
         own = self._cuts[comm.rank]
         self._centre = expose(comm.transport, own.stop - own.start, self._flat.values.dtype, WORDS + 1)
         self._lock = Lock(self._centre)
+        self._stale = Histogram()
+        self._last = -1  # the number of this worker's last exchange, among all at its own piece
         # Each begins with its own piece: so they are not all at the same lock.
         self._order = [(comm.rank + step) % size for step in range(size)]
         self.move_centre(self._flat.host())
@@ -51,22 +54,26 @@ class ElasticAveragingApart(Replica):
         if self.settings.mode == "round-robin":
             self._await_turn()
         alpha = self._alpha
+        values = self._flat.host()
         for owner in self._order:
-            self._exchange(owner, alpha)
+            self._exchange(owner, alpha, values[self._cuts[owner]])
+        if values is not self._flat.values:  # a step copies once each way
+            self._flat.values.copy_(values)
         if self.settings.mode == "round-robin":
             self._centre.fetch_add(0, _TURN, 1)
 
-    def _exchange(self, owner: int, alpha: float) -> None:
-        mine = self._flat.values[self._cuts[owner]]
-        own = mine.cpu()
-        with self._lock.of(owner):
+    def _exchange(self, owner: int, alpha: float, own: Tensor) -> None:
+        with self._lock.of(owner) as number:
             centre = self._centre.view(owner)
             if centre is None:
                 centre = torch.empty_like(own)
                 self._centre.get(owner, centre)
             pull = (own - centre).mul_(alpha)
             self._centre.add(owner, pull)
-        mine.sub_(pull.to(mine.device))
+        own.sub_(pull)
+        if owner == self.comm.rank:  # all exchanges come to all pieces: what is counted here takes no message
+            self._stale.note(number - self._last - 1)
+            self._last = number
 
     def _await_turn(self) -> None:
         operation = "its turn to exchange with the centre"
@@ -94,6 +101,10 @@ class ElasticAveragingApart(Replica):
             self._centre.get(owner, whole[cut])
         self._centre.barrier()  # nobody pulls at it before all have it
         return whole
+
+    def figures(self) -> Figures:
+        """Return the distance, the share, and how many exchanges of others came between two of a worker's own."""
+        return {**super().figures(), **self._stale.figures(self.comm)}
 
     def settle(self) -> None:
         """Wait until all ranks have made their last step, and serve them; a call by all ranks."""

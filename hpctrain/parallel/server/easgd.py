@@ -72,7 +72,8 @@ class ElasticAveraging(Replica):
         """
         norm = clip_whole_gradients(self.model, max_norm)
         self._finite[0] = float(not bool(torch.isfinite(norm)))
-        self.comm.all_reduce(self._finite, "max")
+        with self._exchanging:
+            self.comm.all_reduce(self._finite, "max")
         return norm if not float(self._finite[0]) else torch.full_like(norm, float("nan"))
 
     def centre(self) -> Tensor:

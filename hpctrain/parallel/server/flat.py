@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -11,11 +11,18 @@ from hpctrain.errors import UsageError
 from hpctrain.parallel.strategy import trainable
 
 
+def on_host(values: Tensor) -> bool:
+    """Tell whether parameters lie in the host's memory, where other ranks can be let see them."""
+    return values.device.type == "cpu"
+
+
 class Flat:
     """Hold the parameters that a model trains as one vector, ``values``; the model's own become views of it."""
 
-    def __init__(self, model: nn.Module, order: Sequence[nn.Parameter] = ()) -> None:
-        """Lay them in an ``order``, or as the model names them."""
+    def __init__(
+        self, model: nn.Module, order: Sequence[nn.Parameter] = (), without: Collection[nn.Parameter] = ()
+    ) -> None:
+        """Lay them in an ``order``, or as the model names them; those that it is to be ``without`` stay as they are."""
         rank = {parameter: number for number, parameter in enumerate(order)}
         named = sorted(trainable(model), key=lambda item: rank.get(item[1], 0))
         if not named:
@@ -28,6 +35,8 @@ class Flat:
                     "differ need all of them in float32, or all in float64; for narrower passes set train.precision",
                     everywhere=True,
                 )
+        apart = set(without)
+        named = [(name, parameter) for name, parameter in named if parameter not in apart]
         total = sum(parameter.numel() for _, parameter in named)
         self.values = torch.empty(total, dtype=first.dtype, device=first.device)
         self.places: list[slice] = []
@@ -48,4 +57,6 @@ class Flat:
 
     def host(self) -> Tensor:
         """Return the values in the host's memory: themselves, where they lie there."""
-        return self.values.cpu()
+        if on_host(self.values):
+            return self.values
+        return torch.empty(self.values.shape, dtype=self.values.dtype).copy_(self.values)

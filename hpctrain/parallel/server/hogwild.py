@@ -6,7 +6,8 @@ moment, the optimizer of each worker writes in place, and of what two write at t
 
 Note: several nodes. Each has a copy. A worker then makes its move on parameters of its own, adds what has changed to
 the copy of its node and, by messages or one-sided MPI, to those of the others; sums do not depend on who came first, so
-the copies stay together but for what is under way.
+the copies stay together but for what is under way. Moves are counted for their staleness: those of a node by a counter,
+those that come from others by one more element of the copy, which is added to by the same message.
 """
 
 from __future__ import annotations
@@ -21,10 +22,15 @@ from torch.utils.hooks import RemovableHandle
 from hpctrain.collectives.communicator import Communicator
 from hpctrain.errors import UsageError
 from hpctrain.parallel.agreement import broadcast_model, check_same_model
-from hpctrain.parallel.server.flat import Flat
+from hpctrain.parallel.server import flat
+from hpctrain.parallel.server.communication import CommunicationTime
+from hpctrain.parallel.server.histogram import Histogram
+from hpctrain.parallel.server.lookup import Lookup
+from hpctrain.parallel.server.moves import TableMoves
 from hpctrain.parallel.server.settings import ServerSettings
+from hpctrain.parallel.server.table import find_tables
 from hpctrain.parallel.server.worker import FirstRank, own_states
-from hpctrain.parallel.strategy import Strategy, clip_whole_gradients, trainable
+from hpctrain.parallel.strategy import Figures, Strategy, clip_whole_gradients, trainable
 from hpctrain.shard import Split
 from hpctrain.transport.onesided.expose import expose
 
@@ -38,28 +44,37 @@ class Hogwild(Strategy):
         self.model, self.comm, self.settings = model, comm, settings
         check_same_model(model, comm)
         broadcast_model(model, comm)
-        self._flat = Flat(model)
-        self._optimizer: torch.optim.Optimizer | None = None
-        self._began = False
         self._keepers = _keepers(comm)
         self._home = self._keepers[comm.node]
+        named = trainable(model)
+        # In place where that is all there is to do; else moves are made apart, to know what has changed.
+        self._in_place = len(self._keepers) == 1 and all(flat.on_host(parameter) for _, parameter in named)
+        tables = [] if self._in_place else find_tables(model)
+        order = {table.parameter for table in tables}
+        self._flat = flat.Flat(model, [*order, *(one for _, one in named if one not in order)])
+        self._tables = TableMoves(tables)
+        self._lookup = Lookup(tables, lambda number, rows: self._tables.read(self._copy, number, rows))
+        self._optimizer: torch.optim.Optimizer | None = None
+        self._began = False
         total = self._flat.values.numel()
         keeps = comm.rank in self._keepers
-        self._memory = expose(comm.transport, total if keeps else 0, self._flat.values.dtype)
-        copy = self._memory.view(self._home)
-        assert copy is not None, "the ranks of a node share memory"
-        self._copy = copy
+        self._memory = expose(comm.transport, total + 1 if keeps else 0, self._flat.values.dtype, 1)
+        memory = self._memory.view(self._home)
+        assert memory is not None, "the ranks of a node share memory"
+        self._copy, self._far = memory[:-1], memory[-1:]
+        self._seen = 0  # moves, when this worker read the copy
+        self._moves = False  # this worker, in the present step
+        self._stale, self._exchanging = Histogram(), CommunicationTime()
         if keeps:
-            copy.copy_(self._flat.values)
+            self._copy.copy_(self._flat.values)
         self._memory.barrier()
-        # In place where that is all there is to do; else moves are made apart, to know what has changed.
-        self._in_place = len(self._keepers) == 1 and self._flat.values.device.type == "cpu"
         if self._in_place:
-            self._flat.move_to(copy)
+            self._flat.move_to(self._copy)
         self._handles: list[RemovableHandle] = [model.register_forward_pre_hook(lambda *_: self._begin())]
-        for _, parameter in trainable(model):
+        self._trainable = trainable(model)
+        for _, parameter in self._trainable:
             register: Callable[..., RemovableHandle] = parameter.register_post_accumulate_grad_hook
-            self._handles.append(register(lambda _: self._memory.progress()))
+            self._handles.append(register(lambda _: self._gradient_came()))
 
     # A step -----------------------------------------------------------------------------------------------------------
 
@@ -69,28 +84,59 @@ class Hogwild(Strategy):
             return
         if self._optimizer is not None:
             raise UsageError("a worker moves by one optimizer: call job.wrap(model) again for another", everywhere=True)
+        self._tables.check(optimizer)
         self._optimizer = optimizer
-        if not self._in_place:
-            self._handles += [
-                optimizer.register_step_pre_hook(lambda *_: self._remember()),
-                optimizer.register_step_post_hook(lambda *_: self._share()),
-            ]
+        self._handles += [
+            optimizer.register_step_pre_hook(lambda *_: self._move_comes()),
+            optimizer.register_step_post_hook(lambda *_: self._move_was()),
+        ]
 
     def _begin(self) -> None:
-        """Read the node's copy, once a step, where moves are made apart."""
-        if not self._in_place and not self._began and self.model.training and torch.is_grad_enabled():
-            self._began = True
-            self._flat.values.copy_(self._copy)
+        """Note how many moves there have been, once a step; read the node's copy where moves are made apart."""
+        if self._began or not (self.model.training and torch.is_grad_enabled()):
+            return
+        self._began = True
+        self._exchanging.begin_step()
+        with self._exchanging:
+            self._seen = self._count_moves()
+            if not self._in_place:
+                self._lookup.forget()
+                self._flat.values[self._tables.numel :].copy_(self._copy[self._tables.numel :])
 
-    def _remember(self) -> None:
-        self._before = self._flat.values.clone()
+    def _gradient_came(self) -> None:
+        with self._exchanging:
+            self._memory.progress()
+
+    def _move_comes(self) -> None:
+        self._moves = any(parameter.grad is not None for _, parameter in self._trainable)
+        if not self._in_place:
+            self._before = self._flat.values[self._tables.numel :].clone()
+            self._tables.remember()
+
+    def _move_was(self) -> None:
+        """Share the move, and count it with its staleness; without a gradient none was made."""
+        if self._moves:
+            with self._exchanging:
+                if not self._in_place:
+                    self._share()
+                moves = self._count_moves(1)
+            self._stale.note(moves - self._seen if self._began else 0)
+        self._began = False
 
     def _share(self) -> None:
-        """Add what the move has changed to every copy."""
-        self._began = False
-        change = self._flat.values.sub(self._before).cpu()
-        for keeper in [self._home, *(other for other in self._keepers if other != self._home)]:
-            self._memory.add(keeper, change)
+        """Add what the move has changed to every copy: of tables, which come first, the rows that it has touched."""
+        first = self._tables.numel
+        change = torch.ones(self._copy.numel() - first + 1, dtype=self._copy.dtype)
+        change[:-1] = self._flat.values[first:] - self._before
+        self._tables.share(self._memory, self._keepers)
+        self._memory.add(self._home, change[:-1], first)
+        for keeper in self._keepers:
+            if keeper != self._home:
+                self._memory.add(keeper, change, first)
+
+    def _count_moves(self, own: int = 0) -> int:
+        """Return how many moves this node's copy has seen, before one's ``own``."""
+        return self._memory.fetch_add(self._home, 0, own) + int(self._far)
 
     def clip_grad_norm(self, max_norm: float) -> Tensor:
         """Scale this worker's gradients so that their norm is at most ``max_norm``; return their norm before."""
@@ -104,14 +150,19 @@ class Hogwild(Strategy):
     @contextmanager
     def meeting(self) -> Iterator[None]:
         """Have the copy of the first node in every model, and in every copy, for the ``with`` block and after it."""
+        self._exchanging.pause()
+        self.met += 1
         self._memory.barrier()
+        self._seen -= int(self._far)
         first = torch.empty(self._copy.shape, dtype=self._copy.dtype)
         self._memory.get(self._keepers[0], first)
         self._memory.barrier()
         if self.comm.rank in self._keepers:
             self._copy.copy_(first)
+            self._far.zero_()  # as a number of single precision it counts to 16 million
         if not self._in_place:
             self._flat.values.copy_(first)
+            self._lookup.know_all()
         self._memory.barrier()
         yield
         self._memory.barrier()  # nobody goes on while another still reads
@@ -126,6 +177,12 @@ class Hogwild(Strategy):
         if self.comm.rank in self._keepers:
             self._copy.copy_(self._flat.values)
         self._memory.barrier()
+
+    def figures(self) -> Figures:
+        """Return how many moves of others came between reading and moving, and the share of communication."""
+        self._exchanging.pause()
+        self._memory.barrier()  # who still makes a move may need us for it
+        return {**self._stale.figures(self.comm), **self._exchanging.figures(self.comm)}
 
     @property
     def split(self) -> Split | None:
@@ -142,6 +199,7 @@ class Hogwild(Strategy):
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        self._lookup.detach()
         if attached:
             self._memory.barrier()
             self._flat.move_to(self._copy.to(self._flat.values.device).clone())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -14,10 +14,11 @@ from hpctrain.collectives.communicator import Communicator
 from hpctrain.errors import UsageError
 from hpctrain.parallel.agreement import broadcast_buffers, broadcast_model, check_same_model
 from hpctrain.parallel.server import rules
+from hpctrain.parallel.server.communication import CommunicationTime
 from hpctrain.parallel.server.flat import Flat
 from hpctrain.parallel.server.settings import ServerSettings
 from hpctrain.parallel.server.worker import FirstRank, buffers_of, own_states
-from hpctrain.parallel.strategy import Strategy, trainable
+from hpctrain.parallel.strategy import Figures, Strategy, trainable
 from hpctrain.shard import Split
 
 
@@ -32,12 +33,13 @@ class Replica(Strategy):
         self._distance = comm.empty(1, torch.float64)
         self._steps = torch.zeros((), dtype=torch.int64)  # a tensor, so that a checkpoint brings it back
         self._began = False  # the present step has
+        self._exchanging = CommunicationTime()
         self._aside: Tensor | None = None  # this worker's parameters, while the model holds the centre
         self._optimizer: torch.optim.Optimizer | None = None
         self._handles: list[RemovableHandle] = [model.register_forward_pre_hook(lambda *_: self._forward_comes())]
         for _, parameter in trainable(model):
             register: Callable[..., RemovableHandle] = parameter.register_post_accumulate_grad_hook
-            self._handles.append(register(lambda _: self._carry_on()))
+            self._handles.append(register(lambda _: self._gradient_came()))
 
     # What an exchange is ----------------------------------------------------------------------------------------------
 
@@ -77,19 +79,29 @@ class Replica(Strategy):
 
     def _forward_comes(self) -> None:
         if not self._began and self.model.training and torch.is_grad_enabled():
-            self._began = True
+            self._begin_step()
+
+    def _begin_step(self) -> None:
+        self._began = True
+        self._exchanging.begin_step()
+        with self._exchanging:
             self._begin()
+
+    def _gradient_came(self) -> None:
+        with self._exchanging:
+            self._carry_on()
 
     def _move_comes(self) -> None:
         if not self._began:  # where no sample came, no pass has
-            self._began = True
-            self._begin()
-        self._before_move()
+            self._begin_step()
+        with self._exchanging:
+            self._before_move()
 
     def _move_was(self) -> None:
         self._began = False
         self._steps += 1
-        self._after_move()
+        with self._exchanging:
+            self._after_move()
 
     @property
     def _due(self) -> bool:
@@ -116,6 +128,8 @@ class Replica(Strategy):
         if self._aside is not None:
             yield  # it is there
             return
+        self._exchanging.pause()
+        self.met += 1
         values, centre = self._flat.values, self.centre()
         self._aside, buffers = values.clone(), {name: one.clone() for name, one in buffers_of(self.model).items()}
         values.copy_(centre)
@@ -128,11 +142,12 @@ class Replica(Strategy):
             for name, one in buffers_of(self.model).items():
                 one.copy_(buffers[name])
 
-    def figures(self) -> Mapping[str, float]:
-        """Return how far the workers are from the centre, on average."""
+    def figures(self) -> Figures:
+        """Return how far the workers are from the centre, and what share of its time a worker exchanges: means."""
+        self._exchanging.pause()
         self._distance[0] = torch.dist(self._flat.host(), self.centre())
         self.comm.all_reduce(self._distance, "average")
-        return {"centre_distance": float(self._distance[0])}
+        return {"centre_distance": float(self._distance[0]), **self._exchanging.figures(self.comm)}
 
     @property
     def split(self) -> Split | None:

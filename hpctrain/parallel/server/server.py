@@ -8,7 +8,7 @@ piece lies (``store``).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -20,12 +20,16 @@ from hpctrain.collectives.communicator import Communicator
 from hpctrain.errors import UsageError
 from hpctrain.parallel.agreement import broadcast_model, check_same_model
 from hpctrain.parallel.objective import Objective
+from hpctrain.parallel.server.communication import CommunicationTime
+from hpctrain.parallel.server.histogram import Histogram
+from hpctrain.parallel.server.lookup import Lookup
+from hpctrain.parallel.server.row_average import average_rows
 from hpctrain.parallel.server.served_vector import ServedVector
 from hpctrain.parallel.server.settings import ServerSettings
 from hpctrain.parallel.server.staleness import Bound, check_bound
 from hpctrain.parallel.server.store import Store
 from hpctrain.parallel.server.worker import FirstRank
-from hpctrain.parallel.strategy import Strategy, clip_whole_gradients, trainable
+from hpctrain.parallel.strategy import Figures, Strategy, clip_whole_gradients, trainable
 from hpctrain.shard import Split
 from hpctrain.transport.onesided.expose import expose
 
@@ -47,8 +51,7 @@ class ParameterServer(Strategy):
         self._data = comm.split(int(not self.works)) if settings.ranks else comm
         self._board = expose(comm.transport, 0, torch.float32, Bound.words(self.workers))
         self._bound = Bound(self._board, 0, self.workers, settings.max_staleness)
-        self._numbers = comm.empty(2, torch.float64)
-        self._stale: list[int] = []
+        self._stale, self._exchanging = Histogram(), CommunicationTime()
         self._began = self._pushes = self._averages = False
         self._optimizer: torch.optim.Optimizer | None = None
         self._handles: list[RemovableHandle] = [model.register_forward_pre_hook(lambda *_: self._begin())]
@@ -74,14 +77,15 @@ class ParameterServer(Strategy):
         self._sum = self.comm.empty(self._vector.gradient.numel(), self._vector.gradient.dtype)
         size, first = self.comm.size, self.workers if self.settings.ranks else 0
         owners = range(first, size)
-        self._store = Store(self.comm.transport, optimizer, self._vector.groups, self._vector.values.dtype, owners)
+        self._store = Store(self.comm.transport, optimizer, self._vector, owners)
+        self._lookup = Lookup(self._vector.tables, self._read_rows)
         # Each begins with another piece: so they are not all at the same.
         self._order = [owners[(self.comm.rank + step) % len(owners)] for step in range(len(owners))]
-        self._store.write_own(self._vector.values.cpu())
+        self._store.write_own(self._vector.give_host())
         self._board.barrier()
         self._handles += [
             optimizer.register_step_pre_hook(lambda *_: self._collect()),
-            optimizer.register_step_post_hook(lambda *_: self._push()),
+            optimizer.register_step_post_hook(lambda *_: self._move_was()),
         ]
 
     def forward_backward(self, inputs: Tensor, targets: Tensor, objective: Objective, *, weight: float = 1.0) -> Tensor:
@@ -95,21 +99,29 @@ class ParameterServer(Strategy):
         if self._began or not (self.model.training and torch.is_grad_enabled()):
             return
         self._began = True
-        self._bound.read()
-        self._read()
+        self._exchanging.begin_step()
+        with self._exchanging:
+            self._bound.read()
+            self._read()
 
-    def _read(self) -> None:
-        values = self._vector.values
-        if values.device.type == "cpu":
-            self._store.read(values)
-            return
-        host = torch.empty(values.shape, dtype=values.dtype)
-        self._store.read(host)
-        values.copy_(host)
+    def _read(self, *, tables: bool = False) -> None:
+        """Read the dense parameters; whole ``tables`` too, of which passes else read the rows that they look up."""
+        self._store.read(self._vector.host)
+        self._vector.take_host()
+        self._lookup.forget()
+        if tables:
+            for number, table in enumerate(self._vector.tables):
+                table.parameter.data.copy_(self._store.read_table(number))
+            self._lookup.know_all()
+
+    def _read_rows(self, table: int, rows: Tensor) -> Tensor:
+        with self._exchanging:
+            return self._store.read_rows(table, rows)
 
     def _gradient_came(self) -> None:
         if self.loose:
-            self._board.progress()
+            with self._exchanging:
+                self._board.progress()
         elif self._syncing and not self._averages:
             self._averages = True
             Variable._execution_engine.queue_callback(self._average)
@@ -117,27 +129,36 @@ class ParameterServer(Strategy):
     def _average(self) -> None:
         """Give all workers the mean of their gradients, where they are."""
         self._averages = False
+        with self._exchanging:
+            self._share_gradients()
+
+    def _share_gradients(self) -> None:
         self._board.barrier()  # who reads from us is served here, and not in a collective
-        self._vector.copy_gradients(self._sum)
-        self.comm.all_reduce(self._sum, "average")
-        for parameter, mean in zip(self._vector.parameters, self._vector.views(self._sum)):
-            parameter.grad = mean.to(parameter.device)
+        if self._sum.numel():
+            self._vector.copy_gradients(self._sum)
+            self.comm.all_reduce(self._sum, "average")
+            self._vector.give_gradients(self._sum)
+        if self._vector.tables:
+            average_rows(self._vector.tables, self.comm)
 
     def _collect(self) -> None:
         """Take the gradients away, so that the optimizer has nothing to do here."""
         self._pushes = self._vector.collect()
 
+    def _move_was(self) -> None:
+        with self._exchanging:
+            self._push()
+
     def _push(self) -> None:
         """Make the update where the parameters are, unless somebody has dropped it."""
         if self._pushes and not self.loose:
             self._bound.leave()
-            if self.comm.rank in self._store.cuts:
-                self._store.update(self.comm.rank, self._vector.gradient, locked=False)
+            self._store.update_own()
             self._board.barrier()
         elif self._pushes and self.works:
-            self._stale.append(self._bound.admit())
-            for owner in self._order:
-                self._store.update(owner, self._vector.gradient, locked=self.settings.lock)
+            self._bound.admit()
+            self._store.update(self._order, locked=self.settings.lock)
+            self._stale.note(self._bound.count())
         elif self._began:
             self._bound.leave()
         self._began = self._pushes = False
@@ -150,8 +171,7 @@ class ParameterServer(Strategy):
     def clip_grad_norm(self, max_norm: float) -> Tensor:
         """Scale this worker's gradients so that their norm is at most ``max_norm``; return their norm before."""
         if self._pushes:  # the optimizer's move has begun: nothing but the norm is asked for
-            norm: Tensor = torch.linalg.vector_norm(self._vector.gradient)
-            return norm
+            return self._vector.norm()
         return clip_whole_gradients(self.model, max_norm)
 
     def contribute_nothing(self, *, backward: bool = True) -> None:
@@ -166,9 +186,11 @@ class ParameterServer(Strategy):
     def meeting(self) -> Iterator[None]:
         """Have the served parameters in the model, and their states in the optimizer, for the ``with`` block."""
         assert self._optimizer is not None
+        self._exchanging.pause()
+        self.met += 1
         self._board.barrier()
-        self._read()
-        self._store.give_states(self._optimizer, self._vector.parameters, self._vector.places)
+        self._read(tables=True)
+        self._store.give_states(self._optimizer)
         self._board.barrier()
         try:
             yield
@@ -184,20 +206,17 @@ class ParameterServer(Strategy):
         if self._optimizer is None:
             return
         self._board.barrier()
-        self._store.write_own(self._vector.values.cpu())
-        self._store.take_states(self._optimizer, self._vector.parameters, self._vector.places)
+        self._store.write_own(self._vector.give_host())
+        self._store.take_states(self._optimizer)
         self._optimizer.state.clear()
+        self._lookup.know_all()
         self._board.barrier()
 
-    def figures(self) -> Mapping[str, float]:
-        """Return how many updates of others came between reading and updating, on average and at most."""
-        own = self._stale or [0]
-        self._numbers[0], self._numbers[1] = sum(own) / len(own), max(own)
-        most = self._numbers[1:].clone()
-        self.comm.all_reduce(self._numbers, "average")
-        self.comm.all_reduce(most, "max")
-        self._stale.clear()
-        return {"staleness": float(self._numbers[0]) * self.comm.size / self.workers, "staleness_most": float(most)}
+    def figures(self) -> Figures:
+        """Return how many updates of others came between reading and updating, and the share of communication."""
+        self._exchanging.pause()
+        self._board.barrier()  # who still makes an update may need us for it
+        return {**self._stale.figures(self.comm), **self._exchanging.figures(self.comm, works=self.works)}
 
     @property
     def split(self) -> Split | None:
@@ -212,7 +231,8 @@ class ParameterServer(Strategy):
         self._handles.clear()
         if attached:
             if self._optimizer is not None:
+                self._lookup.detach()
                 self._board.barrier()
-                self._read()
+                self._read(tables=True)
                 self._store.free()
             self._board.free()

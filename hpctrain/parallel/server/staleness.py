@@ -39,13 +39,18 @@ def check_bound(most: int, workers: int) -> None:
 
 
 class Bound:
-    """Count the updates of all workers, and let each through when its time has come; counters lie with rank 0."""
+    """Count the updates of all workers, and let each through when its time has come; counters lie with rank 0.
+
+    Note: without a bound no lock is taken. Counters alone tell how stale an update is, and a worker that is stopped in
+    the middle of anything here holds nobody up.
+    """
 
     def __init__(self, exposed: Exposed, first: int, workers: int, most: int) -> None:
         self._exposed, self._first, self._workers, self._most = exposed, first, workers, most
         self._lock = Lock(exposed, first)
         self._rank = exposed.rank
-        self._version = self._stale = 0
+        self._version: int | None = None  # as this worker has read it
+        self._stale = 0
 
     @staticmethod
     def words(workers: int) -> int:
@@ -54,19 +59,35 @@ class Bound:
 
     def read(self) -> None:
         """Note that this worker reads the parameters now."""
+        if not self._most:
+            self._version = self._updates()
+            return
         with self._lock.of(0):
             self._version = self._updates()
             self._set(self._rank, self._version + 1)
 
-    def admit(self) -> int:
-        """Wait until this worker may update, and count that; return how many updates of others came since it read."""
+    def admit(self) -> None:
+        """Wait until this worker may update; where there is a bound, its update counts from here on."""
+        if not self._most:
+            return
         operation = "the others, at the bound of staleness"
         with waiting(operation):
             until(self._let_through, operation, lambda: self._late(operation), SPINS, period=1)
+
+    def count(self) -> int:
+        """Count the update that this worker has made; return how many of others came since it read.
+
+        One that has not read has missed nothing.
+        """
+        if not self._most:
+            self._note(self._word(LOCK_WORDS, 1))
         return self._stale
 
     def leave(self) -> None:
         """Note that this worker makes no update of what it has read."""
+        self._version = None
+        if not self._most:
+            return
         with self._lock.of(0):
             self._set(self._rank, 0)
 
@@ -74,12 +95,16 @@ class Bound:
         self._exposed.progress()
         with self._lock.of(0):
             updates, read = self._updates(), self._under_way()
-            if self._most and not may_update(updates, read, self._rank, self._most):
+            if not may_update(updates, read, self._rank, self._most):
                 return False
             self._word(LOCK_WORDS, 1)
             self._set(self._rank, 0)
-        self._stale = updates - self._version
+        self._note(updates)
         return True
+
+    def _note(self, updates: int) -> None:
+        self._stale = 0 if self._version is None else updates - self._version
+        self._version = None
 
     def _under_way(self) -> dict[int, int]:
         words = {worker: self._word(LOCK_WORDS + 1 + worker, 0) for worker in range(self._workers)}

@@ -3,197 +3,220 @@
 Note: what an update is. torch's own optimizer of the worker's class makes it, on the owner's piece: in place where the
 worker shares that memory, on a copy that is read and written back where it does not. Hyperparameters are those of the
 worker's optimizer at that moment, states lie behind the parameters in the same memory, and how many updates a piece has
-seen is a counter of its owner.
+seen is a counter of its owner. Of a table nothing is touched, and nothing travels, but the rows that have a gradient,
+with their states.
 """
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from hpctrain.errors import UsageError
+from hpctrain.parallel.server.far import FarUpdate
+from hpctrain.parallel.server.piece import Piece
+from hpctrain.parallel.server.served_vector import ServedVector
+from hpctrain.parallel.server.share import Block, share_of, table_part
+from hpctrain.parallel.server.states import States, states_of, together
+from hpctrain.parallel.server.table import by_rows, rows_of
 from hpctrain.transport.base import Transport
 from hpctrain.transport.onesided.expose import expose
 from hpctrain.transport.onesided.lock import WORDS as LOCK_WORDS
 from hpctrain.transport.onesided.lock import Lock
 
-VERSION, WORDS = LOCK_WORDS, LOCK_WORDS + 1  # counters of an owner: its lock's, and how many updates it has seen
-
-
-@dataclass(frozen=True)
-class States:
-    """Say what an optimizer keeps of a parameter: tensors of its shape, each with a first value; a count of steps."""
-
-    tensors: tuple[tuple[str, float], ...]
-    counts: bool
-
-
-def states_of(optimizer: torch.optim.Optimizer) -> States:
-    """Find out by an update of a small matrix; raise ``UsageError`` for what cannot lie in pieces."""
-    probe = nn.Parameter(torch.zeros(2, 2))
-    twin = like(optimizer, [[probe]] + [[] for _ in optimizer.param_groups[1:]])
-    before = {key: value.clone() for key, value in twin.state[probe].items() if isinstance(value, Tensor)}
-    probe.grad = torch.ones(2, 2)
-    twin.step()
-    tensors, counts = [], False
-    for key, value in twin.state[probe].items():
-        if value is None:
-            continue
-        if isinstance(value, Tensor) and value.shape == probe.shape:
-            first = before[key].flatten()[0].item() if key in before else 0.0
-            tensors.append((key, float(first)))
-        elif key == "step":
-            counts = True
-        else:
-            raise UsageError(
-                f"{type(optimizer).__name__} keeps {key}, which is no number an element: a server cannot hold it; SGD, "
-                "Adam, AdamW and Adagrad can be served",
-                everywhere=True,
-            )
-    return States(tuple(tensors), counts)
-
-
-def like(optimizer: torch.optim.Optimizer, groups: Sequence[Sequence[nn.Parameter]]) -> torch.optim.Optimizer:
-    """Return an optimizer of the same class and hyperparameters over other parameters."""
-    chosen = []
-    for own, parameters in zip(optimizer.param_groups, groups):
-        chosen.append({**{key: value for key, value in own.items() if key != "params"}, "params": list(parameters)})
-    kind: Any = type(optimizer)
-    known = inspect.signature(kind.__init__).parameters  # some arguments count when states are made, not later
-    options = {key: value for key, value in optimizer.defaults.items() if key in known}
-    return kind([group for group in chosen if group["params"]], **options)  # type: ignore[no-any-return]
+# Counters of an owner: its lock's, how many updates its dense piece has seen, and how many each table.
+VERSION, TABLES = LOCK_WORDS, LOCK_WORDS + 1
 
 
 class Store:
-    """Hold the pieces of all owners, and make updates of them; made and freed by all ranks together.
-
-    ``groups`` are the elements of each group of the optimizer, which lie one after the other in the whole vector: so a
-    piece has at most one stretch of each.
-    """
+    """Hold the pieces of all owners, and make updates of them; made and freed by all ranks together."""
 
     def __init__(
-        self,
-        transport: Transport,
-        optimizer: torch.optim.Optimizer,
-        groups: Sequence[int],
-        dtype: torch.dtype,
-        owners: Sequence[int],
+        self, transport: Transport, optimizer: torch.optim.Optimizer, vector: ServedVector, owners: Sequence[int]
     ) -> None:
-        self.rank, self._optimizer = transport.rank, optimizer
-        self.owners = list(owners)
-        self._states = states_of(optimizer)
-        total = sum(groups)
-        count = len(self.owners)
-        self.cuts = {
-            owner: slice(total * place // count, total * (place + 1) // count)
+        self.rank, self.owners = transport.rank, list(owners)
+        self._optimizer, self._vector = optimizer, vector
+        self._states = together([states_of(optimizer, group) for group, size in enumerate(vector.groups) if size])
+        named = zip(vector.table_groups, vector.tables)
+        self._table_states = [states_of(optimizer, group, table=table.name) for group, table in named]
+        tables = [
+            (*table.shape, group, kept)
+            for table, group, kept in zip(vector.tables, vector.table_groups, self._table_states)
+        ]
+        self.shares = {
+            owner: share_of(place, len(self.owners), vector.groups, self._states, tables)
             for place, owner in enumerate(self.owners)
         }
-        self._stretches = {owner: _stretches(groups, cut) for owner, cut in self.cuts.items()}
-        length = self._length(self.rank) * (1 + len(self._states.tensors))
-        self.exposed = expose(transport, length, dtype, WORDS)
+        own = self.shares.get(self.rank)
+        length, words = own.length if own else 0, TABLES + len(tables)
+        self.exposed = expose(transport, length, vector.values.dtype, words)
         self.lock = Lock(self.exposed)
-        self._set_first_values()
-        self._near: dict[int, _Piece] = {}
-        for owner in self.owners:
-            memory = self.exposed.view(owner)
-            if memory is not None:
-                self._near[owner] = self._piece(owner, memory)
+        memory = self.exposed.view(self.rank)
+        if own is not None and memory is not None:
+            own.set_first_values(memory)
+        self._near = {owner: piece for owner in self.owners if (piece := self._piece(owner)) is not None}
 
-    def _set_first_values(self) -> None:
-        memory, length = self.exposed.view(self.rank), self._length(self.rank)
-        for number, (_, first) in enumerate(self._states.tensors, 1):
-            if memory is not None and first:
-                memory[number * length : (number + 1) * length].fill_(first)
-
-    def _length(self, rank: int) -> int:
-        cut = self.cuts.get(rank)
-        return 0 if cut is None else cut.stop - cut.start
-
-    def _piece(self, owner: int, memory: Tensor) -> _Piece:
-        return _Piece(memory, self._length(owner), self._stretches[owner], self._states, self._optimizer)
+    def _piece(self, owner: int) -> Piece | None:
+        """Return what updates an owner's piece in place, where this rank shares its memory."""
+        memory, share = self.exposed.view(owner), self.shares[owner]
+        if memory is None or not share.length:
+            return None
+        tables = [table_part(block.matrix(memory), block.group, block.kept) for block in share.blocks]
+        return Piece([*share.dense_parts(memory), *tables], self._optimizer)
 
     # Reading and writing ----------------------------------------------------------------------------------------------
 
-    def read(self, out: Tensor) -> int:
-        """Read all parameters; return how many updates the store had seen in all when that began."""
-        version = self.version()
-        for owner, cut in self.cuts.items():
-            self.exposed.get(owner, out[cut])
-        return version
+    def read(self, out: Tensor) -> None:
+        """Read all dense parameters."""
+        for owner, share in self.shares.items():
+            if share.dense:
+                self.exposed.get(owner, out[share.cut])
 
-    def version(self) -> int:
-        """Return how many updates the first owner's piece has seen: every update comes to all pieces."""
-        return self.exposed.fetch_add(self.owners[0], VERSION)
+    def read_rows(self, table: int, rows: Tensor) -> Tensor:
+        """Return rows of a table, which are given in order and each once."""
+        out = torch.empty(rows.numel(), self._vector.tables[table].shape[1], dtype=self.exposed.dtype)
+        for owner, share in self.shares.items():
+            block = share.blocks[table]
+            where = _within(rows, block)
+            if where.start < where.stop:
+                self.exposed.get_rows(owner, out[where], rows[where] - block.first, block.start)
+        return out
+
+    def read_table(self, table: int, state: int = 0) -> Tensor:
+        """Return a whole table, or one of its states, counted from 1 on."""
+        out = torch.empty(self._vector.tables[table].shape, dtype=self.exposed.dtype)
+        for owner, share in self.shares.items():
+            block = share.blocks[table]
+            if block.rows:
+                self.exposed.get(owner, out[block.first : block.last], block.start + state * block.rows * block.width)
+        return out
 
     def write_own(self, values: Tensor) -> None:
-        """Put the parameters of this rank's piece where these values are."""
-        if self.rank in self.cuts:
-            self._near[self.rank].values.copy_(values[self.cuts[self.rank]])
+        """Put the dense parameters of this rank's piece where these values are, its rows where those of the model."""
+        share, memory = self.shares.get(self.rank), self.exposed.view(self.rank)
+        if share is None or memory is None:
+            return
+        memory[: share.dense].copy_(values[share.cut])
+        for block, table in zip(share.blocks, self._vector.tables):
+            block.matrix(memory)[: block.rows].copy_(table.parameter.data[block.first : block.last])
 
     # Updates ----------------------------------------------------------------------------------------------------------
 
-    def update(self, owner: int, gradient: Tensor, *, locked: bool) -> None:
-        """Make one update of a piece, by the gradient of the whole vector."""
-        if locked:
-            with self.lock.of(owner):
-                self._update(owner, gradient[self.cuts[owner]])
-        else:
-            self._update(owner, gradient[self.cuts[owner]])
+    def update(self, order: Sequence[int], *, locked: bool) -> None:
+        """Make one update of all pieces, by the gradients that were collected, in an order of owners."""
+        seen = [self._count(self._first(number), number) for number in range(len(self._vector.tables))]
+        for owner in order:
+            gradients = self._rows_at(owner)
+            if not self.shares[owner].dense and not any(rows is not None for rows in gradients):
+                continue
+            if locked:
+                with self.lock.of(owner):
+                    self._update(owner, gradients, seen, alone=True)
+            else:
+                self._update(owner, gradients, seen)
 
-    def _update(self, owner: int, gradient: Tensor) -> None:
-        seen = self.exposed.fetch_add(owner, VERSION, 1)
+    def update_own(self) -> None:
+        """Make one update of this rank's piece, while each other owner makes the same of its own."""
+        if self.rank in self.shares:
+            seen = [self._count(self.rank, number) for number in range(len(self._vector.tables))]
+            self._update(self.rank, self._rows_at(self.rank), seen)
+
+    def _first(self, table: int) -> int:
+        """Return the owner who counts the updates of a table: not the same for all."""
+        return self.owners[table % len(self.owners)]
+
+    def _count(self, owner: int, table: int) -> int:
+        """Count an update of a table, where its rule asks for that and it has a gradient; return how many came before.
+
+        As torch counts: rows that a worker leaves alone grow older, a table without any gradient does not.
+        """
+        if self._vector.rows[table] is None or not self._table_states[table].step:
+            return 0
+        return self.exposed.fetch_add(owner, TABLES + table, 1)
+
+    def _rows_at(self, owner: int) -> list[Tensor | None]:
+        """Return the gradients of the rows that an owner has, counted from its first; None where there are none."""
+        found: list[Tensor | None] = []
+        for gradient, block in zip(self._vector.rows, self.shares[owner].blocks):
+            where = slice(0, 0) if gradient is None else _within(rows_of(gradient), block)
+            if gradient is None or where.start == where.stop:
+                found.append(None)
+            else:
+                shape = (block.rows, block.width)
+                found.append(by_rows(rows_of(gradient)[where] - block.first, gradient.values()[where], shape))
+        return found
+
+    def _update(self, owner: int, tables: Sequence[Tensor | None], seen: Sequence[int], *, alone: bool = False) -> None:
+        share = self.shares[owner]
+        version = self.exposed.fetch_add(owner, VERSION, 1) if share.dense else 0
+        dense = [self._vector.gradient[share.cut][where] for _, where in share.stretches]
+        counts = [version] * len(dense) + list(seen)
         near = self._near.get(owner)
         if near is not None:
-            near.step(gradient, seen)
-            return
-        memory = torch.empty(self._length(owner) * (1 + len(self._states.tensors)), dtype=gradient.dtype)
-        self.exposed.get(owner, memory)
-        before = memory.clone()
-        self._piece(owner, memory).step(gradient, seen)
-        self.exposed.add(owner, memory.sub_(before))  # what others have added meanwhile stays
+            near.step([*dense, *tables], counts)
+        else:
+            self._update_far(owner, dense, tables, counts, alone)
 
-    # States of the optimizer, for checkpoints ------------------------------------------------------------------------
-
-    def give_states(
-        self, optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter], places: Sequence[slice]
+    def _update_far(
+        self, owner: int, dense: Sequence[Tensor], tables: Sequence[Tensor | None], counts: Sequence[int], alone: bool
     ) -> None:
+        share = self.shares[owner]
+        update = FarUpdate(self.exposed, owner, share)
+        gradients, seen = [*dense], [*counts[: len(dense)]]
+        for block, gradient, count in zip(share.blocks, tables, counts[len(dense) :]):
+            if gradient is not None:
+                gradients.append(update.fetch(block, gradient))
+                seen.append(count)
+        update.make(self._optimizer, gradients, seen, alone=alone)
+
+    # States of the optimizer, for checkpoints -------------------------------------------------------------------------
+
+    def give_states(self, optimizer: torch.optim.Optimizer) -> None:
         """Put all states, as they are now, into an optimizer: as if it had made the updates."""
-        count = self.version()
-        if not count:
-            return  # none has been made
-        for number, (key, _) in enumerate(self._states.tensors, 1):
-            whole = self._gather(number)
-            for parameter, place in zip(parameters, places):
-                optimizer.state[parameter][key] = whole[place].view(parameter.shape)
-        if self._states.counts:
-            for parameter in parameters:
-                optimizer.state[parameter]["step"] = torch.tensor(float(count))
+        count = self.exposed.fetch_add(self.owners[-1], VERSION)  # the one who has dense parameters if any has
+        vector = self._vector
+        if count:
+            for number, (key, _) in enumerate(self._states.tensors, 1):
+                whole = self._gather(number)
+                for parameter, view in zip(vector.parameters, vector.views(whole)):
+                    optimizer.state[parameter][key] = view
+            for parameter in vector.parameters if self._states.step else ():
+                optimizer.state[parameter]["step"] = _step(self._states, count)
+        for number, (table, kept) in enumerate(zip(vector.tables, self._table_states)):
+            for state, (key, _) in enumerate(kept.tensors, 1):
+                optimizer.state[table.parameter][key] = self.read_table(number, state)
+            if kept.step:
+                seen = self.exposed.fetch_add(self._first(number), TABLES + number)
+                optimizer.state[table.parameter]["step"] = _step(kept, seen)
 
-    def take_states(
-        self, optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter], places: Sequence[slice]
-    ) -> None:
+    def take_states(self, optimizer: torch.optim.Optimizer) -> None:
         """Put this rank's piece of the states where an optimizer has them."""
-        if self.rank not in self.cuts or not optimizer.state:
+        share, memory = self.shares.get(self.rank), self.exposed.view(self.rank)
+        if share is None or memory is None or not optimizer.state:
             return
-        cut, length = self.cuts[self.rank], self._length(self.rank)
-        memory = self.exposed.view(self.rank)
-        assert memory is not None
+        states = [optimizer.state.get(parameter, {}) for parameter in self._vector.parameters]
         for number, (key, _) in enumerate(self._states.tensors, 1):
-            whole = torch.cat([optimizer.state[parameter][key].reshape(-1).cpu() for parameter in parameters])
-            memory[number * length : (number + 1) * length].copy_(whole[cut])
-        if self._states.counts:
-            count = int(next(iter(optimizer.state.values()))["step"])
-            self.exposed.fetch_add(self.rank, VERSION, count - self.exposed.fetch_add(self.rank, VERSION))
+            whole = torch.cat([state[key].reshape(-1).cpu() for state in states])
+            memory[number * share.dense : (number + 1) * share.dense].copy_(whole[share.cut])
+        if self._states.step:
+            self._set(VERSION, int(states[0]["step"]))
+        for number, (table, kept, block) in enumerate(zip(self._vector.tables, self._table_states, share.blocks)):
+            state = optimizer.state.get(table.parameter, {})
+            for place, (key, _) in enumerate(kept.tensors if state else (), 1):
+                rows = state[key][block.first : block.last]
+                block.matrix(memory)[place * block.rows : (place + 1) * block.rows].copy_(rows)
+            if state and kept.step:
+                self._set(TABLES + number, int(state["step"]))
 
-    def _gather(self, number: int) -> Tensor:
-        whole = torch.empty(max(cut.stop for cut in self.cuts.values()), dtype=self.exposed.dtype)
-        for owner, cut in self.cuts.items():
-            self.exposed.get(owner, whole[cut], number * self._length(owner))
+    def _set(self, word: int, value: int) -> None:
+        self.exposed.fetch_add(self.rank, word, value - self.exposed.fetch_add(self.rank, word))
+
+    def _gather(self, state: int) -> Tensor:
+        whole = torch.empty(self._vector.values.shape, dtype=self.exposed.dtype)
+        for owner, share in self.shares.items():
+            if share.dense:
+                self.exposed.get(owner, whole[share.cut], state * share.dense)
         return whole
 
     def free(self) -> None:
@@ -202,54 +225,11 @@ class Store:
         self.exposed.free()
 
 
-class _Piece:
-    """Hold the parameters and states of one owner in some memory, and the optimizer that updates them there."""
-
-    def __init__(
-        self,
-        memory: Tensor,
-        length: int,
-        stretches: Sequence[tuple[int, slice]],
-        states: States,
-        optimizer: torch.optim.Optimizer,
-    ) -> None:
-        self.values = memory[:length]
-        self._source, self._states = optimizer, states
-        groups: list[list[nn.Parameter]] = [[] for _ in optimizer.param_groups]
-        self._parts: list[tuple[nn.Parameter, slice]] = []
-        for group, where in stretches:
-            part = nn.Parameter(self.values[where])
-            groups[group].append(part)
-            self._parts.append((part, where))
-        self._numbers = [number for number, group in enumerate(groups) if group]
-        self._own = like(optimizer, groups)
-        self._counts: list[Tensor] = []
-        for part, where in self._parts:
-            state: dict[str, Any] = {}
-            for number, (key, _) in enumerate(states.tensors, 1):
-                state[key] = memory[number * length :][where]
-            if states.counts:
-                state["step"] = torch.zeros(())
-                self._counts.append(state["step"])
-            self._own.state[part] = state
-
-    def step(self, gradient: Tensor, seen: int) -> None:
-        """Make an update, the one after so many."""
-        for number, group in zip(self._numbers, self._own.param_groups):
-            group.update({key: value for key, value in self._source.param_groups[number].items() if key != "params"})
-        for count in self._counts:
-            count.fill_(seen)
-        for part, where in self._parts:
-            part.grad = gradient[where]
-        self._own.step()
+def _within(rows: Tensor, block: Block) -> slice:
+    """Return which of some rows, in order, a block has."""
+    first, last = torch.searchsorted(rows, torch.tensor([block.first, block.last])).tolist()
+    return slice(first, last)
 
 
-def _stretches(groups: Sequence[int], cut: slice) -> list[tuple[int, slice]]:
-    """Return the parts of a piece that belong to each group, whose sizes in the whole vector are given."""
-    found, at = [], 0
-    for number, size in enumerate(groups):
-        first, last = max(at, cut.start), min(at + size, cut.stop)
-        if first < last:
-            found.append((number, slice(first - cut.start, last - cut.start)))
-        at += size
-    return found
+def _step(kept: States, count: int) -> Tensor | int:
+    return torch.tensor(float(count)) if kept.step == "tensor" else count

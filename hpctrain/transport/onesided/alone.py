@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from hpctrain.errors import CommunicationError
-from hpctrain.transport.onesided.exposed import Exposed, Operation
+from hpctrain.transport.onesided.exposed import Exposed, Operation, RowOperation
 
 
 class ExposedAlone(Exposed):
@@ -40,4 +40,7 @@ class ExposedAlone(Exposed):
         self._memory = torch.empty(0, dtype=self.dtype)
 
     def _carry(self, operation: Operation, rank: int, values: Tensor, start: int) -> None:
+        raise CommunicationError("a world of one rank has no other node")
+
+    def _carry_rows(self, operation: RowOperation, rank: int, values: Tensor, rows: Tensor, start: int) -> None:
         raise CommunicationError("a world of one rank has no other node")

@@ -19,6 +19,7 @@ from hpctrain.errors import UsageError
 from hpctrain.transport.recorder import Recordable
 
 Operation = Literal["get", "put", "add"]
+RowOperation = Literal["get_rows", "put_rows", "add_rows"]
 
 
 class Exposed(Recordable, ABC):
@@ -65,6 +66,30 @@ class Exposed(Recordable, ABC):
         else:
             self._carry("add", rank, values.view(-1), start)
 
+    def get_rows(self, rank: int, out: Tensor, rows: Tensor, start: int = 0) -> None:
+        """Read rows of a matrix that begins at element ``start`` of a rank and is as wide as ``out``; each once."""
+        near = self._near_rows(rank, out, rows, start)
+        if near is not None:
+            torch.index_select(near, 0, rows, out=out)
+        elif rows.numel():
+            self._carry_rows("get_rows", rank, out, rows, start)
+
+    def put_rows(self, rank: int, values: Tensor, rows: Tensor, start: int = 0) -> None:
+        """Write rows of a matrix, each once; they are there when this returns."""
+        near = self._near_rows(rank, values, rows, start)
+        if near is not None:
+            near.index_copy_(0, rows, values)
+        elif rows.numel():
+            self._carry_rows("put_rows", rank, values, rows, start)
+
+    def add_rows(self, rank: int, values: Tensor, rows: Tensor, start: int = 0) -> None:
+        """Add to rows of a matrix, each once, as ``add`` does; they are there when this returns."""
+        near = self._near_rows(rank, values, rows, start)
+        if near is not None:
+            near.index_add_(0, rows, values)
+        elif rows.numel():
+            self._carry_rows("add_rows", rank, values, rows, start)
+
     @abstractmethod
     def fetch_add(self, rank: int, word: int, amount: int = 0) -> int:
         """Add to a counter of a rank, and return what it was; no addition is ever lost. With 0: read it."""
@@ -72,6 +97,10 @@ class Exposed(Recordable, ABC):
     @abstractmethod
     def _carry(self, operation: Operation, rank: int, values: Tensor, start: int) -> None:
         """Get, put or add elements of a rank on another node, and wait until that is done."""
+
+    @abstractmethod
+    def _carry_rows(self, operation: RowOperation, rank: int, values: Tensor, rows: Tensor, start: int) -> None:
+        """Get, put or add rows of a rank on another node, and wait until that is done."""
 
     def progress(self) -> None:
         """Let others get on with what this rank exposes."""
@@ -87,12 +116,28 @@ class Exposed(Recordable, ABC):
     def _near(self, rank: int, values: Tensor, start: int) -> Tensor | None:
         """Return the elements where this rank shares them; raise ``UsageError`` for such as there are not."""
         end = start + values.numel()
+        self._check(rank, values, start, end)
+        near = self.view(rank)
+        return None if near is None else near[start:end]
+
+    def _near_rows(self, rank: int, values: Tensor, rows: Tensor, start: int) -> Tensor | None:
+        """Return the rows from ``start`` to the last that is meant, where this rank shares them."""
+        if values.dim() != 2 or rows.dtype is not torch.int64 or rows.shape != values.shape[:1]:
+            raise UsageError(f"values of shape {tuple(values.shape)} and rows of {tuple(rows.shape)}: one is for each")
+        first, last = (int(rows.min()), int(rows.max()) + 1) if rows.numel() else (0, 0)
+        if first < 0:
+            raise UsageError(f"row {first} of rank {rank}: rows count from 0")
+        width = values.shape[1]
+        end = start + last * width
+        self._check(rank, values, start, end)
+        near = self.view(rank)
+        return None if near is None else near[start:end].view(last, width)
+
+    def _check(self, rank: int, values: Tensor, start: int, end: int) -> None:
         if not 0 <= rank < len(self.lengths) or not 0 <= start <= end <= self.lengths[rank]:
             raise UsageError(f"elements {start} to {end} of rank {rank}: there are {_tell(self.lengths, rank)}")
         if values.dtype is not self.dtype or not values.is_contiguous() or values.device.type != "cpu":
             raise UsageError(f"exposed memory holds {self.dtype}: give a contiguous tensor of it on the host")
-        near = self.view(rank)
-        return None if near is None else near[start:end]
 
 
 def _tell(lengths: Sequence[int], rank: int) -> str:

@@ -24,26 +24,23 @@ class Lock:
         self._exposed, self._first = exposed, first
 
     @contextmanager
-    def of(self, rank: int) -> Iterator[None]:
+    def of(self, rank: int) -> Iterator[int]:
         """Exclude all others from a rank's memory for the ``with`` block.
 
-        Raises ``DeadlineError`` that names who holds it where its turn does not come.
+        It yields how many had the lock before. Raises ``DeadlineError`` that names who holds it where its turn does not
+        come.
         """
         ticket = self._word(rank, _NEXT, 1)
         operation = f"the lock of rank {rank}'s memory"
         with waiting(operation):
             until(lambda: self._served(rank) >= ticket, operation, lambda: self._late(rank, operation), SPINS, period=1)
-        self._hold(rank, self._exposed.rank + 1)
+        holder = self._exposed.rank + 1
+        self._word(rank, _HOLDER, holder)  # from 0, as the one before left it
         try:
-            yield
+            yield ticket
         finally:
-            self._hold(rank, 0)
+            self._word(rank, _HOLDER, -holder)
             self._word(rank, _SERVED, 1)
-
-    def _hold(self, rank: int, holder: int) -> None:
-        """Write who has it: only the one who has it does."""
-        before = self._word(rank, _HOLDER, 0)
-        self._word(rank, _HOLDER, holder - before)
 
     def _served(self, rank: int) -> int:
         self._exposed.progress()

@@ -3,7 +3,9 @@
 Note: what is not one-sided. Within a node all is reached directly, as for ``ExposedByMessages``; the memory that a node
 shares is exposed to other nodes by a window over all ranks, and numbers are read, written and added there. Counters of
 other nodes are still asked for by messages: only their owner can change them as one act with its neighbours, because
-a window over several nodes makes Open MPI let neighbours, too, wait for the owner.
+a window over several nodes makes Open MPI let neighbours, too, wait for the owner. Rows of a matrix are read and
+written as one operation, of a type that names them: it took a sixth of the time of one operation a row. They are added
+to by a message, because Open MPI took 250 ms to accumulate 256 of them in that way, and 40 ms by the message.
 """
 
 from __future__ import annotations
@@ -15,8 +17,8 @@ from mpi4py import MPI
 from torch import Tensor
 
 from hpctrain.transport.activity import waiting
-from hpctrain.transport.mpi_calls import DTYPES, in_elements
-from hpctrain.transport.onesided.exposed import Operation
+from hpctrain.transport.mpi_calls import DTYPES, in_elements, memory
+from hpctrain.transport.onesided.exposed import Operation, RowOperation
 from hpctrain.transport.onesided.served import ExposedByMessages
 
 
@@ -48,6 +50,20 @@ class ExposedByRma(ExposedByMessages):
                     self._window.Accumulate(spec, rank, place, MPI.SUM)
                 start += spec[1]
             self._window.Flush(rank)
+
+    def _carry_rows(self, operation: RowOperation, rank: int, values: Tensor, rows: Tensor, start: int) -> None:
+        if operation == "add_rows":
+            super()._carry_rows(operation, rank, values, rows, start)
+            return
+        if self.recorder is not None:
+            self.recorder.count(operation, values.nbytes)
+        kind = DTYPES[self.dtype].Create_indexed_block(values.shape[1], (rows * values.shape[1]).tolist())
+        kind.Commit()
+        with waiting(f"{operation} in rank {rank}'s memory"):
+            carry = self._window.Get if operation == "get_rows" else self._window.Put
+            carry((memory(values), values.numel(), DTYPES[self.dtype]), rank, (start, 1, kind))
+            self._window.Flush(rank)
+        kind.Free()
 
     def _give_back(self) -> None:
         if self._window != MPI.WIN_NULL:

@@ -1,10 +1,11 @@
 """Expose memory by messages, for MPI libraries whose one-sided operations are broken or slow.
 
 Note: the protocol. A request is a row of numbers (operation, first element, elements, counter, amount, answer's tag);
-elements that travel with it follow as a second message. Owners take requests whenever they make ``progress``, and
-ranks that wait for an answer do, so two that ask each other both get on. Every request is answered, so that it is known
-to be done. Within a node all is reached directly. Whoever waits serves all memories that the process exposes: who waits
-for us may wait at another one.
+elements that travel with it follow as a second message. Where they are for some rows of a matrix, a list of these
+comes before them, as long as ``amount`` says. Owners take requests whenever they make ``progress``, and ranks that wait
+for an answer do, so two that ask each other both get on. Every request is answered, so that it is known to be done.
+Within a node all is reached directly. Whoever waits serves all memories that the process exposes: who waits for us may
+wait at another one.
 """
 
 from __future__ import annotations
@@ -19,14 +20,15 @@ from torch import Tensor
 
 from hpctrain.transport.activity import timeout_seconds, waiting
 from hpctrain.transport.mpi_calls import memory
-from hpctrain.transport.onesided.exposed import Exposed, Operation
+from hpctrain.transport.onesided.exposed import Exposed, Operation, RowOperation
 from hpctrain.transport.onesided.shared import Counters, SharedPieces
 from hpctrain.transport.patience import SPINS, until
 
-_CODES = ("get", "put", "add", "count")
+_CODES = ("get", "put", "add", "count", "get_rows", "put_rows", "add_rows")
 _REQUEST, _ELEMENTS, _ANSWER = 1, 2, 3  # tags: the last is the first of many
 _ANSWERS = 1000
 _FIELDS = 5
+_DONE = torch.zeros(1, dtype=torch.uint8)
 
 _LIVE: list[ExposedByMessages] = []
 
@@ -63,17 +65,24 @@ class ExposedByMessages(Exposed):
     def _carry(self, operation: Operation, rank: int, values: Tensor, start: int) -> None:
         self._ask(operation, rank, start, values)
 
+    def _carry_rows(self, operation: RowOperation, rank: int, values: Tensor, rows: Tensor, start: int) -> None:
+        self._ask(operation, rank, start, values, rows.numel(), rows.contiguous())
+
     # Asking -----------------------------------------------------------------------------------------------------------
 
-    def _ask(self, what: str, rank: int, start: int, values: Tensor, amount: int = 0) -> None:
+    def _ask(
+        self, what: str, rank: int, start: int, values: Tensor, amount: int = 0, rows: Tensor | None = None
+    ) -> None:
         """Send a request, and serve others until it is answered."""
         if self.recorder is not None:
             self.recorder.count(what, values.nbytes)
         tag = _ANSWER + next(self._numbers) % _ANSWERS
         request = np.array([_CODES.index(what), start, values.numel(), amount, tag], dtype=np.int64)
-        answered = what in ("get", "count")
+        answered = what in ("get", "count", "get_rows")
         room = memory(values) if answered else bytearray(1)
         pending = [self._comm.Irecv([room, MPI.BYTE], rank, tag), self._comm.Isend(request, rank, _REQUEST)]
+        if rows is not None:
+            pending.append(self._comm.Isend([memory(rows), MPI.BYTE], rank, _ELEMENTS))
         if not answered:
             pending.append(self._comm.Isend([memory(values), MPI.BYTE], rank, _ELEMENTS))
         operation = f"{what} in rank {rank}'s memory"
@@ -108,13 +117,27 @@ class ExposedByMessages(Exposed):
             answer = torch.tensor([self.fetch_add(self.rank, start, amount)])
         elif what == "get":
             answer = self._pieces.own[start : start + numel].clone()  # as it is now
+        elif what.endswith("_rows"):
+            answer = self._serve_rows(what, source, start, (amount, numel // amount))
         else:
-            values = torch.empty(numel, dtype=self.dtype)
-            self._comm.Recv([memory(values), MPI.BYTE], source, _ELEMENTS)
+            values = self._elements(source, (numel,))
             own = self._pieces.own[start : start + numel]
             own.copy_(values) if what == "put" else own.add_(values)
-            answer = torch.zeros(1, dtype=torch.uint8)
+            answer = _DONE
         self._sent.append((self._comm.Isend([memory(answer), MPI.BYTE], source, tag), answer))
+
+    def _serve_rows(self, what: str, source: int, start: int, shape: tuple[int, int]) -> Tensor:
+        rows = self._elements(source, shape[:1], torch.int64)
+        values = torch.empty(shape, dtype=self.dtype) if what == "get_rows" else self._elements(source, shape)
+        serve = {"get_rows": self.get_rows, "put_rows": self.put_rows, "add_rows": self.add_rows}[what]
+        serve(self.rank, values, rows, start)
+        return values if what == "get_rows" else _DONE
+
+    def _elements(self, source: int, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
+        """Receive what travels behind a request."""
+        values = torch.empty(shape, dtype=dtype or self.dtype)
+        self._comm.Recv([memory(values), MPI.BYTE], source, _ELEMENTS)
+        return values
 
     def barrier(self) -> None:
         """Wait until all ranks have come, and serve them meanwhile."""

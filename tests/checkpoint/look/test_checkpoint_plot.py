@@ -13,6 +13,7 @@ from hpctrain.checkpoint.file.source import Source
 from hpctrain.checkpoint.file.writer import write_file
 from hpctrain.checkpoint.look.plot import plot, running_mean
 from hpctrain.errors import CheckpointError, UsageError
+from hpctrain.parallel.server.histogram import LONGEST
 
 matplotlib = pytest.importorskip("matplotlib")
 
@@ -71,6 +72,20 @@ def test_the_lines_are_the_curves(tmp_path: Path, drawn: list[Any]) -> None:
     assert np.array_equal(marks.get_xydata(), np.stack([at, validation], 1))
     assert np.array_equal(below.lines[0].get_ydata(), rate) and below.get_ylabel() == "learning rate"
     assert "step_00000009.h5" in top.get_title(loc="left") and below.get_xlabel() == "step"
+
+
+def test_the_staleness_of_updates_has_a_picture_of_its_own(tmp_path: Path, drawn: list[Any]) -> None:
+    counts = [20, 300, 0, 1]
+    plot(file_with(tmp_path, step=[5, 9], loss=[2.0, 1.0], staleness_histogram=counts), tmp_path / "loss.png")
+    top, below = drawn[0].axes
+    assert [bar.get_height() for bar in below.patches] == counts
+    assert [round(bar.get_x() + bar.get_width() / 2) for bar in below.patches] == [0, 1, 2, 3]
+    assert top.get_xlabel() == "step" and below.get_xlabel().startswith("staleness") and below.get_yscale() == "log"
+    assert top.get_xlim()[1] > 9 > below.get_xlim()[1]
+    plot(file_with(tmp_path, step=[5, 9], loss=[2.0, 1.0], staleness_histogram=[1] * LONGEST), tmp_path / "loss.png")
+    assert drawn[1].axes[1].get_xlabel().endswith("(the last bar: and staler)")
+    plot(file_with(tmp_path, step=[5, 9], loss=[2.0, 1.0], staleness_histogram=[]), tmp_path / "loss.png")
+    assert len(drawn[2].axes) == 1
 
 
 def test_running_mean() -> None:

@@ -110,7 +110,7 @@ def test_closing_twice_and_a_model_without_tensors(tmp_path: Path) -> None:
 
 def test_an_order_longer_than_a_pipe_and_an_answer_too(tmp_path: Path, saver: Saver) -> None:
     """Neither side may wait for the other to read while the other waits to be read."""
-    model = torch.nn.ParameterDict({f"{'long' * 40}{n}": torch.nn.Parameter(torch.ones(1)) for n in range(1500)})
+    model = torch.nn.ParameterDict({f"{'long' * 40}{n}": torch.nn.Parameter(torch.ones(1)) for n in range(500)})
     for number in range(2):
         saver.save(tmp_path / f"{number}.h5", model=model, train={"much": "x" * 3_000_000})
         saver.wait()

@@ -1,0 +1,50 @@
+"""Share the moves that a worker has made of tables of its own: of each the rows that have changed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from hpctrain.parallel.server.states import states_of
+from hpctrain.parallel.server.table import Table, rows_of
+from hpctrain.transport.onesided.exposed import Exposed
+
+
+class TableMoves:
+    """Know where tables lie in the copies that all workers add to: behind each other, from the first element on."""
+
+    def __init__(self, tables: Sequence[Table]) -> None:
+        self._tables = tables
+        sizes = [table.parameter.numel() for table in tables]
+        self._starts = [sum(sizes[:number]) for number in range(len(sizes))]
+        self.numel = sum(sizes)
+        self._before: list[tuple[int, Tensor, Tensor]] = []  # which table, rows, and their values before the move
+
+    def check(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raise ``UsageError`` for an optimizer whose moves are not those of rows with a gradient alone."""
+        for table in self._tables:
+            states_of(optimizer, table.group_in(optimizer), table=table.name)
+
+    def read(self, copy: Tensor, number: int, rows: Tensor) -> Tensor:
+        """Return rows of a table in a copy."""
+        shape, start = self._tables[number].shape, self._starts[number]
+        return copy[start : start + shape[0] * shape[1]].view(shape).index_select(0, rows)
+
+    def remember(self) -> None:
+        """Keep the rows that have a gradient, as they are before a move."""
+        self._before.clear()
+        for number, table in enumerate(self._tables):
+            gradient = table.coalesce()
+            if gradient is not None:
+                rows = rows_of(gradient)
+                self._before.append((number, rows, table.parameter.data[rows]))
+
+    def share(self, memory: Exposed, keepers: Sequence[int]) -> None:
+        """Add what has changed to every copy."""
+        for number, rows, before in self._before:
+            change = (self._tables[number].parameter.data[rows] - before).cpu()
+            for keeper in keepers:
+                memory.add_rows(keeper, change, rows.cpu(), self._starts[number])
+        self._before.clear()

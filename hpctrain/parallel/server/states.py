@@ -1,0 +1,89 @@
+"""Find out what an optimizer keeps of a parameter, and make others like it."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from hpctrain.errors import UsageError
+
+DENSE = "SGD, Adam, AdamW and Adagrad can be served"
+SPARSE = "SGD and Adagrad without momentum and weight decay, and SparseAdam, take them"
+
+
+@dataclass(frozen=True)
+class States:
+    """Say what an optimizer keeps of a parameter: tensors of its shape, each with a first value; a count of steps."""
+
+    tensors: tuple[tuple[str, float], ...] = ()
+    step: Literal["", "tensor", "number"] = ""
+
+
+def states_of(optimizer: torch.optim.Optimizer, group: int = 0, *, table: str = "") -> States:
+    """Find out by updates of a small matrix; raise ``UsageError`` for what a server cannot hold or torch refuses.
+
+    With the name of a ``table``, find out what becomes of gradients that have some rows alone.
+    """
+    probe = nn.Parameter(torch.zeros(2, 2))
+    twin = like(optimizer, [[probe] if number == group else [] for number in range(len(optimizer.param_groups))])
+    before = {key: value.clone() for key, value in twin.state[probe].items() if isinstance(value, Tensor)}
+    probe.grad = _row_of_ones(probe) if table else torch.ones(2, 2)
+    kind = type(optimizer).__name__
+    try:
+        twin.step()
+    except RuntimeError as error:
+        what, who = (f"the sparse gradients of {table}", SPARSE) if table else ("dense gradients", DENSE)
+        said = str(error).splitlines()[0]
+        raise UsageError(f"{kind} as it is set does not take {what} ({said}): {who}", everywhere=True) from error
+    tensors, step = [], ""
+    for key, value in twin.state[probe].items():
+        if value is None:
+            continue
+        if key == "step":
+            step = "tensor" if isinstance(value, Tensor) else "number"
+        elif isinstance(value, Tensor) and value.shape == probe.shape and value.layout is torch.strided:
+            tensors.append((key, float(before[key].flatten()[0].item()) if key in before else 0.0))
+        else:
+            raise UsageError(_refusal(kind, key, table), everywhere=True)
+    return States(tuple(tensors), step)  # type: ignore[arg-type]
+
+
+def _row_of_ones(matrix: Tensor) -> Tensor:
+    where = torch.zeros(1, 1, dtype=torch.int64)
+    return torch.sparse_coo_tensor(where, torch.ones(1, 2), matrix.shape, is_coalesced=True)
+
+
+def _refusal(kind: str, key: str, table: str) -> str:
+    if table:
+        return f"{kind} keeps {key}, by which rows of {table} move that have no gradient: {SPARSE}"
+    return f"{kind} keeps {key}, which is no number an element: a server cannot hold it; {DENSE}"
+
+
+def together(several: Sequence[States]) -> States:
+    """Return what has room for the states of all."""
+    tensors = {key: first for each in several for key, first in each.tensors}
+    return States(tuple(tensors.items()), next((each.step for each in several if each.step), ""))
+
+
+def hyperparameters(group: dict[str, Any]) -> dict[str, Any]:
+    """Return those of a group of a worker's optimizer, for updates in the host's memory."""
+    chosen = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+    if "capturable" in chosen:
+        chosen["capturable"] = False  # is for graphs of a device
+    return {key: value.item() if isinstance(value, Tensor) else value for key, value in chosen.items()}
+
+
+def like(optimizer: torch.optim.Optimizer, groups: Sequence[Sequence[nn.Parameter]]) -> torch.optim.Optimizer:
+    """Return an optimizer of the same class and hyperparameters over other parameters."""
+    chosen = []
+    for own, parameters in zip(optimizer.param_groups, groups):
+        chosen.append({**hyperparameters(own), "params": list(parameters)})
+    kind: Any = type(optimizer)
+    known = inspect.signature(kind.__init__).parameters  # some arguments count when states are made, not later
+    options = {key: value for key, value in hyperparameters(optimizer.defaults).items() if key in known}
+    return kind([group for group in chosen if group["params"]], **options)  # type: ignore[no-any-return]

@@ -1,0 +1,87 @@
+"""Find the tables of a model: parameters of which a pass reads some rows, and whose gradients are sparse."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hpctrain.errors import UsageError
+from hpctrain.parallel.strategy import trainable
+
+Lookups = (nn.Embedding, nn.EmbeddingBag)
+
+
+@dataclass(frozen=True)
+class Table:
+    """Be the weight of one ``nn.Embedding(sparse=True)`` or ``nn.EmbeddingBag(sparse=True)``, or of several."""
+
+    name: str
+    parameter: nn.Parameter
+    modules: tuple[nn.Module, ...]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Return how many rows there are, and how wide they are."""
+        rows, width = self.parameter.shape
+        return rows, width
+
+    def group_in(self, optimizer: torch.optim.Optimizer) -> int:
+        """Return the number of the group that it is in."""
+        groups = enumerate(optimizer.param_groups)
+        return next(number for number, group in groups if any(one is self.parameter for one in group["params"]))
+
+    def coalesce(self) -> Tensor | None:
+        """Sum up what came for the same row of the gradient, and return it; None where there is none."""
+        gradient = self.parameter.grad
+        if gradient is None:
+            return None
+        if not gradient.is_sparse:
+            raise UsageError(
+                f"the parameter {self.name} got a dense gradient: where more than lookups uses a table, leave "
+                "sparse=True out"
+            )
+        self.parameter.grad = gradient.coalesce()
+        return self.parameter.grad
+
+    def gradient(self) -> Tensor | None:
+        """Take the gradient out of the parameter: in the host's memory, each row once; None where there is none."""
+        gradient = self.coalesce()
+        self.parameter.grad = None
+        return None if gradient is None else gradient.detach().cpu()
+
+
+def rows_of(gradient: Tensor) -> Tensor:
+    """Return which rows a gradient of a table has, in order."""
+    return gradient.indices()[0]
+
+
+def by_rows(rows: Tensor, values: Tensor, shape: tuple[int, int]) -> Tensor:
+    """Return a gradient that has these rows, each once and in order."""
+    return torch.sparse_coo_tensor(rows[None], values, shape, is_coalesced=True)
+
+
+def find_tables(model: nn.Module) -> list[Table]:
+    """Return the tables that are trained; raise ``UsageError`` for one that its own passes change."""
+    users: dict[nn.Parameter, list[nn.Module]] = {}
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            users.setdefault(parameter, []).append(module)
+    tables = []
+    for name, parameter in trainable(model):
+        modules = users[parameter]
+        if all(isinstance(module, Lookups) and module.sparse for module in modules):
+            tables.append(Table(name, parameter, tuple(modules)))
+    for table in tables:
+        if any(module.max_norm is not None for module in table.modules):
+            raise UsageError(
+                f"the embedding of {table.name} has max_norm, by which passes change rows: a server holds what updates "
+                "have made of them; leave max_norm out",
+                everywhere=True,
+            )
+    checks: Any = torch.sparse.check_sparse_tensor_invariants
+    if tables and not checks.is_enabled():
+        checks.disable()  # as it is; but torch warns of who never said so
+    return tables

@@ -1,0 +1,123 @@
+"""The race of the asynchronous family on two ranks, small: what it prints, checks and writes."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import asynchronous
+import numpy as np
+import pytest
+from racing.names import DDP, DIGITS, EASGD, EASGD_APART, GPT, HOGWILD, LOCKED, MEMBERS, ROUND_ROBIN, SERVER, SILENT
+from support.jobs import JobStarter
+from support.programs import be_alone, in_one_job
+
+from hpctrain.data.arrays import write_arrays
+from hpctrain.data.pack import pack
+from hpctrain.errors import UsageError
+
+FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
+PROGRAM = FOLDER / "asynchronous.py"
+WHOLE = pytest.mark.benchmark
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Return small files of images, one pattern a class, and of text."""
+    folder = tmp_path_factory.mktemp("race")
+    draw = np.random.default_rng(0)
+    patterns, classes = draw.random((10, 8, 8), dtype=np.float32), draw.integers(0, 10, 200)
+    images = patterns[classes] + 0.1 * draw.random((200, 8, 8), dtype=np.float32)
+    write_arrays(folder / "d.h5", train=(images[:160], classes[:160]), validation=(images[160:], classes[160:]))
+    for number in range(20):
+        (folder / f"{number}.txt").write_text("to be or not to be, that is the question; " * 12)
+    pack([folder], folder / "c.h5")
+    return {"--digits": folder / "d.h5", "--corpus": folder / "c.h5"}
+
+
+def options(data: dict[str, Path]) -> list[str]:
+    return [str(word) for option in data.items() for word in option]
+
+
+@WHOLE
+@pytest.mark.limit(400)
+def test_everybody_trains_is_timed_and_compared(launch: JobStarter, data: dict[str, Path], tmp_path: Path) -> None:
+    """In one job with a run before it of a part, whose result is had as JSON."""
+    part = "--task", "digits", "--only", "ddp,server", "--parts", "race", "--json", "--results", tmp_path / "json"
+    quick = "--quick", "--rounds", "2", *options(data)
+    done = launch(2, in_one_job(PROGRAM, (*quick, *part), (*quick, "--results", tmp_path)), timeout=300)
+    assert done.returncode == 0, done
+    check_json(json.JSONDecoder().raw_decode(done.stdout)[0], tmp_path / "json")
+    (path,) = tmp_path.glob("*.json")
+    assert path.name.startswith("asynchronous-np2-")
+    found = json.loads(path.read_text())
+    assert list(found["tasks"]) == [DIGITS, GPT] and {"commit", "processor", "mpi"} <= found["provenance"].keys()
+    assert found["provenance"]["threads_per_rank"] == 1
+    for one in found["tasks"].values():
+        assert list(one["members"]) == list(MEMBERS)
+        assert one["same_bits"]["alike"] and one["same_bits"]["samples"] > 0
+        check_race(one)
+        assert list(one["exchange"]) == [SILENT, *MEMBERS] and list(one["pace"]) == [SILENT, SERVER, LOCKED, HOGWILD]
+        for cost in one["exchange"].values():
+            assert cost["step"]["median"] > 0 and cost["share"] < 1
+    assert len(found["targets"]) == 12
+    assert done.stdout.index("target") < done.stdout.index("samples / ddp") < done.stdout.index("ms an exchange")
+    for what in (DIGITS, GPT, "staleness"):
+        assert path.with_name(f"{path.stem}-{what}.svg").exists()
+
+
+def check_race(found: dict[str, Any]) -> None:
+    members, mark, task = found["members"], found["mark"], found["task"]
+    trained = members[DDP]["points"]
+    assert mark["accuracy"] == max(point["accuracy"] for point in trained) and mark["samples"] == task["samples"]
+    for name, one in members.items():
+        points = one["points"]
+        assert points[0] == {**trained[0], "seconds": 0}  # the same weights, before all training
+        seconds = [point["seconds"] for point in points]
+        assert seconds == sorted(seconds) and mark["samples"] <= points[-1]["samples"] <= 2 * mark["samples"]
+        updates = one["updates_a_second"] * points[-1]["seconds"] * task["batch"]
+        assert updates == pytest.approx(points[-1]["samples"] / (2 if name == DDP else 1))
+        if one["samples_over_ddp"] is None:
+            assert points[-1]["samples"] == 2 * mark["samples"]
+        counted = name in (SERVER, LOCKED, HOGWILD, EASGD_APART, ROUND_ROBIN)
+        assert (sum(one["staleness_histogram"]) > 0) == counted, name
+
+
+def check_json(printed: dict[str, Any], folder: Path) -> None:
+    assert list(printed["tasks"]) == [DIGITS] and list(printed["tasks"][DIGITS]["members"]) == [DDP, SERVER]
+    assert len(printed["targets"]) == 1 and list(folder.glob("asynchronous-digits-np2-*.json"))
+
+
+def test_one_rank_is_refused(comm: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    be_alone(monkeypatch, comm)
+    assert asynchronous.main(["--quick"]) == 2
+    assert "one worker has nobody to exchange with" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (("--rounds", "1"), "1 rounds: at least 2 are needed"),
+        (("--task", "mnist"), "no task is called 'mnist': known are digits, gpt"),
+        (("--parts", "run"), "no part is called 'run': known are race, exchange, pace"),
+        (("--without", "adam"), "no member is called 'adam': known are ddp, easgd, easgd-4, easgd-async, easgd-turns"),
+        (("--only", "ddp", "--without", "ddp"), "every task, part or member is left out"),
+    ],
+)
+def test_wrong_options_are_refused(arguments: tuple[str, ...], message: str) -> None:
+    with pytest.raises(UsageError, match=re.escape(message)):
+        asynchronous.parse(arguments)
+
+
+def test_variables_of_make_become_options_that_the_program_takes() -> None:
+    words = ["asynchronous", "NP=3", "ROUNDS=5", "TASK=gpt", "ONLY=ddp,easgd,hogwild", "WITHOUT=hogwild"]
+    command = ["make", "--no-print-directory", "-C", str(FOLDER), "-n", *words]
+    text = subprocess.run(command, capture_output=True, text=True, check=True).stdout.replace("\\\n", "")
+    program = re.search(r'PROGRAM="benchmarks/asynchronous.py (.*?)" +NP=3 MPI=mpich', text)
+    assert program and text.index("_race_data") < text.index("_ranks")
+    printed = subprocess.run(["sh", "-c", f"printf '%s\\n' {program[1]}"], capture_output=True, text=True).stdout
+    args = asynchronous.parse(printed.splitlines())
+    assert (args.rounds, args.task, args.names) == (5, [GPT], [DDP, EASGD])

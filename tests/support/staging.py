@@ -1,0 +1,70 @@
+"""Train by each strategy of workers of their own, on any device, in an order that is always the same."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from support.tables import Lookups, batch, values_of
+from torch import nn
+from torch.nn.functional import mse_loss
+
+from hpctrain.parallel.attach import attach
+from hpctrain.parallel.server.settings import ServerSettings
+from hpctrain.parallel.settings import ParallelSettings
+
+MODES: dict[str, tuple[str, dict[str, Any]]] = {
+    "server": ("server", {}),
+    "locked": ("server", {"lock": True, "max_staleness": 8}),
+    "server_synchronous": ("server", {"mode": "synchronous"}),
+    "hogwild": ("hogwild", {}),
+    "easgd": ("easgd", {}),
+    "easgd_period": ("easgd", {"period": 2}),
+    "local_sgd": ("easgd", {"average": True, "period": 2}),
+    "easgd_asynchronous": ("easgd", {"mode": "asynchronous"}),
+    "easgd_round_robin": ("easgd", {"mode": "round-robin"}),
+}
+TOGETHER = ("server_synchronous", "easgd", "easgd_period", "local_sgd", "easgd_round_robin")
+
+
+def train(comm: Any, mode: str, device: torch.device, *, tables: bool = False, steps: int = 4) -> torch.Tensor:
+    """Return what all workers have come to; where they may come in any order they come in that of the ranks."""
+    model: nn.Module = Lookups() if tables else _dense()
+    data, options = MODES[mode]
+    strategy: Any = attach(model, comm, ParallelSettings(data=data), device, server=ServerSettings(**options))
+    kind: Any = torch.optim.Adagrad if tables else torch.optim.Adam
+    optimizer = kind(model.parameters(), lr=0.05)
+    strategy.check_optimizer(optimizer)
+    for step in range(steps):
+        _passes(model, comm.rank, step, device, tables=tables)
+        strategy.clip_grad_norm(0.5)
+        if mode in TOGETHER:
+            optimizer.step()
+        else:
+            for rank in range(comm.size):
+                strategy.settle()
+                if rank == comm.rank:
+                    optimizer.step()
+            strategy.settle()
+        optimizer.zero_grad()
+    strategy.settle()
+    with strategy.meeting():
+        found = values_of(model).cpu()
+        strategy.figures()
+        strategy.settle()
+    strategy.detach()
+    return found
+
+
+def _dense() -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 6))
+
+
+def _passes(model: nn.Module, rank: int, step: int, device: torch.device, *, tables: bool) -> None:
+    if tables:
+        words, bags = batch(rank, step)
+        model(words.to(device), bags.to(device)).backward()
+        return
+    inputs = torch.randn(4, 6, generator=torch.Generator().manual_seed(10 * step + rank)).to(device)
+    mse_loss(model(inputs), inputs.flip(1)).backward()

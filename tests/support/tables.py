@@ -1,0 +1,80 @@
+"""A model whose passes look up rows of two tables, batches of each rank and step, and moves by torch alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+ROWS, BAGS = 13, 7
+
+
+class Lookups(nn.Module):
+    """Score words and bags of words: by tables alone, or through a dense layer too."""
+
+    def __init__(self, *, dense: bool = True, sparse: bool = True) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.word = nn.Embedding(ROWS, 4, sparse=sparse)
+        self.bag = nn.EmbeddingBag(BAGS, 4, mode="sum", sparse=sparse)
+        self.head = nn.Linear(4, 3) if dense else nn.Identity()
+
+    def forward(self, words: Tensor, bags: Tensor) -> Tensor:
+        mixed = torch.tanh(self.word(words).sum(1)) * self.bag(input=bags)
+        return self.head(mixed).square().mean()  # type: ignore[no-any-return]
+
+
+# Those that take sparse gradients: of tables and dense parameters alike, or of tables alone.
+KINDS: dict[str, Any] = {
+    "sgd": lambda groups: torch.optim.SGD(groups, lr=0.1),
+    "adagrad": lambda groups: torch.optim.Adagrad(groups, lr=0.2, lr_decay=0.1, initial_accumulator_value=0.1),
+    "sparse_adam": lambda groups: torch.optim.SparseAdam(groups, lr=0.1, betas=(0.8, 0.9)),
+}
+
+
+def groups_of(model: nn.Module) -> list[dict[str, Any]]:
+    """Return groups that mix tables and dense parameters, in another order than the model's."""
+    own = dict(model.named_parameters())
+    words, others = own.pop("word.weight"), list(own.values())
+    return [{"params": others[::-1]}, {"params": [words], "lr": 0.3}]
+
+
+def make_lookups(kind: str, **options: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = Lookups(dense=kind != "sparse_adam", **options)
+    return model, KINDS[kind](groups_of(model))
+
+
+def batch(rank: int, step: int) -> tuple[Tensor, Tensor]:
+    """Return words, of which some come twice and most not at all, and bags."""
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    words = torch.randint(0, ROWS, (2, 3), generator=generator)
+    words[0, 0] = words[1, 1]
+    return words, torch.randint(0, BAGS, (2, 2), generator=generator)
+
+
+def passes(model: nn.Module, rank: int, step: int) -> None:
+    """Leave the gradients of a batch; of every third step those of two, added up."""
+    for number in range(1 + (step % 3 == 2)):
+        model(*batch(rank, step + 50 * number)).backward()
+
+
+def values_of(model: nn.Module) -> Tensor:
+    """Return copies of all parameters behind each other."""
+    return torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()]).clone()
+
+
+def plain(kind: str, orders: list[list[int]]) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Let one process make every update: gradients of values as the worker had read them, in the order of arrival."""
+    model, optimizer = make_lookups(kind)
+    for step, order in enumerate(orders):
+        read = {name: value.clone() for name, value in model.state_dict().items()}
+        for rank in order:
+            twin, _ = make_lookups(kind)
+            twin.load_state_dict(read)
+            passes(twin, rank, step)
+            for parameter, other in zip(model.parameters(), twin.parameters()):
+                assert other.grad is not None  # torch's SGD adds a row's gradients one by one, which rounds more often
+                parameter.grad = other.grad.coalesce() if other.grad.is_sparse else other.grad
+            optimizer.step()
+    return model, optimizer
