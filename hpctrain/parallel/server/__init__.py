@@ -1,1 +1,1 @@
-"""Let every worker train a replica of its own, which one centre holds together."""
+"""Let every worker make updates of its own: parameter server, Hogwild, elastic averaging."""

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from hpctrain.collectives.communicator import Communicator
-from hpctrain.parallel.server.histogram import Histogram
+from hpctrain.parallel.server.figures.histogram import Histogram
 from hpctrain.parallel.server.replica import Replica
 from hpctrain.parallel.server.settings import ServerSettings
 from hpctrain.parallel.strategy import Figures, clip_whole_gradients

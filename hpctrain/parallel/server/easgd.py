@@ -28,15 +28,15 @@ class ElasticAveraging(Replica):
     def __init__(self, model: nn.Module, comm: Communicator, settings: ServerSettings = ServerSettings()) -> None:
         super().__init__(model, comm, settings)
         self._centre = self._flat.host().clone()
-        self._sum = comm.empty(self._centre.numel(), self._centre.dtype)
+        self._mean = comm.empty(self._centre.numel(), self._centre.dtype)
         self._finite = comm.empty(1, torch.float32)
         self._work: Work | None = None
 
     def _begin(self) -> None:
-        """Start the sum of all workers' parameters, where this step has an exchange."""
+        """Start the mean of all workers' parameters, where this step has an exchange."""
         if self._due and not self.settings.average:
-            self._sum.copy_(self._flat.values)
-            work = self.comm.all_reduce(self._sum, "sum", async_op=True)
+            self._mean.copy_(self._flat.values)
+            work = self.comm.all_reduce(self._mean, "average", async_op=True)
             assert not isinstance(work, Tensor)
             self._work = work
 
@@ -52,18 +52,18 @@ class ElasticAveraging(Replica):
         self._work = None
         alpha = self._alpha
         rules.pull_worker(self._flat.values, self._centre.to(self._flat.values.device), alpha)
-        rules.pull_centre(self._centre, self._sum, self.comm.size, alpha)
+        rules.pull_centre(self._centre, self._mean, self.comm.size, alpha)
 
     def _after_move(self) -> None:
         """Take the average of all workers where local SGD is due."""
         if self.settings.average and self._due:
             self._flat.values.copy_(self._average())
-            self._centre.copy_(self._sum)
+            self._centre.copy_(self._mean)
 
     def _average(self) -> Tensor:
-        self._sum.copy_(self._flat.values)
-        self.comm.all_reduce(self._sum, "average")
-        return self._sum
+        self._mean.copy_(self._flat.values)
+        self.comm.all_reduce(self._mean, "average")
+        return self._mean
 
     def clip_grad_norm(self, max_norm: float) -> Tensor:
         """Scale this worker's gradients so that their norm is at most ``max_norm``; return their norm before, a scalar.

@@ -23,12 +23,12 @@ from hpctrain.collectives.communicator import Communicator
 from hpctrain.errors import UsageError
 from hpctrain.parallel.agreement import broadcast_model, check_same_model
 from hpctrain.parallel.server import flat
-from hpctrain.parallel.server.communication import CommunicationTime
-from hpctrain.parallel.server.histogram import Histogram
-from hpctrain.parallel.server.lookup import Lookup
-from hpctrain.parallel.server.moves import TableMoves
+from hpctrain.parallel.server.figures.communication import CommunicationTime
+from hpctrain.parallel.server.figures.histogram import Histogram
 from hpctrain.parallel.server.settings import ServerSettings
-from hpctrain.parallel.server.table import find_tables
+from hpctrain.parallel.server.tables.lookup import Lookup
+from hpctrain.parallel.server.tables.moves import TableMoves
+from hpctrain.parallel.server.tables.table import find_tables
 from hpctrain.parallel.server.worker import FirstRank, own_states
 from hpctrain.parallel.strategy import Figures, Strategy, clip_whole_gradients, trainable
 from hpctrain.shard import Split

@@ -14,7 +14,7 @@ from hpctrain.collectives.communicator import Communicator
 from hpctrain.errors import UsageError
 from hpctrain.parallel.agreement import broadcast_buffers, broadcast_model, check_same_model
 from hpctrain.parallel.server import rules
-from hpctrain.parallel.server.communication import CommunicationTime
+from hpctrain.parallel.server.figures.communication import CommunicationTime
 from hpctrain.parallel.server.flat import Flat
 from hpctrain.parallel.server.settings import ServerSettings
 from hpctrain.parallel.server.worker import FirstRank, buffers_of, own_states

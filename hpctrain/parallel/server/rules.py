@@ -26,6 +26,6 @@ def pull_worker(worker: Tensor, centre: Tensor, alpha: float) -> None:
     worker.lerp_(centre, alpha)
 
 
-def pull_centre(centre: Tensor, total: Tensor, workers: int, alpha: float) -> None:
-    """Move the centre towards the workers, whose ``total`` is their sum, in place."""
-    centre.mul_(1 - alpha * workers).add_(total, alpha=alpha)
+def pull_centre(centre: Tensor, mean: Tensor, workers: int, alpha: float) -> None:
+    """Move the centre towards the ``mean`` of so many workers, in place."""
+    centre.lerp_(mean, alpha * workers)  # alpha (sum over i of (x_i - x)) is alpha workers (mean - x)

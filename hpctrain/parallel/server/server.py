@@ -20,14 +20,14 @@ from hpctrain.collectives.communicator import Communicator
 from hpctrain.errors import UsageError
 from hpctrain.parallel.agreement import broadcast_model, check_same_model
 from hpctrain.parallel.objective import Objective
-from hpctrain.parallel.server.communication import CommunicationTime
-from hpctrain.parallel.server.histogram import Histogram
-from hpctrain.parallel.server.lookup import Lookup
-from hpctrain.parallel.server.row_average import average_rows
-from hpctrain.parallel.server.served_vector import ServedVector
+from hpctrain.parallel.server.figures.communication import CommunicationTime
+from hpctrain.parallel.server.figures.histogram import Histogram
 from hpctrain.parallel.server.settings import ServerSettings
 from hpctrain.parallel.server.staleness import Bound, check_bound
-from hpctrain.parallel.server.store import Store
+from hpctrain.parallel.server.store.served_vector import ServedVector
+from hpctrain.parallel.server.store.store import Store
+from hpctrain.parallel.server.tables.lookup import Lookup
+from hpctrain.parallel.server.tables.row_average import average_rows
 from hpctrain.parallel.server.worker import FirstRank
 from hpctrain.parallel.strategy import Figures, Strategy, clip_whole_gradients, trainable
 from hpctrain.shard import Split

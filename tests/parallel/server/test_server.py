@@ -14,7 +14,7 @@ from hpctrain.errors import SettingsError, UsageError
 from hpctrain.parallel.server.server import ParameterServer
 from hpctrain.parallel.server.settings import ServerSettings
 from hpctrain.parallel.server.staleness import may_update
-from hpctrain.parallel.server.states import states_of
+from hpctrain.parallel.server.store.states import states_of
 
 KINDS: dict[str, Any] = {
     "sgd": lambda groups: torch.optim.SGD(groups, lr=0.1),

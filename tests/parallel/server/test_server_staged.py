@@ -9,7 +9,7 @@ import torch
 from support.staging import train
 
 from hpctrain.parallel.server import flat
-from hpctrain.parallel.server.served_vector import ServedVector
+from hpctrain.parallel.server.store.served_vector import ServedVector
 
 pytestmark = pytest.mark.ranks(2, 3)
 CPU = torch.device("cpu")

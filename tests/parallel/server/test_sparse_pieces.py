@@ -12,9 +12,9 @@ from torch import nn
 from hpctrain.collectives.communicator import Communicator
 from hpctrain.errors import UsageError
 from hpctrain.parallel.server.server import ParameterServer
-from hpctrain.parallel.server.share import share_of
-from hpctrain.parallel.server.states import States, states_of
-from hpctrain.parallel.server.table import find_tables
+from hpctrain.parallel.server.store.share import share_of
+from hpctrain.parallel.server.store.states import States, states_of
+from hpctrain.parallel.server.tables.table import find_tables
 from hpctrain.transport.single import SingleTransport
 
 ADAM = States((("m", 0.0), ("v", 0.5)), "number")

@@ -14,9 +14,10 @@ from torch import nn
 
 from hpctrain.errors import DeadlineError
 from hpctrain.parallel.attach import attach
-from hpctrain.parallel.server import communication, histogram, rules
-from hpctrain.parallel.server.communication import CommunicationTime
-from hpctrain.parallel.server.histogram import Histogram, bars
+from hpctrain.parallel.server import rules
+from hpctrain.parallel.server.figures import communication, histogram
+from hpctrain.parallel.server.figures.communication import CommunicationTime
+from hpctrain.parallel.server.figures.histogram import Histogram, bars
 from hpctrain.parallel.server.settings import ServerSettings
 from hpctrain.parallel.settings import ParallelSettings
 

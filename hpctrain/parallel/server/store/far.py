@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from hpctrain.parallel.server.piece import Part, Piece
-from hpctrain.parallel.server.share import Block, Share, table_part
-from hpctrain.parallel.server.table import by_rows, rows_of
+from hpctrain.parallel.server.store.piece import Part, Piece
+from hpctrain.parallel.server.store.share import Block, Share, table_part
+from hpctrain.parallel.server.tables.table import by_rows, rows_of
 from hpctrain.transport.onesided.exposed import Exposed
 
 

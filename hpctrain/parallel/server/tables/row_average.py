@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from hpctrain.collectives.communicator import Communicator
-from hpctrain.parallel.server.table import Table, by_rows, rows_of
+from hpctrain.parallel.server.tables.table import Table, by_rows, rows_of
 
 _NONE = -1  # rows of a worker without a gradient; one that has looked up nothing has 0
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hpctrain.parallel.server.states import States, hyperparameters, like
+from hpctrain.parallel.server.store.states import States, hyperparameters, like
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hpctrain.parallel.server.piece import Part
-from hpctrain.parallel.server.states import States
+from hpctrain.parallel.server.store.piece import Part
+from hpctrain.parallel.server.store.states import States
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from hpctrain.errors import UsageError
 from hpctrain.parallel.server import flat
-from hpctrain.parallel.server.table import find_tables
+from hpctrain.parallel.server.tables.table import find_tables
 from hpctrain.parallel.strategy import trainable
 
 

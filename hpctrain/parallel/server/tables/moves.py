@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from hpctrain.parallel.server.states import states_of
-from hpctrain.parallel.server.table import Table, rows_of
+from hpctrain.parallel.server.store.states import states_of
+from hpctrain.parallel.server.tables.table import Table, rows_of
 from hpctrain.transport.onesided.exposed import Exposed
 
 

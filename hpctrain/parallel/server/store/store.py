@@ -14,12 +14,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from hpctrain.parallel.server.far import FarUpdate
-from hpctrain.parallel.server.piece import Piece
-from hpctrain.parallel.server.served_vector import ServedVector
-from hpctrain.parallel.server.share import Block, share_of, table_part
-from hpctrain.parallel.server.states import States, states_of, together
-from hpctrain.parallel.server.table import by_rows, rows_of
+from hpctrain.parallel.server.store.far import FarUpdate
+from hpctrain.parallel.server.store.piece import Part, Piece
+from hpctrain.parallel.server.store.served_vector import ServedVector
+from hpctrain.parallel.server.store.share import Block, share_of, table_part
+from hpctrain.parallel.server.store.states import States, states_of, together
+from hpctrain.parallel.server.tables.table import by_rows, rows_of
 from hpctrain.transport.base import Transport
 from hpctrain.transport.onesided.expose import expose
 from hpctrain.transport.onesided.lock import WORDS as LOCK_WORDS
@@ -55,15 +55,18 @@ class Store:
         memory = self.exposed.view(self.rank)
         if own is not None and memory is not None:
             own.set_first_values(memory)
-        self._near = {owner: piece for owner in self.owners if (piece := self._piece(owner)) is not None}
+        parts = {owner: part for owner in self.owners if (part := self._parts(owner))}
+        self._near = {owner: Piece(part, optimizer) for owner, part in parts.items()}
+        # What takes no lock makes one update of them all: torch's rules cost more by the call than by the tensor.
+        self._node = Piece([part for parts_of in parts.values() for part in parts_of], optimizer) if parts else None
 
-    def _piece(self, owner: int) -> Piece | None:
-        """Return what updates an owner's piece in place, where this rank shares its memory."""
+    def _parts(self, owner: int) -> list[Part]:
+        """Return what is to be updated of an owner's piece in place, where this rank shares its memory."""
         memory, share = self.exposed.view(owner), self.shares[owner]
         if memory is None or not share.length:
-            return None
+            return []
         tables = [table_part(block.matrix(memory), block.group, block.kept) for block in share.blocks]
-        return Piece([*share.dense_parts(memory), *tables], self._optimizer)
+        return [*share.dense_parts(memory), *tables]
 
     # Reading and writing ----------------------------------------------------------------------------------------------
 
@@ -106,7 +109,11 @@ class Store:
     def update(self, order: Sequence[int], *, locked: bool) -> None:
         """Make one update of all pieces, by the gradients that were collected, in an order of owners."""
         seen = [self._count(self._first(number), number) for number in range(len(self._vector.tables))]
+        if not locked:
+            self._update_node(seen)
         for owner in order:
+            if not locked and owner in self._near:
+                continue
             gradients = self._rows_at(owner)
             if not self.shares[owner].dense and not any(rows is not None for rows in gradients):
                 continue
@@ -115,6 +122,17 @@ class Store:
                     self._update(owner, gradients, seen, alone=True)
             else:
                 self._update(owner, gradients, seen)
+
+    def _update_node(self, seen: Sequence[int]) -> None:
+        """Make one update of all pieces that lie in this node's memory."""
+        gradients: list[Tensor | None] = []
+        counts: list[int] = []
+        for owner in self._near:
+            dense, count = self._dense(owner)
+            gradients += [*dense, *self._rows_at(owner)]
+            counts += [*count, *seen]
+        if self._node is not None and any(gradient is not None for gradient in gradients):
+            self._node.step(gradients, counts)
 
     def update_own(self) -> None:
         """Make one update of this rank's piece, while each other owner makes the same of its own."""
@@ -148,15 +166,20 @@ class Store:
         return found
 
     def _update(self, owner: int, tables: Sequence[Tensor | None], seen: Sequence[int], *, alone: bool = False) -> None:
-        share = self.shares[owner]
-        version = self.exposed.fetch_add(owner, VERSION, 1) if share.dense else 0
-        dense = [self._vector.gradient[share.cut][where] for _, where in share.stretches]
-        counts = [version] * len(dense) + list(seen)
+        dense, count = self._dense(owner)
+        counts = [*count, *seen]
         near = self._near.get(owner)
         if near is not None:
             near.step([*dense, *tables], counts)
         else:
             self._update_far(owner, dense, tables, counts, alone)
+
+    def _dense(self, owner: int) -> tuple[list[Tensor], list[int]]:
+        """Count an update of an owner's dense parameters; return their gradients, and how many came before each."""
+        share = self.shares[owner]
+        version = self.exposed.fetch_add(owner, VERSION, 1) if share.dense else 0
+        dense = [self._vector.gradient[share.cut][where] for _, where in share.stretches]
+        return dense, [version] * len(dense)
 
     def _update_far(
         self, owner: int, dense: Sequence[Tensor], tables: Sequence[Tensor | None], counts: Sequence[int], alone: bool
@@ -222,6 +245,7 @@ class Store:
     def free(self) -> None:
         """Give the memory back; a call by all ranks."""
         self._near.clear()
+        self._node = None
         self.exposed.free()
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from hpctrain.parallel.server.table import Table
+from hpctrain.parallel.server.tables.table import Table
 
 Read = Callable[[int, Tensor], Tensor]  # the rows of a table of that number, in the host's memory
 

@@ -1,0 +1,1 @@
+"""Measure how stale updates are, and what exchanges take."""

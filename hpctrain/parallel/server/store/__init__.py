@@ -1,0 +1,1 @@
+"""Hold served parameters, and make updates of them where they lie."""

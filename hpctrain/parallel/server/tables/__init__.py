@@ -1,0 +1,1 @@
+"""Take tables by the rows that a worker looks up and updates."""
