@@ -1,6 +1,7 @@
 """Race the asynchronous family against synchronous training: how soon each comes to the same accuracy.
 
     make -C benchmarks asynchronous NP=2
+    make -C benchmarks asynchronous NP=4 NODES=2
 
 A convnet on scikit-learn's digits, and a byte-level GPT on source code, one thread a rank. In one run, on the same
 ranks, data and first weights: ddp; EASGD synchronous, with a period of 4, asynchronous, and by turns; local SGD; the
@@ -100,6 +101,7 @@ def run(args: argparse.Namespace) -> None:
         content = {
             "benchmark": "asynchronous",
             "ranks": job.size,
+            "nodes": job.comm.nodes,
             "mpi": mpi_name(),
             "quick": args.quick,
             "targets": targets_json(list(targets(job.size, tasks))),
@@ -142,6 +144,7 @@ def _say(job: Job, text: str) -> None:
 def report(content: dict[str, Any], args: argparse.Namespace) -> None:
     """Print, write and draw a result."""
     words = [content["benchmark"], *(args.task if len(args.task) < len(TASKS) else [])]
+    words += [f"nodes{content['nodes']}"] if content["nodes"] > 1 else []
     name = f"{'-'.join(words)}-np{content['ranks']}-{mpi_slug()}"
     paths = [write(name, content, args.results), *plot.draw(content, args.results / name)]
     if args.json:
