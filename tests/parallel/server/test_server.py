@@ -103,20 +103,36 @@ def test_in_synchronous_mode_all_make_one_update_of_the_mean(own: Any, kind: str
     strategy.detach()
 
 
-@pytest.mark.ranks
-def test_with_the_lock_no_update_is_lost(own: Any) -> None:
-    """N workers x M updates by one, from 0 on: the sum is what all of them have done."""
-    strategy, optimizer = make(own, "sgd", lock=True)
+def moved_by_ones(own: Any, *, together: bool, lock: bool) -> np.ndarray[Any, Any]:
+    """Let N workers make M updates by one, each round ``together`` or all at their own pace; return their sum."""
+    strategy, optimizer = make(own, "sgd", lock=lock)
     optimizer.param_groups[0]["lr"] = optimizer.param_groups[1]["lr"] = 1.0
     optimizer.param_groups[1]["weight_decay"] = 0.0
     before = flat(strategy.model)
     for _ in range(60):
         for parameter in strategy.model.parameters():
             parameter.grad = torch.ones_like(parameter)
+        if together:
+            strategy.settle()
         optimizer.step()
+        if together:
+            strategy.settle()
     with strategy.meeting():
-        np.testing.assert_allclose(flat(strategy.model), before - 60 * own.size, rtol=1e-5)
+        moved = before - flat(strategy.model)
     strategy.detach()
+    return moved
+
+
+@pytest.mark.ranks
+def test_with_the_lock_no_update_is_lost(own: Any) -> None:
+    moved = moved_by_ones(own, together=False, lock=True)
+    np.testing.assert_allclose(moved, np.full_like(moved, 60 * own.size), rtol=1e-5)
+
+
+@pytest.mark.ranks
+def test_without_it_one_at_least_of_each_moment_remains(own: Any) -> None:
+    moved = moved_by_ones(own, together=True, lock=False)
+    assert moved.max() <= 60 * own.size + 0.01 and moved.min() >= 60 - 0.01
 
 
 @pytest.mark.ranks
