@@ -118,7 +118,7 @@ class ElasticAveragingApart(Replica):
 
     def detach(self) -> None:
         """Take all hooks off the module, leave the centre in it, and give its memory back; a call by all ranks."""
-        attached = bool(self._handles)
+        attached = self._hooks.attached
         super().detach()
         if attached:
             self._centre.free()

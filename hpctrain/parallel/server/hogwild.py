@@ -12,19 +12,18 @@ those that come from others by one more element of the copy, which is added to b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from hpctrain.collectives.communicator import Communicator
-from hpctrain.errors import UsageError
 from hpctrain.parallel.agreement import broadcast_model, check_same_model
 from hpctrain.parallel.server import flat
 from hpctrain.parallel.server.figures.communication import CommunicationTime
 from hpctrain.parallel.server.figures.histogram import Histogram
+from hpctrain.parallel.server.hooks import Hooks
 from hpctrain.parallel.server.settings import ServerSettings
 from hpctrain.parallel.server.tables.lookup import Lookup
 from hpctrain.parallel.server.tables.moves import TableMoves
@@ -54,7 +53,6 @@ class Hogwild(Strategy):
         self._flat = flat.Flat(model, [*order, *(one for _, one in named if one not in order)])
         self._tables = TableMoves(tables)
         self._lookup = Lookup(tables, lambda number, rows: self._tables.read(self._copy, number, rows))
-        self._optimizer: torch.optim.Optimizer | None = None
         self._began = False
         total = self._flat.values.numel()
         keeps = comm.rank in self._keepers
@@ -70,26 +68,17 @@ class Hogwild(Strategy):
         self._memory.barrier()
         if self._in_place:
             self._flat.move_to(self._copy)
-        self._handles: list[RemovableHandle] = [model.register_forward_pre_hook(lambda *_: self._begin())]
         self._trainable = trainable(model)
-        for _, parameter in self._trainable:
-            register: Callable[..., RemovableHandle] = parameter.register_post_accumulate_grad_hook
-            self._handles.append(register(lambda _: self._gradient_came()))
+        self._hooks = Hooks(model, self._begin, self._gradient_came)
 
     # A step -----------------------------------------------------------------------------------------------------------
 
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Take the optimizer whose moves are this worker's; raise ``UsageError`` for a second one."""
-        if self._optimizer is optimizer:
+        if not self._hooks.is_new(optimizer):
             return
-        if self._optimizer is not None:
-            raise UsageError("a worker moves by one optimizer: call job.wrap(model) again for another", everywhere=True)
         self._tables.check(optimizer)
-        self._optimizer = optimizer
-        self._handles += [
-            optimizer.register_step_pre_hook(lambda *_: self._move_comes()),
-            optimizer.register_step_post_hook(lambda *_: self._move_was()),
-        ]
+        self._hooks.take(optimizer, self._move_comes, self._move_was)
 
     def _begin(self) -> None:
         """Note how many moves there have been, once a step; read the node's copy where moves are made apart."""
@@ -195,10 +184,7 @@ class Hogwild(Strategy):
 
     def detach(self) -> None:
         """Take all hooks off, leave the parameters in memory of the model's own; a call by all ranks."""
-        attached = bool(self._handles)
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        attached = self._hooks.remove()
         self._lookup.detach()
         if attached:
             self._memory.barrier()

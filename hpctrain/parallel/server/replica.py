@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from hpctrain.collectives.communicator import Communicator
 from hpctrain.errors import UsageError
@@ -16,9 +15,10 @@ from hpctrain.parallel.agreement import broadcast_buffers, broadcast_model, chec
 from hpctrain.parallel.server import rules
 from hpctrain.parallel.server.figures.communication import CommunicationTime
 from hpctrain.parallel.server.flat import Flat
+from hpctrain.parallel.server.hooks import Hooks
 from hpctrain.parallel.server.settings import ServerSettings
 from hpctrain.parallel.server.worker import FirstRank, buffers_of, own_states
-from hpctrain.parallel.strategy import Figures, Strategy, trainable
+from hpctrain.parallel.strategy import Figures, Strategy
 from hpctrain.shard import Split
 
 
@@ -35,11 +35,7 @@ class Replica(Strategy):
         self._began = False  # the present step has
         self._exchanging = CommunicationTime()
         self._aside: Tensor | None = None  # this worker's parameters, while the model holds the centre
-        self._optimizer: torch.optim.Optimizer | None = None
-        self._handles: list[RemovableHandle] = [model.register_forward_pre_hook(lambda *_: self._forward_comes())]
-        for _, parameter in trainable(model):
-            register: Callable[..., RemovableHandle] = parameter.register_post_accumulate_grad_hook
-            self._handles.append(register(lambda _: self._gradient_came()))
+        self._hooks = Hooks(model, self._forward_comes, self._gradient_came)
 
     # What an exchange is ----------------------------------------------------------------------------------------------
 
@@ -67,15 +63,9 @@ class Replica(Strategy):
 
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Take the optimizer whose moves are this worker's; raise ``UsageError`` for a second one."""
-        if self._optimizer is optimizer:
+        if not self._hooks.is_new(optimizer):
             return
-        if self._optimizer is not None:
-            raise UsageError("a worker moves by one optimizer: call job.wrap(model) again for another", everywhere=True)
-        self._optimizer = optimizer
-        self._handles += [
-            optimizer.register_step_pre_hook(lambda *_: self._move_comes()),
-            optimizer.register_step_post_hook(lambda *_: self._move_was()),
-        ]
+        self._hooks.take(optimizer, self._move_comes, self._move_was)
 
     def _forward_comes(self) -> None:
         if not self._began and self.model.training and torch.is_grad_enabled():
@@ -111,8 +101,8 @@ class Replica(Strategy):
     @property
     def _alpha(self) -> float:
         """Return the moving rate of the present step."""
-        assert self._optimizer is not None
-        rates = {float(group["lr"]) for group in self._optimizer.param_groups}
+        assert self._hooks.optimizer is not None
+        rates = {float(group["lr"]) for group in self._hooks.optimizer.param_groups}
         if len(rates) > 1 and self.settings.rho:
             raise UsageError("server.rho goes with one learning rate, and the optimizer has several", everywhere=True)
         return rules.moving_rate(self.settings.rho, rates.pop(), self.comm.size)
@@ -166,8 +156,6 @@ class Replica(Strategy):
 
     def detach(self) -> None:
         """Take all hooks off the module, and leave the centre in it."""
-        if self._aside is None and self._handles:
+        if self._aside is None and self._hooks.attached:
             self._flat.values.copy_(self.centre())
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        self._hooks.remove()

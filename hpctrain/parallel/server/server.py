@@ -8,20 +8,19 @@ piece lies (``store``).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
-from torch.utils.hooks import RemovableHandle
 
 from hpctrain.collectives.communicator import Communicator
-from hpctrain.errors import UsageError
 from hpctrain.parallel.agreement import broadcast_model, check_same_model
 from hpctrain.parallel.objective import Objective
 from hpctrain.parallel.server.figures.communication import CommunicationTime
 from hpctrain.parallel.server.figures.histogram import Histogram
+from hpctrain.parallel.server.hooks import Hooks
 from hpctrain.parallel.server.settings import ServerSettings
 from hpctrain.parallel.server.staleness import Bound, check_bound
 from hpctrain.parallel.server.store.served_vector import ServedVector
@@ -29,7 +28,7 @@ from hpctrain.parallel.server.store.store import Store
 from hpctrain.parallel.server.tables.lookup import Lookup
 from hpctrain.parallel.server.tables.row_average import average_rows
 from hpctrain.parallel.server.worker import FirstRank
-from hpctrain.parallel.strategy import Figures, Strategy, clip_whole_gradients, trainable
+from hpctrain.parallel.strategy import Figures, Strategy, clip_whole_gradients
 from hpctrain.shard import Split
 from hpctrain.transport.onesided.expose import expose
 
@@ -53,11 +52,7 @@ class ParameterServer(Strategy):
         self._bound = Bound(self._board, 0, self.workers, settings.max_staleness)
         self._stale, self._exchanging = Histogram(), CommunicationTime()
         self._began = self._pushes = self._averages = False
-        self._optimizer: torch.optim.Optimizer | None = None
-        self._handles: list[RemovableHandle] = [model.register_forward_pre_hook(lambda *_: self._begin())]
-        for _, parameter in trainable(model):
-            register: Callable[..., RemovableHandle] = parameter.register_post_accumulate_grad_hook
-            self._handles.append(register(lambda _: self._gradient_came()))
+        self._hooks = Hooks(model, self._begin, self._gradient_came)
 
     @property
     def data(self) -> Communicator:
@@ -68,11 +63,8 @@ class ParameterServer(Strategy):
 
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Take the optimizer whose updates are served; raise ``UsageError`` for one that cannot be."""
-        if self._optimizer is optimizer:
+        if not self._hooks.is_new(optimizer):
             return
-        if self._optimizer is not None:
-            raise UsageError("a worker has one optimizer: call job.wrap(model) again for another", everywhere=True)
-        self._optimizer = optimizer
         self._vector = ServedVector(self.model, optimizer)
         self._sum = self.comm.empty(self._vector.gradient.numel(), self._vector.gradient.dtype)
         size, first = self.comm.size, self.workers if self.settings.ranks else 0
@@ -83,10 +75,7 @@ class ParameterServer(Strategy):
         self._order = [owners[(self.comm.rank + step) % len(owners)] for step in range(len(owners))]
         self._store.write_own(self._vector.give_host())
         self._board.barrier()
-        self._handles += [
-            optimizer.register_step_pre_hook(lambda *_: self._collect()),
-            optimizer.register_step_post_hook(lambda *_: self._move_was()),
-        ]
+        self._hooks.take(optimizer, self._collect, self._move_was)
 
     def forward_backward(self, inputs: Tensor, targets: Tensor, objective: Objective, *, weight: float = 1.0) -> Tensor:
         """Leave gradients in the parameters, if this rank works; return the loss."""
@@ -185,17 +174,17 @@ class ParameterServer(Strategy):
     @contextmanager
     def meeting(self) -> Iterator[None]:
         """Have the served parameters in the model, and their states in the optimizer, for the ``with`` block."""
-        assert self._optimizer is not None
+        assert self._hooks.optimizer is not None
         self._exchanging.pause()
         self.met += 1
         self._board.barrier()
         self._read(tables=True)
-        self._store.give_states(self._optimizer)
+        self._store.give_states(self._hooks.optimizer)
         self._board.barrier()
         try:
             yield
         finally:
-            self._optimizer.state.clear()
+            self._hooks.optimizer.state.clear()
 
     def settle(self) -> None:
         """Wait until all ranks have made their last step, and serve them; a call by all ranks."""
@@ -203,12 +192,12 @@ class ParameterServer(Strategy):
 
     def refresh(self) -> None:
         """Take parameters and states that were put into model and optimizer as those to serve; a call by all ranks."""
-        if self._optimizer is None:
+        if self._hooks.optimizer is None:
             return
         self._board.barrier()
         self._store.write_own(self._vector.give_host())
-        self._store.take_states(self._optimizer)
-        self._optimizer.state.clear()
+        self._store.take_states(self._hooks.optimizer)
+        self._hooks.optimizer.state.clear()
         self._lookup.know_all()
         self._board.barrier()
 
@@ -225,12 +214,9 @@ class ParameterServer(Strategy):
 
     def detach(self) -> None:
         """Take all hooks off, leave the served parameters in the model, give the memory back; a call by all ranks."""
-        attached = bool(self._handles)
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        attached = self._hooks.remove()
         if attached:
-            if self._optimizer is not None:
+            if self._hooks.optimizer is not None:
                 self._lookup.detach()
                 self._board.barrier()
                 self._read(tables=True)

@@ -99,7 +99,7 @@ def test_a_step_is_one_sum_of_all_parameters(own: Any, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(own, "all_reduce", counted)
     model(inputs).sum().backward()
-    strategy._optimizer.step()
+    strategy._hooks.optimizer.step()
     assert sums == [40]
     strategy.detach()
 
