@@ -34,9 +34,14 @@ class Bucket:
         self.flags.fill_(1)
 
     def put(self, place: int, gradient: Tensor, share: float) -> None:
-        """Write ``share`` x a gradient to its place, in one pass; it may lie there already."""
+        """Write ``share`` x a gradient to its place, in one pass; it may lie there already.
+
+        A share of 0 writes zeros, whatever the gradient is: it may be infinite or NaN.
+        """
         view = self.views[place]
-        if gradient.device != view.device:
+        if share == 0:
+            view.zero_()
+        elif gradient.device != view.device:
             view.copy_(gradient).mul_(share)
         else:
             torch.mul(gradient, share, out=view)

@@ -55,7 +55,6 @@ class DataParallel(Strategy):
         self._names = [name for name, _ in named]
         self._parameters = [parameter for _, parameter in named]
         self._handles: list[RemovableHandle] = []
-        self._share = 1.0 / comm.size  # each rank puts in its share of the average, so no pass is needed to divide
         self._running = False  # between a backward pass's first gradient and its end
         self._works: list[Work] = []
         self._observed: list[int] = []
@@ -65,6 +64,11 @@ class DataParallel(Strategy):
             self._memory = self._allocate()
             self._build(list(reversed(range(len(named)))))
             self._hook()
+
+    @property
+    def _share(self) -> float:
+        """Return this rank's share of the average: put in with each gradient, so no pass is needed to divide."""
+        return self._sample_weight / self.comm.size
 
     def contribute_nothing(self, *, backward: bool = True) -> None:
         """Take part in a forward (and ``backward``) pass of the others, with no sample of one's own."""
@@ -152,15 +156,18 @@ class DataParallel(Strategy):
         self._handles.append(self.model.register_forward_pre_hook(lambda module, args: self._before_forward()))
 
     def _before_forward(self) -> None:
-        if not (self._syncing and self.model.training and torch.is_grad_enabled()):
+        if not (self.model.training and torch.is_grad_enabled()):
             return
-        if self.settings.broadcast_buffers:
+        self._check_local()
+        if self._syncing and self.settings.broadcast_buffers:
             broadcast_buffers(self.model, self.comm)
 
     def _gradient_hook(self, number: int) -> Callable[[Tensor], None]:
         def hook(parameter: Tensor) -> None:
             if self._syncing:
                 self._take(number, parameter)
+            else:
+                self._note_local()
 
         return hook
 
@@ -217,6 +224,7 @@ class DataParallel(Strategy):
         self._works.clear()
         self._next = 0
         self._running = False
+        self._local_weight = None
         if not self._rebuilt:
             self._rebuild()
 

@@ -107,6 +107,11 @@ class ModelParallel(Strategy):
             with self.inner.many_passes(reduces=False):
                 return self._pipeline.measure(inputs, targets, split)
 
+    def set_sample_weight(self, weight: float) -> None:
+        """Let this rank's gradients count with ``weight`` in the average over the data ranks, until set again."""
+        super().set_sample_weight(weight)
+        self.inner.set_sample_weight(weight)
+
     def contribute_nothing(self, *, backward: bool = True) -> None:
         """Take part in a forward (and ``backward``) pass of the others, with no sample of one's own."""
         if self._pipeline is None:

@@ -34,6 +34,8 @@ class Strategy(ABC):
     works = True  # whether this rank computes
     met = 0  # meetings that this rank has been to
     updates_itself = False  # whether an update of the optimizer that is under way is one of the strategy's own
+    _sample_weight = 1.0  # local samples x data ranks / global samples
+    _local_weight: float | None = None  # sample weight of gradients that wait on this rank alone; None: there are none
 
     @property
     def data(self) -> Communicator:
@@ -93,6 +95,41 @@ class Strategy(ABC):
     @abstractmethod
     def detach(self) -> None:
         """Take all hooks off the module."""
+
+    # Shares of a batch ------------------------------------------------------------------------------------------------
+
+    def set_sample_weight(self, weight: float) -> None:
+        """Let this rank's gradients count with ``weight`` in the average over the data ranks, until set again.
+
+        ``weight`` is local samples x data ranks / global samples: then the average of the gradients of each rank's mean
+        loss is the gradient of the mean loss of all samples. It is 1 if the ranks hold equally many samples, and 0 for
+        a rank that computes on a stand-in sample. Asynchronous strategies ignore it.
+        """
+        if not 0 <= weight < math.inf:
+            raise UsageError(
+                f"invalid sample weight: {weight}; allowed is a finite number of at least 0; pass local samples x data "
+                "ranks / global samples"
+            )
+        self._sample_weight = float(weight)
+
+    def _note_local(self) -> None:
+        """Take note that a backward pass leaves gradients on this rank alone."""
+        self._local_weight = self._sample_weight
+
+    def _check_local(self) -> None:
+        """Raise ``UsageError`` if gradients that wait on this rank alone were computed at another sample weight.
+
+        A call before each pass that adds to them or reduces them: one factor is applied to their sum.
+        """
+        if self._local_weight is None or self._local_weight == self._sample_weight:
+            return
+        if any(bool(numbers(gradient).any()) for _, gradient in self.local_gradients()):
+            raise UsageError(
+                f"cannot add gradients of sample weight {self._sample_weight:g} to those that no_sync has accumulated "
+                f"at {self._local_weight:g}; the batches of one update must be divided over the ranks alike; "
+                "write run.backward(batch, compute, accumulate=n)"
+            )
+        self._local_weight = None  # they were dropped
 
     # How the model is split -------------------------------------------------------------------------------------------
 
@@ -178,6 +215,7 @@ class Strategy(ABC):
         """Forget all gradients, reduced or not."""
         for _, parameter in trainable(self.model):
             parameter.grad = None
+        self._local_weight = None
 
 
 def trainable(model: nn.Module) -> list[tuple[str, nn.Parameter]]:

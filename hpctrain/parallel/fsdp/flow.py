@@ -48,13 +48,16 @@ class Flow:
         self.flat[end:].zero_()
 
     def put(self, number: int, share: float) -> None:
-        """Write ``share`` x a member's gradient to its place, in one pass, and let go of it; zeros if it has none."""
+        """Write ``share`` x a member's gradient to its place, in one pass, and let go of it; zeros if it has none.
+
+        A share of 0 writes zeros, whatever the gradient is: it may be infinite or NaN.
+        """
         whole, view = self.piece.members[number].whole, self._views[number]
-        if whole.grad is None:
+        if whole.grad is None or share == 0:
             view.zero_()
         else:
             torch.mul(whole.grad, share, out=view)
-            whole.grad = None
+        whole.grad = None
 
     def aim(self) -> Tensor:
         """Return memory for this rank's slice: that of the last step, unless gradients are to add up there."""

@@ -60,7 +60,7 @@ class Reduction:
         flow_of: Callable[[Piece, int, int, torch.dtype], Flow] = Flow,
     ) -> None:
         self._comm, self._world, self._replicas = comm, world, replicas
-        self._share = 1.0 / world.size  # each rank puts in its share of the average: no pass is needed to divide
+        self.sample_weight = 1.0  # of this rank's gradients in the average over all ranks
         self._room, self._lane, self._early, self._watcher = room, lane, early, watcher
         self.flows: list[Flow] = []
         count = 0
@@ -79,6 +79,11 @@ class Reduction:
         self._position = {flow.number: position for position, flow in enumerate(self._line)}
         self._room.order([flow.nbytes for flow in self._line])
         self._next = 0
+
+    @property
+    def _share(self) -> float:
+        """Return this rank's share of the average: put in with each gradient, so no pass is needed to divide."""
+        return self.sample_weight / self._world.size
 
     # Gradients as they come -------------------------------------------------------------------------------------------
 

@@ -64,6 +64,11 @@ class ShardedDataParallel(Strategy):
         )
         self._handles = [*self._hook(), *self._form.hook(model, self._begin_backward), *self._owners.attach()]
 
+    def set_sample_weight(self, weight: float) -> None:
+        """Let this rank's gradients count with ``weight`` in the average over the data ranks, until set again."""
+        super().set_sample_weight(weight)
+        self._reduction.sample_weight = self._sample_weight
+
     def contribute_nothing(self, *, backward: bool = True) -> None:
         """Take part in a forward (and ``backward``) pass of the others, with no sample of one's own.
 
@@ -75,15 +80,17 @@ class ShardedDataParallel(Strategy):
                 "rank: make the batch larger, or drop the last one"
             )
         if backward:
+            self._check_local()
             self._broadcast_buffers()
         self._form.stand_in(backward=backward)
         if backward:
-            self._reduction.finish()
+            self._finish()
 
     @contextmanager
     def many_passes(self, *, reduces: bool = True) -> Iterator[None]:
         """Gather all parameters for the ``with`` block, as ZeRO 2 would; gradients are whole until its end."""
         if reduces:
+            self._check_local()
             self._broadcast_buffers()
         self._form.summon()
         self._summoned = True
@@ -94,7 +101,9 @@ class ShardedDataParallel(Strategy):
             self._summoned = False
             self._form.dismiss()
         if reduces:
-            self._reduction.finish()
+            self._finish()
+        elif any(True for _ in self.local_gradients()):
+            self._note_local()
 
     def clip_grad_norm(self, max_norm: float) -> Tensor:
         """Scale the gradients so that their global norm is at most ``max_norm``; return the norm before, a scalar."""
@@ -210,6 +219,7 @@ class ShardedDataParallel(Strategy):
         """Forget all gradients, reduced or not."""
         for member in self._parts.members:
             member.shard.grad = member.whole.grad = None
+        self._local_weight = None
         if self._engine is not None:
             self._engine.gradients.drop()
 
@@ -259,8 +269,10 @@ class ShardedDataParallel(Strategy):
     def _before_forward(self, args: Any, kwargs: Any) -> None:
         if self._summoned or self._running:
             return
-        if self._syncing and self.model.training and torch.is_grad_enabled():
-            self._broadcast_buffers()
+        if self.model.training and torch.is_grad_enabled():
+            self._check_local()
+            if self._syncing:
+                self._broadcast_buffers()
         self._form.begin_forward(records=torch.is_grad_enabled())
 
     def _after_forward(self, args: Any, kwargs: Any, result: Any) -> None:
@@ -286,15 +298,22 @@ class ShardedDataParallel(Strategy):
         self._begin_backward()
         if self._syncing:
             self._reduction.take(flow, number)
+        else:
+            self._note_local()
 
     def _end_backward(self) -> None:
         self._running = False
         self._form.end_backward()
         if self._syncing:
-            self._reduction.finish()
+            self._finish()
             self._form.settle(self.comm)
         if self._engine is not None and self._engine.finder is not None:
             self._engine.finder.end()
+
+    def _finish(self) -> None:
+        """Reduce what is left of the gradients; none waits on this rank alone any more."""
+        self._reduction.finish()
+        self._local_weight = None
 
     def _broadcast_buffers(self) -> None:
         if self.settings.broadcast_buffers:

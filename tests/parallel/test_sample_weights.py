@@ -1,0 +1,227 @@
+"""Batches that are divided unevenly over the ranks train what one process trains on whole batches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+from support.nodes import Placing, alone, placed
+from support.replicas import TINY, WIDTH, assert_same, assert_same_on_all_ranks, make_mlp, vectors
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+
+from hpctrain.errors import UsageError
+from hpctrain.models.mlp import MLP
+from hpctrain.parallel.attach import attach
+from hpctrain.parallel.objective import LOSSES, Objective
+from hpctrain.parallel.offload.settings import OffloadSettings
+from hpctrain.parallel.settings import ParallelSettings
+from hpctrain.parallel.strategy import Strategy
+
+pytestmark = pytest.mark.limit(60)
+CPU = torch.device("cpu")
+UNITS = ("Linear",)
+HOST = OffloadSettings(optimizer=True, device_fraction=0.0)
+Case = tuple[ParallelSettings, OffloadSettings, Placing | None]
+CASES: dict[str, Case] = {
+    "ddp": (ParallelSettings(), OffloadSettings(), None),
+    "ddp_tiny": (TINY, OffloadSettings(), None),
+    "ddp_alone": (TINY, OffloadSettings(), alone),
+    "zero1": (ParallelSettings(data="zero1"), OffloadSettings(), None),
+    "zero2": (ParallelSettings(data="zero2", bucket_mib=1e-6), OffloadSettings(), None),
+    "fsdp": (ParallelSettings(data="fsdp", units=UNITS), OffloadSettings(), None),
+    "fsdp_alone": (ParallelSettings(data="fsdp", units=UNITS), OffloadSettings(), alone),
+    "offload": (ParallelSettings(data="zero2", units=UNITS), HOST, None),
+    "offload_all": (
+        ParallelSettings(data="fsdp", units=UNITS), OffloadSettings(optimizer=True, parameters=True), alone
+    ),
+}
+ALL = pytest.mark.parametrize("name", CASES)
+SYNCED = pytest.mark.parametrize("name", ["ddp", "zero1", "fsdp", "fsdp_alone", "offload"])
+
+
+@contextmanager
+def attached(comm: Any, name: str) -> Iterator[tuple[nn.Module, Strategy, Any]]:
+    """Give a model in float64, its strategy, and their communicator."""
+    settings, offload, placing = CASES[name]
+    own = comm.split(0) if placing is None else placed(comm, placing)
+    model = make_mlp().double()
+    yield model, attach(model, own, settings, CPU, offload=offload), own
+    own.free()
+
+
+def divided(size: int, step: int) -> list[int]:
+    """Return the samples of each rank: 5 over 3 ranks, then 2 over 3 ranks, and so on, the ranks in turn."""
+    counts = [[2, 1, 2, 3], [1, 0, 1, 0], [3, 1, 1, 2], [1, 1, 0, 1]][step % 4][:size]
+    shift = step // 2 % size
+    return counts[shift:] + counts[:shift]
+
+
+def part(rank: int, counts: Sequence[int], tensors: Sequence[Tensor], stand_in: float) -> list[Tensor]:
+    """Return a rank's samples, or one full of ``stand_in`` where it has none."""
+    begin, count = sum(counts[:rank]), counts[rank]
+    if count:
+        return [each[begin : begin + count] for each in tensors]
+    return [torch.full_like(each[:1], stand_in) for each in tensors]
+
+
+def whole(step: int, count: int) -> list[Tensor]:
+    return [each.double() for each in vectors(step, count)]
+
+
+def train(
+    model: nn.Module,
+    steps: int,
+    *,
+    accumulate: int = 1,
+    strategy: Strategy | None = None,
+    data: Any = None,
+    ranks: int,
+    local: bool = False,
+    stand_in: float = 1.0,
+) -> list[float]:
+    """Train by a plain loop, on whole batches or a rank's part of them; return the global losses.
+
+    ``accumulate`` is the backward passes of an update, each of a batch; with ``local`` all but the last of these are
+    under ``no_sync``, and all are divided alike.
+    """
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    for step in range(steps):
+        for number in range(accumulate):
+            counts = divided(ranks, step if local else step + number)
+            batch = whole(step * accumulate + number, sum(counts))
+            weight = 1.0
+            if strategy is not None:
+                weight = counts[data.rank] * data.size / sum(counts)
+                strategy.set_sample_weight(weight)
+                batch = part(data.rank, counts, batch, stand_in)
+            syncs = strategy is None or not local or number == accumulate - 1
+            with nullcontext() if syncs else strategy.no_sync():  # type: ignore[union-attr]
+                loss = mse_loss(model(batch[0]), batch[1])
+                (loss / accumulate).backward()
+            losses.append(float(loss.detach()) * weight if weight else 0.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses if data is None else [sum(each) / data.size for each in zip(*data.all_gather_object(losses))]
+
+
+def compare(comm: Any, name: str, steps: int = 8, *, local: bool = False, **options: Any) -> None:
+    """Train with a strategy, and by one process, and compare losses and weights."""
+    single = make_mlp().double()
+    wanted = train(single, steps, ranks=comm.size, local=local, accumulate=options.get("accumulate", 1))
+    with attached(comm, name) as (model, strategy, own):
+        found = train(model, steps, strategy=strategy, data=strategy.data, ranks=comm.size, local=local, **options)
+        torch.testing.assert_close(found, wanted, rtol=1e-8, atol=0)
+        with strategy.summon():
+            state = {key: tensor.clone() for key, tensor in model.state_dict().items()}
+        assert_same(state, single.state_dict(), rtol=1e-6, atol=1e-9)
+        assert_same_on_all_ranks(own, state)
+
+
+@pytest.mark.ranks
+@ALL
+def test_uneven_shares_train_what_one_process_trains(comm: Any, name: str) -> None:
+    compare(comm, name)
+
+
+@pytest.mark.ranks
+@SYNCED
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+def test_stand_in_that_is_not_finite_counts_for_nothing(comm: Any, name: str, value: float) -> None:
+    compare(comm, name, stand_in=value)
+
+
+@pytest.mark.ranks
+@ALL
+def test_reduced_passes_of_one_update_may_be_divided_differently(comm: Any, name: str) -> None:
+    compare(comm, name, accumulate=3)
+
+
+@pytest.mark.ranks
+@ALL
+def test_local_passes_of_one_update_divided_alike(comm: Any, name: str) -> None:
+    compare(comm, name, accumulate=3, local=True)
+
+
+def backward(model: nn.Module, rows: int = 1) -> None:
+    (model(torch.ones(rows, WIDTH, dtype=torch.float64)) ** 2).mean().backward()
+
+
+@pytest.mark.ranks
+@SYNCED
+def test_local_passes_divided_differently_are_refused(comm: Any, name: str) -> None:
+    with attached(comm, name) as (model, strategy, _):
+        strategy.set_sample_weight(1.5)
+        with strategy.no_sync():
+            backward(model)
+        strategy.set_sample_weight(0.5)
+        with pytest.raises(UsageError, match=r"weight 0\.5 to .* at 1\.5; .*run\.backward\(batch, compute, accumulat"):
+            backward(model)
+        with strategy.no_sync(), pytest.raises(UsageError, match=r"run\.backward"):
+            backward(model)
+        strategy.drop_gradients()
+        backward(model)
+
+
+@pytest.mark.ranks
+@SYNCED
+def test_dropped_local_gradients_leave_no_weight_behind(comm: Any, name: str) -> None:
+    with attached(comm, name) as (model, strategy, _):
+        for set_to_none in (True, False):
+            strategy.set_sample_weight(1.5)
+            with strategy.no_sync():
+                backward(model)
+            for _, gradient in strategy.local_gradients():
+                gradient.zero_()
+            if set_to_none:
+                strategy.drop_gradients()
+            strategy.set_sample_weight(0.5)
+            backward(model)
+
+
+@pytest.mark.ranks
+@SYNCED
+def test_weight_of_one_changes_no_bit(comm: Any, name: str) -> None:
+    results = []
+    for sets in (False, True):
+        with attached(comm, name) as (model, strategy, _):
+            if sets:
+                strategy.set_sample_weight(1.0)
+            inputs, targets = (each.double().chunk(comm.size)[comm.rank] for each in vectors())
+            mse_loss(model(inputs), targets).backward()
+            results.append({key: gradient.clone() for key, gradient in strategy.reduced_gradients()})
+    assert_same(*results, rtol=0, atol=0)
+
+
+def even_mlp() -> nn.Module:
+    torch.manual_seed(7)
+    return MLP((WIDTH,), WIDTH, hidden=(16, 24))
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("axes", [{"pipe": 2, "microbatches": 1}, {"tensor": 2}], ids=str)
+def test_axes_of_a_mesh_weigh_over_the_data_axis(comm: Any, axes: dict[str, Any]) -> None:
+    single, model = even_mlp(), even_mlp()
+    strategy = attach(model, comm, ParallelSettings(**axes), CPU)
+    data, objective = strategy.data, Objective(LOSSES["mse"])
+    for step, counts in enumerate([[3, 1], [1, 2]]):
+        strategy.set_sample_weight(counts[data.rank] * 2 / sum(counts))
+        batch = vectors(step, sum(counts))
+        strategy.forward_backward(*part(data.rank, counts, batch, 1.0), objective)
+        mse_loss(single(batch[0]), batch[1]).backward()
+    wanted = dict(single.named_parameters())
+    for key, gradient in strategy.reduced_gradients():
+        assert wanted[key].grad is not None
+        if gradient.shape == wanted[key].shape:
+            torch.testing.assert_close(gradient, wanted[key].grad, rtol=1e-5, atol=1e-6)
+
+
+def test_weights_that_are_none_are_refused(comm: Any) -> None:
+    strategy = attach(make_mlp(), comm, ParallelSettings(), CPU)
+    for weight in (-0.1, float("inf"), float("nan")):
+        with pytest.raises(UsageError, match="^invalid sample weight: .*; allowed is a finite number of at least 0; "):
+            strategy.set_sample_weight(weight)
