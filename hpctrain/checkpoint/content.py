@@ -6,7 +6,7 @@ import getpass
 import platform
 import socket
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import h5py
@@ -16,11 +16,13 @@ import torch
 from hpctrain._version import __version__
 from hpctrain.checkpoint.file import layout
 from hpctrain.checkpoint.file.attributes import Value, pack
+from hpctrain.checkpoint.file.keys import group_of, key_groups
 from hpctrain.checkpoint.file.source import Source
+from hpctrain.checkpoint.named import Models
 from hpctrain.checkpoint.optimizer import OptimizerState
-from hpctrain.checkpoint.tensors import check_storable, flat, to_numpy
+from hpctrain.checkpoint.tensors import flat, to_numpy
 from hpctrain.errors import UsageError
-from hpctrain.shard import Shard, Split
+from hpctrain.shard import Shard
 
 Groups = dict[str, dict[str, Value]]
 
@@ -29,23 +31,15 @@ CURVES = "curves"  # the key of ``train`` whose entries are stored as arrays
 _PLOT = ("NX_class", "signal", "axes")
 
 
-def shard_sources(group: str, shards: Iterable[Shard]) -> list[Source]:
-    """Return what to store of tensors; a name may hold one ``/`` between a parameter and its state."""
-    return [_shard_source(group, shard) for shard in shards]
+def shard_sources(shards: Iterable[Shard]) -> list[Source]:
+    """Return what to store of tensors; the name of each shard is its path in the file."""
+    return [_shard_source(shard) for shard in shards]
 
 
-def _shard_source(group: str, shard: Shard) -> Source:
-    path, tensor = stored_path(group, shard.name), shard.tensor
-    layout.storage_of(shard.dtype, path)
-    return Source(replace(shard, name=path), lambda begin, end: flat(tensor, begin, end))
-
-
-def stored_path(group: str, name: str) -> str:
-    """Return where a tensor of the model or of the optimizer lies in the file."""
-    path = group
-    for part in name.split("/", 1) if group == layout.OPTIMIZER else [name]:
-        path = layout.child(path, part)
-    return path
+def _shard_source(shard: Shard) -> Source:
+    tensor = shard.tensor
+    layout.storage_of(shard.dtype, shard.name)
+    return Source(shard, lambda begin, end: flat(tensor, begin, end))
 
 
 @dataclass(frozen=True)
@@ -78,11 +72,19 @@ def rest(
     return found
 
 
-def optimizer_groups(state: OptimizerState) -> Groups:
-    """Return the attributes that an optimizer's numbers and hyperparameters become."""
-    groups = {layout.OPTIMIZER: pack({"kind": state.kind, "param_groups": state.groups}, "the optimizer")}
-    for name, values in state.values.items():
-        groups[layout.child(layout.OPTIMIZER, name)] = pack(values, f"the optimizer's state of {name}")
+def model_groups(models: Models) -> Groups:
+    """Return the groups of several models, and the version of the format that has them; nothing for a single one."""
+    return {group: dict(attributes) for group, attributes in models.groups().items()}
+
+
+def optimizer_groups(states: Mapping[str, OptimizerState]) -> Groups:
+    """Return the attributes that numbers and hyperparameters of the optimizers become, by key."""
+    groups: Groups = {group: dict(attributes) for group, attributes in key_groups(layout.OPTIMIZER, [*states]).items()}
+    for key, state in states.items():
+        root, what = group_of(layout.OPTIMIZER, key), f"the optimizer {key}".rstrip()
+        groups[root] = pack({"kind": state.kind, "param_groups": state.groups}, what)
+        for name, values in state.values.items():
+            groups[f"{root}/{name}"] = pack(values, f"{what}'s state of {name}")
     return groups
 
 
@@ -158,15 +160,3 @@ def _user() -> str:
         return getpass.getuser()
     except (KeyError, OSError):
         return "unknown"  # a container without an entry for this user id
-
-
-def model_shards(model: torch.nn.Module, split: Split | None = None) -> list[Shard]:
-    """Return what this rank holds of the parameters and buffers, under the names of the model's ``state_dict``."""
-    shards: list[Shard] = []
-    for name, value in model.state_dict().items():
-        if not isinstance(value, torch.Tensor):
-            kind = type(value).__name__
-            raise UsageError(f"{name} of the model's state is of type {kind}: a checkpoint holds tensors")
-        check_storable(value, name)
-        shards += split.shards(name, value) if split else [Shard.whole(name, value)]
-    return shards

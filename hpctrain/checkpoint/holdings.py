@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hpctrain.checkpoint import content
-from hpctrain.checkpoint import optimizer as optimizers
 from hpctrain.checkpoint.file import layout
 from hpctrain.checkpoint.file.source import Source, described
-from hpctrain.checkpoint.optimizer import OptimizerState
+from hpctrain.checkpoint.named import Models
+from hpctrain.checkpoint.optimizer import OptimizerState, capture
 from hpctrain.checkpoint.tensors import is_finite
 from hpctrain.errors import CheckpointError, NonFiniteError
-from hpctrain.shard import Shard, Split
+from hpctrain.shard import Shard
 
 if TYPE_CHECKING:
     from hpctrain.collectives.communicator import Communicator
@@ -28,7 +28,7 @@ class Description:
     """Tell other ranks what one holds: the boxes of its tensors, and the optimizer without its tensors."""
 
     boxes: list[Shard]
-    optimizer: OptimizerState | None
+    optimizers: dict[str, OptimizerState]
 
 
 @dataclass(frozen=True)
@@ -36,27 +36,24 @@ class Holdings:
     """Hold the sources of this rank: of the model, then of the optimizer, then of what is its own alone."""
 
     sources: list[Source]
-    optimizer: OptimizerState | None
-    parameters: frozenset[str]  # names; what is not among them is a buffer
+    optimizers: dict[str, OptimizerState]  # by key
+    parameters: frozenset[str]  # paths; what is not among them is a buffer
 
     @classmethod
     def of(
         cls,
-        model: torch.nn.Module,
-        optimizer: torch.optim.Optimizer | None,
-        split: Split | None,
+        models: Models,
+        optimizers: Mapping[str, torch.optim.Optimizer],
         own: Mapping[str, torch.Tensor] = MappingProxyType({}),
         rank: int = 0,
     ) -> Holdings:
         """Return what this rank holds, ``own`` being what no other does; no tensor is copied."""
-        sources = content.shard_sources(layout.MODEL, content.model_shards(model, split))
-        state = None
-        if optimizer is not None:
-            state = optimizers.capture(model, optimizer, split)
-            sources += content.shard_sources(layout.OPTIMIZER, state.shards)
-        sources += content.shard_sources(worker_group(rank), [Shard.whole(name, one) for name, one in own.items()])
-        names = (name for name, _ in model.named_parameters(remove_duplicate=False))
-        return cls(sources, state, frozenset(layout.child(layout.MODEL, name) for name in names))
+        shards = models.shards()
+        states = {key: capture(models, key, optimizer) for key, optimizer in optimizers.items()}
+        for state in states.values():
+            shards += state.shards
+        shards += [Shard.whole(own_path(rank, name), one) for name, one in own.items()]
+        return cls(content.shard_sources(shards), states, frozenset(models.parameter_paths()))
 
     def check_finite(self) -> None:
         """Keep NaN and infinity out; an infinite buffer may be meant (an attention mask), a NaN never is.
@@ -76,8 +73,7 @@ class Holdings:
 
     def description(self) -> Description:
         """Return what other ranks need to know."""
-        state = self.optimizer
-        told = None if state is None else OptimizerState(state.kind, [], state.values, state.groups)
+        told = {key: OptimizerState(one.kind, [], one.values, one.groups) for key, one in self.optimizers.items()}
         return Description([described(source) for source in self.sources], told)
 
 
@@ -86,12 +82,20 @@ def worker_group(rank: int) -> str:
     return f"{layout.WORKERS}/{rank}"
 
 
+def own_path(rank: int, name: str) -> str:
+    """Return the path of a tensor that a rank holds alone; the name of one of several models begins with its key."""
+    path = worker_group(rank)
+    for part in name.split("/", 1):
+        path = layout.child(path, part)
+    return path
+
+
 def exchange(comm: Communicator, own: Description, *more: Any) -> tuple[bytes, list[Description]]:
     """Return a digest of all boxes of all ranks, and the descriptions; a call by all ranks.
 
     Where all ranks hold the same, which is the rule, no more than digests travel. ``more`` must be equal everywhere.
     """
-    boxes, state = (hashlib.sha256(repr(part).encode()).digest() for part in (own.boxes, own.optimizer))
+    boxes, state = (hashlib.sha256(repr(part).encode()).digest() for part in (own.boxes, own.optimizers))
     digests = comm.all_gather_object((boxes, state, more))
     for rank, (_, _, other) in enumerate(digests):
         if other != digests[0][2]:
@@ -106,18 +110,21 @@ def exchange(comm: Communicator, own: Description, *more: Any) -> tuple[bytes, l
     return whole, comm.all_gather_object(own)
 
 
-def joined(states: Sequence[OptimizerState | None]) -> OptimizerState | None:
-    """Return one optimizer of those of all ranks: parameters of each group in the order in which ranks name them."""
+def joined(everyone: Sequence[Description]) -> dict[str, OptimizerState]:
+    """Return the optimizers of all ranks by key: parameters of each group in the order in which ranks name them."""
+    if all(each is everyone[0] for each in everyone):
+        return everyone[0].optimizers
+    keys = list(dict.fromkeys(key for each in everyone for key in each.optimizers))
+    return {key: _joined(key, [each.optimizers.get(key) for each in everyone]) for key in keys}
+
+
+def _joined(key: str, states: Sequence[OptimizerState | None]) -> OptimizerState:
     found = [(rank, state) for rank, state in enumerate(states) if state is not None]
-    known = [state for _, state in found]
-    if not known:
-        return None
-    if all(state is known[0] for state in known):
-        return known[0]
+    known, what = [state for _, state in found], f"the optimizer {key}".rstrip()
     for rank, state in found:
         if (state.kind, len(state.groups)) != (known[0].kind, len(known[0].groups)):
             raise CheckpointError(
-                f"the optimizer is {known[0].kind} with {len(known[0].groups)} groups on rank {found[0][0]} "
+                f"{what} is {known[0].kind} with {len(known[0].groups)} groups on rank {found[0][0]} "
                 f"and {state.kind} with {len(state.groups)} on rank {rank}"
             )
     values: dict[str, dict[str, Any]] = {}

@@ -1,24 +1,28 @@
 """Name an optimizer's state by its parameters, so that it outlives their order, their ranks and the strategy.
 
-A state tensor is called ``<parameter name>/<key>``. Numbers in the state (some optimizers count steps with an int)
-become attributes beside them. Hyperparameters of the groups are JSON, with the names of their parameters.
+A state tensor is called ``<parameter name>/<key>``. The name of a parameter is its name below ``/model``, which begins
+with the model's key if there are several: an optimizer may hold parameters of any of them. Numbers in the state (some
+optimizers count steps with an int) become attributes beside them. Hyperparameters of the groups are JSON, with the
+names of their parameters.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from hpctrain.checkpoint.compare import Difference
 from hpctrain.checkpoint.file import layout
+from hpctrain.checkpoint.file.keys import group_of, keys_in
 from hpctrain.checkpoint.file.reader import Reader
 from hpctrain.checkpoint.fit import fill_shard, is_skipped
+from hpctrain.checkpoint.named import Models, Parameter
 from hpctrain.checkpoint.tensors import check_storable, torch_dtype
 from hpctrain.errors import CheckpointError, UsageError
-from hpctrain.shard import Shard, Split
+from hpctrain.shard import Shard
 
 # How the running program computes, not what it computes: these stay as the program has them.
 _FLAGS = {"foreach", "fused", "capturable", "differentiable"}
@@ -36,52 +40,69 @@ class OptimizerState:
     groups: Groups
 
 
-def capture(
-    model: torch.nn.Module, optimizer: torch.optim.Optimizer, split: Split | None = None
-) -> OptimizerState:
-    """Return what this rank holds of the state of an optimizer of the model; the tensors are its own, not copies."""
+def capture(models: Models, key: str, optimizer: torch.optim.Optimizer) -> OptimizerState:
+    """Return what this rank holds of the state of an optimizer of the models; the tensors are its own, not copies."""
     shards: list[Shard] = []
     values: dict[str, dict[str, Any]] = {}
-    for name, parameter in _named(model, optimizer):
-        state = optimizer.state.get(parameter)
+    known = models.parameters()
+    root = group_of(layout.OPTIMIZER, key)
+    for parameter in _held(known, optimizer):
+        state, name = optimizer.state.get(parameter.tensor), parameter.relative
         if not state:
             continue
         values[name] = {key: value for key, value in state.items() if not isinstance(value, torch.Tensor)}
         for key, value in state.items():
             if isinstance(value, torch.Tensor):
                 check_storable(value, f"the optimizer's {key} of {name}")
-                shards += _shards(name, key, value, parameter, split)
-    return OptimizerState(type(optimizer).__name__, shards, values, _groups(model, optimizer))
+                shards += _shards(layout.child(f"{root}/{name}", key), value, parameter)
+    return OptimizerState(type(optimizer).__name__, shards, values, _groups(known, optimizer))
 
 
-def _shards(
-    name: str, key: str, value: torch.Tensor, parameter: torch.Tensor, split: Split | None
-) -> list[Shard]:
+def _shards(path: str, value: torch.Tensor, parameter: Parameter) -> list[Shard]:
     """Return the boxes of a state: those of its parameter where it has the same shape, else it is whole everywhere."""
-    if split is None or value.shape != parameter.shape:
-        return [Shard.whole(f"{name}/{key}", value)]
-    return [replace(shard, name=f"{name}/{key}") for shard in split.shards(name, value)]
+    if value.shape != parameter.tensor.shape:
+        return [Shard.whole(path, value)]
+    return parameter.shards(path, value)
 
 
-def differences(reader: Reader, state: OptimizerState, skipped: Callable[[str], bool]) -> list[Difference]:
-    """Return how the file's optimizer differs from the program's: kind, groups, and which parameters lie in each."""
-    saved = reader.values(layout.OPTIMIZER)
+def differences(
+    reader: Reader, states: Mapping[str, OptimizerState], skipped: Callable[[str], bool]
+) -> list[Difference]:
+    """Return how the file's optimizers differ from the program's: keys, kinds, groups, the parameters in each."""
+    stored, found = keys_in(reader, layout.OPTIMIZER), list[Difference]()
+    for key, state in states.items():
+        if key in stored:
+            found += _differences(reader, key, state, skipped)
+        else:
+            found.append(Difference(_label(key), "missing", "-", state.kind))
+    unexpected = [key for key in stored if key not in states]
+    kinds = {key: str(reader.values(group_of(layout.OPTIMIZER, key)).get("kind")) for key in unexpected}
+    return found + [Difference(_label(key), "unexpected", kind, "-") for key, kind in kinds.items()]
+
+
+def _label(key: str) -> str:
+    return f"optimizer {key}" if key else "optimizer"
+
+
+def _differences(
+    reader: Reader, key: str, state: OptimizerState, skipped: Callable[[str], bool]
+) -> list[Difference]:
+    root, label = group_of(layout.OPTIMIZER, key), _label(key)
+    saved = reader.values(root)
     if "param_groups" not in saved:
-        return [Difference("optimizer", "missing", "-", state.kind)]
-    found = [] if saved.get("kind") == state.kind else [
-        Difference("optimizer", "kind", str(saved.get("kind")), state.kind)
-    ]
+        return [Difference(label, "missing", "-", state.kind)]
+    found = [] if saved.get("kind") == state.kind else [Difference(label, "kind", str(saved.get("kind")), state.kind)]
     before, now = _members(saved["param_groups"], reader), _members(state.groups, reader)
     for number in range(max(len(before), len(now))):
         old = before[number] if number < len(before) else set()
         new = now[number] if number < len(now) else set()
         where = f"group {number}"
-        found += [Difference(f"optimizer: {name}", "missing", "-", where) for name in _kept(new - old, skipped)]
-        found += [Difference(f"optimizer: {name}", "unexpected", where, "-") for name in _kept(old - new, skipped)]
+        found += [Difference(f"{label}: {name}", "missing", "-", where) for name in _kept(new - old, skipped)]
+        found += [Difference(f"{label}: {name}", "unexpected", where, "-") for name in _kept(old - new, skipped)]
     known = set().union(*before)
-    strangers = {path.partition("/")[0] for path in reader.below(layout.OPTIMIZER)} - known
+    strangers = {path.rpartition("/")[0] for path in reader.below(root)} - known
     return found + [
-        Difference(f"optimizer: {name}", "unexpected", "in no group", "-") for name in _kept(strangers, skipped)
+        Difference(f"{label}: {name}", "unexpected", "in no group", "-") for name in _kept(strangers, skipped)
     ]
 
 
@@ -90,42 +111,38 @@ def _kept(names: set[str], skipped: Callable[[str], bool]) -> list[str]:
 
 
 def restore(
-    reader: Reader,
-    model: torch.nn.Module,
-    optimizer: torch.optim.Optimizer,
-    split: Split | None = None,
-    skip: Sequence[str] = (),
+    reader: Reader, models: Models, key: str, optimizer: torch.optim.Optimizer, skip: Sequence[str] = ()
 ) -> None:
     """Give an optimizer the file's state, as torch itself would hold it; call ``differences`` first.
 
     Tensors that the optimizer already has are filled in place. What the file does not have goes away. Unlike torch's
     ``load_state_dict``, moments keep the dtype that they were saved in.
     """
-    flags = {id(parameter): group for group in optimizer.param_groups for parameter in group["params"]}
-    for name, parameter in _named(model, optimizer):
+    root = group_of(layout.OPTIMIZER, key)
+    flags = {id(tensor): group for group in optimizer.param_groups for tensor in group["params"]}
+    for parameter in _held(models.parameters(), optimizer):
+        name, tensor = parameter.relative, parameter.tensor
         if is_skipped(name, skip):
             continue
-        saved: dict[str, Any] = reader.values(f"{layout.OPTIMIZER}/{name}")
-        path, old = f"{layout.OPTIMIZER}/{name}", optimizer.state.get(parameter, {})
-        for key in reader.below(path):
-            tensor = _tensor(reader, f"{path}/{key}", key, parameter, flags[id(parameter)], old.get(key))
-            for shard in _shards(name, key, tensor, parameter, split):
-                fill_shard(reader, f"{path}/{key}", shard)
-            saved[key] = tensor
+        path, old = f"{root}/{name}", optimizer.state.get(tensor, {})
+        saved: dict[str, Any] = reader.values(path)
+        for state in reader.below(path):
+            value = _tensor(reader, f"{path}/{state}", parameter, flags[id(tensor)], old.get(state))
+            for shard in _shards(f"{path}/{state}", value, parameter):
+                fill_shard(reader, shard.name, shard)
+            saved[state] = value
         if saved:
-            optimizer.state[parameter] = saved
+            optimizer.state[tensor] = saved
         else:
-            optimizer.state.pop(parameter, None)
-    for group, values in zip(optimizer.param_groups, reader.values(layout.OPTIMIZER)["param_groups"], strict=True):
+            optimizer.state.pop(tensor, None)
+    for group, values in zip(optimizer.param_groups, reader.values(root)["param_groups"], strict=True):
         _set_hyperparameters(group, values)
 
 
-def _tensor(
-    reader: Reader, path: str, key: str, parameter: torch.Tensor, group: dict[str, Any], old: object
-) -> torch.Tensor:
+def _tensor(reader: Reader, path: str, owner: Parameter, group: dict[str, Any], old: object) -> torch.Tensor:
     """Return the tensor to hold a state: on the parameter's device, but for step counters of plain loops."""
-    record = reader.records[path]
-    whole = reader.records[f"{layout.MODEL}/{path.split('/')[2]}"].shape
+    record, parameter, key = reader.records[path], owner.tensor, path.rpartition("/")[2]
+    whole = reader.records[f"{layout.MODEL}/{owner.relative}"].shape
     # A state of the parameter's shape is split as the parameter is; a counter of a scalar parameter is no such state.
     shape = tuple(parameter.shape) if record.shape == whole and key != "step" else record.shape
     dtype, device = torch_dtype(record.dtype), parameter.device
@@ -152,11 +169,10 @@ def _set_hyperparameters(group: dict[str, Any], values: dict[str, Any]) -> None:
             group[key] = value
 
 
-def _groups(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Groups:
-    names = {id(parameter): name for name, parameter in _named(model, optimizer)}
+def _groups(known: Mapping[int, Parameter], optimizer: torch.optim.Optimizer) -> Groups:
     return [
         {key: _plain(value) for key, value in group.items() if key not in ("params", "param_names")}
-        | {"params": [names[id(parameter)] for parameter in group["params"]]}
+        | {"params": [known[id(parameter)].relative for parameter in group["params"]]}
         for group in optimizer.param_groups
     ]
 
@@ -175,14 +191,13 @@ def _members(groups: Groups, reader: Reader) -> list[set[str]]:
         raise CheckpointError(f"{reader.path}: the groups of the optimizer are not as hpctrain writes them") from error
 
 
-def _named(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.nn.Parameter]]:
+def _held(known: Mapping[int, Parameter], optimizer: torch.optim.Optimizer) -> Iterator[Parameter]:
     """Yield the optimizer's parameters with their names; a shared one has the first of its names."""
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
     for number, group in enumerate(optimizer.param_groups):
         for position, parameter in enumerate(group["params"]):
-            if id(parameter) not in names:
+            if id(parameter) not in known:
                 raise UsageError(
                     f"the optimizer's parameter {position} of group {number}, shape {tuple(parameter.shape)}, "
                     "is not a parameter of the model: it has no name to be stored under"
                 )
-            yield names[id(parameter)], parameter
+            yield known[id(parameter)]

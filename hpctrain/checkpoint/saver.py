@@ -16,6 +16,7 @@ from hpctrain.checkpoint.file import layout
 from hpctrain.checkpoint.file.commit import temporary_name
 from hpctrain.checkpoint.file.source import described, nbytes_of
 from hpctrain.checkpoint.holdings import Description, Holdings, exchange, joined
+from hpctrain.checkpoint.named import Models, by_key
 from hpctrain.checkpoint.together.desk import Order, Place
 from hpctrain.checkpoint.together.plan import Part, Plan, plan
 from hpctrain.checkpoint.together.saving import Job, Saving
@@ -92,22 +93,25 @@ class Saver:
         self,
         path: str | Path,
         *,
-        model: torch.nn.Module,
-        optimizer: torch.optim.Optimizer | None = None,
+        model: torch.nn.Module | Mapping[str, torch.nn.Module],
+        optimizer: torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer] | None = None,
         train: Mapping[str, Any] | None = None,
         rng: Mapping[str, Any] | None = None,
         config: str | None = None,
         provenance: Mapping[str, Any] | None = None,
-        split: Split | None = None,
+        split: Split | Mapping[str, Split | None] | None = None,
         own: Mapping[str, torch.Tensor] = MappingProxyType({}),
     ) -> None:
         """Write a checkpoint, all of it or nothing; see ``hpctrain.checkpoint.save``.
 
-        ``own`` are tensors that this rank holds alone, to be found again by ``load_own``.
+        ``own`` are tensors that this rank holds alone, to be found again by ``load_own``. Of several models, their
+        names begin with the key of the model and ``/``.
         """
         self.wait()
         comm = self._comm
-        held = agreed(comm, lambda: Holdings.of(model, optimizer, split, own, comm.rank))
+        models = agreed(comm, lambda: Models.of(model, split))
+        optimizers = agreed(comm, lambda: by_key(optimizer, "optimizer"))
+        held = agreed(comm, lambda: Holdings.of(models, optimizers, own, comm.rank))
         digest, descriptions, deal = self._plan(held.description(), str(Path(path).absolute()))
         parts = deal.parts[comm.rank]
         agreed(comm, lambda: held.check_finite())
@@ -122,6 +126,7 @@ class Saver:
             if comm.rank:
                 return Job(Share(held.sources, parts), None, expected)
             rest = content.rest(train or {}, states, config, provenance, comm.size)
+            rest.groups.update(content.model_groups(models))
             return replace(self._order(Path(path), held, descriptions, deal, rest), expected=expected)
 
         self._saving = Saving(comm, self._worker, agreed(comm, job))
@@ -179,8 +184,7 @@ class Saver:
             if 0 not in source.box.extent:
                 parts.append(Part(number, 0, math.prod(source.box.extent)))
         datasets = [*deal.datasets, *(described(source) for source in rest.sources)]
-        state = joined([each.optimizer for each in descriptions])
-        groups = {**rest.groups, **({} if state is None else content.optimizer_groups(state))}
+        groups = {**rest.groups, **content.optimizer_groups(joined(descriptions))}
         nbytes = sum(map(nbytes_of, datasets))
         attributes = {source.path: source.attributes for source in rest.sources}
         place, create = Place(path, temporary_name(path), nbytes), self._how.io != "mpiio"

@@ -16,6 +16,7 @@ from hpctrain.checkpoint.file import layout
 from hpctrain.checkpoint.file.layout import Array
 from hpctrain.checkpoint.file.reader import Reader
 from hpctrain.checkpoint.fit import fill_shard, is_skipped
+from hpctrain.checkpoint.named import Models, by_key
 from hpctrain.checkpoint.saver import Saver, Storage
 from hpctrain.collectives.agreement import agreed
 from hpctrain.errors import CheckpointError, UsageError
@@ -45,17 +46,21 @@ class Loaded:
 def save(
     path: str | Path,
     *,
-    model: torch.nn.Module,
-    optimizer: torch.optim.Optimizer | None = None,
+    model: torch.nn.Module | Mapping[str, torch.nn.Module],
+    optimizer: torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer] | None = None,
     train: Mapping[str, Any] | None = None,
     rng: Mapping[str, Any] | None = None,
     config: str | None = None,
     provenance: Mapping[str, Any] | None = None,
     comm: Communicator | None = None,
-    split: Split | None = None,
+    split: Split | Mapping[str, Split | None] | None = None,
     how: Storage | None = None,
 ) -> None:
     """Write a checkpoint, all of it or nothing.
+
+    Several models and optimizers are given as mappings: ``model={"generator": g, "discriminator": d}``; their keys name
+    groups of the file. An optimizer may hold parameters of any of the models. ``split`` is then a mapping by the keys
+    of the models.
 
     ``train`` holds numbers, text, lists and tables under names of the caller's; its ``step`` is also the file's, and
     its ``curves`` (name to list of numbers) become arrays to plot. ``rng`` is this rank's state (``capture_rng()``),
@@ -82,32 +87,34 @@ def save(
 def load(
     path: str | Path,
     *,
-    model: torch.nn.Module | None = None,
-    optimizer: torch.optim.Optimizer | None = None,
+    model: torch.nn.Module | Mapping[str, torch.nn.Module] | None = None,
+    optimizer: torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer] | None = None,
     comm: Communicator | None = None,
-    split: Split | None = None,
+    split: Split | Mapping[str, Split | None] | None = None,
     skip: Sequence[str] = (),
 ) -> Loaded:
-    """Fill a model and an optimizer in place from a checkpoint and return what else it holds.
+    """Fill models and optimizers in place from a checkpoint and return what else it holds; mappings as for ``save``.
 
     First every name, shape and dtype is compared; any difference raises one ``CheckpointError`` with a table of all
     of them, and nothing has changed. Every byte is checked as it is read: damage found then raises too, and leaves the
     model half filled. With ``comm`` every rank must call and reads what it holds; all succeed or raise the same.
 
     What a pattern in ``skip`` matches (``"head.*"``) is neither compared nor filled, its optimizer state included:
-    it may be in the file only, in the program only, or have another shape. Each pattern must match something.
+    it may be in the file only, in the program only, or have another shape. Each pattern must match something. The names
+    of several models begin with their keys: ``"generator/head.*"``.
     """
     if optimizer is not None and model is None:
         raise UsageError("loading an optimizer needs its model: the state is stored by the names of parameters")
+    models = agreed(comm, lambda: Models.of(model, split))
+    held_by = agreed(comm, lambda: by_key(optimizer, "optimizer"))
     reader = agreed(comm, lambda: Reader(path))
     with reader:
-        held = agreed(comm, lambda: None if model is None else holdings.Holdings.of(model, optimizer, split))
-        if held is not None:
-            own = held.description()
-            # Without a split every rank holds all of the model, and whose differs is told so.
-            everyone = [own] if comm is None or split is None else holdings.exchange(comm, own, *skip)[1]
+        if models.modules:
+            own = agreed(comm, lambda: holdings.Holdings.of(models, held_by)).description()
+            # Without a split every rank holds all of the models, and whose differs is told so.
+            everyone = [own] if comm is None or not models.is_split else holdings.exchange(comm, own, *skip)[1]
             agreed(comm, lambda: _refuse_differences(reader, everyone, skip))
-            agreed(comm, lambda: _fill(reader, model, optimizer, split, skip))
+            agreed(comm, lambda: _fill(reader, models, held_by, skip))
         return agreed(comm, lambda: _rest(reader, comm.rank if comm else 0))
 
 
@@ -135,7 +142,7 @@ def _fill_own(reader: Reader, group: str, own: Sequence[Shard]) -> None:
     if found:
         raise CheckpointError(f"{reader.path} holds another worker than this one:\n{table(found)}")
     for shard in own:
-        fill_shard(reader, layout.child(group, shard.name), shard)
+        fill_shard(reader, f"{group}/{shard.name}", shard)
 
 
 def _refuse_differences(reader: Reader, everyone: Sequence[holdings.Description], skip: Sequence[str]) -> None:
@@ -155,28 +162,22 @@ def _refuse_differences(reader: Reader, everyone: Sequence[holdings.Description]
         {name: each for name, each in stored.items() if not is_skipped(name, skip)},
         {name: each for name, each in expected.items() if not is_skipped(name, skip)},
     )
-    state = holdings.joined([each.optimizer for each in everyone])
-    if state is not None:
-        found += optimizers.differences(reader, state, lambda name: is_skipped(name, skip))
+    states = holdings.joined(everyone)
+    if states:
+        found += optimizers.differences(reader, states, lambda name: is_skipped(name, skip))
     if found:
         count = f"{len(found)} difference{'s' if len(found) > 1 else ''}"
         raise CheckpointError(f"{reader.path} does not fit this program, {count}:\n{table(found)}")
 
 
 def _fill(
-    reader: Reader,
-    model: torch.nn.Module | None,
-    optimizer: torch.optim.Optimizer | None,
-    split: Split | None,
-    skip: Sequence[str],
+    reader: Reader, models: Models, held_by: Mapping[str, torch.optim.Optimizer], skip: Sequence[str]
 ) -> None:
-    if model is None:
-        return
-    for shard in content.model_shards(model, split):
-        if not is_skipped(shard.name, skip):
-            fill_shard(reader, layout.child(layout.MODEL, shard.name), shard)
-    if optimizer is not None:
-        optimizers.restore(reader, model, optimizer, split, skip)
+    for shard in models.shards():
+        if not is_skipped(shard.name.removeprefix(f"{layout.MODEL}/"), skip):
+            fill_shard(reader, shard.name, shard)
+    for key, optimizer in held_by.items():
+        optimizers.restore(reader, models, key, optimizer, skip)
 
 
 def _rest(reader: Reader, rank: int) -> Loaded:

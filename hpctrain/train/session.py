@@ -83,7 +83,9 @@ class Run:
             parts[LOADER] = loader
         strategy = job.strategy(model)
         strategy.check_optimizer(optimizer)
-        self.state = TrainState(model, optimizer, parts, job.comm, self.folder / "checkpoints", options.kept, strategy)
+        self.state = TrainState(
+            {"": model}, {"": optimizer}, parts, job.comm, self.folder / "checkpoints", options.kept, {"": strategy}
+        )
         self.health = Health(model, strategy, job.comm, options.on_nonfinite)
         check_policy(strategy, options.on_nonfinite)
         if strategy.loose and options.background:

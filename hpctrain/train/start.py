@@ -10,6 +10,7 @@ from torch import nn
 
 from hpctrain.checkpoint import folder as files
 from hpctrain.checkpoint.fit import is_skipped
+from hpctrain.checkpoint.named import by_key
 from hpctrain.checkpoint.state import load
 from hpctrain.collectives.agreement import on_first_rank
 from hpctrain.errors import CheckpointError
@@ -24,25 +25,31 @@ FACTS = ("start_from", "start_step", "start_skip")
 
 
 def start_from(
-    path: str | Path, model: nn.Module, comm: Communicator, skip: Sequence[str], strategy: Strategy | None = None
+    path: str | Path,
+    model: nn.Module | Mapping[str, nn.Module],
+    comm: Communicator,
+    skip: Sequence[str],
+    strategy: Strategy | Mapping[str, Strategy] | None = None,
 ) -> dict[str, Any]:
     """Fill a model from a checkpoint and return what the provenance is to say of it; a call by all ranks.
 
-    Tensors whose names match a pattern of ``skip`` (as ``fnmatch`` has it) need not fit and stay as they were built.
-    Raises on all ranks ``CheckpointError`` where the file is missing, damaged or does not fit, ``UsageError`` where a
-    pattern matches nothing; no optimizer, position or generator is taken from it.
+    Several models, and their strategies, are mappings with the keys that the file has. Tensors whose names match a
+    pattern of ``skip`` (as ``fnmatch`` has it) need not fit and stay as they were built. Raises on all ranks
+    ``CheckpointError`` if the file is missing, damaged or does not fit, ``UsageError`` if a pattern matches no name. No
+    optimizer, position or generator is taken from it.
     """
     on_first_rank(comm, lambda: _refuse_folder(Path(path)))
     try:
-        split = strategy.split if strategy is not None else None
-        loaded = load(path, model=model, comm=comm, skip=tuple(skip), split=split)
+        strategies = by_key(strategy, "strategy")
+        splits = {key: one.split for key, one in strategies.items()}
+        loaded = load(path, model=model, comm=comm, skip=tuple(skip), split=splits)
     except CheckpointError as error:
         hint = "tensors that need not fit are named in start_skip"
         raise CheckpointError(f"cannot start from {path} ({hint}): {error}", everywhere=error.everywhere) from error
-    if strategy is not None:
-        strategy.refresh()
+    for one in strategies.values():
+        one.refresh()
     if comm.rank == 0:
-        _tell(path, loaded.step, model, skip)
+        _tell(path, loaded.step, by_key(model, "model"), skip)
     facts: dict[str, Any] = {"start_from": str(Path(path).resolve()), "start_step": loaded.step}
     return {**facts, "start_skip": list(skip)} if skip else facts
 
@@ -63,8 +70,10 @@ def _refuse_folder(path: Path) -> None:
     raise CheckpointError(f"cannot start from {path}: it is a folder, {hint}")
 
 
-def _tell(path: str | Path, step: int, model: nn.Module, skip: Sequence[str]) -> None:
-    logger.info("starting from the model of %s, written after step %d", path, step)
-    names = [name for name in model.state_dict() if is_skipped(name, skip)]
-    if names:
-        logger.info("not taken from it: %s", ", ".join(names))
+def _tell(path: str | Path, step: int, models: Mapping[str, nn.Module], skip: Sequence[str]) -> None:
+    several = len(models) > 1
+    logger.info("starting from the model%s of %s, written after step %d", "s" if several else "", path, step)
+    names = [f"{key}/{name}" if key else name for key, model in models.items() for name in model.state_dict()]
+    left = [name for name in names if is_skipped(name, skip)]
+    if left:
+        logger.info("not taken from it: %s", ", ".join(left))

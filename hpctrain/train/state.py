@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from contextlib import nullcontext
+from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch import nn
@@ -14,16 +15,20 @@ from torch import nn
 from hpctrain.checkpoint import folder as files
 from hpctrain.checkpoint import rng
 from hpctrain.checkpoint.keep import Keep
+from hpctrain.checkpoint.named import by_key
 from hpctrain.checkpoint.saver import Saver
 from hpctrain.checkpoint.state import Loaded, load, load_own
 from hpctrain.collectives.agreement import on_first_rank
-from hpctrain.errors import CheckpointError
+from hpctrain.errors import CheckpointError, UsageError
 from hpctrain.log import logger
 from hpctrain.parallel.strategy import Strategy
+from hpctrain.shard import Split
 from hpctrain.train.metrics import Curves
 
 if TYPE_CHECKING:
     from hpctrain.collectives.communicator import Communicator
+
+T = TypeVar("T")
 
 LOADER = "loader"  # the part that holds the position in the data
 # Of the numbers of a step, what a checkpoint has by itself, and what differs between two runs that are otherwise equal.
@@ -42,24 +47,27 @@ class Stateful(Protocol):
 
 
 class TrainState:
-    """Tie together what is saved: model, optimizer, position in the data, step, curves, generators, and the user's own.
+    """State of a run that is saved: models, optimizers, position in the data, step, curves, generators, the user's own.
 
-    ``parts`` are the things with a state of plain values, by name; ``keep`` says which checkpoints of the folder stay,
-    ``strategy`` how the model is split over the ranks.
+    ``models``, ``optimizers`` and ``strategies`` (how each model is split over the ranks) are by key; a single one has
+    the key ``""``. ``parts`` are the other things with a state, by name; ``keep`` says which checkpoints of the folder
+    stay.
     """
 
     def __init__(
         self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
+        models: Mapping[str, nn.Module],
+        optimizers: Mapping[str, torch.optim.Optimizer],
         parts: Mapping[str, Stateful],
         comm: Communicator,
         folder: Path,
         keep: Keep = Keep(),
-        strategy: Strategy | None = None,
+        strategies: Mapping[str, Strategy] = MappingProxyType({}),
     ) -> None:
-        self.strategy = strategy
-        self.model, self.optimizer, self.parts, self.comm = model, optimizer, parts, comm
+        self.models: dict[str, nn.Module] = by_key(models, "model")
+        self.optimizers: dict[str, torch.optim.Optimizer] = by_key(optimizers, "optimizer")
+        self.strategies = {key: strategies[key] for key in self.models if key in strategies}
+        self.parts, self.comm = parts, comm
         self.folder = folder
         self.keeper = files.Keeper(folder, keep)
         self.step = 0
@@ -68,6 +76,26 @@ class TrainState:
         self.curves = Curves()
         self.logged: dict[str, float] = {}  # in the present step, by name
         self._unjudged = False  # a checkpoint was written that cannot be the best, and it was said
+
+    @property
+    def model(self) -> nn.Module:
+        """Return the model of a run that has one."""
+        return _only(self.models, "models")
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """Return the optimizer of a run that has one."""
+        return _only(self.optimizers, "optimizers")
+
+    @property
+    def strategy(self) -> Strategy | None:
+        """Return the strategy of a run with one model; None if it has none."""
+        return _only(self.strategies, "strategies") if self.strategies else None
+
+    @property
+    def splits(self) -> dict[str, Split | None]:
+        """Return how each model is split over the ranks, by key."""
+        return {key: strategy.split for key, strategy in self.strategies.items()}
 
     def path(self, step: int) -> Path:
         """Return where the checkpoint of a step lies."""
@@ -93,18 +121,19 @@ class TrainState:
             "curves": self.curves.columns,
             files.LOGGED: self.logged,
         }
-        strategy = self.strategy
-        with strategy.meeting() if strategy is not None else nullcontext():
+        with ExitStack() as meetings:
+            for strategy in self.strategies.values():
+                meetings.enter_context(strategy.meeting())
             saver.save(
                 path,
-                model=self.model,
-                optimizer=self.optimizer,
+                model=self.models,
+                optimizer=self.optimizers,
                 train=train,
                 rng=rng.capture_rng(),
                 config=config,
                 provenance=provenance,
-                split=strategy.split if strategy is not None else None,
-                own=strategy.own_state(self.optimizer) if strategy is not None else {},
+                split=self.splits,
+                own=self._own(),
             )
 
     def _judge(self) -> None:
@@ -134,19 +163,40 @@ class TrainState:
         """Return the newest valid checkpoint, on all ranks what rank 0 sees."""
         return on_first_rank(self.comm, lambda: files.newest_valid(self.folder, strict=strict))
 
-    def _restore_own(self, path: Path, strategy: Strategy) -> None:
+    def _own(self) -> dict[str, torch.Tensor]:
+        """Return what this rank holds alone, the names of several models behind their keys."""
+        found: dict[str, torch.Tensor] = {}
+        for key, strategy in self.strategies.items():
+            if type(strategy).own_state is Strategy.own_state:
+                continue
+            own = strategy.own_state(self._optimizer_of(key))
+            found |= {f"{key}/{name}" if key else name: tensor for name, tensor in own.items()}
+        return found
+
+    def _optimizer_of(self, key: str) -> torch.optim.Optimizer:
+        """Return the one optimizer of a model whose workers keep states of their own."""
+        parameters = {id(parameter) for parameter in self.models[key].parameters()}
+        found = [one for one in self.optimizers.values() if parameters & _held_by(one)]
+        if len(found) != 1 or not _held_by(found[0]) <= parameters:
+            raise UsageError(
+                f"the model {key!r} has {len(found)} optimizers; with this parallel.data it must have exactly one, "
+                "which holds parameters of no other model",
+                everywhere=True,
+            )
+        return found[0]
+
+    def _restore_own(self, path: Path) -> None:
         """Bring back what each rank holds alone, where as many ranks as now have saved it."""
-        own = strategy.own_state(self.optimizer)
+        own = self._own()
         if own and not load_own(path, own, comm=self.comm) and self.comm.rank == 0:
             logger.warning("%s holds no such workers: all of them begin where the centre is", path)
 
     def restore(self, path: Path, *, rewind_data: bool = True) -> Loaded:
         """Go back to a checkpoint; without ``rewind_data``, the position in the data stays where it is."""
-        split = self.strategy.split if self.strategy is not None else None
-        loaded = load(path, model=self.model, optimizer=self.optimizer, comm=self.comm, split=split)
-        if self.strategy is not None:
-            self.strategy.refresh()
-            self._restore_own(path, self.strategy)
+        loaded = load(path, model=self.models, optimizer=self.optimizers, comm=self.comm, split=self.splits)
+        for strategy in self.strategies.values():
+            strategy.refresh()
+        self._restore_own(path)
         train = loaded.train
         states = train.get("states", {})
         missing = sorted(set(self.parts) - set(states))
@@ -159,11 +209,21 @@ class TrainState:
             self.batches = int(train.get("batches", loaded.step))
         if loaded.rng is not None:
             rng.restore_rng(loaded.rng)
-        if self.strategy is not None:
-            self.strategy.agree_on_generators()
+        for strategy in self.strategies.values():
+            strategy.agree_on_generators()
         self.step = loaded.step
         self.tokens = int(train.get("tokens", 0))
         logged = train.get(files.LOGGED, {})
         self.logged = {str(name): float(value) for name, value in logged.items()}
         self.curves.columns = {name: [float(x) for x in values] for name, values in train.get("curves", {}).items()}
         return loaded
+
+
+def _only(things: Mapping[str, T], what: str) -> T:
+    if len(things) != 1:
+        raise UsageError(f"this run has several {what}: {', '.join(things)}; ask for state.{what} by key")
+    return next(iter(things.values()))
+
+
+def _held_by(optimizer: torch.optim.Optimizer) -> set[int]:
+    return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}

@@ -149,10 +149,11 @@ def _record(dataset: Shard, more: Mapping[str, Value]) -> Record:
 
 def _all_groups(groups: Groups, records: Sequence[Record]) -> dict[str, dict[str, Array]]:
     """Return the attributes of every group, each group after the one that holds it."""
+    version = layout.version_for(groups, (record.path for record in records))
     root: dict[str, Value] = {
         **groups.get("/", {}),
         "format": layout.FORMAT,
-        "format_version": ".".join(map(str, layout.VERSION)),
+        "format_version": ".".join(map(str, version)),
         "creator": f"hpctrain {__version__}",
         "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "complete": 1,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -19,9 +19,11 @@ from hpctrain.errors import CheckpointError
 Array = npt.NDArray[np.generic]
 
 FORMAT = "hpctrain-checkpoint"
-VERSION = (1, 2)  # (major, minor): a reader refuses a newer major and ignores what a newer minor added
+VERSION = (1, 3)  # (major, minor): a reader refuses a newer major and ignores what a newer minor added
+COMMON = (1, 2)  # what a file has that needs nothing newer: keys of models or optimizers, tensors of states
 
 MODEL, OPTIMIZER, WORKERS, TRAIN, RNG = "/model", "/optimizer", "/workers", "/train", "/rng"
+STATES = "/states"
 CONFIG, PROVENANCE, MANIFEST, EXTENTS, SEAL = "/config", "/provenance", "/manifest", "/extents", "/seal"
 SEALED_SINCE, EXTENTS_SINCE = (1, 1), (1, 2)  # files of an older version have no seal, no table of extents
 CRC32, TORCH_DTYPE, DIGEST = "crc32", "torch_dtype", "manifest_sha256"
@@ -114,6 +116,12 @@ def step_of(name: str) -> int | None:
     """Return the step that a file name speaks of, ``None`` where it is no checkpoint's name."""
     match = _STEP_FILE.fullmatch(name)
     return int(match[1]) if match else None
+
+
+def version_for(groups: Mapping[str, Mapping[str, object]], paths: Iterable[str]) -> tuple[int, int]:
+    """Return the version of the format that a file needs, given its groups with attributes and its datasets."""
+    keyed = any("keys" in groups.get(group, {}) for group in (MODEL, OPTIMIZER))
+    return VERSION if keyed or any(path.startswith(f"{STATES}/") for path in paths) else COMMON
 
 
 def format_version(text: str) -> tuple[int, int]:

@@ -1,7 +1,8 @@
 """Write what a checkpoint holds in the formats of others: safetensors, NumPy's npz, torch.
 
 The model alone goes out under the names of its ``state_dict``; everything under paths such as ``model/head.weight``
-and ``optimizer/head.weight/exp_avg``, for torch as one table with a ``state_dict`` of the model and of the optimizer.
+and ``optimizer/head.weight/exp_avg``. For torch it is one table with a ``state_dict`` of the model and of the
+optimizer, or with tables of them by key if there are several.
 Tensors pass through in pieces, checked as they are read; only torch, whose own function writes, needs all in memory.
 """
 
@@ -15,6 +16,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from hpctrain.checkpoint.file import layout
+from hpctrain.checkpoint.file.keys import group_of, keys_in
 from hpctrain.checkpoint.file.layout import Array, Record
 from hpctrain.checkpoint.file.reader import Reader
 from hpctrain.checkpoint.look import safetensors
@@ -90,13 +92,15 @@ def _to_torch(
             progress(record.nbytes)
         return from_numpy(reader.read(record.path), record.dtype)
 
-    model = {name: load(record) for name, record in reader.below(layout.MODEL).items()}
+    models = {key: _torch_model(reader, key, load) for key in keys_in(reader, layout.MODEL)}
+    model = models[""] if "" in models else models
     if model_only:
         torch.save(model, out)
         return
     everything: dict[str, Any] = {"model": model}
     if layout.OPTIMIZER in reader.groups:
-        everything["optimizer"] = _torch_optimizer(reader, load)
+        optimizers = {key: _torch_optimizer(reader, key, load) for key in keys_in(reader, layout.OPTIMIZER)}
+        everything["optimizer"] = optimizers[""] if "" in optimizers else optimizers
     everything["train"] = {**reader.values(layout.TRAIN)}
     curves = {name: load(record) for name, record in reader.below(layout.TRAIN).items()}
     everything["train"] |= {"curves": curves} if curves else {}
@@ -104,9 +108,14 @@ def _to_torch(
     torch.save(everything, out)
 
 
-def _torch_optimizer(reader: Reader, load: Callable[[Record], Any]) -> dict[str, Any]:
+def _torch_model(reader: Reader, key: str, load: Callable[[Record], Any]) -> dict[str, Any]:
+    return {name: load(record) for name, record in reader.below(group_of(layout.MODEL, key)).items()}
+
+
+def _torch_optimizer(reader: Reader, key: str, load: Callable[[Record], Any]) -> dict[str, Any]:
     """Return what the optimizer's ``state_dict`` was: parameters are numbers there, counted over the groups."""
-    groups = reader.values(layout.OPTIMIZER).get("param_groups")
+    root = group_of(layout.OPTIMIZER, key)
+    groups = reader.values(root).get("param_groups")
     try:
         names = [name for group in groups for name in group["params"]]  # type: ignore[union-attr]
         places = {name: number for number, name in enumerate(names)}
@@ -115,7 +124,7 @@ def _torch_optimizer(reader: Reader, load: Callable[[Record], Any]) -> dict[str,
         raise CheckpointError(f"{reader.path}: the groups of the optimizer are not as hpctrain writes them") from error
     state: dict[int, dict[str, Any]] = {}
     for name, number in places.items():
-        group = f"{layout.OPTIMIZER}/{name}"
+        group = f"{root}/{name}"
         found = reader.values(group) | {key: load(record) for key, record in reader.below(group).items()}
         if found:
             state[number] = found

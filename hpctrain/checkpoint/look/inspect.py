@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from hpctrain.checkpoint.file import layout
+from hpctrain.checkpoint.file.keys import group_of, keys_in
 from hpctrain.checkpoint.file.layout import Record
 from hpctrain.checkpoint.file.reader import Reader, verify_file
 from hpctrain.checkpoint.folder import list_checkpoints
@@ -140,7 +141,7 @@ def _chosen(reader: Reader, name: str | None) -> Sequence[Record]:
     if name is None:
         return [record for path, record in reader.records.items() if not path.startswith(f"{layout.TRAIN}/")]
     path = "/" + name.strip("/")
-    starts = [path, *(group + path for group in (layout.MODEL, layout.OPTIMIZER, layout.TRAIN))]
+    starts = [path, *(group + path for group in _groups(reader))]
     chosen = [
         record
         for record in reader.records.values()
@@ -152,6 +153,14 @@ def _chosen(reader: Reader, name: str | None) -> Sequence[Record]:
         guess = f": did you mean {close[0]}?" if close else ""
         raise UsageError(f"{reader.path} holds no tensor {name!r}{guess}, hpctrain checkpoint show FILE lists all")
     return chosen
+
+
+def _groups(reader: Reader) -> list[str]:
+    """Return the groups below which a name may be given: also those of each model and of each optimizer."""
+    models = [group_of(layout.MODEL, key) for key in keys_in(reader, layout.MODEL)]
+    optimizers = [group_of(layout.OPTIMIZER, key) for key in keys_in(reader, layout.OPTIMIZER)]
+    below = [group_of(root, key) for root in optimizers for key in keys_in(reader, layout.MODEL)]
+    return list(dict.fromkeys([layout.MODEL, layout.OPTIMIZER, layout.TRAIN, *models, *optimizers, *below]))
 
 
 def _stats(reader: Reader, record: Record, with_values: bool, progress: Progress | None) -> TensorStats:

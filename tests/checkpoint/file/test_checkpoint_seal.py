@@ -93,7 +93,7 @@ def test_the_seal_itself_is_covered(paged: Path) -> None:
 
 
 def test_a_file_of_version_1_0_has_none_and_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layout, "VERSION", (1, 0))
+    monkeypatch.setattr(layout, "COMMON", (1, 0))
     write_file(tmp_path / "old.h5", [Source.of("/model/a", np.ones(3))], {})
     with h5py.File(tmp_path / "old.h5", "r+", libver=("v110", "v110")) as file:
         del file["/seal"], file["/extents"]

@@ -36,11 +36,11 @@ def test_foreign_hdf5_files_are_refused(tmp_path: Path) -> None:
 def test_newer_major_version_is_refused_and_newer_minor_is_not(tmp_path: Path) -> None:
     for version in ((1, 9), (2, 0)):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(layout, "VERSION", version)
+            patch.setattr(layout, "COMMON", version)
             write_file(tmp_path / f"{version[0]}.h5", [Source.of("/later/x", np.zeros(2, dtype="<f4"))], {})
     with Reader(tmp_path / "1.h5") as reader:
         assert list(reader.records) == ["/later/x"]
-    with pytest.raises(CheckpointError, match="format version 2.0: this hpctrain reads up to 1.2, update it"):
+    with pytest.raises(CheckpointError, match="format version 2.0: this hpctrain reads up to 1.3, update it"):
         Reader(tmp_path / "2.h5")
 
 

@@ -1,0 +1,146 @@
+"""A GAN of two models, two optimizers and a schedule is saved and resumed bit for bit, under each strategy."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+import torch
+from support.checkpoints import same
+from torch import nn
+
+from hpctrain.checkpoint.saver import Saver
+from hpctrain.errors import CheckpointError, UsageError
+from hpctrain.parallel.settings import ParallelSettings
+from hpctrain.train.state import TrainState
+
+SAMPLES = 8  # per step, over all ranks
+
+
+class Gan:
+    """Generator and discriminator of a program, wrapped by a job, with what trains them."""
+
+    def __init__(self, job: Any, folder: Path, data: str, seed: int = 1, joint: bool = False) -> None:
+        torch.manual_seed(seed)
+        self.job = job
+        self.models: dict[str, Any] = {
+            "generator": nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 3)),
+            "discriminator": nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1)),
+        }
+        for model in self.models.values():
+            job.wrap(model, ParallelSettings(data=data))  # type: ignore[arg-type]
+        self.optimizers = self._optimizers(joint)
+        self.schedule = torch.optim.lr_scheduler.StepLR(next(iter(self.optimizers.values())), 2, 0.5)
+        self.state = TrainState(
+            self.models,
+            self.optimizers,
+            {"schedule": self.schedule},
+            job.comm,
+            folder,
+            strategies={key: job.strategy(model) for key, model in self.models.items()},
+        )
+
+    def _optimizers(self, joint: bool) -> dict[str, torch.optim.Optimizer]:
+        lists = {key: list(model.parameters()) for key, model in self.models.items()}
+        if joint:
+            return {"": torch.optim.Adam([*lists["generator"], *lists["discriminator"]], lr=0.02)}
+        return {
+            "generator": torch.optim.AdamW(lists["generator"], lr=0.02),
+            "discriminator": torch.optim.SGD(lists["discriminator"], lr=0.05, momentum=0.9),
+        }
+
+    def step(self, number: int) -> None:
+        """Train both on one loss; each rank takes its part of the batch."""
+        draw = torch.Generator().manual_seed(number)
+        noise, real = torch.randn(SAMPLES, 2, generator=draw), torch.randn(SAMPLES, 3, generator=draw)
+        mine = slice(self.job.rank, None, self.job.size)
+        judged = self.models["discriminator"](self.models["generator"](noise[mine]))
+        ((judged - 1).square().mean() + (self.models["discriminator"](real[mine]) + 1).square().mean()).backward()
+        for optimizer in self.optimizers.values():
+            optimizer.step()
+            optimizer.zero_grad()
+        self.schedule.step()
+        self.state.step = number
+
+    def save(self) -> Path:
+        """Write the present step."""
+        path = self.state.path(self.state.step)
+        if self.job.rank == 0:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        self.job.comm.barrier()
+        with Saver(self.job.comm) as saver:
+            self.state.save(saver, path, config=None, provenance={})
+        return path
+
+    def bits(self) -> Any:
+        """Return copies of all that this rank holds."""
+        things = [*self.models.values(), *self.optimizers.values(), self.schedule]
+        return copy.deepcopy([one.state_dict() for one in things])
+
+
+@pytest.mark.ranks(1, 2)
+@pytest.mark.parametrize("data", ["ddp", "zero2", "fsdp"])
+@pytest.mark.parametrize("joint", [False, True])
+def test_a_gan_goes_on_bit_for_bit(job: Any, shared_tmp_path: Path, data: str, joint: bool) -> None:
+    straight = Gan(job, shared_tmp_path / "a", data, joint=joint)
+    for number in range(1, 4):
+        straight.step(number)
+    path = straight.save()
+    for number in range(4, 7):
+        straight.step(number)
+
+    resumed = Gan(job, shared_tmp_path / "a", data, seed=2, joint=joint)
+    resumed.state.restore(path)
+    assert resumed.state.step == 3
+    for number in range(4, 7):
+        resumed.step(number)
+    assert same(resumed.bits(), straight.bits())
+
+
+@pytest.mark.ranks(1, 2)
+def test_one_strategy_reads_what_another_wrote(job: Any, shared_tmp_path: Path) -> None:
+    one = Gan(job, shared_tmp_path / "a", "fsdp")
+    one.step(1)
+    path = one.save()
+    whole = Gan(job, shared_tmp_path / "b", "ddp", seed=2)
+    whole.state.restore(path)
+    with h5py.File(path) as file:
+        for key, model in whole.models.items():
+            for name, value in model.state_dict().items():
+                np.testing.assert_array_equal(file["model"][key][name][()], value.numpy())
+        weight = whole.models["generator"][2].weight
+        moment = whole.optimizers["generator"].state[weight]["exp_avg_sq"]
+        np.testing.assert_array_equal(file["optimizer/generator/generator/2.weight/exp_avg_sq"][()], moment.numpy())
+        assert moment.any()
+
+
+@pytest.mark.ranks(1, 2)
+def test_what_does_not_fit_is_told_at_once(job: Any, shared_tmp_path: Path) -> None:
+    path = Gan(job, shared_tmp_path / "a", "ddp").save()
+    other = Gan(job, shared_tmp_path / "b", "ddp", joint=True)
+    before = other.bits()
+    with pytest.raises(CheckpointError, match="optimizer +missing(.|\n)*optimizer discriminator +unexpected"):
+        other.state.restore(path)
+    assert same(other.bits(), before)
+
+
+def test_a_state_of_several_has_no_single_one(job: Any, tmp_path: Path) -> None:
+    gan = Gan(job, tmp_path, "ddp")
+    for name in ("model", "optimizer", "strategy"):
+        with pytest.raises(UsageError, match="this run has several .*: generator, discriminator; ask for state."):
+            getattr(gan.state, name)
+    model = job.wrap(nn.Linear(1, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    single = TrainState({"": model}, {"": optimizer}, {}, job.comm, tmp_path, strategies={"": job.strategy(model)})
+    assert (single.model, single.optimizer, single.strategy) == (model, optimizer, job.strategy(model))
+    assert TrainState({"": model}, {"": optimizer}, {}, job.comm, tmp_path).strategy is None
+
+
+def test_workers_at_their_own_pace_need_an_optimizer_each(job: Any, tmp_path: Path) -> None:
+    gan = Gan(job, tmp_path, "easgd", joint=True)
+    with pytest.raises(UsageError, match="'generator' has 1 optimizers.*must have exactly one, which holds parameters"):
+        gan.save()
