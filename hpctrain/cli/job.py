@@ -21,6 +21,7 @@ from hpctrain.launch.request import PROGRAM, Request, Template, run_folder
 from hpctrain.launch.sweep import combine
 from hpctrain.launch.wheels import srun_type
 from hpctrain.settings import assign, read_toml
+from hpctrain.train.settings import load as load_settings
 
 _EPILOG = """\
 examples:
@@ -73,6 +74,7 @@ def script_of(args: argparse.Namespace) -> tuple[str, Request, Profile]:
     """Return the script that the command line asks for, and what it was made of."""
     profile, _ = _profile(args)
     request = _request(args, profile)
+    _check_config(request)
     venv = request.venv or venv_of((*profile.modules, *request.modules), os.environ)
     if venv and profile.launcher == "srun" and not profile.mpi:
         profile = replace(profile, mpi=srun_type(venv))
@@ -149,6 +151,13 @@ def _settings(args: argparse.Namespace) -> tuple[str, ...]:
     """Return what changes in the config; a folder is the setting of that name."""
     given = args.folder and not args.config.endswith(PROGRAM)
     return (*args.settings, *([f"run.folder={args.folder}"] if given else []))
+
+
+def _check_config(request: Request) -> None:
+    """Raise ``SettingsError`` for what the job would refuse when it starts, in any task of a sweep."""
+    if not request.is_program:
+        for task in request.sweep or ((),):
+            load_settings(request.config, (*request.settings, *task))
 
 
 def _name(args: argparse.Namespace) -> str:

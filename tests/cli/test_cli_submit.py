@@ -64,3 +64,11 @@ def test_what_sbatch_refuses(batch: Batch, capsys: pytest.CaptureFixture[str]) -
     batch.does("sbatch", "echo 'Invalid partition' >&2; exit 1")
     assert main(["submit", "slurm", *WORDS]) == 2
     assert capsys.readouterr().err.endswith("failed (exit code 1): Invalid partition\n")
+
+
+def test_a_setting_that_the_run_would_refuse_is_not_submitted(batch: Batch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["submit", "slurm", *WORDS, "--set", "optimizer.lr=1"]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == "" and printed.err.count("\n") == 1
+    assert printed.err.startswith("hpctrain: error: unknown setting optimizer.lr: ")
+    assert not batch.calls() and not (batch.folder / "runs").exists()
