@@ -1,7 +1,9 @@
 """Read settings: dataclasses from TOML files and ``a.b=c`` assignments, every mistake named.
 
 A section is a frozen dataclass whose fields carry their types and defaults; what a field means stands beside it
-in the source. ``build`` checks keys and types, so that a section's own ``__post_init__`` checks only values.
+in the source. Its ``__post_init__`` calls ``check``, which converts and checks the types and the named choices of all
+fields, and then checks ranges; so a section made in Python is refused for the same reasons, in the same words, as one
+from a file.
 """
 
 from __future__ import annotations
@@ -9,6 +11,10 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import difflib
+import functools
+import numbers
+import operator
+import os
 import tomllib
 import types
 import typing
@@ -20,6 +26,17 @@ from hpctrain.errors import SettingsError
 
 T = TypeVar("T")
 Tree = dict[str, Any]
+
+# Other names of what a setting may be set to: they are never taken, only pointed out.
+_SPELLINGS = {
+    "zero3": "fsdp",
+    "zero-3": "fsdp",
+    "fully_shard": "fsdp",
+    "bf16": "bfloat16",
+    "fp32": "float32",
+    "async": "asynchronous",
+    "sync": "synchronous",
+}
 
 
 def read_toml(path: str | Path) -> Tree:
@@ -56,7 +73,7 @@ def assign(tree: Tree, assignment: str) -> None:
 
 def build(kind: type[T], tree: Mapping[str, Any], path: str = "") -> T:
     """Make a settings dataclass of a tree; unknown keys and wrong types raise ``SettingsError``."""
-    hints = typing.get_type_hints(kind)
+    hints = _hints(typing.cast(Any, kind))
     known = [field.name for field in dataclasses.fields(kind)]  # type: ignore[arg-type]
     values: Tree = {}
     for key, value in tree.items():
@@ -64,6 +81,35 @@ def build(kind: type[T], tree: Mapping[str, Any], path: str = "") -> T:
             raise SettingsError(unknown(f"setting {path}{key}", key, known))
         values[key] = _convert(hints[key], value, f"{path}{key}")
     return kind(**values)
+
+
+def check(settings: Any, section: str) -> None:
+    """Convert every field of a settings dataclass to its type, in place; called from its ``__post_init__``.
+
+    Raises ``SettingsError`` for a value of another type, or one that is not among the named choices.
+    """
+    path = f"{section}." if section else ""
+    for name, hint in _hints(settings.__class__).items():
+        value = getattr(settings, name)
+        if value is None and type(None) in typing.get_args(hint):
+            continue
+        converted = _convert(hint, value, f"{path}{name}")
+        if converted is not value:
+            object.__setattr__(settings, name, converted)  # the dataclass is frozen
+
+
+def section_of(kind: type[T], value: Any, section: str, *, allowed: str = "") -> T:
+    """Return a section that a program gave: the dataclass itself, a dict of its fields, or None for the defaults.
+
+    Raises ``SettingsError`` for anything else; ``allowed`` names what the caller takes besides.
+    """
+    if value is None:
+        return kind()
+    if isinstance(value, kind):
+        return value
+    if isinstance(value, Mapping):
+        return build(kind, value, f"{section}.")
+    raise SettingsError(f"{section} = {value!r}: allowed are {kind.__name__}, a dict of its fields{allowed}, or None")
 
 
 def unknown(what: str, name: str, known: Sequence[str]) -> str:
@@ -128,6 +174,8 @@ def _convert(hint: Any, value: Any, path: str) -> Any:
     """Return the value as the hint wants it, or say what was expected."""
     origin = typing.get_origin(hint)
     if dataclasses.is_dataclass(hint):
+        if isinstance(value, typing.cast(type, hint)):
+            return value
         if not isinstance(value, Mapping):
             raise SettingsError(f"setting {path} is a section, not the value {value!r}")
         return build(typing.cast(type, hint), value, f"{path}.")
@@ -136,19 +184,40 @@ def _convert(hint: Any, value: Any, path: str) -> Any:
     if origin is typing.Literal:
         allowed = typing.get_args(hint)
         if value not in allowed:
-            raise SettingsError(f"setting {path} = {value!r}: allowed are {', '.join(map(str, allowed))}")
+            text = f"setting {path} = {value!r}: allowed are {', '.join(map(str, allowed))}"
+            raise SettingsError(text + _meant(value, allowed))
         return value
     if origin is tuple:
         items = [value] if isinstance(value, str) else value
         if not isinstance(items, (list, tuple)):
             raise SettingsError(f"setting {path} = {value!r}: expected a list")
-        return tuple(_convert(typing.get_args(hint)[0], item, path) for item in items)
-    if hint is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
+        converted = tuple(_convert(typing.get_args(hint)[0], item, path) for item in items)
+        return value if isinstance(value, tuple) and all(map(operator.is_, converted, value)) else converted
     plain = origin or hint
+    if plain in _ABSTRACT and isinstance(value, _ABSTRACT[plain]) and not isinstance(value, (bool, plain)):
+        return plain(value)  # a whole number for a float, NumPy's numbers
+    if plain is str and isinstance(value, os.PathLike):
+        return os.fspath(value)
     if hint is Any or isinstance(value, plain) and (plain is bool or not isinstance(value, bool)):
         return dict(value) if plain is dict else value
     raise SettingsError(f"setting {path} = {value!r}: expected {_NAMES.get(plain, plain.__name__)}")
+
+
+def _meant(value: Any, allowed: Sequence[Any]) -> str:
+    """Return the hint at the choice that was probably meant, or nothing."""
+    if not isinstance(value, str):
+        return ""
+    lower = {str(choice).lower(): choice for choice in allowed}
+    spelled = _SPELLINGS.get(value.lower())
+    close = [spelled] if spelled in lower else difflib.get_close_matches(value.lower(), lower, n=1)
+    return f"; did you mean {lower[close[0]]!r}?" if close else ""
+
+
+@functools.cache
+def _hints(kind: type) -> dict[str, Any]:
+    """Return the types of a dataclass's fields; resolving them is slow, and settings are made often."""
+    hints = typing.get_type_hints(kind)
+    return {field.name: hints[field.name] for field in dataclasses.fields(kind)}
 
 
 def _without_none(hint: Any) -> Any:
@@ -157,3 +226,4 @@ def _without_none(hint: Any) -> Any:
 
 
 _NAMES: dict[Any, str] = {int: "a whole number", float: "a number", str: "text", bool: "true or false", dict: "a table"}
+_ABSTRACT: dict[Any, Any] = {int: numbers.Integral, float: numbers.Real}

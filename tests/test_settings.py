@@ -6,10 +6,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import pytest
 
 from hpctrain.errors import SettingsError
-from hpctrain.settings import assign, build, read_toml, to_toml, to_tree, unknown
+from hpctrain.settings import assign, build, check, read_toml, section_of, to_toml, to_tree, unknown
 
 
 @dataclass(frozen=True)
@@ -18,6 +19,9 @@ class Data:
     fraction: float = 0.1
     workers: int | None = None
     options: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        check(self, "data")
 
 
 @dataclass(frozen=True)
@@ -29,6 +33,7 @@ class Run:
     data: Data = field(default_factory=Data)
 
     def __post_init__(self) -> None:
+        check(self, "")
         if self.steps < 1:
             raise SettingsError(f"setting steps = {self.steps}: at least 1")
 
@@ -125,6 +130,49 @@ def test_wrong_values_are_named(tree: dict[str, Any], message: str) -> None:
     with pytest.raises(SettingsError) as caught:
         build(Run, tree)
     assert str(caught.value) == message
+
+
+@pytest.mark.parametrize(
+    "fields, message",
+    [
+        ({"steps": "ten"}, "setting steps = 'ten': expected a whole number"),
+        ({"steps": True}, "setting steps = True: expected a whole number"),
+        ({"resume": 1}, "setting resume = 1: expected true or false"),
+        ({"folder": None}, "setting folder = None: expected text"),
+        ({"mode": "FAST"}, "setting mode = 'FAST': allowed are fast, exact; did you mean 'fast'?"),
+        ({"mode": "exakt"}, "setting mode = 'exakt': allowed are fast, exact; did you mean 'exact'?"),
+        ({"mode": ["fast"]}, "setting mode = ['fast']: allowed are fast, exact"),
+        ({"data": 3}, "setting data is a section, not the value 3"),
+        ({"steps": 0}, "setting steps = 0: at least 1"),
+    ],
+)
+def test_python_is_refused_as_a_file_is(fields: dict[str, Any], message: str) -> None:
+    for make in (lambda: Run(**fields), lambda: build(Run, fields)):
+        with pytest.raises(SettingsError) as caught:
+            make()
+        assert str(caught.value) == message
+
+
+def test_python_values_become_the_types_of_the_fields() -> None:
+    made = Run(
+        folder=Path("runs/b"),  # type: ignore[arg-type]
+        steps=np.int64(3),  # type: ignore[arg-type]
+        data=Data("one.h5", np.float32(0.5), workers=None),  # type: ignore[arg-type]
+    )
+    assert made == Run("runs/b", 3, data=Data(("one.h5",), 0.5))
+    assert [type(value) for value in (made.folder, made.steps, made.data.fraction)] == [str, int, float]
+    assert Run(data={"fraction": 1}).data == Data(fraction=1.0)  # type: ignore[arg-type]
+
+
+def test_a_section_given_by_a_program() -> None:
+    assert section_of(Data, None, "data") == Data()
+    assert section_of(Data, {"fraction": 0.5}, "data") == Data(fraction=0.5)
+    own = Data(workers=3)
+    assert section_of(Data, own, "data") is own
+    with pytest.raises(SettingsError, match="unknown setting data.fractoin: did you mean fraction?"):
+        section_of(Data, {"fractoin": 0.5}, "data")
+    with pytest.raises(SettingsError, match=r"^data = 3: allowed are Data, a dict of its fields, or None$"):
+        section_of(Data, 3, "data")
 
 
 def test_what_is_convenient_is_allowed() -> None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from hpctrain.errors import SettingsError
+from hpctrain.settings import check as check_fields
 
 if TYPE_CHECKING:
     from hpctrain.data.dataset import FileDataset
@@ -25,8 +26,7 @@ class DataSettings:
     validation_samples: int = 256
 
     def __post_init__(self) -> None:
-        if self.format not in ("tokens", "arrays"):
-            raise SettingsError(f"data.format = {self.format!r}: allowed are tokens, arrays")
+        check_fields(self, "data")
         if self.validation_samples < 0:
             raise SettingsError(f"data.validation_samples = {self.validation_samples}: allowed is 0 (all) or more")
         if not all(self.files):

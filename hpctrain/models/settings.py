@@ -8,6 +8,7 @@ from typing import Any
 
 from hpctrain.errors import SettingsError
 from hpctrain.models.shapes import SHAPES, GPTConfig
+from hpctrain.settings import check as check_fields
 from hpctrain.settings import unknown
 
 BUILTIN = ("convnet", "mlp")
@@ -43,6 +44,7 @@ class ModelSettings:
     tied: bool | None = None
 
     def __post_init__(self) -> None:
+        check_fields(self, "model")
         if self.factory is not None:
             self._check_factory()
         elif self.name not in SHAPES and self.name not in BUILTIN:

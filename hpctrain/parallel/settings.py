@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from hpctrain.collectives.mesh import AXES
 from hpctrain.errors import SettingsError
+from hpctrain.settings import check as check_fields
+from hpctrain.settings import section_of
 
 SHARDED = ("zero1", "zero2", "fsdp")
 
@@ -67,6 +70,7 @@ class ParallelSettings:
     sync_batchnorm: bool = False
 
     def __post_init__(self) -> None:
+        check_fields(self, "parallel")
         if not 0 < self.bucket_mib < math.inf:
             raise SettingsError(f"setting parallel.bucket_mib = {self.bucket_mib}: must be a number of MiB above 0")
         self._check_mesh()
@@ -123,3 +127,13 @@ class ParallelSettings:
     def reduces_early(self) -> bool:
         """Tell whether every backward pass of a step is reduced by itself."""
         return self.accumulate == "reduced" or self.accumulate == "auto" and self.data in ("zero2", "fsdp")
+
+
+def parallel_settings(value: ParallelSettings | Mapping[str, Any] | str | None) -> ParallelSettings:
+    """Return the settings that a program gave: themselves, a dict of them, or the name of a data strategy.
+
+    Raises ``SettingsError`` for anything else.
+    """
+    if isinstance(value, str):
+        value = {"data": value}
+    return section_of(ParallelSettings, value, "parallel", allowed=", the name of a strategy (parallel.data)")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from hpctrain.errors import LaunchError
+from hpctrain.errors import LaunchError, SettingsError
 from hpctrain.train import signals
 
 if TYPE_CHECKING:
@@ -23,9 +23,9 @@ def init(
     *,
     device: str = "auto",
     oversubscribe: bool = False,
-    parallel: ParallelSettings | None = None,
-    offload: OffloadSettings | None = None,
-    server: ServerSettings | None = None,
+    parallel: ParallelSettings | Mapping[str, Any] | str | None = None,
+    offload: OffloadSettings | Mapping[str, Any] | None = None,
+    server: ServerSettings | Mapping[str, Any] | None = None,
     settings: Mapping[str, Any] | None = None,
     verbose: bool = False,
 ) -> Job:
@@ -33,11 +33,13 @@ def init(
 
     ``comm`` is any mpi4py communicator to train in, ``COMM_WORLD`` by default; a process that no launcher started is a
     world of one and needs no MPI. ``device`` is ``auto``, ``cpu`` or ``cuda``; two ranks may share a GPU only with
-    ``oversubscribe``. ``settings`` are compared over the ranks. ``verbose`` prints the binding table.
+    ``oversubscribe``. ``parallel``, ``offload`` and ``server`` are the settings of these sections, or dicts of them;
+    ``parallel="fsdp"`` names a strategy. ``settings`` are any values that all ranks must share: they are compared over
+    the ranks and not read. ``verbose`` prints the binding table.
 
-    Raises ``LaunchError`` where the launcher started ranks that MPI does not see, ``MismatchError`` where ranks
-    disagree on versions or settings, ``DeviceError`` where ranks would share a GPU. From here on, a rank that fails
-    ends the job.
+    Raises ``SettingsError`` for a wrong setting, ``LaunchError`` where the launcher started ranks that MPI does not
+    see, ``MismatchError`` where ranks disagree on versions or settings, ``DeviceError`` where ranks would share a GPU.
+    From here on, a rank that fails ends the job.
     """
     signals.install()  # before torch, whose import takes seconds in which USR1 would kill
 
@@ -47,9 +49,9 @@ def init(
     from hpctrain.cluster.launcher import first_guess_of_rank
     from hpctrain.collectives.agreement import agreed
     from hpctrain.collectives.communicator import Communicator
-    from hpctrain.parallel.offload.settings import OffloadSettings
-    from hpctrain.parallel.server.settings import ServerSettings
-    from hpctrain.parallel.settings import ParallelSettings
+    from hpctrain.parallel.offload.settings import offload_settings
+    from hpctrain.parallel.server.settings import server_settings
+    from hpctrain.parallel.settings import parallel_settings
     from hpctrain.train import compiler, hello
     from hpctrain.train.device import check_unshared, pick
     from hpctrain.train.guard import Guard
@@ -59,8 +61,10 @@ def init(
 
     compiler.put_off()
     try:
+        shape = parallel_settings(parallel), offload_settings(offload), server_settings(server)
+        _refuse_unread(settings or {}, {"parallel": parallel, "offload": offload, "server": server})
         transport, launch = connect(comm)
-    except LaunchError as error:
+    except (LaunchError, SettingsError) as error:
         let_one_speak(error, first_guess_of_rank())
         raise
     log.configure(transport.rank, verbose=verbose)
@@ -76,8 +80,17 @@ def init(
     _equip(world, own)
     if verbose and world.rank == 0:
         log.logger.info("%s", hello.table(hellos))
-    shape = parallel or ParallelSettings(), offload or OffloadSettings(), server or ServerSettings()
     return Job(world, own, launch, guard, *shape, resources=hello.resources(hellos))
+
+
+def _refuse_unread(settings: Mapping[str, Any], sections: Mapping[str, Any]) -> None:
+    """Raise ``SettingsError`` for a section that is only in ``settings``, where it has no effect."""
+    for name, given in sections.items():
+        if name in settings and given is None:
+            raise SettingsError(
+                f"settings = {{{name!r}: ...}}: settings are compared over the ranks and not read; "
+                f"give hpctrain.init({name}=...)"
+            )
 
 
 def _equip(world: Communicator, device: torch.device) -> None:

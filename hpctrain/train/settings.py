@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from hpctrain.checkpoint.file.layout import ALIGNMENT
 from hpctrain.checkpoint.keep import Best
 from hpctrain.cluster.deadline import seconds_of
 from hpctrain.data.settings import DataSettings
@@ -17,7 +16,9 @@ from hpctrain.models.settings import ModelSettings
 from hpctrain.parallel.offload.settings import OffloadSettings
 from hpctrain.parallel.server.settings import ServerSettings
 from hpctrain.parallel.settings import ParallelSettings
-from hpctrain.settings import assign, build, read_toml, unknown
+from hpctrain.settings import assign, build
+from hpctrain.settings import check as check_fields
+from hpctrain.settings import read_toml, unknown
 
 # What a run from a file logs that a checkpoint may be kept for.
 JUDGES = ("validation_loss", "loss", "grad_norm")
@@ -44,6 +45,7 @@ class RunSettings:
     oversubscribe: bool = False
 
     def __post_init__(self) -> None:
+        check_fields(self, "run")
         if self.walltime:
             seconds_of(self.walltime)
         if not 0 <= self.margin < math.inf:
@@ -88,6 +90,7 @@ class TrainSettings:
     prompt: str = ""
 
     def __post_init__(self) -> None:
+        check_fields(self, "train")
         positive = {"steps": self.steps, "batch": self.batch, "accumulate": self.accumulate}
         for name, value in positive.items():
             if value < 1:
@@ -120,6 +123,7 @@ class OptimizerSettings:
     weight_decay: float = 0.1
 
     def __post_init__(self) -> None:
+        check_fields(self, "optimizer")
         if not (len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas)):
             raise SettingsError(f"setting optimizer.betas = {list(self.betas)}: must be two numbers in [0, 1)")
         bounds = {"learning_rate": self.learning_rate, "epsilon": self.epsilon, "weight_decay": self.weight_decay}
@@ -150,11 +154,12 @@ class CheckpointSettings:
     # posix: every rank writes its share by itself; mpiio: by collective calls of MPI, which get the hints.
     io: Literal["posix", "mpiio"] = "posix"
     # Bytes: tensors of that size and more start at multiples of it; a power of two, at best the filesystem's stripe.
-    alignment: int = ALIGNMENT
+    alignment: int = 1 << 20  # layout.ALIGNMENT, whose module loads NumPy
     # What MPI is told about the filesystem, as in ["striping_factor=16", "striping_unit=4194304", "cb_nodes=8"].
     hints: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        check_fields(self, "checkpoint")
         for name, least in {"every": 1, "keep": 1, "keep_every": 0}.items():
             if (value := getattr(self, name)) < least:
                 raise SettingsError(f"setting checkpoint.{name} = {value}: must be at least {least}")
@@ -184,6 +189,9 @@ class Settings:
     offload: OffloadSettings = OffloadSettings()
     server: ServerSettings = ServerSettings()
     checkpoint: CheckpointSettings = CheckpointSettings()
+
+    def __post_init__(self) -> None:
+        check_fields(self, "")
 
 
 def load(path: str | Path, assignments: Sequence[str] = ()) -> Settings:

@@ -15,7 +15,8 @@ import torch
 from support.life import checkpoints_of
 
 from hpctrain.cluster.launcher import without_launcher
-from hpctrain.errors import DeviceError
+from hpctrain.errors import DeviceError, SettingsError
+from hpctrain.parallel.settings import ParallelSettings
 from hpctrain.train import guard
 from hpctrain.train.bootstrap import init
 from hpctrain.transport.streams import HostStreams
@@ -171,3 +172,37 @@ def test_any_communicator_will_do(unwatched: None, comm: Any) -> None:
     assert (job.rank, job.size) == ((0, 1) if comm.rank == 0 else (2 - comm.rank, 2))
     assert job.comm.all_gather_object(comm.rank) == ([0] if comm.rank == 0 else [2, 1])
     part.Free()
+
+
+@pytest.mark.parametrize("parallel", ["fsdp", {"data": "fsdp"}, ParallelSettings(data="fsdp")])
+def test_parallel_by_name_dict_or_dataclass(unwatched: None, parallel: Any) -> None:
+    job = init(parallel=parallel, offload={"optimizer": True}, server=None)
+    assert job.parallel == ParallelSettings(data="fsdp") and job.offload.optimizer
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ({"parallel": "FSDP"}, "setting parallel.data = 'FSDP': .*; did you mean 'fsdp'?"),
+        ({"offload": {"optimiser": True}}, "unknown setting offload.optimiser: did you mean optimizer?"),
+        ({"server": "async"}, "server = 'async': allowed are ServerSettings, a dict of its fields, or None"),
+        ({"settings": {"parallel": {"data": "fsdp"}}}, "are compared over the ranks and not read; .*parallel=...)"),
+    ],
+)
+def test_wrong_settings_of_a_program(
+    unwatched: None, monkeypatch: pytest.MonkeyPatch, arguments: dict[str, Any], message: str
+) -> None:
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # init puts one of its own in its place
+    with pytest.raises(SettingsError, match=message.replace("?", r"\?").replace("...)", r"\.\.\.\)")):
+        init(**arguments)
+
+
+def test_settings_of_a_program_are_compared_beside_those_in_effect(unwatched: None) -> None:
+    job = init(parallel="zero1", settings={"parallel": {"data": "zero1"}, "lr": 0.1})
+    assert job.parallel.data == "zero1"
+
+
+def test_a_wrong_setting_of_a_program_ends_it_with_one_line(launch: Any) -> None:
+    result = launch(0, "import hpctrain; hpctrain.init(parallel='zero3')", timeout=40)
+    assert result.returncode == 2 and result.stderr.count("\n") == 1, result
+    assert result.stderr.startswith("hpctrain: error: setting parallel.data = 'zero3': allowed are "), result

@@ -9,10 +9,20 @@ from typing import Any
 
 import pytest
 
+from hpctrain.checkpoint.file.layout import ALIGNMENT
+from hpctrain.data.settings import DataSettings
 from hpctrain.errors import SettingsError
+from hpctrain.models.settings import ModelSettings
 from hpctrain.train import run
 from hpctrain.train.options import RunOptions
-from hpctrain.train.settings import CheckpointSettings, load
+from hpctrain.train.settings import (
+    CheckpointSettings,
+    OptimizerSettings,
+    RunSettings,
+    Settings,
+    TrainSettings,
+    load,
+)
 
 
 @pytest.fixture
@@ -68,3 +78,25 @@ def test_every_option_of_a_run_can_be_set_from_a_file() -> None:
     whole = {field.name for field in fields(CheckpointSettings)} if "**vars(settings.checkpoint)" in source else set()
     given = whole | {field.name for field in fields(RunOptions) if f"{field.name}=settings." in source}
     assert given == {field.name for field in fields(RunOptions)}
+
+
+def test_alignment_is_that_of_the_file_format() -> None:
+    assert CheckpointSettings().alignment == ALIGNMENT
+
+
+@pytest.mark.parametrize(
+    "kind, fields, message",
+    [
+        (RunSettings, {"resume": "Must"}, "setting run.resume = 'Must': allowed are .*did you mean 'must'"),
+        (TrainSettings, {"steps": "10"}, "setting train.steps = '10': expected a whole number"),
+        (TrainSettings, {"precision": "bf16"}, "setting train.precision = 'bf16': .*did you mean 'bfloat16'"),
+        (OptimizerSettings, {"betas": 0.9}, "setting optimizer.betas = 0.9: expected a list"),
+        (CheckpointSettings, {"background": "yes"}, "setting checkpoint.background = 'yes': expected true or false"),
+        (DataSettings, {"format": "csv"}, "setting data.format = 'csv': allowed are tokens, arrays"),
+        (ModelSettings, {"layers": "2"}, "setting model.layers = '2': expected a whole number"),
+        (Settings, {"parallel": "fsdp"}, "setting parallel is a section, not the value 'fsdp'"),
+    ],
+)
+def test_sections_made_in_python_are_checked_as_a_file_is(kind: Any, fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(SettingsError, match=message):
+        kind(**fields)

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from hpctrain.errors import SettingsError
+from hpctrain.settings import check as check_fields
+from hpctrain.settings import section_of
 
 CHOOSE = -1.0  # device_fraction: by the balance of device, host and the link between them
 
@@ -30,6 +34,7 @@ class OffloadSettings:
     piece_mib: float = 32.0
 
     def __post_init__(self) -> None:
+        check_fields(self, "offload")
         fraction = self.device_fraction
         if fraction != CHOOSE and not 0 <= fraction <= 1:
             raise SettingsError(
@@ -45,3 +50,8 @@ class OffloadSettings:
     def any_update(self) -> bool:
         """Tell whether the host makes updates; offloaded parameters are updated where they live."""
         return self.optimizer or self.parameters
+
+
+def offload_settings(value: OffloadSettings | Mapping[str, Any] | None) -> OffloadSettings:
+    """Return the settings that a program gave: themselves, or a dict of them; raise ``SettingsError`` otherwise."""
+    return section_of(OffloadSettings, value, "offload")

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from hpctrain.errors import SettingsError
 from hpctrain.parallel.offload.settings import OffloadSettings
 from hpctrain.parallel.settings import ParallelSettings
+from hpctrain.settings import check as check_fields
+from hpctrain.settings import section_of
 
 APART = ("easgd", "server", "hogwild")  # parallel.data: strategies under which every worker makes its own updates
 _OF = {"mode": ("easgd", "server"), "lock": ("server",), "max_staleness": ("server",), "ranks": ("server",)}
@@ -38,6 +41,7 @@ class ServerSettings:
     average: bool = False
 
     def __post_init__(self) -> None:
+        check_fields(self, "server")
         if self.period < 1:
             raise SettingsError(f"setting server.period = {self.period}: must be at least 1")
         if not 0 <= self.rho < math.inf:
@@ -92,3 +96,8 @@ def check(settings: ServerSettings, parallel: ParallelSettings, offload: Offload
     for name, given in refused.items():
         if given:
             raise SettingsError(f"setting {name}: is not for {chosen}, whose gradients stay on their rank")
+
+
+def server_settings(value: ServerSettings | Mapping[str, Any] | None) -> ServerSettings:
+    """Return the settings that a program gave: themselves, or a dict of them; raise ``SettingsError`` otherwise."""
+    return section_of(ServerSettings, value, "server")
