@@ -56,6 +56,7 @@ class Communicator:
         self._arguments = Arguments(transport.rank, transport.size)
         self._tables: Mapping[Layout, Table] = {}
         self._parts: list[Communicator] = []
+        self._twin: Communicator | None = None
         self._freed = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Communicator:
@@ -301,6 +302,17 @@ class Communicator:
         if self._carriers.place is not None and part.size > 1:
             part.use_device(*self._carriers.place, parent=self)
         return part
+
+    def twin(self) -> Communicator:
+        """Return a communicator of the same ranks whose operations never meet those of this one; made once.
+
+        The first call is one by all ranks.
+        """
+        if self.size == 1:
+            return self
+        if self._twin is None or self._twin._freed:
+            self._twin = self.split(0)
+        return self._twin
 
     def mesh(self, pipe: int = 1, data: int = -1, tensor: int = 1, order: Sequence[str] = AXES) -> Mesh:
         """Return this rank's communicators along the axes of a mesh; one length may be -1, what is left over.

@@ -56,6 +56,8 @@ class ModelParallel(Strategy):
         self.mesh = Mesh(comm, shape_of(settings, comm.size))
         place = {axis: self.mesh.shape.coordinate(axis, comm.rank) for axis in AXES}
         self.place = ", ".join(f"{axis} {place[axis]}" for axis in AXES if self.mesh.shape.length(axis) > 1)
+        self.stage = place["pipe"]
+        self.pipelined = settings.pipe > 1
         plan = plan_of(model, settings.tensor_plan) if settings.tensor > 1 else {}
         check(choose(model, plan), settings.tensor)  # while the model is whole
         self._pipeline: Pipeline | None = None
@@ -72,6 +74,11 @@ class ModelParallel(Strategy):
             vars(model)["forward"] = self._pipeline  # the whole model, for those who only call it
             if self._pipeline.versions is not None:
                 self._pipeline.versions.make_update = self._update
+
+    @property
+    def pipe(self) -> Communicator:
+        """Return the stages of this rank's pipeline."""
+        return self.mesh.pipe
 
     @property
     def data(self) -> Communicator:

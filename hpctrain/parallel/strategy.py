@@ -16,6 +16,7 @@ from hpctrain.errors import UsageError
 from hpctrain.parallel.objective import Objective
 from hpctrain.parallel.pipeline.skip import carrying
 from hpctrain.shard import Split
+from hpctrain.transport.single import SingleTransport
 
 Figures = Mapping[str, float | list[int]]  # numbers by name; a list is a histogram
 
@@ -29,6 +30,8 @@ class Strategy(ABC):
     model: nn.Module
     comm: Communicator
     place = ""  # where in a mesh this rank is
+    stage = 0  # of a pipeline
+    pipelined = False  # whether batches go through a pipeline, by forward_backward only
     _syncing = True  # whether backward passes are reduced
     loose = False  # whether ranks make steps at their own pace between evaluations and checkpoints
     works = True  # whether this rank computes
@@ -36,6 +39,11 @@ class Strategy(ABC):
     updates_itself = False  # whether an update of the optimizer that is under way is one of the strategy's own
     _sample_weight = 1.0  # local samples x data ranks / global samples
     _local_weight: float | None = None  # sample weight of gradients that wait on this rank alone; None: there are none
+
+    @property
+    def pipe(self) -> Communicator:
+        """Return the stages of this rank's pipeline: itself where there is none."""
+        return Communicator(SingleTransport())
 
     @property
     def data(self) -> Communicator:

@@ -1,9 +1,9 @@
-"""Let the ranks exchange, at the end of a step, what each has logged and whether any knows a reason to stop or save."""
+"""The exchange of the ranks at the end of an iteration: averages of what was logged, and what they must agree on."""
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,8 +12,8 @@ from torch import Tensor
 from hpctrain.collectives.communicator import Communicator
 from hpctrain.errors import UsageError
 
-NUMBERS = 32  # what travels: a few flags, and what was logged
-_FLAGS = 5
+NUMBERS = 40  # what travels: a few flags, and what was logged
+_FLAGS = 9
 LOGGED = NUMBERS - _FLAGS
 
 
@@ -24,6 +24,23 @@ class Wishes:
     stop: bool = False
     save: bool = False
     busy: bool = False
+    final: bool = False  # the program has called run.stop
+
+
+@dataclass(frozen=True)
+class Standing:
+    """What must be equal on all ranks at the end of an iteration, and what this rank's averages count.
+
+    ``weight`` is this rank's share of the batch, 1 if all ranks have as many samples; ``mark`` tells the order of the
+    samples, ``updated`` whether an optimizer has stepped, ``left`` whether the loop was left by ``break`` and ``ended``
+    whether the loader has no more batches.
+    """
+
+    weight: float = 1.0
+    mark: int = 0
+    updated: bool = True
+    left: bool = False
+    ended: bool = False
 
 
 class StepLog:
@@ -43,10 +60,11 @@ class StepLog:
             self.averaged[name] = float(value.detach() if isinstance(value, Tensor) else value)
         self.same.update({name: list(one) if isinstance(one, Sequence) else one for name, one in same.items()})
 
-    def clear(self) -> None:
-        """Begin a new step."""
+    def clear(self, *, all_of_it: bool = True) -> None:
+        """Begin a new step, or only a new iteration of one."""
         self.averaged.clear()
-        self.same.clear()
+        if all_of_it:
+            self.same.clear()
 
 
 class StepExchange:
@@ -57,7 +75,7 @@ class StepExchange:
 
     def __init__(self, comm: Communicator) -> None:
         self._comm = comm
-        self._numbers = comm.empty(NUMBERS, torch.float64)
+        self._numbers = torch.zeros(NUMBERS, dtype=torch.float64)
 
     def start(self, step: int) -> None:
         """Come before the first step."""
@@ -66,38 +84,75 @@ class StepExchange:
         """Have nothing to give back."""
 
     def __call__(
-        self, logged: Mapping[str, float], wishes: Wishes, step: int
+        self, logged: Mapping[str, float], wishes: Wishes, step: int, standing: Standing = Standing()
     ) -> tuple[dict[str, float], Wishes]:
         """Return the averages by name, and what is so on any rank; a call by all ranks.
 
-        Raises ``UsageError`` on all of them where they logged different names.
+        Raises ``UsageError`` on all of them where they logged different names, or where their loops, loaders or orders
+        of samples differ.
         """
         names = sorted(logged)
-        mark = _mark(names)
-        flags = [float(wishes.stop), float(wishes.save), float(wishes.busy), mark, mark * mark]
+        mark = _mark(names, standing)
+        flags = [wishes.stop, wishes.save, wishes.busy, wishes.final, standing.left, standing.ended, standing.updated]
+        weight = standing.weight
         self._numbers.zero_()
         self._numbers[: _FLAGS + len(names)] = torch.tensor(
-            flags + [logged[name] for name in names], dtype=torch.float64
+            [*map(float, flags), mark, mark * mark, *(logged[name] * weight if weight else 0.0 for name in names)],
+            dtype=torch.float64,
         )
         self._comm.all_reduce(self._numbers, "average")
-        stop, save, busy, mean, square, *values = self._numbers.tolist()
+        stop, save, busy, final, left, ended, updated, mean, square, *values = self._numbers.tolist()
         # The marks are equal where their variance is nothing but rounding.
-        if abs(square - mean * mean) > 1e-9 * square:
-            self._refuse(names, step)
-        return dict(zip(names, values)), Wishes(bool(stop), bool(save), bool(busy))
+        differ = abs(square - mean * mean) > 1e-9 * square
+        if differ or not all(share in (0.0, 1.0) for share in (left, ended, updated)):
+            self._refuse(names, standing, step)
+        return dict(zip(names, values)), Wishes(bool(stop), bool(save), bool(busy), bool(final))
 
-    def _refuse(self, names: list[str], step: int) -> None:
-        everyone = self._comm.all_gather_object(names)
-        rank = next(rank for rank, other in enumerate(everyone) if other != everyone[0])
-        raise UsageError(
-            f"the ranks log different names in step {step}: rank 0 {_tell(everyone[0])}, "
-            f"rank {rank} {_tell(everyone[rank])}; every rank must log the same",
-            everywhere=True,
+    def _refuse(self, names: list[str], standing: Standing, step: int) -> None:
+        everyone = self._comm.all_gather_object((names, standing))
+        raise UsageError(_difference(everyone, step), everywhere=True)
+
+
+def _difference(everyone: Sequence[tuple[list[str], Standing]], step: int) -> str:
+    """Say what differs between the ranks at the end of an iteration of a step."""
+    standings = [standing for _, standing in everyone]
+    if rank := _other(one.left for one in standings):
+        left, stays = (rank, 0) if standings[rank].left else (0, rank)
+        return (
+            f"rank {left} left the loop by break in step {step}, rank {stays} did not; leave it on all ranks, or call "
+            'run.stop("reason"), which the ranks agree on'
         )
+    if rank := _other(one.ended for one in standings):
+        ended, more = (rank, 0) if standings[rank].ended else (0, rank)
+        return (
+            f"rank {ended}'s loader ended after the batch of step {step}, rank {more}'s has more; give every rank as "
+            "many batches, or pass a DataLoader that job.run splits"
+        )
+    if rank := _other(one.updated for one in standings):
+        stepped, other = (rank, 0) if standings[rank].updated else (0, rank)
+        return (
+            f"an optimizer stepped on rank {stepped} in step {step}, none on rank {other}; step on all ranks or on none"
+        )
+    if rank := _other(one.mark for one in standings):
+        return (
+            f"the ranks draw the samples of step {step} in different orders (rank 0 and rank {rank}); seed the "
+            "sampler's own generator alike on all ranks, or let it draw from torch's, NumPy's or Python's global one"
+        )
+    rank = _other(str(names) for names, _ in everyone)
+    return (
+        f"the ranks log different names in step {step}: rank 0 {_tell(everyone[0][0])}, "
+        f"rank {rank} {_tell(everyone[rank][0])}; every rank must log the same"
+    )
 
 
-def _mark(names: Sequence[str]) -> float:
-    return float(zlib.crc32(",".join(names).encode()))
+def _other(values: Iterable[object]) -> int:
+    """Return the first rank whose value is not that of rank 0; 0 where all are equal."""
+    first, *others = values
+    return next((rank for rank, value in enumerate(others, 1) if value != first), 0)
+
+
+def _mark(names: Sequence[str], standing: Standing) -> float:
+    return float(zlib.crc32(",".join(names).encode(), standing.mark))
 
 
 def _tell(names: Sequence[str]) -> str:

@@ -91,8 +91,8 @@ class Job:
 
     def run(
         self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
+        model: nn.Module | Mapping[str, nn.Module],
+        optimizer: torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer],
         loader: Iterable[Any],
         *,
         checkpoints: str,

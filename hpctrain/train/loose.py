@@ -17,22 +17,26 @@ import torch
 
 from hpctrain.collectives.communicator import Communicator
 from hpctrain.parallel.strategy import Strategy
-from hpctrain.train.exchange import LOGGED, StepExchange, Wishes
+from hpctrain.train.exchange import LOGGED, Standing, StepExchange, Wishes
 from hpctrain.train.stalls import Stalls
 from hpctrain.transport.activity import timeout_seconds, waiting
 from hpctrain.transport.onesided.expose import expose
 from hpctrain.transport.patience import SPINS, until
 
-_CLOCK, _WISH_STOP, _WISH_SAVE, _HOLD, _DECISION, _WORDS = range(6)
-_STOP, _SAVE = 1, 2  # flags of a decision, below its step and its number
+_CLOCK, _WISH_STOP, _WISH_SAVE, _WISH_FINAL, _HOLD, _DECISION, _WORDS = range(7)
+_STOP, _SAVE, _FINAL, _FLAGS = 1, 2, 4, 8  # flags of a decision, below its step and its number
 _NUMBER = 1 << 40
 
 
 def exchange_for(comm: Communicator, strategy: Strategy) -> LooseExchange | StepExchange:
-    """Return what ranks exchange by at the end of a step, each at its own pace or all together."""
+    """Return what ranks exchange by at the end of a step, each at its own pace or all together.
+
+    Ranks that go together do so beside all other operations: one that leaves the loop in the middle of a step must not
+    meet a gradient of the others.
+    """
     if strategy.loose:
         return LooseExchange(comm, works=strategy.works, met=lambda: strategy.met)
-    return StepExchange(comm)
+    return StepExchange(comm.twin())
 
 
 class LooseExchange:
@@ -57,8 +61,10 @@ class LooseExchange:
         self._set_clock(step)
         self._board.barrier()
 
-    def __call__(self, logged: Mapping[str, float], wishes: Wishes, step: int) -> tuple[dict[str, float], Wishes]:
-        """Return averages by name, and what is to be done after this step."""
+    def __call__(
+        self, logged: Mapping[str, float], wishes: Wishes, step: int, standing: Standing = Standing()
+    ) -> tuple[dict[str, float], Wishes]:
+        """Return averages by name, and what is to be done after this step; each rank's loop is its own matter."""
         self._board.progress()
         averages = self._averages(logged)
         self._tell(wishes)
@@ -69,7 +75,8 @@ class LooseExchange:
         if self._works:  # who does not is ahead of all others, and waits
             self._stalls.look(step + 1)
         due = bool(self._flags) and step >= self._until
-        found = Wishes(due and bool(self._flags & _STOP), due and bool(self._flags & _SAVE), busy=True)
+        asked = [due and bool(self._flags & flag) for flag in (_STOP, _SAVE, _FINAL)]
+        found = Wishes(asked[0], asked[1], busy=True, final=asked[2])
         if due:
             self._flags = 0
         return averages, found
@@ -94,7 +101,7 @@ class LooseExchange:
 
     def _tell(self, wishes: Wishes) -> None:
         """Tell rank 0 once of each wish."""
-        for word, wished in ((_WISH_STOP, wishes.stop), (_WISH_SAVE, wishes.save)):
+        for word, wished in ((_WISH_STOP, wishes.stop), (_WISH_SAVE, wishes.save), (_WISH_FINAL, wishes.final)):
             if wished and word not in self._told:
                 self._told.add(word)
                 self._board.fetch_add(0, word, 1)
@@ -104,7 +111,7 @@ class LooseExchange:
         if self._flags:
             return  # after the one before
         flags = 0
-        for word, flag in ((_WISH_STOP, _STOP), (_WISH_SAVE, _SAVE)):
+        for word, flag in ((_WISH_STOP, _STOP), (_WISH_SAVE, _SAVE), (_WISH_FINAL, _FINAL)):
             count = self._board.fetch_add(0, word)
             if count:
                 self._board.fetch_add(0, word, -count)
@@ -116,7 +123,7 @@ class LooseExchange:
             self._board.fetch_add(rank, _HOLD, 1)
             latest = max(latest, self._board.fetch_add(rank, _CLOCK))
         self._decided += 1
-        decision = self._decided * _NUMBER + 4 * latest + flags
+        decision = self._decided * _NUMBER + _FLAGS * latest + flags
         for rank in range(1, self._comm.size):
             self._board.fetch_add(rank, _DECISION, decision - self._written[rank])
             self._written[rank] = decision
@@ -138,7 +145,7 @@ class LooseExchange:
         return self._board.fetch_add(self._comm.rank, _DECISION) >= self._decided * _NUMBER
 
     def _take(self, decision: int) -> None:
-        self._until, self._flags = decision % _NUMBER // 4, decision % 4
+        self._until, self._flags = decision % _NUMBER // _FLAGS, decision % _FLAGS
         self._told.clear()
 
     def _set_clock(self, step: int) -> None:

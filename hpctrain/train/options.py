@@ -16,7 +16,7 @@ from hpctrain.errors import UsageError
 from hpctrain.train.health import Policy
 from hpctrain.train.settings import check_trace_steps
 
-Resume = Literal["auto", "never", "must"]
+Resume = Literal["auto", "never", "must", "reopen"]
 OnError = Literal["stop", "continue"]
 
 _AT_LEAST = {"steps": 1, "every": 1, "keep": 1, "keep_every": 0}
@@ -44,7 +44,8 @@ class RunOptions:
     io: IO = "posix"  # how files are written: by each rank, or by collective calls of MPI
     alignment: int = ALIGNMENT  # bytes: where large tensors start in the file
     hints: Sequence[str] = ()  # to MPI, as name=value
-    resume: Resume = "auto"
+    resume: Resume = "auto"  # "reopen": go on although run.stop has ended the run
+    split: bool | None = None  # share out the batches of a DataLoader; None: unless it deals out samples by rank itself
     strict: bool = False  # a damaged newest checkpoint is an error
     on_nonfinite: Policy = "abort"
     start_from: str | Path = ""  # a checkpoint whose model a new run begins with

@@ -48,6 +48,12 @@ class Progress:
             self._spoken = now
             logger.info("%s", self._line(step, now, shown))
 
+    def expect(self, last: int) -> None:
+        """Learn the number of the last step."""
+        self._last = last
+        if self._bar is not None:
+            self._bar.total = last
+
     def close(self) -> None:
         """Leave the bar where it is."""
         if self._bar is not None:

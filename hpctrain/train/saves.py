@@ -80,10 +80,13 @@ class Saves:
         if self._pending is not None:
             self._try(self._wait)
 
-    def finish(self, config: str | None, provenance: Mapping[str, Any]) -> None:
-        """Leave the present step in a checkpoint: here an error is one of the run, since work would be lost."""
+    def finish(self, config: str | None, provenance: Mapping[str, Any], *, moved: bool = False) -> None:
+        """Leave the present step in a checkpoint: here an error is one of the run, since work would be lost.
+
+        ``moved`` says that the position in the data is another one, though the step is not.
+        """
         self.settle()
-        if self._state.step > self.committed:
+        if self._state.step > self.committed or moved:
             self.now(config, provenance)
 
     def close(self) -> None:

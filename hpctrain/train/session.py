@@ -1,19 +1,22 @@
-"""Be the run around a user's loop: resume, metrics, checkpoints, signals and a clean end.
+"""The run around a program's loop: resume, metrics, checkpoints, signals and a clean end.
 
     with job.run(model, optimizer, loader, checkpoints="runs/a") as run:
-        for step, batch in run:
-            loss = ...
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            run.log(loss=loss)
+        for epoch in run.epochs(10):
+            for step, batch in run:
+                loss = ...
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                run.log(loss=loss)
+            scheduler.step()
 """
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -26,46 +29,53 @@ from hpctrain import trace
 from hpctrain.checkpoint import folder as files
 from hpctrain.checkpoint import rng
 from hpctrain.collectives.agreement import agreed, on_first_rank
-from hpctrain.errors import EXIT_REQUEUE, CheckpointError, NonFiniteError, UsageError
+from hpctrain.data.random_streams import OuterState, RandomStreams
+from hpctrain.errors import CheckpointError, NonFiniteError, UsageError
 from hpctrain.launch.request import FOLDER
 from hpctrain.log import logger
+from hpctrain.train.backward import Backward, Compute
 from hpctrain.train.books import Books
-from hpctrain.train.exchange import StepLog, Wishes
+from hpctrain.train.evaluation import Evaluation, Measure
+from hpctrain.train.feed import FeedPart, StatefulFeed, feed_for
 from hpctrain.train.health import Health, check_policy
 from hpctrain.train.hello import versions
 from hpctrain.train.last_words import LastWords
-from hpctrain.train.leaving import LeavingTogether
+from hpctrain.train.loop import Around, Loop
 from hpctrain.train.loose import exchange_for
 from hpctrain.train.options import RunOptions
 from hpctrain.train.progress import Progress, shown
 from hpctrain.train.saves import Saves
+from hpctrain.train.scaler import watch_scalers
 from hpctrain.train.signals import install
 from hpctrain.train.start import carried, start_from
-from hpctrain.train.state import LOADER, Stateful, TrainState
+from hpctrain.train.state import FEED, LOADER, Stateful, TrainState
 from hpctrain.train.stops import Stops, warn_if_unwatched
 from hpctrain.train.tracing import Tracing
-from hpctrain.transport.activity import waiting
 
 if TYPE_CHECKING:
     from hpctrain.train.job import Job
 
+BEST = "best"  # the name under which run.save(best=...) logs its value
+
 
 class Run:
-    """Iterate for ``(step, batch)``, steps counting from 1 over all resumes; enter with ``with`` before.
+    """A training run: iterate over it for ``(step, batch)``, steps counting from 1 over all resumes; use with ``with``.
 
-    ``loader`` is any iterable of batches; one with ``state_dict`` and ``load_state_dict`` resumes at its position, any
-    other is read again up to there, with the generators as they were when the run began, so that a shuffling
-    one shuffles as before. ``states`` names more things to save (a learning-rate scheduler). ``config`` is text to keep
-    beside the checkpoints, ``provenance`` facts to record in them.
+    ``model`` and ``optimizer`` are one each, or dicts of several whose keys name them in checkpoints. A ``DataLoader``
+    is split over the data ranks: its batch is the batch of all of them. A loader with ``state_dict`` and
+    ``load_state_dict`` resumes at its position; any other is started as in the interrupted run and read up to there.
+    ``states`` names more things to save: schedulers, averages of weights, generators, tensors. ``config`` is text to
+    keep beside the checkpoints, ``provenance`` facts to record in them.
 
-    Leave the loop by ``break`` on all ranks together; a step whose update was made then still counts.
+    ``for epoch in run.epochs(n)`` around the loop goes through the loader n times. Leave the loop by ``break`` on all
+    ranks together, or by ``run.stop``; a step whose update was made then still counts.
     """
 
     def __init__(
         self,
         job: Job,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
+        model: nn.Module | Mapping[str, nn.Module],
+        optimizer: torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer],
         loader: Iterable[Any],
         *,
         folder: str | Path,
@@ -74,83 +84,210 @@ class Run:
         config: str | None = None,
         provenance: Mapping[str, Any] | None = None,
     ) -> None:
-        self.options = options
-        self.job, self.loader, self.optimizer = job, loader, optimizer
+        self.options, self.job, self.loader = options, job, loader
+        self.models: Mapping[str, nn.Module] = model if isinstance(model, Mapping) else {"": model}
+        self.optimizers = optimizer if isinstance(optimizer, Mapping) else {"": optimizer}
         self.folder, self.config = Path(folder), config
         self.provenance = {**versions(), **job.describe(), **(provenance or {})}
-        parts = dict(states or {})
-        if isinstance(loader, Stateful):
-            parts[LOADER] = loader
-        strategy = job.strategy(model)
-        strategy.check_optimizer(optimizer)
+        self.strategies = {key: job.strategy(one) for key, one in self.models.items()}
+        self._held_by = {key: _models_of(one, self.models) for key, one in self.optimizers.items()}
+        for key, one in self.optimizers.items():
+            for held in self._held_by[key] or list(self.models):
+                self.strategies[held].check_optimizer(one)
+        strategy = next(iter(self.strategies.values()))
+        self.loose = strategy.loose
+        self.streams = RandomStreams(torch.initial_seed(), (strategy.data.rank, strategy.stage))
+        self.feed = feed_for(loader, self.streams, job.comm, strategy.data, options.split)
+        self._feed_part = FeedPart(self.feed)
+        parts: dict[str, Stateful] = {**(states or {}), FEED: self._feed_part}
+        if isinstance(self.feed, StatefulFeed):
+            parts[LOADER] = self.feed
         self.state = TrainState(
-            {"": model}, {"": optimizer}, parts, job.comm, self.folder / "checkpoints", options.kept, {"": strategy}
+            self.models, self.optimizers, parts, job.comm, self.folder / "checkpoints", options.kept, self.strategies
         )
-        self.health = Health(model, strategy, job.comm, options.on_nonfinite)
-        check_policy(strategy, options.on_nonfinite)
-        if strategy.loose and options.background:
+        self.state.capture = lambda: self.feed.generators
+        self.healths = {
+            key: Health(one, self.strategies[key], job.comm, options.on_nonfinite) for key, one in self.models.items()
+        }
+        for each in self.strategies.values():
+            check_policy(each, options.on_nonfinite)
+        if self.loose and options.background:
             raise UsageError("checkpoint.background: workers at their own pace write at once", everywhere=True)
         self.stop_request = install()
         self._stops = Stops(
             self.folder, self.stop_request, first=job.rank == 0, walltime=options.walltime, margin=options.margin
         )
-        self.stopped_by: str | None = None
-        self._log = StepLog()
-        self._exchange = exchange_for(job.comm, strategy)
         self._fresh_rng = rng.capture_rng()
-        self._begun: tuple[float, float] | None = None  # when the present step began, and what was waited before
-        self._updated = False  # by the present step
-        self._wanted = False  # a checkpoint, when the present step has ended
         self._hooks: list[RemovableHandle] = []
+        self._unwatch: Callable[[], None] = lambda: None
         self._progress: Progress | None = None
         self._books = Books(self.folder, job.launch.job_id, lenient=options.on_error == "continue")
         self._saves = Saves(self.state, options, self._books, lambda seconds: self._stops.governor.save(seconds))
         self._tracing = Tracing(job.comm, self.folder, options.traced, strategy.place)
         self._updating = 0.0  # when the optimizer began
+        self._loop = self._make_loop()
+        self._backward = Backward(self)
+        self._evaluation = Evaluation(job.comm, self.strategies)
+
+    def _make_loop(self) -> Loop:
+        strategy = next(iter(self.strategies.values()))
+        around = Around(
+            record=self._record,
+            save=lambda: self._saves.now(self.config, self.provenance),
+            save_due=lambda: self._saves.due(self.config, self.provenance),
+            advance=self._saves.advance,
+            saved=self._stops.saved,
+            look=self._stops.look,
+            reason=lambda: self._stops.reason,
+            busy=lambda: self._saves.busy,
+            timed=lambda seconds: self._stops.governor.step(seconds),
+            go_back=self._go_back,
+            begin_step=self._begin_step,
+            end_step=self._tracing.end_step,
+        )
+        return Loop(
+            self.job.comm,
+            self.feed,
+            self.streams,
+            self.state,
+            self.strategies,
+            self.healths,
+            exchange_for(self.job.comm, strategy),
+            around,
+            steps=self.options.steps,
+            every=self.options.every,
+        )
 
     # What a loop may ask ----------------------------------------------------------------------------------------------
 
     @property
     def step(self) -> int:
-        """Return the number of updates done, over all resumes."""
+        """The number of updates done, over all resumes."""
         return self.state.step
 
     @property
+    def epoch(self) -> int:
+        """The number of the present pass over the loader, from 0."""
+        return self.feed.epoch
+
+    @property
     def finished(self) -> bool:
-        """Tell whether all steps are done."""
-        return self.options.steps is not None and self.step >= self.options.steps
+        """Whether all steps are done, or ``stop`` has ended the run."""
+        return self._loop.finished
+
+    @property
+    def stopped_by(self) -> str | None:
+        """Why the run leaves before its end, to be started again."""
+        return self._loop.stopped_by
+
+    @property
+    def sample_weight(self) -> float:
+        """What a mean over this rank's samples counts in the present step: 1 if all ranks have equally many."""
+        return self._loop.weight
+
+    @property
+    def health(self) -> Health:
+        """What looks at the gradients of the run's only model."""
+        (health,) = self.healths.values()
+        return health
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The run's only optimizer."""
+        (optimizer,) = self.optimizers.values()
+        return optimizer
+
+    def __iter__(self) -> Iterator[tuple[int, Any]]:
+        if self._progress is None:
+            raise UsageError("enter the run before its loop: with job.run(...) as run", everywhere=True)
+        return self._loop.iterate()
+
+    def epochs(self, count: int) -> Iterator[int]:
+        """Go through the loader ``count`` times: yield the numbers of the epochs that are left, from 0.
+
+        ``for step, batch in run`` inside goes through one epoch; a resumed run begins in the middle of the one that was
+        interrupted. What stands behind that loop runs once per epoch, also over resumes; a checkpoint that is due or
+        asked for there is written when it has run.
+        """
+        if self._progress is None:
+            raise UsageError("enter the run before its loop: with job.run(...) as run", everywhere=True)
+        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+            raise UsageError(f"run.epochs({count!r}): must be a whole number of at least 1", everywhere=True)
+        length = self.feed.length
+        if self.options.steps is None and length is not None:
+            self._progress.expect(self.step + (count - self.feed.epoch) * length - self.feed.batches)
+        return self._loop.epochs(count)
 
     def log(
         self, *, tokens: int = 0, same: Mapping[str, float | Sequence[float]] | None = None, **values: float | Tensor
     ) -> None:
         """Note numbers of this step: ``values`` are averaged over the ranks, ``same`` are equal on all of them.
 
-        What is the same may be a list, as a histogram is. ``tokens`` counts what the step trained on over all ranks.
-        Every rank logs the same names.
+        Values of a split batch are averaged with the number of samples as weights, those of the iterations of one step
+        evenly. What is the same may be a list, as a histogram is. ``tokens`` counts what the step trained on over all
+        ranks. Every rank logs the same names. What is logged behind the loop belongs to its last step.
         """
-        self._log.note(values, same or {})
+        self._loop.log.note(values, same or {})
         self.state.tokens += tokens
         if tokens:
-            self._log.note({}, {"tokens": self.state.tokens})
+            self._loop.log.note({}, {"tokens": self.state.tokens})
 
-    def clip(self, max_norm: float) -> Tensor:
-        """Clip the gradients by their global norm (0: only compute it) and return it."""
-        self.health.norm = self.health.strategy.clip_grad_norm(max_norm or float("inf"))
-        return self.health.norm
+    def clip(self, max_norm: float, model: str = "") -> Tensor:
+        """Clip the gradients of a model by their global norm (0: only compute it) and return that norm.
 
-    def save(self) -> Path:
-        """Write a checkpoint now; a call by all ranks. Raises ``CheckpointError`` on all of them.
-
-        Inside a step it is written as soon as the step has ended: before, weights and counts do not fit together.
+        Collective. ``model`` is its key where the run has several.
         """
-        if self._begun is None:
+        if model not in self.models:
+            known = ", ".join(map(repr, self.models))
+            raise UsageError(f"run.clip(model={model!r}): the run's models are {known}", everywhere=True)
+        health = self.healths[model]
+        health.norm = health.strategy.clip_grad_norm(max_norm or float("inf"))
+        return health.norm
+
+    def backward(self, batch: Any, compute: Compute, *, accumulate: int = 1) -> Tensor:
+        """Compute a batch's loss in parts and leave its exact gradient in the parameters; return the loss of all ranks.
+
+        Collective. ``compute(part)`` returns a loss that is a mean over the part's samples, or a pair of a sum and the
+        count that it is to be divided by, such as the number of targets that are not padding. The batch (a tensor, or
+        tuples, lists and dicts of tensors) is cut into ``accumulate`` parts along the first dim; gradients are reduced
+        once, behind the last one. Under pipelines ``compute`` calls the model once.
+        """
+        return self._backward(batch, compute, accumulate)
+
+    def evaluate(self, what: Any, compute: Measure | None = None) -> Any:
+        """Measure over all ranks, in evaluation mode and without gradients; see ``Job.evaluate``."""
+        return self._evaluation(what, compute)
+
+    def save(self, best: float | Tensor | None = None) -> Path:
+        """Write a checkpoint and return its path. Collective. Raises ``CheckpointError`` on all ranks.
+
+        ``best`` is a number to judge it by: the checkpoint with the best one stays (``best="highest"`` in ``job.run``
+        if more is better). Inside a step the file is written as soon as the step has ended, behind the loop of an
+        epoch as soon as the next one begins: before, weights and counts do not fit together.
+        """
+        if best is not None:
+            self._loop.log.note({}, {BEST: float(best)})
+            if not self.state.keeper.keep.best:
+                self.state.keeper.keep = replace(self.state.keeper.keep, best=BEST)
+        if not self._loop.inside and not self._loop.in_epochs and self._loop.may_save:
+            self._loop.close()
             return self._saves.now(self.config, self.provenance)
-        self._wanted = True
-        return self.state.path(self.step + 1)
+        self._loop.want_save()
+        return self.state.path(self.step + self._loop.inside)
+
+    def stop(self, reason: str) -> None:
+        """End the run for good behind this step, on all ranks, if one of them calls this.
+
+        A later start finds it finished; ``job.run(..., resume="reopen")`` goes on.
+        """
+        if not reason or not isinstance(reason, str):
+            raise UsageError(f"run.stop({reason!r}): give the reason as text")
+        self._loop.stop(reason)
 
     # Entering ---------------------------------------------------------------------------------------------------------
 
     def __enter__(self) -> Run:
+        self._agree_on_generators()
         self._start_from_another()
         on_first_rank(self.job.comm, self._take_folder)
         try:
@@ -163,14 +300,24 @@ class Run:
             finally:
                 self._books.close("failed", self.step, None)
             raise
-        self._hooks = [
-            self.optimizer.register_step_pre_hook(lambda *_: self._begin_update()),
-            self.optimizer.register_step_post_hook(lambda *_: self._note_update()),
-        ]
+        for key, optimizer in self.optimizers.items():
+            held = [self.healths[name] for name in self._held_by[key]]
+            self._hooks += [
+                optimizer.register_step_pre_hook(lambda *_, healths=held: self._begin_update(healths)),
+                optimizer.register_step_post_hook(lambda *_: self._note_update()),
+            ]
+        self._unwatch = watch_scalers(list(self.optimizers.values()), self._loop.note_update)
         self.job.guard.last_words = LastWords(self.folder, self.job.rank)
         visible = self.job.rank == 0 and not self.finished
         self._progress = Progress(self.step, self.options.steps, self.state.tokens, shown=visible)
         return self
+
+    def _agree_on_generators(self) -> None:
+        """Let all ranks share one seed, and draw alike outside of steps where the loader is split."""
+        seed, outer = self.job.comm.broadcast_object((self.streams.seed, OuterState.capture()))
+        self.streams.seed = seed % 2**63
+        if self.feed.splits and self.job.rank:
+            outer.restore()
 
     def _start_from_another(self) -> None:
         """Take another run's model, where there is nothing to resume; nothing is written if it does not fit."""
@@ -204,109 +351,54 @@ class Run:
         if found is None:
             return
         loaded = self.state.restore(found)
+        if FEED not in loaded.train.get("states", {}):
+            self.feed.resume_old(self.state.batches, self._fresh_rng, loaded.rng)
+        if self.feed.splits:
+            self._draw_alike()
         self._saves.committed = self.step
         self.provenance = carried(loaded.provenance, self.provenance)
-        if self.job.rank == 0 and not self.finished:
+        if self.options.resume == "reopen":
+            self.state.stopped = None
+        if self.job.rank == 0 and self.state.stopped is not None:
+            logger.info(
+                'the run was ended after step %d: %s; resume="reopen" goes on', self.step, self.state.stopped
+            )
+        elif self.job.rank == 0 and not self.finished:
             logger.info("resuming after step %d from %s", self.step, found)
 
-    # Iterating --------------------------------------------------------------------------------------------------------
+    def _draw_alike(self) -> None:
+        outer = self.job.comm.broadcast_object(OuterState.capture())
+        if self.job.rank:
+            outer.restore()
 
-    def __iter__(self) -> Iterator[tuple[int, Any]]:
-        if self._progress is None:
-            raise UsageError("enter the run before its loop: with job.run(...) as run", everywhere=True)
-        self._complete_step()
-        self._exchange.start(self.step + 1)
-        source = self._open_loader()
-        while not self.finished and self.stopped_by is None:
-            started, waited = time.monotonic(), waiting.total
-            self._tracing.begin_step(self.step + 1)
-            try:
-                with trace.span("data"):
-                    batch = next(source)
-            except StopIteration:
-                break
-            self._begin_step(started, waited)
-            yield self.step + 1, batch
-            self._end_step()
+    # Steps ------------------------------------------------------------------------------------------------------------
 
-    def _open_loader(self) -> Iterator[Any]:
-        """Return an iterator over what is left; a loader without a state of its own is read up to there again."""
-        if LOADER in self.state.parts or not self.state.batches:
-            return iter(self.loader)
-        now = rng.capture_rng()
-        rng.restore_rng(self._fresh_rng)
-        source = iter(self.loader)
-        for _ in zip(range(self.state.batches), source):
-            continue
-        rng.restore_rng(now)
-        return source
+    def _begin_step(self, step: int) -> None:
+        self._tracing.begin_step(step)
+        self.job.guard.step = step
 
-    def _begin_step(self, started: float, waited: float) -> None:
-        self._begun, self._updated = (started, waited), False
-        self.job.guard.step = self.step + 1
-        self.health.begin_step()
-        self._log.clear()
-
-    def _begin_update(self) -> None:
-        if self.health.strategy.updates_itself:
+    def _begin_update(self, healths: Sequence[Health]) -> None:
+        if any(strategy.updates_itself for strategy in self.strategies.values()):
             return  # one rank's matter: nothing is asked of the others
-        self.health.before_update(self.step + 1)
+        for health in healths:
+            health.before_update(self.step + 1)
         self._updating = time.monotonic()
 
     def _note_update(self) -> None:
-        if self.health.strategy.updates_itself:
+        if any(strategy.updates_itself for strategy in self.strategies.values()):
             return
-        self._updated = True
+        self._loop.note_update()
         trace.add("optimizer", self._updating, time.monotonic())
 
-    def _complete_step(self) -> None:
-        """Bring a step to its end that the caller left by ``break`` after its update."""
-        if self._begun is not None and self._updated:
-            self._end_step()
-        self._begun = None
-
-    def _end_step(self) -> None:
-        self._finish_step()
-        self._tracing.end_step()
-
-    def _finish_step(self) -> None:
-        assert self._begun is not None
-        (started, waited), self._begun = self._begun, None
-        averages, wishes = self._exchange(
-            self._log.averaged, Wishes(*self._stops.look(), self._saves.busy), self.step + 1
-        )
-        if wishes.stop:
-            self.stopped_by = self._stops.reason
-        self.state.batches += 1
-        if self.health.wants_rollback:
-            self._go_back()
-            return
-        self.state.step += 1
-        row = {"step": self.step, **averages, **self._log.same}
-        if self.health.norm is not None:
-            row["grad_norm"] = float(self.health.norm)
-        seconds = time.monotonic() - started
-        self._stops.governor.step(seconds)
-        row["step_seconds"] = round(seconds, 6)
-        row["communication_seconds"] = round(waiting.total - waited, 6)
-        if self.health.skipped:
-            row["skipped"] = True
-        self.state.note(row)
+    def _record(self, row: dict[str, Any]) -> None:
         self._books.record(row)
         if self._progress is not None:
-            self._progress.update(self.step, self.state.tokens, shown(row))
-        wanted, self._wanted = self._wanted or wishes.save, False
-        if wanted:
-            self._saves.now(self.config, self.provenance)
-            self._stops.saved()
-        elif self.step % self.options.every == 0 and not self.finished and self.stopped_by is None:
-            self._saves.due(self.config, self.provenance)
-        elif not wishes.busy:
-            self._saves.advance()
+            self._progress.update(row["step"], self.state.tokens, shown(row))
 
     def _go_back(self) -> None:
         """Restore the last checkpoint, but not the position in the data: those samples broke the run."""
-        self.health.wants_rollback = False
+        for health in self.healths.values():
+            health.wants_rollback = False
         self._saves.settle()
         found = self.state.find(strict=self.options.strict)
         if found is None:
@@ -320,33 +412,38 @@ class Run:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        if error is not None and error is self._loop.leaving:
+            error = None
         try:
             # After an error the other ranks may know nothing of it: then no collective from here on.
             if error is None:
-                self._complete_step()
-                self.health.strategy.settle()
-                self._saves.finish(self.config, self.provenance)
+                self._loop.close()
+                for strategy in self.strategies.values():
+                    strategy.settle()
+                moved = self._loop.in_epochs and self._feed_part.has_moved
+                self._saves.finish(self.config, self.provenance, moved=moved)
                 self._tracing.close()
-                self._exchange.close()
+                self._loop.exchange.close()
         except BaseException as failure:
             error = failure
             raise
         finally:
             self._close(error)
-        if error is None and self.stopped_by:
-            if self.job.rank == 0:
-                logger.warning("%s: saved after step %d, start again to go on", self.stopped_by, self.step)
-            raise LeavingTogether(EXIT_REQUEUE)
+        if error is None and self.stopped_by and self.job.rank == 0:
+            logger.warning("%s: saved after step %d, start again to go on", self.stopped_by, self.step)
 
     def _close(self, error: BaseException | None) -> None:
         """Give back hooks, bar and folder, and write down how it ended."""
         try:
+            if error is not None:
+                self._loop.abandon()
             self._saves.close()
         finally:
             self._give_back(error)
 
     def _give_back(self, error: BaseException | None) -> None:
         self._tracing.abandon()
+        self._unwatch()
         for hook in self._hooks:
             hook.remove()
         if self._progress is not None:
@@ -357,4 +454,12 @@ class Run:
             alone = None if getattr(error, "everywhere", False) else self.job.rank
             self._books.close("failed", self.step, f"{type(error).__name__}: {error}", alone)
         else:
-            self._books.close("stopped" if self.stopped_by else "finished", self.step, self.stopped_by)
+            self._books.close(
+                "stopped" if self.stopped_by else "finished", self.step, self.stopped_by or self.state.stopped
+            )
+
+
+def _models_of(optimizer: torch.optim.Optimizer, models: Mapping[str, nn.Module]) -> list[str]:
+    """Return the keys of the models of which an optimizer holds parameters."""
+    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    return [key for key, model in models.items() if any(id(one) in held for one in model.parameters())]

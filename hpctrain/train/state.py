@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from types import MappingProxyType
@@ -30,7 +30,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-LOADER = "loader"  # the part that holds the position in the data
+LOADER = "loader"  # the part that holds the position in the data, of a loader that has one
+FEED = "feed"  # the part that says which pass over the loader it is, and how much of it is done
+STOPPED = "stopped"  # of a checkpoint's values: why the program has ended the run for good
 # Of the numbers of a step, what a checkpoint has by itself, and what differs between two runs that are otherwise equal.
 _NOT_LOGGED = ("step", "tokens", "skipped", "step_seconds", "communication_seconds")
 
@@ -75,6 +77,8 @@ class TrainState:
         self.tokens = 0
         self.curves = Curves()
         self.logged: dict[str, float] = {}  # in the present step, by name
+        self.capture: Callable[[], Mapping[str, Any]] = rng.capture_rng  # what to save of the generators
+        self.stopped: str | None = None  # why the program has ended the run for good
         self._unjudged = False  # a checkpoint was written that cannot be the best, and it was said
 
     @property
@@ -120,6 +124,7 @@ class TrainState:
             "states": {name: dict(part.state_dict()) for name, part in self.parts.items()},
             "curves": self.curves.columns,
             files.LOGGED: self.logged,
+            **({} if self.stopped is None else {STOPPED: self.stopped}),
         }
         with ExitStack() as meetings:
             for strategy in self.strategies.values():
@@ -129,7 +134,7 @@ class TrainState:
                 model=self.models,
                 optimizer=self.optimizers,
                 train=train,
-                rng=rng.capture_rng(),
+                rng=self.capture(),
                 config=config,
                 provenance=provenance,
                 split=self.splits,
@@ -199,11 +204,11 @@ class TrainState:
         self._restore_own(path)
         train = loaded.train
         states = train.get("states", {})
-        missing = sorted(set(self.parts) - set(states))
+        missing = sorted(set(self.parts) - set(states) - {FEED})
         if missing:
             raise CheckpointError(f"{path} holds no state of {', '.join(missing)}", everywhere=True)
         for name, part in self.parts.items():
-            if rewind_data or name != LOADER:
+            if name in states and (rewind_data or name not in (LOADER, FEED)):
                 part.load_state_dict(states[name])
         if rewind_data:
             self.batches = int(train.get("batches", loaded.step))
@@ -212,6 +217,8 @@ class TrainState:
         for strategy in self.strategies.values():
             strategy.agree_on_generators()
         self.step = loaded.step
+        stopped = train.get(STOPPED)
+        self.stopped = None if stopped is None else str(stopped)
         self.tokens = int(train.get("tokens", 0))
         logged = train.get(files.LOGGED, {})
         self.logged = {str(name): float(value) for name, value in logged.items()}

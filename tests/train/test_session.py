@@ -315,7 +315,7 @@ def test_books_that_cannot_be_opened_stop_all_ranks(job: Any, shared_tmp_path: P
 def test_generators_of_the_program_are_its_own(job: Any, tmp_path: Path) -> None:
     seed_everything(1)
     expected = torch.rand(3)
-    training = Training(job, tmp_path, [])
+    training = Training(job, tmp_path, make_batches(2))
     seed_everything(1)
     training.go()
     assert torch.equal(torch.rand(3), expected)

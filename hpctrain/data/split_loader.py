@@ -1,0 +1,242 @@
+"""A DataLoader whose batches are shared out to the data ranks: each rank loads only its part of every batch.
+
+The batch of the loader is the batch of all ranks. Every rank draws the indices of all batches, in the same order, and
+loads a contiguous share of each; shares differ by at most one sample. Workers, ``collate_fn``, transforms, pinned
+memory and prefetching stay as they are: the loader is copied, and the copy gets another ``batch_sampler`` (for an
+``IterableDataset``, of which every rank reads all samples, another ``collate_fn``).
+
+A rank whose share of a small last batch would be empty loads one sample of another rank's share instead, and counts it
+with weight 0. So the loop's body runs on every rank: schedulers, averages of weights and counters stay alike.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+import zlib
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from hpctrain.data.random_streams import RandomStreams, mixed, seed_sample
+from hpctrain.errors import UsageError
+from hpctrain.log import logger
+
+_QUIET = 1.0  # seconds of skipping after which it is told
+_RANK_NAMES = (("rank", "num_replicas"), ("rank", "world_size"), ("rank", "num_shards"), ("dp_rank", "dp_size"))
+
+
+@dataclass(frozen=True)
+class Share:
+    """A rank's part of a batch: samples ``begin`` to ``end`` of ``total``; ``mark`` tells the order of all of them."""
+
+    total: int
+    begin: int
+    end: int
+    parts: int
+    mark: int = 0
+
+    @property
+    def samples(self) -> int:
+        """Return the number of samples that count."""
+        return self.end - self.begin
+
+    @property
+    def weight(self) -> float:
+        """Return what a mean over this share counts beside the means of the other ranks; the weights' mean is 1."""
+        return self.samples * self.parts / self.total
+
+    @property
+    def loaded(self) -> slice:
+        """Return which samples are loaded: one that counts nothing where the share is empty."""
+        first = min(self.begin, self.total - 1)
+        return slice(first, max(self.end, first + 1))
+
+
+def share_of(total: int, rank: int, parts: int, mark: int = 0) -> Share:
+    """Return the contiguous share of a rank in a batch."""
+    return Share(total, total * rank // parts, total * (rank + 1) // parts, parts, mark)
+
+
+class SeededIndices(list[Any]):
+    """Indices of samples that seed the generators before each sample is loaded, by its place in the run.
+
+    ``DataLoader`` iterates over them where the sample is loaded: in this process or in a worker. Datasets that load
+    several samples at once (``__getitems__``) mostly iterate, too; one that does not is seeded for its first sample.
+    """
+
+    def __init__(self, indices: Sequence[Any], seed: int) -> None:
+        super().__init__(indices)
+        self.seed = seed
+
+    def __iter__(self) -> Iterator[Any]:
+        for place, index in enumerate(super().__iter__()):
+            seed_sample(self.seed + place)
+            yield index
+
+    def __reduce__(self) -> Any:
+        return SeededIndices, (list(super().__iter__()), self.seed)
+
+
+class SharedBatches:
+    """A batch sampler that gives a rank's share of the batches of another one.
+
+    ``place`` tells ranks apart that load samples by a sampler of their own; it is 0 where batches are shared out.
+    """
+
+    def __init__(self, batches: Any, rank: int, parts: int, streams: RandomStreams, place: int = 0) -> None:
+        self.batches, self.rank, self.parts, self.streams, self.place = batches, rank, parts, streams, place
+        self.epoch = 0
+        self.skip = 0  # batches at the beginning of the next pass
+        self.drawn: deque[Share] = deque()  # what was drawn and has not come out of the loader yet
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self) -> Iterator[Sequence[Any]]:
+        self.drawn.clear()
+        skip, self.skip = self.skip, 0
+        return self._shares(skip)
+
+    def _shares(self, number: int) -> Iterator[Sequence[Any]]:
+        # Nothing is drawn before the first batch is asked for: a loader draws the seed of its workers in between.
+        with self.streams.outer():
+            if number and hasattr(self.batches, "start_at"):
+                source = iter(self.batches.start_at(number))
+            else:
+                source = iter(self.batches)
+                skip_over(source, number, "batches of indices")
+        while True:
+            with self.streams.outer():
+                batch = next(source, None)
+            if batch is None:
+                return
+            indices = batch if isinstance(batch, (list, tuple, np.ndarray)) else list(batch)
+            if not len(indices):
+                raise UsageError("the batch sampler gave a batch without samples; leave such batches out")
+            share = share_of(len(indices), self.rank, self.parts, mark_of(indices))
+            self.drawn.append(share)
+            seed = mixed(self.streams.seed, self.epoch, number, self.place) + share.loaded.start
+            yield SeededIndices(list(indices[share.loaded]), seed)
+            number += 1
+
+
+class ShareOfSamples:
+    """A ``collate_fn`` that keeps a rank's share of the samples of a batch, and passes it to another one."""
+
+    def __init__(self, collate: Callable[[list[Any]], Any], rank: int, parts: int) -> None:
+        self.collate, self.rank, self.parts = collate, rank, parts
+        self.drawn: deque[Share] = deque()
+
+    def __call__(self, samples: list[Any]) -> Any:
+        share = share_of(len(samples), self.rank, self.parts)
+        self.drawn.append(share)
+        return self.collate(samples[share.loaded])
+
+
+def split_loader(
+    loader: DataLoader[Any], rank: int, parts: int, streams: RandomStreams, place: int = 0
+) -> DataLoader[Any]:
+    """Return a copy of a DataLoader that gives each rank its share of every batch.
+
+    With one part it is a copy that resumes by its indices alone. Raises ``UsageError`` for loaders whose batches cannot
+    be shared out.
+    """
+    if loader.batch_sampler is None:
+        raise UsageError(
+            "the DataLoader has batch_size=None: its batches cannot be shared out to the ranks; give it a batch_size, "
+            "or pass split=False to job.run if every rank loads samples of its own",
+            everywhere=True,
+        )
+    twin = copy.copy(loader)
+    inside = vars(twin)  # DataLoader refuses to set these attributes
+    inside["_iterator"] = None
+    inside["in_order"] = True  # shares of one batch must come in the same step on all ranks
+    if isinstance(loader.dataset, IterableDataset):
+        if loader.num_workers and parts > 1:
+            raise UsageError(
+                f"the DataLoader of an IterableDataset has num_workers={loader.num_workers}: its samples cannot be "
+                "shared out to the ranks; take num_workers=0, or a dataset that shards itself by job.rank and job.size "
+                "and split=False in job.run",
+                everywhere=True,
+            )
+        inside["collate_fn"] = ShareOfSamples(loader.collate_fn, rank, parts)
+    else:
+        inside["batch_sampler"] = SharedBatches(loader.batch_sampler, rank, parts, streams, place)
+    return twin
+
+
+def shares_of(twin: DataLoader[Any]) -> deque[Share]:
+    """Return the shares that a split loader has drawn, the oldest first."""
+    drawing: Any = twin.collate_fn if isinstance(twin.collate_fn, ShareOfSamples) else twin.batch_sampler
+    drawn: deque[Share] = drawing.drawn
+    return drawn
+
+
+def splits_itself(loader: DataLoader[Any]) -> str | None:
+    """Return what of a loader deals out samples by rank already: a ``DistributedSampler`` and what looks like one."""
+    parts = [loader, loader.sampler, loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None)]
+    parts += [loader.dataset, getattr(loader.dataset, "pipeline", None)]
+    for part in parts:
+        for rank, count in _RANK_NAMES:
+            if isinstance(getattr(part, rank, None), int) and isinstance(getattr(part, count, None), int):
+                return type(part).__name__
+        if getattr(part, "_distributed", None) is not None and getattr(part, "info", None) is not None:
+            return type(part).__name__  # a dataset of Hugging Face after split_dataset_by_node
+        if type(part).__module__.partition(".")[0] == "webdataset" and _splits_by_node(part):
+            return type(part).__name__
+    return None
+
+
+def _splits_by_node(part: Any) -> bool:
+    """Tell whether a pipeline of WebDataset deals out its shards to the nodes."""
+    stages = getattr(part, "pipeline", None) or []
+    names = [getattr(getattr(stage, "f", stage), "__name__", type(stage).__name__) for stage in stages]
+    return any("split_by_node" in name or "nodesplitter" in name for name in names)
+
+
+def generators_of(loader: DataLoader[Any]) -> list[torch.Generator]:
+    """Return the generators that a loader and its samplers have of their own, each once."""
+    inner = getattr(loader.batch_sampler, "batches", loader.batch_sampler)
+    owners = [loader, loader.sampler, inner, getattr(inner, "sampler", None)]
+    found = [getattr(owner, "generator", None) for owner in owners]
+    return list({id(one): one for one in found if isinstance(one, torch.Generator)}.values())
+
+
+def set_epoch(loader: Any, epoch: int) -> None:
+    """Tell a loader and its parts which pass over the data begins, where they want to know."""
+    inner = getattr(loader, "batch_sampler", None)
+    inner = getattr(inner, "batches", inner)
+    parts = [loader, getattr(loader, "sampler", None), inner, getattr(inner, "sampler", None)]
+    parts.append(getattr(loader, "dataset", None))
+    for part in {id(one): one for one in parts if one is not None}.values():
+        call = getattr(part, "set_epoch", None)
+        if callable(call):
+            call(epoch)
+
+
+def mark_of(indices: Any) -> int:
+    """Return a number that tells other indices, or another order of them."""
+    try:
+        return zlib.crc32(np.asarray(indices, np.int64).tobytes())
+    except (TypeError, ValueError, OverflowError):
+        return zlib.crc32(repr(list(indices)).encode())
+
+
+def skip_over(source: Iterator[Any], count: int, what: str) -> None:
+    """Take ``count`` items from an iterator; tell how far it is where that takes long."""
+    began = told = time.monotonic()
+    for done in range(count):
+        try:
+            next(source)
+        except StopIteration:
+            return
+        now = time.monotonic()
+        if now - told > _QUIET:
+            told = now
+            logger.info("resuming: reading over %s of %s %s, %.0f s", f"{done + 1:,}", f"{count:,}", what, now - began)

@@ -1,0 +1,127 @@
+"""Measurements over all ranks: each measures its share of the samples, sums and counts are added up exactly."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hpctrain.collectives.communicator import Communicator
+from hpctrain.data.nested import samples_in
+from hpctrain.data.random_streams import RandomStreams
+from hpctrain.errors import UsageError
+from hpctrain.parallel.agreement import broadcast_buffers
+from hpctrain.parallel.strategy import Strategy
+from hpctrain.train.feed import Feed, feed_for
+
+Value = float | Tensor | tuple[float | Tensor, float | Tensor]
+Measure = Callable[[Any], "Value | Mapping[str, Value]"]
+_ONLY = ""  # the name of a measurement that has none
+
+
+class Evaluation:
+    """What ``run.evaluate`` and ``job.evaluate`` do; the strategies are those of the models that are measured."""
+
+    def __init__(self, comm: Communicator, strategies: Mapping[Any, Strategy]) -> None:
+        self._comm, self._strategies = comm, strategies
+        self._feeds: dict[int, Feed] = {}
+
+    def __call__(self, what: Any, compute: Measure | None = None) -> Any:
+        """Measure ``what``, a function or a loader, over all ranks. Collective."""
+        strategies = list(self._strategies.values())
+        if not strategies:
+            raise UsageError("there is no model to evaluate: call job.wrap(model) first", everywhere=True)
+        is_function = callable(what) and not hasattr(what, "__iter__")
+        if is_function is (compute is not None):
+            raise UsageError(
+                "evaluate takes a function that measures by itself, or a loader and a function of one batch: "
+                "evaluate(loader, compute)",
+                everywhere=True,
+            )
+        totals: dict[str, list[float]] = {}
+        with _measuring(strategies):
+            if compute is None:
+                _add(totals, what(), None, counts=True)
+            else:
+                self._over(what, compute, totals, strategies[0].data)
+        everyone = strategies[0].data.all_gather_object(totals)
+        return _means(everyone)
+
+    def _over(self, loader: Any, compute: Measure, totals: dict[str, list[float]], data: Communicator) -> None:
+        feed = self._feed(loader, data)
+        feed.begin_pass()
+        try:
+            while (item := feed.fetch()) is not None:
+                result = compute(item.batch)
+                samples = samples_in(item.batch) if item.share is None else item.share.samples
+                # A rank without a share computes on a stand-in: passes of a sharded model take all ranks.
+                _add(totals, result, samples, counts=samples > 0)
+        finally:
+            feed.end_pass()
+
+    def _feed(self, loader: Any, data: Communicator) -> Feed:
+        known = self._feeds.get(id(loader))
+        if known is None or known.loader is not loader:
+            known = self._feeds[id(loader)] = feed_for(loader, RandomStreams(0), self._comm, data, None, tells=False)
+        return known
+
+
+@contextmanager
+def _measuring(strategies: list[Strategy]) -> Iterator[None]:
+    """Let models measure: the same buffers on all ranks, evaluation mode, no gradients, generators as before."""
+    modes: dict[nn.Module, bool] = {}
+    with ExitStack() as stack:
+        stack.enter_context(RandomStreams().untouched())
+        for strategy in strategies:
+            modes |= {module: module.training for module in strategy.model.modules()}
+            stack.enter_context(strategy.meeting())
+            if not strategy.loose and strategy.data.size > 1:
+                broadcast_buffers(strategy.model, strategy.data)
+            strategy.model.eval()
+        stack.enter_context(torch.no_grad())
+        try:
+            yield
+        finally:
+            for module, training in modes.items():
+                module.training = training
+
+
+def _add(totals: dict[str, list[float]], result: Any, samples: int | None, *, counts: bool) -> None:
+    """Add one measurement: means with the number of samples, sums with their counts, or several of these by name."""
+    named = result if isinstance(result, Mapping) else {_ONLY: result}
+    for name, value in named.items():
+        total = totals.setdefault(str(name), [0.0, 0.0])
+        if not counts:
+            continue
+        if isinstance(value, tuple) and len(value) == 2:
+            amount, count = _number(name, value[0]), _number(name, value[1])
+        else:
+            count = 1.0 if samples is None else float(samples)
+            amount = _number(name, value) * count
+        total[0] += amount
+        total[1] += count
+
+
+def _number(name: str, value: Any) -> float:
+    if isinstance(value, Tensor) and value.numel() == 1 or isinstance(value, (int, float)):
+        return float(value)
+    what = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+    raise UsageError(
+        f"the measurement {name or 'returned'} is {what}; allowed are a mean, a pair of a sum and a count, or a dict "
+        "of these"
+    )
+
+
+def _means(everyone: list[dict[str, list[float]]]) -> Any:
+    names = list(dict.fromkeys(name for one in everyone for name in one))
+    if not names:
+        raise UsageError("nothing was measured: the loader has no batches", everywhere=True)
+    means = {}
+    for name in names:
+        amounts = [one[name] for one in everyone if name in one]
+        amount, count = sum(pair[0] for pair in amounts), sum(pair[1] for pair in amounts)
+        means[name] = amount / count if count else float("nan")
+    return means[_ONLY] if list(means) == [_ONLY] else means

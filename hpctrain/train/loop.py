@@ -1,0 +1,430 @@
+"""The loop of a run: passes, iterations and steps, what the ranks agree on between them, and what is written down.
+
+An iteration is one batch. A step is one update: it ends with the iteration in which an optimizer has stepped, or in
+which a ``GradScaler`` has left out a step. Rows of metrics, checkpoints and stops fall on the ends of steps. The row of
+a pass's last step is held back until the code behind the loop has run, so that what is logged there belongs to it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from hpctrain import trace
+from hpctrain.collectives.communicator import Communicator
+from hpctrain.data.random_streams import RandomStreams
+from hpctrain.errors import EXIT_REQUEUE, UsageError
+from hpctrain.log import logger
+from hpctrain.parallel.strategy import Strategy
+from hpctrain.train.exchange import Standing, StepExchange, StepLog, Wishes
+from hpctrain.train.feed import Feed, Item
+from hpctrain.train.health import Health
+from hpctrain.train.leaving import LeavingTogether
+from hpctrain.train.loose import LooseExchange
+from hpctrain.train.state import TrainState
+from hpctrain.transport.activity import waiting
+
+PATIENCE = 10.0  # seconds that a rank which has left the loop within a step waits for the others
+_IDLE_PASSES = 2  # passes without an update after which a loop is taken for one that trains nothing
+
+
+@dataclass
+class Iteration:
+    """An iteration under way."""
+
+    item: Item
+    started: float
+    waited: float  # seconds in communication before it
+    updated: bool = False
+    averages: dict[str, list[float]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Around:
+    """What the loop tells of its progress, and asks for its orders."""
+
+    record: Callable[[dict[str, Any]], None]  # a row of metrics
+    save: Callable[[], object]  # a checkpoint now
+    save_due: Callable[[], object]  # a checkpoint on the way
+    advance: Callable[[], object]  # a checkpoint that is being written
+    saved: Callable[[], object]  # a wish to save has been fulfilled
+    look: Callable[[], tuple[bool, bool]]  # reasons to stop, and to save, that this rank knows
+    reason: Callable[[], str]  # why the run leaves
+    busy: Callable[[], bool]  # whether this rank's writer is at work
+    timed: Callable[[float], None]  # seconds of a step
+    go_back: Callable[[], None]  # to the last checkpoint
+    begin_step: Callable[[int], None]
+    end_step: Callable[[], None]
+
+
+class Loop:
+    """The iterations of a run; ``steps`` is where it ends, ``every`` how often a checkpoint is due."""
+
+    def __init__(
+        self,
+        comm: Communicator,
+        feed: Feed,
+        streams: RandomStreams,
+        state: TrainState,
+        strategies: Mapping[str, Strategy],
+        healths: Mapping[str, Health],
+        exchange: StepExchange | LooseExchange,
+        around: Around,
+        *,
+        steps: int | None,
+        every: int,
+    ) -> None:
+        self.comm, self.feed, self.streams, self.state = comm, feed, streams, state
+        self.strategies, self.healths, self.exchange, self._around = strategies, healths, exchange, around
+        self.steps, self.every = steps, every
+        self.log = StepLog()
+        self.stopped_by: str | None = None  # why the run leaves before its end
+        self.leaving: LeavingTogether | None = None
+        self.saved_position: dict[str, Any] | None = None
+        self.in_epochs = False
+        self._asked: str | None = None  # this rank's call of run.stop
+        self._now: Iteration | None = None
+        self._ahead: Item | None = None
+        self._held: dict[str, Any] | None = None  # the row of a step that is not written yet
+        self._pending = 0  # iterations since the last update
+        self._partial: dict[str, list[float]] = {}  # what they have logged
+        self._wanted = False  # a checkpoint, at the end of the step
+        self._idle = 0  # passes without an update
+        self._claimed = False
+        self._exhausted = self._ended_ahead = False  # whether the pass is at its end
+        self._left_epochs = False
+        self._loose = any(strategy.loose for strategy in strategies.values())
+
+    # State ------------------------------------------------------------------------------------------------------------
+
+    @property
+    def weight(self) -> float:
+        """What a mean over this rank's samples counts in this iteration."""
+        share = None if self._now is None else self._now.item.share
+        return 1.0 if share is None else share.weight
+
+    @property
+    def inside(self) -> bool:
+        """Whether the loop's body is running."""
+        return self._now is not None
+
+    @property
+    def finished(self) -> bool:
+        """Whether all steps are done, or the program has ended the run."""
+        return self.state.stopped is not None or self.steps is not None and self.state.step >= self.steps
+
+    @property
+    def over(self) -> bool:
+        """Whether no iteration will come."""
+        return self.finished or self.stopped_by is not None
+
+    def stop(self, reason: str) -> None:
+        """Ask all ranks to end the run for good, after this step."""
+        self._asked = reason
+
+    def want_save(self) -> None:
+        """Have a checkpoint written at the end of the step, or of the code behind the loop."""
+        self._wanted = True
+
+    @property
+    def may_save(self) -> bool:
+        """Whether weights and position fit together: no step is under way."""
+        return self._now is None and not self._pending
+
+    def note_update(self) -> None:
+        """Take note that an optimizer has stepped, or that a GradScaler has left out its step."""
+        if self._now is not None:
+            self._now.updated = True
+
+    # Passes -----------------------------------------------------------------------------------------------------------
+
+    def iterate(self) -> Iterator[tuple[int, Any]]:
+        """Yield ``(step, batch)``: of one pass within ``epochs``, else until the steps or passes are done."""
+        if self.in_epochs:
+            if self._claimed:
+                message = "the run was iterated over twice in one epoch; write one loop per epoch"
+                raise UsageError(message, everywhere=True)
+            self._claimed = True
+            yield from self._one_pass()
+            return
+        if self._claimed:
+            raise UsageError(
+                "the run was iterated over a second time, but its loop goes through all steps; write "
+                "`for epoch in run.epochs(n):` around `for step, batch in run:`",
+                everywhere=True,
+            )
+        self._claimed = True
+        if self.steps is None and self.feed.passes is None and self.feed.is_endless:
+            raise UsageError(
+                "the loader has no end and job.run was given no steps; pass steps=, or use run.epochs", everywhere=True
+            )
+        wanted = self.feed.passes or 1
+        while not self.over:
+            yield from self._one_pass()
+            last = self.steps is None and self.feed.epoch + 1 >= wanted
+            if self.over or last or self._ended_early():
+                return
+            self.feed.end_pass()
+
+    def epochs(self, count: int) -> Iterator[int]:
+        """Yield the numbers of the epochs that are left of ``count``."""
+        if self.in_epochs or self._claimed:
+            raise UsageError("run.epochs comes before any loop over the run, and once", everywhere=True)
+        if self.feed.is_endless:
+            raise UsageError("the loader has no end, so run.epochs has none either; pass steps=", everywhere=True)
+        self.in_epochs = True
+        while self.feed.epoch < count and not self.over:
+            self._claimed = False
+            try:
+                yield self.feed.epoch
+            except GeneratorExit:
+                self._left_epochs = True
+                raise
+            self.complete()
+            self._end_pass()
+            self._end_tail()
+            if self.feed.epoch < count and not self.over and self._ended_early():
+                return
+
+    def _end_pass(self) -> None:
+        """Go on to the next pass, unless the run ends in the middle of this one."""
+        if self._exhausted or not self.over:
+            self.feed.end_pass()
+        self._ahead = None
+
+    def _ended_early(self) -> bool:
+        """Tell whether there is no further pass over the loader, and say so."""
+        if not self.feed.is_one_shot:
+            return False
+        if self.comm.rank == 0:
+            logger.warning("the loader ended at step %d and cannot be read again: the run ends here", self.state.step)
+        return True
+
+    def _one_pass(self) -> Iterator[tuple[int, Any]]:
+        self.feed.begin_pass()
+        self._exhausted = False
+        began, steps = self.feed.batches, self.state.step
+        self._ahead = self._fetch()
+        if self._ahead is None and not began and not self._loose:
+            raise UsageError("the loader has no batches; give one that is not empty", everywhere=True)
+        while self._ahead is not None:
+            item, self._ahead = self._ahead, None
+            self._begin(item)
+            yield self.state.step + 1, item.batch
+            self._end(left=False)
+            if self.over:
+                self._exhausted = self._ended_ahead
+                return
+            if self._ahead is None and not self.feed.looks_ahead:
+                self._ahead = self._fetch()
+        self._exhausted = True
+        self._idle = 0 if self.state.step > steps or began else self._idle + 1
+        if self._idle >= _IDLE_PASSES:
+            raise UsageError(
+                f"no optimizer of the run has stepped in {self._idle} passes over the loader; call optimizer.step() in "
+                "the loop, or measure with run.evaluate",
+                everywhere=True,
+            )
+
+    def _fetch(self) -> Item | None:
+        with trace.span("data"):
+            return self.feed.fetch()
+
+    # Iterations -------------------------------------------------------------------------------------------------------
+
+    def _begin(self, item: Item) -> None:
+        self._flush()
+        self._around.begin_step(self.state.step + 1)
+        self._now = Iteration(item, time.monotonic(), waiting.total)
+        self.log.clear(all_of_it=not self._pending)
+        for strategy in self.strategies.values():
+            strategy.set_sample_weight(self.weight)
+        if not self._pending:
+            for health in self.healths.values():
+                health.begin_step()
+        self.streams.enter_step(self.feed.total)
+
+    def complete(self) -> None:
+        """Bring an iteration to its end that the program has left by ``break``."""
+        if self._now is None:
+            return
+        if self._now.updated:
+            self._end(left=True)
+            return
+        self.streams.leave_step()
+        self._now = None
+        if not self._loose:
+            await_others(self.comm.twin(), self.state.step + 1)
+
+    def _end(self, *, left: bool) -> None:
+        """End an iteration: fetch the next batch, exchange with the other ranks, and count a step if one has ended."""
+        now = self._now
+        assert now is not None
+        self.streams.leave_step()
+        # Behind the last step only an epoch wants to know whether it is at its end.
+        ends = now.updated and self.steps is not None and self.state.step + 1 >= self.steps and not self.in_epochs
+        if self.feed.looks_ahead and not ends and not left:
+            self._ahead = self._fetch()
+        self._ended_ahead = self.feed.looks_ahead and not ends and self._ahead is None
+        averages, wishes = self._agree(left=left)
+        self._now = None
+        self.feed.took()
+        for name, value in averages.items():
+            self._partial.setdefault(name, []).append(value)
+        if wishes.final:
+            self._settle_stop()
+        self._pending += 1
+        if now.updated:
+            self._end_step(now, wishes)
+        self._around.end_step()
+        if now.updated and wishes.stop and not self.finished:
+            self.leave()
+
+    def _agree(self, *, left: bool) -> tuple[dict[str, float], Wishes]:
+        """Exchange with the other ranks at the end of an iteration."""
+        now = self._now
+        assert now is not None
+        share = now.item.share
+        standing = Standing(
+            weight=self.weight,
+            mark=0 if share is None else share.mark,
+            updated=now.updated,
+            left=left,
+            ended=self._ended_ahead,
+        )
+        wishes = Wishes(*self._around.look(), self._around.busy(), self._asked is not None)
+        return self.exchange(self.log.averaged, wishes, self.state.step + 1, standing)
+
+    def _end_step(self, now: Iteration, wishes: Wishes) -> None:
+        self._pending, partial, self._partial = 0, self._partial, {}
+        if any(health.wants_rollback for health in self.healths.values()):
+            self._around.go_back()
+            return
+        self.state.step += 1
+        row: dict[str, Any] = {"step": self.state.step}
+        row |= {name: sum(values) / len(values) for name, values in partial.items()}
+        row |= self.log.same
+        for key, health in self.healths.items():
+            if health.norm is not None:
+                row["grad_norm" + (f".{key}" if key else "")] = float(health.norm)
+        seconds = time.monotonic() - now.started
+        self._around.timed(seconds)
+        row["step_seconds"] = round(seconds, 6)
+        row["communication_seconds"] = round(waiting.total - now.waited, 6)
+        if any(health.skipped for health in self.healths.values()):
+            row["skipped"] = True
+        self._held = row
+        self._wanted |= wishes.save
+        if not (self._ended_ahead or self.over or wishes.stop):
+            self._flush(busy=wishes.busy)
+
+    # What is written down ---------------------------------------------------------------------------------------------
+
+    def _flush(self, *, busy: bool = False) -> None:
+        """Write the row of the last step, and its checkpoint if one is due or wanted."""
+        row, self._held = self._held, None
+        if row is None and not self._wanted:
+            return
+        if row is not None:
+            self._record(row)
+        if self._pending:
+            return  # what is wanted is written when the step has ended
+        wanted, self._wanted = self._wanted, False
+        if wanted:
+            self._around.save()
+            self._around.saved()
+        elif row is not None and self.state.step % self.every == 0 and not self.over:
+            self._around.save_due()
+        elif not busy:
+            self._around.advance()
+
+    def _record(self, row: dict[str, Any]) -> None:
+        self.state.note(row)
+        self._around.record(row)
+
+    def abandon(self) -> None:
+        """Write down the last step's row, if one is held: this rank ends by an error, perhaps alone."""
+        row, self._held = self._held, None
+        self.streams.leave_step()
+        if row is not None:
+            self._record(row)
+
+    def close(self) -> None:
+        """End what the loop has begun; a call by all ranks."""
+        self.complete()
+        if self._left_epochs:
+            self._end_pass()
+        if self._left_epochs or self._held is not None:
+            self._take_tail()
+        self._flush()
+
+    def _take_tail(self) -> None:
+        """Add what was logged behind the loop to the row of the last step; a call by all ranks."""
+        averages: Mapping[str, float] = self.log.averaged
+        if not self._loose:
+            standing = Standing(updated=False, left=self._left_epochs)
+            averages, _ = self.exchange(averages, Wishes(), self.state.step, standing)
+        if self._held is not None:
+            self._held |= {**averages, **self.log.same}
+        self.log.clear()
+
+    def _end_tail(self) -> None:
+        """End the code behind the loop of an epoch: the ranks agree whether the run goes on."""
+        if self._loose:
+            self._held = None if self._held is None else {**self._held, **self.log.averaged, **self.log.same}
+            self.log.clear()
+            self._flush()
+            return
+        wishes = Wishes(*self._around.look(), False, self._asked is not None)
+        averages, wishes = self.exchange(self.log.averaged, wishes, self.state.step, Standing(updated=False))
+        if self._held is not None:
+            self._held |= {**averages, **self.log.same}
+        self.log.clear()
+        if wishes.final:
+            self._settle_stop()
+        self._wanted |= wishes.save
+        if wishes.stop and not self._pending and not self.finished:
+            self.leave()
+        self._flush()
+
+    # Leaving ----------------------------------------------------------------------------------------------------------
+
+    def leave(self) -> None:
+        """Leave the program's loops with the exit code that asks to be started again; the run saves on its way out."""
+        self.stopped_by = self._around.reason()
+        self._flush()
+        self.leaving = LeavingTogether(EXIT_REQUEUE)
+        raise self.leaving
+
+    def _settle_stop(self) -> None:
+        """Let all ranks know why the run ends for good."""
+        reasons = self.comm.all_gather_object(self._asked)
+        self.state.stopped = next(reason for reason in reasons if reason is not None)
+
+    def reset_after_rollback(self) -> None:
+        """Forget that a rollback is wanted."""
+        for health in self.healths.values():
+            health.wants_rollback = False
+
+
+def await_others(comm: Communicator, step: int, seconds: float = PATIENCE) -> None:
+    """Return when all ranks have come here, that is, have left the loop within a step; raise if some have not.
+
+    By messages, which need no other rank to wait: one that stays in its loop waits for this one elsewhere.
+    """
+    others = [rank for rank in range(comm.size) if rank != comm.rank]
+    word = torch.zeros(1)
+    works = [comm.isend(word, rank) for rank in others]
+    works += [comm.irecv(torch.zeros(1), rank) for rank in others]
+    deadline = time.monotonic() + seconds
+    while not all(work.done() for work in works):
+        if time.monotonic() > deadline:
+            raise UsageError(
+                f"rank {comm.rank} left the loop by break in step {step}, before its update, and other ranks did not; "
+                'leave it on all ranks, or call run.stop("reason"), which the ranks agree on'
+            )
+        time.sleep(0.001)
