@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from hpctrain.collectives.agreement import agreed
 from hpctrain.collectives.communicator import Communicator
-from hpctrain.errors import UsageError
 from hpctrain.parallel.materialise import materialise
 from hpctrain.parallel.offload.check import check, tell_what_is_gained
 from hpctrain.parallel.offload.settings import OffloadSettings
@@ -18,7 +17,7 @@ from hpctrain.parallel.server.settings import ServerSettings, at_own_pace
 from hpctrain.parallel.server.settings import check as check_server
 from hpctrain.parallel.settings import SHARDED, ParallelSettings
 from hpctrain.parallel.strategy import Strategy
-from hpctrain.parallel.sync_batchnorm import convert
+from hpctrain.parallel.sync_batchnorm import synchronise
 
 
 def attach(
@@ -40,6 +39,7 @@ def attach(
     if offload.any_update or offload.activations:
         agreed(comm, lambda: check(offload, settings))
         tell_what_is_gained(device, comm)
+    synchronise(model, comm, settings)
     return _attach(model, comm, settings, device, offload, example, server)
 
 
@@ -52,8 +52,6 @@ def _attach(
     example: Tensor | None = None,
     server: ServerSettings = ServerSettings(),
 ) -> Strategy:
-    if settings.sync_batchnorm and convert(model, comm) is not model:
-        raise UsageError("sync_batchnorm cannot replace a model that is itself a batch norm", everywhere=True)
     if settings.recompute:
         units = _recompute(model, settings)
         if offload.activations:

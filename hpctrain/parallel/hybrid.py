@@ -27,6 +27,7 @@ from hpctrain.parallel.pipeline.tied import TiedGradients
 from hpctrain.parallel.plan import shape_of
 from hpctrain.parallel.settings import ParallelSettings
 from hpctrain.parallel.strategy import Strategy
+from hpctrain.parallel.sync_batchnorm import SyncBatchNorm
 from hpctrain.parallel.tensor.plan import apply as split_matrices
 from hpctrain.parallel.tensor.plan import check, choose, plan_of
 from hpctrain.parallel.tensor.rng import agree
@@ -68,6 +69,9 @@ class ModelParallel(Strategy):
             self._tensor = split_matrices(model, self.mesh.tensor, plan, sequence=settings.sequence, device=device)
             if settings.schedule == "zb-h1":
                 self._tensor.separate_backward()
+        for module in model.modules():
+            if isinstance(module, SyncBatchNorm):
+                module.comm = self.mesh.data  # tensor ranks hold the same samples
         alone = replace(settings, pipe=1, tensor=1, sequence=False, tensor_plan=(), recompute=False, chunks=0)
         self.inner = attach(model, self.mesh.data, alone, device)
         if self._pipeline is not None:

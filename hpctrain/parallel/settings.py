@@ -66,8 +66,9 @@ class ParallelSettings:
     compression: Literal["none", "bfloat16"] = "none"
     # Give every rank the batch-norm statistics (and all other buffers) of rank 0 before each forward pass in training.
     broadcast_buffers: bool = True
-    # Turn batch norms into ones that take their statistics over the batches of all ranks.
-    sync_batchnorm: bool = False
+    # Turn batch norms into ones that take their statistics over the batches of all data ranks. Unset: wherever ranks
+    # share out the samples of a batch by a synchronous strategy (ddp, zero1, zero2, fsdp) without a pipeline.
+    sync_batchnorm: bool | None = None
 
     def __post_init__(self) -> None:
         check_fields(self, "parallel")

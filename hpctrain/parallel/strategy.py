@@ -15,6 +15,7 @@ from hpctrain.collectives.communicator import Communicator
 from hpctrain.errors import UsageError
 from hpctrain.parallel.objective import Objective
 from hpctrain.parallel.pipeline.skip import carrying
+from hpctrain.parallel.sync_batchnorm import SyncBatchNorm
 from hpctrain.shard import Split
 from hpctrain.transport.single import SingleTransport
 
@@ -118,7 +119,12 @@ class Strategy(ABC):
                 f"invalid sample weight: {weight}; allowed is a finite number of at least 0; pass local samples x data "
                 "ranks / global samples"
             )
+        if weight == self._sample_weight:
+            return
         self._sample_weight = float(weight)
+        for module in self.model.modules():
+            if isinstance(module, SyncBatchNorm):
+                module.sample_weight = self._sample_weight
 
     def _note_local(self) -> None:
         """Take note that a backward pass leaves gradients on this rank alone."""

@@ -1,12 +1,19 @@
-"""Normalise by the statistics of the whole batch, wherever its samples lie.
+"""Batch norm over the batches of all data ranks.
 
 After Ioffe and Szegedy, "Batch Normalization", ICML 2015, with the sums of section 3 taken over all ranks: one
 reduction of 2 C + 1 numbers forward and one of 2 C backward. Sums travel in float64, so that samples that are dealt out
 otherwise give the same statistics.
+
+Note: sample weights. A strategy averages the gradients of rank r with weight w_r (``Strategy.set_sample_weight``) when
+it reduces them, after the backward pass. The sums of the backward pass run over the samples of all ranks, so they need
+the weights already there: rank r adds w_r times its gradients, and divides by w_r what the sums contribute to its own
+gradient, which is multiplied by w_r later. A rank of weight 0 computes on a stand-in sample: its statistics count for
+nothing, and its gradient is zero.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -17,17 +24,31 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from hpctrain.collectives.communicator import Communicator
 from hpctrain.errors import UsageError
+from hpctrain.log import logger
+from hpctrain.parallel.plan import shape_of
+from hpctrain.parallel.settings import ParallelSettings
+
+SYNCHRONOUS = ("ddp", "zero1", "zero2", "fsdp")
+FORWARDS = (_BatchNorm.forward, nn.SyncBatchNorm.forward)
 
 
 class SyncBatchNorm(_BatchNorm):
-    """Be a batch norm of any number of dims whose statistics in training are those of all ranks' samples.
+    """Batch norm of any number of dims whose statistics in training are those of all ranks' samples.
 
-    Ranks may hold different numbers of samples. In evaluation it is the plain batch norm.
+    Ranks may hold different numbers of samples; the sample of a rank whose ``sample_weight`` is 0 does not count. In
+    evaluation it is the plain batch norm.
     """
+
+    sample_weight = 1.0  # that this rank's gradients will be averaged with
 
     def __init__(self, comm: Communicator, num_features: int, **options: Any) -> None:
         super().__init__(num_features, **options)
         self.comm = comm
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SyncBatchNorm:
+        twin = memo[id(self)] = type(self).__new__(type(self))
+        vars(twin).update({name: copy.deepcopy(value, memo) for name, value in vars(self).items()})
+        return twin
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 (torch's own name)
         """Normalise ``input`` of shape [samples, features, ...]."""
@@ -36,7 +57,8 @@ class SyncBatchNorm(_BatchNorm):
             return plain
         self._check_input_dim(input)
         normalise: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]] = _Normalise.apply
-        output, mean, variance, count = normalise(input, self.weight, self.bias, self.eps, self.comm)
+        weighted = self.comm, self.sample_weight
+        output, mean, variance, count = normalise(input, self.weight, self.bias, self.eps, *weighted)
         if self.track_running_stats:
             self._update(mean, variance, count)
         return output
@@ -58,44 +80,90 @@ class SyncBatchNorm(_BatchNorm):
             )
 
 
+# Instances of torch's own classes too, for code that looks for these (to choose what an optimizer decays).
+class SyncBatchNorm1d(SyncBatchNorm, nn.BatchNorm1d):
+    """Synchronised ``nn.BatchNorm1d``."""
+
+
+class SyncBatchNorm2d(SyncBatchNorm, nn.BatchNorm2d):
+    """Synchronised ``nn.BatchNorm2d``."""
+
+
+class SyncBatchNorm3d(SyncBatchNorm, nn.BatchNorm3d):
+    """Synchronised ``nn.BatchNorm3d``."""
+
+
+_KINDS: dict[type[nn.Module], type[SyncBatchNorm]] = {
+    nn.BatchNorm1d: SyncBatchNorm1d,
+    nn.BatchNorm2d: SyncBatchNorm2d,
+    nn.BatchNorm3d: SyncBatchNorm3d,
+}
+
+
 class _Normalise(torch.autograd.Function):
-    """Normalise over all ranks; the gradient takes the same sums."""
+    """Normalise over all ranks; the gradient takes the same sums.
+
+    Elements are computed in the input's dtype (16-bit ones in float32), centred on this rank's own mean so that large
+    offsets do not cancel; only sums are in float64.
+    """
 
     @staticmethod
-    def forward(ctx: Any, input: Tensor, weight: Any, bias: Any, eps: float, comm: Communicator) -> Any:  # noqa: A002
-        dims = [dim for dim in range(input.dim()) if dim != 1]
-        wide = input.double()
-        number = torch.full((1,), input.numel() / input.shape[1], dtype=torch.float64, device=input.device)
-        sums = torch.cat([wide.sum(dims), wide.square().sum(dims), number])
+    def forward(
+        ctx: Any, input: Tensor, weight: Any, bias: Any, eps: float, comm: Communicator, share: float  # noqa: A002
+    ) -> Any:
+        dims, shape = [dim for dim in range(input.dim()) if dim != 1], [1, -1] + [1] * (input.dim() - 2)
+        wide, number = _wide(input), input.numel() // input.shape[1]
+        total = wide.sum(dims, dtype=torch.float64)
+        centre = (total / max(number, 1)).to(wide.dtype)
+        centred, centre = wide - centre.view(shape), centre.double()
+        squares = _sum_of_products(centred, centred, dims) + centre * (2 * total - number * centre)
+        sums = torch.cat([total, squares, total.new_full((1,), number)])
+        if share == 0:
+            sums.zero_()  # not by a product, as the stand-in may be infinite
         comm.all_reduce(sums)
-        total, squares, count = sums[: input.shape[1]], sums[input.shape[1] : -1], sums[-1]
-        mean = total / count
-        variance = (squares / count - mean.square()).clamp(min=0)
-        shape = [1, -1] + [1] * (input.dim() - 2)
-        scale = (variance + eps).rsqrt()
-        normal = (wide - mean.view(shape)) * scale.view(shape)
-        ctx.save_for_backward(normal.to(input.dtype), scale, count, weight)
-        ctx.comm, ctx.dims, ctx.shape = comm, dims, shape
-        output = normal if weight is None else normal * weight.view(shape) + bias.view(shape)
+        count = sums[-1]
+        mean, squares = (sums[:-1] / count).chunk(2)
+        variance = (squares - mean.square()).clamp(min=0)
+        scale, apart = (variance + eps).rsqrt(), centre - mean
+        factor = scale if weight is None else scale * weight.double()
+        offset = factor * apart if bias is None else factor * apart + bias.double()
+        output = torch.addcmul(offset.to(wide.dtype).view(shape), centred, factor.to(wide.dtype).view(shape))
+        ctx.save_for_backward(centred.to(input.dtype), scale, apart, count, weight)
+        ctx.comm, ctx.dims, ctx.shape, ctx.sample_weight = comm, dims, shape, share
         ctx.mark_non_differentiable(mean, variance, count)
         return output.to(input.dtype), mean, variance, count
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor, *_: Tensor) -> Any:
-        normal, scale, count, weight = ctx.saved_tensors
-        wide, normal = grad.double(), normal.double()
-        grad_bias = wide.sum(ctx.dims)
-        grad_weight = (wide * normal).sum(ctx.dims)
+        centred, scale, apart, count, weight = ctx.saved_tensors
+        wide, centred, own = _wide(grad), _wide(centred), ctx.sample_weight
         # The parameters' gradients stay local: the strategy averages them like all others.
+        grad_bias = wide.sum(ctx.dims, dtype=torch.float64)
+        grad_weight = scale * (_sum_of_products(wide, centred, ctx.dims) + apart * grad_bias)
         sums = torch.cat([grad_bias, grad_weight])
+        sums = sums * own if own else torch.zeros_like(sums)
         ctx.comm.all_reduce(sums)
-        mean_grad, mean_grad_normal = (part.view(ctx.shape) for part in (sums / count).chunk(2))
-        inner = wide - mean_grad - normal * mean_grad_normal
+        grad_input = torch.zeros_like(grad)
+        if own:
+            mean_grad, mean_grad_normal = (sums / (count * own)).chunk(2)
+            factor = scale if weight is None else scale * weight.double()
+            slope = scale * mean_grad_normal
+            parts = -factor * (mean_grad + apart * slope), -factor * slope, factor
+            constant, of_input, of_grad = (part.to(wide.dtype).view(ctx.shape) for part in parts)
+            grad_input = torch.addcmul(constant, centred, of_input).addcmul_(wide, of_grad).to(grad.dtype)
         if weight is None:
-            return (inner * scale.view(ctx.shape)).to(grad.dtype), None, None, None, None
-        grad_input = inner * (scale * weight.double()).view(ctx.shape)
-        return grad_input.to(grad.dtype), grad_weight.to(weight.dtype), grad_bias.to(weight.dtype), None, None
+            return grad_input, *[None] * 5
+        return grad_input, grad_weight.to(weight.dtype), grad_bias.to(weight.dtype), *[None] * 3
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    """Return a tensor in the dtype that its elements are computed in."""
+    return tensor if tensor.dtype in (torch.float32, torch.float64) else tensor.float()
+
+
+def _sum_of_products(one: Tensor, other: Tensor, dims: list[int]) -> Tensor:
+    return (one * other).sum(dims, dtype=torch.float64)
 
 
 def convert(model: nn.Module, comm: Communicator) -> nn.Module:
@@ -107,7 +175,7 @@ def convert(model: nn.Module, comm: Communicator) -> nn.Module:
     twins: dict[nn.Module, SyncBatchNorm] = {}
 
     def replaced(module: nn.Module) -> nn.Module:
-        if isinstance(module, _BatchNorm) and not isinstance(module, SyncBatchNorm):
+        if convertible(module):
             if module not in twins:
                 twins[module] = _synchronised(module, comm)
             return twins[module]
@@ -119,16 +187,67 @@ def convert(model: nn.Module, comm: Communicator) -> nn.Module:
     return replaced(model)
 
 
-def _synchronised(norm: _BatchNorm, comm: Communicator) -> SyncBatchNorm:
-    twin = SyncBatchNorm(
-        comm,
-        norm.num_features,
-        eps=norm.eps,
-        momentum=norm.momentum,
-        affine=norm.affine,
-        track_running_stats=norm.track_running_stats,
+def _synchronised(norm: nn.Module, comm: Communicator) -> SyncBatchNorm:
+    """Return a twin that shares parameters, buffers and hooks with a batch norm."""
+    kind = _KINDS.get(type(norm), SyncBatchNorm)
+    twin = kind.__new__(kind)
+    vars(twin).update(vars(norm))
+    twin.comm = comm
+    return twin
+
+
+def convertible(module: nn.Module) -> bool:
+    """Tell whether a module is a batch norm that is not synchronised yet, and computes as torch's own do."""
+    return (
+        isinstance(module, _BatchNorm) and not isinstance(module, SyncBatchNorm) and type(module).forward in FORWARDS
     )
-    twin.weight, twin.bias = norm.weight, norm.bias
-    twin.running_mean, twin.running_var = norm.running_mean, norm.running_var
-    twin.num_batches_tracked = norm.num_batches_tracked
-    return twin.train(norm.training)
+
+
+def synchronise(model: nn.Module, comm: Communicator, settings: ParallelSettings) -> None:
+    """Convert the batch norms of a model as ``parallel.sync_batchnorm`` says, and log what was done; once per model.
+
+    Unset, they are converted if the ranks of a synchronous strategy share out the samples of a batch.
+    """
+    wanted = settings.sync_batchnorm
+    if wanted is False:
+        return
+    if wanted:
+        if convert(model, comm) is not model:
+            raise UsageError("sync_batchnorm cannot replace a model that is itself a batch norm", everywhere=True)
+        return
+    norms = [module for module in model.modules() if isinstance(module, _BatchNorm)]
+    ranks = shape_of(settings, comm.size).data if norms else 1
+    if ranks == 1:
+        return
+    kept = [module for module in norms if not convertible(module) and not isinstance(module, SyncBatchNorm)]
+    why = _why_not(model, settings)
+    if why:
+        kept = norms
+    else:
+        convert(model, comm)
+    if comm.rank:
+        return
+    if len(kept) < len(norms):
+        logger.info(
+            "batch norms: %d synchronised over %d data ranks; parallel.sync_batchnorm = false switches it off",
+            len(norms) - len(kept),
+            ranks,
+        )
+    if kept:
+        logger.warning(
+            "batch norms: %d of class %s not synchronised, as %s: each of %d data ranks takes the statistics of its "
+            "own samples; parallel.sync_batchnorm = false accepts that",
+            len(kept),
+            ", ".join(sorted({type(module).__name__ for module in kept})),
+            why or "their class has a forward of its own",
+            ranks,
+        )
+
+
+def _why_not(model: nn.Module, settings: ParallelSettings) -> str:
+    """Say why the batch norms of a model cannot be synchronised; empty if they can."""
+    if settings.pipe > 1:
+        return "parallel.pipe is above 1"
+    if settings.data not in SYNCHRONOUS:
+        return f'parallel.data is "{settings.data}"'
+    return "the model itself is one" if isinstance(model, _BatchNorm) else ""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -43,12 +43,31 @@ ALL = pytest.mark.parametrize("name", CASES)
 SYNCED = pytest.mark.parametrize("name", ["ddp", "zero1", "fsdp", "fsdp_alone", "offload"])
 
 
+def make_plain() -> nn.Module:
+    return make_mlp().double()
+
+
+def make_normed() -> nn.Module:
+    """Return a small convnet with batch norms of two kinds, one in two places."""
+    torch.manual_seed(7)
+    norm = nn.BatchNorm1d(6, momentum=None)
+    layers = [nn.Unflatten(1, (2, 5)), nn.Conv1d(2, 6, 3, padding=1), norm, nn.ReLU(), nn.Conv1d(6, 6, 3), norm]
+    layers += [nn.Unflatten(2, (3, 1)), nn.BatchNorm2d(6, affine=False), nn.Flatten(), nn.Linear(18, WIDTH)]
+    return nn.Sequential(*layers).double()
+
+
+MAKERS = {"mlp": make_plain, "batch_norm": make_normed}
+MODELS = pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
+
+
 @contextmanager
-def attached(comm: Any, name: str) -> Iterator[tuple[nn.Module, Strategy, Any]]:
+def attached(
+    comm: Any, name: str, make: Callable[[], nn.Module] = make_plain
+) -> Iterator[tuple[nn.Module, Strategy, Any]]:
     """Give a model in float64, its strategy, and their communicator."""
     settings, offload, placing = CASES[name]
     own = comm.split(0) if placing is None else placed(comm, placing)
-    model = make_mlp().double()
+    model = make()
     yield model, attach(model, own, settings, CPU, offload=offload), own
     own.free()
 
@@ -109,11 +128,13 @@ def train(
     return losses if data is None else [sum(each) / data.size for each in zip(*data.all_gather_object(losses))]
 
 
-def compare(comm: Any, name: str, steps: int = 8, *, local: bool = False, **options: Any) -> None:
+def compare(
+    comm: Any, name: str, make: Callable[[], nn.Module] = make_plain, *, local: bool = False, **options: Any
+) -> None:
     """Train with a strategy, and by one process, and compare losses and weights."""
-    single = make_mlp().double()
+    single, steps = make(), 8
     wanted = train(single, steps, ranks=comm.size, local=local, accumulate=options.get("accumulate", 1))
-    with attached(comm, name) as (model, strategy, own):
+    with attached(comm, name, make) as (model, strategy, own):
         found = train(model, steps, strategy=strategy, data=strategy.data, ranks=comm.size, local=local, **options)
         torch.testing.assert_close(found, wanted, rtol=1e-8, atol=0)
         with strategy.summon():
@@ -124,21 +145,24 @@ def compare(comm: Any, name: str, steps: int = 8, *, local: bool = False, **opti
 
 @pytest.mark.ranks
 @ALL
-def test_uneven_shares_train_what_one_process_trains(comm: Any, name: str) -> None:
-    compare(comm, name)
+@MODELS
+def test_uneven_shares_train_what_one_process_trains(comm: Any, name: str, make: Any) -> None:
+    compare(comm, name, make)
 
 
 @pytest.mark.ranks
 @SYNCED
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])
-def test_stand_in_that_is_not_finite_counts_for_nothing(comm: Any, name: str, value: float) -> None:
-    compare(comm, name, stand_in=value)
+@MODELS
+def test_stand_in_that_is_not_finite_counts_for_nothing(comm: Any, name: str, value: float, make: Any) -> None:
+    compare(comm, name, make, stand_in=value)
 
 
 @pytest.mark.ranks
 @ALL
-def test_reduced_passes_of_one_update_may_be_divided_differently(comm: Any, name: str) -> None:
-    compare(comm, name, accumulate=3)
+@MODELS
+def test_reduced_passes_of_one_update_may_be_divided_differently(comm: Any, name: str, make: Any) -> None:
+    compare(comm, name, make, accumulate=3)
 
 
 @pytest.mark.ranks

@@ -88,7 +88,7 @@ def check(settings: ServerSettings, parallel: ParallelSettings, offload: Offload
             )
     refused = {
         "parallel.compression": parallel.compression != "none",
-        "parallel.sync_batchnorm": parallel.sync_batchnorm,
+        "parallel.sync_batchnorm": parallel.sync_batchnorm is True,
         'parallel.accumulate = "reduced"': parallel.accumulate == "reduced",
         "offload.optimizer": offload.optimizer,
         "offload.parameters": offload.parameters,

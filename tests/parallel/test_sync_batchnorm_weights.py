@@ -1,0 +1,238 @@
+"""Synchronised batch norm with sample weights, and where it is chosen without being asked for."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hpctrain.models.convnet import ConvNet
+from hpctrain.parallel.attach import attach
+from hpctrain.parallel.settings import ParallelSettings
+from hpctrain.parallel.sync_batchnorm import SyncBatchNorm, convert
+
+FEATURES = 5
+CPU = torch.device("cpu")
+
+
+# Exact sums -----------------------------------------------------------------------------------------------------------
+
+
+def whole_batch(step: int, samples: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return inputs far from zero, and what they are weighed with in the loss."""
+    generator = torch.Generator().manual_seed(step)
+    shape = (samples, FEATURES, 3)
+    inputs, factors = (torch.randn(shape, generator=generator, dtype=torch.float64) for _ in range(2))
+    return (3 + 2 * inputs).to(dtype), factors.to(dtype)
+
+
+def run(norm: nn.Module, inputs: Tensor, factors: Tensor) -> tuple[Tensor, Tensor]:
+    """Return output and input gradient of one pass, with the mean over the samples as the loss."""
+    norm.zero_grad()
+    inputs = inputs.clone().requires_grad_()
+    output = norm(inputs)
+    ((output * factors).sum() / len(inputs)).backward()
+    assert inputs.grad is not None
+    return output.detach(), inputs.grad
+
+
+COUNTS = {"uneven": ([3, 2], [1, 2, 2], [1, 2, 1, 1]), "stand_in": ([0, 2], [1, 0, 1], [0, 1, 1, 0])}
+
+
+@pytest.mark.ranks(2, 3, 4)
+@pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize("affine", [True, False])
+def test_weighted_ranks_equal_one_process_on_the_whole_batch(
+    comm: Any, counts: Any, dtype: torch.dtype, affine: bool
+) -> None:
+    torch.manual_seed(7)
+    plain = nn.BatchNorm1d(FEATURES, dtype=dtype, affine=affine)
+    if affine:
+        nn.init.normal_(plain.weight)
+        nn.init.normal_(plain.bias)
+    ours = convert(nn.Sequential(copy.deepcopy(plain)), comm)[0]
+    divided = counts[comm.size - 2]
+    count, begin, total = divided[comm.rank], sum(divided[: comm.rank]), sum(divided)
+    tolerance = {"rtol": 1e-10, "atol": 1e-12} if dtype is torch.float64 else {"rtol": 1e-5, "atol": 1e-6}
+    ours.sample_weight = weight = count * comm.size / total
+    for step in range(4):
+        inputs, factors = whole_batch(step, total, dtype)
+        outputs, gradient = run(plain, inputs, factors)
+        own = slice(begin, begin + count)
+        stand_in = torch.full_like(inputs[:1], 1.0)
+        found, back = run(ours, *((inputs[own], factors[own]) if count else (stand_in, stand_in)))
+        if count:
+            torch.testing.assert_close(found, outputs[own], **tolerance)
+            torch.testing.assert_close(back * weight / comm.size, gradient[own], **tolerance)
+        else:
+            axes = (0, 2)
+            mean, variance = inputs.mean(axes), inputs.var(axes, correction=0)
+            wanted = ((1 - mean) / (variance + plain.eps).sqrt())[None, :, None].expand_as(found)
+            if affine:
+                wanted = wanted * plain.weight[:, None] + plain.bias[:, None]
+            torch.testing.assert_close(found, wanted.detach(), **tolerance)
+            assert not back.any()
+        for name, parameter in ours.named_parameters():
+            averaged = comm.all_reduce(parameter.grad * weight / comm.size)
+            torch.testing.assert_close(averaged, plain.get_parameter(name).grad, **tolerance)
+        for name, buffer in ours.named_buffers():
+            torch.testing.assert_close(buffer, plain.get_buffer(name), **tolerance)
+
+
+@pytest.mark.ranks
+def test_gradients_agree_with_differences(comm: Any) -> None:
+    norm = SyncBatchNorm(comm, FEATURES, dtype=torch.float64)
+    norm.sample_weight = 1.0
+    inputs, factors = (each[comm.rank : comm.rank + 1] for each in whole_batch(0, comm.size, torch.float64))
+    _, gradient = run(norm, inputs, factors)
+    step = 1e-6
+    for place in [(0, 0, 0), (0, 3, 1)]:
+        values = []
+        for sign in (1, -1):
+            moved = inputs.clone()
+            moved[place] += sign * step * (comm.rank == comm.size - 1)  # one rank's sample moves
+            values.append(comm.all_reduce((norm(moved) * factors).sum().detach().reshape(1)))
+        difference = comm.broadcast(gradient[place].clone().reshape(1), comm.size - 1)
+        torch.testing.assert_close((values[0] - values[1]) / (2 * step), difference, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.ranks
+def test_strategies_pass_the_weight_on(comm: Any) -> None:
+    for data in ("ddp", "zero2", "fsdp"):
+        model = net()
+        strategy = attach(model, comm, ParallelSettings(data=data), CPU)  # type: ignore[arg-type]
+        strategy.set_sample_weight(0.25)
+        assert model[1].sample_weight == 0.25
+
+
+# Where it is automatic ------------------------------------------------------------------------------------------------
+
+
+def net(norm: type[nn.Module] = nn.BatchNorm1d) -> Any:
+    torch.manual_seed(7)
+    return nn.Sequential(nn.Linear(4, FEATURES), norm(FEATURES), nn.ReLU(), nn.Linear(FEATURES, 4), nn.ReLU())
+
+
+class WithActivation(nn.BatchNorm1d):
+    """Batch norm that computes more than that."""
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002
+        return torch.relu(super().forward(input))
+
+
+@contextmanager
+def logged(caplog: Any) -> Iterator[list[str]]:
+    """Give the lines that the package logs in a ``with`` block."""
+    logger, found = logging.getLogger("hpctrain"), []
+    level, propagates = logger.level, logger.propagate
+    logger.propagate = False
+    logger.addHandler(caplog.handler)
+    logger.setLevel(logging.INFO)
+    caplog.clear()
+    try:
+        yield found
+    finally:
+        logger.removeHandler(caplog.handler)
+        logger.setLevel(level)
+        logger.propagate = propagates
+        found += [f"{record.levelname}: {record.getMessage()}" for record in caplog.records]
+
+
+def attach_logged(comm: Any, caplog: Any, model: nn.Module, **parallel: Any) -> list[str]:
+    with logged(caplog) as lines:
+        attach(model, comm, ParallelSettings(**parallel), CPU)
+    return lines
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("data", ["ddp", "zero1", "zero2", "fsdp"])
+def test_batch_norms_are_synchronised_over_data_ranks(comm: Any, caplog: Any, data: str) -> None:
+    model = net()
+    lines = attach_logged(comm, caplog, model, data=data)
+    assert isinstance(model[1], SyncBatchNorm) and isinstance(model[1], nn.BatchNorm1d)
+    said = f"INFO: batch norms: 1 synchronised over {comm.size} data ranks; parallel.sync_batchnorm = false switches"
+    assert [line.startswith(said) for line in lines] == ([] if comm.rank else [True]), lines
+
+
+@pytest.mark.ranks
+def test_nothing_is_said_of_a_model_without_batch_norms(comm: Any, caplog: Any) -> None:
+    assert attach_logged(comm, caplog, nn.Sequential(nn.Linear(4, 4))) == []
+
+
+@pytest.mark.ranks
+def test_false_leaves_them_alone(comm: Any, caplog: Any) -> None:
+    model = net()
+    assert attach_logged(comm, caplog, model, sync_batchnorm=False) == []
+    assert type(model[1]) is nn.BatchNorm1d
+
+
+def test_one_rank_needs_none(comm: Any, caplog: Any) -> None:
+    model = net()
+    assert attach_logged(comm, caplog, model) == [] and type(model[1]) is nn.BatchNorm1d
+
+
+@pytest.mark.ranks
+def test_asynchronous_strategies_warn(comm: Any, caplog: Any) -> None:
+    model = net()
+    lines = attach_logged(comm, caplog, model, data="easgd")
+    assert type(model[1]) is nn.BatchNorm1d
+    said = 'WARNING: batch norms: 1 of class BatchNorm1d not synchronised, as parallel.data is "easgd": each of'
+    assert [line.startswith(said) for line in lines] == ([] if comm.rank else [True]), lines
+
+
+@pytest.mark.ranks
+def test_model_that_is_a_batch_norm_keeps_training(comm: Any, caplog: Any) -> None:
+    model = nn.BatchNorm1d(FEATURES)
+    lines = attach_logged(comm, caplog, model)
+    model(torch.randn(4, FEATURES)).square().sum().backward()
+    assert ["as the model itself is one" in line for line in lines] == ([] if comm.rank else [True]), lines
+
+
+@pytest.mark.ranks
+def test_batch_norm_with_a_forward_of_its_own_is_left_alone(comm: Any, caplog: Any) -> None:
+    model = nn.Sequential(net(), WithActivation(4))
+    lines = attach_logged(comm, caplog, model)
+    assert isinstance(model[0][1], SyncBatchNorm) and type(model[1]) is WithActivation
+    if comm.rank == 0:
+        assert "1 synchronised" in lines[0]
+        assert "1 of class WithActivation not synchronised, as their class has a forward" in lines[1]
+
+
+@pytest.mark.ranks(4)
+def test_stages_warn_and_tensor_ranks_do_not_count_twice(comm: Any, caplog: Any) -> None:
+    lines = attach_logged(comm, caplog, net(), pipe=2)
+    assert ["as parallel.pipe is above 1: each of 2 data ranks" in line for line in lines] == [True][comm.rank :], lines
+    model = net()
+    lines = attach_logged(comm, caplog, model, tensor=2, tensor_plan=("3=column",))
+    assert ["1 synchronised over 2 data ranks" in line for line in lines] == [True][comm.rank :], lines
+    assert model[1].comm.size == 2
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("data", ["ddp", "fsdp"])
+def test_model_on_the_meta_device_draws_the_same(comm: Any, data: Any) -> None:
+    results = []
+    for device in ("meta", "cpu"):
+        torch.manual_seed(7)
+        with torch.device(device):
+            model = ConvNet((3, 8, 8), 10, channels=(4,))
+        attach(model, comm, ParallelSettings(data=data), CPU)
+        assert any(isinstance(module, SyncBatchNorm) for module in model.modules())
+        results.append(model(torch.ones(2, 3, 8, 8)).detach())
+    assert torch.equal(*results)
+
+
+def test_hooks_and_attributes_are_kept(comm: Any) -> None:
+    model, seen = net(), []
+    model[1].register_forward_hook(lambda *_: seen.append(1))
+    model[1].tag = "mine"
+    convert(model, comm)
+    model(torch.randn(3, 4))
+    assert seen == [1] and model[1].tag == "mine"
