@@ -17,9 +17,11 @@ from hpctrain._version import __version__
 from hpctrain.checkpoint.file import layout
 from hpctrain.checkpoint.file.attributes import Value, pack
 from hpctrain.checkpoint.file.keys import group_of, key_groups
+from hpctrain.checkpoint.file.layout import Array
 from hpctrain.checkpoint.file.source import Source
 from hpctrain.checkpoint.named import Models
 from hpctrain.checkpoint.optimizer import OptimizerState
+from hpctrain.checkpoint.states import pack_states
 from hpctrain.checkpoint.tensors import flat, to_numpy
 from hpctrain.errors import UsageError
 from hpctrain.shard import Shard
@@ -27,6 +29,7 @@ from hpctrain.shard import Shard
 Groups = dict[str, dict[str, Value]]
 
 CURVES = "curves"  # the key of ``train`` whose entries are stored as arrays
+STATES = "states"  # the key of ``train`` whose entries may hold tensors
 # The attributes with which viewers (NeXus: h5web, silx) find the loss curve; they are the file's, not the run's.
 _PLOT = ("NX_class", "signal", "axes")
 
@@ -95,10 +98,18 @@ def train_content(train: Mapping[str, Any]) -> tuple[list[Source], Groups]:
     for key in _PLOT:
         if key in values:
             raise UsageError(f"the name {key} in train is taken: it tells viewers what to plot")
+    sources = [_curve(name, data) for name, data in curves.items()]
+    if isinstance(values.get(STATES), Mapping):
+        values[STATES], packed = pack_states(values[STATES])
+        sources += [_state_source(path, leaf) for path, leaf in packed.tensors.items()]
     attributes = pack(values, "train")
     if "loss" in curves and "step" in curves:
         attributes |= {"NX_class": "NXdata", "signal": "loss", "axes": ("step",)}
-    return [_curve(name, data) for name, data in curves.items()], {layout.TRAIN: attributes}
+    return sources, {layout.TRAIN: attributes}
+
+
+def _state_source(path: str, leaf: torch.Tensor | Array) -> Source:
+    return _shard_source(Shard.whole(path, leaf)) if isinstance(leaf, torch.Tensor) else Source.of(path, leaf)
 
 
 def without_plot(values: Mapping[str, Any]) -> dict[str, Any]:

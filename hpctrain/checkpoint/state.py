@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,8 @@ from hpctrain.checkpoint.file.reader import Reader
 from hpctrain.checkpoint.fit import fill_shard, is_skipped
 from hpctrain.checkpoint.named import Models, by_key
 from hpctrain.checkpoint.saver import Saver, Storage
+from hpctrain.checkpoint.states import as_unsigned, unpack_states
+from hpctrain.checkpoint.tensors import from_numpy
 from hpctrain.collectives.agreement import agreed
 from hpctrain.errors import CheckpointError, UsageError
 from hpctrain.shard import Shard, Split
@@ -62,8 +65,9 @@ def save(
     groups of the file. An optimizer may hold parameters of any of the models. ``split`` is then a mapping by the keys
     of the models.
 
-    ``train`` holds numbers, text, lists and tables under names of the caller's; its ``step`` is also the file's, and
-    its ``curves`` (name to list of numbers) become arrays to plot. ``rng`` is this rank's state (``capture_rng()``),
+    ``train`` holds numbers, text, lists and tables under names of the caller's. Its ``step`` is also the file's. Its
+    ``curves`` (name to list of numbers) become arrays to plot. Its ``states`` (name to state) may hold tensors and
+    NumPy arrays in dicts, lists and tuples; those of rank 0 are stored. ``rng`` is this rank's state (``capture_rng()``),
     ``config`` TOML text, ``provenance`` adds to what is recorded anyway. With ``comm`` every rank must call and writes
     its share, and all succeed or raise the same error. ``split`` says how the model is split over the ranks, if it
     is, and ``how`` to write.
@@ -186,6 +190,8 @@ def _rest(reader: Reader, rank: int) -> Loaded:
     curves = reader.below(layout.TRAIN)
     if curves:
         train[content.CURVES] = {name: reader.read(record.path) for name, record in curves.items()}
+    if content.STATES in train:
+        train[content.STATES] = unpack_states(train[content.STATES], partial(_state, reader), reader.path)
     toml = reader.values(layout.CONFIG).get("toml")
     step, world_size = root.get("step"), root.get("world_size")
     if not isinstance(step, int) or not isinstance(world_size, int):
@@ -199,6 +205,14 @@ def _rest(reader: Reader, rank: int) -> Loaded:
         config=None if toml is None else str(toml),
         provenance=reader.values(layout.PROVENANCE),
     )
+
+
+def _state(reader: Reader, path: str, dtype: str | None) -> torch.Tensor | Array:
+    """Return a tensor of a state, or with a dtype an array."""
+    if path not in reader.records:
+        raise CheckpointError(f"{reader.path}: a state refers to {path}, which the file lacks")
+    stored = reader.read(path)
+    return from_numpy(stored, reader.records[path].dtype) if dtype is None else as_unsigned(stored, dtype)
 
 
 def _rng(reader: Reader, group: str) -> dict[str, Any] | None:

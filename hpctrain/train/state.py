@@ -5,29 +5,37 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
+from typing import TYPE_CHECKING, Any, TypeVar
 
+import numpy as np
 import torch
 from torch import nn
 
 from hpctrain.checkpoint import folder as files
 from hpctrain.checkpoint import rng
+from hpctrain.checkpoint.file.checksum import crc32
 from hpctrain.checkpoint.keep import Keep
 from hpctrain.checkpoint.named import by_key
 from hpctrain.checkpoint.saver import Saver
 from hpctrain.checkpoint.state import Loaded, load, load_own
-from hpctrain.collectives.agreement import on_first_rank
+from hpctrain.checkpoint.states import Leaf, pack_states
+from hpctrain.checkpoint.tensors import to_numpy
+from hpctrain.collectives.agreement import agreed, on_first_rank
 from hpctrain.errors import CheckpointError, UsageError
 from hpctrain.log import logger
 from hpctrain.parallel.strategy import Strategy
 from hpctrain.shard import Split
+from hpctrain.train import parts
 from hpctrain.train.metrics import Curves
+from hpctrain.train.parts import Stateful
 
 if TYPE_CHECKING:
     from hpctrain.collectives.communicator import Communicator
 
+__all__ = ["LOADER", "Stateful", "TrainState"]
 T = TypeVar("T")
 
 LOADER = "loader"  # the part that holds the position in the data, of a loader that has one
@@ -37,30 +45,19 @@ STOPPED = "stopped"  # of a checkpoint's values: why the program has ended the r
 _NOT_LOGGED = ("step", "tokens", "skipped", "step_seconds", "communication_seconds")
 
 
-@runtime_checkable
-class Stateful(Protocol):
-    """Be a thing whose state is plain numbers, text, lists and tables: a loader, a scheduler."""
-
-    def state_dict(self) -> Mapping[str, Any]:
-        """Return the state."""
-
-    def load_state_dict(self, state: Any) -> Any:
-        """Take a state back."""
-
-
 class TrainState:
     """State of a run that is saved: models, optimizers, position in the data, step, curves, generators, the user's own.
 
     ``models``, ``optimizers`` and ``strategies`` (how each model is split over the ranks) are by key; a single one has
-    the key ``""``. ``parts`` are the other things with a state, by name; ``keep`` says which checkpoints of the folder
-    stay.
+    the key ``""``. ``parts`` are the other things with a state, by name (see ``train.parts``); ``keep`` says which
+    checkpoints of the folder stay.
     """
 
     def __init__(
         self,
         models: Mapping[str, nn.Module],
         optimizers: Mapping[str, torch.optim.Optimizer],
-        parts: Mapping[str, Stateful],
+        parts: Mapping[str, Any],
         comm: Communicator,
         folder: Path,
         keep: Keep = Keep(),
@@ -69,7 +66,7 @@ class TrainState:
         self.models: dict[str, nn.Module] = by_key(models, "model")
         self.optimizers: dict[str, torch.optim.Optimizer] = by_key(optimizers, "optimizer")
         self.strategies = {key: strategies[key] for key in self.models if key in strategies}
-        self.parts, self.comm = parts, comm
+        self.parts, self.comm = dict(parts), comm
         self.folder = folder
         self.keeper = files.Keeper(folder, keep)
         self.step = 0
@@ -121,7 +118,7 @@ class TrainState:
             "step": self.step,
             "batches": self.batches,
             "tokens": self.tokens,
-            "states": {name: dict(part.state_dict()) for name, part in self.parts.items()},
+            "states": self._states(),
             "curves": self.curves.columns,
             files.LOGGED: self.logged,
             **({} if self.stopped is None else {STOPPED: self.stopped}),
@@ -140,6 +137,27 @@ class TrainState:
                 split=self.splits,
                 own=self._own(),
             )
+
+    def check_storable(self) -> None:
+        """Refuse states that a checkpoint cannot hold; a call by all ranks, before the first step.
+
+        Raises ``UsageError`` on all ranks for a value of no storable type, and for tensors that differ between the
+        ranks: a checkpoint stores those of rank 0.
+        """
+        tensors = agreed(self.comm, lambda: pack_states(self._states(), _place)[1].tensors)
+        everyone = self.comm.all_gather_object({path: _fingerprint(leaf) for path, leaf in tensors.items()})
+        for rank, found in enumerate(everyone):
+            differing = [path for path in {**everyone[0], **found} if everyone[0].get(path) != found.get(path)]
+            if differing:
+                raise UsageError(
+                    f"{differing[0].removeprefix('/')} differs between rank 0 and rank {rank}; a checkpoint stores "
+                    "states that are equal on all ranks; use torch's global generator for numbers that differ, and "
+                    "average whole models, not shards",
+                    everywhere=True,
+                )
+
+    def _states(self) -> dict[str, Any]:
+        return {name: parts.state_of(part) for name, part in self.parts.items()}
 
     def _judge(self) -> None:
         """Say once on rank 0 where the best is to be kept and there is nothing to tell it by."""
@@ -209,7 +227,7 @@ class TrainState:
             raise CheckpointError(f"{path} holds no state of {', '.join(missing)}", everywhere=True)
         for name, part in self.parts.items():
             if name in states and (rewind_data or name not in (LOADER, FEED)):
-                part.load_state_dict(states[name])
+                agreed(self.comm, partial(parts.restore, part, states[name], _place(name)))
         if rewind_data:
             self.batches = int(train.get("batches", loaded.step))
         if loaded.rng is not None:
@@ -224,6 +242,17 @@ class TrainState:
         self.logged = {str(name): float(value) for name, value in logged.items()}
         self.curves.columns = {name: [float(x) for x in values] for name, values in train.get("curves", {}).items()}
         return loaded
+
+
+def _place(name: str) -> str:
+    return "the loader's state" if name == LOADER else f'states["{name}"]'
+
+
+def _fingerprint(leaf: Leaf) -> tuple[object, ...]:
+    """Return what tells tensors apart: type, shape and a checksum."""
+    array = to_numpy(leaf) if isinstance(leaf, torch.Tensor) else leaf
+    data = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
+    return str(leaf.dtype), tuple(leaf.shape), crc32(data)
 
 
 def _only(things: Mapping[str, T], what: str) -> T:

@@ -85,6 +85,7 @@ def _to_torch(
 ) -> None:
     import torch  # only here: everything else of this page runs on a login node
 
+    from hpctrain.checkpoint.states import unpack_states
     from hpctrain.checkpoint.tensors import from_numpy
 
     def load(record: Record) -> torch.Tensor:
@@ -102,6 +103,9 @@ def _to_torch(
         optimizers = {key: _torch_optimizer(reader, key, load) for key in keys_in(reader, layout.OPTIMIZER)}
         everything["optimizer"] = optimizers[""] if "" in optimizers else optimizers
     everything["train"] = {**reader.values(layout.TRAIN)}
+    if "states" in everything["train"]:
+        tensor = lambda path, dtype: load(reader.records[path])  # NumPy arrays, too: torch reads its own without pickle
+        everything["train"]["states"] = unpack_states(everything["train"]["states"], tensor, reader.path)
     curves = {name: load(record) for name, record in reader.below(layout.TRAIN).items()}
     everything["train"] |= {"curves": curves} if curves else {}
     everything["config"] = reader.values(layout.CONFIG).get("toml")

@@ -1,0 +1,163 @@
+"""States of any shape as values and tensors of a file: schedulers, averaged models, generators, tables of tensors.
+
+``pack_states`` turns a nested state into JSON values and a list of tensors; ``unpack_states`` turns them back. Plain
+values (numbers, text, true and false, nothing, lists, tables with text as keys) are JSON as they are. The rest is a
+table with the key ``$``, which names its kind:
+
+    {"$": "tensor", "at": "/states/ema/module.weight"}      a dataset of the file
+    {"$": "array", "at": "/states/noise/key", "dtype": "uint32"}      a NumPy array
+    {"$": "tuple", "items": [...]}
+    {"$": "dict", "items": [[key, value], ...]}      a table with other keys than text, or with the key $
+    {"$": "counter", "items": [[key, count], ...]}      a collections.Counter
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from hpctrain.checkpoint.file import layout
+from hpctrain.checkpoint.file.layout import Array
+from hpctrain.checkpoint.tensors import check_storable
+from hpctrain.errors import CheckpointError, UsageError
+
+ALLOWED = "tensors, NumPy arrays, numbers, text, true and false, None, and lists, tuples and dicts of them"
+_KIND, _AT, _ITEMS, _DTYPE = "$", "at", "items", "dtype"
+_LONGEST = 200  # bytes of a dataset's name
+# Unsigned integers that a file has no torch name for are stored as signed ones of the same width.
+_UNSIGNED = {"uint16": "int16", "uint32": "int32", "uint64": "int64"}
+
+Leaf = torch.Tensor | Array
+
+
+class Packed:
+    """JSON values of a state, and the tensors and arrays that they refer to, by path in the file."""
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, Leaf] = {}
+
+    def add(self, value: Any, where: str, trail: tuple[str, ...]) -> Any:
+        """Return the JSON value for a state; ``where`` names it in errors, ``trail`` in the file.
+
+        Raises ``UsageError`` for what a checkpoint cannot store.
+        """
+        if isinstance(value, np.generic):
+            value = value.item()
+        if isinstance(value, (torch.Tensor, np.ndarray)):
+            return self._leaf(value, where, trail)
+        if value is None or isinstance(value, (bool, int, float, str)):
+            return _plain(value, where)
+        if isinstance(value, Mapping):
+            return self._table(value, where, trail)
+        if isinstance(value, (list, tuple)):
+            items = [self.add(item, f"{where}[{n}]", (*trail, str(n))) for n, item in enumerate(value)]
+            return items if isinstance(value, list) else {_KIND: "tuple", _ITEMS: items}
+        raise UsageError(f"{where} is {_described(value)}; allowed are {ALLOWED}")
+
+    def _table(self, value: Mapping[Any, Any], where: str, trail: tuple[str, ...]) -> Any:
+        items = []
+        for key, item in value.items():
+            if not isinstance(key, (str, int, float, bool, tuple)) and key is not None:
+                kinds = "text, numbers, true and false, None and tuples of them"
+                raise UsageError(f"{where} has the key {key!r}, {_described(key)}; allowed are {kinds}")
+            name = self.add(key, f"the key {key!r} of {where}", trail)
+            items.append([name, self.add(item, f"{where}[{_quoted(key)}]", (*trail, str(key)))])
+        if isinstance(value, Counter):
+            return {_KIND: "counter", _ITEMS: items}
+        if all(isinstance(key, str) for key in value) and _KIND not in value:
+            return dict(items)
+        return {_KIND: "dict", _ITEMS: items}
+
+    def _leaf(self, value: Leaf, where: str, trail: tuple[str, ...]) -> dict[str, str]:
+        if isinstance(value, torch.Tensor):
+            try:
+                check_storable(value, where)
+            except CheckpointError as error:
+                raise UsageError(str(error)) from None
+            return {_KIND: "tensor", _AT: self._keep(value, trail)}
+        name = value.dtype.name
+        if name in _UNSIGNED:
+            return {_KIND: "array", _AT: self._keep(_little(value).view(_UNSIGNED[name]), trail), _DTYPE: name}
+        if name not in layout.STORAGE:
+            known = ", ".join([*layout.STORAGE, *_UNSIGNED])
+            raise UsageError(f"{where} is a NumPy array of type {value.dtype}; allowed are {known}")
+        return {_KIND: "array", _AT: self._keep(_little(value), trail), _DTYPE: name}
+
+    def _keep(self, value: Leaf, trail: tuple[str, ...]) -> str:
+        first, rest = _safe(trail[0]), _safe(".".join(trail[1:]) or "value")
+        path, number = f"{layout.STATES}/{first}/{rest}", 1
+        while path in self.tensors:
+            path, number = f"{layout.STATES}/{first}/{rest}~{number}", number + 1
+        self.tensors[path] = value
+        return path
+
+
+def pack_states(states: Mapping[str, Any], where: Callable[[str], str] | None = None) -> tuple[dict[str, Any], Packed]:
+    """Return the JSON values of states by name, and their tensors; ``where`` names a state in errors."""
+    packed, named = Packed(), where or (lambda name: f'states["{name}"]')
+    return {name: packed.add(state, named(name), (name,)) for name, state in states.items()}, packed
+
+
+def unpack_states(values: Any, read: Callable[[str, str | None], Any], file: object) -> Any:
+    """Return what ``pack_states`` was given; ``read(path, dtype)`` returns a tensor, or with a dtype an array.
+
+    Raises ``CheckpointError`` for a kind that this version does not know.
+    """
+    if isinstance(values, list):
+        return [unpack_states(item, read, file) for item in values]
+    if not isinstance(values, dict):
+        return values
+    if _KIND not in values:
+        return {key: unpack_states(item, read, file) for key, item in values.items()}
+    kind, items = values[_KIND], values.get(_ITEMS)
+    if kind in ("tensor", "array") and isinstance(values.get(_AT), str):
+        return read(values[_AT], values.get(_DTYPE, "") if kind == "array" else None)
+    if kind == "tuple" and isinstance(items, list):
+        return tuple(unpack_states(item, read, file) for item in items)
+    if kind in ("dict", "counter") and isinstance(items, list) and all(isinstance(pair, list) for pair in items):
+        table = {unpack_states(key, read, file): unpack_states(item, read, file) for key, item in items}
+        return Counter(table) if kind == "counter" else table
+    raise CheckpointError(f"{file}: a state has the kind {kind!r}, which this hpctrain does not know; update it")
+
+
+def as_unsigned(array: Array, dtype: str) -> Array:
+    """Return a stored array with the element type that it had."""
+    if dtype == "bool":
+        return array.astype(np.bool_)
+    return array.view(dtype) if dtype in _UNSIGNED else array
+
+
+def _plain(value: Any, where: str) -> Any:
+    if isinstance(value, str):
+        return str(value)  # a subclass would bring its package along
+    if value is None or isinstance(value, bool):
+        return value
+    return int(value) if isinstance(value, int) else float(value)
+
+
+def _little(array: Array) -> Array:
+    """Return a contiguous array in the byte order of the file, which is that of the machine."""
+    return np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("<")).reshape(array.shape)
+
+
+def _safe(text: str) -> str:
+    """Return a name that a dataset or group may have, close to the text."""
+    kept = "".join(c if c.isprintable() and c != "/" else "_" for c in text)
+    kept = kept.encode()[:_LONGEST].decode(errors="ignore")
+    return kept if kept.strip(".") else f"_{kept}"
+
+
+def _quoted(key: Any) -> str:
+    return f'"{key}"' if isinstance(key, str) else repr(key)
+
+
+def _described(value: Any) -> str:
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
+    kind = type(value)
+    name = kind.__name__ if kind.__module__ in ("builtins", "__main__") else f"{kind.__module__}.{kind.__qualname__}"
+    return f"{'an' if name[:1].lower() in 'aeiou' else 'a'} {name}"

@@ -1,0 +1,115 @@
+"""Nested states with tensors go into a file and come back the same, bit for bit and type for type."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter, OrderedDict
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+import torch
+
+from hpctrain import checkpoint
+from hpctrain.checkpoint.file.layout import STORAGE
+from hpctrain.checkpoint.look.export import export
+from hpctrain.checkpoint.states import pack_states
+from hpctrain.checkpoint.tensors import torch_dtype
+from hpctrain.errors import CheckpointError, UsageError
+
+
+def equal(one: Any, two: Any) -> bool:
+    """Tell whether two states are equal in bits and in every type."""
+    if isinstance(one, torch.Tensor):
+        return isinstance(two, torch.Tensor) and one.dtype == two.dtype and torch.equal(one, two)
+    if isinstance(one, np.ndarray):
+        return isinstance(two, np.ndarray) and one.dtype == two.dtype and bool(np.array_equal(one, two))
+    if isinstance(one, dict):
+        return type(one) is type(two) and list(one) == list(two) and all(equal(one[key], two[key]) for key in one)
+    if isinstance(one, (list, tuple)):
+        return type(one) is type(two) and len(one) == len(two) and all(map(equal, one, two))
+    return type(one) is type(two) and one == two
+
+
+def stored(tmp_path: Path, states: dict[str, Any]) -> Any:
+    """Return what a file gives back."""
+    checkpoint.save(tmp_path / "c.h5", model=torch.nn.Linear(1, 1), train={"step": 1, "states": states})
+    return checkpoint.load(tmp_path / "c.h5").train["states"]
+
+
+def test_everything_comes_back_as_it_was(tmp_path: Path) -> None:
+    states = {
+        "plain": {"a": 1, "b": [1.5, None, True, "ü"], "c": {"d": []}, "huge": 1 << 80, "inf": float("-inf")},
+        "shapes": [torch.tensor(2.5), torch.empty(0, 3), torch.arange(24).reshape(2, 3, 4).transpose(0, 2)],
+        "dtypes": {name: torch.arange(6).to(torch_dtype(name)) for name in STORAGE},
+        "deep": {"x": {"y": [{"z": (torch.ones(2), [torch.zeros(1)], (1, 2))}]}},
+        "keys": {3: "int", 2.5: "float", None: "none", (1, "a"): "tuple", "3": "text"},
+        "marked": {"$": "tensor", "at": 5},
+        "counter": Counter({3: 2, 4: 1}),
+        "arrays": [np.arange(4).astype(name) for name in ("uint16", "uint32", "uint64", "float64", "bool", ">i4")],
+        "a/b": {"c/d": torch.ones(1), ".": torch.zeros(1)},
+        "alike": {"a.b": torch.tensor(1), "a": {"b": torch.tensor(2)}},
+        "alone": torch.tensor([7]),
+    }
+    found = stored(tmp_path, states)
+    states["arrays"][-1] = np.arange(4, dtype="i4")
+    assert equal(found, states)
+
+
+def test_h5py_finds_the_tensors(tmp_path: Path) -> None:
+    average = torch.optim.swa_utils.AveragedModel(torch.nn.Linear(3, 2))
+    stored(tmp_path, {"ema": average.state_dict(), "plain": {"rate": 0.5}})
+    with h5py.File(tmp_path / "c.h5") as file:
+        assert file.attrs["format_version"] == b"1.3"
+        found = file["states/ema/module.weight"]
+        np.testing.assert_array_equal(found[()], average.module.weight.detach().numpy())
+        assert found.attrs["torch_dtype"] == b"float32" and "crc32" in found.attrs
+        values = json.loads(file["train"].attrs["states.json"])
+        assert values["ema"]["module.weight"] == {"$": "tensor", "at": "/states/ema/module.weight"}
+        assert values["plain"] == {"rate": 0.5}
+    with pytest.raises(CheckpointError, match="/states/ema/module.bias is damaged"):
+        with h5py.File(tmp_path / "c.h5") as file:
+            place = file["states/ema/module.bias"].id.get_offset()
+        data = bytearray((tmp_path / "c.h5").read_bytes())
+        data[place] ^= 1
+        (tmp_path / "c.h5").write_bytes(data)
+        checkpoint.load(tmp_path / "c.h5")
+
+
+def test_plain_states_leave_the_file_as_it_was(tmp_path: Path) -> None:
+    states = {"loader": {"position": 3, "order": [1, 2], "done": False}}
+    assert stored(tmp_path, states) == states
+    with h5py.File(tmp_path / "c.h5") as file:
+        assert file.attrs["format_version"] == b"1.2" and "states" not in file
+        assert file["train"].attrs["states.json"].decode() == json.dumps(states)
+
+
+def test_torch_reads_exported_states(tmp_path: Path) -> None:
+    states = {"ema": OrderedDict(w=torch.ones(2), n=np.arange(3)), "s": (1, {3: 4}), "c": Counter([1, 1])}
+    stored(tmp_path, states)
+    export(tmp_path / "c.h5", "torch", tmp_path / "c.pt")
+    found = torch.load(tmp_path / "c.pt", weights_only=True)["train"]["states"]
+    assert torch.equal(found["ema"]["w"], torch.ones(2)) and found["ema"]["n"].tolist() == [0, 1, 2]
+    assert found["s"] == (1, {3: 4}) and found["c"] == Counter({1: 2})
+
+
+@pytest.mark.parametrize(
+    ("state", "message"),
+    [
+        ({"y": [1, 2, lambda: 0]}, r'states\["x"\]\["y"\]\[2\] is a function; allowed are tensors, NumPy arrays'),
+        (open, r'states\["x"\] is a builtin_function_or_method; allowed are'),
+        ({"f": Path()}, r'states\["x"\]\["f"\] is a pathlib\._?.*Path; allowed are'),
+        ({3: {"t": torch.eye(2).to_sparse()}}, r'states\["x"\]\[3\]\["t"\] is a torch.sparse_coo tensor'),
+        ((torch.ones(1, dtype=torch.complex64),), r'states\["x"\]\[0\] has the dtype complex64: a checkpoint holds'),
+        ([torch.ones(1, device="meta")], r'states\["x"\]\[0\] is on the meta device'),
+        ([np.array(["a"])], r'states\["x"\]\[0\] is a NumPy array of type <U1; allowed are float64'),
+        ({b"k": 1}, r"states\[\"x\"\] has the key b'k', a bytes; allowed are text, numbers"),
+        ({"c": torch.nn.Linear}, r'states\["x"\]\["c"\] is the class Linear; allowed'),
+        ({1, 2}, r'states\["x"\] is a set; allowed'),
+    ],
+)
+def test_what_cannot_be_stored_is_named(state: Any, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        pack_states({"x": state})
