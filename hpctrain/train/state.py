@@ -16,7 +16,9 @@ from torch import nn
 
 from hpctrain.checkpoint import folder as files
 from hpctrain.checkpoint import rng
+from hpctrain.checkpoint.file import layout
 from hpctrain.checkpoint.file.checksum import crc32
+from hpctrain.checkpoint.file.reader import Reader
 from hpctrain.checkpoint.keep import Keep
 from hpctrain.checkpoint.named import by_key
 from hpctrain.checkpoint.saver import Saver
@@ -28,7 +30,7 @@ from hpctrain.errors import CheckpointError, UsageError
 from hpctrain.log import logger
 from hpctrain.parallel.strategy import Strategy
 from hpctrain.shard import Split
-from hpctrain.train import parts
+from hpctrain.train import parts, schedulers
 from hpctrain.train.metrics import Curves
 from hpctrain.train.parts import Stateful
 
@@ -66,7 +68,9 @@ class TrainState:
         self.models: dict[str, nn.Module] = by_key(models, "model")
         self.optimizers: dict[str, torch.optim.Optimizer] = by_key(optimizers, "optimizer")
         self.strategies = {key: strategies[key] for key in self.models if key in strategies}
-        self.parts, self.comm = dict(parts), comm
+        self.parts: dict[str, Any] = dict(parts)
+        self.comm = comm
+        self.schedulers: set[str] = set()  # names of the parts that were found, not named by the program
         self.folder = folder
         self.keeper = files.Keeper(folder, keep)
         self.step = 0
@@ -137,6 +141,24 @@ class TrainState:
                 split=self.splits,
                 own=self._own(),
             )
+
+    def find_schedulers(self) -> list[str]:
+        """Add learning-rate schedulers that the program did not name to what is saved; return their names.
+
+        A call by all ranks; before the run resumes, and again before the first save for those made meanwhile.
+        """
+        found = schedulers.find_schedulers(self.optimizers, self.parts)
+        everyone = self.comm.all_gather_object([(name, type(one).__name__) for name, one in found.items()])
+        for rank, names in enumerate(everyone):
+            if names != everyone[0]:
+                raise UsageError(
+                    f"rank 0 has the learning-rate schedulers {everyone[0]} and rank {rank} {names}; all ranks must "
+                    "make the same ones",
+                    everywhere=True,
+                )
+        self.parts |= found
+        self.schedulers |= set(found)
+        return list(found)
 
     def check_storable(self) -> None:
         """Refuse states that a checkpoint cannot hold; a call by all ranks, before the first step.
@@ -215,7 +237,12 @@ class TrainState:
             logger.warning("%s holds no such workers: all of them begin where the centre is", path)
 
     def restore(self, path: Path, *, rewind_data: bool = True) -> Loaded:
-        """Go back to a checkpoint; without ``rewind_data``, the position in the data stays where it is."""
+        """Go back to a checkpoint; without ``rewind_data``, the position in the data stays where it is.
+
+        Raises ``UsageError`` on all ranks if it holds a learning-rate scheduler and the program none, or the reverse.
+        """
+        saved = on_first_rank(self.comm, lambda: _names_of_states(path))
+        schedulers.check_saved(saved, self.parts, sorted(self.schedulers), path)
         loaded = load(path, model=self.models, optimizer=self.optimizers, comm=self.comm, split=self.splits)
         for strategy in self.strategies.values():
             strategy.refresh()
@@ -242,6 +269,11 @@ class TrainState:
         self.logged = {str(name): float(value) for name, value in logged.items()}
         self.curves.columns = {name: [float(x) for x in values] for name, values in train.get("curves", {}).items()}
         return loaded
+
+
+def _names_of_states(path: Path) -> list[str]:
+    with Reader(path) as reader:
+        return list(reader.values(layout.TRAIN).get("states", {}))
 
 
 def _place(name: str) -> str:
