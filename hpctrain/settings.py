@@ -12,13 +12,15 @@ import dataclasses
 import datetime
 import difflib
 import functools
+import importlib
 import numbers
 import operator
 import os
+import sys
 import tomllib
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -119,6 +121,34 @@ def unknown(what: str, name: str, known: Sequence[str]) -> str:
     return f"unknown {what}: {guess}known are {', '.join(sorted(known))}"
 
 
+def names_function(path: str) -> bool:
+    """Tell whether a text is of the form ``package.module:function``."""
+    module, colon, function = path.partition(":")
+    return bool(colon) and all(part.isidentifier() for part in [*module.split("."), *function.split(".")])
+
+
+def function_named(path: str, setting: str) -> Callable[..., Any]:
+    """Import what ``package.module:function`` names; raise ``SettingsError`` that names the setting otherwise."""
+    module_name, _, name = path.partition(":")
+    # As `python -m` does: a console script's own folder is on the path, the user's is not.
+    if os.getcwd() not in sys.path and "" not in sys.path:
+        sys.path.append(os.getcwd())
+    try:
+        found: Any = importlib.import_module(module_name)
+    except Exception as error:
+        raise SettingsError(
+            f"{setting} {path}: cannot import {module_name}: {type(error).__name__}: {error} "
+            f"(looked in {os.getcwd()} and the Python path)"
+        ) from error
+    for part in name.split("."):
+        if not hasattr(found, part):
+            raise SettingsError(f"{setting} {path}: {module_name} has no {name}")
+        found = getattr(found, part)
+    if not callable(found):
+        raise SettingsError(f"{setting} {path}: {name} is {type(found).__name__}, expected a function or a class")
+    return found  # type: ignore[no-any-return]
+
+
 def to_tree(settings: Any) -> Tree:
     """Return a settings dataclass as plain nested dictionaries, unset (``None``) values left out."""
     tree: Tree = {}
@@ -185,7 +215,7 @@ def _convert(hint: Any, value: Any, path: str) -> Any:
         allowed = typing.get_args(hint)
         if value not in allowed:
             text = f"setting {path} = {value!r}: allowed are {', '.join(map(str, allowed))}"
-            raise SettingsError(text + _meant(value, allowed))
+            raise SettingsError(text + meant(value, allowed))
         return value
     if origin is tuple:
         items = [value] if isinstance(value, str) else value
@@ -203,7 +233,7 @@ def _convert(hint: Any, value: Any, path: str) -> Any:
     raise SettingsError(f"setting {path} = {value!r}: expected {_NAMES.get(plain, plain.__name__)}")
 
 
-def _meant(value: Any, allowed: Sequence[Any]) -> str:
+def meant(value: Any, allowed: Sequence[Any]) -> str:
     """Return the hint at the choice that was probably meant, or nothing."""
     if not isinstance(value, str):
         return ""

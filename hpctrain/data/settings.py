@@ -33,6 +33,11 @@ class DataSettings:
             raise SettingsError(f"data.files = {list(self.files)}: a file name is empty")
 
     @property
+    def has_tokens(self) -> bool:
+        """Tell whether samples are sequences of tokens."""
+        return self.format == "tokens"
+
+    @property
     def validation_limit(self) -> int | None:
         """Return the limit that ``evaluation_batches`` takes."""
         return self.validation_samples or None

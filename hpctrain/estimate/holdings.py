@@ -18,8 +18,7 @@ from hpctrain.parallel.offload.memory import CHUNK
 from hpctrain.parallel.pipeline.parcel import Parcel
 from hpctrain.parallel.pipeline.route import ACTIVATIONS, AHEAD, GRADIENTS, most_held
 from hpctrain.parallel.server.settings import APART, at_own_pace
-
-MOMENTS = 2  # AdamW: of the gradients and of their squares
+from hpctrain.train.optimizer import kept_per_element
 
 
 @dataclass(frozen=True)
@@ -46,6 +45,11 @@ def holdings_of(run: PlannedRun, model: RankModel) -> list[Holding]:
     return found + (_links(run, model) if run.parallel.pipe > 1 else [])
 
 
+def _states(run: PlannedRun, nbytes: int) -> int:
+    """Return the bytes of what the optimizer keeps of so many bytes of parameters."""
+    return int(kept_per_element(run.settings.optimizer) * nbytes)
+
+
 # Along the data axis --------------------------------------------------------------------------------------------------
 
 
@@ -53,7 +57,7 @@ def _whole(run: PlannedRun, model: RankModel) -> list[Holding]:
     """Return what a rank holds that has the whole of its model's part."""
     found = [
         Holding("parameters", model.parameter_bytes),
-        Holding("optimizer states", MOMENTS * sum(one.nbytes for one in model.trained)),
+        Holding("optimizer states", _states(run, sum(one.nbytes for one in model.trained))),
     ]
     if run.parallel.data in APART:
         return _apart(run, model)
@@ -66,7 +70,8 @@ def _whole(run: PlannedRun, model: RankModel) -> list[Holding]:
 def _apart(run: PlannedRun, model: RankModel) -> list[Holding]:
     """Return what a worker holds that exchanges parameters with the others, and no gradients."""
     trained, data = sum(one.nbytes for one in model.trained), run.parallel.data
-    parameters, states = Holding("parameters", model.parameter_bytes), Holding("optimizer states", MOMENTS * trained)
+    parameters = Holding("parameters", model.parameter_bytes)
+    states = Holding("optimizer states", _states(run, trained))
     if data == "hogwild":  # the one copy of the node; on a GPU, or with other nodes, each worker has its own, too
         shared = run.device == "cpu" and run.nodes == 1
         copy = Holding("parameters", trained, on_host=True, sharers=run.ranks_on_node)
@@ -75,7 +80,8 @@ def _apart(run: PlannedRun, model: RankModel) -> list[Holding]:
         owners = run.settings.server.ranks or run.ranks
         vectors = [Holding("gradients", trained, on_host=True), Holding("buffers", trained, on_host=True)]
         piece = [Holding("parameters", trained // owners, on_host=True)]
-        return [parameters, *vectors, *piece, Holding("optimizer states", MOMENTS * trained // owners, on_host=True)]
+        states = Holding("optimizer states", _states(run, trained // owners), on_host=True)
+        return [parameters, *vectors, *piece, states]
     if not at_own_pace(run.settings.server, run.parallel):  # the centre, and the window of the sum
         return [parameters, states, *[Holding("buffers", trained, on_host=True)] * 2]
     return [parameters, states, Holding("buffers", trained // run.ranks, on_host=True)]  # a piece of the centre
@@ -101,7 +107,7 @@ def _sharded(run: PlannedRun, model: RankModel) -> list[Holding]:
     trained = sum(one.share for one in pieces.trained)
     apart = model.passing or settings.mixed_precision != "none"
     found = [
-        Holding("optimizer states", MOMENTS * trained),
+        Holding("optimizer states", _states(run, trained)),
         Holding("gradients", trained),
         Holding("parameters", pieces.share if apart else 0),
     ]
@@ -132,10 +138,10 @@ def _offloaded(run: PlannedRun, model: RankModel) -> list[Holding]:
     found = [
         *on_host,
         _slack(sum(one.nbytes for one in on_host)),
-        Holding("optimizer states", 0 if offload.disk else MOMENTS * leaving, on_host=True),
+        Holding("optimizer states", 0 if offload.disk else _states(run, leaving), on_host=True),
         Holding("parameters", narrow if resides else 0),
         Holding("parameters", staying if model.passing or mixed else 0),
-        Holding("optimizer states", MOMENTS * staying),
+        Holding("optimizer states", _states(run, staying)),
         Holding("gradients", staying),
         Holding("buffers", ROOMS * int(offload.piece_mib * 2**20)),
         Holding("buffers", pieces.ring(whole=False, on_device=run.device != "cpu")),

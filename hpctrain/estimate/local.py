@@ -16,7 +16,7 @@ from hpctrain.collectives.communicator import Communicator
 from hpctrain.estimate.facts import Facts
 from hpctrain.estimate.fake import FakeRanks, fake_copy, faked, faking
 from hpctrain.estimate.passes import LayerPass, Passed, measure
-from hpctrain.parallel.objective import LOSSES, Compare, cross_entropy
+from hpctrain.parallel.objective import Compare, cross_entropy, loss_named
 from hpctrain.parallel.pipeline.parcel import Parcel
 from hpctrain.parallel.pipeline.skip import carrying
 from hpctrain.parallel.recompute import recompute
@@ -168,7 +168,7 @@ def _computing(how: How) -> AbstractContextManager[Any]:
 
 def _comparison(split: TensorSplit | None, how: How) -> tuple[Compare, AbstractContextManager[None]]:
     """Return what compares outputs with targets, and in what they are computed: split, where that can be."""
-    compare = LOSSES[how.loss]
+    compare = loss_named(how.loss)
     if split is None or not split.has_head or compare is not cross_entropy:
         return compare, nullcontext()
     return split.cross_entropy, split.split_outputs()

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from hpctrain.estimate.facts import Facts, facts_of
 from hpctrain.estimate.time_layers import CPU, real_copy
-from hpctrain.parallel.objective import LOSSES, Objective
+from hpctrain.parallel.objective import Objective, loss_named
 from hpctrain.train.settings import Settings
 
 READY = "ready"
@@ -40,7 +40,7 @@ class Player:
         torch.set_num_threads(part.threads)
         self.model = real_copy(facts.model)
         self.inputs, self.targets = (_filled(spec.of(part.samples, CPU)) for spec in (facts.inputs, facts.targets))
-        self.objective = Objective(LOSSES[part.settings.train.loss], part.dtype)
+        self.objective = Objective(loss_named(part.settings.train.loss), part.dtype)
         self.optimizer = _optimizer(self.model)
 
     def play(self) -> tuple[float, float]:

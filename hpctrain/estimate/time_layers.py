@@ -24,7 +24,7 @@ from hpctrain.estimate.facts import Facts
 from hpctrain.estimate.machine import Seat
 from hpctrain.estimate.machine_probe import threads_as_before
 from hpctrain.estimate.time_work import LayerWork, ModelWork, Values, calling, each, looks
-from hpctrain.parallel.objective import LOSSES
+from hpctrain.parallel.objective import loss_named
 from hpctrain.parallel.pipeline.skip import carrying
 
 REPEATS, LONGEST = 5, 0.3  # of each layer at each number of samples; seconds after which no more are made
@@ -110,7 +110,8 @@ def _walk(facts: Facts, samples: int, loss: str, dtype: torch.dtype | None) -> d
             known[key] = _time(real_copy(layer.module), x, kept, dtype)
         times, x = known[key]
         found[layer.kind] = times
-    found[-1], _ = _time(calling(lambda outputs: LOSSES[loss](outputs, targets)), x, kept, None)
+    compare = loss_named(loss)
+    found[-1], _ = _time(calling(lambda outputs: compare(outputs, targets)), x, kept, None)
     return found
 
 

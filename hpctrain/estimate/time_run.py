@@ -10,10 +10,11 @@ from hpctrain.errors import HpctrainError
 from hpctrain.estimate.machine import Machine
 from hpctrain.estimate.run import PlannedRun
 from hpctrain.estimate.time_step import StepTime
+from hpctrain.train.optimizer import kept_per_element
 
 START = 30.0  # seconds: importing torch from a parallel filesystem, MPI, the model's first weights
 MARGIN = 1.2  # times what is expected: other jobs use the network and the filesystem, too
-STATE = 12  # bytes a parameter of a checkpoint: itself and both moments of AdamW, in float32
+FLOAT = 4  # bytes; a checkpoint holds parameters, and what the optimizer keeps of them, in float32
 SHORT, ROUNDING = 3600, (60, 300)  # walltimes are rounded up to minutes, from an hour on to five minutes
 
 
@@ -42,7 +43,7 @@ class RunTime:
 def run_time(run: PlannedRun, step: StepTime, machine: Machine) -> RunTime:
     """Return the time of all steps of a run, of its evaluations and checkpoints, and of its start."""
     train, saving = run.settings.train, run.settings.checkpoint
-    size = STATE * run.facts.numel
+    size = int(FLOAT * (1 + kept_per_element(run.settings.optimizer)) * run.facts.numel)
     one = size / machine.disk
     blocking = one
     if saving.background:  # the copy of a rank's share; the last checkpoint is waited for

@@ -82,7 +82,7 @@ class Forecast:
         held = self._held(run, cuts)
         accumulate = run.settings.train.accumulate
         if run.parallel.pipe > 1:
-            updates = [update_seconds(one, network.seat) for one in held]
+            updates = [update_seconds(run, one, network.seat) for one in held]
             passed = pipeline(run, layers, cuts, updates, self._send(run, cuts))
         else:
             passed = _flat(layers)

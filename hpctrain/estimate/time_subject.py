@@ -15,7 +15,7 @@ from hpctrain.collectives.communicator import Communicator
 from hpctrain.estimate.facts import Facts, Layer
 from hpctrain.estimate.fake import FakeRanks, fake_copy, faked, faking
 from hpctrain.estimate.time_tally import Noted, Work
-from hpctrain.parallel.objective import LOSSES, cross_entropy
+from hpctrain.parallel.objective import cross_entropy, loss_named
 from hpctrain.parallel.settings import ParallelSettings
 from hpctrain.parallel.tensor.plan import apply, check, choose, plan_of
 
@@ -39,7 +39,7 @@ def subject(facts: Facts, loss: str, dtype: torch.dtype | None, parallel: Parall
     noted = Noted()
     if parallel.tensor == 1:
         model = facts.model if dtype is None else copy.deepcopy(facts.model).to(dtype)
-        yield Subject(_layers(facts, model), LOSSES[loss], _same, noted)
+        yield Subject(_layers(facts, model), loss_named(loss), _same, noted)
         return
     with ExitStack() as stack:
         stack.enter_context(faking())
@@ -48,7 +48,7 @@ def subject(facts: Facts, loss: str, dtype: torch.dtype | None, parallel: Parall
         plan = plan_of(model, parallel.tensor_plan)
         check(choose(model, plan), parallel.tensor)
         split = apply(model, cast(Communicator, ranks), plan, sequence=parallel.sequence)
-        compare = LOSSES[loss]
+        compare = loss_named(loss)
         if split.has_head and compare is cross_entropy:
             compare = split.cross_entropy
             stack.enter_context(split.split_outputs())

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from hpctrain.estimate.machine import Machine, Seat
 from hpctrain.estimate.run import PlannedRun
 from hpctrain.estimate.time_exchange import FLOAT, Held, gradient_bytes, sharers_of
+from hpctrain.train.optimizer import kept_per_element
 
-# Bytes that pass by for each element. AdamW in one pass reads parameter, gradient and both moments, and writes all but
-# the gradient; the norm reads each gradient once; clipping reads and writes it.
-UPDATE, NORM, CLIP = 7 * FLOAT, FLOAT, 2 * FLOAT
+# Bytes that pass by for each element: the norm reads each gradient once; clipping reads and writes it.
+NORM, CLIP = FLOAT, 2 * FLOAT
 # Operators for each parameter, in both; and what a step costs beside, in operators: the batch, the rate, the log.
 EACH, BESIDE = 3, 150
 
@@ -25,6 +25,14 @@ class Update:
     beside: float
 
 
+def update_bytes(run: PlannedRun) -> float:
+    """Return the bytes that pass by for each element in an update: 28 for AdamW.
+
+    One pass reads parameter, gradient and what the optimizer keeps (two moments), and writes all but the gradient.
+    """
+    return FLOAT * (3 + 2 * kept_per_element(run.settings.optimizer))
+
+
 def update_of(run: PlannedRun, held: Held, machine: Machine, seat: Seat, backward: float) -> Update:
     """Return what comes after the passes; ``backward`` seconds may hide copies to the host."""
     owned = held.numel / sharers_of(run).size
@@ -35,13 +43,13 @@ def update_of(run: PlannedRun, held: Held, machine: Machine, seat: Seat, backwar
     if run.parallel.pipe > 1 and run.parallel.schedule == "pipedream":
         return Update(0.0, 0.0, 0.0, beside)  # made between the passes
     if not run.offload.any_update:
-        return Update(clip, UPDATE * owned / seat.bandwidth + each, 0.0, beside)
+        return Update(clip, update_bytes(run) * owned / seat.bandwidth + each, 0.0, beside)
     return Update(clip, *_offloaded(run, owned, machine, seat, backward), beside)
 
 
-def update_seconds(held: Held, seat: Seat) -> float:
+def update_seconds(run: PlannedRun, held: Held, seat: Seat) -> float:
     """Return the seconds of an update of all that a rank holds, clipping included."""
-    return (UPDATE + NORM + CLIP) * held.numel / seat.bandwidth + 2 * EACH * held.tensors * seat.call
+    return (update_bytes(run) + NORM + CLIP) * held.numel / seat.bandwidth + 2 * EACH * held.tensors * seat.call
 
 
 def _offloaded(
@@ -53,10 +61,10 @@ def _offloaded(
     """
     ranks, up = run.ranks_on_node, 2 if run.parallel.mixed_precision == "bfloat16" else FLOAT
     if machine.kind == "cpu":  # one memory: the copies are passes over it
-        return UPDATE * owned / seat.bandwidth, 2 * (FLOAT + up) * owned / seat.bandwidth
+        return update_bytes(run) * owned / seat.bandwidth, 2 * (FLOAT + up) * owned / seat.bandwidth
     kept = max(run.offload.device_fraction, 0.0)
     moved = (1 - kept) * owned
     down = max(gradient_bytes(run) * moved / machine.host_link - backward, 0.0)
-    host = UPDATE * moved / (machine.host_bandwidth / ranks)
-    device = UPDATE * kept * owned / seat.bandwidth
+    host = update_bytes(run) * moved / (machine.host_bandwidth / ranks)
+    device = update_bytes(run) * kept * owned / seat.bandwidth
     return max(host, device), down + max(up * moved / machine.host_link - host, 0.0)

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
-import os
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,6 +13,7 @@ from hpctrain.models.convnet import ConvNet
 from hpctrain.models.gpt import GPT
 from hpctrain.models.mlp import MLP
 from hpctrain.models.settings import ModelSettings
+from hpctrain.settings import function_named
 
 _BUILTIN: dict[str, Callable[..., nn.Module]] = {"convnet": ConvNet, "mlp": MLP}
 
@@ -51,33 +49,12 @@ def build(
 
 def _from_factory(path: str, options: dict[str, Any]) -> nn.Module:
     """Import and call a user's function; its own errors pass through with their traceback."""
-    function = _import(path)
+    function = function_named(path, "model.factory")
     _check_options(f"model.factory {path}", function, options)
     model = function(**options)
     if not isinstance(model, nn.Module):
         raise SettingsError(f"model.factory {path} returned {type(model).__name__}, expected a torch.nn.Module")
     return model
-
-
-def _import(path: str) -> Callable[..., Any]:
-    module_name, _, name = path.partition(":")
-    # As `python -m` does: a console script's own folder is on the path, the user's is not.
-    if os.getcwd() not in sys.path and "" not in sys.path:
-        sys.path.append(os.getcwd())
-    try:
-        found: Any = importlib.import_module(module_name)
-    except Exception as error:
-        raise SettingsError(
-            f"model.factory {path}: cannot import {module_name}: {type(error).__name__}: {error} "
-            f"(looked in {os.getcwd()} and the Python path)"
-        ) from error
-    for part in name.split("."):
-        if not hasattr(found, part):
-            raise SettingsError(f"model.factory {path}: {module_name} has no {name}")
-        found = getattr(found, part)
-    if not callable(found):
-        raise SettingsError(f"model.factory {path}: {name} is {type(found).__name__}, expected a function or a class")
-    return found  # type: ignore[no-any-return]
 
 
 def _check_options(what: str, function: Callable[..., Any], options: dict[str, Any]) -> None:

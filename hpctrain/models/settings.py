@@ -9,7 +9,7 @@ from typing import Any
 from hpctrain.errors import SettingsError
 from hpctrain.models.shapes import SHAPES, GPTConfig
 from hpctrain.settings import check as check_fields
-from hpctrain.settings import unknown
+from hpctrain.settings import names_function, unknown
 
 BUILTIN = ("convnet", "mlp")
 _GPT_FIELDS = ("layers", "heads", "width", "vocab_size", "dropout", "tied")
@@ -81,8 +81,7 @@ class ModelSettings:
         return dataclasses.replace(SHAPES[self.gpt_name], **chosen)
 
     def _check_factory(self) -> None:
-        module, colon, function = (self.factory or "").partition(":")
-        if not colon or not all(part.isidentifier() for part in [*module.split("."), *function.split(".")]):
+        if not names_function(self.factory or ""):
             raise SettingsError(f"model.factory = {self.factory!r}: write it as package.module:function")
 
     def _refuse_gpt_fields(self) -> None:

@@ -9,6 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from hpctrain.errors import UsageError
+from hpctrain.settings import function_named
+
 Compare = Callable[[Tensor, Tensor], Tensor]
 
 
@@ -18,11 +21,39 @@ def cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
 
 
 def mse(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Return the mean square of the difference, in float32."""
+    """Return the mean square of the difference, in float32.
+
+    Samples that are vectors on one side may have any shape on the other: targets ``[n]`` fit outputs ``[n, 1]``.
+    Raises ``UsageError`` for other shapes, which torch would broadcast.
+    """
+    given, wanted = tuple(outputs.shape), tuple(targets.shape)
+    if given != wanted:
+        if given[:1] != wanted[:1] or outputs.numel() != targets.numel() or min(len(given), len(wanted)) > 2:
+            raise UsageError(
+                f"train.loss = 'mse': the model's output has shape {given}, the targets have shape {wanted}; "
+                "they must agree sample by sample"
+            )
+        targets = targets.reshape(given)
     return F.mse_loss(outputs.float(), targets.float())
 
 
 LOSSES: dict[str, Compare] = {"cross_entropy": cross_entropy, "mse": mse}
+
+
+def loss_named(name: str) -> Compare:
+    """Return a loss of ``LOSSES``, or the user's function that ``package.module:function`` names."""
+    if name in LOSSES:
+        return LOSSES[name]
+    function = function_named(name, "train.loss")
+
+    def compare(outputs: Tensor, targets: Tensor) -> Tensor:
+        loss = function(outputs, targets)
+        if isinstance(loss, Tensor) and not loss.dim() and loss.is_floating_point():
+            return loss
+        what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+        raise UsageError(f"train.loss {name} returned {what}, expected a tensor of one number, the mean of the samples")
+
+    return compare
 
 
 @dataclass(frozen=True)

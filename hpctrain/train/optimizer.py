@@ -1,32 +1,157 @@
-"""Make AdamW and its learning rate, a pure function of the step."""
+"""Make the optimizer of the settings, and its learning rate, a pure function of the step."""
 
 from __future__ import annotations
 
+import inspect
 import math
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import nn
 
+from hpctrain.errors import SettingsError
 from hpctrain.parallel.strategy import trainable
-from hpctrain.train.settings import OptimizerSettings
+from hpctrain.settings import function_named, unknown
+from hpctrain.train.settings import OPTIMIZER_ARGUMENTS, OptimizerSettings
+
+DEFAULT = "adamw"
+_DEFAULTS: dict[str, Any] = {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+_REFUSED = {
+    "LBFGS": "it computes the loss several times per update, hpctrain train once",
+    "SparseAdam": "it takes sparse gradients alone; parameters that are none need another optimizer",
+}
+# In one pass over the states: five times faster than the loop on a CPU. These options choose another way.
+_FUSED = (torch.optim.Adam, torch.optim.AdamW)
+_NOT_FUSED = ("fused", "foreach", "differentiable")
+
+_PROBE = 64  # rows and columns
+_KEPT: dict[str, float] = {}
+
+Maker = Callable[..., torch.optim.Optimizer]
 
 
-def make(model: nn.Module, settings: OptimizerSettings) -> torch.optim.AdamW:
-    """Return torch's AdamW over a model's parameters; weight decay on those of two or more dims only."""
+def classes() -> dict[str, type[torch.optim.Optimizer]]:
+    """Return the optimizers of ``torch.optim`` by lower-case name."""
+    found = {name: kind for name, kind in vars(torch.optim).items() if isinstance(kind, type)}
+    known = {name: kind for name, kind in found.items() if issubclass(kind, torch.optim.Optimizer)}
+    return {name.lower(): kind for name, kind in known.items() if kind is not torch.optim.Optimizer}
+
+
+def resolve(settings: OptimizerSettings) -> Maker:
+    """Return the class or the factory of the settings, checked with their options; needs no model.
+
+    Raises ``SettingsError`` for an unknown name, an option that it does not take, or a factory that is not there.
+    """
+    if settings.factory is not None:
+        what, maker = f"optimizer.factory {settings.factory}", function_named(settings.factory, "optimizer.factory")
+    else:
+        known = classes()
+        kind = known.get(settings.name.lower())
+        if kind is None:
+            raise SettingsError(unknown(f"optimizer.name {settings.name!r}", settings.name.lower(), list(known)))
+        if kind.__name__ in _REFUSED:
+            raise SettingsError(f"setting optimizer.name = {settings.name!r}: {_REFUSED[kind.__name__]}")
+        what, maker = f"optimizer {kind.__name__}", kind
+    _check_arguments(what, maker, settings)
+    return maker
+
+
+def make(model: nn.Module, settings: OptimizerSettings) -> torch.optim.Optimizer:
+    """Return the optimizer of the settings over a model's parameters; weight decay on those of two or more dims only.
+
+    Raises ``SettingsError`` for values that the optimizer refuses, or a factory that returns something else.
+    """
+    maker = resolve(settings)
+    given = arguments(maker, settings)
+    groups = _groups(model, maker, given)
+    if settings.factory is not None:
+        made = maker(groups, **given)
+        if not isinstance(made, torch.optim.Optimizer):
+            raise SettingsError(
+                f"optimizer.factory {settings.factory} returned {type(made).__name__}, expected a torch.optim.Optimizer"
+            )
+        return made
+    try:
+        return maker(groups, **given)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise SettingsError(f"optimizer.name = {settings.name!r} with {_told(given)}: {error}") from error
+
+
+def kept_per_element(settings: OptimizerSettings) -> float:
+    """Return how many numbers an optimizer keeps of each element of a matrix: 2 for AdamW, found out by one update."""
+    kept = _KEPT.get(repr(settings))
+    if kept is None:
+        matrix = nn.Linear(_PROBE, _PROBE, bias=False, device="meta").to_empty(device="cpu")  # draws no random numbers
+        optimizer = make(matrix, settings)
+        matrix.weight.grad = torch.ones_like(matrix.weight)
+        optimizer.step()
+        tensors = [each for each in optimizer.state[matrix.weight].values() if isinstance(each, torch.Tensor)]
+        kept = _KEPT[repr(settings)] = sum(each.numel() for each in tensors if each.dim()) / matrix.weight.numel()
+    return kept
+
+
+def arguments(maker: Maker, settings: OptimizerSettings) -> dict[str, Any]:
+    """Return the keyword arguments of a class or a factory."""
+    takes = _parameters(maker)
+    given = _set(settings)
+    if maker is torch.optim.AdamW:
+        given = {**_DEFAULTS, **given}
+    if maker in _FUSED and not any(name in settings.options for name in _NOT_FUSED):
+        given["fused"] = True
+    if takes is None or "lr" in takes:
+        given["lr"] = settings.learning_rate
+    options = {name: tuple(one) if isinstance(one, list) else one for name, one in settings.options.items()}
+    return {**given, **options}
+
+
+def _groups(model: nn.Module, maker: Maker, given: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the parameters in groups: those with weight decay, those without; in one, if there is no such thing."""
     parameters = [parameter for _, parameter in trainable(model)]
-    decayed = [parameter for parameter in parameters if parameter.dim() >= 2]
-    others = [parameter for parameter in parameters if parameter.dim() < 2]
+    takes = _parameters(maker)
+    if takes is not None and "weight_decay" not in takes:
+        return [{"params": parameters}]
+    default = takes["weight_decay"].default if takes else 0.0
+    decay = given.get("weight_decay", 0.0 if default is inspect.Parameter.empty else default)
     groups = [
-        {"params": decayed, "weight_decay": settings.weight_decay},
-        {"params": others, "weight_decay": 0.0},
+        {"params": [parameter for parameter in parameters if parameter.dim() >= 2], "weight_decay": decay},
+        {"params": [parameter for parameter in parameters if parameter.dim() < 2], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(
-        [group for group in groups if group["params"]],
-        lr=settings.learning_rate,
-        betas=(settings.betas[0], settings.betas[1]),
-        eps=settings.epsilon,
-        fused=True,  # one pass over the states: five times faster than the loop on a CPU
-    )
+    return [group for group in groups if group["params"]]
+
+
+def _check_arguments(what: str, maker: Maker, settings: OptimizerSettings) -> None:
+    takes = _parameters(maker)
+    if takes is None:
+        return  # it takes any: calling it will tell
+    known = [name for name in takes if name not in ("params", "lr")]
+    for name in settings.options:
+        if name not in takes:
+            raise SettingsError(unknown(f"option {name} of {what} in optimizer.options", name, known))
+    for setting, name in OPTIMIZER_ARGUMENTS.items():
+        if name in _set(settings) and name not in takes:
+            raise SettingsError(f"setting optimizer.{setting}: {what} takes no {name}; it takes {', '.join(known)}")
+
+
+def _set(settings: OptimizerSettings) -> dict[str, Any]:
+    """Return what is set beside the learning rate, by the names of torch."""
+    found = {name: getattr(settings, setting) for setting, name in OPTIMIZER_ARGUMENTS.items() if name != "lr"}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _parameters(maker: Maker) -> Mapping[str, inspect.Parameter] | None:
+    """Return what may be given by name, after the parameters; None for a function that takes any name."""
+    try:
+        found = list(inspect.signature(maker).parameters.values())
+    except (TypeError, ValueError):
+        return None
+    if any(each.kind is inspect.Parameter.VAR_KEYWORD for each in found):
+        return None
+    return {each.name: each for each in found[1:]}
+
+
+def _told(given: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name} = {value}" for name, value in given.items())
 
 
 def learning_rate(step: int, steps: int, settings: OptimizerSettings) -> float:

@@ -9,17 +9,19 @@ from typing import Any
 
 from hpctrain.log import logger
 
+SAMPLES = "samples"  # since the beginning of the run: what a row holds of data that are no tokens
 LINE_EVERY = 10.0  # seconds between two lines where there is no terminal
 
 
 def shown(row: Mapping[str, Any]) -> dict[str, str]:
     """Return what of a step's numbers is shown, by short name."""
     labels = {"loss": "loss", "validation_loss": "validation"}
-    return {label: f"{row[name]:.4f}" for name, label in labels.items() if name in row}
+    found = {label: f"{row[name]:.4f}" for name, label in labels.items() if name in row}
+    return found | ({SAMPLES: str(row[SAMPLES])} if SAMPLES in row else {})
 
 
 class Progress:
-    """Show steps done, what was measured, tokens/s and the time left."""
+    """Show steps done, what was measured, tokens/s or samples/s, and the time left."""
 
     def __init__(self, first: int, last: int | None, tokens: int, *, shown: bool) -> None:
         self._first, self._last, self._tokens = first, last, tokens
@@ -33,7 +35,10 @@ class Progress:
             self._bar = tqdm(total=last, initial=first, unit="step", dynamic_ncols=True, smoothing=0.05)
 
     def update(self, step: int, tokens: int, facts: dict[str, str]) -> None:
-        """Say that a step is done; ``tokens`` counts from the beginning of the run. Facts stay until they change."""
+        """Show that a step is done; facts stay until they change.
+
+        ``tokens`` counts from the beginning of the run, as the fact ``samples`` does; either becomes a rate.
+        """
         self._kept.update(facts)
         if not self._shown:
             return
@@ -41,6 +46,9 @@ class Progress:
         shown = dict(self._kept)
         if tokens > self._tokens:
             shown["tokens/s"] = f"{(tokens - self._tokens) / (now - self._begun):,.0f}"
+        if SAMPLES in shown:
+            batch = int(shown.pop(SAMPLES)) / step
+            shown["samples/s"] = f"{batch * (step - self._first) / (now - self._begun):,.0f}"
         if self._bar is not None:
             self._bar.set_postfix(shown, refresh=False)
             self._bar.update(step - self._bar.n)

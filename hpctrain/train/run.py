@@ -27,7 +27,9 @@ from hpctrain.settings import to_toml, to_tree
 from hpctrain.train import optimizer as optimizers
 from hpctrain.train.bootstrap import init
 from hpctrain.train.evaluate import evaluate
+from hpctrain.train.fit import check_loss
 from hpctrain.train.job import Job
+from hpctrain.train.progress import SAMPLES
 from hpctrain.train.session import Run
 from hpctrain.train.settings import Settings
 from hpctrain.train.step import Stepper
@@ -60,14 +62,16 @@ def train(settings: Settings, *, verbose: bool = False) -> None:
         # Everything that can be wrong with the input is looked at before the folder is touched.
         shape = agreed(job.comm, lambda: check_sizes(settings, job.size))
         corpus = agreed(job.comm, lambda: open_corpus(settings))
+        agreed(job.comm, lambda: optimizers.resolve(settings.optimizer))
         model = agreed(job.comm, lambda: make_model(settings, corpus, job.size))
+        agreed(job.comm, lambda: check_loss(settings, model, corpus.train))
 
         # The same weights on all ranks, then a generator of its own for each: dropout must differ.
         parameters = sum(parameter.numel() for parameter in model.parameters())
         job.wrap(model, example=corpus.train.batch(np.arange(1))[0])
         strategy = job.strategy(model)
         seed_generators(settings.train.seed + 1 + generator_number(shape, job.rank))
-        optimizer = optimizers.make(model, settings.optimizer)
+        optimizer = agreed(job.comm, lambda: optimizers.make(model, settings.optimizer))
         if job.device.type != "cpu" and not settings.train.clip and settings.train.on_nonfinite != "skip":
             strategy.update_early(optimizer)  # nothing is asked of the gradients that could hold an update back
         step = Stepper(strategy, settings.train, job.device)
@@ -88,7 +92,9 @@ def train(settings: Settings, *, verbose: bool = False) -> None:
                 optimizer.step()
                 optimizer.zero_grad()
                 # Everything is logged before the step ends, as its checkpoint may be kept for one of these numbers.
-                run.log(loss=loss, tokens=tokens_in(batch.targets, data), same={"learning_rate": rate})
+                run.log(loss=loss, tokens=tokens_in(batch.targets, settings, data), same={"learning_rate": rate})
+                if not settings.data.has_tokens:
+                    run.log(same={SAMPLES: number * settings.train.batch})
                 if is_due(number, settings):
                     run.log(same={"validation_loss": validate(settings, step, corpus), **strategy.figures()})
 
@@ -97,7 +103,8 @@ def train(settings: Settings, *, verbose: bool = False) -> None:
         with strategy.meeting():
             text = sample_text(model, settings.train.prompt, job.device, multiple)
         if job.rank == 0:
-            summarise(run, corpus.train.facts, text, resumed=resumed_at >= settings.train.steps)
+            done_before = resumed_at >= settings.train.steps
+            summarise(run, corpus.train.facts, text, resumed=done_before, loss=settings.train.loss)
 
 
 def open_run(
@@ -174,9 +181,9 @@ def check_sizes(settings: Settings, ranks: int) -> Shape:
     return shape
 
 
-def tokens_in(targets: torch.Tensor, data: Communicator) -> int:
-    """Return the number of targets of a step over all ranks of the data axis, which hold equally many."""
-    return targets.numel() * data.size
+def tokens_in(targets: torch.Tensor, settings: Settings, data: Communicator) -> int:
+    """Return the number of tokens of a step over all ranks of the data axis, which hold equally many; 0 for arrays."""
+    return targets.numel() * data.size if settings.data.has_tokens else 0
 
 
 def is_due(number: int, settings: Settings) -> bool:

@@ -18,8 +18,12 @@ from hpctrain.parallel.server.settings import ServerSettings
 from hpctrain.parallel.settings import ParallelSettings
 from hpctrain.settings import assign, build
 from hpctrain.settings import check as check_fields
-from hpctrain.settings import read_toml, unknown
+from hpctrain.settings import meant, names_function, read_toml, unknown
 
+# The losses that have a name; train.step's are those of parallel.objective, which loads torch.
+LOSSES = ("cross_entropy", "mse")
+# What the settings of an optimizer are called by the classes of torch.optim.
+OPTIMIZER_ARGUMENTS = {"learning_rate": "lr", "betas": "betas", "epsilon": "eps", "weight_decay": "weight_decay"}
 # What a run from a file logs that a checkpoint may be kept for.
 JUDGES = ("validation_loss", "loss", "grad_norm")
 
@@ -68,8 +72,10 @@ class TrainSettings:
     deterministic: bool = False
     # Precision of forward and backward; parameters and updates stay in float32.
     precision: Literal["float32", "bfloat16"] = "float32"
-    # What the model's output and the targets are compared by.
-    loss: Literal["cross_entropy", "mse"] = "cross_entropy"
+    # What the model's output and the targets are compared by: cross_entropy (targets are classes), mse (targets are
+    # floats), or a function of yours, "package.module:function": of outputs and targets, returning the mean over the
+    # samples.
+    loss: str = "cross_entropy"
     # Largest global norm of the gradients; 0 does not clip.
     clip: float = 1.0
     # Steps between evaluations on the validation split; 0 evaluates at the end only.
@@ -91,6 +97,9 @@ class TrainSettings:
 
     def __post_init__(self) -> None:
         check_fields(self, "train")
+        if self.loss not in LOSSES and not names_function(self.loss):
+            text = f"setting train.loss = {self.loss!r}: allowed are {', '.join(LOSSES)}, or package.module:function"
+            raise SettingsError(text + meant(self.loss, LOSSES))
         positive = {"steps": self.steps, "batch": self.batch, "accumulate": self.accumulate}
         for name, value in positive.items():
             if value < 1:
@@ -109,27 +118,39 @@ def check_trace_steps(steps: Sequence[int], where: str) -> None:
 
 @dataclass(frozen=True)
 class OptimizerSettings:
-    """Set AdamW (Loshchilov and Hutter, ICLR 2019) and the learning rate over the steps."""
+    """Name the optimizer, and set the learning rate over the steps."""
 
+    # A class of torch.optim, in any case: adamw (Loshchilov and Hutter, ICLR 2019), sgd, ...
+    name: str = "adamw"
+    # Your own optimizer: "package.module:function" or a class, called with the parameter groups and the options.
+    factory: str | None = None
+    # More keyword arguments of the class or the factory, as in {momentum = 0.9, nesterov = true}.
+    options: dict[str, Any] = field(default_factory=dict)
     learning_rate: float = 1e-3
     # Steps of linear rise from 0 to the learning rate.
     warmup: int = 0
     # What follows: half a cosine down to learning_rate x final, or no change.
     schedule: Literal["cosine", "constant"] = "cosine"
     final: float = 0.1
-    betas: tuple[float, ...] = (0.9, 0.95)
-    epsilon: float = 1e-8
+    # Where these are not set, adamw takes 0.9 and 0.95, 1e-8, and 0.1; others have torch's defaults.
+    betas: tuple[float, ...] | None = None
+    epsilon: float | None = None
     # Applied to matrices only, not to biases and norms.
-    weight_decay: float = 0.1
+    weight_decay: float | None = None
 
     def __post_init__(self) -> None:
         check_fields(self, "optimizer")
-        if not (len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas)):
+        if self.factory is not None and not names_function(self.factory):
+            raise SettingsError(f"setting optimizer.factory = {self.factory!r}: write it as package.module:function")
+        if self.betas is not None and not (len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas)):
             raise SettingsError(f"setting optimizer.betas = {list(self.betas)}: must be two numbers in [0, 1)")
-        bounds = {"learning_rate": self.learning_rate, "epsilon": self.epsilon, "weight_decay": self.weight_decay}
-        for name, value in {**bounds, "warmup": self.warmup, "final": self.final}.items():
-            if not value >= 0:
+        for name in ("learning_rate", "epsilon", "weight_decay", "warmup", "final"):
+            value = getattr(self, name)
+            if value is not None and not value >= 0:
                 raise SettingsError(f"setting optimizer.{name} = {value}: must not be negative")
+        for name, key in OPTIMIZER_ARGUMENTS.items():
+            if key in self.options and (name == "learning_rate" or getattr(self, name) is not None):
+                raise SettingsError(f"setting optimizer.options: {key} is set by optimizer.{name}")
 
 
 @dataclass(frozen=True)

@@ -44,7 +44,7 @@ LOADER = "loader"  # the part that holds the position in the data, of a loader t
 FEED = "feed"  # the part that says which pass over the loader it is, and how much of it is done
 STOPPED = "stopped"  # of a checkpoint's values: why the program has ended the run for good
 # Of the numbers of a step, what a checkpoint has by itself, and what differs between two runs that are otherwise equal.
-_NOT_LOGGED = ("step", "tokens", "skipped", "step_seconds", "communication_seconds")
+_NOT_LOGGED = ("step", "tokens", "samples", "skipped", "step_seconds", "communication_seconds")
 
 
 class TrainState:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from hpctrain.data.batch import Batch
-from hpctrain.parallel.objective import LOSSES, Objective
+from hpctrain.parallel.objective import Objective, loss_named
 from hpctrain.parallel.strategy import Strategy
 from hpctrain.train.settings import TrainSettings
 
@@ -20,7 +20,7 @@ class Stepper:
         self.strategy, self.device = strategy, device
         self.accumulate = settings.accumulate
         self.objective = Objective(
-            LOSSES[settings.loss],
+            loss_named(settings.loss),
             torch.bfloat16 if settings.precision == "bfloat16" else None,
             settings.clip or float("inf"),
         )

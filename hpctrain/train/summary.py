@@ -45,17 +45,24 @@ def _program() -> str:
     return os.path.relpath(beside) if beside.exists() else f"{sys.executable} -m hpctrain"
 
 
-def summarise(run: Run, facts: Mapping[str, Any], text: str | None, *, resumed: bool) -> None:
-    """Print the last losses, the sample, and where to look further."""
+def _in_bits(value: float, facts: Mapping[str, Any], loss: str) -> str:
+    """Return a loss with its unit, which only the cross entropy has."""
+    if loss != "cross_entropy":
+        return f"{value:.4f}"
+    unit = " a byte" if facts.get("vocab_size") == BYTES else ""
+    return f"{value:.4f} nats{unit} = {value / math.log(2):.4f} bits{unit}"
+
+
+def summarise(run: Run, facts: Mapping[str, Any], text: str | None, *, resumed: bool, loss: str) -> None:
+    """Print the last losses, the sample, and where to look further; ``loss`` names what was minimised."""
     if resumed:
         print(f"{run.folder} is finished: {run.step} steps are done; set train.steps higher to go on")
     losses = run.state.curves.columns
     if losses.get("loss"):
-        print(f"training loss    {losses['loss'][-1]:.4f} nats after step {run.step}")
+        nats = " nats" if loss == "cross_entropy" else ""
+        print(f"training loss    {losses['loss'][-1]:.4f}{nats} after step {run.step}")
     if losses.get("validation_loss"):
-        nats = losses["validation_loss"][-1]
-        unit = " a byte" if facts.get("vocab_size") == BYTES else ""
-        print(f"validation loss  {nats:.4f} nats{unit} = {nats / math.log(2):.4f} bits{unit}")
+        print(f"validation loss  {_in_bits(losses['validation_loss'][-1], facts, loss)}")
     if text is not None:
         print("\nThe model goes on from the prompt:\n")
         print("\n".join(f"    {line}" for line in text.splitlines()))

@@ -42,6 +42,15 @@ def test_one_rank_holds_everything(facts: Facts) -> None:
     assert sum(memory.rank.device.values()) == 0
 
 
+@pytest.mark.parametrize(
+    "optimizer, kept", [({"name": "sgd"}, 0), ({"name": "sgd", "options": {"momentum": 0.9}}, 1), ({"name": "adam"}, 2)]
+)
+def test_states_are_those_of_the_optimizer(facts: Facts, optimizer: dict[str, Any], kept: int) -> None:
+    settings = build(Settings, {"model": MODEL, "train": {"batch": 16}, "optimizer": optimizer})
+    memory = memory_of(PlannedRun(settings, facts, 1, 1, "cpu"))
+    assert memory.rank.host["optimizer states"] == kept * 4 * facts.numel
+
+
 def test_ranks_of_a_node_share_parameters(facts: Facts) -> None:
     ddp, fsdp = planned(facts), planned(facts, data="fsdp")
     whole = 4 * facts.numel

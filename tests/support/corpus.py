@@ -91,8 +91,13 @@ def make_project(folder: Path) -> Path:
     return config
 
 
-def plain_losses(folder: Path, make: Any, steps: int, batch: int = 12, seed: int = 3) -> list[float]:
-    """Train in one process by torch, NumPy and h5py alone, as the config says; return the losses."""
+def plain_losses(
+    folder: Path, make: Any, steps: int, batch: int = 12, seed: int = 3, optimizer: Any = None, compare: Any = None
+) -> list[float]:
+    """Train in one process by torch, NumPy and h5py alone, as the config says; return the losses.
+
+    ``optimizer`` makes another one of two groups, ``compare`` is another loss of outputs and targets.
+    """
     with h5py.File(folder / "corpus.h5") as file:
         tokens = torch.from_numpy(file["train/tokens"][()].astype(np.int64))
     samples = (len(tokens) - 1) // CONTEXT
@@ -105,13 +110,17 @@ def plain_losses(folder: Path, make: Any, steps: int, batch: int = 12, seed: int
     decayed = [parameter for parameter in model.parameters() if parameter.dim() > 1]
     others = [parameter for parameter in model.parameters() if parameter.dim() == 1]
     groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=1.0, betas=(0.9, 0.95), eps=1e-8)
+    if optimizer is None:
+        optimizer = torch.optim.AdamW(groups, lr=1.0, betas=(0.9, 0.95), eps=1e-8)
+    else:
+        optimizer = optimizer([{"params": group["params"]} for group in groups])
+    compare = compare or (lambda out, targets: torch.nn.functional.cross_entropy(out.flatten(0, 1), targets.flatten()))
     losses = []
     for step in range(1, steps + 1):
         chosen = order[(step - 1) * batch : step * batch]
         windows = torch.stack([tokens[index * CONTEXT : index * CONTEXT + CONTEXT + 1] for index in chosen])
         outputs = model(windows[:, :-1])
-        loss = torch.nn.functional.cross_entropy(outputs.flatten(0, 1), windows[:, 1:].flatten())
+        loss = compare(outputs, windows[:, 1:])
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)

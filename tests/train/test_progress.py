@@ -47,6 +47,19 @@ def test_the_last_step_has_a_line_however_fast(clock: list[float], capsys: pytes
     assert capsys.readouterr().err == "step 2/2  loss 1  left 0:00\n"
 
 
+def test_samples_per_second_where_there_are_no_tokens(
+    clock: list[float], capsys: pytest.CaptureFixture[str]
+) -> None:
+    configure()
+    bar = Progress(10, 110, 0, shown=True)
+    for step in range(11, 111):
+        clock[0] += 0.5
+        bar.update(step, 0, shown({"step": step, "loss": 1.0, "samples": 8 * step}))
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == "step 30/110  loss 1.0000  samples/s 16  left 0:40"
+    assert lines[-1] == "step 110/110  loss 1.0000  samples/s 16  left 0:00"
+
+
 def test_without_an_end_there_is_no_time_left(clock: list[float], capsys: pytest.CaptureFixture[str]) -> None:
     configure()
     bar = Progress(0, None, 0, shown=True)

@@ -1,0 +1,79 @@
+"""Find out before a run begins whether its data, its model and its loss fit together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from hpctrain.data.dataset import FileDataset
+from hpctrain.errors import SettingsError, UsageError
+from hpctrain.parallel.objective import LOSSES, loss_named
+from hpctrain.train.settings import Settings
+
+
+def check_loss(settings: Settings, model: nn.Module, dataset: FileDataset) -> None:
+    """Raise ``UsageError`` where the loss cannot compare the model's outputs with the targets.
+
+    Targets are checked by their dtype. A factory's model, and a function's loss, are tried on one sample of the model
+    in evaluation mode, where the model is whole on this rank; if the forward pass fails there, that is left to the run.
+    """
+    inputs, targets = dataset.batch(np.arange(1))
+    name = settings.train.loss
+    if name in LOSSES:
+        _check_dtype(name, targets, dataset.path)
+    compare = loss_named(name)
+    named = settings.model.factory is None and name in LOSSES
+    outputs = None if named or _is_apart(model) else _outputs(model, inputs)
+    if outputs is None:
+        return
+    try:
+        with torch.no_grad():
+            compare(outputs, targets)
+    except UsageError:
+        raise
+    except Exception as error:
+        raise SettingsError(
+            f"train.loss = {name!r} cannot compare the model's output, {_looks(outputs)}, with the targets, "
+            f"{_looks(targets)}: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        ) from error
+
+
+def _check_dtype(name: str, targets: Tensor, path: str) -> None:
+    classes = not targets.is_floating_point()
+    if name == "cross_entropy" and not classes:
+        raise SettingsError(
+            f"train.loss = 'cross_entropy' takes classes (whole numbers), the targets of {path} are floats: set "
+            'train.loss = "mse", or a function of yours'
+        )
+    if name == "mse" and classes:
+        raise SettingsError(
+            f"train.loss = 'mse' takes floats, the targets of {path} are whole numbers: set "
+            'train.loss = "cross_entropy", or write the targets as floats'
+        )
+
+
+def _is_apart(model: nn.Module) -> bool:
+    """Tell whether a model has parameters or buffers without values yet."""
+    held: Sequence[Tensor] = [*model.parameters(), *model.buffers()]
+    return any(each.is_meta or is_lazy(each) for each in held)
+
+
+def _outputs(model: nn.Module, inputs: Tensor) -> Tensor | None:
+    """Return what a model makes of one sample; None where it makes no tensor, or only elsewhere than here."""
+    training = model.training
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            outputs = model.eval()(inputs)
+    except Exception:
+        return None
+    finally:
+        model.train(training)
+    return outputs if isinstance(outputs, Tensor) else None
+
+
+def _looks(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} of shape {tuple(tensor.shape)}"
