@@ -31,7 +31,7 @@ from hpctrain.train.fit import check_loss
 from hpctrain.train.job import Job
 from hpctrain.train.progress import SAMPLES
 from hpctrain.train.session import Run
-from hpctrain.train.settings import Settings
+from hpctrain.train.settings import LOGGED_EACH_STEP, Settings
 from hpctrain.train.step import Stepper
 from hpctrain.train.summary import sample_text, summarise
 
@@ -187,9 +187,9 @@ def tokens_in(targets: torch.Tensor, settings: Settings, data: Communicator) -> 
 
 
 def is_due(number: int, settings: Settings) -> bool:
-    """Tell whether a step is followed by an evaluation: as often as told, and where its checkpoint is judged by it."""
+    """Tell whether a step is followed by an evaluation: as often as set, and where its checkpoint is judged by it."""
     every, saved = settings.train.evaluate_every, settings.checkpoint
-    judged = saved.keep_best == "validation_loss" and number % saved.every == 0
+    judged = saved.keep_best not in ("", *LOGGED_EACH_STEP) and number % saved.every == 0
     return number == settings.train.steps or judged or bool(every) and number % every == 0
 
 

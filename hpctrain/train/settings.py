@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -24,8 +25,11 @@ from hpctrain.settings import meant, names_function, read_toml, unknown
 LOSSES = ("cross_entropy", "mse")
 # What the settings of an optimizer are called by the classes of torch.optim.
 OPTIMIZER_ARGUMENTS = {"learning_rate": "lr", "betas": "betas", "epsilon": "eps", "weight_decay": "weight_decay"}
-# What a run from a file logs that a checkpoint may be kept for.
-JUDGES = ("validation_loss", "loss", "grad_norm")
+# What a run from a file logs: in every step, and where it evaluates. A checkpoint may be kept for any of it.
+LOGGED_EACH_STEP = ("loss", "learning_rate", "grad_norm")
+LOGGED_EVALUATING = ("validation_loss", "centre_distance", "communication", "staleness", "staleness_most")
+# Of the numbers of a step, what a checkpoint has by itself, and what differs between two runs that are otherwise equal.
+NOT_JUDGED = ("step", "tokens", "samples", "skipped", "step_seconds", "communication_seconds")
 
 
 @dataclass(frozen=True)
@@ -163,7 +167,8 @@ class CheckpointSettings:
     keep: int = 2
     # Steps: a checkpoint whose step is a multiple stays, too; 0: none for that.
     keep_every: int = 0
-    # The checkpoint in whose step this number was the best stays, too; empty: none for that.
+    # The checkpoint in whose step this number was the best stays, too: any number that the run logs; empty: none for
+    # that.
     keep_best: str = ""
     # Which value is the best.
     best: Best = "lowest"
@@ -193,8 +198,17 @@ class CheckpointSettings:
         for hint in self.hints:
             if not all(hint.partition("=")):
                 raise SettingsError(f"setting checkpoint.hints: {hint!r} is not of the form name=value")
-        if self.keep_best not in ("", *JUDGES):
-            raise SettingsError(unknown(f"checkpoint.keep_best {self.keep_best!r}", self.keep_best, JUDGES))
+        self._check_judge()
+
+    def _check_judge(self) -> None:
+        """Refuse what no checkpoint is judged by, and a probable misspelling; a strategy may log other names."""
+        known, name = [*LOGGED_EVALUATING, *LOGGED_EACH_STEP], self.keep_best
+        if name in NOT_JUDGED:
+            text = f"setting checkpoint.keep_best = {name!r}: no checkpoint is judged by that"
+            raise SettingsError(f"{text}; known are {', '.join(known)}")
+        close = difflib.get_close_matches(name, known, n=1, cutoff=0.75)
+        if close and name not in known:
+            raise SettingsError(unknown(f"checkpoint.keep_best {name!r}", name, known))
 
 
 @dataclass(frozen=True)

@@ -33,6 +33,7 @@ from hpctrain.shard import Split
 from hpctrain.train import parts, schedulers
 from hpctrain.train.metrics import Curves
 from hpctrain.train.parts import Stateful
+from hpctrain.train.settings import NOT_JUDGED
 
 if TYPE_CHECKING:
     from hpctrain.collectives.communicator import Communicator
@@ -43,8 +44,6 @@ T = TypeVar("T")
 LOADER = "loader"  # the part that holds the position in the data, of a loader that has one
 FEED = "feed"  # the part that says which pass over the loader it is, and how much of it is done
 STOPPED = "stopped"  # of a checkpoint's values: why the program has ended the run for good
-# Of the numbers of a step, what a checkpoint has by itself, and what differs between two runs that are otherwise equal.
-_NOT_LOGGED = ("step", "tokens", "samples", "skipped", "step_seconds", "communication_seconds")
 
 
 class TrainState:
@@ -112,7 +111,7 @@ class TrainState:
         self.logged = {
             name: float(value)
             for name, value in row.items()
-            if name not in _NOT_LOGGED and isinstance(value, (int, float)) and math.isfinite(value)
+            if name not in NOT_JUDGED and isinstance(value, (int, float)) and math.isfinite(value)
         }
 
     def save(self, saver: Saver, path: Path, *, config: str | None, provenance: Mapping[str, Any]) -> None:

@@ -74,6 +74,19 @@ def test_the_best_by_the_validation_loss_stays(
         assert json.loads(file["train"].attrs["logged.json"])["validation_loss"] == losses[best]
 
 
+def test_the_best_by_any_number_that_is_logged_stays(trained_here: Any, tmp_path: Path) -> None:
+    words = ["checkpoint.every=2", "checkpoint.keep=1", "checkpoint.keep_best=learning_rate", "checkpoint.best=highest"]
+    trained_here(tmp_path / "out", *words, "train.steps=10", "optimizer.warmup=4")  # the rate is highest in step 4
+    assert checkpoints_of(tmp_path / "out") == ["step_00000004.h5", "step_00000010.h5"]
+
+
+def test_a_number_that_is_never_logged_is_warned_of(
+    trained_here: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trained_here(tmp_path / "out", "checkpoint.every=2", "checkpoint.keep_best=accuracy", "train.steps=6")
+    assert capsys.readouterr().err.count("logged no finite number called accuracy") == 1
+
+
 @pytest.mark.slow
 @pytest.mark.limit(120)
 def test_a_full_disk_ends_in_an_error_and_not_in_a_requeue(

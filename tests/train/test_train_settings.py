@@ -39,6 +39,7 @@ def config(tmp_path: Path) -> Path:
         ("checkpoint.keep=0", "setting checkpoint.keep = 0: must be at least 1"),
         ("checkpoint.keep_every=-1", "setting checkpoint.keep_every = -1: must be at least 0"),
         ("checkpoint.keep_best=valid_loss", "unknown checkpoint.keep_best 'valid_loss': did you mean validation_loss?"),
+        ("checkpoint.keep_best=step_seconds", "'step_seconds': no checkpoint is judged by that; known are validation"),
         ("checkpoint.best=first", "setting checkpoint.best = 'first': allowed are lowest, highest"),
         ("checkpoint.on_error=ignore", "setting checkpoint.on_error = 'ignore': allowed are stop, continue"),
         ("train.start_skip=3", "setting train.start_skip = 3: expected a list"),
@@ -63,6 +64,8 @@ def test_one_pattern_is_a_list_of_one(config: Path) -> None:
         (4, 0, "validation_loss", [4, 8, 10]),
         (4, 3, "validation_loss", [3, 4, 6, 8, 9, 10]),
         (4, 3, "loss", [3, 6, 9, 10]),
+        (4, 3, "learning_rate", [3, 6, 9, 10]),
+        (4, 0, "staleness", [4, 8, 10]),
     ],
 )
 def test_a_checkpoint_judged_by_an_evaluation_has_one(
