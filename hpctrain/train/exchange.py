@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import numbers
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -56,9 +59,14 @@ class StepLog:
             raise UsageError("cannot log a number called step: that is what the run counts")
         if len({*self.averaged, *averaged}) > LOGGED:
             raise UsageError(f"a step can log {LOGGED} averaged numbers, not {len({*self.averaged, *averaged})}")
-        for name, value in averaged.items():
-            self.averaged[name] = float(value.detach() if isinstance(value, Tensor) else value)
-        self.same.update({name: list(one) if isinstance(one, Sequence) else one for name, one in same.items()})
+        found = {name: _number(f"run.log({name}=...)", value) for name, value in averaged.items()}
+        alike: dict[str, float | list[float]] = {}
+        for name, one in same.items():
+            where = f"run.log(same={{{name!r}: ...}})"
+            is_list = isinstance(one, Sequence) and not isinstance(one, (str, bytes))
+            alike[name] = [_entry(where, each) for each in one] if is_list else _entry(where, one)
+        self.averaged.update(found)
+        self.same.update(alike)
 
     def clear(self, *, all_of_it: bool = True) -> None:
         """Begin a new step, or only a new iteration of one."""
@@ -153,6 +161,28 @@ def _other(values: Iterable[object]) -> int:
 
 def _mark(names: Sequence[str], standing: Standing) -> float:
     return float(zlib.crc32(",".join(names).encode(), standing.mark))
+
+
+def _number(what: str, value: Any) -> float:
+    """Return a logged value as a float; raise ``UsageError`` that names it unless it is one number."""
+    if isinstance(value, Tensor):
+        value = value.detach()
+        if value.numel() == 1 and not value.is_complex():
+            return float(value)
+        kind = "a complex tensor" if value.is_complex() else f"a tensor of shape {tuple(value.shape)}"
+        hint = "" if value.is_complex() else "; take its mean()"
+    else:
+        is_array = isinstance(value, np.ndarray)
+        if isinstance(value, numbers.Real) or is_array and value.size == 1 and value.dtype.kind in "biuf":
+            return float(value.item() if is_array else value)
+        kind = f"an array of shape {value.shape}" if is_array else repr(value)[:60]
+        hint = "; take its mean()" if is_array else ""
+    raise UsageError(f"{what}: {kind}; allowed are numbers and tensors of one element{hint}")
+
+
+def _entry(what: str, value: Any) -> Any:
+    """Return a value that is the same on all ranks: whole numbers stay what they are."""
+    return value if isinstance(value, (bool, int, float)) else _number(what, value)
 
 
 def _tell(names: Sequence[str]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -77,3 +78,37 @@ def test_a_log_holds_the_last_value_and_no_graph() -> None:
 def test_a_log_takes_no_step(averaged: dict[str, float], same: dict[str, float]) -> None:
     with pytest.raises(UsageError, match="cannot log a number called step"):
         StepLog().note(averaged, same)
+
+
+@pytest.mark.parametrize(
+    "value, kind",
+    [
+        (torch.zeros(3), "a tensor of shape (3,)"),
+        (torch.zeros(2, 0), "a tensor of shape (2, 0)"),
+        (torch.tensor(1j), "a complex tensor"),
+        (np.zeros((2, 2)), "an array of shape (2, 2)"),
+        ("0.5", "'0.5'"),
+        (None, "None"),
+        (1 + 2j, "(1+2j)"),
+        ([1.0, 2.0], "[1.0, 2.0]"),
+    ],
+)
+def test_a_value_that_is_no_number_is_named(value: Any, kind: str) -> None:
+    log = StepLog()
+    with pytest.raises(UsageError) as found:
+        log.note({"accuracy": 1.0, "loss": value}, {})
+    assert str(found.value).startswith(f"run.log(loss=...): {kind}; allowed are numbers and tensors of one element")
+    assert ("take its mean()" in str(found.value)) == (kind.startswith(("a tensor", "an array")))
+    assert not log.averaged
+    if not isinstance(value, list):
+        with pytest.raises(UsageError, match=r"^run\.log\(same=\{'rate': \.\.\.\}\): "):
+            log.note({}, {"rate": value})
+
+
+def test_numbers_of_any_kind_are_taken() -> None:
+    log = StepLog()
+    log.note({"a": np.float32(0.5), "b": torch.ones(1, 1), "c": np.array([2]), "d": True, "e": np.int64(3)}, {"f": 4})
+    assert log.averaged == {"a": 0.5, "b": 1.0, "c": 2.0, "d": 1.0, "e": 3.0} and log.same == {"f": 4}
+    assert all(type(value) is float for value in log.averaged.values())
+    log.note({}, {"g": np.float64(0.5), "h": [1, np.int64(2)], "i": torch.tensor(2.0)})
+    assert log.same == {"f": 4, "g": 0.5, "h": [1, 2.0], "i": 2.0}
