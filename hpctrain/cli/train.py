@@ -6,7 +6,7 @@ import argparse
 import json
 from typing import Any
 
-from hpctrain.errors import HpctrainError
+from hpctrain.errors import HpctrainError, UsageError
 from hpctrain.train import signals
 
 EXAMPLES = """examples:
@@ -53,6 +53,7 @@ def run(args: argparse.Namespace) -> int:
     from hpctrain.train.settings import load
 
     try:
+        _refuse_program(args.config)
         given = {option: getattr(args, option) for option in _OPTIONS}
         as_text = [f"run.{option}={json.dumps(text)}" for option, text in given.items() if text is not None]
         settings = load(args.config, [*args.assignments, *as_text])
@@ -63,3 +64,11 @@ def run(args: argparse.Namespace) -> int:
 
     train(settings, verbose=args.verbose)
     return 0
+
+
+def _refuse_program(config: str) -> None:
+    """Raise ``UsageError`` for a Python file: say how programs are started."""
+    if not config.endswith(".py"):
+        return
+    ways = f"python {config}, mpiexec -n 4 python {config}, or hpctrain submit slurm {config} --folder runs/a"
+    raise UsageError(f"{config} is a program, hpctrain train takes the settings of a run (.toml); start it by {ways}")

@@ -81,7 +81,9 @@ def refused_here(
     "words, said",
     [
         (["nowhere.toml"], "cannot read settings from nowhere.toml: No such file or directory"),
-        (["bytes_model.py"], "bytes_model.py is not valid TOML"),
+        (["corpus.h5"], "corpus.h5 is not a TOML file: it is not UTF-8 text"),
+        (["bytes_model.py"], "bytes_model.py is a program, hpctrain train takes the settings of a run (.toml); "),
+        (["lost.py"], "python lost.py, mpiexec -n 4 python lost.py, or hpctrain submit slurm lost.py --folder runs/a"),
         (["tiny.toml", "--set", "train.stepz=3"], "unknown setting train.stepz: did you mean steps? known are accu"),
         (["tiny.toml", "--set", "trian.steps=3"], "unknown setting trian: did you mean train? known are checkpoint"),
         (["tiny.toml", "--set", "train.steps"], "write it as section.key=value"),
