@@ -32,13 +32,14 @@ class Curve:
     points: tuple[Point, ...]
 
     def efficiency(self, point: Point, way: str) -> float | None:
-        """Return the samples a second of a GPU, or of a core, against those of the fewest ranks that can."""
-        here: StepTime | None = getattr(point, way)
-        first = next((one for one in self.points if getattr(one, way) is not None), None)
-        if here is None or first is None:
+        """Return the samples per second and GPU, or core, against those of the best point of the curve: 1 at most.
+
+        The fewest ranks are no measure on CPUs: one rank has all cores of its node, and threads gain less than ranks.
+        """
+        if getattr(point, way) is None:
             return None
-        start: StepTime = getattr(first, way)
-        return (here.samples / here.seconds / point.busy) / (start.samples / start.seconds / first.busy)
+        best = max(_rate_each(one, way) for one in self.points if getattr(one, way) is not None)
+        return _rate_each(point, way) / best
 
     def as_dict(self) -> list[dict[str, object]]:
         """Return plain values."""
@@ -59,6 +60,12 @@ class Curve:
             }
             for point in self.points
         ]
+
+
+def _rate_each(point: Point, way: str) -> float:
+    """Return the samples per second of each GPU or core."""
+    step: StepTime = getattr(point, way)
+    return step.samples / step.seconds / point.busy
 
 
 def scale(run: PlannedRun, forecasts: Forecasts, largest: int = LARGEST) -> Curve:

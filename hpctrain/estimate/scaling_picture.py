@@ -64,7 +64,8 @@ def _draw_way(rates: Any, shares: Any, curve: Curve, way: str, chosen: int) -> N
     ranks = [point.ranks for point in points]
     throughput = [_rate(point, way) for point in points]
     if way == "weak":
-        ideal = [throughput[0] * count / ranks[0] for count in ranks]
+        best = max(rate / count for rate, count in zip(throughput, ranks))
+        ideal = [best * count for count in ranks]
         rates.plot(ranks, ideal, color=_IDEAL, linewidth=1.2, linestyle="--", label="in proportion", zorder=1)
     rates.plot(ranks, throughput, color=colour, marker=marker, markersize=4.5, label=label)
     shares.plot(ranks, [curve.efficiency(point, way) for point in points], color=colour, marker=marker, markersize=4.5)

@@ -12,7 +12,7 @@ from support.forecasts import CPU, GPU, forecast, planned
 from hpctrain.errors import UsageError
 from hpctrain.estimate.machine import Machine
 from hpctrain.estimate.run import PlannedRun
-from hpctrain.estimate.scaling import Curve, busy, counts_for, lines, readable, scale
+from hpctrain.estimate.scaling import Curve, Point, busy, counts_for, lines, readable, scale
 from hpctrain.estimate.scaling_picture import draw, figure
 from hpctrain.estimate.time_step import StepTime
 
@@ -62,6 +62,19 @@ def test_efficiency_counts_from_the_first_point_and_falls_between_nodes(curve: C
     assert shares[3] == pytest.approx(first.seconds / eight.seconds)
     assert (shares[3] or 0) < (shares[2] or 0)  # the fifth rank is on another node
     assert curve.efficiency(curve.points[-1], "strong") is None
+
+
+def test_efficiency_is_at_most_one_where_more_ranks_use_cores_better(curve: Curve) -> None:
+    """One rank with four threads, then four ranks with one each, which take half the time for as many samples."""
+    one, two, four, *_ = (point.weak for point in curve.points)
+    assert one is not None and two is not None and four is not None
+    halved = replace(four, parts={name: seconds / 8 for name, seconds in four.parts.items()})
+    found = Curve((Point(1, 4, None, one), Point(2, 4, None, None), Point(4, 4, None, halved)))
+    rates = [step.samples / step.seconds / 4 for step in (one, halved)]
+    assert rates[1] > rates[0]
+    shares = [found.efficiency(point, "weak") for point in found.points]
+    assert shares == [pytest.approx(rates[0] / rates[1]), None, 1.0]
+    assert [row.split()[-1] for row in lines(found)[2:]] == [f"{shares[0]:.0%}", "-", "100%"]
 
 
 def test_ranks_of_a_cpu_count_by_the_cores_that_they_keep_busy(run: PlannedRun) -> None:
