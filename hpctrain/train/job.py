@@ -1,32 +1,39 @@
-"""Be what ``hpctrain.init`` returns: this rank's place in the job, and the two things to do with it."""
+"""What ``hpctrain.init`` returns: this rank's place in the job, and what to do with it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from hpctrain.cluster.launcher import Launch
+from hpctrain.collectives.agreement import agreed
 from hpctrain.collectives.communicator import Communicator
 from hpctrain.errors import UsageError
 from hpctrain.parallel.attach import attach
-from hpctrain.parallel.offload.settings import OffloadSettings
-from hpctrain.parallel.server.settings import ServerSettings
-from hpctrain.parallel.settings import ParallelSettings
+from hpctrain.parallel.offload.settings import OffloadSettings, offload_settings
+from hpctrain.parallel.plan import shape_of
+from hpctrain.parallel.server.settings import ServerSettings, server_settings
+from hpctrain.parallel.settings import ParallelSettings, parallel_settings
 from hpctrain.parallel.strategy import Strategy
 from hpctrain.train.guard import Guard
 from hpctrain.train.leaving import LeavingTogether
 
 if TYPE_CHECKING:
+    from hpctrain.data.job_loader import JobLoader
+    from hpctrain.train.evaluation import Evaluation, Measure
     from hpctrain.train.session import Run
     from hpctrain.train.state import Stateful
 
+M = TypeVar("M", bound=nn.Module)
+
 
 class Job:
-    """Hold ``rank``, ``size``, ``local_rank``, ``local_size``, ``node`` (numbers), ``device`` and ``comm``.
+    """A rank's place in the job: ``rank``, ``size``, ``local_rank``, ``local_size``, ``node``, ``device``, ``comm``.
 
     Usable as ``with hpctrain.init() as job``; without it, the job ends with the process.
     """
@@ -52,34 +59,37 @@ class Job:
         self.local_rank, self.local_size = comm.local_rank, comm.local_size
         self.node, self.nodes = comm.node, comm.nodes
         self.strategies: dict[int, Strategy] = {}
+        self._evaluation: Evaluation | None = None
 
     def wrap(
         self,
-        model: nn.Module,
-        parallel: ParallelSettings | None = None,
+        model: M,
+        parallel: ParallelSettings | Mapping[str, Any] | str | None = None,
         *,
         example: Tensor | None = None,
-        offload: OffloadSettings | None = None,
-        server: ServerSettings | None = None,
-    ) -> nn.Module:
+        offload: OffloadSettings | Mapping[str, Any] | None = None,
+        server: ServerSettings | Mapping[str, Any] | None = None,
+    ) -> M:
         """Move a model to this rank's device and attach the strategy of the settings; return the same model.
 
         Names in ``state_dict`` do not change. Parameters and buffers of rank 0 are given to all ranks. A model on the
-        meta device gets its memory and its values here. Make the optimizer afterwards: strategies that split parameters
-        put others in their places. ``example`` are some inputs, for ``parallel.partition = "time"``; ``offload`` says
-        what lives in the host's memory, ``server`` how workers with replicas of their own (``parallel.data = "easgd"``)
-        exchange what they have learnt. Raises ``MismatchError`` where the ranks hold different models,
+        meta device gets its memory and its values here. ``parallel`` is the name of a strategy (``"fsdp"``), a dict of
+        settings or a ``ParallelSettings``; without one those of ``hpctrain.init`` hold. Make the optimizer afterwards:
+        strategies that split parameters put others in their places. ``example`` are some inputs, for
+        ``parallel.partition = "time"``; ``offload`` says what lives in the host's memory, ``server`` how workers with
+        replicas of their own (``parallel.data = "easgd"``) exchange what they have learnt. Raises ``MismatchError`` if
+        the ranks hold different models,
         ``SettingsError`` where a strategy cannot do with what is offloaded.
         """
-        self.strategies[id(model)] = attach(
-            model,
+        chosen = agreed(
             self.comm,
-            parallel or self.parallel,
-            self.device,
-            example,
-            offload or self.offload,
-            server or self.server,
+            lambda: (
+                self.parallel if parallel is None else parallel_settings(parallel),
+                self.offload if offload is None else offload_settings(offload),
+                self.server if server is None else server_settings(server),
+            ),
         )
+        self.strategies[id(model)] = attach(model, self.comm, chosen[0], self.device, example, chosen[1], chosen[2])
         return model
 
     def strategy(self, model: nn.Module) -> Strategy:
@@ -101,11 +111,14 @@ class Job:
         provenance: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> Run:
-        """Return a run in the folder ``checkpoints``: iterate it for ``(step, batch)``; see ``train.session.Run``.
+        """Return a run in the folder ``checkpoints``: iterate over it for ``(step, batch)``; see ``Run``.
 
         Entered with ``with``, it locks the folder, resumes from the newest valid checkpoint there, writes metrics and
-        checkpoints, and saves when it ends or is told to. ``options`` are the fields of ``train.options.RunOptions``:
-        how many ``steps``, a checkpoint ``every`` so many, how many of them to ``keep``, and so on.
+        checkpoints, and saves when it ends or is told to. ``model`` and ``optimizer`` may be dicts of several. A
+        ``DataLoader`` is split: its batch is the batch of all data ranks (``split=False``: every rank reads all of it).
+        ``states`` names what else has a state: averages of weights, generators, tensors; torch's learning-rate
+        schedulers are found without. ``options`` are the fields of ``RunOptions``: how many ``steps``, a checkpoint
+        ``every`` so many, how many of them to ``keep``, and so on.
         """
         from hpctrain.train.options import RunOptions
         from hpctrain.train.session import Run
@@ -121,6 +134,87 @@ class Job:
             config=config,
             provenance=provenance,
         )
+
+    def loader(
+        self,
+        dataset: Any,
+        *,
+        batch: int,
+        shuffle: bool = True,
+        epochs: int | None = None,
+        workers: int = 0,
+        seed: int = 0,
+        drop_last: bool = False,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        **options: Any,
+    ) -> JobLoader:
+        """Return a loader of batches of ``batch`` samples over all ranks, which resumes at once at any position.
+
+        ``dataset`` is any ``Dataset`` of torch, or what ``hpctrain.data`` opens. The order of the samples depends on
+        ``seed`` and the epoch alone. ``epochs`` is how often a run goes through it if it is told neither ``steps`` nor
+        ``run.epochs``. ``options`` are those of ``torch.utils.data.DataLoader``. Iterated over outside of a run, it
+        gives this rank's share of each batch.
+        """
+        from hpctrain.data.job_loader import job_loader
+
+        data = self.data
+        return job_loader(
+            dataset,
+            rank=data[0],
+            parts=data[1],
+            batch=batch,
+            shuffle=shuffle,
+            epochs=epochs,
+            workers=workers,
+            seed=seed,
+            drop_last=drop_last,
+            collate_fn=collate_fn,
+            **options,
+        )
+
+    @property
+    def data(self) -> tuple[int, int]:
+        """This rank's index on the data axis, and how many share out the samples of a batch."""
+        if self.strategies:
+            data = next(iter(self.strategies.values())).data
+            return data.rank, data.size
+        shape = shape_of(self.parallel, self.size)
+        return shape.coordinate("data", self.rank), shape.data
+
+    def evaluate(self, what: Any, compute: Measure | None = None) -> Any:
+        """Measure over all ranks, in evaluation mode and without gradients; return means. Collective.
+
+        ``evaluate(loader, compute)`` shares out the batches of a DataLoader, and calls ``compute(batch)`` for each
+        share; it returns a mean over the samples, a pair of a sum and the count that divides it, or a dict of these.
+        Sums and counts are added up exactly over batches and ranks. ``evaluate(function)`` calls a function that
+        measures by itself and returns one of these. Buffers, such as the statistics of batch norms, are those of the
+        first data rank; random generators are as before afterwards.
+        """
+        from hpctrain.train.evaluation import Evaluation
+
+        if self._evaluation is None:
+            self._evaluation = Evaluation(self.comm, self.strategies)
+        return self._evaluation(what, compute)
+
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
+        """Return a ``with`` block in which backward passes leave gradients on this rank; a later one reduces them."""
+        return self.strategy(model).no_sync()
+
+    def unshard(self, model: nn.Module, *, write: bool = False) -> AbstractContextManager[None]:
+        """Return a ``with`` block in which a sharded model holds whole parameters. Collective.
+
+        What is changed there counts only with ``write``, and then what rank 0 has written.
+        """
+        return self.strategy(model).summon(write=write)
+
+    def state_dict(self, model: nn.Module) -> dict[str, Tensor]:
+        """Return the model's whole tensors, on the host of every rank, whatever strategy shards them. Collective.
+
+        Under pipelines and tensor parallelism each rank gets those of its own part.
+        """
+        strategy = self.strategy(model)
+        with strategy.meeting(), strategy.summon():
+            return {name: tensor.detach().to("cpu", copy=True) for name, tensor in model.state_dict().items()}
 
     def close(self) -> None:
         """Stop watching the job and give back what it holds; a call by all ranks."""

@@ -28,6 +28,7 @@ from torch.utils.hooks import RemovableHandle
 from hpctrain import trace
 from hpctrain.checkpoint import folder as files
 from hpctrain.checkpoint import rng
+from hpctrain.checkpoint.named import by_key
 from hpctrain.collectives.agreement import agreed, on_first_rank
 from hpctrain.data.random_streams import OuterState, RandomStreams
 from hpctrain.errors import CheckpointError, NonFiniteError, UsageError
@@ -43,6 +44,7 @@ from hpctrain.train.last_words import LastWords
 from hpctrain.train.loop import Around, Loop
 from hpctrain.train.loose import exchange_for
 from hpctrain.train.options import RunOptions
+from hpctrain.train.owned import adoptable, check_owned, joined
 from hpctrain.train.progress import Progress, shown
 from hpctrain.train.saves import Saves
 from hpctrain.train.scaler import watch_scalers
@@ -85,11 +87,14 @@ class Run:
         provenance: Mapping[str, Any] | None = None,
     ) -> None:
         self.options, self.job, self.loader = options, job, loader
-        self.models: Mapping[str, nn.Module] = model if isinstance(model, Mapping) else {"": model}
-        self.optimizers = optimizer if isinstance(optimizer, Mapping) else {"": optimizer}
+        given = by_key(model, "model")
+        self.optimizers = by_key(optimizer, "optimizer")
+        wrapped = [strategy.model for strategy in job.strategies.values()]
+        self.models = joined(given, adoptable(self.optimizers, given, wrapped))
         self.folder, self.config = Path(folder), config
         self.provenance = {**versions(), **job.describe(), **(provenance or {})}
         self.strategies = {key: job.strategy(one) for key, one in self.models.items()}
+        check_owned(self.optimizers, self.models)
         self._held_by = {key: _models_of(one, self.models) for key, one in self.optimizers.items()}
         for key, one in self.optimizers.items():
             for held in self._held_by[key] or list(self.models):
@@ -125,6 +130,7 @@ class Run:
         self._saves = Saves(self.state, options, self._books, lambda seconds: self._stops.governor.save(seconds))
         self._tracing = Tracing(job.comm, self.folder, options.traced, strategy.place)
         self._updating = 0.0  # when the optimizer began
+        self._has_saved = False
         self._loop = self._make_loop()
         self._backward = Backward(self)
         self._evaluation = Evaluation(job.comm, self.strategies)
@@ -133,8 +139,8 @@ class Run:
         strategy = next(iter(self.strategies.values()))
         around = Around(
             record=self._record,
-            save=lambda: self._saves.now(self.config, self.provenance),
-            save_due=lambda: self._saves.due(self.config, self.provenance),
+            save=self._save,
+            save_due=self._save_due,
             advance=self._saves.advance,
             saved=self._stops.saved,
             look=self._stops.look,
@@ -271,7 +277,7 @@ class Run:
                 self.state.keeper.keep = replace(self.state.keeper.keep, best=BEST)
         if not self._loop.inside and not self._loop.in_epochs and self._loop.may_save:
             self._loop.close()
-            return self._saves.now(self.config, self.provenance)
+            return self._save()
         self._loop.want_save()
         return self.state.path(self.step + self._loop.inside)
 
@@ -289,6 +295,8 @@ class Run:
     def __enter__(self) -> Run:
         self._agree_on_generators()
         self._start_from_another()
+        self.state.find_schedulers()
+        self.state.check_storable()
         on_first_rank(self.job.comm, self._take_folder)
         try:
             self._resume()
@@ -395,6 +403,20 @@ class Run:
         if self._progress is not None:
             self._progress.update(row["step"], self.state.tokens, shown(row))
 
+    def _save(self) -> Path:
+        self._find_late_schedulers()
+        return self._saves.now(self.config, self.provenance)
+
+    def _save_due(self) -> None:
+        self._find_late_schedulers()
+        self._saves.due(self.config, self.provenance)
+
+    def _find_late_schedulers(self) -> None:
+        """Look once more for schedulers before the first save: some are made when the run has started."""
+        if not self._has_saved:
+            self._has_saved = True
+            self.state.find_schedulers()
+
     def _go_back(self) -> None:
         """Restore the last checkpoint, but not the position in the data: those samples broke the run."""
         for health in self.healths.values():
@@ -421,6 +443,7 @@ class Run:
                 for strategy in self.strategies.values():
                     strategy.settle()
                 moved = self._loop.in_epochs and self._feed_part.has_moved
+                self._find_late_schedulers()
                 self._saves.finish(self.config, self.provenance, moved=moved)
                 self._tracing.close()
                 self._loop.exchange.close()

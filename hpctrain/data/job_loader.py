@@ -1,0 +1,136 @@
+"""The loader of ``job.loader``: a DataLoader whose order of samples is a function of seed and position."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+from torch.utils.data import DataLoader, IterableDataset
+
+from hpctrain.data.order import SampleOrder
+from hpctrain.data.random_streams import RandomStreams
+from hpctrain.data.split_loader import split_loader
+from hpctrain.errors import DataError, UsageError
+
+
+class BatchOrder:
+    """A batch sampler that finds any batch of any pass without those before it."""
+
+    def __init__(self, samples: int, batch: int, *, shuffle: bool, seed: int, drop_last: bool) -> None:
+        self.samples, self.batch, self.shuffle, self.drop_last = samples, batch, shuffle, drop_last
+        self.epoch = 0
+        self._order = SampleOrder(samples, seed)
+
+    def __len__(self) -> int:
+        return self.samples // self.batch if self.drop_last else -(-self.samples // self.batch)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return self.start_at(0)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the pass, counted from 0."""
+        self.epoch = epoch
+
+    def start_at(self, number: int) -> Iterator[list[int]]:
+        """Yield the batches of this pass from a number on."""
+        for place in range(number, len(self)):
+            begin = place * self.batch
+            end = min(begin + self.batch, self.samples)
+            if self.shuffle:
+                yield self._order.indices(self.epoch * self.samples + begin, end - begin).tolist()
+            else:
+                yield list(range(begin, end))
+
+
+class JobLoader(DataLoader[Any]):
+    """A loader of global batches; a run shares them out, and iterated over by itself it gives this rank's shares.
+
+    ``epochs`` is the number of passes that a run makes if it is told neither steps nor epochs.
+    """
+
+    def __init__(self, dataset: Any, rank: int, parts: int, epochs: int | None, seed: int, **options: Any) -> None:
+        super().__init__(dataset, **options)
+        self.epochs, self.seed = epochs, seed
+        self._rank, self._parts = rank, parts
+
+    def __iter__(self) -> Any:
+        if self._parts == 1:
+            return super().__iter__()
+        whole = split_loader(self, self._rank, self._parts, RandomStreams(self.seed))
+        return iter(whole)
+
+
+class Rows:
+    """A map-style dataset over one that hands out several samples at once, as hpctrain's files do."""
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: int) -> Any:
+        inputs, targets = self.dataset.batch(np.asarray([index], np.int64))
+        return inputs[0], targets[0]
+
+    def __getitems__(self, indices: list[int]) -> Any:
+        """Return inputs and targets of all of them, as two tensors."""
+        return self.dataset.batch(np.asarray(list(indices), np.int64))
+
+
+def job_loader(
+    dataset: Any,
+    *,
+    rank: int,
+    parts: int,
+    batch: int,
+    shuffle: bool = True,
+    epochs: int | None = None,
+    workers: int = 0,
+    seed: int = 0,
+    drop_last: bool = False,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+    **options: Any,
+) -> JobLoader:
+    """Return a loader over a dataset; see ``Job.loader``."""
+    _check(dataset, batch, epochs, workers)
+    if isinstance(dataset, IterableDataset):
+        if shuffle:
+            raise UsageError(
+                "job.loader(shuffle=True) of an IterableDataset: its order is its own; pass shuffle=False",
+                everywhere=True,
+            )
+        more = {"batch_size": batch, "drop_last": drop_last, "num_workers": workers, "collate_fn": collate_fn}
+        return JobLoader(dataset, rank, parts, epochs, seed, **more, **options)
+    if drop_last and len(dataset) < batch:
+        raise DataError(f"{len(dataset)} samples do not fill a batch of {batch}: take a smaller one or drop_last=False")
+    order = BatchOrder(len(dataset), batch, shuffle=shuffle, seed=seed, drop_last=drop_last)
+    if not hasattr(type(dataset), "__getitem__") and hasattr(dataset, "batch"):
+        dataset, collate_fn = Rows(dataset), collate_fn or _as_it_is
+    if workers:
+        options = {"persistent_workers": True, **options}
+    return JobLoader(
+        dataset, rank, parts, epochs, seed, batch_sampler=order, num_workers=workers, collate_fn=collate_fn, **options
+    )
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch
+
+
+def _check(dataset: Any, batch: int, epochs: int | None, workers: int) -> None:
+    for name, value, least in (("batch", batch, 1), ("epochs", epochs, 1), ("workers", workers, 0)):
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
+            text = f"job.loader({name}={value!r}): must be a whole number of at least {least}"
+            raise UsageError(text, everywhere=True)
+    if isinstance(dataset, IterableDataset):
+        return
+    if not hasattr(dataset, "__len__") or not (hasattr(dataset, "__getitem__") or hasattr(dataset, "batch")):
+        raise UsageError(
+            f"job.loader of a {type(dataset).__name__}: allowed are a Dataset with __len__ and __getitem__, an "
+            "IterableDataset, and what hpctrain.data opens",
+            everywhere=True,
+        )
+    if not len(dataset):
+        raise DataError("job.loader: the dataset is empty", everywhere=True)
