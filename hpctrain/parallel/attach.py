@@ -16,7 +16,7 @@ from hpctrain.parallel.offload.settings import OffloadSettings
 from hpctrain.parallel.server.settings import ServerSettings, at_own_pace
 from hpctrain.parallel.server.settings import check as check_server
 from hpctrain.parallel.settings import SHARDED, ParallelSettings
-from hpctrain.parallel.strategy import Strategy
+from hpctrain.parallel.strategy import Strategy, trainable
 from hpctrain.parallel.sync_batchnorm import synchronise
 
 
@@ -40,7 +40,9 @@ def attach(
         agreed(comm, lambda: check(offload, settings))
         tell_what_is_gained(device, comm)
     synchronise(model, comm, settings)
-    return _attach(model, comm, settings, device, offload, example, server)
+    strategy = _attach(model, comm, settings, device, offload, example, server)
+    strategy.held = {id(parameter): parameter for _, parameter in trainable(model)}
+    return strategy
 
 
 def _attach(

@@ -70,6 +70,11 @@ class DataParallel(Strategy):
         """Return this rank's share of the average: put in with each gradient, so no pass is needed to divide."""
         return self._sample_weight / self.comm.size
 
+    @property
+    def copies(self) -> Communicator:
+        """Return the ranks that hold the same parameters: all."""
+        return self.comm
+
     def contribute_nothing(self, *, backward: bool = True) -> None:
         """Take part in a forward (and ``backward``) pass of the others, with no sample of one's own."""
         if not self._buckets or not backward:

@@ -235,6 +235,11 @@ class ModelParallel(Strategy):
         return split if self._pipeline is None else _Staged(split, self._pipeline.tied)
 
     @property
+    def copies(self) -> Communicator | None:
+        """Return the ranks that hold the same parameters, of those that share out the data."""
+        return self.inner.copies
+
+    @property
     def reduces_early(self) -> bool:
         """Tell whether each backward pass of a step should be reduced by itself."""
         return self._pipeline is None and self.inner.reduces_early

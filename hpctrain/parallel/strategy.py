@@ -38,6 +38,7 @@ class Strategy(ABC):
     works = True  # whether this rank computes
     met = 0  # meetings that this rank has been to
     updates_itself = False  # whether an update of the optimizer that is under way is one of the strategy's own
+    held: Mapping[int, nn.Parameter] | None = None  # the trained parameters when it was attached, by id; None: unknown
     _sample_weight = 1.0  # local samples x data ranks / global samples
     _local_weight: float | None = None  # sample weight of gradients that wait on this rank alone; None: there are none
 
@@ -106,6 +107,11 @@ class Strategy(ABC):
         """Take all hooks off the module."""
 
     # Shares of a batch ------------------------------------------------------------------------------------------------
+
+    @property
+    def sample_weight(self) -> float:
+        """Return what this rank's gradients count with in the average over the data ranks."""
+        return self._sample_weight
 
     def set_sample_weight(self, weight: float) -> None:
         """Let this rank's gradients count with ``weight`` in the average over the data ranks, until set again.
@@ -215,6 +221,11 @@ class Strategy(ABC):
     @property
     def replica(self) -> Communicator | None:
         """Return the ranks that hold the averaged gradients together; None where each holds all of them."""
+        return None
+
+    @property
+    def copies(self) -> Communicator | None:
+        """Return the ranks that must hold the same parameters as this one after an update; None if there are none."""
         return None
 
     # Gradients before they are reduced --------------------------------------------------------------------------------

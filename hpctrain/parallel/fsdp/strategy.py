@@ -209,6 +209,11 @@ class ShardedDataParallel(Strategy):
         """Return the ranks that hold the gradients of one replica together."""
         return self._parts.comm
 
+    @property
+    def copies(self) -> Communicator | None:
+        """Return the ranks that hold the same slice of other replicas; None if there is one replica."""
+        return self._parts.replicas
+
     def local_gradients(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the whole gradients that backward passes under ``no_sync`` have left on this rank alone, by name."""
         for member in self._parts.members:

@@ -1,0 +1,337 @@
+"""Checks of a run's first step: mistakes that train a wrong model without any error.
+
+What each rank sees in its first forward and backward passes is gathered once, before the first update; what the update
+left is compared once, after it. A later step costs nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from hpctrain.collectives.communicator import Communicator
+from hpctrain.errors import MismatchError, UsageError
+from hpctrain.log import logger
+from hpctrain.parallel.strategy import Strategy, trainable
+
+LOSSES = (
+    "binary_cross_entropy",
+    "binary_cross_entropy_with_logits",
+    "cosine_embedding_loss",
+    "cross_entropy",
+    "gaussian_nll_loss",
+    "hinge_embedding_loss",
+    "huber_loss",
+    "kl_div",
+    "l1_loss",
+    "margin_ranking_loss",
+    "mse_loss",
+    "multi_margin_loss",
+    "multilabel_margin_loss",
+    "multilabel_soft_margin_loss",
+    "nll_loss",
+    "poisson_nll_loss",
+    "smooth_l1_loss",
+    "soft_margin_loss",
+    "triplet_margin_loss",
+)
+BY_CLASS = ("cross_entropy", "nll_loss")  # whose mean is over the targets, by their class weights
+NAMED = 4  # parameters that a message names
+WRITE = "write loss = run.backward(batch, compute) with compute(batch) returning"
+WHOLE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
+
+
+@dataclass
+class _Notes:
+    """What one rank saw in its first step."""
+
+    inputs: dict[str, tuple[int, int, int]] = field(default_factory=dict)  # by model: digest, data rank, data ranks
+    sums: list[str] = field(default_factory=list)  # loss functions called with reduction="sum"
+    uneven: list[str] = field(default_factory=list)  # those whose mean is not over the number of samples, and why
+
+
+class FirstStepChecks:
+    """Checks of the first step after a start, for models and strategies by the same keys.
+
+    ``splits_loader`` tells whether the run divides the loader's batches over the data ranks: False if the caller has
+    asked for the same batches on all ranks, None if the loader is taken as it is. ``loader`` names it in messages.
+
+    Call ``check_held`` and ``attach`` before the loop, ``before_update`` and ``after_update`` around the first update,
+    and ``close`` in any case.
+    """
+
+    def __init__(
+        self,
+        comm: Communicator,
+        models: Mapping[str, nn.Module],
+        strategies: Mapping[str, Strategy],
+        optimizers: Mapping[str, Optimizer],
+        splits_loader: bool | None = None,
+        *,
+        loader: str = "the loader",
+    ) -> None:
+        self._comm, self._models, self._strategies, self._optimizers = comm, models, strategies, optimizers
+        self._splits, self._loader = splits_loader, loader
+        self._notes = _Notes()
+        self._handles: list[RemovableHandle] = []
+        self._plain: dict[str, Callable[..., Any]] = {}
+        self._weighted = 0
+        # Ranks that update at their own pace must not wait for each other, and hold parameters of their own.
+        self._compares = not any(strategy.loose for strategy in strategies.values())
+
+    # Before the loop --------------------------------------------------------------------------------------------------
+
+    def check_held(self) -> None:
+        """Raise ``UsageError`` for trained parameters unknown to their strategy; warn of those in no optimizer."""
+        groups = [group for one in self._optimizers.values() for group in one.param_groups]
+        updated = {id(parameter) for group in groups for parameter in group["params"]}
+        missing = []
+        for key, model in self._models.items():
+            held, named = self._strategies[key].held, trainable(model)
+            unknown = [name for name, parameter in named if held is not None and id(parameter) not in held]
+            if unknown:
+                raise UsageError(
+                    f"parameters that are not part of the wrapped model: {_some(unknown)}; all that are trained must "
+                    "exist, and require gradients, when the model is wrapped; make them before job.wrap"
+                )
+            missing += [name for name, parameter in named if id(parameter) not in updated]
+        if missing and self._comm.rank == 0:
+            logger.warning(
+                "parameters in no optimizer: %s; they get gradients and never change; pass model.parameters() to the "
+                "optimizer, or freeze them by requires_grad_(False)",
+                _some(missing),
+            )
+
+    def attach(self) -> None:
+        """Record the inputs and the loss functions of the first step until ``before_update`` or ``close``.
+
+        Compiled models are left alone: a hook, or another function in torch.nn.functional, would compile them again.
+        """
+        if any(_is_compiled(model) for model in self._models.values()):
+            return
+        for key, model in self._models.items():
+            hook = functools.partial(self._record, key)
+            self._handles.append(model.register_forward_pre_hook(hook, with_kwargs=True, prepend=True))
+        for name in LOSSES:
+            plain = self._plain[name] = getattr(functional, name)
+            setattr(functional, name, self._watching(name, plain))
+
+    def close(self) -> None:
+        """Take off all that ``attach`` put on."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        for name, plain in self._plain.items():
+            setattr(functional, name, plain)
+        self._plain.clear()
+
+    @contextmanager
+    def weighted(self) -> Iterator[None]:
+        """Accept any loss in the ``with`` block, as its gradients are weighted by the number of targets."""
+        self._weighted += 1
+        try:
+            yield
+        finally:
+            self._weighted -= 1
+
+    # What is seen -----------------------------------------------------------------------------------------------------
+
+    def _record(self, key: str, model: nn.Module, args: Any, kwargs: Any) -> None:
+        strategy = self._strategies[key]
+        # A rank without a sample computes on a stand-in of weight 0, which may be that of another rank, too.
+        counts = strategy.sample_weight > 0
+        if key in self._notes.inputs or not (model.training and torch.is_grad_enabled() and counts):
+            return
+        tensors = [each for each in _tensors((args, kwargs), set()) if each.numel()]
+        if tensors:
+            data = strategy.data
+            self._notes.inputs[key] = (_digest(tensors), data.rank, data.size)
+
+    def _watching(self, name: str, plain: Callable[..., Any]) -> Callable[..., Any]:
+        signature = inspect.signature(plain)
+
+        @functools.wraps(plain)
+        def watching(*args: Any, **kwargs: Any) -> Any:
+            if torch.is_grad_enabled() and not self._weighted and not torch.compiler.is_compiling():
+                self._look(name, signature, args, kwargs)
+            return plain(*args, **kwargs)
+
+        return watching
+
+    def _look(self, name: str, signature: inspect.Signature, args: Any, kwargs: Any) -> None:
+        try:
+            bound = signature.bind(*args, **kwargs)
+        except TypeError:
+            return  # which the function itself will say
+        bound.apply_defaults()
+        given = bound.arguments
+        if given.get("reduction") == "sum":
+            self._notes.sums.append(name)
+        if name not in BY_CLASS or given.get("reduction") != "mean":
+            return
+        target, ignored = given["target"], given["ignore_index"]
+        if given["weight"] is not None:
+            self._notes.uneven.append(f"{name} weighs classes")
+        elif isinstance(target, Tensor) and not target.is_floating_point() and bool((target == ignored).any()):
+            self._notes.uneven.append(f"{name} leaves out targets (ignore_index = {ignored})")
+
+    # Around the first update ------------------------------------------------------------------------------------------
+
+    def before_update(self) -> None:
+        """Compare what the ranks saw, and stop recording; a call by all ranks.
+
+        Raises ``MismatchError`` on all ranks if ranks that hold parts of one replica got different inputs.
+        """
+        self.close()
+        if not self._compares:
+            return
+        everyone: list[_Notes] = self._comm.all_gather_object(self._notes)
+        for key in self._models:
+            seen = {rank: notes.inputs[key] for rank, notes in enumerate(everyone) if key in notes.inputs}
+            self._compare_inputs(key, seen)
+        if self._comm.rank or not any(strategy.data.size > 1 for strategy in self._strategies.values()):
+            return
+        if sums := _known(notes.sums for notes in everyone):
+            logger.warning(
+                'loss with reduction="sum": %s; the sums of the data ranks are averaged, so the step is that of the '
+                "sum divided by the number of ranks; %s (sum of the losses, number of samples), or divide by the "
+                "number of samples",
+                ", ".join(sums),
+                WRITE,
+            )
+        if uneven := _known(notes.uneven for notes in everyone):
+            logger.warning(
+                "loss whose mean is not over the samples: %s; the means of the data ranks are averaged, though each is "
+                "over another number of targets; %s (sum of the losses, number or weight of the targets)",
+                ", ".join(uneven),
+                WRITE,
+            )
+
+    def _compare_inputs(self, key: str, found: Mapping[int, tuple[int, int, int]]) -> None:
+        """Raise if ranks of one replica got different inputs; warn if ranks of two got the same ones."""
+        replicas: dict[int, tuple[int, int]] = {}  # by data rank: one of its ranks, and the digest there
+        for rank, (digest, number, _) in found.items():
+            first, other = replicas.setdefault(number, (rank, digest))
+            if other != digest:
+                raise MismatchError(
+                    f"inputs of model {key!r} in the first step: ranks {first} and {rank} got different ones; ranks "
+                    "that hold parts of one replica (parallel.tensor, parallel.pipe) need the same samples; give the "
+                    "loader strategy.data.rank and strategy.data.size, or pass the DataLoader itself to job.run",
+                    everywhere=True,
+                )
+        alike: dict[int, list[int]] = {}
+        for rank, digest in replicas.values():
+            alike.setdefault(digest, []).append(rank)
+        same = next((ranks for ranks in alike.values() if len(ranks) > 1), None)
+        if same is None or self._splits is False or self._comm.rank:
+            return
+        if self._splits:
+            advice = "its batches are divided, so the dataset itself gives equal samples, or draws alike on all ranks"
+        else:
+            advice = "pass the DataLoader itself to job.run, which divides its batches, or split=False on purpose"
+        logger.warning(
+            "inputs of model %r in the first step: data ranks %s got the same ones from %s, so they learn no more than "
+            "one of them; %s",
+            key,
+            ", ".join(map(str, same)),
+            self._loader,
+            advice,
+        )
+
+    def after_update(self) -> None:
+        """Compare parameters that several ranks hold; a call by all ranks.
+
+        Raises ``MismatchError`` on all ranks if any bit differs.
+        """
+        if not self._compares:
+            return
+        differences = [self._difference(key, model) for key, model in self._models.items()]
+        own = next((each for each in differences if each), "")
+        found = next((each for each in self._comm.all_gather_object(own) if each), "")
+        if found:
+            raise MismatchError(found, everywhere=True)
+
+    @torch.no_grad()
+    def _difference(self, key: str, model: nn.Module) -> str:
+        """Say where the parameters of this rank's copies differ first; empty if they are equal."""
+        copies = self._strategies[key].copies
+        if copies is None or copies.size == 1:
+            return ""
+        sums = {name: _sum_of_bits(parameter) for name, parameter in model.named_parameters()}
+        everyone = copies.all_gather_object((self._comm.rank, sums))
+        first, expected = everyone[0]
+        for name in expected:
+            for rank, other in everyone:
+                if other.get(name) != expected[name]:
+                    return (
+                        f"parameter {name} of model {key!r} after the first update: rank {rank} holds other values "
+                        f"than rank {first}; ranks that share out the data must make the same update; look for what is "
+                        "computed from one rank's samples (clipping, a learning rate, values set by hand)"
+                    )
+        return ""
+
+
+def _is_compiled(model: nn.Module) -> bool:
+    modules = list(model.modules())
+    return any("_orig_mod" in each._modules or each._compiled_call_impl is not None for each in modules)
+
+
+def _tensors(values: Any, seen: set[int]) -> Iterator[Tensor]:
+    """Yield the tensors of a nest of tuples, lists, mappings and objects, each object once."""
+    if isinstance(values, Tensor):
+        yield values
+        return
+    if isinstance(values, (str, bytes, type, nn.Module)) or callable(values) or id(values) in seen:
+        return
+    seen.add(id(values))
+    inner: Iterable[Any] = ()
+    if isinstance(values, Mapping):
+        inner = values.values()
+    elif isinstance(values, (tuple, list)):
+        inner = values
+    elif hasattr(values, "__dict__"):
+        inner = list(vars(values).values())
+    for each in inner:
+        yield from _tensors(each, seen)
+
+
+def _digest(tensors: Iterable[Tensor]) -> int:
+    """Return a CRC-32 over shapes, dtypes and bytes."""
+    digest = 0
+    for tensor in tensors:
+        digest = zlib.crc32(f"{tuple(tensor.shape)} {tensor.dtype}".encode(), digest)
+        if tensor.layout is torch.strided:
+            digest = zlib.crc32(_flat(tensor).cpu().view(torch.uint8).numpy().data, digest)
+    return digest
+
+
+def _sum_of_bits(tensor: Tensor) -> int:
+    """Return the sum of the elements, taken as integers: a pass over memory on the tensor's own device."""
+    flat = _flat(tensor)
+    return int(flat.view(WHOLE[flat.element_size()]).sum(dtype=torch.int64))
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    plain = tensor.detach()
+    return (torch.view_as_real(plain.resolve_conj()) if plain.is_complex() else plain).contiguous().reshape(-1)
+
+
+def _known(lists: Iterable[list[str]]) -> list[str]:
+    """Return what lists have in them, each once, in order."""
+    return list(dict.fromkeys(each for one in lists for each in one))
+
+
+def _some(names: list[str]) -> str:
+    more = len(names) - NAMED
+    return ", ".join(names[:NAMED]) + (f" and {more} more" if more > 0 else "")
