@@ -64,9 +64,10 @@ class Backward:
             strategy.set_sample_weight(1.0)  # the losses are weighted here
         try:
             parts = parts_of(batch, accumulate)
-            if strategies[0].pipelined:
-                return _Pipelined(strategies[0], compute)(parts, weight)
-            return self._by_parts(strategies, parts, compute, weight)
+            with self._run.checks.weighted():
+                if strategies[0].pipelined:
+                    return _Pipelined(strategies[0], compute)(parts, weight)
+                return self._by_parts(strategies, parts, compute, weight)
         finally:
             for strategy in strategies:
                 strategy.set_sample_weight(weight)

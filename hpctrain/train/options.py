@@ -45,6 +45,7 @@ class RunOptions:
     alignment: int = ALIGNMENT  # bytes: where large tensors start in the file
     hints: Sequence[str] = ()  # to MPI, as name=value
     resume: Resume = "auto"  # "reopen": go on although run.stop has ended the run
+    checks: bool = True  # look in the first step for what trains a wrong model without an error
     split: bool | None = None  # share out the batches of a DataLoader; None: unless it deals out samples by rank itself
     strict: bool = False  # a damaged newest checkpoint is an error
     on_nonfinite: Policy = "abort"

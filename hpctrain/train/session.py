@@ -38,6 +38,7 @@ from hpctrain.train.backward import Backward, Compute
 from hpctrain.train.books import Books
 from hpctrain.train.evaluation import Evaluation, Measure
 from hpctrain.train.feed import FeedPart, StatefulFeed, feed_for
+from hpctrain.train.first_step import FirstStepChecks
 from hpctrain.train.health import Health, check_policy
 from hpctrain.train.hello import versions
 from hpctrain.train.last_words import LastWords
@@ -131,6 +132,16 @@ class Run:
         self._tracing = Tracing(job.comm, self.folder, options.traced, strategy.place)
         self._updating = 0.0  # when the optimizer began
         self._has_saved = False
+        splits = True if self.feed.splits else options.split
+        self.checks = FirstStepChecks(
+            job.comm,
+            self.models,
+            self.strategies,
+            self.optimizers,
+            splits,
+            loader=f"the {type(loader).__name__}",
+        )
+        self._unchecked = options.checks  # whether the first update is still to be looked at
         self._loop = self._make_loop()
         self._backward = Backward(self)
         self._evaluation = Evaluation(job.comm, self.strategies)
@@ -294,6 +305,7 @@ class Run:
 
     def __enter__(self) -> Run:
         self._agree_on_generators()
+        agreed(self.job.comm, self.checks.check_held)
         self._start_from_another()
         self.state.find_schedulers()
         self.state.check_storable()
@@ -314,6 +326,8 @@ class Run:
                 optimizer.register_step_pre_hook(lambda *_, healths=held: self._begin_update(healths)),
                 optimizer.register_step_post_hook(lambda *_: self._note_update()),
             ]
+        if self._unchecked and not self.finished:
+            self.checks.attach()
         self._unwatch = watch_scalers(list(self.optimizers.values()), self._loop.note_update)
         self.job.guard.last_words = LastWords(self.folder, self.job.rank)
         visible = self.job.rank == 0 and not self.finished
@@ -388,6 +402,8 @@ class Run:
     def _begin_update(self, healths: Sequence[Health]) -> None:
         if any(strategy.updates_itself for strategy in self.strategies.values()):
             return  # one rank's matter: nothing is asked of the others
+        if self._unchecked:
+            self.checks.before_update()
         for health in healths:
             health.before_update(self.step + 1)
         self._updating = time.monotonic()
@@ -397,6 +413,9 @@ class Run:
             return
         self._loop.note_update()
         trace.add("optimizer", self._updating, time.monotonic())
+        if self._unchecked:
+            self._unchecked = False
+            self.checks.after_update()
 
     def _record(self, row: dict[str, Any]) -> None:
         self._books.record(row)
@@ -466,6 +485,7 @@ class Run:
 
     def _give_back(self, error: BaseException | None) -> None:
         self._tracing.abandon()
+        self.checks.close()
         self._unwatch()
         for hook in self._hooks:
             hook.remove()

@@ -80,7 +80,7 @@ def test_every_option_of_a_run_can_be_set_from_a_file() -> None:
     source: Any = inspect.getsource(run.open_run)
     whole = {field.name for field in fields(CheckpointSettings)} if "**vars(settings.checkpoint)" in source else set()
     given = whole | {field.name for field in fields(RunOptions) if f"{field.name}=settings." in source}
-    assert given | {"split"} == {field.name for field in fields(RunOptions)}  # a file's data are split by our loader
+    assert given | {"split", "checks"} == {field.name for field in fields(RunOptions)}
 
 
 def test_alignment_is_that_of_the_file_format() -> None:
