@@ -100,11 +100,12 @@ class SharedBatches:
 
     def __iter__(self) -> Iterator[Sequence[Any]]:
         self.drawn.clear()
-        skip, self.skip = self.skip, 0
-        return self._shares(skip)
+        return self._shares()
 
-    def _shares(self, number: int) -> Iterator[Sequence[Any]]:
-        # Nothing is drawn before the first batch is asked for: a loader draws the seed of its workers in between.
+    def _shares(self) -> Iterator[Sequence[Any]]:
+        # Nothing happens before the first batch is asked for: a loader with workers makes two iterators, of which it
+        # uses one, and draws the seed of its workers in between.
+        number, self.skip = self.skip, 0
         with self.streams.outer():
             if number and hasattr(self.batches, "start_at"):
                 source = iter(self.batches.start_at(number))

@@ -240,7 +240,6 @@ class Loop:
         self._flush()
         self._around.begin_step(self.state.step + 1)
         self._now = Iteration(item, time.monotonic(), waiting.total)
-        self.log.clear(all_of_it=not self._pending)
         for strategy in self.strategies.values():
             strategy.set_sample_weight(self.weight)
         if not self._pending:
@@ -280,6 +279,7 @@ class Loop:
         self._pending += 1
         if now.updated:
             self._end_step(now, wishes)
+        self.log.clear(all_of_it=now.updated)
         self._around.end_step()
         if now.updated and wishes.stop and not self.finished:
             self.leave()
