@@ -18,6 +18,7 @@ from hpctrain.collectives.host import HostCollectives, pair_key
 from hpctrain.collectives.mesh import AXES, Mesh, fill_in
 from hpctrain.collectives.node.slots import Handover, Slots, make_slots
 from hpctrain.collectives.reduction import check_op
+from hpctrain.collectives.rows import gather_into, gather_rows
 from hpctrain.collectives.topology import discover
 from hpctrain.transport.base import Transport, Work
 from hpctrain.transport.connect import connect
@@ -180,12 +181,24 @@ class Communicator:
         self._carriers.of(tensor).reduce_scatter(out, tensor, op, algorithm)
         return out
 
-    def all_gather(self, out: Tensor, tensor: Tensor, *, algorithm: str = "auto") -> Tensor:
+    def all_gather(
+        self, out: Tensor, tensor: Tensor | None = None, *, weight: float = 1.0, algorithm: str = "auto"
+    ) -> Tensor:
         """Put the tensors of all ranks behind each other in ``out``, in rank order; return it.
 
-        ``out`` has ``size`` times the elements of ``tensor``, which may be its slice ``rank``. Algorithms: mpi, ring,
-        recursive, window, hierarchical.
+        ``out`` has ``size`` times the elements of ``tensor``, which may be its slice ``rank``. With one tensor only,
+        ``all_gather(tensor)`` returns a new one that holds the rows of all ranks, whose numbers may differ. Algorithms:
+        mpi, ring, recursive, window, hierarchical.
+
+        If the tensor requires a gradient, what is returned carries it: the backward pass, a call by all ranks, adds up
+        the gradients of all ranks for this rank's tensor. ``weight``, for one tensor only, is what a strategy
+        will multiply this rank's gradients with (``Strategy.sample_weight``): the sum is over the weighted losses then,
+        and a rank of weight 0 gives no rows.
         """
+        if tensor is None:
+            return gather_rows(self, out, weight, algorithm)
+        if tensor.requires_grad and torch.is_grad_enabled():
+            return gather_into(self, out, tensor, algorithm)
         way = self._kept.get(pair_key("all_gather", out, tensor, algorithm))
         if way is not None and out.is_contiguous() and tensor.is_contiguous():
             way()
