@@ -28,6 +28,8 @@ from hpctrain.log import logger
 from hpctrain.parallel.plan import shape_of
 from hpctrain.parallel.settings import ParallelSettings
 
+TOGETHER = 2**18  # elements that are multiplied at a time, or more so that there are about MOST_PARTS parts
+MOST_PARTS = 16
 SYNCHRONOUS = ("ddp", "zero1", "zero2", "fsdp")
 FORWARDS = (_BatchNorm.forward, nn.SyncBatchNorm.forward)
 
@@ -163,7 +165,13 @@ def _wide(tensor: Tensor) -> Tensor:
 
 
 def _sum_of_products(one: Tensor, other: Tensor, dims: list[int]) -> Tensor:
-    return (one * other).sum(dims, dtype=torch.float64)
+    """Return the sums of products over dims, some samples at a time: all of them would take as much memory again."""
+    total = torch.zeros(one.shape[1], dtype=torch.float64, device=one.device)
+    if one.numel():
+        samples = max(TOGETHER * len(one) // one.numel(), len(one) // MOST_PARTS, 1)
+        for some, others in zip(torch.split(one, samples), torch.split(other, samples)):
+            total += (some * others).sum(dims, dtype=torch.float64)
+    return total
 
 
 def convert(model: nn.Module, comm: Communicator) -> nn.Module:

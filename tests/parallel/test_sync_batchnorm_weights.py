@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from hpctrain.models.convnet import ConvNet
+from hpctrain.parallel import sync_batchnorm
 from hpctrain.parallel.attach import attach
 from hpctrain.parallel.settings import ParallelSettings
 from hpctrain.parallel.sync_batchnorm import SyncBatchNorm, convert
@@ -84,6 +85,17 @@ def test_weighted_ranks_equal_one_process_on_the_whole_batch(
             torch.testing.assert_close(averaged, plain.get_parameter(name).grad, **tolerance)
         for name, buffer in ours.named_buffers():
             torch.testing.assert_close(buffer, plain.get_buffer(name), **tolerance)
+
+
+@pytest.mark.ranks
+def test_sums_over_some_samples_at_a_time_are_the_same(comm: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr(sync_batchnorm, "TOGETHER", 1)
+    plain, norm = nn.BatchNorm1d(FEATURES, dtype=torch.float64), SyncBatchNorm(comm, FEATURES, dtype=torch.float64)
+    inputs, factors = whole_batch(0, 20 * comm.size, torch.float64)  # more samples than parts
+    wanted = run(plain, inputs, factors * comm.size)
+    found = run(norm, *(each.chunk(comm.size)[comm.rank] for each in (inputs, factors)))
+    for mine, whole in zip(found, wanted):
+        torch.testing.assert_close(mine, whole.chunk(comm.size)[comm.rank], rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.ranks
