@@ -7,6 +7,7 @@ import platform
 import socket
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from math import isnan
 from typing import Any
 
 import h5py
@@ -103,9 +104,20 @@ def train_content(train: Mapping[str, Any]) -> tuple[list[Source], Groups]:
         values[STATES], packed = pack_states(values[STATES])
         sources += [_state_source(path, leaf) for path, leaf in packed.tensors.items()]
     attributes = pack(values, "train")
-    if "loss" in curves and "step" in curves:
-        attributes |= {"NX_class": "NXdata", "signal": "loss", "axes": ("step",)}
+    signal, axis = _signal(curves)
+    if signal:
+        attributes |= {"NX_class": "NXdata", "signal": signal, "axes": (axis,)}
     return sources, {layout.TRAIN: attributes}
+
+
+def _signal(curves: Mapping[str, Sequence[float]]) -> tuple[str, str]:
+    """Return the curve that viewers draw and its steps: the loss, else the first that is called so; empty if none."""
+    if "loss" in curves and "step" in curves and not all(map(isnan, curves["loss"])):
+        return "loss", "step"
+    others = [name for name in curves if "loss" in name and f"{name}_step" in curves]
+    if others:
+        return others[0], f"{others[0]}_step"
+    return ("loss", "step") if "loss" in curves and "step" in curves else ("", "")
 
 
 def _state_source(path: str, leaf: torch.Tensor | Array) -> Source:

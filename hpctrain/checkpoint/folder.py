@@ -12,6 +12,7 @@ from hpctrain.errors import CheckpointError
 from hpctrain.log import logger
 
 LOGGED = "logged"  # in /train: what the run logged in the step of the file, by name
+KEEP_BEST, BEST = "keep_best", "best"  # in /train: the name by which the run keeps its best, and which value is that
 _LEFTOVER = re.compile(r"\.step_\d+\.h5\.tmp-.+")
 
 

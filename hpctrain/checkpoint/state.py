@@ -67,10 +67,10 @@ def save(
 
     ``train`` holds numbers, text, lists and tables under names of the caller's. Its ``step`` is also the file's. Its
     ``curves`` (name to list of numbers) become arrays to plot. Its ``states`` (name to state) may hold tensors and
-    NumPy arrays in dicts, lists and tuples; those of rank 0 are stored. ``rng`` is this rank's state (``capture_rng()``),
-    ``config`` TOML text, ``provenance`` adds to what is recorded anyway. With ``comm`` every rank must call and writes
-    its share, and all succeed or raise the same error. ``split`` says how the model is split over the ranks, if it
-    is, and ``how`` to write.
+    NumPy arrays in dicts, lists and tuples; those of rank 0 are stored. ``rng`` is this rank's state, from
+    ``capture_rng()``, ``config`` TOML text, ``provenance`` adds to what is recorded anyway. With ``comm`` every rank
+    must call and writes its share, and all succeed or raise the same error. ``split`` says how the model is split over
+    the ranks, if it is, and ``how`` to write.
 
     Raises ``NonFiniteError`` for a parameter that is NaN or infinite, ``CheckpointError`` if the file cannot be
     written; a file that was there before is then untouched.

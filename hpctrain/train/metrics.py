@@ -12,6 +12,8 @@ from typing import Any, TextIO
 NAME = "metrics.jsonl"
 CURVES = ("loss", "learning_rate", "grad_norm")
 HISTOGRAMS = ("staleness_histogram",)  # lists of counts that are added up over the run
+# Numbers of a row that are no curve of their own, or have one already.
+_APART = (*CURVES, *HISTOGRAMS, "step", "validation_loss", "tokens", "skipped", "step_seconds", "communication_seconds")
 LONGEST = 10_000  # points of a curve that a checkpoint carries: more than any picture shows, less than 1 MB in all
 
 
@@ -71,7 +73,10 @@ def _finite(value: Any) -> Any:
 
 
 class Curves:
-    """Hold the curves of a run as plain lists, to be plotted from its checkpoint, and the sums of its histograms.
+    """Curves of a run as plain lists, to be plotted from its checkpoint, and the sums of its histograms.
+
+    Every number that is logged has a curve. One that is not in ``CURVES`` may be missing in some steps: those that it
+    has are the curve ``NAME_step``. A name that ends so has none.
 
     A curve has at most ``LONGEST`` points: one that would be longer keeps the last of each of half as many stretches
     of steps. ``metrics.jsonl`` has them all.
@@ -89,10 +94,18 @@ class Curves:
             self.columns.setdefault("validation_step", []).append(float(row["step"]))
             self.columns.setdefault("validation_loss", []).append(float(row["validation_loss"]))
             self._thin("validation_step", "validation_loss")
-
+        for name, value in row.items():
+            if name not in _APART and not name.endswith("_step") and isinstance(value, (int, float)):
+                self._add_sparse(name, float(row["step"]), float(value))
         for name in HISTOGRAMS:
             if name in row:
                 _add_up(self.columns.setdefault(name, []), row[name])
+
+    def _add_sparse(self, name: str, step: float, value: float) -> None:
+        """Take a number that need not be there in every step; its steps are a curve of their own."""
+        self.columns.setdefault(f"{name}_step", []).append(step)
+        self.columns.setdefault(name, []).append(value)
+        self._thin(f"{name}_step", name)
 
     def _thin(self, by: str, *others: str) -> None:
         """Drop points where there are too many; what stays follows from the points alone, so a resumed run agrees."""

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from hpctrain.checkpoint import folder as files
 from hpctrain.checkpoint.fit import is_skipped
+from hpctrain.checkpoint.look.place import newest_of
 from hpctrain.checkpoint.named import by_key
 from hpctrain.checkpoint.state import load
 from hpctrain.collectives.agreement import on_first_rank
-from hpctrain.errors import CheckpointError
+from hpctrain.errors import CheckpointError, UsageError
 from hpctrain.log import logger
 from hpctrain.parallel.strategy import Strategy
 
@@ -33,12 +33,15 @@ def start_from(
 ) -> dict[str, Any]:
     """Fill a model from a checkpoint and return what the provenance is to say of it; a call by all ranks.
 
-    Several models, and their strategies, are mappings with the keys that the file has. Tensors whose names match a
-    pattern of ``skip`` (as ``fnmatch`` has it) need not fit and stay as they were built. Raises on all ranks
-    ``CheckpointError`` if the file is missing, damaged or does not fit, ``UsageError`` if a pattern matches no name. No
-    optimizer, position or generator is taken from it.
+    Of a run's folder it is the newest valid checkpoint. Several models, and their strategies, are mappings with the
+    keys that the file has. Tensors whose names match a pattern of ``skip`` (as ``fnmatch`` has it) need not fit and
+    stay as they were built. No optimizer, position or generator is taken from it.
+
+    Raises on all ranks ``CheckpointError`` if the file is missing, damaged or does not fit, ``UsageError`` if a pattern
+    matches no name.
     """
-    on_first_rank(comm, lambda: _refuse_folder(Path(path)))
+    given = Path(path)
+    path = on_first_rank(comm, lambda: _newest(given))
     try:
         strategies = by_key(strategy, "strategy")
         splits = {key: one.split for key, one in strategies.items()}
@@ -60,14 +63,15 @@ def carried(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]
     return {**rest, **{name: before[name] for name in FACTS if name in before}}
 
 
-def _refuse_folder(path: Path) -> None:
-    """Point to a file where a folder was named: which of its checkpoints is meant is for the user to say."""
-    if not path.is_dir():
-        return
-    inner = path / "checkpoints"
-    found = files.list_checkpoints(inner if inner.is_dir() else path)
-    hint = f"its newest checkpoint is {found[-1]}" if found else "and holds no checkpoint"
-    raise CheckpointError(f"cannot start from {path}: it is a folder, {hint}")
+def _newest(path: Path) -> Path:
+    """Return the file, or the newest valid checkpoint of a folder."""
+    try:
+        found = newest_of(path)
+    except UsageError as error:
+        raise CheckpointError(f"cannot start from {path}: {error}") from error
+    if found != path:
+        logger.info("%s is a folder: taking its newest valid checkpoint, %s", path, found)
+    return found
 
 
 def _tell(path: str | Path, step: int, models: Mapping[str, nn.Module], skip: Sequence[str]) -> None:

@@ -126,6 +126,8 @@ class TrainState:
             files.LOGGED: self.logged,
             **({} if self.stopped is None else {STOPPED: self.stopped}),
         }
+        if self.keeper.keep.best:
+            train |= {files.KEEP_BEST: self.keeper.keep.best, files.BEST: self.keeper.keep.which}
         with ExitStack() as meetings:
             for strategy in self.strategies.values():
                 meetings.enter_context(strategy.meeting())

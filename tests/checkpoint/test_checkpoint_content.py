@@ -44,3 +44,13 @@ def test_what_viewers_need_is_not_the_runs(saved: Path) -> None:
     assert set(train) == {"step", "note", "curves"} and set(train["curves"]) == {"step", "loss", "grad_norm"}
     with pytest.raises(UsageError, match="the name signal in train is taken"):
         checkpoint.save(saved, model=torch.nn.Linear(2, 1), train={"signal": "x"})
+
+
+def test_viewers_find_a_loss_of_another_name(tmp_path: Path) -> None:
+    nan = float("nan")
+    curves = {"step": [1, 2], "loss": [nan, nan], "accuracy_step": [1], "accuracy": [1.0]}
+    curves |= {"g_loss_step": [2], "g_loss": [3.0]}
+    checkpoint.save(tmp_path / "c.h5", model=torch.nn.Linear(1, 1), train={"step": 2, "curves": curves})
+    with h5py.File(tmp_path / "c.h5") as file:
+        attributes = file["train"].attrs
+        assert (attributes["signal"], attributes["axes"].tolist()) == (b"g_loss", [b"g_loss_step"])

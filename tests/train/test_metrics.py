@@ -87,6 +87,17 @@ def test_curves_have_a_value_a_step() -> None:
     assert columns["grad_norm"][0] == 3 and math.isnan(columns["grad_norm"][1])
 
 
+def test_every_number_has_a_curve_with_its_own_steps() -> None:
+    curves = Curves()
+    curves.add({"step": 1, "loss": 2.0, "d_loss": 0.5, "step_seconds": 0.1, "tokens": 9, "note": "x"})
+    curves.add({"step": 2, "loss": 1.0})
+    curves.add({"step": 3, "loss": 0.5, "d_loss": 0.25, "accuracy": 1, "time_step": 4.0})
+    names = ("d_loss_step", "d_loss", "accuracy_step", "accuracy")
+    own = {name: curves.columns[name] for name in names}
+    assert own == {"d_loss_step": [1.0, 3.0], "d_loss": [0.5, 0.25], "accuracy_step": [3.0], "accuracy": [1.0]}
+    assert set(curves.columns) - set(own) == {"step", "loss", "learning_rate", "grad_norm"}
+
+
 def test_histograms_are_added_up() -> None:
     curves = Curves()
     for counts in ([1, 2], [], [5, 0, 0, 7], [1]):

@@ -10,6 +10,8 @@ import h5py
 import pytest
 from support.life import Training, checkpoints_of, make_batches, metrics_of
 
+from hpctrain.checkpoint.look.place import best
+
 SCORES = [5.0, 9.0, 2.0, 7.0, 6.0, 1.0, 8.0, 4.0, 3.0]  # logged in the steps 1 to 9
 
 
@@ -111,3 +113,17 @@ def test_a_save_after_a_resume_still_knows_its_value(job: Any, tmp_path: Path) -
         run.save()
     assert run.state.keeper.best() == tmp_path / "checkpoints/step_00000006.h5"
     assert run.state.logged["score"] == SCORES[8]
+
+
+@pytest.mark.ranks(1, 2)
+def test_the_file_says_by_what_the_best_is_kept(job: Any, shared_tmp_path: Path) -> None:
+    scored(job, shared_tmp_path / "a", keep_best="score", best="highest")
+    found = best(shared_tmp_path / "a")
+    assert (found.step, found.by, found.which, found.value) == (2, "score", "highest", 9.0)
+    scored(job, shared_tmp_path / "b")
+    with h5py.File(shared_tmp_path / "a/checkpoints/step_00000009.h5") as kept:
+        assert (kept["train"].attrs["keep_best"], kept["train"].attrs["best"]) == (b"score", b"highest")
+        assert kept["train/score"][()].tolist() == SCORES and kept["train/score_step"][()].tolist() == [*range(1, 10)]
+    with h5py.File(shared_tmp_path / "b/checkpoints/step_00000009.h5") as plain:
+        assert not {"keep_best", "best"} & set(plain["train"].attrs)
+    job.comm.barrier()

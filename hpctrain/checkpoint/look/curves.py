@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -46,6 +46,19 @@ def as_floats(array: Array, dtype: str) -> npt.NDArray[np.float64]:
 def widened(array: Array) -> npt.NDArray[np.float32]:
     """Return the numbers of bfloat16, which are stored as integers, as float32 with the same values."""
     return (array.astype(np.uint32) << np.uint32(16)).view(np.float32)
+
+
+def is_steps(name: str) -> bool:
+    """Tell whether a curve holds the steps of others, not numbers of the run."""
+    return name == "step" or name.endswith("_step")
+
+
+def steps_of(curves: Mapping[str, Sequence[float]], name: str) -> Sequence[float]:
+    """Return the steps of a curve, or places where the file has none that fit."""
+    for steps in (f"{name}_step", "validation_step" if name == "validation_loss" else "step", "step"):
+        if len(curves.get(steps, ())) == len(curves[name]):
+            return curves[steps]
+    return range(1, len(curves[name]) + 1)
 
 
 def sparkline(values: Iterable[float], width: int = 60) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,9 @@ from hpctrain.checkpoint.file import layout
 from hpctrain.checkpoint.file.keys import group_of, keys_in
 from hpctrain.checkpoint.file.layout import Record
 from hpctrain.checkpoint.file.reader import Reader, verify_file
-from hpctrain.checkpoint.folder import list_checkpoints
+from hpctrain.checkpoint.folder import KEEP_BEST, LOGGED, list_checkpoints
 from hpctrain.checkpoint.look.curves import as_floats, read_curve, read_curves
+from hpctrain.checkpoint.look.place import best, folder_of
 from hpctrain.errors import CheckpointError, UsageError
 
 Progress = Callable[[int], object]
@@ -36,6 +37,9 @@ class Entry:
     created: str | None = None
     world_size: int | None = None
     loss: float | None = None
+    best: bool = False  # by the number that the run keeps its best checkpoint for
+    by: str | None = None  # the name of that number, and its value in the step of the file
+    value: float | None = None
     error: str | None = None
 
 
@@ -80,13 +84,18 @@ class Verdict:
 def ls(folder: str | Path) -> list[Entry]:
     """Describe the checkpoints of a folder, or of the ``checkpoints`` folder of a run, oldest first.
 
-    Their structure is checked, and the curve of the loss; the bytes of the tensors are not.
+    Their structure is checked, and the curve of the loss; the bytes of the tensors are not. The best is marked if the
+    run keeps its best checkpoint.
     """
     folder = Path(folder)
     if not folder.is_dir():
         raise UsageError(f"{folder} is not a folder: give a run's folder or one with step_*.h5 files")
-    inner = folder / "checkpoints"
-    return [_entry(path) for path in list_checkpoints(inner if inner.is_dir() else folder)]
+    entries = [_entry(path) for path in list_checkpoints(folder_of(folder))]
+    try:
+        chosen = best(folder).file
+    except UsageError:  # nothing says which is the best
+        return entries
+    return [replace(entry, best=entry.file == chosen) for entry in entries]
 
 
 def show(file: str | Path, name: str | None = None, progress: Progress | None = None) -> Contents:
@@ -123,9 +132,12 @@ def _entry(path: Path) -> Entry:
         with Reader(path) as reader:
             root, curve = reader.root, f"{layout.TRAIN}/loss"
             loss = read_curve(reader, curve, 1) if curve in reader.records else []
+            facts = reader.values(layout.TRAIN)
     except (CheckpointError, OSError) as error:
         size = path.stat().st_size if path.exists() else 0
         return Entry(str(path), size, layout.step_of(path.name), error=str(error))
+    by = str(facts[KEEP_BEST]) if facts.get(KEEP_BEST) else None
+    value = facts.get(LOGGED, {}).get(by) if isinstance(facts.get(LOGGED), dict) else None
     return Entry(
         file=str(path),
         bytes=size,
@@ -133,6 +145,8 @@ def _entry(path: Path) -> Entry:
         created=root.get("created"),
         world_size=root.get("world_size"),
         loss=loss[-1] if loss else None,
+        by=by,
+        value=value if isinstance(value, float) else None,
     )
 
 

@@ -1,4 +1,4 @@
-"""Draw the curves of a run from its checkpoint: the loss, and below it learning rate, gradient norm and staleness."""
+"""Draw the curves of a run from its checkpoint: losses above, each other number that it logged in a panel below."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hpctrain.checkpoint.file.reader import Reader
-from hpctrain.checkpoint.look.curves import read_curves
+from hpctrain.checkpoint.look.curves import is_steps, read_curves, steps_of
 from hpctrain.checkpoint.look.output import put_in_place
 from hpctrain.errors import UsageError
 
@@ -33,18 +33,38 @@ def plot(file: str | Path, output: str | Path) -> None:
         raise UsageError(f"cannot draw {target}: its name must end in {', '.join(KINDS)}")
     with Reader(file) as reader:
         curves, step = read_curves(reader), reader.root.get("step")
-    if not curves.get("loss"):
-        raise UsageError(f"{file} holds no loss to draw: hpctrain checkpoint show FILE lists what it holds")
-    figure = _figure(curves, f"{Path(file).name}: loss up to step {step}")
+    top = _losses(curves)
+    if not top:
+        raise UsageError(f"{file} holds no curve to draw: hpctrain checkpoint show FILE lists what it holds")
+    figure = _figure(curves, top, f"{Path(file).name}: {', '.join(map(_label, top))} up to step {step}")
     put_in_place(target, lambda out: figure.savefig(out, format=target.suffix[1:], dpi=150))
 
 
-def _figure(curves: Curves, title: str) -> Any:
+def _losses(curves: Curves) -> list[str]:
+    """Return the curves of the upper panel: ``loss``, else all that are called so, else the first one."""
+    drawn = _drawable(curves)
+    if "loss" in drawn or (curves.get("loss") and not drawn):
+        return ["loss"]
+    return [name for name in drawn if "loss" in name] or drawn[:1]
+
+
+def _drawable(curves: Curves) -> list[str]:
+    """Return the names of curves with a finite value, those of every run last."""
+    names = [name for name, values in curves.items() if not is_steps(name) and name != _HISTOGRAM and _finite(values)]
+    return [name for name in names if name not in _BELOW] + [name for name in _BELOW if name in names]
+
+
+def _label(name: str) -> str:
+    return _BELOW.get(name, name.replace("_", " "))
+
+
+def _figure(curves: Curves, top: Sequence[str], title: str) -> Any:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise UsageError("drawing needs matplotlib: pip install 'hpctrain[plot]'") from error
-    below = [name for name in _BELOW if _finite(curves.get(name, ()))]
+    others = [name for name in _drawable(curves) if name not in (*top, "validation_loss")]
+    below = [name for name in others if name in _BELOW] + [name for name in others if name not in _BELOW]
     counts = curves.get(_HISTOGRAM, ())
     figure = Figure(figsize=(8, 4.5 + 1.3 * len(below) + 1.8 * any(counts)), layout="constrained")
     rows = [3.5, *[1] * len(below), *[1.2] * any(counts)]
@@ -53,11 +73,11 @@ def _figure(curves: Curves, title: str) -> Any:
     for row in range(1, 1 + len(below)):
         axes[-1].tick_params(labelbottom=False)
         axes.append(figure.add_subplot(grid[row], sharex=axes[0]))
-    _draw_loss(axes[0], curves)
+    _draw_losses(axes[0], curves, top)
     axes[0].set_title(title, loc="left", fontsize=11)
     for axis, name in zip(axes[1:], below):
-        axis.plot(_steps(curves, "step", name), curves[name], color=_INK, linewidth=0.7)
-        axis.set_ylabel(_BELOW[name])
+        axis.plot(steps_of(curves, name), curves[name], color=_INK, linewidth=0.7)
+        axis.set_ylabel(_label(name))
     axes[-1].set_xlabel("step")
     if any(counts):
         axes.append(figure.add_subplot(grid[-1]))
@@ -81,9 +101,22 @@ def _draw_staleness(axis: Any, counts: Sequence[float]) -> None:
     axis.set_ylabel("updates")
 
 
+def _draw_losses(axis: Any, curves: Curves, top: Sequence[str]) -> None:
+    if list(top) == ["loss"]:
+        _draw_loss(axis, curves)
+    for name in top:
+        if name not in ("loss", "validation_loss"):
+            axis.plot(steps_of(curves, name), curves[name], linewidth=1.2, label=_label(name))
+    if _finite(curves.get("validation_loss", ())):
+        at = steps_of(curves, "validation_loss")
+        axis.plot(at, curves["validation_loss"], "o-", color=_MARK, linewidth=1, markersize=4, label="validation")
+    axis.set_ylabel("loss" if all("loss" in name for name in top) else _label(top[0]))
+    axis.legend(frameon=False)
+
+
 def _draw_loss(axis: Any, curves: Curves) -> None:
     loss = np.asarray(curves["loss"], dtype=np.float64)
-    steps = _steps(curves, "step", "loss")
+    steps = steps_of(curves, "loss")
     if loss.size > _ROUGH:
         width = loss.size // 50 | 1  # odd: as many to either side
         smooth = running_mean(loss, width)
@@ -91,11 +124,6 @@ def _draw_loss(axis: Any, curves: Curves) -> None:
         axis.plot(steps, smooth, color=_INK, linewidth=1.6, label=f"training, mean of {width} points")
     else:
         axis.plot(steps, loss, color=_INK, linewidth=1.4, label="training")
-    if _finite(curves.get("validation_loss", ())):
-        at = _steps(curves, "validation_step", "validation_loss")
-        axis.plot(at, curves["validation_loss"], "o-", color=_MARK, linewidth=1, markersize=4, label="validation")
-    axis.set_ylabel("loss")
-    axis.legend(frameon=False)
 
 
 def running_mean(values: Floats, width: int) -> Floats:
@@ -108,12 +136,6 @@ def running_mean(values: Floats, width: int) -> Floats:
     known = count[high] - count[low]
     mean: Floats = np.divide(total[high] - total[low], known, out=np.full(values.shape, np.nan), where=known > 0)
     return mean
-
-
-def _steps(curves: Curves, name: str, of: str) -> Sequence[float]:
-    """Return the steps of a curve, or places where the file has none that fit."""
-    steps = curves.get(name, ())
-    return steps if len(steps) == len(curves[of]) else range(1, len(curves[of]) + 1)
 
 
 def _finite(values: Sequence[float]) -> bool:

@@ -17,12 +17,14 @@ from tqdm import tqdm
 from hpctrain.checkpoint.look import inspect
 from hpctrain.checkpoint.look.diff import Diff, TensorDifference, ValueDifference, diff
 from hpctrain.checkpoint.look.inspect import Verdict
+from hpctrain.checkpoint.look.place import all_of
 from hpctrain.cli.action import action
-from hpctrain.cli.checkpoint.text import columns, one_line, print_json, printable, progress
+from hpctrain.cli.checkpoint.text import chosen, columns, one_line, print_json, printable, progress
 from hpctrain.errors import EXIT_FAILURE, CheckpointError, UsageError
 
 _VERIFY_EPILOG = """\
 examples:
+  hpctrain checkpoint verify runs/a      all checkpoints of the run
   hpctrain checkpoint verify runs/a/checkpoints/*.h5
   hpctrain checkpoint verify runs/*/checkpoints/*.h5 --jobs 8
 
@@ -31,6 +33,7 @@ exit code: 0 all files are sound, 1 a file is damaged, 2 a file is not there
 _DIFF_EPILOG = """\
 examples:
   hpctrain checkpoint diff runs/a/checkpoints/step_00001200.h5 runs/b/checkpoints/step_00001200.h5
+  hpctrain checkpoint diff runs/a runs/b      the newest valid checkpoint of each run
   hpctrain checkpoint diff before.h5 after.h5 --json
 
 Compared are tensors (names, shapes, dtypes, every bit), settings, values of the training loop, and versions. Who wrote
@@ -43,21 +46,22 @@ exit code: 0 no difference, 1 a difference, 2 a file is damaged or not there
 def add_actions(actions: Any) -> None:
     """Add both actions to the command line."""
     verifying = action(actions, "verify", "check that every stored bit is as it was written", _VERIFY_EPILOG, _verify)
-    verifying.add_argument("files", metavar="FILE", nargs="+", help="checkpoints")
+    verifying.add_argument("files", metavar="FILE", nargs="+", help="checkpoints, or folders of runs")
     verifying.add_argument("--jobs", type=int, default=1, metavar="N", help="files read at the same time (default: 1)")
     comparing = action(actions, "diff", "say in what two checkpoints differ", _DIFF_EPILOG, _diff)
-    comparing.add_argument("first", metavar="A", help="a checkpoint")
-    comparing.add_argument("second", metavar="B", help="another checkpoint")
+    comparing.add_argument("first", metavar="A", help="a checkpoint, or the folder of a run")
+    comparing.add_argument("second", metavar="B", help="another one")
 
 
 def _verify(args: argparse.Namespace) -> int:
     for file in args.files:
-        if not Path(file).is_file():
+        if not Path(file).exists():
             raise UsageError(f"there is no file {file}: give checkpoints, such as RUN/checkpoints/*.h5")
     if args.jobs < 1:
         raise UsageError(f"--jobs is {args.jobs}: expected a number from 1")
     verdicts: list[Verdict] = []
-    for verdict in _verdicts(args.files, min(args.jobs, len(args.files))):
+    files = [str(path) for file in args.files for path in all_of(file)]
+    for verdict in _verdicts(files, min(args.jobs, len(files))):
         verdicts.append(verdict)
         if not args.json:
             tqdm.write(_verdict_line(verdict), file=sys.stdout)
@@ -85,8 +89,9 @@ def _verdict_line(verdict: Verdict) -> str:
 
 
 def _diff(args: argparse.Namespace) -> int:
-    with progress([args.first, args.second]) as told:
-        found = diff(args.first, args.second, told)
+    first, second = chosen(args.first), chosen(args.second)
+    with progress([first, second]) as told:
+        found = diff(first, second, told)
     if args.json:
         print_json({"same": found.same, **dataclasses.asdict(found)})
     else:

@@ -8,7 +8,7 @@ from typing import Any
 
 from hpctrain.checkpoint.look import export, ingest, plot
 from hpctrain.cli.action import action
-from hpctrain.cli.checkpoint.text import print_json, printable, progress, size
+from hpctrain.cli.checkpoint.text import chosen, print_json, printable, progress, size
 
 _EXPORT_EPILOG = """\
 examples:
@@ -29,7 +29,7 @@ read without running anything of it. hpctrain.checkpoint.load("gpt.h5", model=mo
 """
 _PLOT_EPILOG = """\
 examples:
-  hpctrain checkpoint plot runs/a/checkpoints/step_00001200.h5 -o loss.png
+  hpctrain checkpoint plot runs/a -o loss.png      from its newest valid checkpoint
   hpctrain checkpoint plot runs/a/checkpoints/step_00001200.h5 -o loss.pdf
 
 Of workers at their own pace the staleness of their updates is drawn, too. Needs matplotlib:
@@ -40,7 +40,7 @@ pip install 'hpctrain[plot]'. hpctrain checkpoint show draws the same curves as 
 def add_actions(actions: Any) -> None:
     """Add the three actions to the command line."""
     out = action(actions, "export", "write a checkpoint in the format of others", _EXPORT_EPILOG, _export)
-    out.add_argument("file", metavar="FILE", help="a checkpoint")
+    out.add_argument("file", metavar="FILE", help="a checkpoint, or the folder of a run")
     out.add_argument("--to", required=True, choices=export.SUFFIXES, help="the format")
     out.add_argument("-o", "--output", metavar="OUT", help="the file to write (default: beside FILE, with its name)")
     out.add_argument("--model-only", action="store_true", help="the model under its own names, and nothing else")
@@ -51,17 +51,16 @@ def add_actions(actions: Any) -> None:
     back.add_argument("--step", type=int, default=0, metavar="N", help="the step to note in it (default: 0)")
     back.add_argument("--strip", default="", metavar="PREFIX", help="take this off the front of every name")
     back.add_argument("--force", action="store_true", help="replace OUT.h5")
-    drawing = action(actions, "plot", "draw the loss of a run from its checkpoint", _PLOT_EPILOG, _plot)
-    drawing.add_argument("file", metavar="FILE", help="a checkpoint")
+    drawing = action(actions, "plot", "draw the curves of a run from its checkpoint", _PLOT_EPILOG, _plot)
+    drawing.add_argument("file", metavar="FILE", help="a checkpoint, or the folder of a run")
     drawing.add_argument("-o", "--output", metavar="OUT", required=True, help=f"a picture: {', '.join(plot.KINDS)}")
 
 
 def _export(args: argparse.Namespace) -> int:
-    output = Path(args.output or Path(args.file).with_suffix(export.SUFFIXES[args.to]))
-    with progress([args.file]) as told:
-        count = export.export(
-            args.file, args.to, output, model_only=args.model_only, force=args.force, progress=told
-        )
+    file = chosen(args.file)
+    output = Path(args.output or Path(file).with_suffix(export.SUFFIXES[args.to]))
+    with progress([file]) as told:
+        count = export.export(file, args.to, output, model_only=args.model_only, force=args.force, progress=told)
     return _written(output, args.json, tensors=count)
 
 
@@ -71,7 +70,7 @@ def _import(args: argparse.Namespace) -> int:
 
 
 def _plot(args: argparse.Namespace) -> int:
-    plot.plot(args.file, args.output)
+    plot.plot(chosen(args.file), args.output)
     return _written(Path(args.output), args.json)
 
 

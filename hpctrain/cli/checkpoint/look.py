@@ -4,28 +4,40 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from hpctrain.checkpoint.look import inspect
-from hpctrain.checkpoint.look.curves import sparkline
+from hpctrain.checkpoint.look.curves import is_steps, sparkline
 from hpctrain.checkpoint.look.inspect import Contents, Entry, TensorStats
+from hpctrain.checkpoint.look.place import best
 from hpctrain.cli.action import action
-from hpctrain.cli.checkpoint.text import columns, one_line, print_json, printable, progress, shape, size
+from hpctrain.cli.checkpoint.text import chosen, columns, one_line, print_json, printable, progress, shape, size
 
 _LS_EPILOG = """\
 examples:
   hpctrain checkpoint ls runs/a
   hpctrain checkpoint ls runs/a/checkpoints --json
 
-The structure of each file is checked; hpctrain checkpoint verify also reads every byte of the tensors.
+The best is marked if the run keeps its best checkpoint (checkpoint.keep_best). The structure of each file is checked;
+hpctrain checkpoint verify also reads every byte of the tensors.
 """
 _SHOW_EPILOG = """\
 examples:
+  hpctrain checkpoint show runs/a      the newest valid checkpoint of the run
   hpctrain checkpoint show runs/a/checkpoints/step_00001200.h5
   hpctrain checkpoint show runs/a/checkpoints/step_00001200.h5 head.weight      a tensor and its optimizer state
   hpctrain checkpoint show runs/a/checkpoints/step_00001200.h5 /rng --json
+"""
+_BEST_EPILOG = """\
+examples:
+  hpctrain checkpoint best runs/a      by what the run keeps its best checkpoint for
+  hpctrain checkpoint best runs/a --by accuracy --highest
+  hpctrain checkpoint show $(hpctrain checkpoint best runs/a)
+
+exit code: 0 the path was printed, 2 nothing says which is the best
 """
 _GROUPS_APART = ("NX_class", "signal", "axes", "step")  # of /train: for viewers, or shown above
 
@@ -34,8 +46,14 @@ def add_actions(actions: Any) -> None:
     """Add both actions to the command line."""
     listing = action(actions, "ls", "list the checkpoints of a run", _LS_EPILOG, _ls)
     listing.add_argument("folder", metavar="RUN", help="the folder of a run, or one with step_*.h5 files")
+    judging = action(actions, "best", "print the path of the best checkpoint of a run", _BEST_EPILOG, _best)
+    judging.add_argument("folder", metavar="RUN", help="the folder of a run, or one with step_*.h5 files")
+    judging.add_argument("--by", default="", metavar="NAME", help="a number that the run logged (default: keep_best)")
+    which = judging.add_mutually_exclusive_group()
+    which.add_argument("--lowest", dest="which", action="store_const", const="lowest", help="the lowest is the best")
+    which.add_argument("--highest", dest="which", action="store_const", const="highest", help="the highest is the best")
     showing = action(actions, "show", "show what a checkpoint holds", _SHOW_EPILOG, _show)
-    showing.add_argument("file", metavar="FILE", help="a checkpoint")
+    showing.add_argument("file", metavar="FILE", help="a checkpoint, or the folder of a run")
     showing.add_argument("name", metavar="NAME", nargs="?", help="a tensor, parameter or group (default: everything)")
 
 
@@ -50,9 +68,19 @@ def _ls(args: argparse.Namespace) -> int:
     return 0
 
 
+def _best(args: argparse.Namespace) -> int:
+    found = best(args.folder, args.by, args.which)
+    if args.json:
+        print_json(dataclasses.asdict(found))
+    else:
+        print(printable(found.file))
+    return 0
+
+
 def _show(args: argparse.Namespace) -> int:
-    with progress([args.file]) as told:
-        contents = inspect.show(args.file, args.name, told)
+    file = chosen(args.file)
+    with progress([file]) as told:
+        contents = inspect.show(file, args.name, told)
     if args.json:
         print_json(dataclasses.asdict(contents))
     else:
@@ -65,9 +93,12 @@ def _entry_row(entry: Entry) -> list[str]:
     name, length = Path(entry.file).name, size(entry.bytes)
     if entry.error is not None:
         return [name, length, f"damaged: {printable(entry.error)}"]
-    loss = "" if entry.loss is None else f"loss {entry.loss:.4f}"
+    told = "" if entry.loss is None or not math.isfinite(entry.loss) else f"loss {entry.loss:.4f}"
+    if entry.by is not None and entry.by != "loss" and entry.value is not None:
+        told = f"{told}  {entry.by} {entry.value:.4g}".strip()
     ranks = "1 rank" if entry.world_size == 1 else f"{entry.world_size} ranks"
-    return [name, length, f"step {entry.step}", ranks, printable(str(entry.created)), loss]
+    mark, created = "best" if entry.best else "", printable(str(entry.created))
+    return [name, length, f"step {entry.step}", ranks, created, mark, printable(told)]
 
 
 def _heading(contents: Contents) -> list[str]:
@@ -89,7 +120,7 @@ def _heading(contents: Contents) -> list[str]:
 
 def _curves(curves: dict[str, list[float]]) -> list[str]:
     """Return a line for each curve: its first value, its course, its last value."""
-    drawn = {name: values for name, values in curves.items() if values and "step" not in name}
+    drawn = {name: values for name, values in curves.items() if values and not is_steps(name)}
     rows = [
         [name.replace("_", " "), f"{values[0]:.4g}", sparkline(values), f"{values[-1]:.4g}"]
         for name, values in drawn.items()

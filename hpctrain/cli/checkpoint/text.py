@@ -12,6 +12,8 @@ from typing import Any
 
 from tqdm import tqdm
 
+from hpctrain.checkpoint.look.place import newest_of
+
 BIG = 256 << 20  # bytes from which a progress bar is worth its line
 
 
@@ -24,6 +26,15 @@ def progress(files: Sequence[str | Path]) -> Iterator[Callable[[int], object] | 
         return
     with tqdm(total=total, unit="B", unit_scale=True, unit_divisor=1024, desc="reading", leave=False) as bar:
         yield bar.update
+
+
+def chosen(path: str) -> str:
+    """Return a checkpoint: the path, or the newest valid one of a run's folder, which is said on stderr."""
+    if not Path(path).is_dir():
+        return path
+    found = newest_of(path)
+    print(printable(f"{path}: taking its newest valid checkpoint, {found}"), file=sys.stderr)
+    return str(found)
 
 
 def columns(rows: Sequence[Sequence[str]]) -> list[str]:

@@ -16,6 +16,7 @@ from hpctrain.errors import CheckpointError, UsageError
 from hpctrain.parallel.server.figures.histogram import LONGEST
 
 matplotlib = pytest.importorskip("matplotlib")
+pytest.importorskip("matplotlib.figure")
 
 
 def file_with(folder: Path, **curves: Any) -> Path:
@@ -37,6 +38,24 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
     monkeypatch.setattr(matplotlib.figure.Figure, "savefig", note)
     return figures
+
+
+def test_losses_of_other_names_share_a_panel_and_other_numbers_have_their_own(
+    tmp_path: Path, drawn: list[Any]
+) -> None:
+    nothing = [np.nan] * 3
+    curves = {"step": [1, 2, 3], "loss": nothing, "grad_norm": nothing, "g_loss_step": [1, 3], "g_loss": [3.0, 1.0]}
+    curves |= {"d_loss_step": [2], "d_loss": [0.5], "accuracy_step": [3], "accuracy": [0.75]}
+    plot(file_with(tmp_path, **curves), tmp_path / "a.png")
+    top, below = drawn[0].axes
+    assert {line.get_label(): line.get_xydata().tolist() for line in top.lines} == {
+        "g loss": [[1.0, 3.0], [3.0, 1.0]],
+        "d loss": [[2.0, 0.5]],
+    }
+    assert below.get_ylabel() == "accuracy" and below.lines[0].get_xydata().tolist() == [[3.0, 0.75]]
+    assert top.get_title(loc="left").endswith("g loss, d loss up to step 9")
+    plot(file_with(tmp_path, step=[1], reward_step=[1], reward=[2.0]), tmp_path / "b.png")
+    assert [axis.get_ylabel() for axis in drawn[1].axes] == ["reward"]
 
 
 @pytest.mark.parametrize(("suffix", "magic"), [("png", b"\x89PNG"), ("svg", b"<?xml"), ("pdf", b"%PDF")])
@@ -105,7 +124,7 @@ def test_mistakes_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         plot(file, tmp_path / "loss.txt")
     with pytest.raises(CheckpointError, match="cannot write .*No such file"):
         plot(file, tmp_path / "none" / "loss.png")
-    with pytest.raises(UsageError, match="holds no loss to draw"):
+    with pytest.raises(UsageError, match="holds no curve to draw"):
         plot(file_with(tmp_path, step=[1]), tmp_path / "loss.png")
 
     real = builtins.__import__
