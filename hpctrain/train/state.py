@@ -18,6 +18,7 @@ from hpctrain.checkpoint import folder as files
 from hpctrain.checkpoint import rng
 from hpctrain.checkpoint.file import layout
 from hpctrain.checkpoint.file.checksum import crc32
+from hpctrain.checkpoint.file.keys import group_of, keys_in
 from hpctrain.checkpoint.file.reader import Reader
 from hpctrain.checkpoint.keep import Keep
 from hpctrain.checkpoint.named import by_key
@@ -31,6 +32,7 @@ from hpctrain.log import logger
 from hpctrain.parallel.strategy import Strategy
 from hpctrain.shard import Split
 from hpctrain.train import parts, schedulers
+from hpctrain.train.changes import changed_hyperparameters
 from hpctrain.train.metrics import Curves
 from hpctrain.train.parts import Stateful
 from hpctrain.train.settings import NOT_JUDGED
@@ -70,6 +72,7 @@ class TrainState:
         self.parts: dict[str, Any] = dict(parts)
         self.comm = comm
         self.schedulers: set[str] = set()  # names of the parts that were found, not named by the program
+        self.changed: list[str] = []  # hyperparameters that the last restore has overwritten, a line each
         self.folder = folder
         self.keeper = files.Keeper(folder, keep)
         self.step = 0
@@ -242,8 +245,13 @@ class TrainState:
 
         Raises ``UsageError`` on all ranks if it holds a learning-rate scheduler and the program none, or the reverse.
         """
-        saved = on_first_rank(self.comm, lambda: _names_of_states(path))
+        saved, groups = on_first_rank(self.comm, lambda: _names_and_groups(path))
         schedulers.check_saved(saved, self.parts, sorted(self.schedulers), path)
+        self.changed = [
+            line
+            for key, optimizer in self.optimizers.items()
+            for line in changed_hyperparameters(groups.get(key, ()), optimizer.param_groups, key)
+        ]
         loaded = load(path, model=self.models, optimizer=self.optimizers, comm=self.comm, split=self.splits)
         for strategy in self.strategies.values():
             strategy.refresh()
@@ -272,9 +280,12 @@ class TrainState:
         return loaded
 
 
-def _names_of_states(path: Path) -> list[str]:
+def _names_and_groups(path: Path) -> tuple[list[str], dict[str, Any]]:
+    """Return the names of a file's states, and the groups of its optimizers by key."""
     with Reader(path) as reader:
-        return list(reader.values(layout.TRAIN).get("states", {}))
+        keys = keys_in(reader, layout.OPTIMIZER)
+        groups = {key: reader.values(group_of(layout.OPTIMIZER, key)).get("param_groups", ()) for key in keys}
+        return list(reader.values(layout.TRAIN).get("states", {})), groups
 
 
 def _place(name: str) -> str:

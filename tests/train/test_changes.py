@@ -1,0 +1,114 @@
+"""On resume every change that affects the numbers is told, and nothing else."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import lr_scheduler
+
+from hpctrain.checkpoint.saver import Saver
+from hpctrain.train.changes import changed_hyperparameters, changed_settings
+from hpctrain.train.state import TrainState
+
+BEFORE = """
+[run]
+folder = "runs/a"
+device = "auto"
+walltime = "1h"
+[data]
+files = ["a.h5", "b.h5"]
+[train]
+steps = 10
+trace = false
+[optimizer]
+learning_rate = 0.001
+betas = [0.9, 0.95]
+[checkpoint]
+every = 10
+"""
+
+
+def test_each_setting_with_an_effect_has_a_line() -> None:
+    now = BEFORE.replace("0.001", "0.5").replace('"b.h5"', '"c.h5"').replace('"auto"', '"cpu"').replace("= 10", "= 20")
+    now = now.replace("runs/a", "runs/b").replace("1h", "2h").replace("trace = false", "trace = true")
+    assert changed_settings(BEFORE, now + "keep = 3\n[server]\nrho = 0.5\n") == [
+        'run.device "auto" -> "cpu"',
+        'data.files ["a.h5", "b.h5"] -> ["a.h5", "c.h5"]',
+        "train.steps 10 -> 20",
+        "optimizer.learning_rate 0.001 -> 0.5",
+        "server.rho (not set) -> 0.5",
+    ]
+    assert changed_settings(BEFORE, BEFORE.replace("betas = [0.9, 0.95]\n", "")) == [
+        "optimizer.betas [0.9, 0.95] -> (not set)"
+    ]
+
+
+def test_nothing_changed_has_no_line() -> None:
+    assert changed_settings(BEFORE, BEFORE) == changed_settings(None, BEFORE) == changed_settings(BEFORE, None) == []
+    assert changed_settings(BEFORE, "# a comment\n" + BEFORE) == []
+
+
+def test_a_text_that_is_no_toml_is_compared_as_a_whole() -> None:
+    (line,) = changed_settings("a: 1", "a: 2")
+    assert "it is not TOML" in line and changed_settings("a: 1", "a: 1") == []
+
+
+def test_a_long_value_is_cut() -> None:
+    (line,) = changed_settings("a.b = 1", f'a.b = "{"x" * 200}"')
+    assert line.endswith("xxx...") and len(line) < 80
+
+
+def groups(**options: Any) -> Any:
+    layers = [nn.Linear(2, 2), nn.Linear(2, 2)]
+    return torch.optim.AdamW([{"params": layer.parameters(), **options} for layer in layers], lr=0.1).param_groups
+
+
+def test_hyperparameters_say_which_value_is_used() -> None:
+    before, now = groups(lr=0.001, fused=True), groups(lr=torch.tensor(0.5), betas=[0.5, 0.99])
+    now[1]["lr"], now[1]["betas"] = 0.001, (0.9, 0.999)
+    assert changed_hyperparameters(before, now, "generator") == [
+        "optimizer generator, group 0: lr is 0.001 as in the checkpoint, not 0.5 as in the program",
+        "optimizer generator, group 0: betas is [0.9, 0.999] as in the checkpoint, not [0.5, 0.99] as in the program",
+    ]
+    before, now = groups()[:1], groups(weight_decay=0.5)[:1]
+    assert changed_hyperparameters(before, now) == [
+        "optimizer: weight_decay is 0.01 as in the checkpoint, not 0.5 as in the program"
+    ]
+
+
+def test_what_a_scheduler_moves_is_no_change() -> None:
+    def scheduled(rate: float, steps: int) -> Any:
+        optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=rate, momentum=0.9)
+        scheduler = lr_scheduler.OneCycleLR(optimizer, rate, 10)
+        for _ in range(steps):
+            optimizer.step()
+            scheduler.step()
+        return optimizer.param_groups
+
+    assert changed_hyperparameters(scheduled(0.1, 5), scheduled(0.1, 0)) == []
+    lines = changed_hyperparameters(scheduled(0.1, 5), scheduled(0.2, 0))
+    assert [line.split()[1] for line in lines] == ["initial_lr", "max_lr", "min_lr"]
+
+
+@pytest.mark.ranks(1, 2)
+def test_a_resume_knows_what_the_checkpoint_overwrote(job: Any, shared_tmp_path: Path) -> None:
+    def state(rate: float) -> TrainState:
+        models = {"a": nn.Linear(1, 1), "b": nn.Linear(1, 1)}
+        optimizers = {key: torch.optim.SGD(model.parameters(), lr=rate) for key, model in models.items()}
+        return TrainState(models, optimizers, {}, job.comm, shared_tmp_path)
+
+    before = state(0.1)
+    with Saver(job.comm) as saver:
+        before.save(saver, before.path(0), config=None, provenance={})
+    after = state(0.5)
+    after.restore(before.path(0))
+    assert after.changed == [
+        f"optimizer {key}: lr is 0.1 as in the checkpoint, not 0.5 as in the program" for key in ("a", "b")
+    ]
+    assert after.optimizers["a"].param_groups[0]["lr"] == 0.1
+    after.restore(before.path(0))
+    assert after.changed == []
