@@ -56,7 +56,8 @@ class Packed:
         if isinstance(value, (list, tuple)):
             items = [self.add(item, f"{where}[{n}]", (*trail, str(n))) for n, item in enumerate(value)]
             return items if isinstance(value, list) else {_KIND: "tuple", _ITEMS: items}
-        raise UsageError(f"{where} is {_described(value)}; allowed are {ALLOWED}")
+        objects = ", and objects with state_dict and load_state_dict" if len(trail) == 1 else ""
+        raise UsageError(f"{where} is {_described(value)}; allowed are {ALLOWED}{objects}")
 
     def _table(self, value: Mapping[Any, Any], where: str, trail: tuple[str, ...]) -> Any:
         items = []

@@ -40,10 +40,11 @@ def state_of(thing: Any) -> Any:
         return thing.get_state(legacy=False)
     if isinstance(thing, Stateful) and not isinstance(thing, type):
         return dict(thing.state_dict())
-    if type(thing) is dict:
+    if isinstance(thing, dict):
         return {key: state_of(item) for key, item in thing.items()}
-    if type(thing) in (list, tuple):
-        return type(thing)(state_of(item) for item in thing)
+    if isinstance(thing, (list, tuple)):
+        items = [state_of(item) for item in thing]
+        return items if isinstance(thing, list) else tuple(items)
     return thing
 
 
@@ -77,19 +78,19 @@ def restore(thing: Any, state: Any, where: str) -> Any:
 
 def _restore_items(thing: Any, state: Any, where: str) -> Any:
     """Restore what a list, tuple or dict holds; of a plain value return the state itself."""
-    if type(thing) is dict:
-        lost = [key for key, item in thing.items() if key not in state and not _is_plain(item)]
+    if isinstance(thing, dict):
+        lost = [key for key, item in thing.items() if key not in state and not is_plain(item)]
         if lost:
             raise CheckpointError(f"{where}: the checkpoint has no state of {', '.join(map(repr, lost))}")
         new = {key: _item(thing, key, state[key], where) if key in thing else state[key] for key in state}
         thing.clear()
         thing.update(new)
-    elif type(thing) is list:
-        if len(state) < len(thing) and not all(map(_is_plain, thing[len(state) :])):
+    elif isinstance(thing, list):
+        if len(state) < len(thing) and not all(map(is_plain, thing[len(state) :])):
             raise CheckpointError(f"{where} has {len(thing)} items and {len(state)} in the checkpoint")
         kept = min(len(thing), len(state))
         thing[:] = [*(_item(thing, number, state[number], where) for number in range(kept)), *state[kept:]]
-    elif type(thing) is tuple:
+    elif isinstance(thing, tuple):
         if len(state) != len(thing):
             raise CheckpointError(f"{where} has {len(thing)} items and {len(state)} in the checkpoint")
         for number, item in enumerate(thing):
@@ -118,7 +119,8 @@ def _misfit(where: str, state: Any, thing: Any) -> CheckpointError:
     return CheckpointError(f"{where} is {found} in the checkpoint and has shape {tuple(thing.shape)} in the program")
 
 
-def _is_plain(item: Any) -> bool:
+def is_plain(item: Any) -> bool:
+    """Tell whether a thing is a value that cannot be filled in place."""
     return item is None or isinstance(item, (bool, int, float, str))
 
 

@@ -170,6 +170,13 @@ class TrainState:
         Raises ``UsageError`` on all ranks for a value of no storable type, and for tensors that differ between the
         ranks: a checkpoint stores those of rank 0.
         """
+        for name, part in self.parts.items():
+            if parts.is_plain(part):
+                raise UsageError(
+                    f"{_place(name)} is {part!r}, which a resume cannot give back to the program; "
+                    f'allowed is what can be filled; put it into a dict: states={{"{name}": {{"value": ...}}}}',
+                    everywhere=True,
+                )
         tensors = agreed(self.comm, lambda: pack_states(self._states(), _place)[1].tensors)
         everyone = self.comm.all_gather_object({path: _fingerprint(leaf) for path, leaf in tensors.items()})
         for rank, found in enumerate(everyone):
@@ -177,8 +184,8 @@ class TrainState:
             if differing:
                 raise UsageError(
                     f"{differing[0].removeprefix('/')} differs between rank 0 and rank {rank}; a checkpoint stores "
-                    "states that are equal on all ranks; use torch's global generator for numbers that differ, and "
-                    "average whole models, not shards",
+                    "states that are equal on all ranks; draw numbers that differ from torch's global generator; pass "
+                    "the average of a model that is split over the ranks as a model of its own (job.wrap, job.run)",
                     everywhere=True,
                 )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from collections import OrderedDict, namedtuple
 from pathlib import Path
 from typing import Any
 
@@ -130,6 +131,25 @@ def test_what_cannot_be_stored_is_refused_without_a_write(job: Any, shared_tmp_p
     with pytest.raises(UsageError, match=r'^states\["odd"\]\["y"\]\[2\] is a function; allowed are') as caught:
         odd.check_storable()
     assert caught.value.everywhere and not (shared_tmp_path / "a").exists()
+
+
+def test_what_cannot_be_filled_is_refused(job: Any, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r'states\["epoch"\] is 3, which a resume cannot give back.*into a dict'):
+        state(job, Program(1), tmp_path, epoch=3).check_storable()
+    state(job, Program(1), tmp_path, epoch={"value": 3}).check_storable()
+    with pytest.raises(UsageError, match=r'states\["x"\] is an object; .*, and objects with state_dict and load_state'):
+        state(job, Program(1), tmp_path, x=object()).check_storable()
+
+
+def test_tables_and_tuples_of_other_classes(tmp_path: Path) -> None:
+    pair = namedtuple("pair", "a b")(torch.zeros(1), torch.zeros(2))
+    table = OrderedDict(count=1, items=[1, 2], pair=pair)
+    saved = {"pair": (torch.ones(1), torch.ones(2)), "count": 5, "items": [3, 4, 5], "more": "x"}
+    assert restore(table, saved, "s") is table
+    assert table["count"] == 5 and table["items"] == [3, 4, 5] and table["more"] == "x"
+    assert list(table) == list(saved)
+    assert table["pair"] is pair and pair.b.tolist() == [1.0, 1.0]
+    assert type(state_of(table)["pair"]) is tuple and state_of(table)["pair"][1].data_ptr() == pair.b.data_ptr()
 
 
 @pytest.mark.ranks(2)

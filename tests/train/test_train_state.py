@@ -144,3 +144,29 @@ def test_workers_at_their_own_pace_need_an_optimizer_each(job: Any, tmp_path: Pa
     gan = Gan(job, tmp_path, "easgd", joint=True)
     with pytest.raises(UsageError, match="'generator' has 1 optimizers.*must have exactly one, which holds parameters"):
         gan.save()
+
+
+@pytest.mark.ranks(2)
+def test_an_average_of_shards_is_refused_and_kept_as_a_model(job: Any, shared_tmp_path: Path) -> None:
+    gan = Gan(job, shared_tmp_path, "fsdp")
+    model = gan.models["generator"]
+    gan.state.parts["ema"] = torch.optim.swa_utils.AveragedModel(model)
+    with pytest.raises(UsageError, match="states/ema/module.0.weight differs .* as a model of its own"):
+        gan.state.check_storable()
+    del gan.state.parts["ema"]
+
+    torch.manual_seed(1)
+    average = job.wrap(nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 3)), ParallelSettings(data="fsdp"))
+    models = {**gan.models, "average": average}
+    strategies = {key: job.strategy(one) for key, one in models.items()}
+    state = TrainState(models, gan.optimizers, {}, job.comm, shared_tmp_path, strategies=strategies)
+    with torch.no_grad():
+        for mean, value in zip(average.parameters(), model.parameters()):
+            mean.lerp_(value + 1, 0.5)
+    strategies["average"].refresh()
+    with Saver(job.comm) as saver:
+        state.save(saver, state.path(0), config=None, provenance={})
+    with h5py.File(state.path(0)) as file:
+        for name in ("0.weight", "2.bias"):
+            raw, mean = file["model/generator"][name][()], file["model/average"][name][()]
+            np.testing.assert_allclose(mean, raw + 0.5, rtol=0, atol=1e-6)
