@@ -16,6 +16,11 @@ from hpctrain.errors import UsageError
 if TYPE_CHECKING:
     from hpctrain.train.calibrate import Report
 
+_EPILOG = """\
+examples:
+  mpiexec -n 4 hpctrain bench calibrate    about a minute: which algorithm is fastest for which size
+  hpctrain bench show                      what is kept for this machine
+"""
 _CALIBRATE_EPILOG = """\
 examples:
   mpiexec -n 4 hpctrain bench calibrate                       about a minute, on a machine that is quiet otherwise
@@ -38,7 +43,13 @@ _LINE_EVERY = 10.0  # seconds between two lines where there is no terminal
 def add_parser(subparsers: Any) -> None:
     """Add the verb and its actions to the command line."""
     summary = "measure the collectives, show what was measured"
-    parser = subparsers.add_parser("bench", help=summary, description=f"{summary[0].upper()}{summary[1:]}.")
+    parser = subparsers.add_parser(
+        "bench",
+        help=summary,
+        description=f"{summary[0].upper()}{summary[1:]}.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     measuring = action(
         actions, "calibrate", "measure which algorithm is fastest, and keep that", _CALIBRATE_EPILOG, _calibrate

@@ -8,6 +8,13 @@ from typing import Any
 
 from hpctrain.errors import DataError
 
+_EPILOG = """\
+examples:
+  hpctrain data pack ~/books -o books.h5    every text file below a folder, as byte tokens
+  hpctrain data show books.h5               shapes, element types, and whether the checksums hold
+
+Files of images or vectors (data.format = "arrays") are plain HDF5: docs/data-files.md shows how to write one.
+"""
 _PACK_EPILOG = """\
 examples:
   hpctrain data pack -o data/stdlib.h5                   the Python standard library's own source
@@ -26,7 +33,13 @@ examples:
 def add_parser(subparsers: Any) -> None:
     """Add the verb and its two actions to the command line."""
     summary = "pack a corpus into a token file, show what a data file holds"
-    parser = subparsers.add_parser("data", help=summary, description=f"{summary[0].upper()}{summary[1:]}.")
+    parser = subparsers.add_parser(
+        "data",
+        help=summary,
+        description=f"{summary[0].upper()}{summary[1:]}.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     _add_pack(actions)
     _add_show(actions)

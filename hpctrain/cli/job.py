@@ -55,10 +55,21 @@ def add_parser(verbs: Any) -> None:
     for scheduler in _DEFAULTS:
         one = add_scheduler(actions, scheduler, f"print a script for {_NAMES[scheduler]}", _print)
         one.add_argument("--show-profile", action="store_true", help="explain the profile instead")
-    checking = actions.add_parser("check", help="check the directives of a script")
+    checking = _add_action(actions, "check", "check the directives of a script", "%(prog)s my.sbatch")
     checking.add_argument("script", type=Path, metavar="SCRIPT")
     checking.set_defaults(run_action=_check)
-    actions.add_parser("profiles", help="list the profiles").set_defaults(run_action=_list)
+    _add_action(actions, "profiles", "list the profiles of sites", "%(prog)s").set_defaults(run_action=_list)
+
+
+def _add_action(actions: Any, name: str, summary: str, example: str) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = actions.add_parser(
+        name,
+        help=summary,
+        description=f"{summary[0].upper()}{summary[1:]}.",
+        epilog=f"examples:\n  {example}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    return parser
 
 
 _NAMES = {"slurm": "Slurm", "pbs": "PBS"}

@@ -32,7 +32,15 @@ def add_parser(verbs: Any) -> None:
     )
     languages = parser.add_subparsers(dest="language", required=True, metavar="LANGUAGE")
     for language, summary in _LANGUAGES.items():
-        _add_language(languages.add_parser(language, help=summary, description=f"Print a modulefile {summary}."))
+        _add_language(
+            languages.add_parser(
+                language,
+                help=summary,
+                description=f"Print a modulefile {summary}.",
+                epilog="examples:\n  %(prog)s --root /apps/hpctrain/1.0 --version 1.0",
+                formatter_class=argparse.RawDescriptionHelpFormatter,
+            )
+        )
 
 
 def _add_language(parser: argparse.ArgumentParser) -> None:

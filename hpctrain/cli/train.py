@@ -14,6 +14,7 @@ EXAMPLES = """examples:
   mpiexec -n 4 hpctrain train jobs/gpt-tiny.toml              four ranks
   srun hpctrain train big.toml --set train.batch=512          as a SLURM job's step
   hpctrain train jobs/gpt-tiny.toml --set run.folder=runs/b   leave the first run alone
+  hpctrain train a.toml --set optimizer.name=sgd --set optimizer.options.momentum=0.9
 
 Started again, a run goes on from its newest valid checkpoint. SIGUSR1 or SIGTERM, a file STOP in the run's folder, or
 the end of the job coming near: save, then exit with code 75. A file SAVE there: save, and go on.

@@ -63,8 +63,10 @@ class StepLog:
         alike: dict[str, float | list[float]] = {}
         for name, one in same.items():
             where = f"run.log(same={{{name!r}: ...}})"
-            is_list = isinstance(one, Sequence) and not isinstance(one, (str, bytes))
-            alike[name] = [_entry(where, each) for each in one] if is_list else _entry(where, one)
+            if isinstance(one, Sequence) and not isinstance(one, (str, bytes)):
+                alike[name] = [_entry(where, each) for each in one]
+            else:
+                alike[name] = _entry(where, one)
         self.averaged.update(found)
         self.same.update(alike)
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import argparse
+import re
+import shlex
 import subprocess
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from hpctrain import __version__
-from hpctrain.cli.main import VERBS, main
+from hpctrain.cli.main import VERBS, main, make_parser, parser_with
 from hpctrain.errors import DataError
 from hpctrain.train import leaving
 
@@ -22,11 +26,33 @@ def test_help_lists_the_verbs(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(verb in said and text in said for verb, text in VERBS.items())
 
 
-@pytest.mark.parametrize("verb", VERBS)
-def test_every_verb_has_help_with_examples(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+def commands(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
+    """Return the parsers of all verbs, and of their actions."""
+    for one in parser._actions:
+        if isinstance(one, argparse._SubParsersAction):
+            for inner in one.choices.values():
+                yield inner
+                yield from commands(inner)
+
+
+COMMANDS = {each.prog: each for each in commands(parser_with(VERBS))}
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_verb_and_action_has_help_with_examples_that_can_be_typed(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as ended:
-        main([verb, "--help"])
-    assert ended.value.code == 0 and f"usage: hpctrain {verb}" in capsys.readouterr().out
+        main([*name.split()[1:], "--help"])
+    said = capsys.readouterr().out
+    assert ended.value.code == 0 and f"usage: {name}" in said
+    _, _, examples = said.partition("\nexamples:\n")
+    typed = [line.strip() for line in examples.partition("\n\n")[0].splitlines()]
+    found = [re.split(r" {2,}", line[line.index("hpctrain ") :])[0] for line in typed]
+    assert found and all(f"{line} ".startswith(f"{name} ") for line in found)
+    for line in found:
+        words = shlex.split(line.partition(" && ")[0])[1:]
+        make_parser(words).parse_args(words)
 
 
 def test_help_of_train(capsys: pytest.CaptureFixture[str]) -> None:

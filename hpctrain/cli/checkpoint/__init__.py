@@ -11,6 +11,13 @@ from typing import Any
 
 from hpctrain.cli.checkpoint import check, convert, look
 
+_EPILOG = """\
+examples:
+  hpctrain checkpoint ls runs/a
+  hpctrain checkpoint show runs/a/checkpoints/step_00001200.h5
+  hpctrain checkpoint verify runs/a/checkpoints/step_00001200.h5
+"""
+
 
 def add_parser(subparsers: Any) -> None:
     """Add the verb and its actions to the command line."""
@@ -18,6 +25,8 @@ def add_parser(subparsers: Any) -> None:
         "checkpoint",
         help="look into checkpoints, verify and convert them",
         description="List, show, verify, compare, convert and draw checkpoints.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     for part in (look, check, convert):
