@@ -25,6 +25,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hpctrain.collectives.communicator import Communicator
+
 _NUMPY_SEED = 2**32
 _GLOBAL: Any = np.random  # get_bit_generator and set_bit_generator have no types
 
@@ -154,3 +156,10 @@ class OuterState:
         random.setstate(self.python)
         if self.cuda is not None and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             torch.cuda.set_rng_state(self.cuda)
+
+
+def draw_alike(comm: Communicator) -> None:
+    """Give all ranks the generators of rank 0. Collective."""
+    outer = comm.broadcast_object(OuterState.capture())
+    if comm.rank:
+        outer.restore()

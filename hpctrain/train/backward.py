@@ -61,7 +61,7 @@ class Backward:
         strategies = list(self._run.strategies.values())
         weight = self._run.sample_weight
         for strategy in strategies:
-            strategy.set_sample_weight(1.0)  # the losses are weighted here
+            strategy.set_sample_weight(float(weight > 0))  # the losses are weighted here; a stand-in counts nothing
         try:
             parts = parts_of(batch, accumulate)
             with self._run.checks.weighted():

@@ -356,6 +356,8 @@ class Loop:
     def close(self) -> None:
         """End what the loop has begun; a call by all ranks."""
         self.complete()
+        for strategy in self.strategies.values():
+            strategy.set_sample_weight(1.0)
         if self._left_epochs:
             self._end_pass()
         if self._left_epochs or self._held is not None:
@@ -404,11 +406,6 @@ class Loop:
         """Let all ranks know why the run ends for good."""
         reasons = self.comm.all_gather_object(self._asked)
         self.state.stopped = next(reason for reason in reasons if reason is not None)
-
-    def reset_after_rollback(self) -> None:
-        """Forget that a rollback is wanted."""
-        for health in self.healths.values():
-            health.wants_rollback = False
 
 
 def await_others(comm: Communicator, step: int, seconds: float = PATIENCE) -> None:

@@ -13,7 +13,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -26,13 +25,10 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from hpctrain import trace
-from hpctrain.checkpoint import folder as files
-from hpctrain.checkpoint import rng
 from hpctrain.checkpoint.named import by_key
 from hpctrain.collectives.agreement import agreed, on_first_rank
-from hpctrain.data.random_streams import OuterState, RandomStreams
-from hpctrain.errors import CheckpointError, NonFiniteError, UsageError
-from hpctrain.launch.request import FOLDER
+from hpctrain.data.random_streams import RandomStreams
+from hpctrain.errors import NonFiniteError, UsageError
 from hpctrain.log import logger
 from hpctrain.train.backward import Backward, Compute
 from hpctrain.train.books import Books
@@ -44,15 +40,15 @@ from hpctrain.train.hello import versions
 from hpctrain.train.last_words import LastWords
 from hpctrain.train.loop import Around, Loop
 from hpctrain.train.loose import exchange_for
+from hpctrain.train.opening import Opening
 from hpctrain.train.options import RunOptions
 from hpctrain.train.owned import adoptable, check_owned, joined
 from hpctrain.train.progress import Progress, shown
 from hpctrain.train.saves import Saves
 from hpctrain.train.scaler import watch_scalers
 from hpctrain.train.signals import install
-from hpctrain.train.start import carried, start_from
 from hpctrain.train.state import FEED, LOADER, Stateful, TrainState
-from hpctrain.train.stops import Stops, warn_if_unwatched
+from hpctrain.train.stops import Stops
 from hpctrain.train.tracing import Tracing
 
 if TYPE_CHECKING:
@@ -123,11 +119,11 @@ class Run:
         self._stops = Stops(
             self.folder, self.stop_request, first=job.rank == 0, walltime=options.walltime, margin=options.margin
         )
-        self._fresh_rng = rng.capture_rng()
         self._hooks: list[RemovableHandle] = []
         self._unwatch: Callable[[], None] = lambda: None
         self._progress: Progress | None = None
         self._books = Books(self.folder, job.launch.job_id, lenient=options.on_error == "continue")
+        self._opening = Opening(job, self.folder, options, self.state, self.feed, self._books)
         self._saves = Saves(self.state, options, self._books, lambda seconds: self._stops.governor.save(seconds))
         self._tracing = Tracing(job.comm, self.folder, options.traced, strategy.place)
         self._updating = 0.0  # when the optimizer began
@@ -304,16 +300,18 @@ class Run:
     # Entering ---------------------------------------------------------------------------------------------------------
 
     def __enter__(self) -> Run:
-        self._agree_on_generators()
-        agreed(self.job.comm, self.checks.check_held)
-        self._start_from_another()
+        comm, opening = self.job.comm, self._opening
+        opening.agree_on_seed()
+        agreed(comm, self.checks.check_held)
+        self.provenance |= opening.start_from_another()
         self.state.find_schedulers()
         self.state.check_storable()
-        on_first_rank(self.job.comm, self._take_folder)
+        on_first_rank(comm, opening.take_folder)
         try:
-            self._resume()
-            on_first_rank(self.job.comm, self._open_books)
-            agreed(self.job.comm, self._saves.open)
+            self.provenance = opening.resume(self.config, self.provenance)
+            on_first_rank(comm, lambda: opening.open_books(self._stops, self.config, self.provenance))
+            self._saves.committed = self.step
+            agreed(comm, self._saves.open)
         except BaseException:
             try:
                 self._saves.close()
@@ -333,65 +331,6 @@ class Run:
         visible = self.job.rank == 0 and not self.finished
         self._progress = Progress(self.step, self.options.steps, self.state.tokens, shown=visible)
         return self
-
-    def _agree_on_generators(self) -> None:
-        """Let all ranks share one seed, and draw alike outside of steps where the loader is split."""
-        seed, outer = self.job.comm.broadcast_object((self.streams.seed, OuterState.capture()))
-        self.streams.seed = seed % 2**63
-        if self.feed.splits and self.job.rank:
-            outer.restore()
-
-    def _start_from_another(self) -> None:
-        """Take another run's model, where there is nothing to resume; nothing is written if it does not fit."""
-        if self.options.start_from and on_first_rank(self.job.comm, self.state.newest) is None:
-            options, state = self.options, self.state
-            facts = start_from(options.start_from, state.model, self.job.comm, options.start_skip, state.strategy)
-            self.provenance |= facts
-
-    def _take_folder(self) -> None:
-        """Lock the folder; what can be refused without writing is refused before."""
-        if self.options.resume == "must" and not files.list_checkpoints(self.state.folder):
-            raise CheckpointError(f"{self.folder} holds no checkpoint to resume from and run.resume is must")
-        if self.options.resume == "never" and files.list_checkpoints(self.state.folder):
-            raise CheckpointError(f"{self.folder} holds checkpoints and run.resume is never: take another folder")
-        try:
-            self.state.folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UsageError(f"cannot make the run's folder {self.state.folder}: {error.strerror}") from error
-        self._books.lock()
-
-    def _open_books(self) -> None:
-        files.remove_leftovers(self.state.folder)
-        warn_if_unwatched(self.folder, os.environ.get(FOLDER))
-        saves = [attempt.get("last_save_seconds", 0.0) for attempt in self._books.attempts]
-        self._stops.open(saves, time.time() - self._books.elapsed)
-        facts = {**self.provenance, **self.job.circumstances(), "tokens_before": self.state.tokens}
-        self._books.open(self.step, self.config, facts)
-
-    def _resume(self) -> None:
-        found = self.state.find(strict=self.options.strict)
-        if found is None:
-            return
-        loaded = self.state.restore(found)
-        if FEED not in loaded.train.get("states", {}):
-            self.feed.resume_old(self.state.batches, self._fresh_rng, loaded.rng)
-        if self.feed.splits:
-            self._draw_alike()
-        self._saves.committed = self.step
-        self.provenance = carried(loaded.provenance, self.provenance)
-        if self.options.resume == "reopen":
-            self.state.stopped = None
-        if self.job.rank == 0 and self.state.stopped is not None:
-            logger.info(
-                'the run was ended after step %d: %s; resume="reopen" goes on', self.step, self.state.stopped
-            )
-        elif self.job.rank == 0 and not self.finished:
-            logger.info("resuming after step %d from %s", self.step, found)
-
-    def _draw_alike(self) -> None:
-        outer = self.job.comm.broadcast_object(OuterState.capture())
-        if self.job.rank:
-            outer.restore()
 
     # Steps ------------------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,101 @@
+"""How a run begins: it takes its folder, resumes from the newest checkpoint there, and says what has changed since."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hpctrain.checkpoint import folder as files
+from hpctrain.checkpoint import rng
+from hpctrain.collectives.agreement import on_first_rank
+from hpctrain.data.random_streams import draw_alike
+from hpctrain.errors import CheckpointError, UsageError
+from hpctrain.launch.request import FOLDER
+from hpctrain.log import logger
+from hpctrain.train.books import Books
+from hpctrain.train.changes import changed_settings
+from hpctrain.train.feed import Feed
+from hpctrain.train.options import RunOptions
+from hpctrain.train.start import carried, start_from
+from hpctrain.train.state import FEED, TrainState
+from hpctrain.train.stops import Stops, warn_if_unwatched
+
+if TYPE_CHECKING:
+    from hpctrain.train.job import Job
+
+
+class Opening:
+    """The beginning of a run; its methods are called in their order here."""
+
+    def __init__(
+        self, job: Job, folder: Path, options: RunOptions, state: TrainState, feed: Feed, books: Books
+    ) -> None:
+        self._job, self._folder, self._options = job, folder, options
+        self._state, self._feed, self._books = state, feed, books
+        self._fresh = rng.capture_rng()
+
+    def agree_on_seed(self) -> None:
+        """Let all ranks share the run's seed, and draw alike outside of steps if the loader is split. Collective."""
+        streams = self._feed.streams
+        streams.seed = int(self._job.comm.broadcast_object(streams.seed)) % 2**63
+        if self._feed.splits:
+            draw_alike(self._job.comm)
+
+    def start_from_another(self) -> dict[str, Any]:
+        """Take another run's model, unless there is something to resume; return what the provenance says of it.
+
+        Collective. Nothing is written if the model does not fit.
+        """
+        options, state = self._options, self._state
+        if not options.start_from or on_first_rank(self._job.comm, state.newest) is not None:
+            return {}
+        return start_from(options.start_from, state.models, self._job.comm, options.start_skip, state.strategies)
+
+    def take_folder(self) -> None:
+        """Lock the folder, on rank 0; what can be refused without writing is refused before."""
+        folder, resume = self._state.folder, self._options.resume
+        if resume == "must" and not files.list_checkpoints(folder):
+            raise CheckpointError(f"{self._folder} holds no checkpoint to resume from and run.resume is must")
+        if resume == "never" and files.list_checkpoints(folder):
+            raise CheckpointError(f"{self._folder} holds checkpoints and run.resume is never: take another folder")
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UsageError(f"cannot make the run's folder {folder}: {error.strerror}") from error
+        self._books.lock()
+
+    def resume(self, config: str | None, provenance: dict[str, Any]) -> dict[str, Any]:
+        """Restore the newest valid checkpoint, if there is one; return the provenance of the run. Collective."""
+        state, feed, first = self._state, self._feed, self._job.rank == 0
+        found = state.find(strict=self._options.strict)
+        if found is None:
+            return provenance
+        loaded = state.restore(found)
+        if FEED not in loaded.train.get("states", {}):
+            feed.resume_old(state.batches, self._fresh, loaded.rng)
+        if feed.splits:
+            draw_alike(self._job.comm)
+        if self._options.resume == "reopen":
+            state.stopped = None
+        steps = self._options.steps
+        finished = state.stopped is not None or steps is not None and state.step >= steps
+        if first and state.stopped is not None:
+            logger.info('the run was ended after step %d: %s; resume="reopen" goes on', state.step, state.stopped)
+        elif first and not finished:
+            logger.info("resuming after step %d from %s", state.step, found)
+            # A run from a file sets its hyperparameters by the config in every step.
+            for line in state.changed if config is None else changed_settings(loaded.config, config):
+                logger.info("changed since: %s", line)
+        return carried(loaded.provenance, provenance)
+
+    def open_books(self, stops: Stops, config: str | None, facts: Mapping[str, Any]) -> None:
+        """Begin an attempt in the run's records, on rank 0."""
+        files.remove_leftovers(self._state.folder)
+        warn_if_unwatched(self._folder, os.environ.get(FOLDER))
+        saves = [attempt.get("last_save_seconds", 0.0) for attempt in self._books.attempts]
+        stops.open(saves, time.time() - self._books.elapsed)
+        known = {**facts, **self._job.circumstances(), "tokens_before": self._state.tokens}
+        self._books.open(self._state.step, config, known)
