@@ -140,3 +140,12 @@ def test_the_folder_is_named_after_the_config(launch: Any, tmp_path: Path) -> No
 )
 def test_data_and_models_that_will_not_do(refused_here: Any, words: list[str], said: str) -> None:
     assert said in refused_here(words[0], *(part for word in words[1:] for part in ("--set", word)))
+
+
+def test_a_run_of_replicas_ends_without_a_word_of_mpi(launch: Any, tmp_path: Path) -> None:
+    make_project(tmp_path)
+    words = ["tiny.toml", "--set", "parallel.data=easgd", "--set", "train.steps=6"]
+    result = launch(2, HPCTRAIN, "train", *words, cwd=tmp_path, timeout=50)
+    first, *lines = result.stderr.splitlines()
+    assert result.returncode == 0 and " parameters, " in first, result
+    assert all(line.startswith("step ") for line in lines), result
