@@ -14,7 +14,8 @@ nothing, and its gradient is zero.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from hpctrain.errors import UsageError
 from hpctrain.log import logger
 from hpctrain.parallel.plan import shape_of
 from hpctrain.parallel.settings import ParallelSettings
+from hpctrain.transport.single import SingleTransport
 
 TOGETHER = 2**18  # elements that are multiplied at a time, or more so that there are about MOST_PARTS parts
 MOST_PARTS = 16
@@ -83,6 +85,20 @@ class SyncBatchNorm(_BatchNorm):
 
 
 # Instances of torch's own classes too, for code that looks for these (to choose what an optimizer decays).
+@contextmanager
+def own_statistics(model: nn.Module) -> Iterator[None]:
+    """Let batch norms take their statistics from this rank's samples alone in the ``with`` block."""
+    norms = {module: module.comm for module in model.modules() if isinstance(module, SyncBatchNorm)}
+    alone = Communicator(SingleTransport())
+    for norm in norms:
+        norm.comm = alone
+    try:
+        yield
+    finally:
+        for norm, comm in norms.items():
+            norm.comm = comm
+
+
 class SyncBatchNorm1d(SyncBatchNorm, nn.BatchNorm1d):
     """Synchronised ``nn.BatchNorm1d``."""
 

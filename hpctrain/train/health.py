@@ -12,6 +12,7 @@ from hpctrain.collectives.communicator import Communicator
 from hpctrain.errors import NonFiniteError, SettingsError
 from hpctrain.log import logger
 from hpctrain.parallel.strategy import Strategy, numbers, trainable
+from hpctrain.parallel.sync_batchnorm import own_statistics
 from hpctrain.transport.single import SingleTransport
 
 Policy = Literal["abort", "skip", "rollback"]
@@ -92,7 +93,7 @@ class Health:
         on_device = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
         devices = [torch.device("cuda", torch.cuda.current_device())] if on_device else []
         # What comes after must not depend on whether anybody looked.
-        with self.strategy.no_sync(), torch.random.fork_rng(devices):
+        with self.strategy.no_sync(), own_statistics(self.model), torch.random.fork_rng(devices):
             replay()
 
     def _broken(self, kind: str, gradients: Iterable[tuple[str, Tensor]]) -> Iterator[str]:

@@ -13,8 +13,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -22,9 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
-from hpctrain import trace
 from hpctrain.checkpoint.named import by_key
 from hpctrain.collectives.agreement import agreed, on_first_rank
 from hpctrain.data.random_streams import RandomStreams
@@ -35,7 +32,7 @@ from hpctrain.train.books import Books
 from hpctrain.train.evaluation import Evaluation, Measure
 from hpctrain.train.feed import FeedPart, StatefulFeed, feed_for
 from hpctrain.train.first_step import FirstStepChecks
-from hpctrain.train.health import Health, check_policy
+from hpctrain.train.health import Health
 from hpctrain.train.hello import versions
 from hpctrain.train.last_words import LastWords
 from hpctrain.train.loop import Around, Loop
@@ -45,11 +42,11 @@ from hpctrain.train.options import RunOptions
 from hpctrain.train.owned import adoptable, check_owned, joined
 from hpctrain.train.progress import Progress, shown
 from hpctrain.train.saves import Saves
-from hpctrain.train.scaler import watch_scalers
 from hpctrain.train.signals import install
 from hpctrain.train.state import FEED, LOADER, Stateful, TrainState
 from hpctrain.train.stops import Stops
 from hpctrain.train.tracing import Tracing
+from hpctrain.train.updates import Updates
 
 if TYPE_CHECKING:
     from hpctrain.train.job import Job
@@ -92,10 +89,7 @@ class Run:
         self.provenance = {**versions(), **job.describe(), **(provenance or {})}
         self.strategies = {key: job.strategy(one) for key, one in self.models.items()}
         check_owned(self.optimizers, self.models)
-        self._held_by = {key: _models_of(one, self.models) for key, one in self.optimizers.items()}
-        for key, one in self.optimizers.items():
-            for held in self._held_by[key] or list(self.models):
-                self.strategies[held].check_optimizer(one)
+        self._updates = Updates(job.comm, self.models, self.optimizers, self.strategies, options.on_nonfinite)
         strategy = next(iter(self.strategies.values()))
         self.loose = strategy.loose
         self.streams = RandomStreams(torch.initial_seed(), (strategy.data.rank, strategy.stage))
@@ -108,36 +102,26 @@ class Run:
             self.models, self.optimizers, parts, job.comm, self.folder / "checkpoints", options.kept, self.strategies
         )
         self.state.capture = lambda: self.feed.generators
-        self.healths = {
-            key: Health(one, self.strategies[key], job.comm, options.on_nonfinite) for key, one in self.models.items()
-        }
-        for each in self.strategies.values():
-            check_policy(each, options.on_nonfinite)
         if self.loose and options.background:
             raise UsageError("checkpoint.background: workers at their own pace write at once", everywhere=True)
         self.stop_request = install()
         self._stops = Stops(
             self.folder, self.stop_request, first=job.rank == 0, walltime=options.walltime, margin=options.margin
         )
-        self._hooks: list[RemovableHandle] = []
-        self._unwatch: Callable[[], None] = lambda: None
         self._progress: Progress | None = None
         self._books = Books(self.folder, job.launch.job_id, lenient=options.on_error == "continue")
         self._opening = Opening(job, self.folder, options, self.state, self.feed, self._books)
         self._saves = Saves(self.state, options, self._books, lambda seconds: self._stops.governor.save(seconds))
         self._tracing = Tracing(job.comm, self.folder, options.traced, strategy.place)
-        self._updating = 0.0  # when the optimizer began
         self._has_saved = False
-        splits = True if self.feed.splits else options.split
-        self.checks = FirstStepChecks(
+        self.checks = self._updates.checks = FirstStepChecks(
             job.comm,
             self.models,
             self.strategies,
             self.optimizers,
-            splits,
+            True if self.feed.splits else options.split,
             loader=f"the {type(loader).__name__}",
         )
-        self._unchecked = options.checks  # whether the first update is still to be looked at
         self._loop = self._make_loop()
         self._backward = Backward(self)
         self._evaluation = Evaluation(job.comm, self.strategies)
@@ -164,7 +148,7 @@ class Run:
             self.streams,
             self.state,
             self.strategies,
-            self.healths,
+            self._updates.healths,
             exchange_for(self.job.comm, strategy),
             around,
             steps=self.options.steps,
@@ -201,7 +185,7 @@ class Run:
     @property
     def health(self) -> Health:
         """What looks at the gradients of the run's only model."""
-        (health,) = self.healths.values()
+        (health,) = self._updates.healths.values()
         return health
 
     @property
@@ -253,7 +237,7 @@ class Run:
         if model not in self.models:
             known = ", ".join(map(repr, self.models))
             raise UsageError(f"run.clip(model={model!r}): the run's models are {known}", everywhere=True)
-        health = self.healths[model]
+        health = self._updates.healths[model]
         health.norm = health.strategy.clip_grad_norm(max_norm or float("inf"))
         return health.norm
 
@@ -318,15 +302,9 @@ class Run:
             finally:
                 self._books.close("failed", self.step, None)
             raise
-        for key, optimizer in self.optimizers.items():
-            held = [self.healths[name] for name in self._held_by[key]]
-            self._hooks += [
-                optimizer.register_step_pre_hook(lambda *_, healths=held: self._begin_update(healths)),
-                optimizer.register_step_post_hook(lambda *_: self._note_update()),
-            ]
-        if self._unchecked and not self.finished:
-            self.checks.attach()
-        self._unwatch = watch_scalers(list(self.optimizers.values()), self._loop.note_update)
+        if not self.options.checks or self.finished:
+            self._updates.checks = None
+        self._updates.attach(lambda: self.step, self._loop.note_update)
         self.job.guard.last_words = LastWords(self.folder, self.job.rank)
         visible = self.job.rank == 0 and not self.finished
         self._progress = Progress(self.step, self.options.steps, self.state.tokens, shown=visible)
@@ -337,24 +315,6 @@ class Run:
     def _begin_step(self, step: int) -> None:
         self._tracing.begin_step(step)
         self.job.guard.step = step
-
-    def _begin_update(self, healths: Sequence[Health]) -> None:
-        if any(strategy.updates_itself for strategy in self.strategies.values()):
-            return  # one rank's matter: nothing is asked of the others
-        if self._unchecked:
-            self.checks.before_update()
-        for health in healths:
-            health.before_update(self.step + 1)
-        self._updating = time.monotonic()
-
-    def _note_update(self) -> None:
-        if any(strategy.updates_itself for strategy in self.strategies.values()):
-            return
-        self._loop.note_update()
-        trace.add("optimizer", self._updating, time.monotonic())
-        if self._unchecked:
-            self._unchecked = False
-            self.checks.after_update()
 
     def _record(self, row: dict[str, Any]) -> None:
         self._books.record(row)
@@ -377,7 +337,7 @@ class Run:
 
     def _go_back(self) -> None:
         """Restore the last checkpoint, but not the position in the data: those samples broke the run."""
-        for health in self.healths.values():
+        for health in self._updates.healths.values():
             health.wants_rollback = False
         self._saves.settle()
         found = self.state.find(strict=self.options.strict)
@@ -425,9 +385,7 @@ class Run:
     def _give_back(self, error: BaseException | None) -> None:
         self._tracing.abandon()
         self.checks.close()
-        self._unwatch()
-        for hook in self._hooks:
-            hook.remove()
+        self._updates.detach()
         if self._progress is not None:
             self._progress.close()
         if error is None or self.job.rank == 0:
@@ -439,9 +397,3 @@ class Run:
             self._books.close(
                 "stopped" if self.stopped_by else "finished", self.step, self.stopped_by or self.state.stopped
             )
-
-
-def _models_of(optimizer: torch.optim.Optimizer, models: Mapping[str, nn.Module]) -> list[str]:
-    """Return the keys of the models of which an optimizer holds parameters."""
-    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    return [key for key, model in models.items() if any(id(one) in held for one in model.parameters())]

@@ -83,6 +83,7 @@ class Training:
         self.schedule = torch.optim.lr_scheduler.StepLR(self.optimizer, 3, 0.5)
         states = {"schedule": self.schedule}
         self.job, self.losses = job, list[float]()
+        options = {"split": False, **options}  # all ranks are given the same batches here
         self.run = job.run(self.model, self.optimizer, loader, checkpoints=str(folder), states=states, **options)
 
     def go(self, before: Callable[[int, torch.Tensor], Any] = lambda step, batch: None) -> Training:
