@@ -106,7 +106,7 @@ def test_bash_completes_verbs_actions_options_choices_and_files(pages: tuple[str
         "hpctrain modulefile lua --root /apps -o a",
     )
     assert verbs == list(VERBS) and some == ["modulefile"]
-    assert actions == ["ls", "show", "verify", "diff", "export", "import", "plot"]
+    assert actions == ["ls", "best", "show", "verify", "diff", "export", "import", "plot"]
     assert sorted(files) == ["a.toml", "step_1.h5"] and file == ["step_1.h5"]
     assert options == ["--resume"] and choices == ["safetensors", "npz", "torch"] and output == ["a.toml"]
 

@@ -35,7 +35,7 @@ _BEST_EPILOG = """\
 examples:
   hpctrain checkpoint best runs/a      by what the run keeps its best checkpoint for
   hpctrain checkpoint best runs/a --by accuracy --highest
-  hpctrain checkpoint show $(hpctrain checkpoint best runs/a)
+  hpctrain checkpoint best runs/a --json
 
 exit code: 0 the path was printed, 2 nothing says which is the best
 """
