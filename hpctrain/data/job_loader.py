@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from hpctrain.data.order import SampleOrder
 from hpctrain.data.random_streams import RandomStreams
-from hpctrain.data.split_loader import split_loader
+from hpctrain.data.split_loader import shares_of, split_loader
 from hpctrain.errors import DataError, UsageError
 
 
@@ -49,16 +49,25 @@ class JobLoader(DataLoader[Any]):
     ``epochs`` is the number of passes that a run makes if it is told neither steps nor epochs.
     """
 
+    is_split = False
+
     def __init__(self, dataset: Any, rank: int, parts: int, epochs: int | None, seed: int, **options: Any) -> None:
         super().__init__(dataset, **options)
         self.epochs, self.seed = epochs, seed
         self._rank, self._parts = rank, parts
 
     def __iter__(self) -> Any:
-        if self._parts == 1:
+        if self._parts == 1 or self.is_split:
             return super().__iter__()
-        whole = split_loader(self, self._rank, self._parts, RandomStreams(self.seed))
-        return iter(whole)
+        return self._shares()
+
+    def _shares(self) -> Iterator[Any]:
+        """Yield this rank's shares; of a batch of fewer samples than ranks, some ranks get none."""
+        twin = split_loader(self, self._rank, self._parts, RandomStreams(self.seed))
+        drawn = shares_of(twin)
+        for batch in twin:
+            if drawn.popleft().samples:
+                yield batch
 
 
 class Rows:

@@ -157,6 +157,7 @@ def split_loader(
     twin = copy.copy(loader)
     inside = vars(twin)  # DataLoader refuses to set these attributes
     inside["_iterator"] = None
+    inside["is_split"] = True  # for loaders of ours, which else split themselves
     inside["in_order"] = True  # shares of one batch must come in the same step on all ranks
     if isinstance(loader.dataset, IterableDataset):
         if loader.num_workers and parts > 1:
