@@ -56,6 +56,11 @@ class RandomStreams:
         self._inner = np.random.MT19937(0)
         self._saved: _Saved | None = None  # the outer stream, while an inner one is in use
 
+    @property
+    def inside(self) -> bool:
+        """Whether an inner stream is in use."""
+        return self._saved is not None
+
     def enter_step(self, iteration: int) -> None:
         """Keep the outer stream and seed the generators for an iteration, counted over the whole run."""
         self._keep()

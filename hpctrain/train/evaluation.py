@@ -1,9 +1,14 @@
-"""Measurements over all ranks: each measures its share of the samples, sums and counts are added up exactly."""
+"""Measurements over all ranks: each measures its share of the samples, sums and counts are added up exactly.
+
+Outside of steps a loader draws from the program's generators what it draws in a plain loop: the seed of its workers, and an
+order if it shuffles. So the training loader, if it shuffles by the same generator, goes on as in a plain program. In
+a step, all generators are as before afterwards. What ``compute`` draws is not taken from the program's generators.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -25,8 +30,10 @@ _ONLY = ""  # the name of a measurement that has none
 class Evaluation:
     """What ``run.evaluate`` and ``job.evaluate`` do; the strategies are those of the models that are measured."""
 
-    def __init__(self, comm: Communicator, strategies: Mapping[Any, Strategy]) -> None:
-        self._comm, self._strategies = comm, strategies
+    def __init__(
+        self, comm: Communicator, strategies: Mapping[Any, Strategy], streams: RandomStreams | None = None
+    ) -> None:
+        self._comm, self._strategies, self._outer = comm, strategies, streams or RandomStreams()
         self._feeds: dict[int, Feed] = {}
 
     def __call__(self, what: Any, compute: Measure | None = None) -> Any:
@@ -42,7 +49,7 @@ class Evaluation:
                 everywhere=True,
             )
         totals: dict[str, list[float]] = {}
-        with _measuring(strategies):
+        with self._outer.untouched() if self._outer.inside else nullcontext(), _measuring(strategies):
             if compute is None:
                 _add(totals, what(), None, counts=True)
             else:
@@ -55,7 +62,12 @@ class Evaluation:
         feed.begin_pass()
         try:
             while (item := feed.fetch()) is not None:
-                result = compute(item.batch)
+                feed.streams.enter_step(feed.batches)
+                try:
+                    result = compute(item.batch)
+                finally:
+                    feed.streams.leave_step()
+                feed.took()
                 samples = samples_in(item.batch) if item.share is None else item.share.samples
                 # A rank without a share computes on a stand-in: passes of a sharded model take all ranks.
                 _add(totals, result, samples, counts=samples > 0)
@@ -65,16 +77,16 @@ class Evaluation:
     def _feed(self, loader: Any, data: Communicator) -> Feed:
         known = self._feeds.get(id(loader))
         if known is None or known.loader is not loader:
-            known = self._feeds[id(loader)] = feed_for(loader, RandomStreams(0), self._comm, data, None, tells=False)
+            streams = RandomStreams(0, (data.rank, 0))
+            known = self._feeds[id(loader)] = feed_for(loader, streams, self._comm, data, None, tells=False)
         return known
 
 
 @contextmanager
 def _measuring(strategies: list[Strategy]) -> Iterator[None]:
-    """Let models measure: the same buffers on all ranks, evaluation mode, no gradients, generators as before."""
+    """Let models measure: the same buffers on all ranks, evaluation mode, no gradients."""
     modes: dict[nn.Module, bool] = {}
     with ExitStack() as stack:
-        stack.enter_context(RandomStreams().untouched())
         for strategy in strategies:
             modes |= {module: module.training for module in strategy.model.modules()}
             stack.enter_context(strategy.meeting())

@@ -188,7 +188,8 @@ class Job:
         share; it returns a mean over the samples, a pair of a sum and the count that divides it, or a dict of these.
         Sums and counts are added up exactly over batches and ranks. ``evaluate(function)`` calls a function that
         measures by itself and returns one of these. Buffers, such as the statistics of batch norms, are those of the
-        first data rank; random generators are as before afterwards.
+        first data rank. Outside of a run's steps a DataLoader draws from torch's generator what it draws in a plain
+        loop; inside, all generators are as before afterwards.
         """
         from hpctrain.train.evaluation import Evaluation
 

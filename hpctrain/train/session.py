@@ -88,8 +88,8 @@ class Run:
         self.folder, self.config = Path(folder), config
         self.provenance = {**versions(), **job.describe(), **(provenance or {})}
         self.strategies = {key: job.strategy(one) for key, one in self.models.items()}
-        check_owned(self.optimizers, self.models)
         self._updates = Updates(job.comm, self.models, self.optimizers, self.strategies, options.on_nonfinite)
+        check_owned(self.optimizers, self.models)
         strategy = next(iter(self.strategies.values()))
         self.loose = strategy.loose
         self.streams = RandomStreams(torch.initial_seed(), (strategy.data.rank, strategy.stage))
@@ -124,7 +124,7 @@ class Run:
         )
         self._loop = self._make_loop()
         self._backward = Backward(self)
-        self._evaluation = Evaluation(job.comm, self.strategies)
+        self._evaluation = Evaluation(job.comm, self.strategies, self.streams)
 
     def _make_loop(self) -> Loop:
         strategy = next(iter(self.strategies.values()))

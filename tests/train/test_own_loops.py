@@ -396,16 +396,55 @@ def test_two_models_that_step_at_different_rates(job: Any, shared_tmp_path: Path
 def test_evaluation_is_exact_and_leaves_no_trace(job: Any, shared_tmp_path: Path) -> None:
     own, (x, y) = Own(job, "shuffled"), _data()
     model = job.wrap(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 1)), "fsdp")
-    before = torch.get_rng_state()
     loader = DataLoader(_dataset(), batch_size=5, shuffle=True)
+    for _ in range(2):
+        torch.manual_seed(8)
+        for _ in loader:
+            pass
+    expected_state = torch.get_rng_state()
+    torch.manual_seed(8)
     found = job.evaluate(loader, lambda batch: {"loss": nn.functional.mse_loss(own.model(batch[0]), batch[1])})
+    assert torch.equal(torch.get_rng_state(), expected_state)  # as behind a plain loop
     sums = job.evaluate(loader, lambda batch: ((own.model(batch[0]) - batch[1]).pow(2).sum(), len(batch[0])))
     alone = job.evaluate(lambda: nn.functional.mse_loss(own.model(x), y))
     with torch.no_grad():
         expected = float(nn.functional.mse_loss(own.model(x), y))
     assert found["loss"] == pytest.approx(expected, rel=1e-6) and sums == pytest.approx(expected, rel=1e-6)
     assert alone == pytest.approx(expected, rel=1e-6)
-    assert torch.equal(torch.get_rng_state(), before) and own.model.training and model.training
+    assert own.model.training and model.training
+    with job.run(own.model, own.optimizer, own.loader, checkpoints=str(shared_tmp_path)) as run:
+        for _, (x, y) in run:
+            states = [torch.get_rng_state(), np.random.get_state()[1].tolist(), random.getstate()]
+            run.evaluate(loader, lambda batch: nn.functional.mse_loss(own.model(batch[0]) * torch.rand(1), batch[1]))
+            assert torch.equal(torch.get_rng_state(), states[0])
+            assert [np.random.get_state()[1].tolist(), random.getstate()] == states[1:]
+            nn.functional.mse_loss(own.model(x), y).backward()
+            own.optimizer.step()
+
+
+@pytest.mark.ranks(1, 2, 3)
+def test_validation_between_epochs_leaves_the_order_of_a_plain_program(job: Any, shared_tmp_path: Path) -> None:
+    validation = DataLoader(_dataset(), batch_size=9)
+    plain = Plain("shuffled")
+    found = []
+    for _ in range(3):
+        for x, y in plain.loader:
+            loss = nn.functional.mse_loss(plain.model(x), y)
+            loss.backward()
+            plain.optimizer.step()
+            plain.optimizer.zero_grad()
+        with torch.no_grad():
+            found.append(sum(float(nn.functional.mse_loss(plain.model(x), y, reduction="sum")) for x, y in validation))
+    own = Own(job, "shuffled")
+    with job.run(own.model, own.optimizer, own.loader, checkpoints=str(shared_tmp_path)) as run:
+        for epoch in run.epochs(3):
+            for _, (x, y) in run:
+                nn.functional.mse_loss(own.model(x), y).backward()
+                own.optimizer.step()
+                own.optimizer.zero_grad()
+            mean = run.evaluate(validation, lambda batch: nn.functional.mse_loss(own.model(batch[0]), batch[1]))
+            assert mean * SAMPLES == pytest.approx(found[epoch], abs=1e-5)
+    _same(own.weights(), plain.model)
 
 
 @pytest.mark.ranks(1, 2)
