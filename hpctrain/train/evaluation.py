@@ -1,7 +1,7 @@
 """Measurements over all ranks: each measures its share of the samples, sums and counts are added up exactly.
 
-Outside of steps a loader draws from the program's generators what it draws in a plain loop: the seed of its workers, and an
-order if it shuffles. So the training loader, if it shuffles by the same generator, goes on as in a plain program. In
+Outside of steps a loader draws from the program's generators what it draws in a plain loop: a seed for workers, and
+an order if it shuffles. So a training loader that shuffles by the same generator goes on as in a plain program. In
 a step, all generators are as before afterwards. What ``compute`` draws is not taken from the program's generators.
 """
 
@@ -20,7 +20,8 @@ from hpctrain.data.random_streams import RandomStreams
 from hpctrain.errors import UsageError
 from hpctrain.parallel.agreement import broadcast_buffers
 from hpctrain.parallel.strategy import Strategy
-from hpctrain.train.feed import Feed, feed_for
+from hpctrain.train.feed import Feed
+from hpctrain.train.loader_feed import feed_for
 
 Value = float | Tensor | tuple[float | Tensor, float | Tensor]
 Measure = Callable[[Any], "Value | Mapping[str, Value]"]

@@ -8,11 +8,8 @@ a pass's last step is held back until the code behind the loop has run, so that 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
 from typing import Any
-
-import torch
 
 from hpctrain import trace
 from hpctrain.collectives.communicator import Communicator
@@ -23,42 +20,13 @@ from hpctrain.parallel.strategy import Strategy
 from hpctrain.train.exchange import Standing, StepExchange, StepLog, Wishes
 from hpctrain.train.feed import Feed, Item
 from hpctrain.train.health import Health
+from hpctrain.train.iteration import Around, Iteration, await_others
 from hpctrain.train.leaving import LeavingTogether
 from hpctrain.train.loose import LooseExchange
 from hpctrain.train.state import TrainState
 from hpctrain.transport.activity import waiting
 
-PATIENCE = 10.0  # seconds that a rank which has left the loop within a step waits for the others
 _IDLE_PASSES = 2  # passes without an update after which a loop is taken for one that trains nothing
-
-
-@dataclass
-class Iteration:
-    """An iteration under way."""
-
-    item: Item
-    started: float
-    waited: float  # seconds in communication before it
-    updated: bool = False
-    averages: dict[str, list[float]] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Around:
-    """What the loop tells of its progress, and asks for its orders."""
-
-    record: Callable[[dict[str, Any]], None]  # a row of metrics
-    save: Callable[[], object]  # a checkpoint now
-    save_due: Callable[[], object]  # a checkpoint on the way
-    advance: Callable[[], object]  # a checkpoint that is being written
-    saved: Callable[[], object]  # a wish to save has been fulfilled
-    look: Callable[[], tuple[bool, bool]]  # reasons to stop, and to save, that this rank knows
-    reason: Callable[[], str]  # why the run leaves
-    busy: Callable[[], bool]  # whether this rank's writer is at work
-    timed: Callable[[float], None]  # seconds of a step
-    go_back: Callable[[], None]  # to the last checkpoint
-    begin_step: Callable[[int], None]
-    end_step: Callable[[], None]
 
 
 class Loop:
@@ -406,22 +374,3 @@ class Loop:
         """Let all ranks know why the run ends for good."""
         reasons = self.comm.all_gather_object(self._asked)
         self.state.stopped = next(reason for reason in reasons if reason is not None)
-
-
-def await_others(comm: Communicator, step: int, seconds: float = PATIENCE) -> None:
-    """Return when all ranks have come here, that is, have left the loop within a step; raise if some have not.
-
-    By messages, which need no other rank to wait: one that stays in its loop waits for this one elsewhere.
-    """
-    others = [rank for rank in range(comm.size) if rank != comm.rank]
-    word = torch.zeros(1)
-    works = [comm.isend(word, rank) for rank in others]
-    works += [comm.irecv(torch.zeros(1), rank) for rank in others]
-    deadline = time.monotonic() + seconds
-    while not all(work.done() for work in works):
-        if time.monotonic() > deadline:
-            raise UsageError(
-                f"rank {comm.rank} left the loop by break in step {step}, before its update, and other ranks did not; "
-                'leave it on all ranks, or call run.stop("reason"), which the ranks agree on'
-            )
-        time.sleep(0.001)

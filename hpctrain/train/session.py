@@ -30,12 +30,14 @@ from hpctrain.log import logger
 from hpctrain.train.backward import Backward, Compute
 from hpctrain.train.books import Books
 from hpctrain.train.evaluation import Evaluation, Measure
-from hpctrain.train.feed import FeedPart, StatefulFeed, feed_for
+from hpctrain.train.feed import FeedPart, StatefulFeed
 from hpctrain.train.first_step import FirstStepChecks
 from hpctrain.train.health import Health
 from hpctrain.train.hello import versions
+from hpctrain.train.iteration import Around
 from hpctrain.train.last_words import LastWords
-from hpctrain.train.loop import Around, Loop
+from hpctrain.train.loader_feed import feed_for
+from hpctrain.train.loop import Loop
 from hpctrain.train.loose import exchange_for
 from hpctrain.train.opening import Opening
 from hpctrain.train.options import RunOptions

@@ -183,7 +183,7 @@ def test_a_distributed_sampler_is_left_to_itself(job: Any, shared_tmp_path: Path
 @pytest.mark.ranks(1, 2)
 def test_a_position_of_other_ranks_is_behind_the_same_samples(job: Any, shared_tmp_path: Path) -> None:
     from hpctrain.data.random_streams import RandomStreams
-    from hpctrain.train.feed import feed_for
+    from hpctrain.train.loader_feed import feed_for
 
     sampler: DistributedSampler[Any] = DistributedSampler(Numbers(), job.size, job.rank)
     loader = DataLoader(Numbers(), batch_size=2, sampler=sampler)

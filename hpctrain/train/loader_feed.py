@@ -1,0 +1,163 @@
+"""The batches of a run from a DataLoader, and the choice among the kinds of loaders."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset
+
+from hpctrain.collectives.communicator import Communicator
+from hpctrain.data.random_streams import OuterState, RandomStreams
+from hpctrain.data.split_loader import Share, generators_of, shares_of, skip_over, split_loader, splits_itself
+from hpctrain.errors import UsageError
+from hpctrain.log import logger
+from hpctrain.train.feed import Feed, StatefulFeed
+from hpctrain.train.parts import Stateful
+
+
+class LoaderFeed(Feed):
+    """Batches of a ``DataLoader``, shared out to the data ranks, or of one that deals out samples by rank itself."""
+
+    loader: DataLoader[Any]
+
+    def __init__(
+        self, loader: DataLoader[Any], streams: RandomStreams, comm: Communicator, data: Communicator, *, splits: bool
+    ) -> None:
+        super().__init__(loader, streams)
+        self.splits, self._comm, self._parts = splits, comm, data.size
+        rank, parts, place = (data.rank, data.size, 0) if splits else (0, 1, data.rank)
+        self._twin = split_loader(loader, rank, parts, streams, place)
+        self._shares: deque[Share] = shares_of(self._twin)
+        self._generators = generators_of(loader)
+        self._generators_at_begin: list[Tensor] = []
+        self._reads_samples = isinstance(loader.dataset, IterableDataset)
+        self._started = False
+
+    @property
+    def length(self) -> int | None:
+        """The batches of a pass, where the loader tells."""
+        return None if self._reads_samples else super().length
+
+    def position(self) -> dict[str, Any]:
+        """Return where the run stands, in plain values."""
+        now = [one.get_state() for one in self._generators] if self._at_begin is None else self._generators_at_begin
+        states = [state.numpy().tobytes().hex() for state in now]
+        mine = {"parts": self._parts, "batch": self.loader.batch_size or 0, "generators": states}
+        return {**super().position(), **mine}
+
+    def resume(self, position: Mapping[str, Any]) -> None:
+        """Go on where a run stood; on another number of ranks, behind the same samples."""
+        super().resume(position)
+        for generator, state in zip(self._generators, position.get("generators", [])):
+            generator.set_state(torch.frombuffer(bytearray.fromhex(state), dtype=torch.uint8))
+        parts, batch = int(position.get("parts", self._parts)), int(position.get("batch", 0))
+        mine = self.loader.batch_size or 0
+        before, now = (batch, mine) if self.splits else (parts * batch, self._parts * mine)
+        if not before or not now or before == now:
+            return
+        samples = self.batches * before
+        self.batches = samples // now
+        if samples % now:
+            logger.warning(
+                "resuming with %d samples per step instead of %d: %d samples are trained on again",
+                now,
+                before,
+                samples % now,
+            )
+
+    def _start(self, skip: int) -> Iterator[Any]:
+        sampler: Any = self._twin.batch_sampler
+        if not self._reads_samples:
+            sampler.epoch, sampler.skip = self.epoch, skip
+        source = self._iterator()
+        if self._reads_samples and skip:
+            skip_over(source, skip, "batches of samples")
+            self._shares.clear()
+        return source
+
+    def _iterator(self) -> Iterator[Any]:
+        """Start the loader as in a run without an interruption: workers that persist have got their seed before."""
+        inside, first = vars(self._twin), not self._started
+        self._started = True
+        if not (self._twin.persistent_workers and first and self.epoch):
+            return iter(self._twin)
+        own = inside["generator"]
+        inside["generator"] = torch.Generator()
+        try:
+            return iter(self._twin)
+        finally:
+            inside["generator"] = own
+
+    def _loading(self) -> Any:
+        here = not self._reads_samples and not self.loader.num_workers
+        return self.streams.loading() if here else nullcontext()
+
+    def _share(self) -> Share | None:
+        share = self._shares.popleft() if self._shares else None
+        return share if self.splits else None
+
+    def _agree(self) -> None:
+        if not self.splits or self._comm.size == 1:
+            return
+        mine = OuterState.capture(), [one.get_state() for one in self._generators]
+        outer, states = self._comm.broadcast_object(mine)
+        if self._comm.rank:
+            outer.restore()
+            for generator, state in zip(self._generators, states):
+                generator.set_state(state)
+
+    def _remember(self) -> None:
+        super()._remember()
+        self._generators_at_begin = [one.get_state() for one in self._generators]
+
+
+def feed_for(
+    loader: Iterable[Any],
+    streams: RandomStreams,
+    comm: Communicator,
+    data: Communicator,
+    split: bool | None,
+    *,
+    tells: bool = True,
+) -> Feed:
+    """Return the batches of a loader; ``split=False`` lets every rank read all of it.
+
+    Raises ``UsageError`` for what is no loader, and for ``DataLoader``s that cannot be shared out.
+    """
+    if isinstance(loader, DataLoader):
+        itself = splits_itself(loader)
+        splits = split is not False and itself is None
+        if tells and splits and data.size > 1 and comm.rank == 0:
+            _tell(loader, data.size)
+        if not splits and (loader.batch_sampler is None or isinstance(loader.dataset, IterableDataset)):
+            return Feed(loader, streams)
+        return LoaderFeed(loader, streams, comm, data, splits=splits)
+    if split is True:
+        raise UsageError(
+            f"split=True with a loader of type {type(loader).__name__}: only a torch DataLoader can be split; pass "
+            "that, or job.loader(dataset, batch=...)",
+            everywhere=True,
+        )
+    if isinstance(loader, Stateful):
+        return StatefulFeed(loader, streams)
+    if not hasattr(loader, "__iter__"):
+        raise UsageError(
+            f"the loader is a {type(loader).__name__}, which cannot be iterated over; pass a DataLoader, a list of "
+            "batches or a generator",
+            everywhere=True,
+        )
+    return Feed(loader, streams)
+
+
+def _tell(loader: DataLoader[Any], parts: int) -> None:
+    if isinstance(loader.dataset, IterableDataset):
+        logger.info("every one of %d ranks reads all samples of the IterableDataset and keeps its share", parts)
+    elif loader.batch_size is None:
+        logger.info("the batches of the batch sampler are split over %d ranks", parts)
+    else:
+        logger.info("the DataLoader's batch of %d samples is split over %d ranks", loader.batch_size, parts)
