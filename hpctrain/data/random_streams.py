@@ -92,6 +92,23 @@ class RandomStreams:
                 self._keep()
 
     @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Draw from the outer stream in the ``with`` block, and go on with the inner one as if nothing was drawn."""
+        inner = torch.get_rng_state(), random.getstate()
+        cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
+        inside = self.inside
+        self._put_back()
+        try:
+            yield
+        finally:
+            if inside:
+                self._keep()  # NumPy's inner generator is another object, and is where it was
+                torch.set_rng_state(inner[0])
+                random.setstate(inner[1])
+                if cuda is not None:
+                    torch.cuda.set_rng_state(cuda)
+
+    @contextmanager
     def untouched(self) -> Iterator[None]:
         """Put all generators back to where they were before the ``with`` block."""
         state = OuterState.capture()

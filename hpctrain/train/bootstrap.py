@@ -49,6 +49,7 @@ def init(
     from hpctrain.cluster.launcher import first_guess_of_rank
     from hpctrain.collectives.agreement import agreed
     from hpctrain.collectives.communicator import Communicator
+    from hpctrain.data.random_streams import draw_alike
     from hpctrain.parallel.offload.settings import offload_settings
     from hpctrain.parallel.server.settings import server_settings
     from hpctrain.parallel.settings import parallel_settings
@@ -78,6 +79,7 @@ def init(
         check_unshared([(one.host, one.device_identity) for one in hellos], hello.table(hellos))
     torch.set_num_threads(hello.threads(hellos, world.rank))
     _equip(world, own)
+    draw_alike(world)  # a program that seeds nothing would split its data otherwise on every rank
     if verbose and world.rank == 0:
         log.logger.info("%s", hello.table(hellos))
     return Job(world, own, launch, guard, *shape, resources=hello.resources(hellos))

@@ -25,7 +25,7 @@ from hpctrain.collectives.agreement import agreed
 from hpctrain.errors import EXIT_FAILURE, DeadlineError, HpctrainError
 from hpctrain.log import logger
 from hpctrain.train.last_words import LastWords
-from hpctrain.train.leaving import exit_code, leave_with, let_be_read
+from hpctrain.train.leaving import exit_code, leave_with, let_be_read, told
 from hpctrain.train.signals import ASKED_BY, stop_request
 from hpctrain.train.stacks import print_stacks
 from hpctrain.transport.activity import timeout_seconds, waiting
@@ -78,19 +78,25 @@ class Guard:
     def _on_exception(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if isinstance(error, HpctrainError) and error.everywhere:
             if self._transport.rank == 0:
-                self._hooks[0](kind, error, trace)
+                self._print(kind, error, trace)
             leave_with(error.exit_code, self._on_exit)
             return
         if issubclass(kind, KeyboardInterrupt):
             self._end("interrupted", "", 130)
-        text = "".join(traceback.format_exception(kind, error, trace))
+        text = told(error) or "".join(traceback.format_exception(kind, error, trace))
         self._end(f"{kind.__name__}: {error}", text, exit_code(error), stacks=issubclass(kind, DeadlineError))
 
     def _on_lone_exception(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         """Print as Python does, and leave with the error's code: a job script tells by it what is worth repeating."""
-        self._hooks[0](kind, error, trace)
+        self._print(kind, error, trace)
         if isinstance(error, HpctrainError):
             leave_with(error.exit_code, lambda: None)
+
+    def _print(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if text := told(error):
+            print(text, end="", file=sys.stderr, flush=True)
+        else:
+            self._hooks[0](kind, error, trace)
 
     def _on_thread_exception(self, args: Any) -> None:
         if args.exc_type is SystemExit:

@@ -8,13 +8,16 @@ import os
 import sys
 import termios
 import time
+import traceback
 from array import array
 from collections.abc import Callable
+from pathlib import Path
 from types import TracebackType
 
-from hpctrain.errors import EXIT_FAILURE, HpctrainError
+from hpctrain.errors import EXIT_FAILURE, EXIT_USAGE, HpctrainError
 
 PASS_ON = 0.2  # seconds
+_PACKAGE = Path(__file__).resolve().parents[1]
 SILENCE = 1.0  # seconds that the other ranks leave to rank 0
 
 
@@ -25,6 +28,19 @@ class LeavingTogether(SystemExit):
 def exit_code(error: BaseException) -> int:
     """Return the code with which a job ends that ended by this error."""
     return error.exit_code if isinstance(error, HpctrainError) else EXIT_FAILURE
+
+
+def told(error: BaseException) -> str:
+    """Return a mistake of the program's as the lines of the program that led to it; empty for other errors.
+
+    The frames of this package say nothing of it.
+    """
+    if not isinstance(error, HpctrainError) or error.exit_code != EXIT_USAGE:
+        return ""
+    text = traceback.TracebackException.from_exception(error)
+    own = [frame for frame in text.stack if not Path(frame.filename).is_relative_to(_PACKAGE)]
+    text.stack = traceback.StackSummary.from_list(own)
+    return "".join(text.format(chain=False))
 
 
 def leave_with(code: int, farewell: Callable[[], object]) -> None:

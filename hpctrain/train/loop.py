@@ -63,6 +63,7 @@ class Loop:
         self._wanted = False  # a checkpoint, at the end of the step
         self._idle = 0  # passes without an update
         self._claimed = False
+        self._fetched_ahead = False  # because the program has asked whether the batch is the last one
         self._exhausted = self._ended_ahead = False  # whether the pass is at its end
         self._left_epochs = False
         self._loose = any(strategy.loose for strategy in strategies.values())
@@ -74,6 +75,20 @@ class Loop:
         """What a mean over this rank's samples counts in this iteration."""
         share = None if self._now is None else self._now.item.share
         return 1.0 if share is None else share.weight
+
+    @property
+    def last(self) -> bool:
+        """Whether the batch of this iteration is the last one of its pass; the next is fetched for that if need be."""
+        if self._now is None:
+            return self._exhausted
+        length = self.feed.length
+        if length is not None or not self.feed.looks_ahead:
+            return length is not None and self.feed.batches + 1 >= length
+        if self._ahead is None and not self._fetched_ahead:
+            with self.streams.aside():
+                self._ahead = self._fetch()
+            self._fetched_ahead = True
+        return self._ahead is None
 
     @property
     def inside(self) -> bool:
@@ -190,12 +205,25 @@ class Loop:
             if self._ahead is None and not self.feed.looks_ahead:
                 self._ahead = self._fetch()
         self._exhausted = True
+        if began and self._pending and self.in_epochs:
+            self._tell_of_leftovers(began)
         self._idle = 0 if self.state.step > steps or began else self._idle + 1
         if self._idle >= _IDLE_PASSES:
             raise UsageError(
                 f"no optimizer of the run has stepped in {self._idle} passes over the loader; call optimizer.step() in "
                 "the loop, or measure with run.evaluate",
                 everywhere=True,
+            )
+
+    def _tell_of_leftovers(self, began: int) -> None:
+        """Warn where a resumed epoch ends without the update that an index of the program may have missed."""
+        if self.comm.rank == 0:
+            logger.warning(
+                "epoch %d was resumed behind batch %d and ends with gradients of %d batches that no update has used; "
+                "an index of enumerate(run) began at 0 again: let run.batch and run.last decide on updates",
+                self.feed.epoch,
+                began,
+                self._pending,
             )
 
     def _fetch(self) -> Item | None:
@@ -234,8 +262,9 @@ class Loop:
         self.streams.leave_step()
         # Behind the last step only an epoch wants to know whether it is at its end.
         ends = now.updated and self.steps is not None and self.state.step + 1 >= self.steps and not self.in_epochs
-        if self.feed.looks_ahead and not ends and not left:
+        if self.feed.looks_ahead and not ends and not left and not self._fetched_ahead:
             self._ahead = self._fetch()
+        self._fetched_ahead = False
         self._ended_ahead = self.feed.looks_ahead and not ends and self._ahead is None
         averages, wishes = self._agree(left=left)
         self._now = None

@@ -170,6 +170,16 @@ class Run:
         return self.feed.epoch
 
     @property
+    def batch(self) -> int:
+        """The number of the present batch in its epoch, from 0; ``enumerate(run)`` would begin anew behind a resume."""
+        return self.feed.batches
+
+    @property
+    def last(self) -> bool:
+        """Whether the present batch is the last one of its epoch."""
+        return self._loop.last
+
+    @property
     def finished(self) -> bool:
         """Whether all steps are done, or ``stop`` has ended the run."""
         return self._loop.finished

@@ -264,6 +264,49 @@ def test_accumulation_by_hand_and_by_backward(job: Any, shared_tmp_path: Path, s
     assert losses == pytest.approx(plain.losses, abs=1e-6) and run.step == 2
 
 
+@pytest.mark.ranks(1, 2)
+@pytest.mark.parametrize("loader", ["shuffled", "iterable"])
+@pytest.mark.parametrize("index", ["of the run", "of enumerate"])
+def test_accumulation_by_an_index_over_a_resume(
+    job: Any, shared_tmp_path: Path, loader: str, index: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    def due(number: int, is_last: bool) -> bool:
+        return (number + 1) % 2 == 0 or is_last
+
+    plain = Plain(loader)
+    for _ in range(3):
+        for number, (x, y) in enumerate(plain.loader):
+            nn.functional.mse_loss(plain.model(x), y).backward()
+            if due(number, number == 2):
+                plain.optimizer.step()
+                plain.optimizer.zero_grad()
+
+    def train(halt: int) -> Own:
+        own, seen = Own(job, loader), 0
+        with job.run(own.model, own.optimizer, own.loader, checkpoints=str(shared_tmp_path), every=1) as run:
+            for _ in run.epochs(3):
+                for number, (_, (x, y)) in enumerate(run):
+                    seen += 1
+                    if seen == halt:
+                        raise Halt
+                    nn.functional.mse_loss(own.model(x), y).backward()
+                    if due(run.batch, run.last) if index == "of the run" else due(number, number == 2):
+                        own.optimizer.step()
+                        own.optimizer.zero_grad()
+        return own
+
+    with pytest.raises(Halt):
+        train(6)  # behind the first update of the second epoch
+    job.comm.barrier()
+    caplog.clear()
+    with caplog.at_level("WARNING", "hpctrain"):
+        own = train(0)
+    warned = any("let run.batch and run.last decide" in one.getMessage() for one in caplog.records)
+    assert warned == (index == "of enumerate" and job.rank == 0)
+    if index == "of the run":
+        _same(own.weights(), plain.model)
+
+
 @pytest.mark.ranks(1, 2, 3)
 @pytest.mark.parametrize("accumulate", [1, 4])
 @pytest.mark.parametrize("strategy", STRATEGIES)
