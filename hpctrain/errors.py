@@ -11,7 +11,7 @@ EXIT_REQUEUE = 75  # EX_TEMPFAIL: saved, please start the same command again
 
 
 class HpctrainError(Exception):
-    """Be the base of every error that this package raises on purpose.
+    """Base of the errors that this package raises on purpose.
 
     ``everywhere`` says that all ranks raise the same error together, so that rank 0 may speak for all of them
     and every rank can leave on its own feet; otherwise the raising rank must end the job.

@@ -38,7 +38,7 @@ PLACES: dict[bytes, dict[str, int | None]] = {}  # by digest of what was written
 
 @dataclass(frozen=True)
 class Storage:
-    """Say how files are written: by ``pwrite`` of each rank, or by collective calls of MPI with hints to it.
+    """How files are written: by ``pwrite`` of each rank, or by collective calls of MPI, with hints to it.
 
     Tensors of ``alignment`` bytes and more start at multiples of it, a power of two; the stripe of a parallel
     filesystem is a good choice.
@@ -58,11 +58,11 @@ class Storage:
 
 
 class Saver:
-    """Write checkpoints, one after the other; all ranks of ``comm`` make the same calls.
+    """Writer of checkpoints, one after the other; all ranks of ``comm`` make the same calls.
 
     In the foreground ``save`` returns when the file is in its place. In the background it returns as soon as the
     tensors are copied: a process of each rank writes the copy, and the ranks call ``advance`` now and then, at best
-    when none is ``busy``; the file is there when nothing is ``pending``. There is only one copy: a ``save`` waits
+    when none is ``busy``; the file is there when nothing is ``pending``. There is one copy: a ``save`` waits
     for the one before it.
     """
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Loaded:
-    """Hold what a checkpoint knows besides the model and the optimizer.
+    """Contents of a checkpoint besides the model and the optimizer.
 
     ``train`` is what ``save`` was given, its curves as arrays; ``rng`` is the state of this rank's generators, ``None``
     where the file has none for it; ``config`` is the TOML text of the run.

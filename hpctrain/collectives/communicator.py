@@ -1,4 +1,4 @@
-"""Give ranks one object to talk through: it owns a transport, node memory, and the choice of algorithm."""
+"""Communicators: ranks that exchange tensors, by a transport, node memory, and a choice of algorithms."""
 
 from __future__ import annotations
 
@@ -29,13 +29,12 @@ if TYPE_CHECKING:
 
 
 class Communicator:
-    """Let ``size`` ranks exchange tensors; this is number ``rank``.
+    """Group of ``size`` ranks that exchange tensors; this one is number ``rank``.
 
     Every collective is called by all ranks in the same order, with tensors of the same size and dtype. Host tensors of
-    ``empty`` lie in memory that the ranks of a node share, which makes their reductions several times faster; all ranks
-    then name the same piece of the same tensor. A tensor on a GPU is staged through host memory, unless
-    ``use_device`` has found it a better way. With ``HPCTRAIN_CHECK=order`` the ranks compare each collective before
-    they begin it.
+    ``empty`` are in memory that the ranks of a node share, which makes their reductions several times faster; all ranks
+    then pass the same part of the same tensor. A tensor on a GPU is staged through host memory, unless ``use_device``
+    has found a better way. With ``HPCTRAIN_CHECK=order`` the ranks compare each collective before they begin it.
     """
 
     def __init__(self, transport: Transport) -> None:
@@ -76,7 +75,7 @@ class Communicator:
         return self._host.memory.exists
 
     def empty(self, numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Return a flat tensor, in node-shared memory where there is a node to share with; a call by all ranks.
+        """Return a flat tensor, in node-shared memory where there is a node to share with. Collective.
 
         Each rank has its own; the memory lives as long as the communicator.
         """
@@ -84,7 +83,7 @@ class Communicator:
         return self._host.empty(numel, dtype)
 
     def common(self, numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Return a flat tensor that is one and the same for all ranks of the node; a call by all ranks.
+        """Return a flat tensor that is one and the same for all ranks of the node. Collective.
 
         What one rank writes, the others read, after the next collective. Gathering shares that lie in their places
         there copies nothing: ``comm.all_gather(whole, whole.chunk(comm.size)[comm.rank])``. Where nothing is shared,
@@ -94,7 +93,7 @@ class Communicator:
         return self._host.empty(numel, dtype, common=True)
 
     def slots(self, wanted: Sequence[Handover]) -> list[Slots | None]:
-        """Return rings of node memory through which one rank hands tensors to another; a call by all ranks.
+        """Return rings of node memory through which one rank hands tensors to another. Collective.
 
         One for each that is wanted, and None where this rank has no part in it or the two share no memory. The memory
         lives as long as the communicator.
@@ -105,7 +104,7 @@ class Communicator:
     # Collectives ------------------------------------------------------------------------------------------------------
 
     def barrier(self) -> None:
-        """Wait until every rank has come."""
+        """Wait until all ranks have called it."""
         self._announce("barrier")
         with self._carriers.hosted.turn("barrier"):
             self.transport.barrier()
@@ -184,7 +183,7 @@ class Communicator:
     def all_gather(
         self, out: Tensor, tensor: Tensor | None = None, *, weight: float = 1.0, algorithm: str = "auto"
     ) -> Tensor:
-        """Put the tensors of all ranks behind each other in ``out``, in rank order; return it.
+        """Concatenate the tensors of all ranks in ``out``, in rank order; return it.
 
         ``out`` has ``size`` times the elements of ``tensor``, which may be its slice ``rank``. With one tensor only,
         ``all_gather(tensor)`` returns a new one that holds the rows of all ranks, whose numbers may differ. Algorithms:
@@ -209,7 +208,7 @@ class Communicator:
         return out
 
     def gather(self, out: Tensor | None, tensor: Tensor, root: int = 0) -> Tensor | None:
-        """Put the tensors of all ranks behind each other in the root's ``out``, in rank order; return it.
+        """Concatenate the tensors of all ranks in the root's ``out``, in rank order; return it.
 
         On the root ``out`` has ``size`` times the elements of ``tensor``; the other ranks give None.
         """
@@ -239,7 +238,7 @@ class Communicator:
         return out
 
     def bucket(self) -> Bucket:
-        """Return a ``with`` block that carries several small tensors in one message, an operation and dtype."""
+        """Return a ``with`` block that carries several small tensors in one message per operation and dtype."""
         return Bucket(self)
 
     # Point to point ---------------------------------------------------------------------------------------------------
@@ -293,7 +292,7 @@ class Communicator:
     def use_device(
         self, device: torch.device, verdict: Verdict | None = None, parent: Communicator | None = None
     ) -> None:
-        """Let tensors on a GPU travel by NCCL, by MPI with device pointers, or staged; a call by all ranks.
+        """Let tensors on a GPU travel by NCCL, by MPI with device pointers, or staged. Collective.
 
         ``device`` is this rank's. ``verdict`` is what the canary found out about MPI and device pointers; one about
         another MPI does not count. A ``parent``, of which this is a part, shares its order of operations.
@@ -328,16 +327,16 @@ class Communicator:
         return self._twin
 
     def mesh(self, pipe: int = 1, data: int = -1, tensor: int = 1, order: Sequence[str] = AXES) -> Mesh:
-        """Return this rank's communicators along the axes of a mesh; one length may be -1, what is left over.
+        """Return this rank's communicators along the axes of a mesh. Collective.
 
-        A call by all ranks. Along the last axis of ``order`` the ranks are neighbours. Raises ``UsageError``, which
-        says what would work, where the lengths do not fit the number of ranks.
+        One length may be -1: the number of ranks divided by the others. Along the last axis of ``order`` the ranks are
+        neighbours. Raises ``UsageError``, which names what is possible, if the lengths do not fit the number of ranks.
         """
         return Mesh(self, fill_in(self.size, pipe, data, tensor, order))
 
     @contextmanager
     def recording(self) -> Iterator[Recorder]:
-        """Count calls and bytes of this rank, messages and node memory, for the length of a ``with`` block."""
+        """Count the calls and bytes of this rank in a ``with`` block, of messages and of node memory."""
         try:
             with self.transport.recording() as recorder:
                 self._host.memory.share_recorder(recorder)
@@ -346,9 +345,9 @@ class Communicator:
             self._host.memory.share_recorder(self.transport.recorder)
 
     def free(self) -> None:
-        """Give back memory and transports, those of its parts too; a call by all ranks, of which a second does nothing.
+        """Free memory and transports, those of its parts too; a second call has no effect. Collective.
 
-        Tensors of its memory must not be touched any more. MPI libraries have few communicators: 2048 with MPICH.
+        Tensors of its memory must not be used afterwards. MPI libraries have few communicators: 2048 with MPICH.
         """
         if self._freed:
             return

@@ -44,9 +44,9 @@ class BatchOrder:
 
 
 class JobLoader(DataLoader[Any]):
-    """A loader of global batches; a run shares them out, and iterated over by itself it gives this rank's shares.
+    """A ``DataLoader`` of batches of all ranks: a run splits them; iterated over alone, it gives this rank's shares.
 
-    ``epochs`` is the number of passes that a run makes if it is told neither steps nor epochs.
+    ``epochs`` is the number of passes that a run makes if it is given neither ``steps`` nor ``run.epochs``.
     """
 
     is_split = False

@@ -29,17 +29,18 @@ def init(
     settings: Mapping[str, Any] | None = None,
     verbose: bool = False,
 ) -> Job:
-    """Join the world that the launcher started, and return this rank's ``Job``.
+    """Join the world that the launcher started, and return this rank's ``Job``. Collective.
 
-    ``comm`` is any mpi4py communicator to train in, ``COMM_WORLD`` by default; a process that no launcher started is a
-    world of one and needs no MPI. ``device`` is ``auto``, ``cpu`` or ``cuda``; two ranks may share a GPU only with
-    ``oversubscribe``. ``parallel``, ``offload`` and ``server`` are the settings of these sections, or dicts of them;
-    ``parallel="fsdp"`` names a strategy. ``settings`` are any values that all ranks must share: they are compared over
-    the ranks and not read. ``verbose`` prints the binding table.
+    ``comm`` is any mpi4py communicator to train in, ``COMM_WORLD`` by default. A process that no launcher started is a
+    world of one and needs no MPI. ``device`` is ``auto`` (a GPU if one is visible), ``cpu`` or ``cuda``; two ranks
+    share a GPU only with ``oversubscribe``. ``parallel``, ``offload`` and ``server`` are the settings of these
+    sections, or dicts of them; ``parallel="fsdp"`` names a strategy. They hold for each model that ``Job.wrap`` is
+    given no others for. ``settings`` are any values that all ranks must share: they are compared over the ranks and not
+    read. ``verbose`` prints which cores and devices each rank has.
 
-    Raises ``SettingsError`` for a wrong setting, ``LaunchError`` where the launcher started ranks that MPI does not
-    see, ``MismatchError`` where ranks disagree on versions or settings, ``DeviceError`` where ranks would share a GPU.
-    From here on, a rank that fails ends the job.
+    From here on, a rank that fails ends the job. Raises ``SettingsError`` for a wrong setting, ``LaunchError`` if the
+    launcher started ranks that MPI does not see, ``MismatchError`` if ranks disagree on versions or settings,
+    ``DeviceError`` if ranks would share a GPU.
     """
     signals.install()  # before torch, whose import takes seconds in which USR1 would kill
 

@@ -33,9 +33,9 @@ M = TypeVar("M", bound=nn.Module)
 
 
 class Job:
-    """A rank's place in the job: ``rank``, ``size``, ``local_rank``, ``local_size``, ``node``, ``device``, ``comm``.
+    """This rank's place in the job, and what the ranks do together.
 
-    Usable as ``with hpctrain.init() as job``; without it, the job ends with the process.
+    Usable as ``with hpctrain.init() as job``; without ``with``, the job ends with the process.
     """
 
     def __init__(
@@ -70,16 +70,17 @@ class Job:
         offload: OffloadSettings | Mapping[str, Any] | None = None,
         server: ServerSettings | Mapping[str, Any] | None = None,
     ) -> M:
-        """Move a model to this rank's device and attach the strategy of the settings; return the same model.
+        """Move a model to this rank's device and attach a strategy to it; return the same model. Collective.
 
-        Names in ``state_dict`` do not change. Parameters and buffers of rank 0 are given to all ranks. A model on the
-        meta device gets its memory and its values here. ``parallel`` is the name of a strategy (``"fsdp"``), a dict of
-        settings or a ``ParallelSettings``; without one those of ``hpctrain.init`` hold. Make the optimizer afterwards:
-        strategies that split parameters put others in their places. ``example`` are some inputs, for
-        ``parallel.partition = "time"``; ``offload`` says what lives in the host's memory, ``server`` how workers with
-        replicas of their own (``parallel.data = "easgd"``) exchange what they have learnt. Raises ``MismatchError`` if
-        the ranks hold different models,
-        ``SettingsError`` where a strategy cannot do with what is offloaded.
+        Names in ``state_dict`` do not change. All ranks get the parameters and buffers of rank 0. A model on the meta
+        device gets its memory and its values here. Freeze parameters before, and make the optimizer afterwards:
+        strategies that split parameters replace them.
+
+        ``parallel`` is the name of a strategy (``"fsdp"``), a dict of settings or a ``ParallelSettings``; without it
+        the settings of ``hpctrain.init`` hold, as for ``offload`` and ``server``. ``offload`` says what lives in the
+        host's memory, ``server`` how workers with replicas of their own (``parallel.data = "easgd"``) exchange them.
+        ``example`` are some inputs, for ``parallel.partition = "time"``. Raises ``MismatchError`` if the ranks hold
+        different models, ``SettingsError`` if the strategy does not support what is offloaded.
         """
         chosen = agreed(
             self.comm,
@@ -113,12 +114,12 @@ class Job:
     ) -> Run:
         """Return a run in the folder ``checkpoints``: iterate over it for ``(step, batch)``; see ``Run``.
 
-        Entered with ``with``, it locks the folder, resumes from the newest valid checkpoint there, writes metrics and
-        checkpoints, and saves when it ends or is told to. ``model`` and ``optimizer`` may be dicts of several. A
-        ``DataLoader`` is split: its batch is the batch of all data ranks (``split=False``: every rank reads all of it).
-        ``states`` names what else has a state: averages of weights, generators, tensors; torch's learning-rate
-        schedulers are found without. ``options`` are the fields of ``RunOptions``: how many ``steps``, a checkpoint
-        ``every`` so many, how many of them to ``keep``, and so on.
+        Entered by ``with``, it locks the folder, resumes from the newest valid checkpoint there, writes metrics and
+        checkpoints, and saves when it ends or is told to. ``model`` and ``optimizer`` may be dicts of several, whose
+        keys name them in checkpoints. A ``DataLoader`` is split: its batch is the batch of all data ranks
+        (``split=False``: every rank reads all of it). ``states`` names what else has a state: averages of weights,
+        generators, tensors; torch's learning-rate schedulers are found without being named. ``config`` is text to keep
+        beside the checkpoints, ``provenance`` facts to record in them. ``options`` are the fields of ``RunOptions``.
         """
         from hpctrain.train.options import RunOptions
         from hpctrain.train.session import Run
@@ -148,12 +149,13 @@ class Job:
         collate_fn: Callable[[list[Any]], Any] | None = None,
         **options: Any,
     ) -> JobLoader:
-        """Return a loader of batches of ``batch`` samples over all ranks, which resumes at once at any position.
+        """Return a ``DataLoader`` whose batches have ``batch`` samples over all ranks.
 
         ``dataset`` is any ``Dataset`` of torch, or what ``hpctrain.data`` opens. The order of the samples depends on
-        ``seed`` and the epoch alone. ``epochs`` is how often a run goes through it if it is told neither ``steps`` nor
-        ``run.epochs``. ``options`` are those of ``torch.utils.data.DataLoader``. Iterated over outside of a run, it
-        gives this rank's share of each batch.
+        ``seed`` and the epoch alone, so a run resumes at any position without drawing the indices before it.
+        ``epochs`` is the number of passes that a run makes if it is given neither ``steps`` nor ``run.epochs``.
+        ``workers`` is ``num_workers``; ``options`` are those of ``torch.utils.data.DataLoader``. Iterated over outside
+        of a run, it gives this rank's share of each batch.
         """
         from hpctrain.data.job_loader import job_loader
 
@@ -174,7 +176,7 @@ class Job:
 
     @property
     def data(self) -> tuple[int, int]:
-        """This rank's index on the data axis, and how many share out the samples of a batch."""
+        """This rank's index among the ranks that share out the samples of a batch, and the number of these."""
         if self.strategies:
             data = next(iter(self.strategies.values())).data
             return data.rank, data.size
@@ -184,12 +186,14 @@ class Job:
     def evaluate(self, what: Any, compute: Measure | None = None) -> Any:
         """Measure over all ranks, in evaluation mode and without gradients; return means. Collective.
 
-        ``evaluate(loader, compute)`` shares out the batches of a DataLoader, and calls ``compute(batch)`` for each
-        share; it returns a mean over the samples, a pair of a sum and the count that divides it, or a dict of these.
-        Sums and counts are added up exactly over batches and ranks. ``evaluate(function)`` calls a function that
-        measures by itself and returns one of these. Buffers, such as the statistics of batch norms, are those of the
-        first data rank. Outside of a run's steps a DataLoader draws from torch's generator what it draws in a plain
-        loop; inside, all generators are as before afterwards.
+        ``evaluate(loader, compute)`` shares out the batches of a ``DataLoader`` and calls ``compute(batch)`` for each
+        share, which returns a mean over the samples, a pair of a sum and the count that divides it, or a dict of these.
+        Sums and counts are added up over batches and ranks. ``evaluate(function)`` calls a function that measures by
+        itself and returns one of these. Every rank gets the same result.
+
+        Wrapped models are in evaluation mode meanwhile, with the buffers (statistics of batch norms) of the first data
+        rank. Outside of a run's steps a ``DataLoader`` draws from torch's generator what it draws in a plain loop;
+        inside, all generators are put back afterwards.
         """
         from hpctrain.train.evaluation import Evaluation
 
@@ -198,7 +202,10 @@ class Job:
         return self._evaluation(what, compute)
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
-        """Return a ``with`` block in which backward passes leave gradients on this rank; a later one reduces them."""
+        """Return a ``with`` block in which backward passes leave gradients on this rank; a later one reduces them.
+
+        The batches of one update must be divided over the ranks alike.
+        """
         return self.strategy(model).no_sync()
 
     def unshard(self, model: nn.Module, *, write: bool = False) -> AbstractContextManager[None]:
@@ -218,7 +225,7 @@ class Job:
             return {name: tensor.detach().to("cpu", copy=True) for name, tensor in model.state_dict().items()}
 
     def close(self) -> None:
-        """Stop watching the job and give back what it holds; a call by all ranks."""
+        """Stop watching the job and detach the strategies from their models. Collective."""
         self.guard.close()
         for strategy in self.strategies.values():
             strategy.detach()
@@ -232,7 +239,7 @@ class Job:
             self.close()
 
     def describe(self) -> Mapping[str, Any]:
-        """Return this rank's place as plain values."""
+        """Return this rank's place in the job as plain values."""
         return {
             "rank": self.rank,
             "size": self.size,
@@ -245,7 +252,7 @@ class Job:
         }
 
     def circumstances(self) -> Mapping[str, Any]:
-        """Return the batch job, as far as there is one, and what it gave to all ranks together."""
+        """Return the cores and GPUs of all ranks, and id, scheduler and restarts of the batch job if there is one."""
         launch = self.launch
         found = {"job_id": launch.job_id, "scheduler": launch.scheduler, "restart_count": launch.restart_count}
         return {**self.resources, **{name: value for name, value in found.items() if value is not None}}

@@ -1,4 +1,4 @@
-"""Hold what a run was asked to do, checked at birth."""
+"""Options of a run, checked when they are made."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ _ALLOWED = {
 
 @dataclass(frozen=True)
 class RunOptions:
-    """Say how far a run goes, when it saves, and what it does about trouble; the settings of the same names explain."""
+    """Options of ``job.run``: how far a run goes, when it saves, and what it does about errors."""
 
     steps: int | None = None  # updates in all, over all resumes; None: as long as the loader has batches
     every: int = 100  # steps between checkpoints
     keep: int = 2  # the newest checkpoints that stay
-    keep_every: int = 0  # steps: a checkpoint whose step is a multiple stays; 0: none for that
+    keep_every: int = 0  # steps: a checkpoint whose step is a multiple stays, too; 0: none for that
     keep_best: str = ""  # a number that the run logs: the checkpoint with its best value stays; empty: none for that
     best: Best = "lowest"  # which value is the best
     on_error: OnError = "stop"  # a checkpoint cannot be written: end the run, or go on until the next
@@ -45,10 +45,10 @@ class RunOptions:
     alignment: int = ALIGNMENT  # bytes: where large tensors start in the file
     hints: Sequence[str] = ()  # to MPI, as name=value
     resume: Resume = "auto"  # "reopen": go on although run.stop has ended the run
-    checks: bool = True  # look in the first step for what trains a wrong model without an error
+    checks: bool = True  # look in the first step for mistakes that train a wrong model without an error
     split: bool | None = None  # share out the batches of a DataLoader; None: unless it deals out samples by rank itself
     strict: bool = False  # a damaged newest checkpoint is an error
-    on_nonfinite: Policy = "abort"
+    on_nonfinite: Policy = "abort"  # NaN or infinity in gradients: abort, skip the update, rollback to a checkpoint
     start_from: str | Path = ""  # a checkpoint whose model a new run begins with
     start_skip: Sequence[str] = ()  # patterns: names of tensors that need not fit that model
     walltime: str = ""  # how long the job may take from now on, as 04:00:00; empty: as the scheduler says

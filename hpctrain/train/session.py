@@ -57,16 +57,11 @@ BEST = "best"  # the name under which run.save(best=...) logs its value
 
 
 class Run:
-    """A training run: iterate over it for ``(step, batch)``, steps counting from 1 over all resumes; use with ``with``.
-
-    ``model`` and ``optimizer`` are one each, or dicts of several whose keys name them in checkpoints. A ``DataLoader``
-    is split over the data ranks: its batch is the batch of all of them. A loader with ``state_dict`` and
-    ``load_state_dict`` resumes at its position; any other is started as in the interrupted run and read up to there.
-    ``states`` names more things to save: schedulers, averages of weights, generators, tensors. ``config`` is text to
-    keep beside the checkpoints, ``provenance`` facts to record in them.
+    """A training run, entered by ``with``: iterate over it for ``(step, batch)``; steps count from 1, over all resumes.
 
     ``for epoch in run.epochs(n)`` around the loop goes through the loader n times. Leave the loop by ``break`` on all
-    ranks together, or by ``run.stop``; a step whose update was made then still counts.
+    ranks together, or by ``run.stop``; a step whose update was made then still counts. A loader with ``state_dict`` and
+    ``load_state_dict`` resumes at its position; any other is started as in the interrupted run and read up to there.
     """
 
     def __init__(
@@ -191,12 +186,12 @@ class Run:
 
     @property
     def sample_weight(self) -> float:
-        """What a mean over this rank's samples counts in the present step: 1 if all ranks have equally many."""
+        """Weight of a mean over this rank's samples: samples x data ranks / samples of all; 0 on a stand-in sample."""
         return self._loop.weight
 
     @property
     def health(self) -> Health:
-        """What looks at the gradients of the run's only model."""
+        """Watcher of the gradients of the run's only model, which finds NaN and infinity."""
         (health,) = self._updates.healths.values()
         return health
 
@@ -215,7 +210,7 @@ class Run:
         """Go through the loader ``count`` times: yield the numbers of the epochs that are left, from 0.
 
         ``for step, batch in run`` inside goes through one epoch; a resumed run begins in the middle of the one that was
-        interrupted. What stands behind that loop runs once per epoch, also over resumes; a checkpoint that is due or
+        interrupted. The code behind that loop runs once per epoch, also over resumes; a checkpoint that is due or
         asked for there is written when it has run.
         """
         if self._progress is None:
@@ -230,11 +225,11 @@ class Run:
     def log(
         self, *, tokens: int = 0, same: Mapping[str, float | Sequence[float]] | None = None, **values: float | Tensor
     ) -> None:
-        """Note numbers of this step: ``values`` are averaged over the ranks, ``same`` are equal on all of them.
+        """Log numbers of this step: ``values`` are averaged over the ranks, ``same`` are equal on all of them.
 
         Values of a split batch are averaged with the number of samples as weights, those of the iterations of one step
-        evenly. What is the same may be a list, as a histogram is. ``tokens`` counts what the step trained on over all
-        ranks. Every rank logs the same names. What is logged behind the loop belongs to its last step.
+        evenly. A value in ``same`` may be a list, such as a histogram. ``tokens`` counts what the step trained on over
+        all ranks. Every rank logs the same names. What is logged behind the loop belongs to its last step.
         """
         self._loop.log.note(values, same or {})
         self.state.tokens += tokens
@@ -259,20 +254,21 @@ class Run:
         Collective. ``compute(part)`` returns a loss that is a mean over the part's samples, or a pair of a sum and the
         count that it is to be divided by, such as the number of targets that are not padding. The batch (a tensor, or
         tuples, lists and dicts of tensors) is cut into ``accumulate`` parts along the first dim; gradients are reduced
-        once, behind the last one. Under pipelines ``compute`` calls the model once.
+        once, with the last part. Under pipelines ``compute`` calls the model once.
         """
         return self._backward(batch, compute, accumulate)
 
     def evaluate(self, what: Any, compute: Measure | None = None) -> Any:
-        """Measure over all ranks, in evaluation mode and without gradients; see ``Job.evaluate``."""
+        """Measure over all ranks, in evaluation mode and without gradients, as ``Job.evaluate`` does. Collective."""
         return self._evaluation(what, compute)
 
     def save(self, best: float | Tensor | None = None) -> Path:
         """Write a checkpoint and return its path. Collective. Raises ``CheckpointError`` on all ranks.
 
-        ``best`` is a number to judge it by: the checkpoint with the best one stays (``best="highest"`` in ``job.run``
-        if more is better). Inside a step the file is written as soon as the step has ended, behind the loop of an
-        epoch as soon as the next one begins: before, weights and counts do not fit together.
+        ``best`` is a number to judge it by, logged as ``best``: the checkpoint with the lowest one stays
+        (``best="highest"`` in ``job.run``: the highest; ``keep_best="best"`` there: also over resumes). Inside a step
+        the file is written when the step has ended, behind the loop of an epoch when the code there has run: before,
+        weights and counts do not fit together.
         """
         if best is not None:
             self._loop.log.note({}, {BEST: float(best)})
@@ -285,9 +281,10 @@ class Run:
         return self.state.path(self.step + self._loop.inside)
 
     def stop(self, reason: str) -> None:
-        """End the run for good behind this step, on all ranks, if one of them calls this.
+        """End the run for good after this step, on all ranks, if any rank calls this.
 
-        A later start finds it finished; ``job.run(..., resume="reopen")`` goes on.
+        Behind the loop of an epoch, it ends when the code there has run. A later start finds the run finished;
+        ``job.run(..., resume="reopen")`` goes on. ``reason`` is kept in the checkpoint.
         """
         if not reason or not isinstance(reason, str):
             raise UsageError(f"run.stop({reason!r}): give the reason as text")
