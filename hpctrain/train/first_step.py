@@ -225,7 +225,7 @@ class FirstStepChecks:
             first, other = replicas.setdefault(number, (rank, digest))
             if other != digest:
                 raise MismatchError(
-                    f"inputs of model {key!r} in the first step: ranks {first} and {rank} got different ones; ranks "
+                    f"inputs of {_name(key)} in the first step: ranks {first} and {rank} got different ones; ranks "
                     "that hold parts of one replica (parallel.tensor, parallel.pipe) need the same samples; give the "
                     "loader strategy.data.rank and strategy.data.size, or pass the DataLoader itself to job.run",
                     everywhere=True,
@@ -241,9 +241,9 @@ class FirstStepChecks:
         else:
             advice = "pass the DataLoader itself to job.run, which divides its batches, or split=False on purpose"
         logger.warning(
-            "inputs of model %r in the first step: data ranks %s got the same ones from %s, so they learn no more than "
+            "inputs of %s in the first step: data ranks %s got the same ones from %s, so they learn no more than "
             "one of them; %s",
-            key,
+            _name(key),
             ", ".join(map(str, same)),
             self._loader,
             advice,
@@ -275,11 +275,15 @@ class FirstStepChecks:
             for rank, other in everyone:
                 if other.get(name) != expected[name]:
                     return (
-                        f"parameter {name} of model {key!r} after the first update: rank {rank} holds other values "
+                        f"parameter {name} of {_name(key)} after the first update: rank {rank} holds other values "
                         f"than rank {first}; ranks that share out the data must make the same update; look for what is "
                         "computed from one rank's samples (clipping, a learning rate, values set by hand)"
                     )
         return ""
+
+
+def _name(key: str) -> str:
+    return f"model {key!r}" if key else "the model"
 
 
 def _is_compiled(model: nn.Module) -> bool:

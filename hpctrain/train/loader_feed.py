@@ -48,6 +48,7 @@ class LoaderFeed(Feed):
         now = [one.get_state() for one in self._generators] if self._at_begin is None else self._generators_at_begin
         states = [state.numpy().tobytes().hex() for state in now]
         mine = {"parts": self._parts, "batch": self.loader.batch_size or 0, "generators": states}
+        mine["samples"] = self._samples()
         return {**super().position(), **mine}
 
     def resume(self, position: Mapping[str, Any]) -> None:
@@ -55,6 +56,15 @@ class LoaderFeed(Feed):
         super().resume(position)
         for generator, state in zip(self._generators, position.get("generators", [])):
             generator.set_state(torch.frombuffer(bytearray.fromhex(state), dtype=torch.uint8))
+        was, samples = int(position.get("samples", 0)), self._samples()
+        if self.batches and was and samples and was != samples and self._comm.rank == 0:
+            logger.warning(
+                "the loader has %d samples and had %d when the checkpoint was written in the middle of epoch %d: the rest "
+                "of this epoch is drawn from another order, in which samples come twice or not at all",
+                samples,
+                was,
+                self.epoch,
+            )
         parts, batch = int(position.get("parts", self._parts)), int(position.get("batch", 0))
         mine = self.loader.batch_size or 0
         before, now = (batch, mine) if self.splits else (parts * batch, self._parts * mine)
@@ -62,13 +72,20 @@ class LoaderFeed(Feed):
             return
         samples = self.batches * before
         self.batches = samples // now
-        if samples % now:
+        if samples % now and self._comm.rank == 0:
             logger.warning(
                 "resuming with %d samples per step instead of %d: %d samples are trained on again",
                 now,
                 before,
                 samples % now,
             )
+
+    def _samples(self) -> int:
+        """Return the number of samples of a pass over all ranks, 0 if it is not known."""
+        try:
+            return 0 if self._reads_samples else len(self.loader.dataset)  # type: ignore[arg-type]
+        except (TypeError, NotImplementedError):
+            return 0
 
     def _start(self, skip: int) -> Iterator[Any]:
         sampler: Any = self._twin.batch_sampler

@@ -118,6 +118,16 @@ class Loop:
         """Whether weights and position fit together: no step is under way."""
         return self._now is None and not self._pending
 
+    def begin_update(self) -> int:
+        """Return the number of the update that is about to be made; raise ``UsageError`` outside of an iteration."""
+        if self._now is None:
+            raise UsageError(
+                "an optimizer of the run steps outside of the run's loop: its batches are not those of the run, and the "
+                "update is not counted; write `for step, batch in run:` instead of a loop over the loader",
+                everywhere=True,
+            )
+        return self.state.step + 1
+
     def note_update(self) -> None:
         """Take note that an optimizer has stepped, or that a GradScaler has left out its step."""
         if self._now is not None:

@@ -313,7 +313,7 @@ class Run:
             raise
         if not self.options.checks or self.finished:
             self._updates.checks = None
-        self._updates.attach(lambda: self.step, self._loop.note_update)
+        self._updates.attach(self._loop.begin_update, self._loop.note_update)
         self.job.guard.last_words = LastWords(self.folder, self.job.rank)
         visible = self.job.rank == 0 and not self.finished
         self._progress = Progress(self.step, self.options.steps, self.state.tokens, shown=visible)

@@ -46,12 +46,12 @@ class Updates:
         self._unwatch: Callable[[], None] = lambda: None
         self._began = 0.0
 
-    def attach(self, step: Callable[[], int], note: Callable[[], None]) -> None:
-        """Begin: ``step`` tells the number of updates done, ``note`` is called after each update."""
+    def attach(self, begin: Callable[[], int], note: Callable[[], None]) -> None:
+        """Begin: ``begin`` is called before each update and returns its number, ``note`` is called after it."""
         for key, optimizer in self._optimizers.items():
             healths = [self.healths[name] for name in self._held[key]]
             self._handles += [
-                optimizer.register_step_pre_hook(lambda *_, own=healths: self._before(own, step() + 1)),
+                optimizer.register_step_pre_hook(lambda *_, own=healths: self._before(own, begin)),
                 optimizer.register_step_post_hook(lambda *_: self._after(note)),
             ]
         self._unwatch = watch_scalers(list(self._optimizers.values()), note)
@@ -71,9 +71,10 @@ class Updates:
         """Whether the update under way is one that a strategy makes by itself: nothing is asked of the other ranks."""
         return any(strategy.updates_itself for strategy in self._strategies.values())
 
-    def _before(self, healths: Sequence[Health], step: int) -> None:
+    def _before(self, healths: Sequence[Health], begin: Callable[[], int]) -> None:
         if self._one_ranks_own:
             return
+        step = begin()
         if self.checks is not None:
             self.checks.before_update()
         for health in healths:
