@@ -217,6 +217,57 @@ def test_a_part_of_the_ranks_trains(launch: Any, tmp_path: Path) -> None:
     rows = [json.loads(line) for line in (tmp_path / "runs/inside/metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [1, 2, 3]
 
+    failing = block.replace("model(batch).pow(2)", "model(batch).no_such_method()")
+    lost = launch(3, failing, cwd=tmp_path / "runs")
+    assert lost.returncode != 0 and not lost.survivors, lost
+    assert lost.stderr.count("no_such_method") >= 1 and "ends the job" in lost.stderr
+
+
+REFUSED = """
+cases = {
+    "batch_size=None": lambda: DataLoader(dataset, batch_size=None),
+    "has num_workers=1": lambda: DataLoader(Stream(), batch_size=4, num_workers=1),
+    "only a torch DataLoader can be split": lambda: [torch.randn(4, 8)],
+}
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(dataset)
+
+
+for number, (said, make) in enumerate(cases.items()):
+    try:
+        job.run(model, optimizer, make(), checkpoints=f"runs/{number}", split="torch" in said or None)
+    except ValueError as error:
+        assert said in str(error) and error.everywhere, error
+    else:
+        raise SystemExit(f"not refused: {said}")
+alone = DataLoader(dataset, batch_size=None, sampler=range(12))
+with job.run(model, optimizer, alone, checkpoints="runs/alone", split=False) as run:
+    for _, (inputs, label) in run:
+        F.cross_entropy(model(inputs[None]), label[None]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+assert run.step == 12
+frozen = nn.Linear(8, 4)
+frozen.weight.requires_grad_(False)
+frozen = job.wrap(frozen)
+frozen.weight.requires_grad_(True)
+try:
+    with job.run(frozen, torch.optim.SGD(frozen.parameters(), lr=0.1), loader, checkpoints="runs/unfrozen"):
+        pass
+except ValueError as error:
+    assert "make them before job.wrap" in str(error)
+    print("refused")
+"""
+
+
+def test_what_the_page_says_is_refused(launch: Any, tmp_path: Path) -> None:
+    (names,) = sections()[NAMES]
+    done = launch(2, names + REFUSED, cwd=tmp_path)
+    assert done.returncode == 0 and done.stdout == "refused\n" * 2, done
+
 
 README = """
 import torch
@@ -224,7 +275,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
 torch.manual_seed(0)
-train_set = TensorDataset(torch.randn(700, 8), torch.randint(4, (700,)))
+train_set = TensorDataset(torch.randn(701, 8), torch.randint(4, (701,)))
 validation_loader = DataLoader(train_set, batch_size=300)
 
 
