@@ -193,7 +193,7 @@ class Job:
 
         Wrapped models are in evaluation mode meanwhile, with the buffers (statistics of batch norms) of the first data
         rank. Outside of a run's steps a ``DataLoader`` draws from torch's generator what it draws in a plain loop;
-        inside, all generators are put back afterwards.
+        inside, all generators are as before afterwards.
         """
         from hpctrain.train.evaluation import Evaluation
 
