@@ -114,11 +114,14 @@ digits: env ## write scikit-learn's digits images to runs/digits.h5, for jobs/di
 # Tests --------------------------------------------------------------------------------------------------------------
 
 test: env ## run all tests: of one process on JOBS workers, then on 2 ranks
-	$(PYTEST) $(TESTS) -m "not benchmark and not install and not slurm" -n $(JOBS)
+	$(PYTEST) $(TESTS) -m "not benchmark and not install and not slurm and not long" -n $(JOBS)
 	$(MPIEXEC) -n 2 $(PYTEST) $(TESTS) -m "ranks and not slow"
 
 test-jobs: env ## run the tests of one process that start jobs of ranks
-	$(PYTEST) $(TESTS) -m "jobs and not benchmark" -n $(JOBS)
+	$(PYTEST) $(TESTS) -m "jobs and not benchmark and not long" -n $(JOBS)
+
+test-long: env ## run the sweeps that make test leaves out: programs under more strategies and ranks
+	$(PYTEST) $(TESTS) -m "long and not benchmark" -n $(JOBS)
 
 test-%: env ## run the rank tests on N ranks: make test-3
 	$(MPIEXEC) -n $* $(PYTEST) $(TESTS) -m ranks

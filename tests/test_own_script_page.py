@@ -104,7 +104,7 @@ def test_the_changed_lines_are_marked_and_counted() -> None:
 
 
 @pytest.mark.limit(200)
-@pytest.mark.parametrize("precision, most", [("float32", 2e-5), ("bfloat16", 0.15)])
+@pytest.mark.parametrize("precision, most", [("float32", 2e-5), pytest.param("bfloat16", 0.15, marks=pytest.mark.long)])
 def test_both_scripts_train_the_same(launch: Any, tmp_path: Path, precision: str, most: float) -> None:
     import torch
 
@@ -172,7 +172,7 @@ runpy.run_path({str(own)!r}, run_name="__main__")
 
 
 @pytest.mark.limit(200)
-@pytest.mark.parametrize("ranks", [0, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(0, marks=pytest.mark.long), 2])
 def test_every_section_runs(launch: Any, tmp_path: Path, ranks: int) -> None:
     found = sections()
     wanted = {title: blocks for title, blocks in found.items() if blocks and title not in (PLAIN, OWN, NAMES, INSIDE)}

@@ -59,8 +59,8 @@ class LoaderFeed(Feed):
         was, samples = int(position.get("samples", 0)), self._samples()
         if self.batches and was and samples and was != samples and self._comm.rank == 0:
             logger.warning(
-                "the loader has %d samples and had %d when the checkpoint was written in the middle of epoch %d: the rest "
-                "of this epoch is drawn from another order, in which samples come twice or not at all",
+                "the loader has %d samples and had %d when the checkpoint was written in the middle of epoch %d: the "
+                "rest of this epoch is drawn from another order, in which samples come twice or not at all",
                 samples,
                 was,
                 self.epoch,

@@ -122,8 +122,8 @@ class Loop:
         """Return the number of the update that is about to be made; raise ``UsageError`` outside of an iteration."""
         if self._now is None:
             raise UsageError(
-                "an optimizer of the run steps outside of the run's loop: its batches are not those of the run, and the "
-                "update is not counted; write `for step, batch in run:` instead of a loop over the loader",
+                "an optimizer of the run steps outside of the run's loop: its batches are not those of the run, and "
+                "the update is not counted; write `for step, batch in run:` instead of a loop over the loader",
                 everywhere=True,
             )
         return self.state.step + 1

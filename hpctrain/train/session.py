@@ -14,7 +14,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -45,15 +44,13 @@ from hpctrain.train.owned import adoptable, check_owned, joined
 from hpctrain.train.progress import Progress, shown
 from hpctrain.train.saves import Saves
 from hpctrain.train.signals import install
-from hpctrain.train.state import FEED, LOADER, Stateful, TrainState
+from hpctrain.train.state import FEED, LOADER, SAVED_FOR, Stateful, TrainState
 from hpctrain.train.stops import Stops
 from hpctrain.train.tracing import Tracing
 from hpctrain.train.updates import Updates
 
 if TYPE_CHECKING:
     from hpctrain.train.job import Job
-
-BEST = "best"  # the name under which run.save(best=...) logs its value
 
 
 class Run:
@@ -266,14 +263,13 @@ class Run:
         """Write a checkpoint and return its path. Collective. Raises ``CheckpointError`` on all ranks.
 
         ``best`` is a number to judge it by, logged as ``best``: the checkpoint with the lowest one stays
-        (``best="highest"`` in ``job.run``: the highest; ``keep_best="best"`` there: also over resumes). Inside a step
-        the file is written when the step has ended, behind the loop of an epoch when the code there has run: before,
-        weights and counts do not fit together.
+        (``best="highest"`` in ``job.run``: the highest), also over resumes. Inside a step the file is written when the
+        step has ended, behind the loop of an epoch when the code there has run: before, weights and counts do not fit
+        together.
         """
         if best is not None:
-            self._loop.log.note({}, {BEST: float(best)})
-            if not self.state.keeper.keep.best:
-                self.state.keeper.keep = replace(self.state.keeper.keep, best=BEST)
+            self._loop.log.note({}, {SAVED_FOR: float(best)})
+            self.state.keep_best()
         if not self._loop.inside and not self._loop.in_epochs and self._loop.may_save:
             self._loop.close()
             return self._save()

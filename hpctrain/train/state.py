@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -45,6 +46,7 @@ T = TypeVar("T")
 
 LOADER = "loader"  # the part that holds the position in the data, of a loader that has one
 FEED = "feed"  # the part that says which pass over the loader it is, and how much of it is done
+SAVED_FOR = "best"  # the name under which run.save(best=...) logs its value
 STOPPED = "stopped"  # of a checkpoint's values: why the program has ended the run for good
 
 
@@ -192,9 +194,16 @@ class TrainState:
     def _states(self) -> dict[str, Any]:
         return {name: parts.state_of(part) for name, part in self.parts.items()}
 
+    def keep_best(self) -> None:
+        """Keep the checkpoint that ``run.save(best=...)`` was given the best value for."""
+        if not self.keeper.keep.best:
+            self.keeper.keep = replace(self.keeper.keep, best=SAVED_FOR)
+
     def _judge(self) -> None:
         """Say once on rank 0 where the best is to be kept and there is nothing to tell it by."""
         name = self.keeper.keep.best
+        if name == SAVED_FOR:
+            return  # given with some checkpoints only
         if name and name not in self.logged and not self._unjudged and self.comm.rank == 0:
             self._unjudged = True
             logger.warning(
@@ -278,6 +287,8 @@ class TrainState:
         for strategy in self.strategies.values():
             strategy.agree_on_generators()
         self.step = loaded.step
+        if train.get(files.KEEP_BEST) == SAVED_FOR and not self.keeper.keep.best:
+            self.keep_best()  # as the program asked for by run.save(best=...)
         stopped = train.get(STOPPED)
         self.stopped = None if stopped is None else str(stopped)
         self.tokens = int(train.get("tokens", 0))

@@ -61,6 +61,10 @@ def _run(launch: Any, ranks: int, out: Path, strategy: str, names: list[str], ha
     return {words[1]: words[2] for words in lines}
 
 
+def _long(*values: Any) -> Any:
+    return pytest.param(*values, marks=pytest.mark.long)
+
+
 @pytest.fixture(scope="module")
 def twins(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, torch.Tensor]]:
     """Return the weights of all twins, which run in this process's child without hpctrain."""
@@ -96,23 +100,21 @@ def test_programs_import_public_names_only(name: str) -> None:
 
 
 @pytest.mark.limit(200)
-@pytest.mark.parametrize("strategy, ranks", [("ddp", 2), ("fsdp", 2), ("ddp", 4)])
+@pytest.mark.parametrize("strategy, ranks", [("fsdp", 2), _long("ddp", 2), _long("ddp", 4), _long("zero2", 3)])
 def test_programs_end_with_the_weights_of_their_twins(
     launch: Any, twins: Any, tmp_path: Path, strategy: str, ranks: int
 ) -> None:
     names = [name for name in NAMES if strategy == "ddp" or name not in ONE_REPLICA]
-    names = names if ranks == 2 else names[:: 2 if strategy == "ddp" else 1]
     assert set(_run(launch, ranks, tmp_path, strategy, names).values()) == {"done"}
     _compare(twins, tmp_path, strategy, names)
 
 
 @pytest.mark.limit(300)
-@pytest.mark.parametrize("strategy, before, after", [("ddp", 2, 3), ("zero1", 3, 1)])
+@pytest.mark.parametrize("strategy, before, after", [("ddp", 2, 3), _long("zero1", 3, 1), _long("fsdp", 2, 4)])
 def test_halted_programs_go_on_with_other_ranks(
     launch: Any, twins: Any, tmp_path: Path, strategy: str, before: int, after: int
 ) -> None:
     names = [name for name in NAMES if name not in NOT_TRAINING and (strategy == "ddp" or name not in ONE_REPLICA)]
-    names = names if strategy == "ddp" else names[1::2]
     assert set(_run(launch, before, tmp_path, strategy, names, HALT).values()) == {"halted"}
     assert set(_run(launch, after, tmp_path, strategy, names).values()) == {"done"}
     _compare(twins, tmp_path, strategy, names)
