@@ -18,9 +18,11 @@ from hpctrain.collectives.communicator import Communicator
 from hpctrain.data.nested import samples_in
 from hpctrain.data.random_streams import RandomStreams
 from hpctrain.errors import UsageError
+from hpctrain.log import logger
 from hpctrain.parallel.agreement import broadcast_buffers
 from hpctrain.parallel.strategy import Strategy
 from hpctrain.train.feed import Feed
+from hpctrain.train.first_step import watching_means
 from hpctrain.train.loader_feed import feed_for
 
 Value = float | Tensor | tuple[float | Tensor, float | Tensor]
@@ -36,6 +38,7 @@ class Evaluation:
     ) -> None:
         self._comm, self._strategies, self._outer = comm, strategies, streams or RandomStreams()
         self._feeds: dict[int, Feed] = {}
+        self._has_warned = False
 
     def __call__(self, what: Any, compute: Measure | None = None) -> Any:
         """Measure ``what``, a function or a loader, over all ranks. Collective."""
@@ -50,13 +53,28 @@ class Evaluation:
                 everywhere=True,
             )
         totals: dict[str, list[float]] = {}
+        uneven: list[str] = []
         with self._outer.untouched() if self._outer.inside else nullcontext(), _measuring(strategies):
             if compute is None:
                 _add(totals, what(), None, counts=True)
             else:
-                self._over(what, compute, totals, strategies[0].data)
-        everyone = strategies[0].data.all_gather_object(totals)
-        return _means(everyone)
+                with nullcontext() if self._has_warned else watching_means(uneven):
+                    self._over(what, compute, totals, strategies[0].data)
+        told = strategies[0].data.all_gather_object((totals, uneven[:1]))
+        self._warn([loss for _, losses in told for loss in losses])
+        return _means([each for each, _ in told])
+
+    def _warn(self, uneven: list[str]) -> None:
+        """Say once that means over targets were averaged as if they were means over samples."""
+        if not uneven or self._has_warned:
+            return
+        self._has_warned = True
+        if self._comm.rank == 0:
+            logger.warning(
+                "evaluate: a loss whose mean is not over the samples: %s; means of batches and ranks are averaged by "
+                "their samples; return the sum of the losses and the number (or weight) of the targets",
+                uneven[0],
+            )
 
     def _over(self, loader: Any, compute: Measure, totals: dict[str, list[float]], data: Communicator) -> None:
         feed = self._feed(loader, data)

@@ -178,13 +178,8 @@ class FirstStepChecks:
         given = bound.arguments
         if given.get("reduction") == "sum":
             self._notes.sums.append(name)
-        if name not in BY_CLASS or given.get("reduction") != "mean":
-            return
-        target, ignored = given["target"], given["ignore_index"]
-        if given["weight"] is not None:
-            self._notes.uneven.append(f"{name} weighs classes")
-        elif isinstance(target, Tensor) and not target.is_floating_point() and bool((target == ignored).any()):
-            self._notes.uneven.append(f"{name} leaves out targets (ignore_index = {ignored})")
+        if uneven := _not_over_samples(name, given):
+            self._notes.uneven.append(uneven)
 
     # Around the first update ------------------------------------------------------------------------------------------
 
@@ -280,6 +275,47 @@ class FirstStepChecks:
                         "computed from one rank's samples (clipping, a learning rate, values set by hand)"
                     )
         return ""
+
+
+@contextmanager
+def watching_means(found: list[str]) -> Iterator[None]:
+    """Note losses in the ``with`` block that are means over something else than the samples."""
+    plain = {name: getattr(functional, name) for name in BY_CLASS}
+
+    def watched(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        signature = inspect.signature(original)
+
+        @functools.wraps(original)
+        def watching(*args: Any, **kwargs: Any) -> Any:
+            result = original(*args, **kwargs)
+            if not torch.compiler.is_compiling():
+                bound = signature.bind(*args, **kwargs)
+                bound.apply_defaults()
+                if uneven := _not_over_samples(name, bound.arguments):
+                    found.append(uneven)
+            return result
+
+        return watching
+
+    for name, original in plain.items():
+        setattr(functional, name, watched(name, original))
+    try:
+        yield
+    finally:
+        for name, original in plain.items():
+            setattr(functional, name, original)
+
+
+def _not_over_samples(name: str, given: Mapping[str, Any]) -> str:
+    """Say by what a call of a loss function divides, if it is not the number of samples."""
+    if name not in BY_CLASS or given.get("reduction") != "mean":
+        return ""
+    target, ignored = given["target"], given["ignore_index"]
+    if given["weight"] is not None:
+        return f"{name} weighs classes"
+    if isinstance(target, Tensor) and not target.is_floating_point() and bool((target == ignored).any()):
+        return f"{name} leaves out targets (ignore_index = {ignored})"
+    return ""
 
 
 def _name(key: str) -> str:

@@ -491,6 +491,56 @@ def test_validation_between_epochs_leaves_the_order_of_a_plain_program(job: Any,
 
 
 @pytest.mark.ranks(1, 2)
+def test_an_evaluation_by_means_over_targets_is_warned_of(job: Any, caplog: pytest.LogCaptureFixture) -> None:
+    model = job.wrap(nn.Linear(3, 4))
+    x, y = torch.randn(12, 3), torch.arange(12) % 4
+    y[::3] = -100
+    loader = DataLoader(TensorDataset(x, y), batch_size=5)
+
+    def mean(batch: Any) -> torch.Tensor:
+        return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+    def sums(batch: Any) -> Any:
+        return nn.functional.cross_entropy(model(batch[0]), batch[1], reduction="sum"), (batch[1] >= 0).sum()
+
+    with caplog.at_level("WARNING", "hpctrain"):
+        exact = job.evaluate(loader, sums)
+        assert not caplog.records
+        job.evaluate(loader, mean)
+        job.evaluate(loader, mean)
+    with torch.no_grad():
+        assert exact == pytest.approx(float(mean((x, y))), rel=1e-6)
+    assert len(caplog.records) == (job.rank == 0)
+    assert all("leaves out targets (ignore_index = -100)" in one.getMessage() for one in caplog.records)
+
+
+@pytest.mark.ranks(1, 2)
+def test_an_update_outside_of_the_loop_is_refused(job: Any, shared_tmp_path: Path) -> None:
+    own = Own(job, "in order")
+    with pytest.raises(UsageError, match="steps outside of the run's loop.*for step, batch in run") as found:
+        with job.run(own.model, own.optimizer, own.loader, checkpoints=str(shared_tmp_path)):
+            for x, y in own.loader:
+                nn.functional.mse_loss(own.model(x), y).backward()
+                own.optimizer.step()
+    assert found.value.everywhere
+
+
+@pytest.mark.ranks(1, 2)
+def test_another_dataset_in_the_middle_of_an_epoch_is_told(
+    job: Any, shared_tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(Halt):
+        Own(job, "shuffled").go(shared_tmp_path, halt=2, every=1)
+    job.comm.barrier()
+    own = Own(job, "shuffled")
+    own.loader = DataLoader(TensorDataset(*(each[:16] for each in _data())), batch_size=8, shuffle=True)
+    with caplog.at_level("WARNING", "hpctrain"):
+        own.go(shared_tmp_path)
+    said = [one.getMessage() for one in caplog.records if "has 16 samples and had 22" in one.getMessage()]
+    assert len(said) == (job.rank == 0)
+
+
+@pytest.mark.ranks(1, 2)
 def test_stop_is_agreed_and_final(job: Any, shared_tmp_path: Path) -> None:
     def train(**options: Any) -> int:
         own = Own(job, "in order")
