@@ -266,7 +266,7 @@ except ValueError as error:
 def test_what_the_page_says_is_refused(launch: Any, tmp_path: Path) -> None:
     (names,) = sections()[NAMES]
     done = launch(2, names + REFUSED, cwd=tmp_path)
-    assert done.returncode == 0 and done.stdout == "refused\n" * 2, done
+    assert done.returncode == 0 and done.stdout.count("refused") == 2, done
 
 
 README = """
@@ -297,11 +297,12 @@ def test_the_example_of_the_readme(launch: Any, tmp_path: Path) -> None:
     count = sum(line.startswith("+ ") for line in code.splitlines())
     assert text.strip().startswith({7: "Seven"}[count] + " lines are added")
     body = "".join(line[2:] + "\n" for line in code.splitlines())
+    body += "if job.rank == 0:\n    print(accuracy, run.step, scheduler.last_epoch)\n"
     losses = []
     for ranks in (0, 2):
         folder = tmp_path / str(ranks)
         folder.mkdir()
-        done = launch(ranks, README + body + "print(accuracy, run.step, scheduler.last_epoch)\n", cwd=folder)
+        done = launch(ranks, README + body, cwd=folder)
         assert done.returncode == 0, done
         loss, *counts = done.stdout.splitlines()[0].split()
         assert counts == ["30", "10"], "three batches per epoch"
