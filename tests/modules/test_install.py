@@ -1,6 +1,7 @@
 """make install as an administrator calls it, under umask 077, with either MPI, and what people get then.
 
-Torch is one of the test's own, an empty package: to unpack the real one takes a minute, and nothing here computes.
+Torch is one of the test's own, an empty package: to unpack the real one takes a minute, and nothing here computes. Its
+version is the oldest that setup.cfg allows: a machine may have a cap on the newest.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class Site:
     def start(self, verb: str, mpi: str, *more: str) -> subprocess.Popen[str]:
         words = [f"MPI={mpi}", f"PREFIX={self.prefix(mpi)}", f"MODULES={self.modules}", f"VERSION={__version__}-{mpi}"]
         command = ["make", "--no-print-directory", verb, *words, f"PYTHON={self.python}"]
-        torch = f"TORCH={self.folder}/torch-2.99-py3-none-any.whl"
+        torch = f"TORCH={self.folder}/torch-2.11.0-py3-none-any.whl"
         return subprocess.Popen(
             [*command, torch, *more],
             cwd=self.folder / "source",
@@ -80,10 +81,10 @@ def copy_source(path: Path, target: Path) -> None:
 
 def no_torch(folder: Path) -> None:
     """Write a wheel of an empty package called torch."""
-    info = "torch-2.99.dist-info"
-    with zipfile.ZipFile(folder / "torch-2.99-py3-none-any.whl", "w") as wheel:
-        wheel.writestr("torch/__init__.py", "__version__ = '2.99'\n")
-        wheel.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: torch\nVersion: 2.99\n")
+    info = "torch-2.11.0.dist-info"
+    with zipfile.ZipFile(folder / "torch-2.11.0-py3-none-any.whl", "w") as wheel:
+        wheel.writestr("torch/__init__.py", "__version__ = '2.11.0'\n")
+        wheel.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: torch\nVersion: 2.11.0\n")
         wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nGenerator: us\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
         wheel.writestr(f"{info}/RECORD", "")
 
