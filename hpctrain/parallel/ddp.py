@@ -29,6 +29,7 @@ from hpctrain.collectives.communicator import Communicator
 from hpctrain.errors import UsageError
 from hpctrain.parallel.agreement import broadcast_buffers, broadcast_model, check_same_model
 from hpctrain.parallel.buckets import Bucket, group, lay_out, memory_needed
+from hpctrain.parallel.guard.gradient_hooks import GradientHooks
 from hpctrain.parallel.settings import ParallelSettings
 from hpctrain.parallel.strategy import Strategy, clip_whole_gradients, trainable
 from hpctrain.parallel.sync_batchnorm import SyncBatchNorm
@@ -60,7 +61,11 @@ class DataParallel(Strategy):
         self._observed: list[int] = []
         self._rebuilt = False
         self._buckets: list[Bucket] = []
+        self._gradient_hooks = GradientHooks({})
         if comm.size > 1:
+            self._gradient_hooks = GradientHooks(dict(named))
+            for name, parameter in named:
+                self._gradient_hooks.take_over(name, parameter._backward_hooks, parameter._post_accumulate_grad_hooks)
             self._memory = self._allocate()
             self._build(list(reversed(range(len(named)))))
             self._hook()
@@ -110,6 +115,7 @@ class DataParallel(Strategy):
             handle.remove()
         self._handles.clear()
         self._buckets.clear()
+        self._gradient_hooks.close()
 
     # Building ---------------------------------------------------------------------------------------------------------
 
@@ -155,9 +161,10 @@ class DataParallel(Strategy):
     # Hooks ------------------------------------------------------------------------------------------------------------
 
     def _hook(self) -> None:
+        # Torch's own: the parameter's defers.
+        register: Callable[..., RemovableHandle] = Tensor.register_post_accumulate_grad_hook
         for number, parameter in enumerate(self._parameters):
-            register: Callable[..., RemovableHandle] = parameter.register_post_accumulate_grad_hook
-            self._handles.append(register(self._gradient_hook(number)))
+            self._handles.append(register(parameter, self._gradient_hook(number)))
         self._handles.append(self.model.register_forward_pre_hook(lambda module, args: self._before_forward()))
 
     def _before_forward(self) -> None:
@@ -172,6 +179,7 @@ class DataParallel(Strategy):
             if self._syncing:
                 self._take(number, parameter)
             else:
+                self._gradient_hooks.check_reduced(self._names[number])
                 self._note_local()
 
         return hook
@@ -217,6 +225,8 @@ class DataParallel(Strategy):
     def _finish(self) -> None:
         """Reduce what is left when the backward pass has ended, and wait for all of it."""
         absent: set[int] = set()
+        hooked = self._gradient_hooks.any
+        got = {member for bucket in self._buckets for member in set(bucket.members) - bucket.missing} if hooked else set()
         gradients = [parameter.grad for parameter in self._parameters]
         for bucket in self._buckets:
             absent |= bucket.fill_missing(gradients, self._share)
@@ -225,6 +235,7 @@ class DataParallel(Strategy):
             work.wait()
         for bucket in self._buckets:
             self._hand_out(bucket, absent)
+            got |= {each for each, flag in zip(bucket.members, bucket.flags) if hooked and each in absent and flag}
             bucket.reset()
         self._works.clear()
         self._next = 0
@@ -232,6 +243,8 @@ class DataParallel(Strategy):
         self._local_weight = None
         if not self._rebuilt:
             self._rebuild()
+        if hooked:
+            self._gradient_hooks.call(lambda name: self._names.index(name) in got)
 
     def _hand_out(self, bucket: Bucket, absent: set[int]) -> None:
         """Give parameters the gradients that are not in place yet."""

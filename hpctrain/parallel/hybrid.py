@@ -8,7 +8,7 @@ data axis takes as it is.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -93,7 +93,7 @@ class ModelParallel(Strategy):
 
     def forward_backward(self, inputs: Tensor, targets: Tensor, objective: Objective, *, weight: float = 1.0) -> Tensor:
         """Leave the gradients of weight x loss in the parameters; return that loss on all ranks, without a graph."""
-        with self._comparing(objective) as split:
+        with self._comparing(objective) as split, self.unguarded():
             if self._pipeline is None:
                 return super().forward_backward(inputs, targets, split, weight=weight)
             # PipeDream reduces what each microbatch leaves by itself, the last one's at the end like all others.
@@ -112,7 +112,7 @@ class ModelParallel(Strategy):
     @torch.no_grad()
     def measure(self, inputs: Tensor, targets: Tensor, objective: Objective) -> Tensor:
         """Return the loss, a scalar, on all ranks."""
-        with self._comparing(objective) as split:
+        with self._comparing(objective) as split, self.unguarded():
             if self._pipeline is None:
                 return super().measure(inputs, targets, split)
             with self.inner.many_passes(reduces=False):
@@ -166,7 +166,7 @@ class ModelParallel(Strategy):
 
     def _squares(self, held: list[tuple[str, Tensor]]) -> Tensor:
         """Return the sum of the squares of this stage's gradients, each element counted once."""
-        counted = [gradient for name, gradient in held if self._counts(name)]
+        counted = [gradient for name, gradient in held if self.counts(name)]
         device = held[0][1].device if held else torch.device("cpu")
         squares = sum_of_squares(counted, device)
         if self.inner.replica is not None:
@@ -174,7 +174,7 @@ class ModelParallel(Strategy):
         self.mesh.tensor.all_reduce(squares)
         return squares
 
-    def _counts(self, name: str) -> bool:
+    def counts(self, name: str) -> bool:
         """Tell whether this rank is the one to count a parameter, of all that hold the same elements of it."""
         if self._tensor is not None and self.mesh.tensor.rank and not self._tensor.is_split(name):
             return False
@@ -192,6 +192,25 @@ class ModelParallel(Strategy):
             optimizer.zero_grad()
         finally:
             self.updates_itself = False
+
+    def norm_groups(self) -> list[Communicator]:
+        """Return the groups of ranks over which sums over this rank's parts are to be reduced, in this order."""
+        return [*self.inner.norm_groups(), self.mesh.tensor, self.mesh.pipe]
+
+    def gradients_final(self) -> None:
+        """Apply to the gradients what waits for their next use."""
+        self.inner.gradients_final()
+
+    def partial_parameters(self) -> tuple[str, Mapping[str, nn.Parameter], bool]:
+        """Return what the data axis splits, else slices of matrices, and all parameters of a stage."""
+        what, parts, in_passes = self.inner.partial_parameters()
+        if parts:
+            return what, parts, in_passes
+        named = dict(self.model.named_parameters())
+        if self._pipeline is not None:
+            return "one pipeline stage's parameter", named, True
+        assert self._tensor is not None
+        return "this tensor rank's slice of parameter", {n: p for n, p in named.items() if self._tensor.is_split(n)}, True
 
     def local_gradients(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the gradients that backward passes under ``no_sync`` have left on this rank alone, by name."""

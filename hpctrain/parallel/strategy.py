@@ -5,7 +5,10 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from types import MappingProxyType
+from typing import TYPE_CHECKING, ClassVar
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +21,9 @@ from hpctrain.parallel.pipeline.skip import carrying
 from hpctrain.parallel.sync_batchnorm import SyncBatchNorm
 from hpctrain.shard import Split
 from hpctrain.transport.single import SingleTransport
+
+if TYPE_CHECKING:
+    from hpctrain.parallel.guard.guard import Guard
 
 Figures = Mapping[str, float | list[int]]  # numbers by name; a list is a histogram
 
@@ -40,6 +46,9 @@ class Strategy(ABC):
     updates_itself = False  # whether an update of the optimizer that is under way is one of the strategy's own
     held: Mapping[int, nn.Parameter] | None = None  # the trained parameters when it was attached, by id; None: unknown
     _sample_weight = 1.0  # local samples x data ranks / global samples
+    guards: ClassVar[WeakSet[Strategy]] = WeakSet()  # strategies whose parameters are guarded
+    guard: Guard | None = None
+    guarded: Mapping[str, nn.Parameter] = MappingProxyType({})  # by name
     _local_weight: float | None = None  # sample weight of gradients that wait on this rank alone; None: there are none
 
     @property
@@ -227,6 +236,44 @@ class Strategy(ABC):
     def copies(self) -> Communicator | None:
         """Return the ranks that must hold the same parameters as this one after an update; None if there are none."""
         return None
+
+    # Parameters of which this rank holds a part -----------------------------------------------------------------------
+
+    def partial_parameters(self) -> tuple[str, Mapping[str, nn.Parameter], bool]:
+        """Return what this rank's parameters are parts of, those that are, by name, and whether passes use them."""
+        return "", {}, False
+
+    def protect(self) -> None:
+        """Let functions that would need the other ranks' parts of the parameters raise ``UsageError``."""
+        from hpctrain.parallel.guard.guard import Guard
+
+        what, parameters, in_passes = self.partial_parameters()
+        if parameters:
+            self.guarded = dict(parameters)
+            self.guard = Guard(self, parameters, what, in_passes=in_passes)
+            Strategy.guards.add(self)
+
+    def unprotect(self) -> None:
+        """Let the parameters be plain ones again."""
+        if self.guard is not None:
+            self.guard.close()
+            self.guard, self.guarded = None, {}
+            Strategy.guards.discard(self)
+
+    def unguarded(self) -> AbstractContextManager[None]:
+        """Return a ``with`` block in which the parameters are plain ones."""
+        return nullcontext() if self.guard is None else self.guard.off()
+
+    def norm_groups(self) -> list[Communicator]:
+        """Return the groups of ranks over which sums over this rank's parts are to be reduced, in this order."""
+        return [] if self.replica is None else [self.replica]
+
+    def counts(self, name: str) -> bool:
+        """Tell whether this rank is the one to count a parameter, of all that hold the same elements of it."""
+        return True
+
+    def gradients_final(self) -> None:
+        """Apply to the gradients what waits for their next use."""
 
     # Gradients before they are reduced --------------------------------------------------------------------------------
 

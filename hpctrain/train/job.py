@@ -90,7 +90,9 @@ class Job:
                 self.server if server is None else server_settings(server),
             ),
         )
-        self.strategies[id(model)] = attach(model, self.comm, chosen[0], self.device, example, chosen[1], chosen[2])
+        strategy = attach(model, self.comm, chosen[0], self.device, example, chosen[1], chosen[2])
+        strategy.protect()
+        self.strategies[id(model)] = strategy
         return model
 
     def strategy(self, model: nn.Module) -> Strategy:
@@ -228,6 +230,7 @@ class Job:
         """Stop watching the job and detach the strategies from their models. Collective."""
         self.guard.close()
         for strategy in self.strategies.values():
+            strategy.unprotect()
             strategy.detach()
         self.strategies.clear()
 

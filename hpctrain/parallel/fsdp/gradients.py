@@ -71,6 +71,8 @@ class Reduction:
         self._used = world.empty(count, torch.uint8)
         self._seen: list[int] = []  # numbers of pieces, as they were complete in the first pass
         self._settled = False
+        self.names_given = False
+        self.given: set[str] = set()  # names of the parameters that the last pass gave a gradient, if those are asked for
         self._line_up(list(range(len(self.flows))))
 
     def _line_up(self, order: Sequence[int]) -> None:
@@ -113,6 +115,12 @@ class Reduction:
             self._start(flow)
         self._world.all_reduce(self._used, "max")
         everybody = used.astype(bool).tolist()
+        self.given = {
+            member.name
+            for flow in self.flows
+            for member, wanted in zip(flow.piece.members, everybody[flow.first :])
+            if wanted
+        } if self.names_given else set()
         for flow in self._line:
             self._await(flow)
             flow.hand_out(everybody[flow.first : flow.first + len(flow.piece.members)])

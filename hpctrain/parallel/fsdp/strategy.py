@@ -27,6 +27,7 @@ from hpctrain.parallel.fsdp.norm import clip_shards
 from hpctrain.parallel.fsdp.owners import Owners
 from hpctrain.parallel.fsdp.parts import Parts, assemble
 from hpctrain.parallel.fsdp.split import FlatSplit
+from hpctrain.parallel.guard.gradient_hooks import GradientHooks
 from hpctrain.parallel.offload.settings import OffloadSettings
 from hpctrain.parallel.settings import ParallelSettings
 from hpctrain.parallel.strategy import Strategy
@@ -51,6 +52,7 @@ class ShardedDataParallel(Strategy):
         offload: OffloadSettings = OffloadSettings(),
     ) -> None:
         self.model, self.comm, self.settings = model, comm, settings
+        before = {name: (p._backward_hooks, p._post_accumulate_grad_hooks) for name, p in model.named_parameters()}
         self._parts: Parts = assemble(model, comm, settings, device, offload)
         self._engine = self._parts.engine
         self._form, self._reduction = self._parts.form, self._parts.reduction
@@ -62,6 +64,9 @@ class ShardedDataParallel(Strategy):
         self._owners = Owners(
             self._shards, self._parts.replaced, settings.elementwise, self._before_update, self._after_update
         )
+        self._gradient_hooks = GradientHooks({member.name: member.shard for member in members})
+        for member in members:
+            self._gradient_hooks.take_over(member.name, *before[member.name])
         self._handles = [*self._hook(), *self._form.hook(model, self._begin_backward), *self._owners.attach()]
 
     def set_sample_weight(self, weight: float) -> None:
@@ -130,6 +135,7 @@ class ShardedDataParallel(Strategy):
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        self._gradient_hooks.close()
 
     # How the model is split -------------------------------------------------------------------------------------------
 
@@ -203,6 +209,17 @@ class ShardedDataParallel(Strategy):
             return shard.grad
         self._engine.gradients.apply_scale()
         return self._engine.gradients.of(shard)
+
+    def gradients_final(self) -> None:
+        """Scale the gradients of offloaded shards that wait for it."""
+        if self._engine is not None:
+            self._engine.gradients.apply_scale()
+
+    def partial_parameters(self) -> tuple[str, dict[str, nn.Parameter], bool]:
+        """Return the shards, if there is more than one of each parameter."""
+        if self._parts.comm.size == 1:
+            return "", {}, False
+        return "this rank's shard of parameter", {member.name: member.shard for member in self._parts.members}, False
 
     @property
     def replica(self) -> Communicator:
@@ -304,6 +321,7 @@ class ShardedDataParallel(Strategy):
         if self._syncing:
             self._reduction.take(flow, number)
         else:
+            self._gradient_hooks.check_reduced(flow.piece.members[number].name)
             self._note_local()
 
     def _end_backward(self) -> None:
@@ -317,8 +335,13 @@ class ShardedDataParallel(Strategy):
 
     def _finish(self) -> None:
         """Reduce what is left of the gradients; none waits on this rank alone any more."""
+        hooked = self._reduction.names_given = self._gradient_hooks.any
+        if hooked:
+            self._gradient_hooks.check(lambda found: any(self.comm.all_gather_object(found)))
         self._reduction.finish()
         self._local_weight = None
+        if hooked:
+            self._gradient_hooks.call(lambda name: name in self._reduction.given)
 
     def _broadcast_buffers(self) -> None:
         if self.settings.broadcast_buffers:

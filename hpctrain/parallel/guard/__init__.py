@@ -1,0 +1,1 @@
+"""Guards against computing with parts of parameters as if they were whole."""

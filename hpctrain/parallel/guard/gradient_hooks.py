@@ -1,0 +1,160 @@
+"""Hooks that a program sets on parameters, called with averaged gradients.
+
+One process calls ``parameter.register_hook(f)`` with the gradient of the whole batch. On several ranks autograd would call
+``f`` on each rank with the gradient of its share, which gives another result unless ``f`` is linear (a clamp, a norm), and
+never where the module computes with another tensor than the program holds (zero1, zero2, fsdp). So the hooks are kept
+where torch keeps them, in wrappers that do nothing in the backward pass and are called after the reduction.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hpctrain.errors import UsageError
+from hpctrain.parallel.guard.shard_tensor import mark_gradient
+
+_METHODS = ("register_hook", "register_post_accumulate_grad_hook")
+_INSTEAD = "change the gradients behind the backward pass: with torch.no_grad(): parameter.grad.mul_(...)"
+
+
+class GradientHooks:
+    """Hooks on the ``parameters`` (by name) of a synchronous strategy, from when they are attached on.
+
+    ``refused`` says why a strategy cannot call any.
+    """
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], refused: str = "") -> None:
+        self._names = {id(parameter): name for name, parameter in parameters.items()}
+        self._parameters = parameters
+        self._refused = refused
+        self._hooked: dict[str, nn.Parameter] = {}
+        for parameter in parameters.values():
+            for method in _METHODS:
+                parameter.__dict__[method] = _Registers(self, parameter, method)
+
+    def take_over(self, name: str, before: Any, after: Any) -> None:
+        """Defer the hooks that a program has set on the parameter ``name``: torch's dicts of both kinds, or None."""
+        parameter = self._parameters[name]
+        for hooks, attribute in ((before, "_backward_hooks"), (after, "_post_accumulate_grad_hooks")):
+            own = [key for key, hook in (hooks or {}).items() if not isinstance(hook, _Deferred)]
+            if not own:
+                continue
+            self._check()
+            self._hooked[name] = parameter
+            for key in own:
+                hooks[key] = _Deferred(hooks[key], parameter, name, accumulates=attribute != "_backward_hooks")
+            if getattr(parameter, attribute) is not hooks:
+                setattr(parameter, attribute, hooks)  # so that handle.remove() of the program still works
+
+    def close(self) -> None:
+        """Let torch call hooks that are registered from now on."""
+        for parameter in self._parameters.values():
+            for method in _METHODS:
+                parameter.__dict__.pop(method, None)
+
+    def register(self, parameter: nn.Parameter, method: str, hook: Callable[..., Any]) -> Any:
+        """Register a hook as torch does, to be called later."""
+        self._check()
+        name = self._names[id(parameter)]
+        self._hooked[name] = parameter
+        deferred = _Deferred(hook, parameter, name, accumulates=method == _METHODS[1])
+        plain: Callable[..., Any] = getattr(torch.Tensor, method)
+        with torch._C.DisableTorchFunctionSubclass():
+            return plain(parameter, deferred)
+
+    def _check(self) -> None:
+        if self._refused:
+            raise UsageError(f"hook on a parameter: {self._refused}; {_INSTEAD}", everywhere=True)
+
+    def check(self, agreed: Callable[[bool], bool]) -> None:
+        """Raise ``UsageError`` on all ranks if gradients of hooked parameters wait for others to be added to them.
+
+        ``agreed`` tells whether a thing is so on any rank. A call by all ranks of them.
+        """
+        names = [name for name, each in self._hooked.items() if each.grad is not None and _deferred(each._backward_hooks)]
+        for name in names:
+            if agreed(_adds(self._hooked[name])):
+                raise _adds_up(name)
+
+    def check_reduced(self, name: str) -> None:
+        """Raise ``UsageError`` if a gradient stays on this rank that hooks wait for."""
+        if name in self._hooked and _deferred(self._hooked[name]._backward_hooks):
+            raise _adds_up(name)
+
+    @property
+    def any(self) -> bool:
+        """Whether there are hooks to call."""
+        return bool(self._hooked)
+
+    def call(self, got: Callable[[str], bool]) -> None:
+        """Call the hooks of the parameters that ``got`` a gradient in this pass, which is averaged now."""
+        for name, parameter in self._hooked.items():
+            if parameter.grad is None or not got(name):
+                continue
+            gradient = given = mark_gradient(parameter)
+            for hook in _deferred(parameter._backward_hooks):
+                result = hook.call(gradient)
+                gradient = gradient if result is None else result
+            with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+                if gradient is not given:
+                    parameter.grad.copy_(gradient)
+            for hook in _deferred(_after(parameter)):
+                hook.call(parameter)
+
+
+class _Registers:
+    """What ``register_hook`` of a parameter is while its strategy is attached."""
+
+    def __init__(self, hooks: GradientHooks, parameter: nn.Parameter, method: str) -> None:
+        self._hooks, self._parameter, self._method = hooks, weakref.ref(parameter), method
+
+    def __call__(self, hook: Callable[..., Any]) -> Any:
+        parameter = self._parameter()
+        assert parameter is not None
+        return self._hooks.register(parameter, self._method, hook)
+
+    def __reduce__(self) -> Any:
+        return _nothing, ()
+
+
+class _Deferred:
+    """A hook that does nothing in a backward pass."""
+
+    def __init__(self, hook: Callable[..., Any], parameter: nn.Parameter, name: str, *, accumulates: bool) -> None:
+        self.call, self._parameter, self._name = hook, weakref.ref(parameter), name
+        self._accumulates = accumulates
+
+    def __call__(self, _: Tensor) -> None:
+        parameter = self._parameter()
+        if not self._accumulates and parameter is not None and _adds(parameter):
+            raise _adds_up(self._name)
+
+
+def _adds(parameter: nn.Parameter) -> bool:
+    with torch._C.DisableTorchFunctionSubclass():
+        return parameter.grad is not None and bool(parameter.grad.any())
+
+
+def _adds_up(name: str) -> UsageError:
+    return UsageError(
+        f"hook on parameter {name}: its gradient adds up over several backward passes, of which one process would give "
+        f"each to the hook, and the ranks have only their sum; {_INSTEAD}",
+        everywhere=True,
+    )
+
+
+def _deferred(hooks: Any) -> list[_Deferred]:
+    return [hook for hook in (hooks or {}).values() if isinstance(hook, _Deferred)]
+
+
+def _after(parameter: nn.Parameter) -> Any:
+    return getattr(parameter, "_post_accumulate_grad_hooks", None)
+
+
+def _nothing() -> None:
+    """Stand for a bound function in a copy that no strategy has."""

@@ -1,0 +1,125 @@
+"""Switch parameters between the class that refuses sums of parts and the one that optimizers take."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.autograd import Variable
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
+
+from hpctrain.parallel.fsdp import hooks
+from hpctrain.parallel.guard import torch_functions
+from hpctrain.parallel.guard.shard_tensor import ATTRIBUTE, Part, ShardParameter, unmark
+
+if TYPE_CHECKING:
+    from hpctrain.parallel.strategy import Strategy
+
+
+class Guard:
+    """Guard of the parameters (by name) of a strategy, each a part of ``what`` the program takes it for.
+
+    They are ``ShardParameter`` but during updates, and during passes if those use them (``in_passes``).
+    """
+
+    def __init__(
+        self, strategy: Strategy, parameters: Mapping[str, nn.Parameter], what: str, *, in_passes: bool
+    ) -> None:
+        self._parameters = list(parameters.values())
+        self._held = {id(parameter) for parameter in self._parameters}
+        self._off = 0  # blocks and passes that are under way
+        self._going_back = False
+        self._handles: list[RemovableHandle] = []
+        owner = weakref.ref(strategy)
+        for name, parameter in parameters.items():
+            parameter.__dict__[ATTRIBUTE] = Part(name, owner, what)
+        self._attach()
+        if in_passes:
+            self._handles += hooks.around_forward(strategy.model, self._before_forward, self._after_forward)
+        torch_functions.install()
+        self._show(ShardParameter)
+
+    def close(self) -> None:
+        """Let the parameters be plain ones for good."""
+        for handle in self._handles:
+            handle.remove()
+        if self._handles:
+            torch_functions.uninstall()
+        self._handles = []
+        self._show(nn.Parameter)
+        for parameter in self._parameters:
+            parameter.__dict__.pop(ATTRIBUTE, None)
+
+    @contextmanager
+    def off(self) -> Iterator[None]:
+        """Let the parameters be plain ones for the ``with`` block."""
+        self._begin()
+        try:
+            yield
+        finally:
+            self._end()
+
+    def _begin(self) -> None:
+        self._off += 1
+        if self._off == 1:
+            self._show(nn.Parameter)
+
+    def _end(self) -> None:
+        self._off -= 1
+        if not self._off and self._handles:
+            self._show(ShardParameter)
+
+    def _show(self, kind: type[nn.Parameter]) -> None:
+        for parameter in self._parameters:
+            parameter.__class__ = kind  # type: ignore[assignment]
+
+    # Updates ----------------------------------------------------------------------------------------------------------
+
+    def _attach(self) -> None:
+        own = weakref.ref(self)
+
+        def first(optimizer: Any, args: Any, kwargs: Any) -> None:
+            if (guard := own()) is not None and guard._holds(optimizer):
+                guard._begin()
+                guard._unmark_gradients()
+
+        def last(optimizer: Any, args: Any, kwargs: Any) -> None:
+            if (guard := own()) is not None and guard._off and guard._holds(optimizer):
+                guard._end()
+
+        self._handles += [register_optimizer_step_pre_hook(first), register_optimizer_step_post_hook(last)]
+        for handle in self._handles:
+            weakref.finalize(self, handle.remove)
+
+    def _holds(self, optimizer: torch.optim.Optimizer) -> bool:
+        return any(id(each) in self._held for group in optimizer.param_groups for each in group["params"])
+
+    def _unmark_gradients(self) -> None:
+        for parameter in self._parameters:
+            unmark(parameter.grad)
+
+    # Passes -----------------------------------------------------------------------------------------------------------
+
+    def _before_forward(self, args: Any, kwargs: Any) -> None:
+        self._begin()
+
+    def _after_forward(self, args: Any, kwargs: Any, result: Any) -> None:
+        if torch.is_grad_enabled():
+            hooks.when_backward_comes_to(result, self._begin_backward)
+        self._end()
+
+    def _begin_backward(self) -> None:
+        """Let modules that compute their activations again find plain parameters."""
+        if not self._going_back:
+            self._going_back = True
+            self._begin()
+            Variable._execution_engine.queue_callback(self._end_backward)
+
+    def _end_backward(self) -> None:
+        self._going_back = False
+        self._end()

@@ -1,0 +1,325 @@
+"""Tensors that hold one rank's part of a parameter, and refuse what would need the other parts.
+
+Between the passes a program sees parameters of which this rank holds a part: a slice (zero1, zero2, fsdp, tensor
+parallelism) or those of one pipeline stage. Element-wise work on them gives what one process gives. A sum, a norm or a
+product gives this rank's share of it, and no error: ``p.grad.norm()`` would be wrong in silence. So these parameters are
+of the class ``ShardParameter`` then. Element-wise functions run and give a ``ShardTensor``; all others raise.
+
+Note: why the class is switched. An optimizer must find plain ``nn.Parameter``: a subclass doubles the time of fused AdamW
+on 200 small parameters and turns foreach off on CUDA, where ``type(p)`` is tested. To assign ``__class__`` takes 40 ns
+per parameter, so classes are switched around each update; a function on a ``ShardParameter`` costs 2 to 3 us more.
+A ``TorchFunctionMode`` would cost that for every function of the program, those of its data included.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from hpctrain.errors import UsageError
+
+if TYPE_CHECKING:
+    from hpctrain.parallel.strategy import Strategy
+
+ATTRIBUTE = "_hpctrain_part"  # of parameters, and of tensors computed from them
+plain_tensors = torch._C.DisableTorchFunctionSubclass  # ``with plain_tensors():`` computes with parts as they are
+
+# Element-wise, though their operators are not tagged so, or with other names than these.
+_ELEMENTWISE = frozenset(
+    "add and copy_ detach detach_ div eq fill_ float half double bfloat16 floor_divide floordiv ge gt iadd iand imul int "
+    "invert ior ipow isub itruediv le long lt masked_fill_ mod mul ne neg nextafter or pos pow radd rdiv rfloordiv rmod "
+    "rmul rpow rsub rtruediv sub to truediv type type_as xor zero_ bool constant_ ones_ zeros_".split()
+)
+# Same elements in another order or memory, or new memory of the same form.
+_MOVES = frozenset(
+    "T H mT mH data grad real imag as_strided cat chunk concat concatenate contiguous cpu cuda empty_like flatten "
+    "full_like getitem index_select narrow new_empty new_full new_ones new_tensor new_zeros ones_like permute "
+    "pin_memory rand_like randn_like randint_like ravel reshape select slice split squeeze stack swapaxes t "
+    "transpose unbind unflatten unsqueeze view view_as expand expand_as reshape_as zeros_like requires_grad_ to_dense "
+    "resolve_conj resolve_neg __setitem__ setitem hsplit vsplit dsplit tensor_split".split()
+)
+# What asks for no number: of these only the tensors among the results are marked.
+_FACTS = frozenset(
+    "as_subclass backward data_ptr dim ndimension element_size get_device hash has_names is_coalesced is_complex "
+    "is_conj is_contiguous is_distributed is_floating_point is_inference is_neg is_nonzero is_pinned is_same_size "
+    "is_set_to is_shared is_signed len nelement numel record_stream register_hook register_post_accumulate_grad_hook "
+    "repr retain_grad share_memory_ size storage storage_offset storage_type stride str format typed_storage "
+    "untyped_storage dir is_tensor is_storage contains iter result_type can_cast promote_types retains_grad "
+    "_is_view _make_subclass".split()
+)
+_REDUCES_TOO = frozenset({"max", "min"})  # element-wise with a second tensor only
+_FILLS = frozenset(
+    "normal_ uniform_ bernoulli_ exponential_ random_ cauchy_ log_normal_ geometric_ trunc_normal_".split()
+)
+_PRODUCTS = frozenset("matmul mm mv bmm addmm addmv dot einsum bilinear linear embedding conv1d conv2d conv3d".split())
+_IN_LISTS = ("_foreach_norm", "_foreach_max")
+_KNOWN: dict[str, bool] = {}
+
+
+@dataclass(frozen=True)
+class Part:
+    """What a tensor holds: part of the parameter ``name`` of a model with a ``strategy``."""
+
+    name: str
+    strategy: weakref.ref[Strategy]
+    what: str  # "a slice of the parameter" ...
+
+    @property
+    def text(self) -> str:
+        return f"{self.what} {self.name}"
+
+
+def part_of(tensor: object) -> Part | None:
+    """Return of what a tensor is a part, None if it is whole or computed from several parameters."""
+    found = getattr(tensor, "__dict__", {}).get(ATTRIBUTE)
+    return found if isinstance(found, Part) else None
+
+
+class ShardTensor(Tensor):
+    """A tensor that was computed from parts of parameters."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run an element-wise function and mark its results; raise ``UsageError`` for others."""
+        return _call(func, args, kwargs or {})
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refuse to be written: a file would hold this rank's part only."""
+        raise _not_written(self)
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        with plain_tensors():
+            copied = torch.Tensor.detach(self).clone()
+        return _mark(copied, getattr(self, ATTRIBUTE, None))
+
+
+class ShardParameter(nn.Parameter):
+    """A parameter of which this rank holds a part; an exact ``nn.Parameter`` during updates."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run an element-wise function and mark its results; raise ``UsageError`` for others."""
+        return _call(func, args, kwargs or {})
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refuse to be written: a file would hold this rank's part only."""
+        raise _not_written(self)
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        """Refuse to be copied with its module: the copy would have no strategy that makes it whole."""
+        part = part_of(self)
+        raise UsageError(
+            f"deepcopy of {part.text if part else 'a part of a parameter'}: the copy of a model that is split over ranks "
+            "would compute with parts; copy the model before job.wrap, and wrap the copy too; whole tensors are "
+            "job.state_dict(model)"
+        )
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        with plain_tensors():
+            return f"Part of a parameter, {torch.Tensor.detach(self)!r}"
+
+
+def _call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    name = _name(func)
+    if name == "__set__" or name == "__delete__":
+        with plain_tensors():
+            return func(*args, **kwargs)
+    if not _allowed(name, func, args, kwargs):
+        raise _refused(name, func, args, kwargs)
+    try:
+        with plain_tensors():
+            result = func(*args, **kwargs)
+    except RuntimeError as error:
+        raise _mismatched(name, args, kwargs) or error
+    if name == "as_subclass" or not isinstance(result, (Tensor, list, tuple)):
+        return result
+    return _marked(name, result, args, kwargs)
+
+
+def _name(func: Any) -> str:
+    """Return the name of a function; that of a property which is read."""
+    name: str = getattr(func, "__name__", "")
+    if name == "__get__":
+        return str(getattr(func.__self__, "__name__", ""))
+    return name.strip("_") if name.startswith("__") and name not in ("__set__", "__delete__") else name
+
+
+def _allowed(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    if getattr(func, "__name__", "") == "__get__":
+        return True
+    if getattr(func, "__module__", "") == "torch.nn.init":
+        return name in _ELEMENTWISE
+    if name in _FILLS or name.rstrip("_") + "_" in _FILLS:
+        return name in _FILLS and not _writes_parameter(args)
+    if name in _REDUCES_TOO:
+        return len(args) == 2 and isinstance(args[1], Tensor) and "dim" not in kwargs
+    known = _KNOWN.get(name)
+    if known is None:
+        known = _KNOWN[name] = _is_elementwise(name)
+    return known
+
+
+def _is_elementwise(name: str) -> bool:
+    """Tell whether a function works element by element, or moves elements only."""
+    if name in _ELEMENTWISE or name in _MOVES or name in _FACTS:
+        return True
+    if name.startswith("_foreach_"):
+        return name not in _IN_LISTS
+    packet = getattr(torch.ops.aten, name, None)
+    if packet is None:
+        return False
+    return any(torch.Tag.pointwise in getattr(packet, overload).tags for overload in packet.overloads())
+
+
+def _writes_parameter(args: tuple[Any, ...]) -> bool:
+    """Tell whether the first tensor is a parameter, or shares its memory."""
+    first = args[0] if args else None
+    if isinstance(first, ShardParameter):
+        return True
+    part = part_of(first)
+    strategy = part.strategy() if part is not None else None
+    if part is None or strategy is None or not isinstance(first, Tensor):
+        return False
+    with plain_tensors():
+        owner = strategy.guarded.get(part.name)
+        return owner is not None and owner.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+
+
+# Results --------------------------------------------------------------------------------------------------------------
+
+
+def _marked(name: str, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    parts = [one for one in _tensors((args, kwargs)) if isinstance(one, (ShardParameter, ShardTensor))]
+    if name not in _MOVES and isinstance(result, Tensor):
+        _check_shapes(name, result, parts)
+    found = {id(getattr(one, ATTRIBUTE, None)): getattr(one, ATTRIBUTE, None) for one in parts}
+    part = next(iter(found.values())) if len(found) == 1 else None
+    if isinstance(result, Tensor):
+        return _mark(result, part)
+    for one in result:
+        if isinstance(one, Tensor):
+            _mark(one, part)
+    return result
+
+
+def _check_shapes(name: str, result: Tensor, parts: list[Tensor]) -> None:
+    """Raise if a part was broadcast against something of another shape, such as a whole mask."""
+    for one in parts:
+        with plain_tensors():
+            differs = one.numel() != result.numel() and one.dim() > 0
+        if differs:
+            raise _shape_error(name, one, result)
+
+
+def _mismatched(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> UsageError | None:
+    """Return the error for a function that found a part and another tensor of another shape, None if it has none."""
+    given = list(_tensors((args, kwargs)))
+    with plain_tensors():
+        for one in given:
+            other = next((each for each in given if each.dim() and each.shape != one.shape), None)
+            if isinstance(one, (ShardParameter, ShardTensor)) and other is not None:
+                return _shape_error(name, one, other)
+    return None
+
+
+def _shape_error(name: str, tensor: Tensor, other: Tensor) -> UsageError:
+    part = part_of(tensor)
+    with plain_tensors():
+        shapes = tuple(tensor.shape), tuple(other.shape)
+    return UsageError(
+        f"{name} of {part.text if part else 'a part of a parameter'}: it has the shape {shapes[0]} and another tensor "
+        f"{shapes[1]}; allowed are numbers and tensors made of it, such as zeros_like; work with whole tensors before "
+        "job.wrap, or inside of with job.unshard(model, write=True)"
+    )
+
+
+def _mark(result: Tensor, part: Any) -> Tensor:
+    if type(result) in (Tensor, nn.Parameter):
+        result.__class__ = ShardTensor if type(result) is Tensor else ShardParameter
+        result.__dict__[ATTRIBUTE] = part
+    return result
+
+
+def mark_gradient(parameter: nn.Parameter) -> Tensor:
+    """Return the gradient of a parameter, marked as its part if the parameter is one."""
+    with plain_tensors():
+        gradient = parameter.grad
+    assert gradient is not None
+    part = part_of(parameter)
+    return gradient if part is None else _mark(gradient, part)
+
+
+def unmark(tensor: Tensor | None) -> None:
+    """Let a gradient be a plain tensor again: for an optimizer."""
+    if type(tensor) is ShardTensor:
+        tensor.__class__ = Tensor  # type: ignore[assignment]
+
+
+def _tensors(values: Any) -> Iterator[Tensor]:
+    if isinstance(values, Tensor):
+        yield values
+    elif isinstance(values, (list, tuple)):
+        for one in values:
+            yield from _tensors(one)
+    elif isinstance(values, dict):
+        yield from _tensors(tuple(values.values()))
+
+
+# Errors ---------------------------------------------------------------------------------------------------------------
+
+
+def _refused(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> UsageError:
+    found = [one for one in _tensors((args, kwargs)) if isinstance(one, (ShardParameter, ShardTensor))]
+    part = next(filter(None, map(part_of, found)), None)
+    what = part.text if part else "parts of parameters"
+    module = getattr(func, "__module__", None) or ""
+    if name in _FILLS or module == "torch.nn.init":
+        return UsageError(
+            f"{name} on {what}: each rank would draw its part by itself, and one process other numbers; initialise the "
+            "model before job.wrap, or inside of with job.unshard(model, write=True)"
+        )
+    seen = f"{name} of {what}: it would see this rank's elements only"
+    if name in ("numpy", "array", "tolist", "item", "float", "int"):
+        return UsageError(
+            f"{seen}; whole tensors are job.state_dict(model), or inside of with job.unshard(model); if this rank's are "
+            "meant, write tensor.as_subclass(torch.Tensor) first"
+        )
+    if module.startswith(("torch._C._nn", "torch.nn.functional")) or name in _PRODUCTS:
+        return UsageError(
+            f"{seen}; modules have whole parameters while the wrapped model itself is called; call the model, and let its "
+            "forward use the parameter, or compute inside of with job.unshard(model)"
+        )
+    return UsageError(
+        f"{seen}; run.clip(max_norm) returns the norm of all gradients, torch.nn.utils.get_total_norm(tensors) that of "
+        "chosen gradients or parameters, with job.unshard(model) gives whole parameters; all ranks call these; if this "
+        "rank's elements are meant, write tensor.as_subclass(torch.Tensor)"
+    )
+
+
+def _not_written(tensor: Tensor) -> UsageError:
+    part = part_of(tensor)
+    return UsageError(
+        f"writing {part.text if part else 'a part of a parameter'}: the file would hold this rank's part only; write "
+        "job.state_dict(model), which every rank calls and which returns whole tensors; run.save() writes checkpoints"
+    )
+
+
+def as_parts(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Let a function of torch compute with parts as they are: one that works element by element."""
+
+    @functools.wraps(function)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        with plain_tensors():
+            return function(*args, **kwargs)
+
+    return called

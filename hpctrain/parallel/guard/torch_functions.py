@@ -1,0 +1,199 @@
+"""Functions of torch that see all gradients at once, made right for parameters that are split over ranks.
+
+``torch.nn.utils.clip_grad_norm_``, ``get_total_norm`` and ``clip_grads_with_norm_`` compute norms over the ranks;
+``clip_grad_value_`` and ``zero_grad`` work on the parts as they are. Tensors that no strategy splits are left to torch.
+
+Note: how they are replaced. A program may have imported a function before the model was wrapped, so it is not enough to
+put another one into the module. Torch wraps each of these in a closure that switches gradients off; its cell is what is
+exchanged here, and so every name leads to the new function. Where torch has no such cell, the names in torch's modules are replaced.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad
+
+from hpctrain.errors import UsageError
+from hpctrain.parallel.guard.shard_tensor import Part, ShardParameter, ShardTensor, as_parts, part_of, plain_tensors
+from hpctrain.parallel.strategy import Strategy
+
+_installed = 0
+_undo: list[Callable[[], None]] = []
+_originals: dict[str, Callable[..., Any]] = {}
+
+
+def install() -> None:
+    """Replace the functions; calls are counted."""
+    global _installed
+    _installed += 1
+    if _installed > 1:
+        return
+    _replace("clip_grad_norm_", "clip_grad_norm_", _clip_grad_norm)
+    _replace("_get_total_norm", "get_total_norm", _get_total_norm)
+    _replace("_clip_grads_with_norm_", "clip_grads_with_norm_", _clip_grads_with_norm)
+    _replace("clip_grad_value_", "clip_grad_value_", None)
+    for kind in (torch.optim.Optimizer, nn.Module):
+        _set(kind, "zero_grad", as_parts(kind.zero_grad))
+
+
+def uninstall() -> None:
+    """Give torch its functions back with the last of the calls."""
+    global _installed
+    _installed -= 1
+    while not _installed and _undo:
+        _undo.pop()()
+
+
+def _replace(inside: str, outside: str, new: Callable[..., Any] | None) -> None:
+    outer: Any = getattr(clip_grad, inside)
+    cell = _cell(outer)
+    original = outer if cell is None else cell.cell_contents
+    _originals[inside] = original
+    new = as_parts(original) if new is None else new
+    if cell is None:
+        for module, name in ((clip_grad, inside), (torch.nn.utils, outside)):
+            if hasattr(module, name):
+                _set(module, name, torch.no_grad()(new))
+        return
+    cell.cell_contents = new
+
+    def undo() -> None:
+        cell.cell_contents = original
+
+    _undo.append(undo)
+
+
+def _cell(function: Any) -> Any:
+    names = getattr(getattr(function, "__code__", None), "co_freevars", ())
+    return function.__closure__[names.index("func")] if "func" in names else None
+
+
+def _set(owner: Any, name: str, new: Any) -> None:
+    before = getattr(owner, name)
+    setattr(owner, name, new)
+    _undo.append(lambda: setattr(owner, name, before))
+
+
+# Norms ----------------------------------------------------------------------------------------------------------------
+
+
+def _clip_grad_norm(
+    parameters: Tensor | Iterable[Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> Tensor:
+    chosen = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    with plain_tensors():
+        held = [(each.grad, part_of(each)) for each in chosen if each.grad is not None]
+        norm = _norm(held, norm_type, error_if_nonfinite, foreach)
+        _originals["_clip_grads_with_norm_"](chosen, max_norm, norm, foreach)
+    return norm
+
+
+def _get_total_norm(
+    tensors: Tensor | Iterable[Tensor],
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> Tensor:
+    chosen = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+    with plain_tensors():
+        return _norm([(each, _required_part(each)) for each in chosen], norm_type, error_if_nonfinite, foreach)
+
+
+def _clip_grads_with_norm(
+    parameters: Tensor | Iterable[Tensor], max_norm: float, total_norm: Tensor, foreach: bool | None = None
+) -> None:
+    with plain_tensors():
+        _originals["_clip_grads_with_norm_"](parameters, max_norm, total_norm, foreach)
+
+
+def _required_part(tensor: Tensor) -> Part | None:
+    part = part_of(tensor)
+    if part is None and isinstance(tensor, (ShardTensor, ShardParameter)):
+        raise UsageError(
+            "get_total_norm of a tensor that was made of parts of several parameters; allowed are gradients, parameters "
+            "and what is computed from one of them; pass these as a list"
+        )
+    return part
+
+
+def _norm(
+    held: Sequence[tuple[Tensor, Part | None]], norm_type: float, error_if_nonfinite: bool, foreach: bool | None
+) -> Tensor:
+    """Return the norm of whole tensors and of parts together; a call by all ranks that share the parts."""
+    strategies = {id(one): one for _, part in held if part is not None and (one := part.strategy()) is not None}
+    waiting = [one for one in _pipelined() if id(one) not in strategies] if not strategies else []
+    strategies |= {id(one): one for one in waiting if len(waiting) == 1}
+    whole = [tensor for tensor, part in held if part is None]
+    if not strategies:
+        return _originals["_get_total_norm"](whole, norm_type, error_if_nonfinite, foreach)  # type: ignore[no-any-return]
+    order = float(norm_type)
+    if order == 0 or math.isnan(order):
+        raise UsageError(
+            f"norm of gradients: norm_type={norm_type}; allowed is any other than 0 where parameters are split over ranks",
+            everywhere=True,
+        )
+    device = held[0][0].device if held else torch.device("cpu")
+    total = _powers(whole, order, device)
+    for strategy in strategies.values():
+        own = [(tensor, part) for tensor, part in held if part is not None and part.strategy() is strategy]
+        total = _joined(total, _over_ranks(strategy, own, order, device), order)
+    norm = total if math.isinf(order) else total ** (1.0 / order)
+    if error_if_nonfinite and not bool(torch.isfinite(norm)):
+        raise RuntimeError(
+            f"The total norm of order {order} for gradients from `parameters` is non-finite, so it cannot be clipped. To "
+            "disable this error and scale the gradients by the non-finite norm anyway, set `error_if_nonfinite=False`"
+        )
+    return norm.to(held[0][0].dtype if held else torch.float32)
+
+
+def _pipelined() -> list[Strategy]:
+    """Return the strategies of pipelines: a stage takes part in a norm even if it has none of the parameters."""
+    return [strategy for strategy in Strategy.guards if strategy.pipelined]
+
+
+def _over_ranks(strategy: Strategy, own: Sequence[tuple[Tensor, Part]], order: float, device: torch.device) -> Tensor:
+    strategy.gradients_final()
+    counted = [tensor for tensor, part in own if strategy.counts(part.name)]
+    total = _powers(counted, order, device).reshape(1)
+    kind = "sum" if not math.isinf(order) else "max" if order > 0 else "min"
+    for comm in strategy.norm_groups():
+        comm.all_reduce(total, kind)
+    return total.reshape(())
+
+
+def _powers(tensors: Sequence[Tensor], order: float, device: torch.device) -> Tensor:
+    """Return the sum of the powers of all elements; for an infinite order their largest (or smallest) size."""
+    filled = [tensor for tensor in tensors if tensor.numel()]
+    if not filled:
+        return torch.tensor(_neutral(order), dtype=torch.float64, device=device)
+    norms = torch.stack([each.double().to(device) for each in _norms(filled, order)])
+    if math.isinf(order):
+        return norms.max() if order > 0 else norms.min()
+    return (norms**order).sum()
+
+
+def _norms(tensors: Sequence[Tensor], order: float) -> list[Tensor]:
+    places = dict.fromkeys(tensor.device for tensor in tensors)
+    found: list[Tensor] = []
+    for place in places:
+        found += torch._foreach_norm([tensor for tensor in tensors if tensor.device == place], order)
+    return found
+
+
+def _neutral(order: float) -> float:
+    return math.inf if order == -math.inf else 0.0
+
+
+def _joined(one: Tensor, other: Tensor, order: float) -> Tensor:
+    if not math.isinf(order):
+        return one + other
+    return torch.maximum(one, other) if order > 0 else torch.minimum(one, other)
