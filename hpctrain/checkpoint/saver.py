@@ -23,6 +23,7 @@ from hpctrain.checkpoint.together.saving import Job, Saving
 from hpctrain.checkpoint.together.worker import Here, Places, Share, Worker
 from hpctrain.collectives.agreement import agreed
 from hpctrain.errors import UsageError
+from hpctrain.plain_tensors import as_parts
 from hpctrain.shard import Split
 
 if TYPE_CHECKING:
@@ -89,6 +90,7 @@ class Saver:
         finally:
             self.close()
 
+    @as_parts
     def save(
         self,
         path: str | Path,

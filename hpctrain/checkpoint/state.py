@@ -23,6 +23,7 @@ from hpctrain.checkpoint.states import as_unsigned, unpack_states
 from hpctrain.checkpoint.tensors import from_numpy
 from hpctrain.collectives.agreement import agreed
 from hpctrain.errors import CheckpointError, UsageError
+from hpctrain.plain_tensors import as_parts
 from hpctrain.shard import Shard, Split
 
 if TYPE_CHECKING:
@@ -88,6 +89,7 @@ def save(
         )
 
 
+@as_parts
 def load(
     path: str | Path,
     *,
@@ -122,6 +124,7 @@ def load(
         return agreed(comm, lambda: _rest(reader, comm.rank if comm else 0))
 
 
+@as_parts
 def load_own(path: str | Path, tensors: Mapping[str, torch.Tensor], *, comm: Communicator) -> bool:
     """Fill the tensors that this rank holds alone from what it saved as ``own``; tell whether that is there.
 

@@ -41,7 +41,8 @@ def attach(
         tell_what_is_gained(device, comm)
     synchronise(model, comm, settings)
     strategy = _attach(model, comm, settings, device, offload, example, server)
-    strategy.held = {id(parameter): parameter for _, parameter in trainable(model)}
+    held = model.parameters() if strategy.adopts_frozen else (parameter for _, parameter in trainable(model))
+    strategy.held = {id(parameter): parameter for parameter in held}
     return strategy
 
 

@@ -17,6 +17,7 @@ there the result is copied back.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -30,9 +31,11 @@ from hpctrain.errors import UsageError
 from hpctrain.parallel.agreement import broadcast_buffers, broadcast_model, check_same_model
 from hpctrain.parallel.buckets import Bucket, group, lay_out, memory_needed
 from hpctrain.parallel.guard.gradient_hooks import GradientHooks
+from hpctrain.parallel.guard.updates import LateParameters
 from hpctrain.parallel.settings import ParallelSettings
 from hpctrain.parallel.strategy import Strategy, clip_whole_gradients, trainable
 from hpctrain.parallel.sync_batchnorm import SyncBatchNorm
+from hpctrain.parallel.update_hooks import UpdateHooks
 from hpctrain.transport.base import Work
 
 FIRST_BUCKET = 2**20  # bytes
@@ -44,6 +47,8 @@ class DataParallel(Strategy):
     Raises ``MismatchError`` where the ranks' models differ. With one rank nothing is hooked.
     """
 
+    adopts_frozen = True
+
     def __init__(self, model: nn.Module, comm: Communicator, settings: ParallelSettings = ParallelSettings()) -> None:
         self.model = model
         self.comm = comm
@@ -53,22 +58,23 @@ class DataParallel(Strategy):
         named = trainable(model)
         if not named:
             raise UsageError("the model has no parameter that requires a gradient", everywhere=True)
-        self._names = [name for name, _ in named]
-        self._parameters = [parameter for _, parameter in named]
-        self._handles: list[RemovableHandle] = []
+        self._handles: list[UpdateHooks] = []
+        self._own_handles: list[RemovableHandle] = []  # of what is built anew if parameters are added
         self._running = False  # between a backward pass's first gradient and its end
         self._works: list[Work] = []
         self._observed: list[int] = []
         self._rebuilt = False
         self._buckets: list[Bucket] = []
+        self._reductions = 0
+        self._used: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
         self._gradient_hooks = GradientHooks({})
+        self._late = LateParameters(model, model.parameters())
+        self._names: list[str] = []
+        self._parameters: list[nn.Parameter] = []
+        self._frozen: list[nn.Parameter] = []
         if comm.size > 1:
-            self._gradient_hooks = GradientHooks(dict(named))
-            for name, parameter in named:
-                self._gradient_hooks.take_over(name, parameter._backward_hooks, parameter._post_accumulate_grad_hooks)
-            self._memory = self._allocate()
-            self._build(list(reversed(range(len(named)))))
-            self._hook()
+            self._take_parameters(named)
+            self._handles.append(UpdateHooks(self, DataParallel._before_update))
 
     @property
     def _share(self) -> float:
@@ -111,13 +117,44 @@ class DataParallel(Strategy):
 
     def detach(self) -> None:
         """Take all hooks off the module; its gradients stay where they are, in the communicator's memory."""
-        for handle in self._handles:
+        for handle in self._own_handles:
             handle.remove()
+        for hooks in self._handles:
+            hooks.remove()
         self._handles.clear()
+        self._own_handles.clear()
         self._buckets.clear()
         self._gradient_hooks.close()
 
+    def average_gradients(self) -> None:
+        """Average the gradients that the parameters hold now, which the program has set itself. Collective."""
+        if self._buckets:
+            self._finish()
+
     # Building ---------------------------------------------------------------------------------------------------------
+
+    def _take_parameters(self, named: list[tuple[str, nn.Parameter]]) -> None:
+        """Reduce the gradients of these parameters from now on."""
+        self._names = [name for name, _ in named]
+        self._parameters = [parameter for _, parameter in named]
+        self._frozen = [parameter for parameter in self.model.parameters() if not parameter.requires_grad]
+        for parameter in self._parameters:
+            if parameter.grad is not None:
+                parameter.grad = parameter.grad.clone()  # its place goes
+        self._gradient_hooks.close()
+        self._gradient_hooks = GradientHooks(dict(named))
+        for name, parameter in named:
+            self._gradient_hooks.take_over(name, parameter._backward_hooks, parameter._post_accumulate_grad_hooks)
+        self._memory = self._allocate()
+        self._rebuilt, self._observed = False, []
+        self._build(list(reversed(range(len(named)))))
+        self._hook()
+
+    def _adopt_unfrozen(self) -> None:
+        """Take parameters that were frozen when the model was wrapped and are trained now; a call by all ranks."""
+        for handle in self._own_handles:
+            handle.remove()
+        self._take_parameters(trainable(self.model))
 
     def _allocate(self) -> dict[torch.dtype, Tensor]:
         """Return one stretch of memory a dtype that travels."""
@@ -161,13 +198,16 @@ class DataParallel(Strategy):
     # Hooks ------------------------------------------------------------------------------------------------------------
 
     def _hook(self) -> None:
+        self._own_handles = []
         # Torch's own: the parameter's defers.
         register: Callable[..., RemovableHandle] = Tensor.register_post_accumulate_grad_hook
         for number, parameter in enumerate(self._parameters):
-            self._handles.append(register(parameter, self._gradient_hook(number)))
-        self._handles.append(self.model.register_forward_pre_hook(lambda module, args: self._before_forward()))
+            self._own_handles.append(register(parameter, self._gradient_hook(number)))
+        self._own_handles.append(self.model.register_forward_pre_hook(lambda module, args: self._before_forward()))
 
     def _before_forward(self) -> None:
+        if torch.is_grad_enabled() and any(parameter.requires_grad for parameter in self._frozen):
+            self._adopt_unfrozen()
         if not (self.model.training and torch.is_grad_enabled()):
             return
         self._check_local()
@@ -226,7 +266,9 @@ class DataParallel(Strategy):
         """Reduce what is left when the backward pass has ended, and wait for all of it."""
         absent: set[int] = set()
         hooked = self._gradient_hooks.any
-        got = {member for bucket in self._buckets for member in set(bucket.members) - bucket.missing} if hooked else set()
+        got: set[int] = set()
+        if hooked:
+            got = {member for bucket in self._buckets for member in set(bucket.members) - bucket.missing}
         gradients = [parameter.grad for parameter in self._parameters]
         for bucket in self._buckets:
             absent |= bucket.fill_missing(gradients, self._share)
@@ -241,10 +283,41 @@ class DataParallel(Strategy):
         self._next = 0
         self._running = False
         self._local_weight = None
+        self._reductions += 1
         if not self._rebuilt:
             self._rebuild()
         if hooked:
             self._gradient_hooks.call(lambda name: self._names.index(name) in got)
+
+    # Updates ----------------------------------------------------------------------------------------------------------
+
+    def _before_update(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raise ``UsageError`` for gradients that no backward pass has left, and for parameters that came later."""
+        self._late.check(optimizer)
+        if self._used.get(optimizer, 0) != self._reductions:
+            self._used[optimizer] = self._reductions
+            return
+        held = {id(parameter): number for number, parameter in enumerate(self._parameters)}
+        for entry in optimizer.param_groups:
+            for parameter in entry["params"]:
+                number = held.get(id(parameter))
+                if number is not None and parameter.grad is not None and not self._is_reduced(number, parameter):
+                    raise UsageError(
+                        f"update of {self._names[number]} with a gradient that is this rank's own: it was set without "
+                        "a backward pass, as by torch.autograd.grad; call loss.backward(), or call "
+                        "job.average_gradients(model) on all ranks when the gradients are set",
+                        everywhere=True,
+                    )
+
+    def _is_reduced(self, number: int, parameter: nn.Parameter) -> bool:
+        """Tell whether a gradient is one that was handed out, and is in a bucket unless there are copies."""
+        bucket, place = self._home[number]
+        gradient, view = parameter.grad, bucket.views[place]
+        assert gradient is not None
+        if not self._reductions:
+            return False
+        copied = self._reductions == 1 or not self._lives_in_bucket(parameter, view)
+        return copied or gradient.untyped_storage().data_ptr() == view.untyped_storage().data_ptr()
 
     def _hand_out(self, bucket: Bucket, absent: set[int]) -> None:
         """Give parameters the gradients that are not in place yet."""

@@ -197,6 +197,10 @@ class ModelParallel(Strategy):
         """Return the groups of ranks over which sums over this rank's parts are to be reduced, in this order."""
         return [*self.inner.norm_groups(), self.mesh.tensor, self.mesh.pipe]
 
+    def before_write(self) -> None:
+        """Take note that the program is about to change guarded parameters itself; a call by all ranks."""
+        self.inner.before_write()
+
     def gradients_final(self) -> None:
         """Apply to the gradients what waits for their next use."""
         self.inner.gradients_final()
@@ -210,7 +214,8 @@ class ModelParallel(Strategy):
         if self._pipeline is not None:
             return "one pipeline stage's parameter", named, True
         assert self._tensor is not None
-        return "this tensor rank's slice of parameter", {n: p for n, p in named.items() if self._tensor.is_split(n)}, True
+        slices = {name: parameter for name, parameter in named.items() if self._tensor.is_split(name)}
+        return "this tensor rank's slice of parameter", slices, True
 
     def local_gradients(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the gradients that backward passes under ``no_sync`` have left on this rank alone, by name."""

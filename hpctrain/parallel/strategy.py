@@ -40,6 +40,7 @@ class Strategy(ABC):
     stage = 0  # of a pipeline
     pipelined = False  # whether batches go through a pipeline, by forward_backward only
     _syncing = True  # whether backward passes are reduced
+    adopts_frozen = False  # whether a parameter that was frozen at first may be trained later
     loose = False  # whether ranks make steps at their own pace between evaluations and checkpoints
     works = True  # whether this rank computes
     met = 0  # meetings that this rank has been to
@@ -272,6 +273,9 @@ class Strategy(ABC):
         """Tell whether this rank is the one to count a parameter, of all that hold the same elements of it."""
         return True
 
+    def before_write(self) -> None:
+        """Take note that the program is about to change guarded parameters itself; a call by all ranks."""
+
     def gradients_final(self) -> None:
         """Apply to the gradients what waits for their next use."""
 
@@ -282,6 +286,15 @@ class Strategy(ABC):
         for name, parameter in trainable(self.model):
             if parameter.grad is not None:
                 yield name, parameter.grad
+
+    def average_gradients(self) -> None:
+        """Average over the data ranks the gradients that the program has set itself. Collective."""
+        if self.comm.size > 1:
+            raise UsageError(
+                f"average_gradients under {type(self).__name__}: allowed is parallel.data = 'ddp'; call "
+                "loss.backward(), which leaves averaged gradients",
+                everywhere=True,
+            )
 
     def drop_gradients(self) -> None:
         """Forget all gradients, reduced or not."""

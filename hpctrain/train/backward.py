@@ -16,6 +16,7 @@ from hpctrain.data.nested import cut, leaves, rows_of, samples_in
 from hpctrain.errors import UsageError
 from hpctrain.parallel.objective import Objective
 from hpctrain.parallel.strategy import Strategy
+from hpctrain.plain_tensors import as_parts
 
 if TYPE_CHECKING:
     from hpctrain.train.session import Run
@@ -265,6 +266,7 @@ def _averaged(strategy: Strategy, loss: Tensor) -> Tensor:
     return found.to(loss.device, loss.dtype)
 
 
+@as_parts
 def _take_gradients(strategies: list[Strategy]) -> dict[nn.Parameter, Tensor]:
     found: dict[nn.Parameter, Tensor] = {}
     for strategy in strategies:
@@ -274,6 +276,7 @@ def _take_gradients(strategies: list[Strategy]) -> dict[nn.Parameter, Tensor]:
     return found
 
 
+@as_parts
 def _give_gradients(aside: dict[nn.Parameter, Tensor]) -> None:
     with torch.no_grad():
         for parameter, gradient in aside.items():
@@ -283,6 +286,7 @@ def _give_gradients(aside: dict[nn.Parameter, Tensor]) -> None:
                 parameter.grad += gradient
 
 
+@as_parts
 def _scale_local(strategies: list[Strategy], factor: float) -> None:
     """Scale the gradients that this rank has accumulated alone."""
     if factor == 1.0:

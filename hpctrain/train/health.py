@@ -13,6 +13,7 @@ from hpctrain.errors import NonFiniteError, SettingsError
 from hpctrain.log import logger
 from hpctrain.parallel.strategy import Strategy, numbers, trainable
 from hpctrain.parallel.sync_batchnorm import own_statistics
+from hpctrain.plain_tensors import as_parts
 from hpctrain.transport.single import SingleTransport
 
 Policy = Literal["abort", "skip", "rollback"]
@@ -61,6 +62,7 @@ class Health:
         if self.policy == "skip":
             self._buffers = [buffer.clone() for buffer in self.model.buffers()]
 
+    @as_parts
     def before_update(self, step: int) -> None:
         """Let the update pass, or make it do nothing, or raise ``NonFiniteError`` on all ranks."""
         norm = self.norm if self.norm is not None else self.strategy.clip_grad_norm(float("inf"))
@@ -72,6 +74,7 @@ class Health:
         self.strategy.drop_gradients()  # an optimizer leaves parameters without a gradient as they are
         self._decide(f"gradient norm is {float(norm)} in step {step}: {where}")
 
+    @as_parts
     def find(self) -> str:
         """Say on which rank, and where, the first value is not finite; a call by all ranks.
 

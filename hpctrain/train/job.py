@@ -20,6 +20,7 @@ from hpctrain.parallel.plan import shape_of
 from hpctrain.parallel.server.settings import ServerSettings, server_settings
 from hpctrain.parallel.settings import ParallelSettings, parallel_settings
 from hpctrain.parallel.strategy import Strategy
+from hpctrain.plain_tensors import as_parts
 from hpctrain.train.guard import Guard
 from hpctrain.train.leaving import LeavingTogether
 
@@ -210,6 +211,14 @@ class Job:
         """
         return self.strategy(model).no_sync()
 
+    @as_parts
+    def average_gradients(self, model: nn.Module) -> None:
+        """Average over the ranks the gradients that the program has set itself (``parameter.grad = ...``). Collective.
+
+        Gradients of ``loss.backward()`` are averaged already. ``parallel.data = "ddp"`` only.
+        """
+        self.strategy(model).average_gradients()
+
     def unshard(self, model: nn.Module, *, write: bool = False) -> AbstractContextManager[None]:
         """Return a ``with`` block in which a sharded model holds whole parameters. Collective.
 
@@ -217,6 +226,7 @@ class Job:
         """
         return self.strategy(model).summon(write=write)
 
+    @as_parts
     def state_dict(self, model: nn.Module) -> dict[str, Tensor]:
         """Return the model's whole tensors, on the host of every rank, whatever strategy shards them. Collective.
 
@@ -226,6 +236,7 @@ class Job:
         with strategy.meeting(), strategy.summon():
             return {name: tensor.detach().to("cpu", copy=True) for name, tensor in model.state_dict().items()}
 
+    @as_parts
     def close(self) -> None:
         """Stop watching the job and detach the strategies from their models. Collective."""
         self.guard.close()

@@ -12,6 +12,7 @@ from typing import Any
 from hpctrain import trace
 from hpctrain.checkpoint.saver import Saver
 from hpctrain.errors import CheckpointError
+from hpctrain.plain_tensors import as_parts
 from hpctrain.train.books import Books
 from hpctrain.train.failures import FailedSaves
 from hpctrain.train.options import RunOptions
@@ -52,6 +53,7 @@ class Saves:
         """Tell whether a checkpoint is pending that this rank cannot bring further without waiting."""
         return self._saver is not None and self._saver.busy
 
+    @as_parts
     def now(self, config: str | None, provenance: Mapping[str, Any]) -> Path:
         """Write the checkpoint of the present step and return when it is there. Raises ``CheckpointError``."""
         self.settle()
@@ -59,6 +61,7 @@ class Saves:
         self._wait()
         return path
 
+    @as_parts
     def due(self, config: str | None, provenance: Mapping[str, Any]) -> None:
         """Write a checkpoint on the way; in the background, return as soon as the state is copied."""
         self.settle()
@@ -69,6 +72,7 @@ class Saves:
         except CheckpointError as error:
             self._bear(error, self._state.step)
 
+    @as_parts
     def advance(self) -> None:
         """Bring a pending checkpoint further."""
         if self._pending is not None and self._saver is not None:
@@ -80,6 +84,7 @@ class Saves:
         if self._pending is not None:
             self._try(self._wait)
 
+    @as_parts
     def finish(self, config: str | None, provenance: Mapping[str, Any], *, moved: bool = False) -> None:
         """Leave the present step in a checkpoint: here an error is one of the run, since work would be lost.
 

@@ -25,6 +25,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from hpctrain.errors import UsageError
 
 NAME = "scheduler"
+SCALER = "scaler"
 _KINDS = (LRScheduler, ReduceLROnPlateau)  # in older versions of torch the second does not derive from the first
 _ENDS = (torch.Tensor, torch.nn.Module, torch.optim.Optimizer, type, ModuleType, FunctionType, MethodType, str, bytes)
 _MOST = 100_000  # objects looked at inside of what is saved already
@@ -53,6 +54,25 @@ def find_schedulers(
         for one in sorted(own, key=_settings):
             named[_free(base, {*states, *named})] = one
     return named
+
+
+def find_scalers(states: Mapping[str, object]) -> list[Any]:
+    """Return the enabled GradScalers of the process that no object in ``states`` holds.
+
+    A scaler refers to no optimizer, so this looks at the types of all objects: 15 ms with 290,000 of them alive.
+    """
+    kinds = _with_subclasses(torch.amp.GradScaler)
+    found = [one for one in gc.get_objects() if type(one) in kinds and one.is_enabled()]
+    if found:
+        found.clear()
+        gc.collect()  # drop those of unreachable cycles: the program has replaced them
+        found = [one for one in gc.get_objects() if type(one) in kinds and one.is_enabled()]
+    inside = _reachable(list(states.values())) if found else set()
+    return [one for one in found if id(one) not in inside]
+
+
+def _with_subclasses(kind: type[Any]) -> set[type[Any]]:
+    return {kind}.union(*map(_with_subclasses, kind.__subclasses__()))
 
 
 def check_saved(saved: Collection[str], present: Mapping[str, object], found: Collection[str], path: object) -> None:

@@ -26,6 +26,7 @@ from hpctrain.collectives.agreement import agreed, on_first_rank
 from hpctrain.data.random_streams import RandomStreams
 from hpctrain.errors import NonFiniteError, UsageError
 from hpctrain.log import logger
+from hpctrain.plain_tensors import as_parts
 from hpctrain.train.backward import Backward, Compute
 from hpctrain.train.books import Books
 from hpctrain.train.evaluation import Evaluation, Measure
@@ -233,6 +234,7 @@ class Run:
         if tokens:
             self._loop.log.note({}, {"tokens": self.state.tokens})
 
+    @as_parts
     def clip(self, max_norm: float, model: str = "") -> Tensor:
         """Clip the gradients of a model by their global norm (0: only compute it) and return that norm.
 
@@ -288,6 +290,7 @@ class Run:
 
     # Entering ---------------------------------------------------------------------------------------------------------
 
+    @as_parts
     def __enter__(self) -> Run:
         comm, opening = self.job.comm, self._opening
         opening.agree_on_seed()
@@ -340,6 +343,7 @@ class Run:
             self._has_saved = True
             self.state.find_schedulers()
 
+    @as_parts
     def _go_back(self) -> None:
         """Restore the last checkpoint, but not the position in the data: those samples broke the run."""
         for health in self._updates.healths.values():

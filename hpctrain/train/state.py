@@ -31,6 +31,7 @@ from hpctrain.collectives.agreement import agreed, on_first_rank
 from hpctrain.errors import CheckpointError, UsageError
 from hpctrain.log import logger
 from hpctrain.parallel.strategy import Strategy
+from hpctrain.plain_tensors import as_parts
 from hpctrain.shard import Split
 from hpctrain.train import parts, schedulers
 from hpctrain.train.changes import changed_hyperparameters
@@ -74,6 +75,7 @@ class TrainState:
         self.parts: dict[str, Any] = dict(parts)
         self.comm = comm
         self.schedulers: set[str] = set()  # names of the parts that were found, not named by the program
+        self.found_scaler = False  # whether a GradScaler was found, not named by the program
         self.changed: list[str] = []  # hyperparameters that the last restore has overwritten, a line each
         self.folder = folder
         self.keeper = files.Keeper(folder, keep)
@@ -164,8 +166,24 @@ class TrainState:
                 )
         self.parts |= found
         self.schedulers |= set(found)
+        self._find_scaler()
         return list(found)
 
+    def _find_scaler(self) -> None:
+        """Add the program's GradScaler to what is saved, if it is one and was not named; a call by all ranks."""
+        found = schedulers.find_scalers(self.parts)
+        counts = self.comm.all_gather_object(len(found))
+        if max(counts) > 1 and self.comm.rank == 0:
+            logger.warning(
+                "%d GradScalers that are in no states: their scales are not saved; name those of this run: "
+                'states={"scaler": scaler}',
+                max(counts),
+            )
+        if set(counts) == {1} and schedulers.SCALER not in self.parts:
+            self.parts[schedulers.SCALER] = found[0]
+            self.found_scaler = True
+
+    @as_parts
     def check_storable(self) -> None:
         """Refuse states that a checkpoint cannot hold; a call by all ranks, before the first step.
 
@@ -256,6 +274,7 @@ class TrainState:
         if own and not load_own(path, own, comm=self.comm) and self.comm.rank == 0:
             logger.warning("%s holds no such workers: all of them begin where the centre is", path)
 
+    @as_parts
     def restore(self, path: Path, *, rewind_data: bool = True) -> Loaded:
         """Go back to a checkpoint; without ``rewind_data``, the position in the data stays where it is.
 
@@ -275,6 +294,10 @@ class TrainState:
         train = loaded.train
         states = train.get("states", {})
         missing = sorted(set(self.parts) - set(states) - {FEED})
+        if schedulers.SCALER in missing and self.found_scaler:
+            missing.remove(schedulers.SCALER)
+            if self.comm.rank == 0:
+                logger.warning("%s holds no state of a GradScaler: it begins with its first scale", path)
         if missing:
             raise CheckpointError(f"{path} holds no state of {', '.join(missing)}", everywhere=True)
         for name, part in self.parts.items():

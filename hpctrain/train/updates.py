@@ -12,6 +12,7 @@ from torch.utils.hooks import RemovableHandle
 from hpctrain import trace
 from hpctrain.collectives.communicator import Communicator
 from hpctrain.parallel.strategy import Strategy
+from hpctrain.plain_tensors import as_parts
 from hpctrain.train.first_step import FirstStepChecks
 from hpctrain.train.health import Health, Policy, check_policy
 from hpctrain.train.scaler import watch_scalers
@@ -71,6 +72,7 @@ class Updates:
         """Whether the update under way is one that a strategy makes by itself: nothing is asked of the other ranks."""
         return any(strategy.updates_itself for strategy in self._strategies.values())
 
+    @as_parts
     def _before(self, healths: Sequence[Health], begin: Callable[[], int]) -> None:
         if self._one_ranks_own:
             return
@@ -81,6 +83,7 @@ class Updates:
             health.before_update(step)
         self._began = time.monotonic()
 
+    @as_parts
     def _after(self, note: Callable[[], None]) -> None:
         if self._one_ranks_own:
             return

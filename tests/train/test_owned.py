@@ -74,6 +74,8 @@ def test_a_criterion_is_stored_with_the_model(job: Any, shared_tmp_path: Path) -
     optimizers = {"": torch.optim.SGD([*model.parameters(), *loss.parameters()], lr=0.1, momentum=0.9)}
     for parameter in (*model.parameters(), *loss.parameters()):
         parameter.grad = torch.ones_like(parameter)
+    job.average_gradients(model)
+    job.average_gradients(loss)
     optimizers[""].step()
     wrapped = [strategy.model for strategy in job.strategies.values()]
     models = joined({"": model}, adoptable(optimizers, {"": model}, wrapped))

@@ -72,7 +72,7 @@ class Reduction:
         self._seen: list[int] = []  # numbers of pieces, as they were complete in the first pass
         self._settled = False
         self.names_given = False
-        self.given: set[str] = set()  # names of the parameters that the last pass gave a gradient, if those are asked for
+        self.given: set[str] = set()  # names of the parameters that the last pass gave a gradient, if asked for
         self._line_up(list(range(len(self.flows))))
 
     def _line_up(self, order: Sequence[int]) -> None:

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
 
 import torch
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.utils.hooks import RemovableHandle
 
 from hpctrain.errors import UsageError
 from hpctrain.parallel.fsdp.elementwise import check_elementwise
+from hpctrain.parallel.update_hooks import UpdateHooks
 
 
 class Owners:
@@ -35,22 +33,17 @@ class Owners:
         self._replaced = {id(living[name]): (name, old) for name, old in replaced.items() if living[name] is not None}
         self._trusted, self._before, self._after = trusted, before, after
 
-    def attach(self) -> list[RemovableHandle]:
+    def attach(self) -> UpdateHooks:
         """Hook all optimizers of the process, as long as this object lives."""
-        own = weakref.ref(self)
+        return UpdateHooks(self, Owners._first, Owners._last)
 
-        def first(optimizer: Any, args: Any, kwargs: Any) -> None:
-            if (owners := own()) is not None and owners.check(optimizer):
-                owners._before(optimizer)
+    def _first(self, optimizer: torch.optim.Optimizer) -> None:
+        if self.check(optimizer):
+            self._before(optimizer)
 
-        def last(optimizer: Any, args: Any, kwargs: Any) -> None:
-            if (owners := own()) is not None and owners.holds(optimizer):
-                owners._after(optimizer)
-
-        handles = [register_optimizer_step_pre_hook(first), register_optimizer_step_post_hook(last)]
-        for handle in handles:
-            weakref.finalize(self, handle.remove)
-        return handles
+    def _last(self, optimizer: torch.optim.Optimizer) -> None:
+        if self.holds(optimizer):
+            self._after(optimizer)
 
     def check(self, optimizer: torch.optim.Optimizer) -> bool:
         """Tell whether an optimizer updates shards; raise ``UsageError`` where it would not do so rightly."""

@@ -28,10 +28,13 @@ from hpctrain.parallel.fsdp.owners import Owners
 from hpctrain.parallel.fsdp.parts import Parts, assemble
 from hpctrain.parallel.fsdp.split import FlatSplit
 from hpctrain.parallel.guard.gradient_hooks import GradientHooks
+from hpctrain.parallel.guard.updates import LateParameters
 from hpctrain.parallel.offload.settings import OffloadSettings
 from hpctrain.parallel.settings import ParallelSettings
 from hpctrain.parallel.strategy import Strategy
 from hpctrain.parallel.sync_batchnorm import SyncBatchNorm
+from hpctrain.parallel.update_hooks import UpdateHooks
+from hpctrain.plain_tensors import as_parts, plain_tensors
 
 
 class ShardedDataParallel(Strategy):
@@ -61,19 +64,27 @@ class ShardedDataParallel(Strategy):
         self._split = FlatSplit(self._parts.by_name)
         self._running = False  # between the beginning of a backward pass and its end
         self._summoned = False
+        self._written = False  # whether the program itself has changed shards since the last pass
         self._owners = Owners(
             self._shards, self._parts.replaced, settings.elementwise, self._before_update, self._after_update
         )
         self._gradient_hooks = GradientHooks({member.name: member.shard for member in members})
         for member in members:
             self._gradient_hooks.take_over(member.name, *before[member.name])
-        self._handles = [*self._hook(), *self._form.hook(model, self._begin_backward), *self._owners.attach()]
+        self._late = LateParameters(model, [*model.parameters(), *(member.whole for member in members)])
+        self._handles: list[RemovableHandle | UpdateHooks] = [
+            *self._hook(),
+            *self._form.hook(model, self._begin_backward),
+            self._owners.attach(),
+            UpdateHooks(self, lambda own, optimizer: own._late.check(optimizer)),
+        ]
 
     def set_sample_weight(self, weight: float) -> None:
         """Let this rank's gradients count with ``weight`` in the average over the data ranks, until set again."""
         super().set_sample_weight(weight)
         self._reduction.sample_weight = self._sample_weight
 
+    @as_parts
     def contribute_nothing(self, *, backward: bool = True) -> None:
         """Take part in a forward (and ``backward``) pass of the others, with no sample of one's own.
 
@@ -84,6 +95,7 @@ class ShardedDataParallel(Strategy):
                 f"rank {self.comm.rank} has no sample in this step, but synchronised batch norm needs some of every "
                 "rank: make the batch larger, or drop the last one"
             )
+        self._take_writes()
         if backward:
             self._check_local()
             self._broadcast_buffers()
@@ -97,25 +109,25 @@ class ShardedDataParallel(Strategy):
         if reduces:
             self._check_local()
             self._broadcast_buffers()
-        self._form.summon()
-        self._summoned = True
+        self._summon()
         try:
             with self.no_sync():
                 yield
         finally:
-            self._summoned = False
-            self._form.dismiss()
+            self._dismiss()
         if reduces:
             self._finish()
         elif any(True for _ in self.local_gradients()):
             self._note_local()
 
+    @as_parts
     def clip_grad_norm(self, max_norm: float) -> Tensor:
         """Scale the gradients so that their global norm is at most ``max_norm``; return the norm before, a scalar."""
         if self._engine is None:
             return clip_shards(self._shards, self._parts.comm, max_norm)
         return self._engine.clip(self._shards, self._parts.comm, max_norm, plain=self._is_plain)
 
+    @as_parts
     def scale_gradients(self, factor: Tensor) -> None:
         """Multiply the averaged gradients by a factor, a scalar; on the host not before they are used."""
         if self._engine is None:
@@ -164,21 +176,31 @@ class ShardedDataParallel(Strategy):
                 everywhere=True,
             )
         self.settle()
-        self._form.summon()
-        self._summoned = True
+        self._summon()
         try:
             if write and self.comm.rank:
                 for member in self._parts.members:  # others may write what they like: what they share stays as it is
                     member.show(nn.Parameter(member.whole.detach().clone(), requires_grad=member.whole.requires_grad))
             yield
             if write:
-                for piece in self._parts.pieces:
-                    value = (lambda member: member.whole.detach()) if self.comm.rank == 0 else None
-                    piece.fill(value, self._parts.replicas)
+                with plain_tensors():
+                    for piece in self._parts.pieces:
+                        value = (lambda member: member.whole.detach()) if self.comm.rank == 0 else None
+                        piece.fill(value, self._parts.replicas)
                 self.refresh()
         finally:
-            self._summoned = False
-            self._form.dismiss()
+            self._dismiss()
+
+    @as_parts
+    def _summon(self) -> None:
+        self._take_writes()
+        self._form.summon()
+        self._summoned = True
+
+    @as_parts
+    def _dismiss(self) -> None:
+        self._summoned = False
+        self._form.dismiss()
 
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Raise ``UsageError`` unless an optimizer holds shards and updates every element by itself."""
@@ -188,17 +210,20 @@ class ShardedDataParallel(Strategy):
                 everywhere=True,
             )
 
+    @as_parts
     def refresh(self) -> None:
         """Take note that parameters were changed by other hands than the optimizer's; a call by all ranks."""
         if self._engine is not None:
             self._engine.refresh()
         self._form.mark(frozen=True)
 
+    @as_parts
     def settle(self) -> None:
         """End an update that goes on beside the steps, and show it; a call by all ranks."""
         if self._engine is not None and self._engine.settle():
             self._form.mark()
 
+    @as_parts
     def reduced_gradients(self) -> list[tuple[str, Tensor]]:
         """Return this rank's slices of the averaged gradients, by name."""
         held = ((member.name, self._gradient(member.shard)) for member in self._parts.members if member.shard.numel())
@@ -209,6 +234,18 @@ class ShardedDataParallel(Strategy):
             return shard.grad
         self._engine.gradients.apply_scale()
         return self._engine.gradients.of(shard)
+
+    def before_write(self) -> None:
+        """Wait until no rank computes with the shards any more; whole parameters are brought up to date afterwards."""
+        if not self._written:
+            self._written = True
+            self._form.meet()
+
+    def _take_writes(self) -> None:
+        """Take what the program has written into shards since the last pass."""
+        if self._written:
+            self._written = False
+            self.refresh()
 
     def gradients_final(self) -> None:
         """Scale the gradients of offloaded shards that wait for it."""
@@ -237,6 +274,7 @@ class ShardedDataParallel(Strategy):
             if member.whole.grad is not None:
                 yield member.name, member.whole.grad
 
+    @as_parts
     def drop_gradients(self) -> None:
         """Forget all gradients, reduced or not."""
         for member in self._parts.members:
@@ -261,11 +299,13 @@ class ShardedDataParallel(Strategy):
         if self._engine is not None and self._syncing:
             self._engine.announce()
 
+    @as_parts
     def _before_update(self, optimizer: torch.optim.Optimizer) -> None:
         self._form.meet()
         if self._engine is not None:
             self._engine.before(optimizer)
 
+    @as_parts
     def _after_update(self, optimizer: torch.optim.Optimizer) -> None:
         if self._engine is not None:
             self._engine.after(optimizer)
@@ -288,15 +328,18 @@ class ShardedDataParallel(Strategy):
         assert self._parts.narrow is not None
         return hooks.cast((args, kwargs), self._parts.narrow)
 
+    @as_parts
     def _before_forward(self, args: Any, kwargs: Any) -> None:
         if self._summoned or self._running:
             return
+        self._take_writes()
         if self.model.training and torch.is_grad_enabled():
             self._check_local()
             if self._syncing:
                 self._broadcast_buffers()
         self._form.begin_forward(records=torch.is_grad_enabled())
 
+    @as_parts
     def _after_forward(self, args: Any, kwargs: Any, result: Any) -> None:
         if self._summoned or self._running:
             return
@@ -305,6 +348,7 @@ class ShardedDataParallel(Strategy):
             hooks.when_backward_comes_to(result, self._begin_backward)
         self._form.end_forward(keeps=keeps)
 
+    @as_parts
     def _begin_backward(self) -> None:
         if self._running:
             return
@@ -314,6 +358,7 @@ class ShardedDataParallel(Strategy):
         Variable._execution_engine.queue_callback(self._end_backward)
         self._form.begin_backward(reduces=self._syncing)
 
+    @as_parts
     def _take(self, flow: Flow, number: int, _: Tensor) -> None:
         if self._summoned:
             return
@@ -324,6 +369,7 @@ class ShardedDataParallel(Strategy):
             self._gradient_hooks.check_reduced(flow.piece.members[number].name)
             self._note_local()
 
+    @as_parts
     def _end_backward(self) -> None:
         self._running = False
         self._form.end_backward()
@@ -333,6 +379,7 @@ class ShardedDataParallel(Strategy):
         if self._engine is not None and self._engine.finder is not None:
             self._engine.finder.end()
 
+    @as_parts
     def _finish(self) -> None:
         """Reduce what is left of the gradients; none waits on this rank alone any more."""
         hooked = self._reduction.names_given = self._gradient_hooks.any

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from hpctrain.parallel.fsdp import hooks
+from hpctrain.plain_tensors import as_parts
 
 if TYPE_CHECKING:
     from hpctrain.parallel.fsdp.passing import Passing, Station
@@ -40,6 +41,7 @@ class UnitHooks:
             handles.append(register(partial(self._take, member.name)))
         return handles
 
+    @as_parts
     def _before(self, args: Any, kwargs: Any) -> None:
         if self._passing.idle:
             return
@@ -47,6 +49,7 @@ class UnitHooks:
         if torch.is_grad_enabled() and not self._passing.going_back:
             hooks.when_backward_has_left((args, kwargs), self._leave)
 
+    @as_parts
     def _after(self, args: Any, kwargs: Any, result: Any) -> None:
         # Activations that are computed again do not end the unit's backward pass.
         if self._passing.idle or self._passing.going_back:
@@ -55,15 +58,18 @@ class UnitHooks:
             hooks.when_backward_comes_to(result, self._come)
         self._passing.release(self._station)
 
+    @as_parts
     def _come(self) -> None:
         self._begins()
         self._left = False
         self._passing.need(self._station)
 
+    @as_parts
     def _leave(self) -> None:
         self._left = True
         self._free()
 
+    @as_parts
     def _take(self, name: str, _: Tensor) -> None:
         self._came.add(name)
         if self._left:

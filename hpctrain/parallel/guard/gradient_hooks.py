@@ -1,9 +1,10 @@
 """Hooks that a program sets on parameters, called with averaged gradients.
 
-One process calls ``parameter.register_hook(f)`` with the gradient of the whole batch. On several ranks autograd would call
-``f`` on each rank with the gradient of its share, which gives another result unless ``f`` is linear (a clamp, a norm), and
-never where the module computes with another tensor than the program holds (zero1, zero2, fsdp). So the hooks are kept
-where torch keeps them, in wrappers that do nothing in the backward pass and are called after the reduction.
+With one process ``f`` of ``parameter.register_hook(f)`` gets the gradient of the whole batch. On several ranks
+autograd would call it on each rank with the gradient of that rank's share, which gives another result unless ``f`` is
+linear (a clamp is not). If modules compute with other tensors than the program holds (zero1, zero2, fsdp), it would not
+call it at all. So the hooks stay where torch keeps them, in wrappers that do nothing in the backward pass and are
+called after the reduction.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 
 from hpctrain.errors import UsageError
 from hpctrain.parallel.guard.shard_tensor import mark_gradient
+from hpctrain.plain_tensors import guarded_tensors, plain_tensors
 
 _METHODS = ("register_hook", "register_post_accumulate_grad_hook")
 _INSTEAD = "change the gradients behind the backward pass: with torch.no_grad(): parameter.grad.mul_(...)"
@@ -64,7 +66,7 @@ class GradientHooks:
         self._hooked[name] = parameter
         deferred = _Deferred(hook, parameter, name, accumulates=method == _METHODS[1])
         plain: Callable[..., Any] = getattr(torch.Tensor, method)
-        with torch._C.DisableTorchFunctionSubclass():
+        with plain_tensors():
             return plain(parameter, deferred)
 
     def _check(self) -> None:
@@ -76,9 +78,9 @@ class GradientHooks:
 
         ``agreed`` tells whether a thing is so on any rank. A call by all ranks of them.
         """
-        names = [name for name, each in self._hooked.items() if each.grad is not None and _deferred(each._backward_hooks)]
-        for name in names:
-            if agreed(_adds(self._hooked[name])):
+        for name, parameter in self._hooked.items():
+            waits = parameter.grad is not None and _deferred(parameter._backward_hooks)
+            if waits and agreed(_adds(parameter)):
                 raise _adds_up(name)
 
     def check_reduced(self, name: str) -> None:
@@ -98,13 +100,15 @@ class GradientHooks:
                 continue
             gradient = given = mark_gradient(parameter)
             for hook in _deferred(parameter._backward_hooks):
-                result = hook.call(gradient)
+                with guarded_tensors():
+                    result = hook.call(gradient)
                 gradient = gradient if result is None else result
-            with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+            with plain_tensors(), torch.no_grad():
                 if gradient is not given:
                     parameter.grad.copy_(gradient)
             for hook in _deferred(_after(parameter)):
-                hook.call(parameter)
+                with guarded_tensors():
+                    hook.call(parameter)
 
 
 class _Registers:
@@ -136,7 +140,7 @@ class _Deferred:
 
 
 def _adds(parameter: nn.Parameter) -> bool:
-    with torch._C.DisableTorchFunctionSubclass():
+    with plain_tensors():
         return parameter.grad is not None and bool(parameter.grad.any())
 
 

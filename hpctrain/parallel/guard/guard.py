@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 from torch.autograd import Variable
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from hpctrain.parallel.fsdp import hooks
 from hpctrain.parallel.guard import torch_functions
 from hpctrain.parallel.guard.shard_tensor import ATTRIBUTE, Part, ShardParameter, unmark
+from hpctrain.parallel.update_hooks import UpdateHooks
 
 if TYPE_CHECKING:
     from hpctrain.parallel.strategy import Strategy
@@ -33,8 +33,8 @@ class Guard:
         self._parameters = list(parameters.values())
         self._held = {id(parameter) for parameter in self._parameters}
         self._off = 0  # blocks and passes that are under way
-        self._going_back = False
-        self._handles: list[RemovableHandle] = []
+        self._going_back = self._updating = False
+        self._handles: list[RemovableHandle | UpdateHooks] = []
         owner = weakref.ref(strategy)
         for name, parameter in parameters.items():
             parameter.__dict__[ATTRIBUTE] = Part(name, owner, what)
@@ -76,25 +76,25 @@ class Guard:
 
     def _show(self, kind: type[nn.Parameter]) -> None:
         for parameter in self._parameters:
-            parameter.__class__ = kind  # type: ignore[assignment]
+            parameter.__class__ = kind
 
     # Updates ----------------------------------------------------------------------------------------------------------
 
     def _attach(self) -> None:
-        own = weakref.ref(self)
+        self._handles.append(UpdateHooks(self, Guard._before_update, Guard._after_update))
 
-        def first(optimizer: Any, args: Any, kwargs: Any) -> None:
-            if (guard := own()) is not None and guard._holds(optimizer):
-                guard._begin()
-                guard._unmark_gradients()
+    def _before_update(self, optimizer: torch.optim.Optimizer) -> None:
+        if not self._holds(optimizer):
+            return
+        if not self._updating:  # still so if the last update has raised
+            self._updating = True
+            self._begin()
+        self._unmark_gradients()
 
-        def last(optimizer: Any, args: Any, kwargs: Any) -> None:
-            if (guard := own()) is not None and guard._off and guard._holds(optimizer):
-                guard._end()
-
-        self._handles += [register_optimizer_step_pre_hook(first), register_optimizer_step_post_hook(last)]
-        for handle in self._handles:
-            weakref.finalize(self, handle.remove)
+    def _after_update(self, optimizer: torch.optim.Optimizer) -> None:
+        if self._updating and self._holds(optimizer):
+            self._updating = False
+            self._end()
 
     def _holds(self, optimizer: torch.optim.Optimizer) -> bool:
         return any(id(each) in self._held for group in optimizer.param_groups for each in group["params"])

@@ -2,20 +2,19 @@
 
 Between the passes a program sees parameters of which this rank holds a part: a slice (zero1, zero2, fsdp, tensor
 parallelism) or those of one pipeline stage. Element-wise work on them gives what one process gives. A sum, a norm or a
-product gives this rank's share of it, and no error: ``p.grad.norm()`` would be wrong in silence. So these parameters are
-of the class ``ShardParameter`` then. Element-wise functions run and give a ``ShardTensor``; all others raise.
+product gives this rank's share of it, without any error. So these parameters are of the class ``ShardParameter`` then.
+Element-wise functions run and give a ``ShardTensor``; all others raise.
 
-Note: why the class is switched. An optimizer must find plain ``nn.Parameter``: a subclass doubles the time of fused AdamW
-on 200 small parameters and turns foreach off on CUDA, where ``type(p)`` is tested. To assign ``__class__`` takes 40 ns
-per parameter, so classes are switched around each update; a function on a ``ShardParameter`` costs 2 to 3 us more.
+Note: why the class is switched. An optimizer must find plain ``nn.Parameter``: a subclass doubles the time of fused
+AdamW on 200 small parameters and turns foreach off on CUDA, where ``type(p)`` is tested. To assign ``__class__`` takes
+40 ns per parameter, so classes are switched around each update. A function of a ``ShardParameter`` takes 2 us more.
 A ``TorchFunctionMode`` would cost that for every function of the program, those of its data included.
 """
 
 from __future__ import annotations
 
-import functools
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -23,18 +22,18 @@ import torch
 from torch import Tensor, nn
 
 from hpctrain.errors import UsageError
+from hpctrain.plain_tensors import plain_tensors
 
 if TYPE_CHECKING:
     from hpctrain.parallel.strategy import Strategy
 
 ATTRIBUTE = "_hpctrain_part"  # of parameters, and of tensors computed from them
-plain_tensors = torch._C.DisableTorchFunctionSubclass  # ``with plain_tensors():`` computes with parts as they are
 
 # Element-wise, though their operators are not tagged so, or with other names than these.
 _ELEMENTWISE = frozenset(
-    "add and copy_ detach detach_ div eq fill_ float half double bfloat16 floor_divide floordiv ge gt iadd iand imul int "
-    "invert ior ipow isub itruediv le long lt masked_fill_ mod mul ne neg nextafter or pos pow radd rdiv rfloordiv rmod "
-    "rmul rpow rsub rtruediv sub to truediv type type_as xor zero_ bool constant_ ones_ zeros_".split()
+    "add and copy_ detach detach_ div eq fill_ float half double bfloat16 floor_divide floordiv ge gt iadd iand imul "
+    "int invert ior ipow isub itruediv le long lt masked_fill_ mod mul ne neg nextafter or pos pow radd rdiv rfloordiv "
+    "rmod rmul rpow rsub rtruediv sub to truediv type type_as xor zero_ bool constant_ ones_ zeros_".split()
 )
 # Same elements in another order or memory, or new memory of the same form.
 _MOVES = frozenset(
@@ -119,14 +118,11 @@ class ShardParameter(nn.Parameter):
         """Refuse to be copied with its module: the copy would have no strategy that makes it whole."""
         part = part_of(self)
         raise UsageError(
-            f"deepcopy of {part.text if part else 'a part of a parameter'}: the copy of a model that is split over ranks "
-            "would compute with parts; copy the model before job.wrap, and wrap the copy too; whole tensors are "
+            f"deepcopy of {part.text if part else 'a part of a parameter'}: the copy of a model that is split over "
+            "ranks would compute with parts; make the copy, such as an average of weights, before job.wrap, wrap it "
+            "too, and keep it up to date by mean.lerp_(value, 0.01) over both parameters(); whole tensors are "
             "job.state_dict(model)"
         )
-
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
-        with plain_tensors():
-            return f"Part of a parameter, {torch.Tensor.detach(self)!r}"
 
 
 def _call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -136,6 +132,8 @@ def _call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             return func(*args, **kwargs)
     if not _allowed(name, func, args, kwargs):
         raise _refused(name, func, args, kwargs)
+    if _changes(func, kwargs):
+        _announce_write(args, kwargs)
     try:
         with plain_tensors():
             result = func(*args, **kwargs)
@@ -157,7 +155,7 @@ def _name(func: Any) -> str:
 def _allowed(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     if getattr(func, "__name__", "") == "__get__":
         return True
-    if getattr(func, "__module__", "") == "torch.nn.init":
+    if getattr(func, "__module__", "") in ("torch.nn.init", "torch.autograd"):
         return name in _ELEMENTWISE
     if name in _FILLS or name.rstrip("_") + "_" in _FILLS:
         return name in _FILLS and not _writes_parameter(args)
@@ -179,6 +177,26 @@ def _is_elementwise(name: str) -> bool:
     if packet is None:
         return False
     return any(torch.Tag.pointwise in getattr(packet, overload).tags for overload in packet.overloads())
+
+
+def _changes(func: Any, kwargs: dict[str, Any]) -> bool:
+    """Tell whether a function changes a tensor in place."""
+    name = getattr(func, "__name__", "")
+    if name.startswith("__"):
+        return name.startswith("__i") and name not in ("__int__", "__index__", "__invert__") or name == "__setitem__"
+    return name.endswith("_") or "out" in kwargs
+
+
+def _announce_write(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Let strategies know that parameters are about to be changed by other hands than an optimizer's."""
+    changed = kwargs.get("out", args[0] if args else kwargs.get("tensor"))
+    for tensor in _tensors(changed):
+        part = part_of(tensor)
+        strategy = part.strategy() if part is not None else None
+        if strategy is not None and _writes_parameter((tensor,)):
+            with plain_tensors():
+                strategy.before_write()
+            return
 
 
 def _writes_parameter(args: tuple[Any, ...]) -> bool:
@@ -212,7 +230,7 @@ def _marked(name: str, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any
     return result
 
 
-def _check_shapes(name: str, result: Tensor, parts: list[Tensor]) -> None:
+def _check_shapes(name: str, result: Tensor, parts: Sequence[Tensor]) -> None:
     """Raise if a part was broadcast against something of another shape, such as a whole mask."""
     for one in parts:
         with plain_tensors():
@@ -288,16 +306,21 @@ def _refused(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
             f"{name} on {what}: each rank would draw its part by itself, and one process other numbers; initialise the "
             "model before job.wrap, or inside of with job.unshard(model, write=True)"
         )
+    if module == "torch.autograd":
+        return UsageError(
+            f"torch.autograd.{name} with respect to {what}: passes compute with whole parameters, of which this is a "
+            "part; call loss.backward() and use parameter.grad"
+        )
     seen = f"{name} of {what}: it would see this rank's elements only"
     if name in ("numpy", "array", "tolist", "item", "float", "int"):
         return UsageError(
-            f"{seen}; whole tensors are job.state_dict(model), or inside of with job.unshard(model); if this rank's are "
-            "meant, write tensor.as_subclass(torch.Tensor) first"
+            f"{seen}; whole tensors are job.state_dict(model), or inside of with job.unshard(model); if this rank's "
+            "are meant, write tensor.as_subclass(torch.Tensor) first"
         )
     if module.startswith(("torch._C._nn", "torch.nn.functional")) or name in _PRODUCTS:
         return UsageError(
-            f"{seen}; modules have whole parameters while the wrapped model itself is called; call the model, and let its "
-            "forward use the parameter, or compute inside of with job.unshard(model)"
+            f"{seen}; modules have whole parameters while the wrapped model itself is called; call the model, and let "
+            "its forward use the parameter, or compute inside of with job.unshard(model)"
         )
     return UsageError(
         f"{seen}; run.clip(max_norm) returns the norm of all gradients, torch.nn.utils.get_total_norm(tensors) that of "
@@ -312,14 +335,3 @@ def _not_written(tensor: Tensor) -> UsageError:
         f"writing {part.text if part else 'a part of a parameter'}: the file would hold this rank's part only; write "
         "job.state_dict(model), which every rank calls and which returns whole tensors; run.save() writes checkpoints"
     )
-
-
-def as_parts(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Let a function of torch compute with parts as they are: one that works element by element."""
-
-    @functools.wraps(function)
-    def called(*args: Any, **kwargs: Any) -> Any:
-        with plain_tensors():
-            return function(*args, **kwargs)
-
-    return called

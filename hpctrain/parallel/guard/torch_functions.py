@@ -5,11 +5,13 @@
 
 Note: how they are replaced. A program may have imported a function before the model was wrapped, so it is not enough to
 put another one into the module. Torch wraps each of these in a closure that switches gradients off; its cell is what is
-exchanged here, and so every name leads to the new function. Where torch has no such cell, the names in torch's modules are replaced.
+exchanged here, and so every name leads to the new function. Where torch has no such cell, the names in torch's modules
+are replaced.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -19,8 +21,9 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad
 
 from hpctrain.errors import UsageError
-from hpctrain.parallel.guard.shard_tensor import Part, ShardParameter, ShardTensor, as_parts, part_of, plain_tensors
+from hpctrain.parallel.guard.shard_tensor import Part, ShardParameter, ShardTensor, part_of
 from hpctrain.parallel.strategy import Strategy
+from hpctrain.plain_tensors import as_parts, plain_tensors
 
 _installed = 0
 _undo: list[Callable[[], None]] = []
@@ -37,6 +40,8 @@ def install() -> None:
     _replace("_get_total_norm", "get_total_norm", _get_total_norm)
     _replace("_clip_grads_with_norm_", "clip_grads_with_norm_", _clip_grads_with_norm)
     _replace("clip_grad_value_", "clip_grad_value_", None)
+    scaler: Any = torch.amp.GradScaler
+    _set(scaler, "_unscale_grads_", _agreed_unscale(scaler._unscale_grads_))
     for kind in (torch.optim.Optimizer, nn.Module):
         _set(kind, "zero_grad", as_parts(kind.zero_grad))
 
@@ -79,6 +84,27 @@ def _set(owner: Any, name: str, new: Any) -> None:
     _undo.append(lambda: setattr(owner, name, before))
 
 
+def _agreed_unscale(unscale: Callable[..., Any]) -> Callable[..., Any]:
+    """Let a GradScaler find infinities in the parts of all ranks: each would see its own only, and skip alone."""
+
+    @functools.wraps(unscale)
+    def called(scaler: Any, optimizer: Any, inv_scale: Tensor, found_inf: Tensor, *args: Any) -> Any:
+        with plain_tensors():
+            found: dict[torch.device, Tensor] = unscale(scaler, optimizer, inv_scale, found_inf, *args)
+            held = (part_of(each) for group in optimizer.param_groups for each in group["params"])
+            strategies = {id(one): one for part in held if part is not None and (one := part.strategy()) is not None}
+            if not strategies:
+                return found
+            found = found or {found_inf.device: found_inf}
+            worst = torch.stack([each.to(found_inf.device) for each in found.values()]).max().reshape(1)
+            for strategy in strategies.values():
+                for comm in strategy.norm_groups():
+                    comm.all_reduce(worst, "max")
+            return {device: worst.reshape(()).to(device) for device in found}
+
+    return called
+
+
 # Norms ----------------------------------------------------------------------------------------------------------------
 
 
@@ -119,8 +145,8 @@ def _required_part(tensor: Tensor) -> Part | None:
     part = part_of(tensor)
     if part is None and isinstance(tensor, (ShardTensor, ShardParameter)):
         raise UsageError(
-            "get_total_norm of a tensor that was made of parts of several parameters; allowed are gradients, parameters "
-            "and what is computed from one of them; pass these as a list"
+            "get_total_norm of a tensor that was made of parts of several parameters; allowed are gradients, "
+            "parameters and what is computed from one of them; pass these as a list"
         )
     return part
 
@@ -130,15 +156,17 @@ def _norm(
 ) -> Tensor:
     """Return the norm of whole tensors and of parts together; a call by all ranks that share the parts."""
     strategies = {id(one): one for _, part in held if part is not None and (one := part.strategy()) is not None}
-    waiting = [one for one in _pipelined() if id(one) not in strategies] if not strategies else []
-    strategies |= {id(one): one for one in waiting if len(waiting) == 1}
+    if not held:
+        waiting = _pipelined()
+        strategies |= {id(one): one for one in waiting if len(waiting) == 1}
     whole = [tensor for tensor, part in held if part is None]
     if not strategies:
-        return _originals["_get_total_norm"](whole, norm_type, error_if_nonfinite, foreach)  # type: ignore[no-any-return]
+        plain: Tensor = _originals["_get_total_norm"](whole, norm_type, error_if_nonfinite, foreach)
+        return plain
     order = float(norm_type)
     if order == 0 or math.isnan(order):
         raise UsageError(
-            f"norm of gradients: norm_type={norm_type}; allowed is any other than 0 where parameters are split over ranks",
+            f"norm of gradients: norm_type={norm_type}; allowed is any but 0 if parameters are split over ranks",
             everywhere=True,
         )
     device = held[0][0].device if held else torch.device("cpu")
@@ -149,8 +177,9 @@ def _norm(
     norm = total if math.isinf(order) else total ** (1.0 / order)
     if error_if_nonfinite and not bool(torch.isfinite(norm)):
         raise RuntimeError(
-            f"The total norm of order {order} for gradients from `parameters` is non-finite, so it cannot be clipped. To "
-            "disable this error and scale the gradients by the non-finite norm anyway, set `error_if_nonfinite=False`"
+            f"The total norm of order {order} for gradients from `parameters` is non-finite, so it cannot be clipped. "
+            "To disable this error and scale the gradients by the non-finite norm anyway, set "
+            "`error_if_nonfinite=False`"
         )
     return norm.to(held[0][0].dtype if held else torch.float32)
 
