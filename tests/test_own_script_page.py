@@ -250,12 +250,10 @@ with job.run(model, optimizer, alone, checkpoints="runs/alone", split=False) as 
         optimizer.step()
         optimizer.zero_grad()
 assert run.step == 12
-frozen = nn.Linear(8, 4)
-frozen.weight.requires_grad_(False)
-frozen = job.wrap(frozen)
-frozen.weight.requires_grad_(True)
+late = job.wrap(nn.Sequential(nn.Linear(8, 4)))
+late[0] = nn.Linear(8, 4)
 try:
-    with job.run(frozen, torch.optim.SGD(frozen.parameters(), lr=0.1), loader, checkpoints="runs/unfrozen"):
+    with job.run(late, torch.optim.SGD(late.parameters(), lr=0.1), loader, checkpoints="runs/late"):
         pass
 except ValueError as error:
     assert "make them before job.wrap" in str(error)

@@ -118,10 +118,18 @@ def test_parameters_of_every_strategy_are_known(comm: Any, data: str, lines: lis
     step.strategy.detach()
 
 
-def test_parameters_unfrozen_after_wrap_are_refused(comm: Any) -> None:
+def test_parameters_unfrozen_after_wrap_are_adopted_by_ddp(comm: Any) -> None:
     model = Net()
     model.first.requires_grad_(False)
     step = make(comm, model=model)
+    model.first.bias.requires_grad_(True)
+    step.checks.check_held()
+
+
+def test_shards_unfrozen_after_wrap_are_refused(comm: Any) -> None:
+    model = Net()
+    model.first.requires_grad_(False)
+    step = make(comm, model=model, data="zero1", mixed_precision="bfloat16")  # which shards on one rank, too
     step.checks.check_held()
     model.first.bias.requires_grad_(True)
     with pytest.raises(UsageError, match=r"wrapped model: first\.bias; "):
