@@ -17,9 +17,10 @@ from torch import Tensor, nn
 
 from hpctrain.collectives.communicator import Communicator
 from hpctrain.collectives.mesh import AXES, Mesh
-from hpctrain.errors import MismatchError
+from hpctrain.errors import MismatchError, UsageError
 from hpctrain.parallel.agreement import broadcast_model, check_same_model
 from hpctrain.parallel.fsdp.norm import clip_factor, sum_of_squares
+from hpctrain.parallel.guard.gradient_hooks import INSTEAD, GradientHooks
 from hpctrain.parallel.materialise import is_meta
 from hpctrain.parallel.objective import Objective, cross_entropy
 from hpctrain.parallel.pipeline.pipeline import Pipeline
@@ -34,6 +35,7 @@ from hpctrain.parallel.tensor.rng import agree
 from hpctrain.parallel.tensor.split import TensorSplit
 from hpctrain.shard import Shard, Split
 
+_HOOKS = "the gradients of a slice or of a microbatch are not what one process gives to it"
 Attach = Callable[[nn.Module, Communicator, ParallelSettings, torch.device], Strategy]
 
 
@@ -53,6 +55,7 @@ class ModelParallel(Strategy):
         example: Tensor | None = None,
     ) -> None:
         self.model, self.comm, self.settings, self.device = model, comm, settings, device
+        _check_hooks(model)
         _agree_on_values(model, comm)
         self.mesh = Mesh(comm, shape_of(settings, comm.size))
         place = {axis: self.mesh.shape.coordinate(axis, comm.rank) for axis in AXES}
@@ -65,6 +68,7 @@ class ModelParallel(Strategy):
         if settings.pipe > 1:
             self._pipeline = Pipeline(model, self.mesh.pipe, settings, device, example)
         self._tensor: TensorSplit | None = None
+        self._gradient_hooks: GradientHooks | None = None
         if settings.tensor > 1:
             self._tensor = split_matrices(model, self.mesh.tensor, plan, sequence=settings.sequence, device=device)
             if settings.schedule == "zb-h1":
@@ -74,6 +78,9 @@ class ModelParallel(Strategy):
                 module.comm = self.mesh.data  # tensor ranks hold the same samples
         alone = replace(settings, pipe=1, tensor=1, sequence=False, tensor_plan=(), recompute=False, chunks=0)
         self.inner = attach(model, self.mesh.data, alone, device)
+        if not self.inner.partial_parameters()[1] and self.mesh.data.size == 1:
+            # Nothing is reduced: autograd would call them with the gradient of a slice, or of each microbatch.
+            self._gradient_hooks = GradientHooks(dict(model.named_parameters()), refused=_HOOKS)
         if self._pipeline is not None:
             vars(model)["forward"] = self._pipeline  # the whole model, for those who only call it
             if self._pipeline.versions is not None:
@@ -292,8 +299,16 @@ class ModelParallel(Strategy):
     def detach(self) -> None:
         """Take all hooks off the module; what it has lost to other ranks does not come back."""
         self.inner.detach()
+        if self._gradient_hooks is not None:
+            self._gradient_hooks.close()
         if self._pipeline is not None:
             vars(self.model).pop("forward", None)
+
+
+def _check_hooks(model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+            raise UsageError(f"hook on parameter {name}: {_HOOKS}; {INSTEAD}", everywhere=True)
 
 
 def _agree_on_values(model: nn.Module, comm: Communicator) -> None:

@@ -21,7 +21,7 @@ from hpctrain.parallel.guard.shard_tensor import mark_gradient
 from hpctrain.plain_tensors import guarded_tensors, plain_tensors
 
 _METHODS = ("register_hook", "register_post_accumulate_grad_hook")
-_INSTEAD = "change the gradients behind the backward pass: with torch.no_grad(): parameter.grad.mul_(...)"
+INSTEAD = "change the gradients behind the backward pass: with torch.no_grad(): parameter.grad.mul_(...)"
 
 
 class GradientHooks:
@@ -71,7 +71,7 @@ class GradientHooks:
 
     def _check(self) -> None:
         if self._refused:
-            raise UsageError(f"hook on a parameter: {self._refused}; {_INSTEAD}", everywhere=True)
+            raise UsageError(f"hook on a parameter: {self._refused}; {INSTEAD}", everywhere=True)
 
     def check(self, agreed: Callable[[bool], bool]) -> None:
         """Raise ``UsageError`` on all ranks if gradients of hooked parameters wait for others to be added to them.
@@ -147,7 +147,7 @@ def _adds(parameter: nn.Parameter) -> bool:
 def _adds_up(name: str) -> UsageError:
     return UsageError(
         f"hook on parameter {name}: its gradient adds up over several backward passes, of which one process would give "
-        f"each to the hook, and the ranks have only their sum; {_INSTEAD}",
+        f"each to the hook, and the ranks have only their sum; {INSTEAD}",
         everywhere=True,
     )
 
