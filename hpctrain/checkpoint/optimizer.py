@@ -27,6 +27,8 @@ from hpctrain.shard import Shard
 # How the running program computes, not what it computes: these stay as the program has them.
 _FLAGS = {"foreach", "fused", "capturable", "differentiable"}
 
+_LIST = "list of tensors"  # the key of a plain value that stands for a list with tensors
+
 Groups = list[dict[str, Any]]
 
 
@@ -50,12 +52,39 @@ def capture(models: Models, key: str, optimizer: torch.optim.Optimizer) -> Optim
         state, name = optimizer.state.get(parameter.tensor), parameter.relative
         if not state:
             continue
-        values[name] = {key: value for key, value in state.items() if not isinstance(value, torch.Tensor)}
-        for key, value in state.items():
-            if isinstance(value, torch.Tensor):
-                check_storable(value, f"the optimizer's {key} of {name}")
-                shards += _shards(layout.child(f"{root}/{name}", key), value, parameter)
+        plain, tensors = _flat(state)
+        values[name] = plain
+        for key, value in tensors.items():
+            check_storable(value, f"the optimizer's {key} of {name}")
+            shards += _shards(layout.child(f"{root}/{name}", key), value, parameter)
     return OptimizerState(type(optimizer).__name__, shards, values, _groups(known, optimizer))
+
+
+def _flat(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """Return the plain values of a state, and its tensors by key; the items of a list have the keys ``key.0``, ...
+
+    LBFGS keeps lists of tensors. Of such a list the plain value is a table of its length and its other items.
+    """
+    plain: dict[str, Any] = {}
+    tensors: dict[str, torch.Tensor] = {}
+    for key, value in state.items():
+        if isinstance(value, torch.Tensor):
+            tensors[key] = value
+        elif isinstance(value, list) and any(isinstance(item, torch.Tensor) for item in value):
+            items = {f"{key}.{number}": item for number, item in enumerate(value) if isinstance(item, torch.Tensor)}
+            tensors |= items
+            plain[key] = {_LIST: [None if isinstance(item, torch.Tensor) else item for item in value]}
+        else:
+            plain[key] = value
+    return plain, tensors
+
+
+def _with_lists(saved: dict[str, Any]) -> dict[str, Any]:
+    """Return a state of which ``_flat`` has given the values and tensors, in one mapping."""
+    tables = {key: value[_LIST] for key, value in saved.items() if isinstance(value, dict) and list(value) == [_LIST]}
+    for key, items in tables.items():
+        saved[key] = [saved.pop(f"{key}.{number}", item) for number, item in enumerate(items)]
+    return saved
 
 
 def _shards(path: str, value: torch.Tensor, parameter: Parameter) -> list[Shard]:
@@ -132,7 +161,7 @@ def restore(
                 fill_shard(reader, shard.name, shard)
             saved[state] = value
         if saved:
-            optimizer.state[tensor] = saved
+            optimizer.state[tensor] = _with_lists(saved)
         else:
             optimizer.state.pop(tensor, None)
     for group, values in zip(optimizer.param_groups, reader.values(root)["param_groups"], strict=True):

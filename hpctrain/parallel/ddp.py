@@ -32,6 +32,7 @@ from hpctrain.parallel.agreement import broadcast_buffers, broadcast_model, chec
 from hpctrain.parallel.buckets import Bucket, group, lay_out, memory_needed
 from hpctrain.parallel.guard.gradient_hooks import GradientHooks
 from hpctrain.parallel.guard.updates import LateParameters
+from hpctrain.parallel.module_hooks import ModuleHook
 from hpctrain.parallel.settings import ParallelSettings
 from hpctrain.parallel.strategy import Strategy, clip_whole_gradients, trainable
 from hpctrain.parallel.sync_batchnorm import SyncBatchNorm
@@ -71,6 +72,7 @@ class DataParallel(Strategy):
         self._late = LateParameters(model, model.parameters())
         self._names: list[str] = []
         self._parameters: list[nn.Parameter] = []
+        self._dtypes: list[torch.dtype] = []
         self._frozen: list[nn.Parameter] = []
         if comm.size > 1:
             self._take_parameters(named)
@@ -137,6 +139,7 @@ class DataParallel(Strategy):
         """Reduce the gradients of these parameters from now on."""
         self._names = [name for name, _ in named]
         self._parameters = [parameter for _, parameter in named]
+        self._dtypes = [parameter.dtype for parameter in self._parameters]
         self._frozen = [parameter for parameter in self.model.parameters() if not parameter.requires_grad]
         for parameter in self._parameters:
             if parameter.grad is not None:
@@ -150,8 +153,14 @@ class DataParallel(Strategy):
         self._build(list(reversed(range(len(named)))))
         self._hook()
 
-    def _adopt_unfrozen(self) -> None:
-        """Take parameters that were frozen when the model was wrapped and are trained now; a call by all ranks."""
+    def _is_unfrozen(self) -> bool:
+        return any(parameter.requires_grad for parameter in self._frozen)
+
+    def _is_converted(self) -> bool:
+        return any(parameter.dtype is not dtype for parameter, dtype in zip(self._parameters, self._dtypes))
+
+    def _adopt_changed(self) -> None:
+        """Take parameters that were unfrozen or converted after the model was wrapped. Collective."""
         for handle in self._own_handles:
             handle.remove()
         self._take_parameters(trainable(self.model))
@@ -203,11 +212,12 @@ class DataParallel(Strategy):
         register: Callable[..., RemovableHandle] = Tensor.register_post_accumulate_grad_hook
         for number, parameter in enumerate(self._parameters):
             self._own_handles.append(register(parameter, self._gradient_hook(number)))
-        self._own_handles.append(self.model.register_forward_pre_hook(lambda module, args: self._before_forward()))
+        before = ModuleHook(lambda module, args: self._before_forward())
+        self._own_handles.append(self.model.register_forward_pre_hook(before))
 
     def _before_forward(self) -> None:
-        if torch.is_grad_enabled() and any(parameter.requires_grad for parameter in self._frozen):
-            self._adopt_unfrozen()
+        if torch.is_grad_enabled() and (self._is_unfrozen() or self._is_converted()):
+            self._adopt_changed()
         if not (self.model.training and torch.is_grad_enabled()):
             return
         self._check_local()

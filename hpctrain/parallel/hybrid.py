@@ -256,6 +256,11 @@ class ModelParallel(Strategy):
 
     # How the model is split -------------------------------------------------------------------------------------------
 
+    def whole_shape(self, name: str) -> tuple[int, ...] | None:
+        """Return the shape of the whole tensor; None if neither the tensor axis nor the data axis splits it."""
+        place = self._tensor.places.get(name) if self._tensor is not None else None
+        return self.inner.whole_shape(name) if place is None else place.shape
+
     @property
     def split(self) -> Split:
         """Return how the model's tensors are split over the ranks."""

@@ -23,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 from hpctrain.errors import UsageError
 from hpctrain.parallel.pipeline import deferred, skip
+from hpctrain.parallel.recompute_inputs import snapshot
 
 Contexts = tuple[AbstractContextManager[None], AbstractContextManager[None]]
 _KINDS: dict[type[nn.Module], type[nn.Module]] = {}  # the subclass for each class
@@ -98,8 +99,15 @@ def _blank(plain: type[nn.Module], *arguments: Any) -> nn.Module:
 def _forward_twice(module: nn.Module, plain: type[nn.Module], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run a module's own forward, and again when the backward pass needs what it would have kept."""
     count, names = len(args), list(kwargs)  # what is given is for the checkpoint to keep, and for nobody else
+    copies = ((one, snapshot(one)) for one in (*args, *kwargs.values()))
+    before = [None if copied is one else copied for one, copied in copies]  # no reference to a tensor of its own
+    passes = 0
 
     def run(*given: Any) -> Any:
+        nonlocal passes
+        passes += 1
+        if passes > 1:  # the first pass may have changed what it was given
+            given = tuple(now if old is None else snapshot(old) for old, now in zip(before, given))
         return plain.forward(module, *given[:count], **dict(zip(names, given[count:])))
 
     carried, put_off = skip.again(), deferred.again()

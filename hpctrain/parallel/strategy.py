@@ -24,6 +24,7 @@ from hpctrain.transport.single import SingleTransport
 
 if TYPE_CHECKING:
     from hpctrain.parallel.guard.guard import Guard
+    from hpctrain.parallel.guard.whole_states import WholeStates
 
 Figures = Mapping[str, float | list[int]]  # numbers by name; a list is a histogram
 
@@ -49,6 +50,7 @@ class Strategy(ABC):
     _sample_weight = 1.0  # local samples x data ranks / global samples
     guards: ClassVar[WeakSet[Strategy]] = WeakSet()  # strategies whose parameters are guarded
     guard: Guard | None = None
+    whole_states: WholeStates | None = None
     guarded: Mapping[str, nn.Parameter] = MappingProxyType({})  # by name
     _local_weight: float | None = None  # sample weight of gradients that wait on this rank alone; None: there are none
 
@@ -168,6 +170,10 @@ class Strategy(ABC):
         """Return how the model's tensors are split over the ranks, for checkpoints; None where they are not."""
         return None
 
+    def whole_shape(self, name: str) -> tuple[int, ...] | None:
+        """Return the shape of the whole tensor of which this rank holds a part; None if it holds all of it."""
+        return None
+
     @property
     def reduces_early(self) -> bool:
         """Tell whether each backward pass of a step should be reduced by itself, as whole gradients have no room."""
@@ -247,17 +253,21 @@ class Strategy(ABC):
     def protect(self) -> None:
         """Let functions that would need the other ranks' parts of the parameters raise ``UsageError``."""
         from hpctrain.parallel.guard.guard import Guard
+        from hpctrain.parallel.guard.whole_states import WholeStates
 
         what, parameters, in_passes = self.partial_parameters()
         if parameters:
             self.guarded = dict(parameters)
             self.guard = Guard(self, parameters, what, in_passes=in_passes)
+            self.whole_states = WholeStates(self)
             Strategy.guards.add(self)
 
     def unprotect(self) -> None:
         """Let the parameters be plain ones again."""
         if self.guard is not None:
             self.guard.close()
+            if self.whole_states is not None:
+                self.whole_states.close()
             self.guard, self.guarded = None, {}
             Strategy.guards.discard(self)
 

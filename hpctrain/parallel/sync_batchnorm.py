@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -59,6 +60,10 @@ class SyncBatchNorm(_BatchNorm):
         if not self.training or self.comm.size == 1:
             plain: Tensor = super().forward(input)
             return plain
+        return self._normalised(input)
+
+    @_disable_dynamo  # compiled graphs leave out what communicates
+    def _normalised(self, input: Tensor) -> Tensor:  # noqa: A002
         self._check_input_dim(input)
         normalise: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]] = _Normalise.apply
         weighted = self.comm, self.sample_weight

@@ -23,6 +23,7 @@ from torch.utils.hooks import RemovableHandle
 from hpctrain.collectives.communicator import Communicator
 from hpctrain.errors import MismatchError, UsageError
 from hpctrain.log import logger
+from hpctrain.parallel.module_hooks import ModuleHook
 from hpctrain.parallel.strategy import Strategy, trainable
 
 LOSSES = (
@@ -87,6 +88,7 @@ class FirstStepChecks:
         self._handles: list[RemovableHandle] = []
         self._plain: dict[str, Callable[..., Any]] = {}
         self._weighted = 0
+        self.compiled = False  # whether a model was given as torch.compile has returned it
         # Ranks that update at their own pace must not wait for each other, and hold parameters of their own.
         self._compares = not any(strategy.loose for strategy in strategies.values())
 
@@ -118,10 +120,10 @@ class FirstStepChecks:
 
         Compiled models are left alone: a hook, or another function in torch.nn.functional, would compile them again.
         """
-        if any(_is_compiled(model) for model in self._models.values()):
+        if self.compiled or any(_is_compiled(model) for model in self._models.values()):
             return
         for key, model in self._models.items():
-            hook = functools.partial(self._record, key)
+            hook = ModuleHook(functools.partial(self._record, key))
             self._handles.append(model.register_forward_pre_hook(hook, with_kwargs=True, prepend=True))
         for name in LOSSES:
             plain = self._plain[name] = getattr(functional, name)
@@ -150,7 +152,7 @@ class FirstStepChecks:
     def _record(self, key: str, model: nn.Module, args: Any, kwargs: Any) -> None:
         strategy = self._strategies[key]
         # A rank without a sample computes on a stand-in of weight 0, which may be that of another rank, too.
-        counts = strategy.sample_weight > 0
+        counts = strategy.sample_weight > 0 and bool(self._handles)  # else a compiled graph still calls
         if key in self._notes.inputs or not (model.training and torch.is_grad_enabled() and counts):
             return
         tensors = [each for each in _tensors((args, kwargs), set()) if each.numel()]

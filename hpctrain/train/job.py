@@ -15,6 +15,7 @@ from hpctrain.collectives.agreement import agreed
 from hpctrain.collectives.communicator import Communicator
 from hpctrain.errors import UsageError
 from hpctrain.parallel.attach import attach
+from hpctrain.parallel.module_hooks import plain_module
 from hpctrain.parallel.offload.settings import OffloadSettings, offload_settings
 from hpctrain.parallel.plan import shape_of
 from hpctrain.parallel.server.settings import ServerSettings, server_settings
@@ -91,15 +92,16 @@ class Job:
                 self.server if server is None else server_settings(server),
             ),
         )
-        strategy = attach(model, self.comm, chosen[0], self.device, example, chosen[1], chosen[2])
+        inner = plain_module(model)
+        strategy = attach(inner, self.comm, chosen[0], self.device, example, chosen[1], chosen[2])
         strategy.protect()
-        self.strategies[id(model)] = strategy
+        self.strategies[id(inner)] = strategy
         return model
 
     def strategy(self, model: nn.Module) -> Strategy:
         """Return the strategy that ``wrap`` attached to a model."""
         try:
-            return self.strategies[id(model)]
+            return self.strategies[id(plain_module(model))]
         except KeyError:
             raise UsageError("this model has no strategy: call job.wrap(model) first", everywhere=True) from None
 
@@ -234,7 +236,7 @@ class Job:
         """
         strategy = self.strategy(model)
         with strategy.meeting(), strategy.summon():
-            return {name: tensor.detach().to("cpu", copy=True) for name, tensor in model.state_dict().items()}
+            return {name: tensor.detach().to("cpu", copy=True) for name, tensor in strategy.model.state_dict().items()}
 
     @as_parts
     def close(self) -> None:

@@ -26,6 +26,7 @@ from hpctrain.collectives.agreement import agreed, on_first_rank
 from hpctrain.data.random_streams import RandomStreams
 from hpctrain.errors import NonFiniteError, UsageError
 from hpctrain.log import logger
+from hpctrain.parallel.module_hooks import plain_module
 from hpctrain.plain_tensors import as_parts
 from hpctrain.train.backward import Backward, Compute
 from hpctrain.train.books import Books
@@ -76,7 +77,8 @@ class Run:
         provenance: Mapping[str, Any] | None = None,
     ) -> None:
         self.options, self.job, self.loader = options, job, loader
-        given = by_key(model, "model")
+        named = by_key(model, "model")
+        given = {key: plain_module(one) for key, one in named.items()}
         self.optimizers = by_key(optimizer, "optimizer")
         wrapped = [strategy.model for strategy in job.strategies.values()]
         self.models = joined(given, adoptable(self.optimizers, given, wrapped))
@@ -117,6 +119,7 @@ class Run:
             True if self.feed.splits else options.split,
             loader=f"the {type(loader).__name__}",
         )
+        self.checks.compiled = any(given[key] is not one for key, one in named.items())
         self._loop = self._make_loop()
         self._backward = Backward(self)
         self._evaluation = Evaluation(job.comm, self.strategies, self.streams)

@@ -11,6 +11,8 @@ from torch.autograd.graph import register_multi_grad_hook
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.hooks import RemovableHandle
 
+from hpctrain.parallel.module_hooks import ModuleHook
+
 
 def differentiable(values: Any) -> list[Tensor]:
     """Return the tensors in a nest of values that a backward pass can reach."""
@@ -46,8 +48,8 @@ def around_forward(
         after(args, kwargs, result)
 
     return [
-        module.register_forward_pre_hook(first, with_kwargs=True, prepend=True),
-        module.register_forward_hook(last, with_kwargs=True, always_call=True),
+        module.register_forward_pre_hook(ModuleHook(first), with_kwargs=True, prepend=True),
+        module.register_forward_hook(ModuleHook(last), with_kwargs=True, always_call=True),
     ]
 
 

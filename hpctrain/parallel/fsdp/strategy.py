@@ -29,6 +29,7 @@ from hpctrain.parallel.fsdp.parts import Parts, assemble
 from hpctrain.parallel.fsdp.split import FlatSplit
 from hpctrain.parallel.guard.gradient_hooks import GradientHooks
 from hpctrain.parallel.guard.updates import LateParameters
+from hpctrain.parallel.module_hooks import ModuleHook
 from hpctrain.parallel.offload.settings import OffloadSettings
 from hpctrain.parallel.settings import ParallelSettings
 from hpctrain.parallel.strategy import Strategy
@@ -156,6 +157,11 @@ class ShardedDataParallel(Strategy):
         """Return which boxes of the parameters this rank holds; an update that goes on beside the steps is ended."""
         self.settle()
         return self._split
+
+    def whole_shape(self, name: str) -> tuple[int, ...] | None:
+        """Return the shape of the whole parameter; None for a buffer."""
+        member = self._parts.by_name.get(name)
+        return None if member is None else tuple(member.shape)
 
     @property
     def reduces_early(self) -> bool:
@@ -317,7 +323,7 @@ class ShardedDataParallel(Strategy):
         handles = hooks.around_forward(self.model, self._before_forward, self._after_forward)
         if self._parts.narrow is not None:
             for unit in self._parts.units:
-                handles.append(unit.module.register_forward_pre_hook(self._cast, with_kwargs=True))
+                handles.append(unit.module.register_forward_pre_hook(ModuleHook(self._cast), with_kwargs=True))
         for flow in self._reduction.flows:
             for number, member in enumerate(flow.piece.members):
                 register: Callable[..., RemovableHandle] = member.whole.register_post_accumulate_grad_hook

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,8 +15,9 @@ from torch.utils.hooks import RemovableHandle
 
 from hpctrain.parallel.fsdp import hooks
 from hpctrain.parallel.guard import torch_functions
-from hpctrain.parallel.guard.shard_tensor import ATTRIBUTE, Part, ShardParameter, unmark
+from hpctrain.parallel.guard.shard_tensor import ATTRIBUTE, Part, ShardParameter, mark, part_of, unmark
 from hpctrain.parallel.update_hooks import UpdateHooks
+from hpctrain.plain_tensors import plain_tensors
 
 if TYPE_CHECKING:
     from hpctrain.parallel.strategy import Strategy
@@ -32,6 +34,7 @@ class Guard:
     ) -> None:
         self._parameters = list(parameters.values())
         self._held = {id(parameter) for parameter in self._parameters}
+        self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # whose states are marked
         self._off = 0  # blocks and passes that are under way
         self._going_back = self._updating = False
         self._handles: list[RemovableHandle | UpdateHooks] = []
@@ -86,6 +89,10 @@ class Guard:
     def _before_update(self, optimizer: torch.optim.Optimizer) -> None:
         if not self._holds(optimizer):
             return
+        if optimizer not in self._optimizers:
+            self._optimizers.add(optimizer)
+            self._handles.append(optimizer.register_state_dict_post_hook(self._mark_states))
+            self._handles.append(optimizer.register_load_state_dict_post_hook(_unmark_states))
         if not self._updating:  # still so if the last update has raised
             self._updating = True
             self._begin()
@@ -98,6 +105,17 @@ class Guard:
 
     def _holds(self, optimizer: torch.optim.Optimizer) -> bool:
         return any(id(each) in self._held for group in optimizer.param_groups for each in group["params"])
+
+    def _mark_states(self, optimizer: torch.optim.Optimizer, found: dict[str, Any]) -> None:
+        """Let the tensors of an optimizer's ``state_dict()`` that are parts refuse to be written."""
+        parameters = [each for group in optimizer.param_groups for each in group["params"]]
+        numbers = [number for group in found["param_groups"] for number in group["params"]]
+        with plain_tensors():
+            for number, parameter in zip(numbers, parameters):
+                part = part_of(parameter)
+                state = found["state"].get(number)
+                if part is not None and isinstance(state, dict):
+                    found["state"][number] = {key: _marked_state(one, parameter, part) for key, one in state.items()}
 
     def _unmark_gradients(self) -> None:
         for parameter in self._parameters:
@@ -123,3 +141,16 @@ class Guard:
     def _end_backward(self) -> None:
         self._going_back = False
         self._end()
+
+
+def _marked_state(value: Any, parameter: nn.Parameter, part: Part) -> Any:
+    if not isinstance(value, torch.Tensor) or value.shape != parameter.shape or not value.dim():
+        return value
+    return mark(value.detach(), replace(part, what="the optimizer's state of " + part.what))
+
+
+def _unmark_states(optimizer: torch.optim.Optimizer) -> None:
+    for state in optimizer.state.values():
+        for value in state.values():
+            if isinstance(value, torch.Tensor):
+                unmark(value)

@@ -97,7 +97,7 @@ class ShardTensor(Tensor):
     def __deepcopy__(self, memo: Any) -> Any:
         with plain_tensors():
             copied = torch.Tensor.detach(self).clone()
-        return _mark(copied, getattr(self, ATTRIBUTE, None))
+        return mark(copied, getattr(self, ATTRIBUTE, None))
 
 
 class ShardParameter(nn.Parameter):
@@ -130,7 +130,9 @@ def _call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if name == "__set__" or name == "__delete__":
         with plain_tensors():
             return func(*args, **kwargs)
-    if not _allowed(name, func, args, kwargs):
+    if name == "_has_compatible_shallow_copy_type":
+        _check_converted(args[0], args[1])
+    elif not _allowed(name, func, args, kwargs):
         raise _refused(name, func, args, kwargs)
     if _changes(func, kwargs):
         _announce_write(args, kwargs)
@@ -142,6 +144,20 @@ def _call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if name == "as_subclass" or not isinstance(result, (Tensor, list, tuple)):
         return result
     return _marked(name, result, args, kwargs)
+
+
+def _check_converted(parameter: Tensor, converted: Tensor) -> None:
+    """Raise for a module's conversion to another dtype or device (``model.to``); others leave parts as they are."""
+    with plain_tensors():
+        before, after = (parameter.dtype, parameter.device), (converted.dtype, converted.device)
+    if before != after:
+        part = part_of(parameter)
+        raise UsageError(
+            f"conversion of {part.text if part else 'a part of a parameter'} from {before[0]} on {before[1]} to "
+            f"{after[0]} on {after[1]}: the strategy holds its memory; convert the model before job.wrap; "
+            'parallel.mixed_precision = "bfloat16" computes in bfloat16',
+            everywhere=True,
+        )
 
 
 def _name(func: Any) -> str:
@@ -223,10 +239,10 @@ def _marked(name: str, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any
     found = {id(getattr(one, ATTRIBUTE, None)): getattr(one, ATTRIBUTE, None) for one in parts}
     part = next(iter(found.values())) if len(found) == 1 else None
     if isinstance(result, Tensor):
-        return _mark(result, part)
+        return mark(result, part)
     for one in result:
         if isinstance(one, Tensor):
-            _mark(one, part)
+            mark(one, part)
     return result
 
 
@@ -261,7 +277,8 @@ def _shape_error(name: str, tensor: Tensor, other: Tensor) -> UsageError:
     )
 
 
-def _mark(result: Tensor, part: Any) -> Tensor:
+def mark(result: Tensor, part: Any) -> Tensor:
+    """Let a tensor be a part of a parameter."""
     if type(result) in (Tensor, nn.Parameter):
         result.__class__ = ShardTensor if type(result) is Tensor else ShardParameter
         result.__dict__[ATTRIBUTE] = part
@@ -274,7 +291,7 @@ def mark_gradient(parameter: nn.Parameter) -> Tensor:
         gradient = parameter.grad
     assert gradient is not None
     part = part_of(parameter)
-    return gradient if part is None else _mark(gradient, part)
+    return gradient if part is None else mark(gradient, part)
 
 
 def unmark(tensor: Tensor | None) -> None:

@@ -9,6 +9,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from hpctrain.errors import UsageError
+from hpctrain.parallel.module_hooks import ModuleHook
 from hpctrain.parallel.strategy import trainable
 
 Call = Callable[[], None]
@@ -20,7 +21,7 @@ class Hooks:
     def __init__(self, model: nn.Module, pass_comes: Call, gradient_came: Call) -> None:
         """Call ``pass_comes`` before each forward pass, and ``gradient_came`` after each parameter's gradient."""
         self.optimizer: torch.optim.Optimizer | None = None
-        self._handles: list[RemovableHandle] = [model.register_forward_pre_hook(lambda *_: pass_comes())]
+        self._handles: list[RemovableHandle] = [model.register_forward_pre_hook(ModuleHook(lambda *_: pass_comes()))]
         for _, parameter in trainable(model):
             register: Callable[..., RemovableHandle] = parameter.register_post_accumulate_grad_hook
             self._handles.append(register(lambda _: gradient_came()))

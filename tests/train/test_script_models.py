@@ -1,0 +1,338 @@
+"""What scripts do to a wrapped model (compile, convert, load, save, copy) gives right numbers or an error."""
+
+from __future__ import annotations
+
+import copy
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from hpctrain.errors import UsageError
+
+SPLIT = ("zero1", "zero2", "fsdp")
+SAMPLES = 12
+
+
+def make_model(seed: int = 3) -> nn.Sequential:
+    torch.manual_seed(seed)
+    blocks = [nn.Sequential(nn.Linear(9, 9), nn.Tanh()) for _ in range(2)]
+    return nn.Sequential(nn.Linear(6, 9), nn.Tanh(), *blocks, nn.Linear(9, 3))
+
+
+def _batch(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+    torch.manual_seed(4)
+    return torch.randn(SAMPLES, 6).to(dtype), torch.randn(SAMPLES, 3).to(dtype)
+
+
+def _share(job: Any, tensor: Tensor) -> Tensor:
+    return tensor[job.rank * SAMPLES // job.size : (job.rank + 1) * SAMPLES // job.size]
+
+
+def _train(model: nn.Module, called: nn.Module, x: Tensor, y: Tensor, steps: int = 3) -> torch.optim.Optimizer:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    for _ in range(steps):
+        F.mse_loss(called(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return optimizer
+
+
+def _expect(job: Any, model: nn.Module, plain: nn.Module, tolerance: float = 1e-6) -> None:
+    found = job.state_dict(model)
+    assert list(found) == list(plain.state_dict())
+    for name, value in plain.state_dict().items():
+        torch.testing.assert_close(found[name], value, rtol=0, atol=tolerance, msg=lambda text: f"{name}: {text}")
+
+
+# torch.compile --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("strategy", ["ddp", *SPLIT])
+@pytest.mark.parametrize("form", ["after", "before", "in place"])
+def test_compiled_models_train_as_plain_ones(job: Any, strategy: str, form: str) -> None:
+    torch._dynamo.reset()
+    plain, model, (x, y) = make_model(), make_model(), _batch()
+    _train(plain, plain, x, y)
+    called: Any = model
+    settings = {"data": strategy, "units": ["2", "3"]} if strategy == "fsdp" else strategy
+    if form == "before":
+        called = torch.compile(model, backend="aot_eager")
+        assert job.wrap(called, settings) is called
+    else:
+        job.wrap(model, settings)
+        if form == "after":
+            called = torch.compile(model, backend="aot_eager")
+        else:
+            model.compile(backend="aot_eager")
+    _train(model, called, _share(job, x), _share(job, y))
+    _expect(job, called, plain)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_run_takes_a_compiled_model_and_saves_plain_names(job: Any, tmp_path: Path, strategy: str) -> None:
+    import hpctrain
+
+    torch._dynamo.reset()
+    folder = Path(job.comm.broadcast_object(str(tmp_path)))
+    model, (x, y) = make_model(), _batch()
+    plain = make_model()
+    _train(plain, plain, x, y, steps=1)
+    job.wrap(model, strategy)
+    compiled: Any = torch.compile(model, backend="aot_eager")
+    optimizer = torch.optim.AdamW(compiled.parameters(), lr=0.01)
+    with job.run(compiled, optimizer, [(_share(job, x), _share(job, y))], checkpoints=str(folder)) as run:
+        for _, (inputs, targets) in run:
+            F.mse_loss(compiled(inputs), targets).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    _expect(job, compiled, plain)
+    fresh = make_model(seed=9)
+    hpctrain.checkpoint.load(folder / "checkpoints" / "step_00000001.h5", model=fresh)
+    for name, value in plain.state_dict().items():
+        torch.testing.assert_close(fresh.state_dict()[name], value, rtol=0, atol=1e-6)
+
+
+@pytest.mark.ranks(2)
+def test_synchronised_batch_norms_stay_out_of_compiled_graphs(job: Any) -> None:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 9, bias=False), nn.BatchNorm1d(9), nn.Tanh(), nn.Linear(9, 3))
+    plain, (x, y) = copy.deepcopy(model), _batch()
+    _train(plain, plain, x, y)
+    job.wrap(model, "ddp")
+    _train(model, torch.compile(model, backend="aot_eager"), _share(job, x), _share(job, y))  # type: ignore[arg-type]
+    _expect(job, model, plain)
+
+
+# Conversions ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.ranks(2)
+def test_ddp_reduces_in_the_dtype_that_a_model_was_converted_to(job: Any) -> None:
+    model, plain, (x, y) = make_model(), make_model().double(), _batch(torch.float64)
+    job.wrap(model, "ddp")
+    _train(model, model, _share(job, x).float(), _share(job, y).float(), steps=2)
+    model.double()
+    model.load_state_dict(plain.state_dict())
+    _train(plain, plain, x, y)
+    _train(model, model, _share(job, x), _share(job, y))
+    _expect(job, model, plain, 1e-14)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("strategy", SPLIT)
+def test_shards_refuse_another_dtype_and_stay_as_they_were(job: Any, strategy: str) -> None:
+    model, plain, (x, y) = make_model(), make_model(), _batch()
+    job.wrap(model, strategy)
+    for convert in (lambda: model.double(), lambda: model.to(torch.bfloat16), lambda: model.half()):
+        with pytest.raises(UsageError, match=r"conversion of .* shard of parameter 0.weight .*before job\.wrap"):
+            convert()
+    assert model.to("cpu").float() is model  # which changes nothing
+    _train(plain, plain, x, y)
+    _train(model, model, _share(job, x), _share(job, y))
+    _expect(job, model, plain)
+
+
+# Whole tensors in -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("strategy", ["ddp", *SPLIT])
+def test_whole_tensors_are_loaded_after_wrapping(job: Any, strategy: str) -> None:
+    model, plain, (x, y) = make_model(), make_model(seed=8), _batch()
+    job.wrap(model, strategy)
+    _train(model, model, _share(job, x), _share(job, y))
+    assert not any(model.load_state_dict(plain.state_dict()))
+    _expect(job, model, plain, 0.0)
+    _train(plain, plain, x, y)
+    _train(model, model, _share(job, x), _share(job, y))
+    _expect(job, model, plain)
+    parts = {name: value.clone() for name, value in model.state_dict().items()}
+    model[2].load_state_dict(make_model(seed=5)[2].state_dict())  # a submodule, such as a backbone
+    plain[2].load_state_dict(make_model(seed=5)[2].state_dict())
+    _expect(job, model, plain)
+    model.load_state_dict(parts)  # what state_dict() gave: this rank's own
+    with pytest.raises(RuntimeError, match="Missing key.*0.weight"):
+        model.load_state_dict({name: value for name, value in plain.state_dict().items() if name != "0.weight"})
+    with pytest.raises(RuntimeError, match="size mismatch for 0.weight"):
+        model.load_state_dict({**plain.state_dict(), "0.weight": torch.zeros(9, 7)})
+
+
+@pytest.mark.ranks(2)
+def test_assigning_tensors_to_a_sharded_model_is_refused(job: Any) -> None:
+    model = make_model()
+    job.wrap(model, "fsdp")
+    with pytest.raises(UsageError, match="assign=True.*load without assign"):
+        model.load_state_dict(make_model().state_dict(), assign=True)
+
+
+# Files and copies -----------------------------------------------------------------------------------------------------
+
+
+def _saved(thing: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(thing, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.ranks(2)
+def test_replicas_are_saved_and_copied_as_plain_models(job: Any) -> None:
+    model, plain, (x, y) = make_model(), make_model(), _batch()
+    job.wrap(model, "ddp")
+    for twin in (_saved(model), copy.deepcopy(model)):
+        if job.rank == 0:  # a copy communicates with nobody
+            _train(twin, twin, x, y)
+    _train(plain, plain, x, y)
+    optimizer = _train(model, model, _share(job, x), _share(job, y))
+    _expect(job, model, plain)
+    assert _saved(optimizer.state_dict())["state"][0]["exp_avg"].shape == (9, 6)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("strategy", SPLIT)
+def test_parts_refuse_to_be_saved(job: Any, strategy: str) -> None:
+    model, (x, y) = make_model(), _batch()
+    job.wrap(model, strategy)
+    optimizer = _train(model, model, _share(job, x), _share(job, y))
+    for thing in (model, model.state_dict(), {"epoch": 1, "model": model.state_dict()}):
+        with pytest.raises(UsageError, match=r"writing this rank's shard .* write job\.state_dict\(model\)"):
+            _saved(thing)
+    with pytest.raises(UsageError, match=r"writing the optimizer's state of this rank's shard .*run\.save"):
+        _saved(optimizer.state_dict())
+    optimizer.load_state_dict(optimizer.state_dict())  # to the same ranks
+    assert all(type(value) is Tensor for state in optimizer.state.values() for value in state.values())
+    assert _saved(job.state_dict(model))["0.weight"].shape == (9, 6)
+
+
+# LBFGS ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.ranks(2)
+def test_lbfgs_under_ddp_equals_one_process_and_resumes(job: Any, tmp_path: Path) -> None:
+    folder = Path(job.comm.broadcast_object(str(tmp_path)))
+    x, y = _batch(torch.float64)
+
+    def train(model: nn.Module, x: Tensor, y: Tensor, run: Any, optimizer: torch.optim.Optimizer) -> None:
+        def closure() -> float:
+            optimizer.zero_grad()
+            loss = F.mse_loss(model(x), y)
+            loss.backward()
+            return float(loss.detach() if len(x) == SAMPLES else job.comm.all_reduce(loss.detach(), "average"))
+
+        for _ in run:
+            optimizer.step(closure)
+
+    def lbfgs(model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=4, history_size=3)
+
+    plain = make_model().double()
+    train(plain, x, y, range(4), lbfgs(plain))
+    for steps in (2, 4):  # the second one resumes
+        model = job.wrap(make_model(seed=steps).double() if steps == 4 else make_model().double(), "ddp")
+        optimizer = lbfgs(model)
+        loader = [0] * 4
+        with job.run(model, optimizer, loader, checkpoints=str(folder), steps=steps) as run:
+            train(model, _share(job, x), _share(job, y), run, optimizer)
+    _expect(job, model, plain, 1e-12)
+
+
+# Recomputing ----------------------------------------------------------------------------------------------------------
+
+
+class Cache:
+    """Keys of each layer, as decoders of language models keep them."""
+
+    def __init__(self) -> None:
+        self.keys: list[Tensor | None] = [None] * 2
+
+
+class Layer(nn.Module):
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number, self.keys, self.out = number, nn.Linear(9, 9), nn.Linear(9, 9)
+
+    def forward(self, x: Tensor, cache: Cache | None = None, *, seen: list[int]) -> Tensor:
+        seen.append(self.number)
+        keys = cache.keys[self.number] if cache is not None else None
+        if keys is None:
+            keys = self.keys(x)
+            if cache is not None:
+                cache.keys[self.number] = keys
+        return torch.tanh(self.out(x * keys) * len(seen))
+
+
+class Decoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 9), nn.Linear(9, 3)
+        self.layers = nn.ModuleList(Layer(number) for number in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, cache, seen = self.first(x), Cache(), list[int]()
+        for layer in self.layers:
+            x = layer(x, cache, seen=seen)
+        result: Tensor = self.last(x)
+        return result
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_recomputing_layers_find_caches_as_the_first_pass_did(job: Any, strategy: str) -> None:
+    torch.manual_seed(2)
+    model, (x, y) = Decoder(), _batch()
+    plain = copy.deepcopy(model)
+    _train(plain, plain, x, y)
+    job.wrap(model, {"data": strategy, "recompute": True, "units": ["layers.*"]})
+    _train(model, model, _share(job, x), _share(job, y))
+    _expect(job, model, plain)
+
+
+# Batch norm -----------------------------------------------------------------------------------------------------------
+
+
+class Residual(nn.Module):
+    def __init__(self, given: int, channels: int, stride: int) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Conv2d(given, channels, 3, stride, 1, bias=False),
+            nn.BatchNorm2d(channels),
+            nn.ReLU(),
+            nn.Conv2d(channels, channels, 3, 1, 1, bias=False),
+            nn.BatchNorm2d(channels),
+        )
+        self.short = nn.Sequential(nn.Conv2d(given, channels, 1, stride, bias=False), nn.BatchNorm2d(channels))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(self.body(x) + self.short(x))
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_resnet_with_synchronised_norms_is_that_of_the_whole_batch(job: Any, strategy: str) -> None:
+    """In float64: in float32 rounding decides on which side of its kink a ReLU is, and steps multiply that."""
+    torch.manual_seed(0)
+    widths = [8, 8, 16, 32, 64]
+    blocks = [Residual(a, b, 2 if b > 8 else 1) for a, b in zip(widths, widths[1:])]
+    stem = [nn.Conv2d(3, 8, 3, 1, 1, bias=False), nn.BatchNorm2d(8), nn.ReLU()]
+    plain = nn.Sequential(*stem, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 3)).double()
+    model, x, y = copy.deepcopy(plain), torch.randn(SAMPLES, 3, 16, 16, dtype=torch.float64), _batch(torch.float64)[1]
+    job.wrap(model, strategy)
+
+    def train(model: nn.Module, x: Tensor, y: Tensor) -> None:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+        for _ in range(5):
+            F.mse_loss(model(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    train(plain, x, y)
+    train(model, _share(job, x), _share(job, y))
+    _expect(job, model, plain, 1e-12)
