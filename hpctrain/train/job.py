@@ -115,7 +115,7 @@ class Job:
         provenance: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> Run:
-        """Return a run in the folder ``checkpoints``: iterate over it for ``(step, batch)``; see ``Run``.
+        """Return a run in the folder ``checkpoints``: iterate over it for ``(step, batch)``; see ``Run``. Collective.
 
         Entered by ``with``, it locks the folder, resumes from the newest valid checkpoint there, writes metrics and
         checkpoints, and saves when it ends or is told to. ``model`` and ``optimizer`` may be dicts of several, whose
