@@ -23,6 +23,7 @@ from hpctrain.parallel.strategy import Strategy
 from hpctrain.plain_tensors import as_parts
 from hpctrain.train.guard import Guard
 from hpctrain.train.leaving import LeavingTogether
+from hpctrain.train.loose import check_call
 
 if TYPE_CHECKING:
     from hpctrain.data.job_loader import JobLoader
@@ -93,6 +94,7 @@ class Job:
         )
         strategy = attach(model, self.comm, chosen[0], self.device, example, chosen[1], chosen[2])
         strategy.protect()
+        self.comm.twin()  # made by all ranks here: one that makes a later call alone is told so
         self.strategies[id(model)] = strategy
         return model
 
@@ -202,6 +204,7 @@ class Job:
 
         if self._evaluation is None:
             self._evaluation = Evaluation(self.comm, self.strategies)
+        check_call(self.comm, self.strategies.values(), "job.evaluate")
         return self._evaluation(what, compute)
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
@@ -233,6 +236,7 @@ class Job:
         Under pipelines and tensor parallelism each rank gets those of its own part.
         """
         strategy = self.strategy(model)
+        check_call(self.comm, self.strategies.values(), "job.state_dict")
         with strategy.meeting(), strategy.summon():
             return {name: tensor.detach().to("cpu", copy=True) for name, tensor in model.state_dict().items()}
 
