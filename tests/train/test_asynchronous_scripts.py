@@ -79,7 +79,7 @@ tell("mean", model[1].running_mean)
 def run(launch: Any, folder: Path, body: str, data: str, server: dict[str, Any], **given: Any) -> dict[str, Any]:
     every, runs, env = given.get("every", 2), given.get("runs", [STEPS]), given.get("env", {})
     call = [data, json.dumps(server), str(every), json.dumps(runs)]
-    done = launch(2, PROGRAM + TELL + body, *call, env={"HPCTRAIN_TIMEOUT": "20", **env}, cwd=folder)
+    done = launch(2, PROGRAM + TELL + body, *call, env={"HPCTRAIN_TIMEOUT": "50", **env}, cwd=folder)
     assert done.returncode == 0, done
     assert "UCX" not in done.stderr, done
     return {name: np.array(rows) for name, rows in map(json.loads, done.stdout.splitlines())}
@@ -176,7 +176,7 @@ with job.run(model, optimizer, batches, checkpoints="run") as run:
 def test_a_call_on_one_rank_is_named(launch: Any, tmp_path: Path, data: str, call: str, told: str) -> None:
     """At once, or at the deadline if the other rank waits in the reduction of gradients."""
     given = [data, "{}", "100", json.dumps(call)]
-    seconds = "2" if "TIMEOUT" in told else "20"
+    seconds = "2" if "TIMEOUT" in told else "50"
     done = launch(2, PROGRAM + ALONE, *given, env={"HPCTRAIN_TIMEOUT": seconds}, cwd=tmp_path)
     assert done.returncode and told in done.stderr, done
 
@@ -184,6 +184,6 @@ def test_a_call_on_one_rank_is_named(launch: Any, tmp_path: Path, data: str, cal
 def test_ranks_with_different_numbers_of_batches_are_named(launch: Any, tmp_path: Path) -> None:
     given = ["easgd", json.dumps({"mode": "asynchronous"}), "100", "[null]"]
     uneven = "batches = batches[: 4 + job.rank]\n" + RUNS.replace("if step == 3", "if False")
-    done = launch(2, PROGRAM + TELL + uneven, *given, env={"HPCTRAIN_TIMEOUT": "20"}, cwd=tmp_path)
+    done = launch(2, PROGRAM + TELL + uneven, *given, env={"HPCTRAIN_TIMEOUT": "50"}, cwd=tmp_path)
     told = "rank 0 at the end of the run, after step 4, rank 1 at the end of the run, after step 5"
     assert done.returncode == 2 and told in done.stderr and "give every rank as many batches" in done.stderr, done
