@@ -109,7 +109,7 @@ def test_both_scripts_train_the_same(launch: Any, tmp_path: Path, precision: str
     import torch
 
     from hpctrain.checkpoint import load
-    from hpctrain.checkpoint.look.place import best
+    from hpctrain.checkpoint.look.place import judge
     from hpctrain.cli.main import main
 
     call = ["--precision", precision] if precision == "float32" else ["--precision", precision, "--epochs", "3"]
@@ -123,7 +123,7 @@ def test_both_scripts_train_the_same(launch: Any, tmp_path: Path, precision: str
     if precision == "bfloat16":
         return
     assert len(found) < 10, "the run has stopped early"
-    judged = best(tmp_path / "run")
+    judged = judge(tmp_path / "run")
     names: dict[str, Any] = {"__name__": "page"}
     exec(compile(sections()[OWN][0], str(PAGE), "exec"), names)
     model = names["make_model"]()

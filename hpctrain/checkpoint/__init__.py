@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from hpctrain.checkpoint.folder import keep_last as keep_last
     from hpctrain.checkpoint.folder import list_checkpoints as list_checkpoints
     from hpctrain.checkpoint.folder import newest_valid as newest_valid
+    from hpctrain.checkpoint.look.place import best as best
     from hpctrain.checkpoint.rng import capture_rng as capture_rng
     from hpctrain.checkpoint.rng import restore_rng as restore_rng
     from hpctrain.checkpoint.saver import Saver as Saver
@@ -25,6 +26,7 @@ _HOMES = {
     "Loaded": "state",
     "Saver": "saver",
     "Storage": "saver",
+    "best": "look.place",
     "capture_rng": "rng",
     "keep_last": "folder",
     "list_checkpoints": "folder",
@@ -37,6 +39,7 @@ __all__ = [
     "Loaded",
     "Saver",
     "Storage",
+    "best",
     "capture_rng",
     "keep_last",
     "list_checkpoints",

@@ -234,6 +234,9 @@ class Strategy(ABC):
     def settle(self) -> None:
         """End what goes on beside the steps, so that parameters and states may be read; a call by all ranks."""
 
+    def conclude(self) -> None:
+        """Leave in the model, on every rank, what all ranks have trained together. Collective; a run ends by it."""
+
     @property
     def replica(self) -> Communicator | None:
         """Return the ranks that hold the averaged gradients together; None where each holds all of them."""

@@ -111,9 +111,11 @@ class _Sums:
                 counts = self._counts and part.share > 0
                 count = count + (here if counts else 0.0)
                 if number == 0 or last:
-                    everywhere = count.clone()
-                    data.all_reduce(everywhere)
-                    exact = float(everywhere) / data.size
+                    everywhere, ranks = count.clone(), 1
+                    if not self._strategies[0].loose:  # there an update has the gradient of one rank's targets
+                        ranks = data.size
+                        data.all_reduce(everywhere)
+                    exact = float(everywhere) / ranks
                     if not last:
                         divisor = exact or 1.0
                     elif number:

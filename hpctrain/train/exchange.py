@@ -5,7 +5,7 @@ from __future__ import annotations
 import numbers
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,7 @@ from hpctrain.errors import UsageError
 NUMBERS = 40  # what travels: a few flags, and what was logged
 _FLAGS = 9
 LOGGED = NUMBERS - _FLAGS
+EVERY_RANK = "every rank must make the call, after the same step; do not write it under `if job.rank == 0`"
 
 
 @dataclass(frozen=True)
@@ -35,8 +36,9 @@ class Standing:
     """What must be equal on all ranks at the end of an iteration, and what this rank's averages count.
 
     ``weight`` is this rank's share of the batch, 1 if all ranks have as many samples; ``mark`` tells the order of the
-    samples, ``updated`` whether an optimizer has stepped, ``left`` whether the loop was left by ``break`` and ``ended``
-    whether the loader has no more batches.
+    samples, ``updated`` whether an optimizer has stepped, ``left`` whether the loop was left by ``break``, ``ended``
+    whether the loader has no more batches and ``saves`` whether the program has called ``run.save``. ``call`` is the
+    public call that the ranks make, if it is not the end of an iteration.
     """
 
     weight: float = 1.0
@@ -44,6 +46,8 @@ class Standing:
     updated: bool = True
     left: bool = False
     ended: bool = False
+    saves: bool = False
+    call: str = ""
 
 
 class StepLog:
@@ -119,13 +123,20 @@ class StepExchange:
         return dict(zip(names, values)), Wishes(bool(stop), bool(save), bool(busy), bool(final))
 
     def _refuse(self, names: list[str], standing: Standing, step: int) -> None:
-        everyone = self._comm.all_gather_object((names, standing))
-        raise UsageError(_difference(everyone, step), everywhere=True)
+        place = standing.call or f"the end of step {step}"
+        everyone = self._comm.all_gather_object((names, replace(standing, call=place), step))
+        step = max(step for *_, step in everyone)  # a public call does not count steps
+        raise UsageError(_difference([one[:2] for one in everyone], step), everywhere=True)
 
 
 def _difference(everyone: Sequence[tuple[list[str], Standing]], step: int) -> str:
     """Say what differs between the ranks at the end of an iteration of a step."""
     standings = [standing for _, standing in everyone]
+    if rank := _other(one.call for one in standings):
+        return different_calls(standings[0].call, rank, standings[rank].call)
+    if rank := _other(one.saves for one in standings):
+        saves, other = (rank, 0) if standings[rank].saves else (0, rank)
+        return f"rank {saves} called run.save in step {step}, rank {other} did not; {EVERY_RANK}"
     if rank := _other(one.left for one in standings):
         left, stays = (rank, 0) if standings[rank].left else (0, rank)
         return (
@@ -155,6 +166,11 @@ def _difference(everyone: Sequence[tuple[list[str], Standing]], step: int) -> st
     )
 
 
+def different_calls(first: str, rank: int, other: str) -> str:
+    """Say that a rank makes another collective call than rank 0."""
+    return f"ranks at different collective calls: rank 0 at {first}, rank {rank} at {other}; {EVERY_RANK}"
+
+
 def _other(values: Iterable[object]) -> int:
     """Return the first rank whose value is not that of rank 0; 0 where all are equal."""
     first, *others = values
@@ -162,7 +178,8 @@ def _other(values: Iterable[object]) -> int:
 
 
 def _mark(names: Sequence[str], standing: Standing) -> float:
-    return float(zlib.crc32(",".join(names).encode(), standing.mark))
+    told = [*names, *(["", standing.call, str(standing.saves)] if standing.call or standing.saves else [])]
+    return float(zlib.crc32(",".join(told).encode(), standing.mark))
 
 
 def _number(what: str, value: Any) -> float:

@@ -39,6 +39,7 @@ LOOK_EVERY = 0.5  # seconds between two looks of the watchdog
 PATIENCE = 2.0  # seconds of waiting after which a rank asks whether somebody has left
 ALONE = 3.0  # seconds after SIGTERM in which SIGUSR1 would have come, too
 CLAIM = 0.2  # seconds in which a rank that failed first may say so
+MOST = 4  # other ranks that an error tells of
 SILENCE = 5.0  # seconds that a rank leaves to the one that failed first, before it ends the job itself
 
 
@@ -84,7 +85,9 @@ class Guard:
         if issubclass(kind, KeyboardInterrupt):
             self._end("interrupted", "", 130)
         text = told(error) or "".join(traceback.format_exception(kind, error, trace))
-        self._end(f"{kind.__name__}: {error}", text, exit_code(error), stacks=issubclass(kind, DeadlineError))
+        late = issubclass(kind, DeadlineError)
+        elsewhere = self._elsewhere(str(error)) if late else ""
+        self._end(f"{kind.__name__}: {error}{elsewhere}", text, exit_code(error), stacks=late)
 
     def _on_lone_exception(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         """Print as Python does, and leave with the error's code: a job script tells by it what is worth repeating."""
@@ -137,6 +140,7 @@ class Guard:
         """Wait until all ranks leave; tell those that may wait for this one."""
         if self._farewell is not None:
             self._farewell.leave()
+            _release_windows(self._transport)
         self._closed.set()
 
     # A rank that waits ------------------------------------------------------------------------------------------------
@@ -170,6 +174,13 @@ class Guard:
         vitals = self._vitals.look() if self._vitals is not None else []
         return "".join(f"; {vital}" for vital in ([vital for vital in vitals if vital.late] or vitals))
 
+    def _elsewhere(self, own: str) -> str:
+        """Tell what other ranks of the node wait in, if it is not the operation that this rank's error begins with."""
+        vitals = self._vitals.look() if self._vitals is not None else []
+        others = [one for one in vitals if one.rank != self._transport.rank and one.operation]
+        found = [one for one in others if not own.startswith(one.operation)]
+        return "".join(f"; {vital}" for vital in found[:MOST])
+
     def _collect_stacks(self) -> None:
         if self._vitals is not None:
             self._vitals.ask_for_stacks()
@@ -179,6 +190,18 @@ class Guard:
     def _print_stacks(self) -> None:
         if self._stacks_printed.acquire(blocking=False):
             print_stacks(f"rank {self._transport.rank} on {socket.gethostname()}")
+
+
+def _release_windows(transport: Transport) -> None:
+    """Free the windows of memory that ranks still expose to each other. Collective, when all ranks leave.
+
+    MPI libraries warn of windows that they find in MPI_Finalize: a program need not call ``job.close``.
+    """
+    from hpctrain.transport.mpi import MpiTransport
+    from hpctrain.transport.onesided.served import release
+
+    assert isinstance(transport, MpiTransport), "several ranks are ranks of MPI"
+    release(transport.comm)
 
 
 def _instruments(transport: Transport) -> tuple[Farewell | None, Vitals]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +31,7 @@ class Around:
     """What the loop tells of its progress, and asks for its orders."""
 
     record: Callable[[dict[str, Any]], None]  # a row of metrics
+    figures: Callable[[], Mapping[str, Any]]  # numbers of the strategies for a row; collective
     save: Callable[[], object]  # a checkpoint now
     save_due: Callable[[], object]  # a checkpoint on the way
     advance: Callable[[], object]  # a checkpoint that is being written
@@ -40,6 +41,7 @@ class Around:
     busy: Callable[[], bool]  # whether this rank's writer is at work
     timed: Callable[[float], None]  # seconds of a step
     go_back: Callable[[], None]  # to the last checkpoint
+    meet: Callable[[str], None]  # ranks at their own pace, before a collective
     begin_step: Callable[[int], None]
     end_step: Callable[[], None]
 

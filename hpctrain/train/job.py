@@ -24,6 +24,7 @@ from hpctrain.parallel.strategy import Strategy
 from hpctrain.plain_tensors import as_parts
 from hpctrain.train.guard import Guard
 from hpctrain.train.leaving import LeavingTogether
+from hpctrain.train.loose import check_call
 
 if TYPE_CHECKING:
     from hpctrain.data.job_loader import JobLoader
@@ -95,6 +96,7 @@ class Job:
         inner = plain_module(model)
         strategy = attach(inner, self.comm, chosen[0], self.device, example, chosen[1], chosen[2])
         strategy.protect()
+        self.comm.twin()  # made by all ranks here: one that makes a later call alone is told so
         self.strategies[id(inner)] = strategy
         return model
 
@@ -117,7 +119,7 @@ class Job:
         provenance: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> Run:
-        """Return a run in the folder ``checkpoints``: iterate over it for ``(step, batch)``; see ``Run``.
+        """Return a run in the folder ``checkpoints``: iterate over it for ``(step, batch)``; see ``Run``. Collective.
 
         Entered by ``with``, it locks the folder, resumes from the newest valid checkpoint there, writes metrics and
         checkpoints, and saves when it ends or is told to. ``model`` and ``optimizer`` may be dicts of several, whose
@@ -204,6 +206,7 @@ class Job:
 
         if self._evaluation is None:
             self._evaluation = Evaluation(self.comm, self.strategies)
+        check_call(self.comm, self.strategies.values(), "job.evaluate")
         return self._evaluation(what, compute)
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
@@ -235,6 +238,7 @@ class Job:
         Under pipelines and tensor parallelism each rank gets those of its own part.
         """
         strategy = self.strategy(model)
+        check_call(self.comm, self.strategies.values(), "job.state_dict")
         with strategy.meeting(), strategy.summon():
             return {name: tensor.detach().to("cpu", copy=True) for name, tensor in strategy.model.state_dict().items()}
 

@@ -198,6 +198,8 @@ class Loop:
         return True
 
     def _one_pass(self) -> Iterator[tuple[int, Any]]:
+        if self._loose and self.feed.splits:  # which lets all ranks draw alike
+            self._around.meet(f"the start of pass {self.feed.epoch} over the loader")
         self.feed.begin_pass()
         self._exhausted = False
         began, steps = self.feed.batches, self.state.step
@@ -302,6 +304,7 @@ class Loop:
             updated=now.updated,
             left=left,
             ended=self._ended_ahead,
+            saves=self._wanted,
         )
         wishes = Wishes(*self._around.look(), self._around.busy(), self._asked is not None)
         return self.exchange(self.log.averaged, wishes, self.state.step + 1, standing)
@@ -331,20 +334,28 @@ class Loop:
 
     # What is written down ---------------------------------------------------------------------------------------------
 
-    def _flush(self, *, busy: bool = False) -> None:
-        """Write the row of the last step, and its checkpoint if one is due or wanted."""
+    def _flush(self, *, busy: bool = False, last: bool = False) -> None:
+        """Write the row of the last step, and its checkpoint if one is due or wanted.
+
+        A row with a checkpoint, and the ``last`` one of the run, has the strategies' figures.
+        """
         row, self._held = self._held, None
-        if row is None and not self._wanted:
-            return
+        wanted = self._wanted and not self._pending
+        due = row is not None and not self._pending and self.state.step % self.every == 0 and not self.over
+        if wanted or due or last:
+            end = "the end of the run, after" if last else "the checkpoint of"
+            self._around.meet(f"{end} step {self.state.step}")
+            figures = self._around.figures()
+            row = None if row is None else {**row, **{name: figures[name] for name in figures if name not in row}}
         if row is not None:
             self._record(row)
-        if self._pending:
+        if self._pending or row is None and not wanted:
             return  # what is wanted is written when the step has ended
-        wanted, self._wanted = self._wanted, False
+        self._wanted = False
         if wanted:
             self._around.save()
             self._around.saved()
-        elif row is not None and self.state.step % self.every == 0 and not self.over:
+        elif due:
             self._around.save_due()
         elif not busy:
             self._around.advance()
@@ -369,13 +380,13 @@ class Loop:
             self._end_pass()
         if self._left_epochs or self._held is not None:
             self._take_tail()
-        self._flush()
+        self._flush(last=True)
 
     def _take_tail(self) -> None:
         """Add what was logged behind the loop to the row of the last step; a call by all ranks."""
         averages: Mapping[str, float] = self.log.averaged
         if not self._loose:
-            standing = Standing(updated=False, left=self._left_epochs)
+            standing = Standing(updated=False, left=self._left_epochs, saves=self._wanted)
             averages, _ = self.exchange(averages, Wishes(), self.state.step, standing)
         if self._held is not None:
             self._held |= {**averages, **self.log.same}
@@ -389,7 +400,8 @@ class Loop:
             self._flush()
             return
         wishes = Wishes(*self._around.look(), False, self._asked is not None)
-        averages, wishes = self.exchange(self.log.averaged, wishes, self.state.step, Standing(updated=False))
+        standing = Standing(updated=False, saves=self._wanted)
+        averages, wishes = self.exchange(self.log.averaged, wishes, self.state.step, standing)
         if self._held is not None:
             self._held |= {**averages, **self.log.same}
         self.log.clear()
@@ -405,11 +417,13 @@ class Loop:
     def leave(self) -> None:
         """Leave the program's loops with the exit code that asks to be started again; the run saves on its way out."""
         self.stopped_by = self._around.reason()
-        self._flush()
+        self._flush(last=True)
         self.leaving = LeavingTogether(EXIT_REQUEUE)
         raise self.leaving
 
     def _settle_stop(self) -> None:
         """Let all ranks know why the run ends for good."""
+        if self._loose:
+            self._around.meet(f"the end by run.stop after step {self.state.step + 1}")
         reasons = self.comm.all_gather_object(self._asked)
         self.state.stopped = next(reason for reason in reasons if reason is not None)

@@ -11,13 +11,14 @@ rank 0 waits at a meeting, wishes wait with it.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 
 import torch
 
 from hpctrain.collectives.communicator import Communicator
+from hpctrain.errors import DeadlineError, UsageError
 from hpctrain.parallel.strategy import Strategy
-from hpctrain.train.exchange import LOGGED, Standing, StepExchange, Wishes
+from hpctrain.train.exchange import LOGGED, Standing, StepExchange, Wishes, different_calls
 from hpctrain.train.stalls import Stalls
 from hpctrain.transport.activity import timeout_seconds, waiting
 from hpctrain.transport.onesided.expose import expose
@@ -37,6 +38,41 @@ def exchange_for(comm: Communicator, strategy: Strategy) -> LooseExchange | Step
     if strategy.loose:
         return LooseExchange(comm, works=strategy.works, met=lambda: strategy.met)
     return StepExchange(comm.twin())
+
+
+def meet(comm: Communicator, strategies: Iterable[Strategy], place: str) -> None:
+    """Wait until all ranks have come to the same place, and serve them meanwhile. Collective.
+
+    A call before any other collective of ranks that make steps at their own pace: a rank that waits in MPI serves no
+    requests for its memory, and between nodes another rank may need an answer to reach this place. Raises
+    ``UsageError`` on all ranks if they have come to different places.
+    """
+    try:
+        for strategy in strategies:
+            if strategy.loose:
+                strategy.settle()
+    except DeadlineError as error:
+        raise DeadlineError(f"{place}: {error}") from error
+    places = comm.all_gather_object(place)
+    rank = next((rank for rank, other in enumerate(places) if other != places[0]), 0)
+    if rank:
+        text = different_calls(places[0], rank, places[rank])
+        raise UsageError(f"{text}, and give every rank as many batches", everywhere=True)
+
+
+def check_call(comm: Communicator, strategies: Collection[Strategy], call: str) -> None:
+    """Wait until all ranks make the same public call, named ``call``. Collective.
+
+    Raises ``UsageError`` on all ranks if they make different ones, or some have come to the end of a step. A wait past
+    ``HPCTRAIN_TIMEOUT`` names the call.
+    """
+    if comm.size == 1:
+        return
+    with waiting(call):
+        if any(strategy.loose for strategy in strategies):
+            meet(comm, strategies, call)
+        else:
+            StepExchange(comm.twin())({}, Wishes(), 0, Standing(updated=False, call=call))
 
 
 class LooseExchange:

@@ -39,7 +39,7 @@ from hpctrain.train.iteration import Around
 from hpctrain.train.last_words import LastWords
 from hpctrain.train.loader_feed import feed_for
 from hpctrain.train.loop import Loop
-from hpctrain.train.loose import exchange_for
+from hpctrain.train.loose import check_call, exchange_for, meet
 from hpctrain.train.opening import Opening
 from hpctrain.train.options import RunOptions
 from hpctrain.train.owned import adoptable, check_owned, joined
@@ -88,7 +88,7 @@ class Run:
         self._updates = Updates(job.comm, self.models, self.optimizers, self.strategies, options.on_nonfinite)
         check_owned(self.optimizers, self.models)
         strategy = next(iter(self.strategies.values()))
-        self.loose = strategy.loose
+        self.loose = any(each.loose for each in self.strategies.values())
         self.streams = RandomStreams(torch.initial_seed(), (strategy.data.rank, strategy.stage))
         self.feed = feed_for(loader, self.streams, job.comm, strategy.data, options.split)
         self._feed_part = FeedPart(self.feed)
@@ -109,7 +109,7 @@ class Run:
         self._books = Books(self.folder, job.launch.job_id, lenient=options.on_error == "continue")
         self._opening = Opening(job, self.folder, options, self.state, self.feed, self._books)
         self._saves = Saves(self.state, options, self._books, lambda seconds: self._stops.governor.save(seconds))
-        self._tracing = Tracing(job.comm, self.folder, options.traced, strategy.place)
+        self._tracing = Tracing(job.comm, self.folder, options.traced, strategy.place, self._meet)
         self._has_saved = False
         self.checks = self._updates.checks = FirstStepChecks(
             job.comm,
@@ -128,6 +128,7 @@ class Run:
         strategy = next(iter(self.strategies.values()))
         around = Around(
             record=self._record,
+            figures=self._figures,
             save=self._save,
             save_due=self._save_due,
             advance=self._saves.advance,
@@ -137,6 +138,7 @@ class Run:
             busy=lambda: self._saves.busy,
             timed=lambda seconds: self._stops.governor.step(seconds),
             go_back=self._go_back,
+            meet=self._meet,
             begin_step=self._begin_step,
             end_step=self._tracing.end_step,
         )
@@ -262,7 +264,10 @@ class Run:
 
     def evaluate(self, what: Any, compute: Measure | None = None) -> Any:
         """Measure over all ranks, in evaluation mode and without gradients, as ``Job.evaluate`` does. Collective."""
-        return self._evaluation(what, compute)
+        self._check_call("run.evaluate")
+        result = self._evaluation(what, compute)
+        self._loop.log.note({}, self._figures())
+        return result
 
     def save(self, best: float | Tensor | None = None) -> Path:
         """Write a checkpoint and return its path. Collective. Raises ``CheckpointError`` on all ranks.
@@ -276,6 +281,7 @@ class Run:
             self._loop.log.note({}, {SAVED_FOR: float(best)})
             self.state.keep_best()
         if not self._loop.inside and not self._loop.in_epochs and self._loop.may_save:
+            self._check_call("run.save")
             self._loop.close()
             return self._save()
         self._loop.want_save()
@@ -332,6 +338,27 @@ class Run:
         if self._progress is not None:
             self._progress.update(row["step"], self.state.tokens, shown(row))
 
+    def _meet(self, place: str) -> None:
+        """Wait at a named place until all ranks at their own pace have come there. Collective."""
+        if self.loose:
+            meet(self.job.comm, self.strategies.values(), place)
+
+    def _check_call(self, call: str) -> None:
+        at = f"in step {self.step + 1}" if self._loop.inside else f"after step {self.step}"
+        check_call(self.job.comm, self.strategies.values(), f"{call} {at}")
+
+    def _figures(self) -> dict[str, Any]:
+        """Return the strategies' numbers since the last call, such as the staleness of updates. Collective."""
+        found: dict[str, Any] = {}
+        for key, strategy in self.strategies.items():
+            figures = dict(strategy.figures())
+            if figures.get("staleness_histogram") == []:  # no update since the last call
+                figures = {name: value for name, value in figures.items() if not name.startswith("staleness")}
+            if figures.get("communication") == 0.0:  # no step since then
+                del figures["communication"]
+            found |= {f"{name}.{key}" if key else name: value for name, value in figures.items()}
+        return found
+
     def _save(self) -> Path:
         self._find_late_schedulers()
         return self._saves.now(self.config, self.provenance)
@@ -375,6 +402,8 @@ class Run:
                 moved = self._loop.in_epochs and self._feed_part.has_moved
                 self._find_late_schedulers()
                 self._saves.finish(self.config, self.provenance, moved=moved)
+                for strategy in self.strategies.values():
+                    strategy.conclude()
                 self._tracing.close()
                 self._loop.exchange.close()
         except BaseException as failure:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from hpctrain import trace
@@ -17,11 +17,18 @@ class Tracing:
 
     ``begin_step`` and ``end_step`` stand around every step, on all ranks; ``close`` writes what a run recorded that
     ended before, a call by all ranks, too. ``abandon`` is for a rank alone. ``place`` tells
-    where in the mesh this rank is.
+    where in the mesh this rank is, ``meet`` is called before the ranks write together.
     """
 
-    def __init__(self, comm: Communicator, folder: Path, steps: Sequence[int] | None, place: str = "") -> None:
-        self._comm, self._path, self._place = comm, folder / trace_read.NAME, place
+    def __init__(
+        self,
+        comm: Communicator,
+        folder: Path,
+        steps: Sequence[int] | None,
+        place: str = "",
+        meet: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        self._comm, self._path, self._place, self._meet = comm, folder / trace_read.NAME, place, meet
         self._first, self._last = steps or (0, 0)
         self._count = 0
         self._recording = False
@@ -49,6 +56,7 @@ class Tracing:
         """Write what was recorded and not written yet."""
         if self._recording:
             self._recording = False
+            self._meet("the writing of the trace")
             trace_file.merge(self._comm, trace.take(), self._path, place=self._place, host=socket.gethostname())
 
     def abandon(self) -> None:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections.abc import MutableMapping
+from pathlib import Path
 from typing import Any
 
 from hpctrain.cluster.launcher import Launch, detect
 from hpctrain.cluster.promise import check_language, check_promise
 from hpctrain.transport.base import Transport
 from hpctrain.transport.single import SingleTransport
+
+RDMA_DEVICES = Path("/sys/class/infiniband")  # InfiniBand, RoCE, Omni-Path and EFA alike
 
 
 def connect(comm: Any = None) -> tuple[Transport, Launch]:
@@ -22,6 +26,7 @@ def connect(comm: Any = None) -> tuple[Transport, Launch]:
     if comm is None and launch.kind == "none":
         return SingleTransport(), launch
     check_language(launch, os.environ)
+    leave_out_unusable(os.environ)
     try:
         with warnings.catch_warnings():
             # What mpi4py suspects from the environment, check_promise knows, and says once and not on every rank.
@@ -35,3 +40,21 @@ def connect(comm: Any = None) -> tuple[Transport, Launch]:
     from hpctrain.transport.mpi import MpiTransport
 
     return MpiTransport(MPI.COMM_WORLD if comm is None else comm), launch
+
+
+def leave_out_unusable(environ: MutableMapping[str, str], devices: Path = RDMA_DEVICES) -> None:
+    """Let Open MPI not consider UCX for windows on a node without a network that UCX could use for them.
+
+    There Open MPI 5 passes over ``osc/ucx`` anyway, and prints an error on every rank for every window as it does so.
+    A node with such a device, and settings of the user for ``osc`` or for UCX, are left alone: over InfiniBand
+    ``osc/ucx`` may be the only way to remote memory that needs no help of its owner. Other MPI libraries do not read
+    the variable. It has an effect before ``MPI_Init`` only.
+    """
+    try:
+        found = any(devices.iterdir())
+    except OSError:
+        found = False
+    chosen = any(name in environ for name in ("OMPI_MCA_osc", "OMPI_MCA_pml"))
+    chosen = chosen or any(name.startswith(("OMPI_MCA_osc_ucx_", "OMPI_MCA_pml_ucx_")) for name in environ)
+    if not found and not chosen:
+        environ["OMPI_MCA_osc"] = "^ucx"

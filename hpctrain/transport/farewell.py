@@ -6,6 +6,8 @@ import time
 
 from mpi4py import MPI
 
+from hpctrain.transport.onesided.served import serve
+
 GRACE = 1.0  # seconds in which all ranks of a job that ends well have come to its end
 
 
@@ -21,10 +23,14 @@ class Farewell:
         self._told = False
 
     def leave(self) -> None:
-        """Return when all ranks leave; if that takes long, tell the others first."""
+        """Return when all ranks leave; if that takes long, tell the others first.
+
+        Ranks that still need memory which this one exposes are served meanwhile.
+        """
         together = self._comm.Ibarrier()
         deadline = time.monotonic() + GRACE
         while not together.Test():
+            serve()
             if not self._told and time.monotonic() > deadline:
                 self._tell()
             time.sleep(0.001)

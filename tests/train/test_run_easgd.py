@@ -62,9 +62,9 @@ def test_workers_at_their_own_pace_meet_to_save_and_to_stop(leg: Legs, project: 
     assert [row["step"] for row in evaluated] == [4, 8, 12]
     for row in evaluated:
         assert 0 <= row["staleness"] <= row["staleness_most"] and 0 < row["communication"] < 1
-    histograms = [row["staleness_histogram"] for row in evaluated]
+    histograms = [row["staleness_histogram"] for row in rows if "staleness" in row]
     workers = leg.comm.size - (mode == "served")
-    assert sum(histograms[0]) == 4 * workers and sum(histograms[1]) in (workers, 2 * workers, 4 * workers)
+    assert sum(histograms[0]) == 4 * workers and sum(map(sum, histograms)) == 12 * workers
     with h5py.File(project / mode / "checkpoints/step_00000012.h5") as file:
         served = "parallel.data=server" in APART[mode]
         added = [sum(column) for column in zip_longest(*histograms, fillvalue=0)]

@@ -10,7 +10,7 @@ import h5py
 import pytest
 from support.life import Training, checkpoints_of, make_batches, metrics_of
 
-from hpctrain.checkpoint.look.place import best
+from hpctrain.checkpoint.look.place import judge
 
 SCORES = [5.0, 9.0, 2.0, 7.0, 6.0, 1.0, 8.0, 4.0, 3.0]  # logged in the steps 1 to 9
 
@@ -118,7 +118,7 @@ def test_a_save_after_a_resume_still_knows_its_value(job: Any, tmp_path: Path) -
 @pytest.mark.ranks(1, 2)
 def test_the_file_says_by_what_the_best_is_kept(job: Any, shared_tmp_path: Path) -> None:
     scored(job, shared_tmp_path / "a", keep_best="score", best="highest")
-    found = best(shared_tmp_path / "a")
+    found = judge(shared_tmp_path / "a")
     assert (found.step, found.by, found.which, found.value) == (2, "score", "highest", 9.0)
     scored(job, shared_tmp_path / "b")
     with h5py.File(shared_tmp_path / "a/checkpoints/step_00000009.h5") as kept:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from hpctrain.cluster.launcher import without_launcher
 from hpctrain.errors import LaunchError
-from hpctrain.transport.connect import connect
+from hpctrain.transport.connect import connect, leave_out_unusable
 
 
 @pytest.fixture
@@ -77,3 +78,23 @@ def test_a_communicator_of_the_users(environ: Any) -> None:
     assert transport.rank == MPI.COMM_WORLD.size - 1 - MPI.COMM_WORLD.rank
     transport.barrier()
     transport.free()
+
+
+def test_windows_over_ucx_are_left_out_where_nothing_carries_them(tmp_path: Path) -> None:
+    environ: dict[str, str] = {}
+    leave_out_unusable(environ, tmp_path / "none")
+    assert environ == {"OMPI_MCA_osc": "^ucx"}
+
+
+@pytest.mark.parametrize("name", ["OMPI_MCA_osc", "OMPI_MCA_pml", "OMPI_MCA_osc_ucx_tls", "OMPI_MCA_pml_ucx_devices"])
+def test_what_the_user_has_chosen_of_open_mpi_stays(tmp_path: Path, name: str) -> None:
+    environ = {name: "any"}
+    leave_out_unusable(environ, tmp_path)
+    assert environ == {name: "any"}
+
+
+def test_nodes_with_an_rdma_device_are_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "mlx5_0").mkdir()
+    environ: dict[str, str] = {}
+    leave_out_unusable(environ, tmp_path)
+    assert not environ

@@ -21,7 +21,7 @@ from hpctrain.checkpoint.file.layout import Record
 from hpctrain.checkpoint.file.reader import Reader, verify_file
 from hpctrain.checkpoint.folder import KEEP_BEST, LOGGED, list_checkpoints
 from hpctrain.checkpoint.look.curves import as_floats, read_curve, read_curves
-from hpctrain.checkpoint.look.place import best, folder_of
+from hpctrain.checkpoint.look.place import folder_of, judge
 from hpctrain.errors import CheckpointError, UsageError
 
 Progress = Callable[[int], object]
@@ -92,7 +92,7 @@ def ls(folder: str | Path) -> list[Entry]:
         raise UsageError(f"{folder} is not a folder: give a run's folder or one with step_*.h5 files")
     entries = [_entry(path) for path in list_checkpoints(folder_of(folder))]
     try:
-        chosen = best(folder).file
+        chosen = judge(folder).file
     except UsageError:  # nothing says which is the best
         return entries
     return [replace(entry, best=entry.file == chosen) for entry in entries]

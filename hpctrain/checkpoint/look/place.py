@@ -55,11 +55,29 @@ def all_of(path: str | Path) -> list[Path]:
     return found
 
 
-def best(run: str | Path, by: str = "", which: Best | None = None) -> Judged:
+def best(run: str | Path, *, by: str = "", which: Best | None = None) -> Path:
+    """Return the path of a run's best checkpoint, as ``hpctrain checkpoint best`` prints it.
+
+    ``run`` is the folder of a run. The number that decides is the one that the run keeps its best checkpoint for
+    (``keep_best``, ``run.save(best=...)``), or ``by``, a number that it logged; ``which`` is ``"lowest"`` or
+    ``"highest"``, without it as the run has it, else the lowest. Damaged files are left out. Any process may call this
+    alone; it needs neither torch nor MPI.
+
+    Raises ``UsageError`` if the folder holds no checkpoint, if nothing says which is the best, or if no file has the
+    number.
+    """
+    if not Path(run).exists():
+        raise UsageError(f"no folder {run}: give the folder of a run, as checkpoints= of job.run or run.folder")
+    return Path(judge(run, by, which).file)
+
+
+def judge(run: str | Path, by: str = "", which: Best | None = None) -> Judged:
     """Return the best checkpoint of a run, by what its newest file says (``keep_best``), or by a name that is given.
 
     Damaged files are left out. Raises ``UsageError`` if nothing says by what, or if no file has the number.
     """
+    if which not in (None, "lowest", "highest"):
+        raise UsageError(f"which = {which!r}: allowed are 'lowest' and 'highest'")
     files = all_of(run)
     facts = {path: found for path in files if (found := _facts(path)) is not None}
     name, known = by, which
@@ -71,8 +89,8 @@ def best(run: str | Path, by: str = "", which: Best | None = None) -> Judged:
     names = ", ".join(sorted({one for found in facts.values() for one in _logged(found)})) or "no numbers"
     if not name:
         raise UsageError(
-            f"{run}: its checkpoints do not say which is the best (the run had no keep_best); name a number with --by; "
-            f"they hold {names}"
+            f"{run}: its checkpoints do not say which is the best (the run had no keep_best); name a number with by= "
+            f"or --by; they hold {names}"
         )
     judged: Best = known or "lowest"
     candidates = [

@@ -12,7 +12,7 @@ from typing import Any
 from hpctrain.checkpoint.look import inspect
 from hpctrain.checkpoint.look.curves import is_steps, sparkline
 from hpctrain.checkpoint.look.inspect import Contents, Entry, TensorStats
-from hpctrain.checkpoint.look.place import best
+from hpctrain.checkpoint.look.place import judge
 from hpctrain.cli.action import action
 from hpctrain.cli.checkpoint.text import chosen, columns, one_line, print_json, printable, progress, shape, size
 
@@ -69,7 +69,7 @@ def _ls(args: argparse.Namespace) -> int:
 
 
 def _best(args: argparse.Namespace) -> int:
-    found = best(args.folder, args.by, args.which)
+    found = judge(args.folder, args.by, args.which)
     if args.json:
         print_json(dataclasses.asdict(found))
     else:

@@ -107,7 +107,8 @@ class ElasticAveragingApart(Replica):
         return {**super().figures(), **self._stale.figures(self.comm)}
 
     def settle(self) -> None:
-        """Wait until all ranks have made their last step, and serve them; a call by all ranks."""
+        """Wait until all ranks have come here, and serve them meanwhile. Collective."""
+        super().settle()
         self._centre.barrier()
 
     def move_centre(self, values: Tensor) -> None:

@@ -60,6 +60,12 @@ class ElasticAveraging(Replica):
             self._flat.values.copy_(self._average())
             self._centre.copy_(self._mean)
 
+    def _end_exchange(self) -> None:
+        """Wait for the mean that is under way, and drop it."""
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+
     def _average(self) -> Tensor:
         self._mean.copy_(self._flat.values)
         self.comm.all_reduce(self._mean, "average")

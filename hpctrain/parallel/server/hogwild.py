@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from hpctrain.collectives.communicator import Communicator
-from hpctrain.parallel.agreement import broadcast_model, check_same_model
+from hpctrain.parallel.agreement import broadcast_buffers, broadcast_model, check_same_model
 from hpctrain.parallel.server import flat
 from hpctrain.parallel.server.figures.communication import CommunicationTime
 from hpctrain.parallel.server.figures.histogram import Histogram
@@ -69,7 +69,7 @@ class Hogwild(Strategy):
         if self._in_place:
             self._flat.move_to(self._copy)
         self._trainable = trainable(model)
-        self._hooks = Hooks(model, self._begin, self._gradient_came)
+        self._hooks = Hooks(model, self._begin, self._gradient_came, self.check_optimizer)
 
     # A step -----------------------------------------------------------------------------------------------------------
 
@@ -157,8 +157,14 @@ class Hogwild(Strategy):
         self._memory.barrier()  # nobody goes on while another still reads
 
     def settle(self) -> None:
-        """Wait until all ranks have made their last step, and serve them; a call by all ranks."""
+        """Wait until all ranks have come here, and serve them meanwhile. Collective."""
+        self._exchanging.pause()
         self._memory.barrier()
+
+    def conclude(self) -> None:
+        """Leave the copy of the first node, and rank 0's buffers, in the model of every rank. Collective."""
+        with self.meeting():
+            broadcast_buffers(self.model, self.comm)
 
     def refresh(self) -> None:
         """Take the parameters that were put into the model as those of all; a call by all ranks."""
@@ -183,8 +189,10 @@ class Hogwild(Strategy):
         return own_states(self.model, optimizer)
 
     def detach(self) -> None:
-        """Take all hooks off, leave the parameters in memory of the model's own; a call by all ranks."""
+        """Take all hooks off, leave what ``conclude`` does in memory of the model's own. Collective."""
         attached = self._hooks.remove()
+        if attached:
+            self.conclude()
         self._lookup.detach()
         if attached:
             self._memory.barrier()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from hpctrain.errors import UsageError
@@ -18,13 +20,33 @@ Call = Callable[[], None]
 class Hooks:
     """Hold the hooks of one worker; ``optimizer`` is the one that moves it, once it is known."""
 
-    def __init__(self, model: nn.Module, pass_comes: Call, gradient_came: Call) -> None:
-        """Call ``pass_comes`` before each forward pass, and ``gradient_came`` after each parameter's gradient."""
+    def __init__(
+        self,
+        model: nn.Module,
+        pass_comes: Call,
+        gradient_came: Call,
+        unknown_steps: Callable[[torch.optim.Optimizer], None],
+    ) -> None:
+        """Call ``pass_comes`` before each forward pass, and ``gradient_came`` after each parameter's gradient.
+
+        ``unknown_steps`` is called before the first step of an optimizer of the model that ``take`` was not given: a
+        script without a run. Without that its workers would never exchange.
+        """
         self.optimizer: torch.optim.Optimizer | None = None
+        self._held = {id(parameter) for _, parameter in trainable(model)}
+        self._unknown_steps = unknown_steps
         self._handles: list[RemovableHandle] = [model.register_forward_pre_hook(ModuleHook(lambda *_: pass_comes()))]
         for _, parameter in trainable(model):
             register: Callable[..., RemovableHandle] = parameter.register_post_accumulate_grad_hook
             self._handles.append(register(lambda _: gradient_came()))
+        own = weakref.WeakMethod(self._any_steps)  # the hook is torch's, and must not keep the model
+        self._handles.append(register_optimizer_step_pre_hook(lambda optimizer, *_: _call(own(), optimizer)))
+
+    def _any_steps(self, optimizer: torch.optim.Optimizer) -> None:
+        if self.optimizer is None:
+            given = (parameter for group in optimizer.param_groups for parameter in group["params"])
+            if any(id(parameter) in self._held for parameter in given):
+                self._unknown_steps(optimizer)
 
     def is_new(self, optimizer: torch.optim.Optimizer) -> bool:
         """Tell whether an optimizer is the first one; raise ``UsageError`` for a second."""
@@ -54,3 +76,8 @@ class Hooks:
     def attached(self) -> bool:
         """Tell whether the hooks are on."""
         return bool(self._handles)
+
+
+def _call(method: Callable[[torch.optim.Optimizer], None] | None, optimizer: torch.optim.Optimizer) -> None:
+    if method is not None:
+        method(optimizer)

@@ -35,7 +35,7 @@ class Replica(Strategy):
         self._began = False  # the present step has
         self._exchanging = CommunicationTime()
         self._aside: Tensor | None = None  # this worker's parameters, while the model holds the centre
-        self._hooks = Hooks(model, self._forward_comes, self._gradient_came)
+        self._hooks = Hooks(model, self._forward_comes, self._gradient_came, self.check_optimizer)
 
     # What an exchange is ----------------------------------------------------------------------------------------------
 
@@ -58,6 +58,9 @@ class Replica(Strategy):
 
     def _after_move(self) -> None:
         """Come after the optimizer's move; the step is counted."""
+
+    def _end_exchange(self) -> None:
+        """End the exchange of a step that has begun and makes no move. Collective."""
 
     # A step -----------------------------------------------------------------------------------------------------------
 
@@ -132,6 +135,23 @@ class Replica(Strategy):
             for name, one in buffers_of(self.model).items():
                 one.copy_(buffers[name])
 
+    def settle(self) -> None:
+        """Count the time until the next step to none."""
+        self._exchanging.pause()
+
+    def conclude(self) -> None:
+        """Leave the centre, and rank 0's buffers, in the model of every rank. Collective.
+
+        The next step begins from there: a worker's own parameters are in the run's last checkpoint only.
+        """
+        if self._aside is not None:
+            return  # it is there
+        self.settle()
+        self._end_exchange()
+        self._began = False
+        self._flat.values.copy_(self.centre())
+        broadcast_buffers(self.model, self.comm)
+
     def figures(self) -> Figures:
         """Return how far the workers are from the centre, and what share of its time a worker exchanges: means."""
         self._exchanging.pause()
@@ -155,7 +175,7 @@ class Replica(Strategy):
         self._began = False
 
     def detach(self) -> None:
-        """Take all hooks off the module, and leave the centre in it."""
-        if self._aside is None and self._hooks.attached:
-            self._flat.values.copy_(self.centre())
+        """Take all hooks off the module, and leave the centre and rank 0's buffers in it. Collective."""
+        if self._hooks.attached:
+            self.conclude()
         self._hooks.remove()

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 
 from hpctrain.collectives.communicator import Communicator
-from hpctrain.parallel.agreement import broadcast_model, check_same_model
+from hpctrain.errors import UsageError
+from hpctrain.parallel.agreement import broadcast_buffers, broadcast_model, check_same_model
 from hpctrain.parallel.objective import Objective
 from hpctrain.parallel.server.figures.communication import CommunicationTime
 from hpctrain.parallel.server.figures.histogram import Histogram
@@ -52,7 +53,7 @@ class ParameterServer(Strategy):
         self._bound = Bound(self._board, 0, self.workers, settings.max_staleness)
         self._stale, self._exchanging = Histogram(), CommunicationTime()
         self._began = self._pushes = self._averages = False
-        self._hooks = Hooks(model, self._begin, self._gradient_came)
+        self._hooks = Hooks(model, self._begin, self._gradient_came, _refuse_unknown)
 
     @property
     def data(self) -> Communicator:
@@ -87,6 +88,8 @@ class ParameterServer(Strategy):
         """Read the parameters, once a step."""
         if self._began or not (self.model.training and torch.is_grad_enabled()):
             return
+        if self._hooks.optimizer is None:
+            return  # no run has begun: all ranks hold what they began with
         self._began = True
         self._exchanging.begin_step()
         with self._exchanging:
@@ -187,8 +190,15 @@ class ParameterServer(Strategy):
             self._hooks.optimizer.state.clear()
 
     def settle(self) -> None:
-        """Wait until all ranks have made their last step, and serve them; a call by all ranks."""
+        """Wait until all ranks have come here, and serve them meanwhile. Collective."""
+        self._exchanging.pause()
         self._board.barrier()
+
+    def conclude(self) -> None:
+        """Leave the served parameters, and rank 0's buffers, in the model of every rank. Collective."""
+        if self._hooks.optimizer is not None:
+            with self.meeting():
+                broadcast_buffers(self.model, self.comm)
 
     def refresh(self) -> None:
         """Take parameters and states that were put into model and optimizer as those to serve; a call by all ranks."""
@@ -217,8 +227,16 @@ class ParameterServer(Strategy):
         attached = self._hooks.remove()
         if attached:
             if self._hooks.optimizer is not None:
+                self.conclude()
                 self._lookup.detach()
-                self._board.barrier()
-                self._read(tables=True)
                 self._store.free()
             self._board.free()
+
+
+def _refuse_unknown(optimizer: torch.optim.Optimizer) -> None:
+    """Raise ``UsageError``: memory for what is served is made when a run begins, and is not there."""
+    raise UsageError(
+        f'{type(optimizer).__name__}.step() outside of a run under parallel.data = "server": updates are served in the '
+        "loop of a run only; write `with job.run(model, optimizer, loader, ...) as run`",
+        everywhere=True,
+    )

@@ -65,8 +65,16 @@ class ExposedByRma(ExposedByMessages):
             self._window.Flush(rank)
         kind.Free()
 
-    def _give_back(self) -> None:
+    def release(self) -> None:
+        """Free what MPI can be asked with; the memory stays. Collective."""
+        self._free_window()
+        super().release()
+
+    def _free_window(self) -> None:
         if self._window != MPI.WIN_NULL:
             self._window.Unlock_all()
             self._window.Free()
+
+    def _give_back(self) -> None:
+        self._free_window()
         super()._give_back()

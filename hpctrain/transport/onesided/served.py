@@ -33,6 +33,24 @@ _DONE = torch.zeros(1, dtype=torch.uint8)
 _LIVE: list[ExposedByMessages] = []
 
 
+def serve() -> None:
+    """Serve the requests that have come for any memory that this process exposes."""
+    for one in list(_LIVE):
+        one.serve_own()
+
+
+def release(comm: MPI.Intracomm) -> None:
+    """Free the windows behind all memory that is still exposed; its tensors stay, requests end. Collective.
+
+    A call when the process ends and ``free`` was not called: UCX warns of windows that it finds in MPI_Finalize. Where
+    the ranks hold different numbers of memories, after an error, all windows are left to MPI.
+    """
+    if len(set(comm.allgather(len(_LIVE)))) == 1:
+        for one in _LIVE:
+            one.release()
+        _LIVE.clear()
+
+
 class ExposedByMessages(Exposed):
     """Hold memory that its owner serves; made and freed by all ranks together."""
 
@@ -97,10 +115,10 @@ class ExposedByMessages(Exposed):
 
     def progress(self) -> None:
         """Serve the requests that have come, for any memory that this process exposes."""
-        for one in list(_LIVE):
-            one._progress()
+        serve()
 
-    def _progress(self) -> None:
+    def serve_own(self) -> None:
+        """Serve the requests that have come for this memory."""
         if len(self._places) == len(self.lengths):
             return  # everybody is near
         self._sent = [(request, made_of) for request, made_of in self._sent if not request.Test()]
@@ -156,10 +174,16 @@ class ExposedByMessages(Exposed):
 
     def free(self) -> None:
         """Serve what still comes until all ranks are here, and give the memory back; a call by all ranks."""
+        if self not in _LIVE:
+            return  # the process ends
         self.barrier()
         for request, _ in self._sent:
             request.Wait()
         self._give_back()
+
+    def release(self) -> None:
+        """Free what MPI can be asked with; the memory stays. Collective."""
+        self._counters.free()
 
     def _give_back(self) -> None:
         _LIVE.remove(self)

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from hpctrain import checkpoint
 from hpctrain.checkpoint.file.source import Source
 from hpctrain.checkpoint.file.writer import write_file
 from hpctrain.cli import checkpoint as verb
@@ -63,6 +64,21 @@ def test_best_that_nothing_says_is_a_mistake_of_the_user(tmp_path: Path) -> None
         call("best", run, "--by", "acc")
     with pytest.raises(UsageError, match="is a folder that holds no checkpoint"):
         call("best", tmp_path)
+
+
+def test_best_of_the_library_is_that_of_the_command(tmp_path: Path) -> None:
+    run = write(tmp_path / "run", keep_best="accuracy", best="highest")
+    assert checkpoint.best(run) == checkpoint.best(str(run / "checkpoints")) == file(run, 4)
+    assert checkpoint.best(run, which="lowest") == checkpoint.best(run, by="loss") == file(run, 2)
+    assert checkpoint.best(run, by="loss", which="highest") == file(run, 6)
+    with pytest.raises(UsageError, match="no folder .*/none: give the folder of a run"):
+        checkpoint.best(tmp_path / "none")
+    with pytest.raises(UsageError, match="which = 'high': allowed are 'lowest' and 'highest'"):
+        checkpoint.best(run, which="high")  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="is a folder that holds no checkpoint"):
+        checkpoint.best(tmp_path)
+    with pytest.raises(UsageError, match="do not say which is the best .* with by= or --by; they hold accuracy, loss"):
+        checkpoint.best(write(tmp_path / "unjudged"))
 
 
 def test_ls_marks_the_best(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
