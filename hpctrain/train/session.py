@@ -312,6 +312,8 @@ class Run:
             raise
         if not self.options.checks or self.finished:
             self._updates.checks = None
+            for strategy in self.strategies.values():
+                strategy.skip_checks()
         self._updates.attach(self._loop.begin_update, self._loop.note_update)
         self.job.guard.last_words = LastWords(self.folder, self.job.rank)
         visible = self.job.rank == 0 and not self.finished
