@@ -140,7 +140,7 @@ class ModelParallel(Strategy):
     def skip_checks(self) -> None:
         """Leave out the checks of the first step."""
         if self._pipeline is not None:
-            self._pipeline.check.drop()
+            self._pipeline.skip_checks()
 
     def set_sample_weight(self, weight: float) -> None:
         """Let this rank's gradients count with ``weight`` in the average over the data ranks, until set again."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -56,10 +57,13 @@ class Arguments:
         """
         return samples_of(self._named(), "inputs of the model")
 
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the tensors by the expressions that lead to them."""
+        return {name: leaf for name, leaf in named_leaves_of(self._named()) if isinstance(leaf, Tensor)}
+
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the shape of each tensor by the expression that leads to it."""
-        leaves = named_leaves_of(self._named())
-        return {name: tuple(leaf.shape) for name, leaf in leaves if isinstance(leaf, Tensor)}
+        return {name: tuple(tensor.shape) for name, tensor in self.tensors().items()}
 
     def cut(self, count: int) -> list[Arguments]:
         """Return the arguments of ``count`` microbatches of equal size."""
@@ -73,6 +77,16 @@ class Arguments:
         rest = [(name, leaf) for name, leaf in leaves if isinstance(leaf, (bool, str, type(None)))]
         specs = [(tuple(tensor.shape), tensor.dtype) for tensor in tensors]
         return tuple(specs), tuple(rest), (len(self.args), *self.kwargs)
+
+    def digest(self) -> int:
+        """Return a CRC-32 over the shapes, dtypes and bytes of the tensors."""
+        found = 0
+        for tensor in tensors_of((self.args, dict(self.kwargs))):
+            found = zlib.crc32(f"{tuple(tensor.shape)} {tensor.dtype}".encode(), found)
+            if tensor.layout is torch.strided and tensor.numel():
+                flat = tensor.detach().contiguous().resolve_conj().cpu().reshape(-1)
+                found = zlib.crc32(flat.view(torch.uint8).numpy().data, found)
+        return found
 
     def _named(self) -> dict[str, Any]:
         return {**{f"inputs[{place}]": each for place, each in enumerate(self.args)}, **self.kwargs}

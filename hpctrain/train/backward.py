@@ -74,7 +74,7 @@ class Backward:
             parts = parts_of(batch, accumulate)
             with self._run.checks.weighted():
                 if strategies[0].pipelined:
-                    return _Pipelined(strategies[0], compute, self._known)(parts, weight)
+                    return _Pipelined(strategies[0], compute, self._known, self._run.options.checks)(parts, weight)
                 return self._by_parts(strategies, parts, compute, weight)
         finally:
             for strategy in strategies:
@@ -146,8 +146,8 @@ class _Pipelined:
     known.
     """
 
-    def __init__(self, strategy: Strategy, compute: Compute, known: set[Any]) -> None:
-        self._strategy, self._compute, self._known = strategy, compute, known
+    def __init__(self, strategy: Strategy, compute: Compute, known: set[Any], checks: bool) -> None:
+        self._strategy, self._compute, self._known, self._checks = strategy, compute, known, checks
         self._counted: list[tuple[float, float]] = []  # sum and count of each microbatch that the last stage has seen
 
     def __call__(self, parts: list[Part], weight: float) -> Tensor:
@@ -190,9 +190,10 @@ class _Pipelined:
         agreed(strategy.comm, check)
 
     def _check_samples(self, samples: Any, arguments: Arguments) -> None:
-        """Raise ``UsageError`` for inputs that are not per sample but have as many rows; once for inputs of one form.
+        """Raise ``UsageError`` for inputs that are not those of each sample alone; once for inputs of one form.
 
-        ``compute`` calls the model with fewer rows of the others if it is given fewer samples.
+        ``compute`` calls the model with fewer rows if it is given fewer samples, but not of a matrix that happens to
+        have as many rows. It draws other random numbers then, as the last stage does, which calls it for microbatches.
         """
         count, key = samples_in(samples), arguments.key()
         if key in self._known or count == 1:
@@ -204,6 +205,8 @@ class _Pipelined:
         finally:
             state.restore()
         _check_cut(arguments.shapes(), fewer.shapes(), count // 2)
+        if self._checks:
+            _check_values(arguments, fewer, count // 2)
 
     def _inputs(self, samples: Any, *, whole: bool = True) -> tuple[Arguments, torch.dtype | None]:
         """Return what ``compute`` calls the model with, and the precision in which it does."""
@@ -292,6 +295,26 @@ def _check_cut(
                 f"the pipeline with {list(cut)}, cut out of {list(before[name])}; under a pipeline the first dim of "
                 "all inputs is that of the samples, and shapes do not depend on what is in them; make what is not per "
                 "sample inside the model, or expand it to all samples",
+                everywhere=True,
+            )
+
+
+def _check_values(whole: Arguments, fewer: Arguments, samples: int) -> None:
+    """Raise ``UsageError`` if ``compute`` gives the model other values for some samples than for them among others."""
+    for name, own in fewer.tensors().items():
+        wanted = whole.tensors()[name]
+        wanted = wanted[:samples] if wanted.dim() else wanted
+        if own.is_floating_point() or own.is_complex():
+            largest = float(wanted.abs().nan_to_num(0.0, 0.0, 0.0).max()) if wanted.numel() else 0.0
+            same = torch.allclose(own, wanted, rtol=0.0, atol=1e-3 * largest, equal_nan=True)
+        else:
+            same = torch.equal(own, wanted)
+        if not same:
+            raise UsageError(
+                f"compute called the model with other values of {name} for {samples} samples than for the same ones "
+                "among others; under a pipeline compute is called again for each microbatch, so inputs must be those "
+                "of each sample alone, without random numbers; compute in the dataset or the model what draws random "
+                "numbers or takes several samples",
                 everywhere=True,
             )
 

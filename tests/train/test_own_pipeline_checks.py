@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from hpctrain.errors import UsageError
+from hpctrain.errors import MismatchError, UsageError
 from hpctrain.parallel.objective import Objective
 from hpctrain.parallel.settings import ParallelSettings
 
@@ -308,7 +308,33 @@ def test_a_matrix_with_as_many_rows_as_samples_is_not_cut(job: Any, shared_tmp_p
 
 
 @pytest.mark.ranks(2)
-def test_targets_and_numbers_between_stages_are_checked(job: Any) -> None:
+def test_random_numbers_and_means_of_the_batch_are_no_inputs(job: Any, shared_tmp_path: Path) -> None:
+    """The last stage calls compute again for each microbatch, and would compare with other inputs."""
+    model = job.wrap(Chain(), {"pipe": 2})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    run = job.run(model, optimizer, [batch()], checkpoints=str(shared_tmp_path))
+    for change in (lambda x: x + torch.randn(len(x), 1), lambda x: x - x.mean(0)):
+
+        def compute(part: Any) -> Tensor:
+            x = change(part[0])  # noqa: B023
+            return F.mse_loss(model(x), x)
+
+        with pytest.raises(UsageError, match=r"^compute called the model with other values of inputs\[0\] for 4 sam"):
+            run.backward(batch(), compute)
+        run = job.run(model, optimizer, [batch()], checkpoints=str(shared_tmp_path))
+    loss = run.backward(batch(), lambda part: F.mse_loss(model(part[0] * 2), part[1]))
+    assert loss.isfinite()
+
+
+@pytest.mark.ranks(2)
+def test_stages_with_different_samples_are_an_error(job: Any) -> None:
+    strategy = job.strategy(job.wrap(Chain(), {"pipe": 2}))
+    with pytest.raises(MismatchError, match="^inputs of the pipeline in its first pass: stages 0 and 1 got different"):
+        strategy.forward_backward(*batch(job.rank), MSE)
+
+
+@pytest.mark.ranks(2)
+def test_numbers_of_samples_are_checked(job: Any) -> None:
     strategy = job.strategy(job.wrap(Chain(), {"pipe": 2}))
     x, y = batch()
     with pytest.raises(UsageError, match="^inputs of 8 samples and targets of 4; allowed are equal numbers of samples"):

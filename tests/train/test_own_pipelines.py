@@ -302,6 +302,14 @@ def test_weights_are_those_of_a_plain_loop(job: Any, shared_tmp_path: Path, case
     assert largest_difference(job, model, whole) < CLOSE
 
 
+@pytest.mark.parametrize("case", CASES)
+def test_the_same_script_runs_on_one_rank_without_a_pipeline(job: Any, tmp_path: Path, case: str) -> None:
+    model, losses = trained(job, tmp_path, case, ParallelSettings(), accumulate=2)
+    whole, wanted = plain(case)
+    assert losses == pytest.approx(wanted, abs=CLOSE)
+    assert largest_difference(job, model, whole) < CLOSE
+
+
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("schedule", ["interleaved", "zb-h1"])
 def test_other_schedules_and_parts(job: Any, shared_tmp_path: Path, schedule: Any) -> None:

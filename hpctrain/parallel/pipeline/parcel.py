@@ -65,7 +65,7 @@ class Parcel:
         name = next((name for name in {**before, **now} if before.get(name, _NONE) != now.get(name, _NONE)), "output")
         told = [_tell(each[name]) if name in each else "missing" for each in (now, before)]
         raise UsageError(
-            f"layer {layer}, after which the model is cut, returned another structure than for the first microbatch of "
+            f"layer {layer}, after which the model is cut, returned another structure than before for inputs of "
             f"the same shape: {name} is {told[0]} and was {told[1]}; what is no tensor must follow from the shape of "
             "the inputs; make it a tensor, or an argument of the model that later layers name in their forward"
         )

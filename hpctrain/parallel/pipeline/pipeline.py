@@ -12,7 +12,7 @@ from torch.nn.modules.conv import _ConvNd
 
 from hpctrain.collectives.agreement import on_first_rank
 from hpctrain.collectives.communicator import Communicator
-from hpctrain.errors import SettingsError, UsageError
+from hpctrain.errors import MismatchError, SettingsError, UsageError
 from hpctrain.parallel.inputs import Arguments, cut, samples_of
 from hpctrain.parallel.nest import ONE_TENSOR, put_together
 from hpctrain.parallel.objective import Objective
@@ -78,6 +78,12 @@ class Pipeline:
         self._engine = Engine(self._chunks, count, device, self.versions)
         self._generators = PassGenerators(device, (comm.rank, replica))
         self._routes: dict[Hashable, Route] = {}
+        self._compares = True  # the inputs of the stages
+
+    def skip_checks(self) -> None:
+        """Leave out the checks of the first pass."""
+        self._compares = False
+        self.check.drop()
 
     # Passes -----------------------------------------------------------------------------------------------------------
 
@@ -111,7 +117,9 @@ class Pipeline:
                 "compute forward only",
                 everywhere=True,
             )
-        call = self._caller.bind(Arguments(args, kwargs))
+        arguments = Arguments(args, kwargs)
+        self.check(arguments)
+        call = self._caller.bind(arguments)
         values: tuple[Tensor, ...] = ()
         parcel = Parcel(())
         with self._generators.drawing():
@@ -146,11 +154,27 @@ class Pipeline:
         key = (schedule.name, schedule.microbatches, pieces[0].key(), objective.dtype)
         calls = [self._caller.bind(piece) for piece in pieces]
         if key not in self._routes:
+            self._check_alike(arguments)
             self.check(pieces[0])
             parcels = self._parcels(calls[0], objective)
             self._routes[key] = Route(self.comm, schedule, parcels, self.device)
         work = Work(calls, cut(targets, schedule.microbatches), objective, weight)
         return self._routes[key], work
+
+    def _check_alike(self, arguments: Arguments) -> None:
+        """Raise ``MismatchError`` if the stages are given different inputs in the first pass."""
+        if not self._compares:
+            return
+        self._compares = False
+        digests = self.comm.all_gather_object(arguments.digest())
+        other = next((stage for stage, digest in enumerate(digests) if digest != digests[0]), None)
+        if other is not None:
+            raise MismatchError(
+                f"inputs of the pipeline in its first pass: stages 0 and {other} got different ones; all stages of a "
+                "pipeline need the same samples, without random numbers of their own; give the loader "
+                "strategy.data.rank and strategy.data.size, or pass the DataLoader itself to job.run",
+                everywhere=True,
+            )
 
     @torch.no_grad()
     def _parcels(self, call: Call, objective: Objective) -> list[Parcel]:

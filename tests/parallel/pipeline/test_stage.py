@@ -20,6 +20,7 @@ from hpctrain.models.shapes import GPTConfig
 from hpctrain.parallel.nest import ONE_TENSOR, Slot, put_together
 from hpctrain.parallel.pipeline.deferred import Deferred
 from hpctrain.parallel.pipeline.layers import find_layers
+from hpctrain.parallel.pipeline.parcel import Parcel
 from hpctrain.parallel.pipeline.prune import prune, tied, used_twice
 from hpctrain.parallel.pipeline.skip import Join, Keep
 from hpctrain.parallel.pipeline.stage import Chunk, backward, make_chunks
@@ -346,6 +347,22 @@ def test_what_cannot_travel_is_named(what: Callable[[Tensor], object], called: s
     with pytest.raises(UsageError) as error:
         chunks[0]((torch.ones(2),))
     assert str(error.value).startswith(f"layer 1 returned {called}, after which the model cannot be cut")
+
+
+@pytest.mark.parametrize(
+    "structure, text",
+    [
+        ((Slot(0), 4), r"output\[1\] is 4 and was 3; what is no tensor must follow from the shape"),
+        ((Slot(0), None), r"output\[1\] is None and was 3"),
+        ((Slot(0), Slot(1)), r"output\[1\] is a tensor and was 3"),
+        (Slot(0), r"output is a tensor and was missing"),
+    ],
+)
+def test_structures_that_change_are_named(structure: Any, text: str) -> None:
+    parcel = Parcel((), (Slot(0), 3))
+    parcel.check_structure((Slot(0), 3), "two")
+    with pytest.raises(UsageError, match=rf"^layer two, after which the model is cut, returned another .*: {text}"):
+        parcel.check_structure(structure, "two")
 
 
 def test_a_layer_that_does_not_always_keep_is_named() -> None:
