@@ -331,6 +331,22 @@ def test_uneven_parts_of_uneven_batches(job: Any, shared_tmp_path: Path) -> None
         assert largest_difference(job, model, whole) < CLOSE
 
 
+@pytest.mark.ranks(2)
+def test_gradients_from_before_stay_as_they_are(job: Any, shared_tmp_path: Path) -> None:
+    """Two batches of sums over other counts, of which the gradients add up, each divided by its own count."""
+    model, whole = job.wrap(made(Translator), ParallelSettings(pipe=2)), made(Translator)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
+    batches = list(DataLoader(Sentences(), 6))[:2]
+    with job.run(model, optimizer, batches, checkpoints=str(shared_tmp_path), split=False) as run:
+        for _, batch in run:
+            run.backward(batch, counted(model))
+            loss, count = counted(whole)(batch)
+            (loss / count).backward()
+        for name, gradient in job.strategy(model).reduced_gradients():
+            wanted = whole.get_parameter(name).grad
+            torch.testing.assert_close(gradient.as_subclass(Tensor), wanted, rtol=1e-4, atol=1e-6)
+
+
 @pytest.mark.ranks(2, 4)
 @pytest.mark.parametrize("pipe", [1, 2])
 def test_evaluation_and_forward_passes(job: Any, pipe: int) -> None:

@@ -355,7 +355,7 @@ def test_what_cannot_travel_is_named(what: Callable[[Tensor], object], called: s
         ((Slot(0), 4), r"output\[1\] is 4 and was 3; what is no tensor must follow from the shape"),
         ((Slot(0), None), r"output\[1\] is None and was 3"),
         ((Slot(0), Slot(1)), r"output\[1\] is a tensor and was 3"),
-        (Slot(0), r"output is a tensor and was missing"),
+        (Slot(0), r"output\[0\] is missing and was a tensor"),
     ],
 )
 def test_structures_that_change_are_named(structure: Any, text: str) -> None:
