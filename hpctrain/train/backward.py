@@ -27,6 +27,7 @@ from hpctrain.plain_tensors import as_parts
 if TYPE_CHECKING:
     from hpctrain.train.session import Run
 
+ROUNDING = 1e-9  # of a part's share
 Compute = Callable[[Any], "Tensor | tuple[Tensor, Tensor | float]"]
 
 
@@ -155,8 +156,9 @@ class _Pipelined:
         calls = [self._inputs(part.samples) for part in parts]
         for part, (arguments, _) in zip(parts, calls):
             self._check_samples(part.samples, arguments)
-        if weight != 1.0 or any(part.share * len(parts) != 1.0 for part in parts):
-            self._check_uneven([arguments for arguments, _ in calls], [part.share for part in parts])
+        if weight != 1.0 or any(abs(part.share * len(parts) - 1.0) > ROUNDING for part in parts):
+            differ = weight != 1.0 or not all(part.share for part in parts)
+            self._check_uneven([arguments for arguments, _ in calls], differ)
         aside = _take_gradients([strategy])  # sums are scaled when all are known, gradients from before are not
         total = torch.zeros(())
         for number, (part, (arguments, dtype)) in enumerate(zip(parts, calls)):
@@ -170,14 +172,17 @@ class _Pipelined:
         _give_gradients(aside)
         return found
 
-    def _check_uneven(self, calls: list[Arguments], shares: list[float]) -> None:
-        """Raise on all ranks if the schedule cannot take the samples of any rank, as ranks have different numbers."""
+    def _check_uneven(self, calls: list[Arguments], differ: bool) -> None:
+        """Raise on all ranks if the schedule cannot take the samples of any rank.
+
+        ``differ`` tells whether ranks have different numbers of samples, or parts have none. Collective.
+        """
         strategy = self._strategy
         settings = getattr(strategy, "settings", None)
         assert isinstance(settings, ParallelSettings), "a pipeline has settings"
 
         def check() -> None:
-            if settings.schedule == "pipedream":
+            if settings.schedule == "pipedream" and differ:
                 raise UsageError(
                     "parallel.schedule = 'pipedream': the samples of a batch cannot be shared out evenly over the data "
                     "ranks and parts, which update after each microbatch; take a batch size that the data ranks x "

@@ -253,7 +253,8 @@ class Run:
         Collective. ``compute(part)`` returns a loss that is a mean over the part's samples, or a pair of a sum and the
         count that it is to be divided by, such as the number of targets that are not padding. The batch (a tensor, or
         tuples, lists and dicts of tensors) is cut into ``accumulate`` parts along the first dim; gradients are reduced
-        once, with the last part. Under pipelines ``compute`` calls the model once.
+        once, with the last part. Under pipelines ``compute`` calls the model once, and is called again for each
+        microbatch, so it draws no random numbers for the model's inputs.
         """
         return self._backward(batch, compute, accumulate)
 

@@ -29,7 +29,7 @@ class PassGenerators:
         """Draw from this stage's stream in the ``with`` block, another one each time."""
         generators = [generator_of(device) for device in self._devices]
         states = [generator.get_state() for generator in generators]
-        number = int(torch.randint(2**62, (), dtype=torch.int64))
+        number = int(torch.randint(2**62, (), dtype=torch.int64, device="cpu"))
         # A program that draws nothing between two steps must not get the same masks twice.
         self._passes = self._passes + 1 if number == self._last else 0
         self._last = number
