@@ -109,7 +109,7 @@ def test_attributes_exist(comm: Communicator) -> None:
     assert {"rank", "size", "device", "comm"} <= set(rows("Job"))
     made = inspect.getsource(Run.__init__)
     assert all(re.search(rf"self\.{name}\b", made) for name in rows("Run"))
-    assert all(hasattr(Strategy, name) for name in rows("Strategy")) and len(rows("Strategy")) == 5
+    assert all(hasattr(Strategy, name) for name in rows("Strategy")) and len(rows("Strategy")) == 7
 
 
 def test_errors_and_their_exit_codes() -> None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from hpctrain.collectives.agreement import agreed
 from hpctrain.collectives.communicator import Communicator
@@ -25,13 +26,14 @@ def attach(
     comm: Communicator,
     settings: ParallelSettings,
     device: torch.device = torch.device("cpu"),
-    example: Tensor | None = None,
+    example: Any = None,
     offload: OffloadSettings = OffloadSettings(),
     server: ServerSettings = ServerSettings(),
 ) -> Strategy:
     """Attach the strategy of the settings to a module, in place, and bring it to this rank's device.
 
-    ``example`` is a microbatch of inputs, for stages that are to be equal in measured time. ``offload`` says what is
+    ``example`` is a microbatch of inputs, for pipelines: a tensor, a tuple of positional arguments or a dict of keyword
+    arguments. ``offload`` says what is
     to lie in the host's memory, ``server`` how workers with replicas of their own exchange what they have learnt;
     raises ``SettingsError`` where the strategy cannot do that.
     """
@@ -52,7 +54,7 @@ def _attach(
     settings: ParallelSettings,
     device: torch.device,
     offload: OffloadSettings,
-    example: Tensor | None = None,
+    example: Any = None,
     server: ServerSettings = ServerSettings(),
 ) -> Strategy:
     if settings.recompute:

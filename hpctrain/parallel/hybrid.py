@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -52,7 +53,7 @@ class ModelParallel(Strategy):
         settings: ParallelSettings,
         device: torch.device,
         attach: Attach,
-        example: Tensor | None = None,
+        example: Any = None,
     ) -> None:
         self.model, self.comm, self.settings, self.device = model, comm, settings, device
         _check_hooks(model)
@@ -66,7 +67,15 @@ class ModelParallel(Strategy):
         check(choose(model, plan), settings.tensor)  # while the model is whole
         self._pipeline: Pipeline | None = None
         if settings.pipe > 1:
-            self._pipeline = Pipeline(model, self.mesh.pipe, settings, device, example)
+            self._pipeline = Pipeline(
+                model,
+                self.mesh.pipe,
+                settings,
+                device,
+                example,
+                replica=self.mesh.data.rank,
+                near=comm.local_size,
+            )
         self._tensor: TensorSplit | None = None
         self._gradient_hooks: GradientHooks | None = None
         if settings.tensor > 1:
@@ -98,8 +107,11 @@ class ModelParallel(Strategy):
 
     # Passes -----------------------------------------------------------------------------------------------------------
 
-    def forward_backward(self, inputs: Tensor, targets: Tensor, objective: Objective, *, weight: float = 1.0) -> Tensor:
-        """Leave the gradients of weight x loss in the parameters; return that loss on all ranks, without a graph."""
+    def forward_backward(self, inputs: Any, targets: Any, objective: Objective, *, weight: float = 1.0) -> Tensor:
+        """Leave the gradients of weight x loss in the parameters; return that loss, of this data rank's samples.
+
+        All stages and tensor ranks of the data rank get the same loss, a scalar without a graph.
+        """
         with self._comparing(objective) as split, self.unguarded():
             if self._pipeline is None:
                 return super().forward_backward(inputs, targets, split, weight=weight)
@@ -117,13 +129,18 @@ class ModelParallel(Strategy):
             yield
 
     @torch.no_grad()
-    def measure(self, inputs: Tensor, targets: Tensor, objective: Objective) -> Tensor:
-        """Return the loss, a scalar, on all ranks."""
+    def measure(self, inputs: Any, targets: Any, objective: Objective) -> Tensor:
+        """Return the loss of this data rank's samples, a scalar, on all of its stages and tensor ranks."""
         with self._comparing(objective) as split, self.unguarded():
             if self._pipeline is None:
                 return super().measure(inputs, targets, split)
             with self.inner.many_passes(reduces=False):
                 return self._pipeline.measure(inputs, targets, split)
+
+    def skip_checks(self) -> None:
+        """Leave out the checks of the first step."""
+        if self._pipeline is not None:
+            self._pipeline.skip_checks()
 
     def set_sample_weight(self, weight: float) -> None:
         """Let this rank's gradients count with ``weight`` in the average over the data ranks, until set again."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -12,7 +13,7 @@ from torch import Tensor
 from hpctrain.errors import UsageError
 from hpctrain.settings import function_named
 
-Compare = Callable[[Tensor, Tensor], Tensor]
+Compare = Callable[[Any, Any], Tensor]
 
 
 def cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import MappingProxyType
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 from weakref import WeakSet
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from hpctrain import trace
 from hpctrain.collectives.communicator import Communicator
 from hpctrain.errors import UsageError
+from hpctrain.parallel.inputs import Arguments
 from hpctrain.parallel.objective import Objective
 from hpctrain.parallel.pipeline.skip import carrying
 from hpctrain.parallel.sync_batchnorm import SyncBatchNorm
@@ -66,13 +67,16 @@ class Strategy(ABC):
 
     # Passes -----------------------------------------------------------------------------------------------------------
 
-    def forward_backward(self, inputs: Tensor, targets: Tensor, objective: Objective, *, weight: float = 1.0) -> Tensor:
+    def forward_backward(self, inputs: Any, targets: Any, objective: Objective, *, weight: float = 1.0) -> Tensor:
         """Leave the gradients of weight x loss in the parameters; return that loss, a scalar, without a graph.
 
-        A call by all ranks that hold parts of one replica, with the same samples.
+        ``inputs`` is a tensor, a tuple or list of positional arguments, or a dict of keyword arguments of the model.
+        The loss is that of this data rank's samples; it is not averaged over the data ranks, as the gradients are. A
+        call by all ranks that hold parts of one replica, with the same samples; all of them get the same loss.
         """
-        with trace.span("forward"), carrying({}), objective.computing(inputs.device):
-            outputs = self.model(inputs)
+        arguments = Arguments.of(inputs)
+        with trace.span("forward"), carrying({}), objective.computing(arguments.device):
+            outputs = arguments.call(self.model)
         with trace.span("loss"):
             loss = objective.compare(outputs, targets) * weight
         with trace.span("backward"):
@@ -80,11 +84,15 @@ class Strategy(ABC):
         return loss.detach()
 
     @torch.no_grad()
-    def measure(self, inputs: Tensor, targets: Tensor, objective: Objective) -> Tensor:
-        """Return the loss, a scalar; a call as ``forward_backward`` is."""
-        with objective.computing(inputs.device):
-            outputs = self.model(inputs)
+    def measure(self, inputs: Any, targets: Any, objective: Objective) -> Tensor:
+        """Return the loss of this data rank's samples, a scalar; a call as ``forward_backward`` is."""
+        arguments = Arguments.of(inputs)
+        with objective.computing(arguments.device):
+            outputs = arguments.call(self.model)
         return objective.compare(outputs, targets)
+
+    def skip_checks(self) -> None:
+        """Leave out the checks of the first step."""
 
     @contextmanager
     def many_passes(self, *, reduces: bool = True) -> Iterator[None]:

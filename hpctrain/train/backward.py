@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -12,15 +12,22 @@ import torch
 from torch import Tensor, nn
 
 from hpctrain import trace
-from hpctrain.data.nested import cut, leaves, rows_of, samples_in
+from hpctrain.collectives.agreement import agreed
+from hpctrain.data.nested import cut, rows_of, samples_in
+from hpctrain.data.random_streams import OuterState
 from hpctrain.errors import UsageError
+from hpctrain.parallel.inputs import Arguments
 from hpctrain.parallel.objective import Objective
+from hpctrain.parallel.pipeline.schedule import make
+from hpctrain.parallel.plan import microbatches_for
+from hpctrain.parallel.settings import ParallelSettings
 from hpctrain.parallel.strategy import Strategy
 from hpctrain.plain_tensors import as_parts
 
 if TYPE_CHECKING:
     from hpctrain.train.session import Run
 
+ROUNDING = 1e-9  # of a part's share
 Compute = Callable[[Any], "Tensor | tuple[Tensor, Tensor | float]"]
 
 
@@ -54,6 +61,7 @@ class Backward:
 
     def __init__(self, run: Run) -> None:
         self._run = run
+        self._known: set[Any] = set()  # forms of inputs of pipelines that have been checked
 
     def __call__(self, batch: Any, compute: Compute, accumulate: int) -> Tensor:
         """Leave the gradient of the loss over all ranks in the parameters; return that loss, a scalar."""
@@ -67,7 +75,7 @@ class Backward:
             parts = parts_of(batch, accumulate)
             with self._run.checks.weighted():
                 if strategies[0].pipelined:
-                    return _Pipelined(strategies[0], compute)(parts, weight)
+                    return _Pipelined(strategies[0], compute, self._known, self._run.options.checks)(parts, weight)
                 return self._by_parts(strategies, parts, compute, weight)
         finally:
             for strategy in strategies:
@@ -135,39 +143,87 @@ class _Captured(Exception):
 
 
 class _Pipelined:
-    """Parts that go through a pipeline: ``compute`` shows the inputs first, and turns outputs into losses then."""
+    """Parts that go through a pipeline: ``compute`` shows the inputs first, and turns outputs into losses then.
 
-    def __init__(self, strategy: Strategy, compute: Compute) -> None:
-        self._strategy, self._compute = strategy, compute
+    The mean of each microbatch counts by its share of the samples of all ranks. Sums are divided when all of them are
+    known.
+    """
+
+    def __init__(self, strategy: Strategy, compute: Compute, known: set[Any], checks: bool) -> None:
+        self._strategy, self._compute, self._known, self._checks = strategy, compute, known, checks
         self._counted: list[tuple[float, float]] = []  # sum and count of each microbatch that the last stage has seen
-        self._sums = False
 
     def __call__(self, parts: list[Part], weight: float) -> Tensor:
         strategy = self._strategy
-        if any(part.share == 0 for part in parts) or weight != 1.0:
-            raise UsageError(
-                "a batch whose samples cannot be shared out evenly cannot go through a pipeline: take a batch that the "
-                "data ranks x accumulate divide, and drop_last=True",
-                everywhere=True,
-            )
+        calls = [self._inputs(part.samples) for part in parts]
+        for part, (arguments, _) in zip(parts, calls):
+            self._check_samples(part.samples, arguments)
+        if weight != 1.0 or any(abs(part.share * len(parts) - 1.0) > ROUNDING for part in parts):
+            differ = weight != 1.0 or not all(part.share for part in parts)
+            self._check_uneven([arguments for arguments, _ in calls], differ)
+        aside = _take_gradients([strategy])  # sums are scaled when all are known, gradients from before are not
         total = torch.zeros(())
-        for number, part in enumerate(parts):
-            inputs, dtype = self._inputs(part.samples)
-            rows = torch.arange(samples_in(part.samples), device=inputs.device)
-            objective = Objective(partial(self._loss, part), dtype)
+        for number, (part, (arguments, dtype)) in enumerate(zip(parts, calls)):
+            rows = torch.arange(samples_in(part.samples), device=arguments.device)
+            share = part.share * weight
+            objective = Objective(partial(self._loss, part, share, arguments.shapes()), dtype)
             with _not_reduced([strategy], until=number == len(parts) - 1):
-                loss = strategy.forward_backward(inputs, rows, objective, weight=part.share)
+                loss = strategy.forward_backward(arguments, rows, objective, weight=share)
             total = total + loss.detach().cpu()
-        return self._as_sums(len(parts)) if self._any_sums() else _averaged(strategy, total)
+        found = self._as_sums() if self._any_sums() else _averaged(strategy, total)
+        _give_gradients(aside)
+        return found
 
-    def _inputs(self, samples: Any) -> tuple[Tensor, torch.dtype | None]:
+    def _check_uneven(self, calls: list[Arguments], differ: bool) -> None:
+        """Raise on all ranks if the schedule cannot take the samples of any rank.
+
+        ``differ`` tells whether ranks have different numbers of samples, or parts have none. Collective.
+        """
+        strategy = self._strategy
+        settings = getattr(strategy, "settings", None)
+        assert isinstance(settings, ParallelSettings), "a pipeline has settings"
+
+        def check() -> None:
+            if settings.schedule == "pipedream" and differ:
+                raise UsageError(
+                    "parallel.schedule = 'pipedream': the samples of a batch cannot be shared out evenly over the data "
+                    "ranks and parts, which update after each microbatch; take a batch size that the data ranks x "
+                    "accumulate divide, and drop_last=True"
+                )
+            for arguments in calls:
+                pieces = microbatches_for(settings, arguments.samples)
+                make(settings.schedule, settings.pipe, pieces, settings.chunks_a_rank)
+
+        agreed(strategy.comm, check)
+
+    def _check_samples(self, samples: Any, arguments: Arguments) -> None:
+        """Raise ``UsageError`` for inputs that are not those of each sample alone; once for inputs of one form.
+
+        ``compute`` calls the model with fewer rows if it is given fewer samples, but not of a matrix that happens to
+        have as many rows. It draws other random numbers then, as the last stage does, which calls it for microbatches.
+        """
+        count, key = samples_in(samples), arguments.key()
+        if key in self._known or count == 1:
+            return
+        self._known.add(key)
+        state = OuterState.capture()
+        try:
+            fewer, _ = self._inputs(cut(samples, 0, count // 2), whole=False)
+        finally:
+            state.restore()
+        _check_cut(arguments.shapes(), fewer.shapes(), count // 2)
+        if self._checks:
+            _check_values(arguments, fewer, count // 2)
+
+    def _inputs(self, samples: Any, *, whole: bool = True) -> tuple[Arguments, torch.dtype | None]:
         """Return what ``compute`` calls the model with, and the precision in which it does."""
-        found: list[Any] = []
+        found: list[tuple[Arguments, torch.dtype | None]] = []
 
         def capture(*args: Any, **kwargs: Any) -> None:
-            device = next(iter(leaves([args, kwargs])), torch.zeros(())).device.type
+            arguments = Arguments(args, kwargs)
+            device = arguments.device.type
             dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-            found.append((args, kwargs, dtype))
+            found.append((arguments, dtype))
             raise _Captured
 
         with _forward(self._strategy.model, capture):
@@ -177,18 +233,27 @@ class _Pipelined:
                 pass
         if not found:
             raise UsageError("compute never called the model; under a pipeline it calls it once", everywhere=True)
-        args, kwargs, dtype = found[0]
-        if kwargs or len(args) != 1 or not isinstance(args[0], Tensor):
-            raise UsageError("under a pipeline the model is called with one tensor, model(inputs)", everywhere=True)
-        return args[0], dtype
+        arguments, dtype = found[0]
+        here, there = samples_in(samples), arguments.samples if whole else 0
+        if whole and here != there:
+            raise UsageError(
+                f"compute was given {here} samples and called the model with {there}; under a pipeline the first dim "
+                "of all inputs is that of the samples; reshape inside the model",
+                everywhere=True,
+            )
+        return arguments, dtype
 
-    def _loss(self, part: Part, outputs: Tensor, rows: Tensor) -> Tensor:
+    def _loss(
+        self, part: Part, share: float, shapes: Mapping[str, tuple[int, ...]], outputs: Any, rows: Tensor
+    ) -> Tensor:
+        """Return the mean of a microbatch; of a sum, what leaves the sum's own gradient."""
         called: list[bool] = []
 
-        def answer(*args: Any, **kwargs: Any) -> Tensor:
+        def answer(*args: Any, **kwargs: Any) -> Any:
             if called:
                 raise UsageError("compute called the model twice; under a pipeline it calls it once")
             called.append(True)
+            _check_cut(shapes, Arguments(args, kwargs).shapes(), len(rows))
             return outputs
 
         with _forward(self._strategy.model, answer):
@@ -196,24 +261,69 @@ class _Pipelined:
         if not isinstance(result, tuple):
             return _scalar(result)
         loss, count = _pair(result)
+        if getattr(self._strategy.settings, "schedule", "") == "pipedream":  # type: ignore[attr-defined]
+            raise UsageError(
+                "parallel.schedule = 'pipedream' with a compute that returns a sum and a count: each microbatch has an "
+                "update of its own, before all counts are known; return a mean, or take another schedule"
+            )
+        if not share:
+            self._counted.append((0.0, 0.0))
+            return loss * 0.0
         self._counted.append((float(loss.detach()), float(count)))
-        return loss
+        pieces = samples_in(part.samples) // len(rows)
+        return loss * (pieces / share)  # of which the pipeline takes share / pieces
 
     def _any_sums(self) -> bool:
         pipe = self._strategy.pipe
         return any(pipe.all_gather_object(bool(self._counted)))
 
-    def _as_sums(self, parts: int) -> Tensor:
-        """Correct gradients and loss of microbatches that were summed as if they were means."""
+    def _as_sums(self) -> Tensor:
+        """Divide the gradients, which are those of the sums, and return the loss."""
         strategy = self._strategy
         told = strategy.pipe.all_gather_object(self._counted)
         counted = next(rows for rows in told if rows)
         sums = torch.tensor([[*row] for row in counted], dtype=torch.float64).sum(dim=0)
         strategy.data.all_reduce(sums)
-        # The gradient is that of the mean over ranks, parts and microbatches: of sums over that many.
-        many = strategy.data.size * len(counted)
-        strategy.scale_gradients(torch.tensor(many / float(sums[1])))
-        return (sums[0] / sums[1]).float()
+        total, count = float(sums[0]), float(sums[1])
+        # The gradient is that of the mean of the sums of the data ranks.
+        strategy.scale_gradients(torch.tensor(strategy.data.size / count if count else float("nan")))
+        return torch.tensor(total / count if count else float("nan"))
+
+
+def _check_cut(
+    before: Mapping[str, tuple[int, ...]], now: Mapping[str, tuple[int, ...]], samples: int
+) -> None:
+    """Raise ``UsageError`` if ``compute`` calls the model with other shapes for a microbatch than the pipeline did."""
+    for name, shape in now.items():
+        cut = (samples, *before[name][1:]) if before.get(name) else before.get(name, shape)
+        if shape != cut:
+            raise UsageError(
+                f"compute called the model with {name} of shape {list(shape)} for a microbatch of {samples} samples, "
+                f"the pipeline with {list(cut)}, cut out of {list(before[name])}; under a pipeline the first dim of "
+                "all inputs is that of the samples, and shapes do not depend on what is in them; make what is not per "
+                "sample inside the model, or expand it to all samples",
+                everywhere=True,
+            )
+
+
+def _check_values(whole: Arguments, fewer: Arguments, samples: int) -> None:
+    """Raise ``UsageError`` if ``compute`` gives the model other values for some samples than for them among others."""
+    for name, own in fewer.tensors().items():
+        wanted = whole.tensors()[name]
+        wanted = wanted[:samples] if wanted.dim() else wanted
+        if own.is_floating_point() or own.is_complex():
+            largest = float(wanted.abs().nan_to_num(0.0, 0.0, 0.0).max()) if wanted.numel() else 0.0
+            same = torch.allclose(own, wanted, rtol=0.0, atol=1e-3 * largest, equal_nan=True)
+        else:
+            same = torch.equal(own, wanted)
+        if not same:
+            raise UsageError(
+                f"compute called the model with other values of {name} for {samples} samples than for the same ones "
+                "among others; under a pipeline compute is called again for each microbatch, so inputs must be those "
+                "of each sample alone, without random numbers; compute in the dataset or the model what draws random "
+                "numbers or takes several samples",
+                everywhere=True,
+            )
 
 
 @contextmanager

@@ -69,7 +69,7 @@ class Job:
         model: M,
         parallel: ParallelSettings | Mapping[str, Any] | str | None = None,
         *,
-        example: Tensor | None = None,
+        example: Any = None,
         offload: OffloadSettings | Mapping[str, Any] | None = None,
         server: ServerSettings | Mapping[str, Any] | None = None,
     ) -> M:
@@ -82,9 +82,13 @@ class Job:
         ``parallel`` is the name of a strategy (``"fsdp"``), a dict of settings or a ``ParallelSettings``; without it
         the settings of ``hpctrain.init`` hold, as for ``offload`` and ``server``. ``offload`` says what lives in the
         host's memory, ``server`` how workers with replicas of their own (``parallel.data = "easgd"``) exchange them.
-        ``example`` are some inputs, for ``parallel.partition = "time"``. Raises ``MismatchError`` if the ranks hold
-        different models, ``SettingsError`` if the strategy does not support what is offloaded.
+        ``example`` is what the model is called with, for pipelines (``parallel.partition = "time"``): a microbatch as a
+        tensor, a tuple of positional or a dict of keyword arguments, or a ``DataLoader`` from whose first batch it is
+        taken. Raises ``MismatchError`` if the ranks hold different models, ``SettingsError`` if the strategy does not
+        support what is offloaded.
         """
+        from hpctrain.train.example import example_inputs
+
         chosen = agreed(
             self.comm,
             lambda: (
@@ -94,7 +98,8 @@ class Job:
             ),
         )
         inner = plain_module(model)
-        strategy = attach(inner, self.comm, chosen[0], self.device, example, chosen[1], chosen[2])
+        shown = agreed(self.comm, lambda: example_inputs(example, inner, chosen[0], self.comm.size))
+        strategy = attach(inner, self.comm, chosen[0], self.device, shown, chosen[1], chosen[2])
         strategy.protect()
         self.comm.twin()  # made by all ranks here: one that makes a later call alone is told so
         self.strategies[id(inner)] = strategy

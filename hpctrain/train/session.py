@@ -258,7 +258,8 @@ class Run:
         Collective. ``compute(part)`` returns a loss that is a mean over the part's samples, or a pair of a sum and the
         count that it is to be divided by, such as the number of targets that are not padding. The batch (a tensor, or
         tuples, lists and dicts of tensors) is cut into ``accumulate`` parts along the first dim; gradients are reduced
-        once, with the last part. Under pipelines ``compute`` calls the model once.
+        once, with the last part. Under pipelines ``compute`` calls the model once, and is called again for each
+        microbatch, so it draws no random numbers for the model's inputs.
         """
         return self._backward(batch, compute, accumulate)
 
@@ -321,6 +322,8 @@ class Run:
             raise
         if not self.options.checks or self.finished:
             self._updates.checks = None
+            for strategy in self.strategies.values():
+                strategy.skip_checks()
         self._updates.attach(self._loop.begin_update, self._loop.note_update)
         self.job.guard.last_words = LastWords(self.folder, self.job.rank)
         visible = self.job.rank == 0 and not self.finished

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
-from hpctrain.parallel.pipeline.costs import Values, costs
+from hpctrain.parallel.pipeline.costs import costs
 from hpctrain.parallel.pipeline.layers import Layer
 from hpctrain.parallel.pipeline.partition import by_hand, check_parts, partition
 
@@ -15,7 +16,7 @@ def balance(
     layers: Sequence[Layer],
     parts: int,
     how: str | Sequence[int | str] = "compute",
-    example: Values | None = None,
+    example: Any = None,
     device: torch.device = torch.device("cpu"),
 ) -> list[range]:
     """Return the layers of each part: numbers into ``layers``.

@@ -16,6 +16,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,22 +24,23 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from hpctrain.errors import UsageError
+from hpctrain.parallel.nest import mapped, tensors_of
+from hpctrain.parallel.pipeline.calls import Call, call_layer
 from hpctrain.parallel.pipeline.layers import Layer
 from hpctrain.parallel.pipeline.skip import carrying
 
-Values = Tensor | tuple[Tensor, ...]
-Call = Callable[[Values], Values]
+Running = Callable[[Any], Any]
 MEASURES = ("compute", "time", "parameters")
 _LOOKED_UP = (nn.Embedding, nn.EmbeddingBag)
 _MULTIPLIED = 2  # dims that a parameter has at least where it is multiplied with what comes in
 
 
 def costs(
-    layers: Sequence[Layer], how: str, example: Values | None = None, device: torch.device = torch.device("cpu")
+    layers: Sequence[Layer], how: str, example: Any = None, device: torch.device = torch.device("cpu")
 ) -> list[float]:
     """Return the cost of each layer by ``how``: compute, time (in seconds) or parameters.
 
-    ``example`` is a microbatch that the first layer takes; only time needs one.
+    ``example`` is a ``Call`` with a microbatch, or what the first layer takes; only time needs one.
     """
     if how == "parameters":
         return [float(sum(one.numel() for one in layer.module.parameters())) for layer in layers]
@@ -49,8 +51,9 @@ def costs(
         raise UsageError(f"setting parallel.partition = {how!r}: must be one of {allowed}, or a list", everywhere=True)
     if example is None:
         raise UsageError(
-            "parallel.partition = 'time' measures layers on an example microbatch, and there is none here: give one, "
-            "or choose 'compute' or 'parameters'",
+            "parallel.partition = 'time' measures layers on an example microbatch, and there is none; write "
+            "job.wrap(model, example=inputs) with what the model is called with, or example=loader to take it from a "
+            "DataLoader's first batch, or choose 'compute' or 'parameters'",
             everywhere=True,
         )
     return measured(layers, example, device)
@@ -68,11 +71,11 @@ def estimated(module: nn.Module) -> float:
     return total
 
 
-def counted(layers: Sequence[Layer], example: Values) -> list[float]:
+def counted(layers: Sequence[Layer], example: Any) -> list[float]:
     """Return the operations of each layer's forward pass on an example, which only lends its shape and dtype."""
     found = []
 
-    def run(call: Call, x: Values) -> Values:
+    def run(call: Running, x: Any) -> Any:
         with torch.no_grad(), FlopCounterMode(display=False) as counter:
             result = call(x)
         found.append(float(counter.get_total_flops()))
@@ -82,7 +85,7 @@ def counted(layers: Sequence[Layer], example: Values) -> list[float]:
     return found
 
 
-def measured(layers: Sequence[Layer], example: Values, device: torch.device, repeats: int = 5) -> list[float]:
+def measured(layers: Sequence[Layer], example: Any, device: torch.device, repeats: int = 5) -> list[float]:
     """Return the seconds of each layer's forward and backward pass on an example: medians of several.
 
     Each layer is copied to the device for that, one after the other, so that a model on the meta device never has all
@@ -90,7 +93,7 @@ def measured(layers: Sequence[Layer], example: Values, device: torch.device, rep
     """
     found = []
 
-    def run(call: Call, x: Values) -> Values:
+    def run(call: Running, x: Any) -> Any:
         result, _ = _timed(call, x, device)  # warms up
         found.append(statistics.median(_timed(call, x, device)[1] for _ in range(repeats)))
         return result
@@ -102,42 +105,43 @@ def measured(layers: Sequence[Layer], example: Values, device: torch.device, rep
 
 
 def _walk(
-    layers: Sequence[Layer], example: Values, device: torch.device, run: Callable[[Call, Values], Values]
+    layers: Sequence[Layer], example: Any, device: torch.device, run: Callable[[Running, Any], Any]
 ) -> None:
     """Let ``run`` call a copy of every layer, as often as it likes, on what the one before it returned."""
-    x = _each(example, lambda one: one.detach().to(device))
+    given = mapped(Call.of(example), lambda one: one.detach().to(device))
+    x: Any = given
     kept: dict[str, Tensor] = {}
     for layer in layers:
         try:
-            x = run(_calling(_copy(layer.module, device), kept), x)
+            x = run(_calling(replace(layer, module=_copy(layer.module, device)), given, kept), x)
         except Exception as error:
             error.add_note(f"(in layer {layer.name}, run on an example to find out what it costs)")
             raise
-        x = _each(x, lambda one: one.detach())
+        x = mapped(x, lambda one: one.detach())
 
 
-def _calling(module: nn.Module, kept: dict[str, Tensor]) -> Call:
+def _calling(layer: Layer, given: Call, kept: dict[str, Tensor]) -> Running:
     """Return what runs a layer, each time among the same tensors that layers before it have kept."""
     before = {name: one.detach() for name, one in kept.items()}
 
-    def call(x: Values) -> Values:
+    def call(x: Any) -> Any:
         kept.clear()
         kept.update(before)
         with carrying(kept):
-            result: Values = module(x)
-        return result
+            return x.first(layer) if isinstance(x, Call) else call_layer(layer, x, given.named)
 
     return call
 
 
-def _timed(call: Call, x: Values, device: torch.device) -> tuple[Values, float]:
-    x = _each(x, lambda one: one.detach().requires_grad_(one.is_floating_point()))
+def _timed(call: Running, x: Any, device: torch.device) -> tuple[Any, float]:
+    x = mapped(x, lambda one: one.detach().requires_grad_(one.is_floating_point()))
     _finish(device)
     start = time.perf_counter()
     with torch.enable_grad():
         result = call(x)
-    outputs = [one for one in ((result,) if isinstance(result, Tensor) else result) if one.requires_grad]
-    torch.autograd.backward(outputs, [torch.ones_like(one) for one in outputs])
+    outputs = [one for one in tensors_of(result) if one.requires_grad]
+    if outputs:
+        torch.autograd.backward(outputs, [torch.ones_like(one) for one in outputs])
     _finish(device)
     return result, time.perf_counter() - start
 
@@ -178,7 +182,3 @@ def _without_gradients(module: nn.Module) -> Iterator[None]:
     finally:
         for parameter, gradient in gradients:
             parameter.grad = gradient
-
-
-def _each(values: Values, change: Callable[[Tensor], Tensor]) -> Values:
-    return change(values) if isinstance(values, Tensor) else tuple(change(one) for one in values)

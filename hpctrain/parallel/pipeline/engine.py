@@ -9,13 +9,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from hpctrain import trace
+from hpctrain.parallel.nest import ONE_TENSOR, put_together
 from hpctrain.parallel.objective import Objective
+from hpctrain.parallel.pipeline.calls import Call
 from hpctrain.parallel.pipeline.deferred import Deferred
 from hpctrain.parallel.pipeline.links import Link
 from hpctrain.parallel.pipeline.prune import used_twice
@@ -39,10 +41,10 @@ class Versions(Protocol):
 
 @dataclass(frozen=True)
 class Work:
-    """Hold what one step is given: microbatches of inputs and targets, and how they are to be compared."""
+    """What one step is given: microbatches of inputs and targets, and how they are to be compared."""
 
-    inputs: Sequence[Tensor]
-    targets: Sequence[Tensor]
+    inputs: Sequence[Call]
+    targets: Sequence[Any]
     objective: Objective
     weight: float
 
@@ -117,21 +119,26 @@ class _Play:
     def _forward(self, action: Action) -> None:
         chunk, microbatch, engine = action.chunk, action.microbatch, self._engine
         inputs = self._inputs(action)
+        parcels = self._route.parcels
+        came = parcels[chunk - 1].structure if chunk else ONE_TENSOR
         with _span(action), self._version(action):
             with self._deferring(action), self._work.objective.computing(engine._device):
-                outputs = engine._chunks[chunk](inputs)
+                given = engine._chunks[chunk](inputs, came, self._work.inputs[microbatch])
+            outputs = given.tensors
             if chunk == engine._last:
-                mean = self._work.objective.compare(outputs[0], self._work.targets[microbatch])
+                result = put_together(given.structure, outputs)
+                mean = self._work.objective.compare(result, self._work.targets[microbatch])
                 self.total += mean.detach() * (self._work.weight / self._count)
                 outputs = (mean * self._share,)
         if chunk != engine._last:
+            parcels[chunk].check_structure(given.structure, engine._chunks[chunk].layers[-1].name)
             with trace.span("send", chunk=chunk, microbatch=microbatch):
                 self._route.activations_out[chunk].send([tensor.detach() for tensor in outputs])
         self._kept[chunk, microbatch] = _Kept(inputs, outputs)
 
     def _inputs(self, action: Action) -> tuple[Tensor, ...]:
         if action.chunk == 0:
-            return (self._work.inputs[action.microbatch],)
+            return ()  # it begins with the arguments of the model
         came = self._receive(self._route.activations_in[action.chunk], action, "activations")
         graded = torch.is_grad_enabled()
         return tuple(each.detach().requires_grad_(graded and each.is_floating_point()) for each in came)

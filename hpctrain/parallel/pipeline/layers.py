@@ -2,40 +2,49 @@
 
 A model is a row where ``model(x)`` is its layers applied one after the other. It says so by a method ``layers()``
 that returns them in order, or by being an ``nn.Sequential``. A model that merely holds such a row is none: what its
-own ``forward`` does besides cannot be known.
+own ``forward`` does besides cannot be known. ``calls`` says what each layer is called with.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from torch import Tensor, nn
 
 from hpctrain.errors import UsageError
+from hpctrain.parallel.pipeline.calls import Takes
 
 _WRITE = "write a method layers() that returns its layers in order, such that calling one after the other is the model"
 
 
 @dataclass(frozen=True, eq=False)
 class Layer:
-    """Name one layer of the row: a module's dotted name in the model, or what a function is called."""
+    """One layer of the row: a module and its dotted name in the model, or a function and what it is called."""
 
     name: str
     module: nn.Module
+    sequential: bool = False  # whether it is in an nn.Sequential, which calls it with one argument
+
+    @cached_property
+    def takes(self) -> Takes:
+        """What the layer's ``forward`` takes."""
+        called = self.module.function if isinstance(self.module, Function) else self.module
+        return Takes.of(called, required=self.sequential)
 
 
 class Function(nn.Module):
-    """Be the module for a layer that is a function, without parameters."""
+    """Module for a layer that is a function, without parameters."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__()
         self.function = function
 
-    def forward(self, x: Any) -> Any:
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Apply the function."""
-        return self.function(x)
+        return self.function(*args, **kwargs)
 
     def extra_repr(self) -> str:
         """Name the function."""
@@ -55,7 +64,8 @@ def find_layers(model: nn.Module) -> list[Layer]:
     return layers
 
 
-def _members(model: nn.Module) -> list[Any]:
+def _members(model: nn.Module) -> list[tuple[Any, bool]]:
+    """Return the modules and functions of the row, and whether each is in an ``nn.Sequential``."""
     kind = type(model).__name__
     write = getattr(type(model), "layers", None)
     if callable(write):
@@ -69,20 +79,20 @@ def _members(model: nn.Module) -> list[Any]:
         raise _refused(f"a model of class {kind} cannot be cut into stages: {_WRITE}{other}")
     if _hooked(model):
         raise _refused(f"the model of class {kind} has hooks, which its layers do not call: put them on layers")
-    members = [member for part in row for member in _flat(part)]
+    members = [member for part in row for member in _flat(part, isinstance(model, nn.Sequential) and not write)]
     if not members:
         raise _refused(f"a model of class {kind} has no layers to cut into stages: {_WRITE}")
     return members
 
 
-def _flat(part: Any) -> Iterator[Any]:
+def _flat(part: Any, sequential: bool) -> Iterator[tuple[Any, bool]]:
     """Yield what a container stands for; one with hooks or a forward of its own is a layer itself."""
     plain = isinstance(part, nn.Sequential) and type(part).forward is nn.Sequential.forward and not _hooked(part)
     if isinstance(part, nn.ModuleList) or plain and "forward" not in vars(part):
         for child in part:
-            yield from _flat(child)
+            yield from _flat(child, sequential or isinstance(part, nn.Sequential))
     else:
-        yield part
+        yield part, sequential
 
 
 def _hooked(module: nn.Module) -> bool:
@@ -91,14 +101,14 @@ def _hooked(module: nn.Module) -> bool:
     )
 
 
-def _named(model: nn.Module, members: list[Any]) -> list[Layer]:
+def _named(model: nn.Module, members: list[tuple[Any, bool]]) -> list[Layer]:
     """Give every member its name; one that stands in the row again takes the next of its names in the model."""
     names: dict[nn.Module, list[str]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         names.setdefault(module, []).append(name)
     taken: dict[str, int] = {}
     layers = []
-    for place, member in enumerate(members):
+    for place, (member, sequential) in enumerate(members):
         if not isinstance(member, nn.Module):
             name, module = _function(member, place)
         else:
@@ -110,7 +120,7 @@ def _named(model: nn.Module, members: list[Any]) -> list[Layer]:
             own = names[member]
             name, module = own.pop(0) if len(own) > 1 else own[0], member
         taken[name] = taken.get(name, 0) + 1
-        layers.append(Layer(name if taken[name] == 1 else f"{name}#{taken[name]}", module))
+        layers.append(Layer(name if taken[name] == 1 else f"{name}#{taken[name]}", module, sequential))
     return layers
 
 

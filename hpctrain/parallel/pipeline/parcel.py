@@ -5,28 +5,31 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from hpctrain.errors import UsageError
+from hpctrain.parallel.nest import ONE_TENSOR, Slot, named_leaves
 
 _BLOCK = 64  # bytes: tensors begin where vector loads like it
 
+_NONE = object()
 Spec = tuple[tuple[int, ...], torch.dtype]
 
 
 @dataclass(frozen=True)
 class Parcel:
-    """Hold shape and dtype of each tensor of a message, and whether a layer takes them as one tuple."""
+    """Shape and dtype of each tensor of a message, and the skeleton of what a layer returned."""
 
     specs: tuple[Spec, ...]
-    as_tuple: bool = False
+    structure: Any = ONE_TENSOR
 
     @classmethod
-    def of(cls, tensors: Sequence[Tensor], as_tuple: bool = False) -> Parcel:
+    def of(cls, tensors: Sequence[Tensor], structure: Any = ONE_TENSOR) -> Parcel:
         """Describe tensors."""
-        return cls(tuple((tuple(tensor.shape), tensor.dtype) for tensor in tensors), as_tuple)
+        return cls(tuple((tuple(tensor.shape), tensor.dtype) for tensor in tensors), structure)
 
     def gradients(self) -> Parcel:
         """Describe what comes back: a gradient for each tensor that can have one."""
@@ -54,6 +57,19 @@ class Parcel:
                 "shapes must follow from the shape of the inputs"
             )
 
+    def check_structure(self, structure: Any, layer: str) -> None:
+        """Raise ``UsageError`` where what a layer returned has another form, or other numbers in it."""
+        if structure == self.structure:
+            return
+        before, now = (dict(named_leaves(each, "output")) for each in (self.structure, structure))
+        name = next((name for name in {**before, **now} if before.get(name, _NONE) != now.get(name, _NONE)), "output")
+        told = [_tell(each[name]) if name in each else "missing" for each in (now, before)]
+        raise UsageError(
+            f"layer {layer}, after which the model is cut, returned another structure than before for inputs of "
+            f"the same shape: {name} is {told[0]} and was {told[1]}; what is no tensor must follow from the shape of "
+            "the inputs; make it a tensor, or an argument of the model that later layers name in their forward"
+        )
+
     def __str__(self) -> str:
         told = (f"{str(dtype).removeprefix('torch.')}{list(shape)}" for shape, dtype in self.specs)
         return ", ".join(told) or "nothing"
@@ -64,3 +80,7 @@ class Parcel:
             nbytes = prod(shape) * dtype.itemsize
             places.append(places[-1] + -(-nbytes // _BLOCK) * _BLOCK)
         return places
+
+
+def _tell(leaf: Any) -> str:
+    return "a tensor" if isinstance(leaf, Slot) else repr(leaf)

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
+from hpctrain.collectives.agreement import on_first_rank
 from hpctrain.collectives.communicator import Communicator
-from hpctrain.errors import SettingsError, UsageError
+from hpctrain.errors import MismatchError, SettingsError, UsageError
+from hpctrain.parallel.inputs import Arguments, cut, samples_of
+from hpctrain.parallel.nest import ONE_TENSOR, put_together
 from hpctrain.parallel.objective import Objective
 from hpctrain.parallel.pipeline.balance import balance
+from hpctrain.parallel.pipeline.calls import Call, Caller
+from hpctrain.parallel.pipeline.compare import LayersCheck
 from hpctrain.parallel.pipeline.costs import MEASURES
 from hpctrain.parallel.pipeline.engine import Engine, Work
+from hpctrain.parallel.pipeline.generators import PassGenerators
 from hpctrain.parallel.pipeline.layers import Layer, find_layers
 from hpctrain.parallel.pipeline.parcel import Parcel
 from hpctrain.parallel.pipeline.prune import TiedParameter, prune, tied
@@ -28,10 +35,11 @@ from hpctrain.parallel.settings import ParallelSettings
 
 
 class Pipeline:
-    """Hold this rank's chunks of a model; a call by all ranks of ``comm``, the stages, with the same model.
+    """This rank's chunks of a model. Collective over ``comm``, the stages, with the same model.
 
     The model loses, in place, what other stages hold. Called with inputs it computes forward through all stages, and
-    every rank gets the outputs; gradients are for ``train``.
+    every rank gets the outputs; gradients are for ``train``. ``replica`` is this rank's number on the data axis,
+    ``near`` the number of ranks on this node.
     """
 
     def __init__(
@@ -40,18 +48,26 @@ class Pipeline:
         comm: Communicator,
         settings: ParallelSettings,
         device: torch.device,
-        example: Tensor | None = None,
+        example: Any = None,
+        *,
+        replica: int = 0,
+        near: int = 1,
     ) -> None:
         self.model, self.comm, self.settings, self.device = model, comm, settings, device
         count = comm.size * settings.chunks_a_rank
         make(settings.schedule, comm.size, comm.size * count, settings.chunks_a_rank)  # whether there is such a one
         layers = find_layers(model)
-        cuts = self._cuts(layers, count, example)
+        self._caller = Caller(model, layers)
+        shown = None if example is None else Arguments.of(example)
+        cuts = self._cuts(layers, count, None if shown is None else self._caller.bind(shown))
         shared = tied(layers, cuts)
         self._count = count
         held = [chunk for chunk in range(count) if chunk % comm.size == comm.rank]
         chunks = make_chunks(layers, cuts)
         self._chunks: dict[int, Chunk] = {chunk: chunks[chunk] for chunk in held}
+        self.check = LayersCheck(model, comm, near, device, _tensors(self._chunks.values()))
+        if shown is not None:
+            self.check(shown.changed(lambda tensor: tensor.to(device)))
         prune(model, layers, [number for chunk in held for number in cuts[chunk]])
         self.layers = [[layers[number].name for number in cut] for cut in cuts]
         self.tied = TiedGradients(model, comm, shared, held)
@@ -60,46 +76,64 @@ class Pipeline:
             self._refuse_tied(shared)
             self.versions = StashedWeights(model, make("pipedream", comm.size, count).live(comm.rank))
         self._engine = Engine(self._chunks, count, device, self.versions)
+        self._generators = PassGenerators(device, (comm.rank, replica))
         self._routes: dict[Hashable, Route] = {}
+        self._compares = True  # the inputs of the stages
+
+    def skip_checks(self) -> None:
+        """Leave out the checks of the first pass."""
+        self._compares = False
+        self.check.drop()
 
     # Passes -----------------------------------------------------------------------------------------------------------
 
-    def train(self, inputs: Tensor, targets: Tensor, objective: Objective, weight: float) -> Tensor:
+    def train(self, inputs: Any, targets: Any, objective: Objective, weight: float) -> Tensor:
         """Leave the gradients of weight x loss in this rank's parameters; return that loss on every rank."""
-        pieces = microbatches_for(self.settings, len(inputs))
+        arguments = Arguments.of(inputs)
+        pieces = microbatches_for(self.settings, arguments.samples)
         schedule = make(self.settings.schedule, self.comm.size, pieces, self.settings.chunks_a_rank)
-        route, work = self._prepare(schedule, inputs, targets, objective, weight)
+        route, work = self._prepare(schedule, arguments, targets, objective, weight)
         if self.versions is not None:
             self.versions.begin(objective)
-        total = self._engine.train(schedule, route, work, self.comm.rank)
+        with self._generators.drawing():
+            total = self._engine.train(schedule, route, work, self.comm.rank)
         return self._tell(total)
 
-    def measure(self, inputs: Tensor, targets: Tensor, objective: Objective) -> Tensor:
+    def measure(self, inputs: Any, targets: Any, objective: Objective) -> Tensor:
         """Return the loss on every rank."""
-        pieces = even_pieces(len(inputs), self.settings.microbatches or A_STAGE * self.comm.size)
+        arguments = Arguments.of(inputs)
+        pieces = even_pieces(arguments.samples, self.settings.microbatches or A_STAGE * self.comm.size)
         schedule = forward_only(self.comm.size, pieces, self.settings.chunks_a_rank)
-        route, work = self._prepare(schedule, inputs, targets, objective, 1.0)
-        return self._tell(self._engine.measure(schedule, route, work, self.comm.rank))
+        route, work = self._prepare(schedule, arguments, targets, objective, 1.0)
+        with self._generators.drawing():
+            return self._tell(self._engine.measure(schedule, route, work, self.comm.rank))
 
-    def __call__(self, inputs: Tensor) -> Tensor:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Compute forward through all stages, one after the other; every rank gets the outputs."""
         if torch.is_grad_enabled():
             raise UsageError(
-                "a model in a pipeline trains by job.strategy(model).forward_backward(inputs, targets, objective); "
-                "call it under torch.no_grad() to compute forward only",
+                "a model in a pipeline trains by run.backward(batch, compute), or by "
+                "job.strategy(model).forward_backward(inputs, targets, objective); call it under torch.no_grad() to "
+                "compute forward only",
                 everywhere=True,
             )
-        values: tuple[Tensor, ...] = (inputs,)
-        for chunk in range(self._count):
-            mine = chunk in self._chunks
-            if mine:
-                values = self._chunks[chunk](values)
-            parcel = self._agree(Parcel.of(values, self._chunks[chunk].gives_tuple) if mine else None, chunk)
-            values = self._spread(values, parcel, chunk % self.comm.size)
-        return values[0]
+        arguments = Arguments(args, kwargs)
+        self.check(arguments)
+        call = self._caller.bind(arguments)
+        values: tuple[Tensor, ...] = ()
+        parcel = Parcel(())
+        with self._generators.drawing():
+            for chunk in range(self._count):
+                found = None
+                if chunk in self._chunks:
+                    outputs = self._chunks[chunk](values, parcel.structure, call)
+                    values, found = outputs.tensors, Parcel.of(outputs.tensors, outputs.structure)
+                parcel = self._agree(found, chunk)
+                values = self._spread(values, parcel, chunk % self.comm.size)
+        return put_together(parcel.structure, values)
 
     def _spread(self, values: tuple[Tensor, ...], parcel: Parcel, root: int) -> tuple[Tensor, ...]:
-        """Give every rank what a chunk returned: more than is needed, by passes for which nobody is in a hurry."""
+        """Give every rank what a chunk returned: more than is needed, by passes that are not in a hurry."""
         if self.comm.rank != root:
             values = tuple(torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype in parcel.specs)
         return tuple(self.comm.broadcast(value.contiguous(), root) for value in values)
@@ -107,54 +141,76 @@ class Pipeline:
     # How --------------------------------------------------------------------------------------------------------------
 
     def _prepare(
-        self, schedule: Schedule, inputs: Tensor, targets: Tensor, objective: Objective, weight: float
+        self, schedule: Schedule, arguments: Arguments, targets: Any, objective: Objective, weight: float
     ) -> tuple[Route, Work]:
-        """Cut a batch, and return the links for microbatches of its shape; laid when the first of them comes."""
-        pieces = inputs.chunk(schedule.microbatches)
-        key = (schedule.name, schedule.microbatches, tuple(pieces[0].shape), pieces[0].dtype, objective.dtype)
+        """Cut a batch, and return the links for microbatches of its shape, made when the first of them comes."""
+        samples = samples_of({"targets": targets}, "targets")
+        if samples != arguments.samples:
+            raise UsageError(
+                f"inputs of {arguments.samples} samples and targets of {samples}; allowed are equal numbers of samples",
+                everywhere=True,
+            )
+        pieces = arguments.cut(schedule.microbatches)
+        key = (schedule.name, schedule.microbatches, pieces[0].key(), objective.dtype)
+        calls = [self._caller.bind(piece) for piece in pieces]
         if key not in self._routes:
-            parcels = self._parcels(pieces[0], objective)
+            self._check_alike(arguments)
+            self.check(pieces[0])
+            parcels = self._parcels(calls[0], objective)
             self._routes[key] = Route(self.comm, schedule, parcels, self.device)
-        work = Work(pieces, targets.chunk(schedule.microbatches), objective, weight)
+        work = Work(calls, cut(targets, schedule.microbatches), objective, weight)
         return self._routes[key], work
 
+    def _check_alike(self, arguments: Arguments) -> None:
+        """Raise ``MismatchError`` if the stages are given different inputs in the first pass."""
+        if not self._compares:
+            return
+        self._compares = False
+        digests = self.comm.all_gather_object(arguments.digest())
+        other = next((stage for stage, digest in enumerate(digests) if digest != digests[0]), None)
+        if other is not None:
+            raise MismatchError(
+                f"inputs of the pipeline in its first pass: stages 0 and {other} got different ones; all stages of a "
+                "pipeline need the same samples, without random numbers of their own; give the loader "
+                "strategy.data.rank and strategy.data.size, or pass the DataLoader itself to job.run",
+                everywhere=True,
+            )
+
     @torch.no_grad()
-    def _parcels(self, example: Tensor, objective: Objective) -> list[Parcel]:
+    def _parcels(self, call: Call, objective: Objective) -> list[Parcel]:
         """Find out what chunks give to each other, by a pass that computes with zeros."""
         parcels: list[Parcel] = []
-        values: tuple[Tensor, ...] = (example,)
-        with self._judging():
+        values: tuple[Tensor, ...] = ()
+        with self._judging(), self._generators.untouched():
             for chunk in range(self._count - 1):
                 found = None
                 if chunk in self._chunks:
                     if chunk:
                         specs = parcels[-1].specs
                         values = tuple(torch.zeros(shape, dtype=dtype, device=self.device) for shape, dtype in specs)
+                    structure = parcels[-1].structure if chunk else ONE_TENSOR
                     with objective.computing(self.device):
-                        found = Parcel.of(self._chunks[chunk](values), self._chunks[chunk].gives_tuple)
+                        outputs = self._chunks[chunk](values, structure, call)
+                    found = Parcel.of(outputs.tensors, outputs.structure)
                 parcels.append(self._agree(found, chunk))
         return parcels
 
     def _agree(self, found: Parcel | None, chunk: int) -> Parcel:
         """Let all stages know what a chunk gives, which the one that holds it has found."""
         parcel: Parcel = self.comm.broadcast_object(found, root=chunk % self.comm.size)
-        if chunk + 1 in self._chunks:
-            self._chunks[chunk + 1].takes_tuple = parcel.as_tuple
         return parcel
 
-    def _cuts(self, layers: Sequence[Layer], count: int, example: Tensor | None) -> list[range]:
+    def _cuts(self, layers: Sequence[Layer], count: int, example: Call | None) -> list[range]:
         """Return the layers of each chunk: what rank 0 finds, because measured times differ."""
         how = by_hand_or(self.settings.partition)
         # Counting takes torch's compiler, which takes seconds; where there are no convolutions weights tell enough.
         convolves = any(isinstance(module, _ConvNd) for layer in layers for module in layer.module.modules())
         shown = example if how == "time" or convolves else None
-        found = balance(layers, count, how, shown, self.device) if self.comm.rank == 0 or how != "time" else None
-        cuts: list[range] = self.comm.broadcast_object(found)
-        return cuts
+        return on_first_rank(self.comm, lambda: balance(layers, count, how, shown, self.device))
 
     @contextmanager
     def _judging(self) -> Iterator[None]:
-        """Let modules compute without dropping or learning statistics."""
+        """Let modules compute without dropout, and without changing their statistics."""
         training = {module: module.training for module in self.model.modules()}
         self.model.eval()
         try:
@@ -183,3 +239,9 @@ def by_hand_or(partition: str) -> str | list[int | str]:
     if words == [partition] and partition in MEASURES:
         return partition
     return [int(word) if word.isdecimal() else word for word in words]
+
+
+def _tensors(chunks: Iterable[Chunk]) -> set[int]:
+    """Return the ids of the parameters and buffers of chunks."""
+    modules = [layer.module for chunk in chunks for layer in chunk.layers]
+    return {id(tensor) for module in modules for tensor in (*module.parameters(), *module.buffers())}

@@ -27,6 +27,7 @@ class Route:
     def __init__(
         self, comm: Communicator, schedule: Schedule, parcels: Sequence[Parcel], device: torch.device
     ) -> None:
+        self.parcels = tuple(parcels)
         self.links = Links(crowded=comm.crowded)
         self.activations_in: dict[int, Link] = {}
         self.activations_out: dict[int, Link] = {}

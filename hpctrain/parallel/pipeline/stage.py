@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,18 +11,28 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
 from hpctrain.errors import UsageError
+from hpctrain.parallel.nest import ONE_TENSOR, named_leaves, put_together, take_apart
+from hpctrain.parallel.pipeline.calls import Call, call_layer
 from hpctrain.parallel.pipeline.layers import Layer
 from hpctrain.parallel.pipeline.skip import carried, carrying
 
 Tensors = tuple[Tensor, ...]
+CONSTANTS = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, type(None))
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """What a chunk gives: tensors, and the skeleton of what its last layer returned, without what is carried."""
+
+    tensors: Tensors
+    structure: Any = ONE_TENSOR
 
 
 class Chunk:
-    """Hold contiguous layers of a row, and the names of tensors that are carried into the first and out of the last.
+    """Contiguous layers of a row, with the names of tensors that are carried into the first and out of the last.
 
-    What travels between chunks is flat: what the layer before returned, then what is carried, in the order of the
-    names (``skip.carried`` gives them). A layer that returns a tuple hands one tuple to the next, which must be known
-    on the other side: ``gives_tuple`` tells after a forward pass, ``takes_tuple`` is set from that of the chunk before.
+    What travels between chunks is flat: the tensors of what the layer before returned, then what is carried, in the
+    order of the names (``skip.carried`` gives them). Their skeleton must be known on the other side.
     """
 
     def __init__(
@@ -30,38 +41,47 @@ class Chunk:
         self.layers = tuple(layers)
         self.carried_in = tuple(carried_in)
         self.carried_out = tuple(carried_out)
-        self.takes_tuple = False
-        self.gives_tuple = False
 
-    def forward(self, inputs: Tensors) -> Tensors:
-        """Return what the layers make of ``inputs``, then what is carried on; tensors only, integers as they are."""
+    def forward(self, inputs: Tensors, structure: Any = ONE_TENSOR, call: Call | None = None) -> Outputs:
+        """Return what the layers make of ``inputs``, then what is carried on; integers stay as they are.
+
+        ``structure`` is the skeleton of what the chunk before gave. ``call`` holds the arguments of the model; a chunk
+        without inputs begins with it.
+        """
         own = len(inputs) - len(self.carried_in)
         entered = tuple(enter(one) for one in inputs)
-        x: Any = entered[:own] if self.takes_tuple else entered[0]
         kept = dict(zip(self.carried_in, entered[own:]))
+        named = {} if call is None else call.named
         with carrying(kept):
-            for layer in self.layers:
-                x = layer.module(x)
+            if call is not None and not inputs:
+                x, rest = call.first(self.layers[0]), self.layers[1:]
+            else:
+                x, rest = put_together(structure, entered[:own]), self.layers
+            for layer in rest:
+                x = call_layer(layer, x, named)
         if sorted(kept) != sorted(self.carried_out):
             raise UsageError(
                 f"layers {self._span} have kept {sorted(kept)}, expected {sorted(self.carried_out)}: every Keep and "
                 "Join of a layer must run in each pass"
             )
-        self.gives_tuple = not isinstance(x, Tensor)
-        return (*self._flat(x), *(kept[name] for name in self.carried_out))
+        skeleton, tensors = take_apart(x)
+        self._check(x, tensors)
+        return Outputs((*tensors, *(kept[name] for name in self.carried_out)), skeleton)
 
     __call__ = forward
 
-    def _flat(self, x: Any) -> Tensors:
-        if isinstance(x, Tensor):
-            return (x,)
-        if type(x) is tuple and all(isinstance(one, Tensor) for one in x):
-            return x
-        what = f"tuple of {', '.join(type(one).__name__ for one in x)}" if type(x) is tuple else type(x).__name__
-        raise UsageError(
-            f"layer {self.layers[-1].name} returned a {what}, after which the model cannot be cut: what goes from "
-            "stage to stage is a tensor or a flat tuple of tensors"
-        )
+    def _check(self, x: Any, tensors: Tensors) -> None:
+        """Raise ``UsageError`` for what cannot be sent from stage to stage."""
+        last = self.layers[-1].name
+        for name, leaf in named_leaves(x, "output"):
+            if not isinstance(leaf, (Tensor, *CONSTANTS)):
+                raise UsageError(
+                    f"layer {last} returned {name} of type {type(leaf).__name__}, after which the model cannot be cut; "
+                    "what goes from stage to stage are tensors, None, bools, numbers, strings and dtypes, and tuples, "
+                    "lists, dicts and dataclasses of these"
+                )
+        if not tensors:
+            raise UsageError(f"layer {last} returned no tensor, after which the model cannot be cut: return one")
 
     @property
     def _span(self) -> str:

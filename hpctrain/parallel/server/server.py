@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +19,7 @@ from torch.autograd import Variable
 from hpctrain.collectives.communicator import Communicator
 from hpctrain.errors import UsageError
 from hpctrain.parallel.agreement import broadcast_buffers, broadcast_model, check_same_model
+from hpctrain.parallel.inputs import Arguments
 from hpctrain.parallel.objective import Objective
 from hpctrain.parallel.server.figures.communication import CommunicationTime
 from hpctrain.parallel.server.figures.histogram import Histogram
@@ -78,10 +80,10 @@ class ParameterServer(Strategy):
         self._board.barrier()
         self._hooks.take(optimizer, self._collect, self._move_was)
 
-    def forward_backward(self, inputs: Tensor, targets: Tensor, objective: Objective, *, weight: float = 1.0) -> Tensor:
+    def forward_backward(self, inputs: Any, targets: Any, objective: Objective, *, weight: float = 1.0) -> Tensor:
         """Leave gradients in the parameters, if this rank works; return the loss."""
         if not self.works:
-            return torch.zeros((), device=inputs.device)
+            return torch.zeros((), device=Arguments.of(inputs).device)
         return super().forward_backward(inputs, targets, objective, weight=weight)
 
     def _begin(self) -> None:

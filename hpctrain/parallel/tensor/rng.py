@@ -37,7 +37,7 @@ class Region:
         if generator.initial_seed() in self._states:
             return False
         number = _number(generator)
-        seed = number << 32 | _mixed(number, self.rank)
+        seed = number << 32 | mixed(number, self.rank)
         self._devices.add(device)
         self._states[seed] = generator.get_state()
         if len(self._states) > KEPT:
@@ -98,9 +98,9 @@ def _number(generator: torch.Generator) -> int:
         return int(torch.randint(2**32, (), dtype=torch.int64, generator=generator))
     offset = generator.get_offset()
     generator.set_offset(offset + 4)  # it counts in fours
-    return _mixed(generator.initial_seed(), offset)
+    return mixed(generator.initial_seed(), offset)
 
 
-def _mixed(*numbers: int) -> int:
+def mixed(*numbers: int) -> int:
     """Return 32 bits that follow from numbers; a generator of the host takes no more of a seed."""
     return int.from_bytes(hashlib.blake2b(repr(numbers).encode(), digest_size=4).digest(), "little")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -16,8 +17,10 @@ from hpctrain.models.convnet import ConvNet
 from hpctrain.models.gpt import GPT
 from hpctrain.models.mlp import MLP
 from hpctrain.models.shapes import GPTConfig
+from hpctrain.parallel.nest import ONE_TENSOR, Slot, put_together
 from hpctrain.parallel.pipeline.deferred import Deferred
 from hpctrain.parallel.pipeline.layers import find_layers
+from hpctrain.parallel.pipeline.parcel import Parcel
 from hpctrain.parallel.pipeline.prune import prune, tied, used_twice
 from hpctrain.parallel.pipeline.skip import Join, Keep
 from hpctrain.parallel.pipeline.stage import Chunk, backward, make_chunks
@@ -158,16 +161,13 @@ def forward(chunks: Sequence[Chunk], batch: Tensor, stores: Sequence[Deferred] |
     """Return what each chunk took and gave, each in a graph of its own."""
     saved: list[Saved] = []
     given: tuple[Tensor, ...] = (batch,)
+    structure: Any = ONE_TENSOR
     for number, chunk in enumerate(chunks):
-        chunk.takes_tuple = number > 0 and chunks[number - 1].gives_tuple
         given = tuple(one.detach().requires_grad_(number > 0 and one.is_floating_point()) for one in given)
-        if stores is None:
-            outputs = chunk(given)
-        else:
-            with stores[number].putting_off(key):
-                outputs = chunk(given)
-        saved.append((given, outputs))
-        given = outputs
+        with nullcontext() if stores is None else stores[number].putting_off(key):
+            outputs = chunk(given, structure)
+        saved.append((given, outputs.tensors))
+        given, structure = outputs.tensors, outputs.structure
     return saved
 
 
@@ -266,7 +266,7 @@ def test_layers_may_write_into_what_they_are_given() -> None:
     (chunk,) = make_chunks(find_layers(model), [range(2)])
     x = torch.randn(2, 3)
     given = x.clone().requires_grad_()
-    (result,) = chunk((given,))
+    (result,) = chunk((given,)).tensors
     (gradient,) = backward([result.sum()], None, [given])
     theirs = x.clone().requires_grad_()
     model[1](torch.relu(theirs)).sum().backward()
@@ -277,18 +277,17 @@ def test_nothing_is_recorded_where_no_gradient_is_wanted() -> None:
     model = made(skipping)
     chunks = make_chunks(find_layers(model), [range(0, 5), range(5, 12)])
     with torch.no_grad():
-        given = chunks[0]((torch.randn(2, 6),))
+        given = chunks[0]((torch.randn(2, 6),)).tensors
         assert len(given) == 3 and chunks[1].carried_in == ("far", "near") and chunks[1].carried_out == ()
-        (result,) = chunks[1](given)
+        (result,) = chunks[1](given).tensors
     assert not result.requires_grad
 
 
 def test_gradients_go_to_floating_inputs_alone_and_are_zero_where_none_came() -> None:
     (chunk,) = make_chunks(find_layers(nn.Sequential(Both(), Third())), [range(2)])
-    chunk.takes_tuple = True
     x, which, y = torch.randn(2, 6, requires_grad=True), torch.tensor([1, 2]), torch.randn(2, 6, requires_grad=True)
     other = torch.randn(2, requires_grad=True)
-    (result,) = chunk((x, which, y))
+    (result,) = chunk((x, which, y), (Slot(0), Slot(1), Slot(2))).tensors
     found = backward([result.sum()], None, [x, which, y, other])
     assert [tuple(one.shape) for one in found] == [(2, 6), (2, 6), (2,)]
     assert found[0].abs().sum() > 0 and found[2].tolist() == [0, 0] and other.grad is None
@@ -317,21 +316,53 @@ class Wrong(nn.Module):
 
 
 @pytest.mark.parametrize(
+    "what",
+    [
+        lambda x: {"a": x, "b": None},
+        lambda x: [x, 3],
+        lambda x: (x, (x * 2, "mean"), {"deep": [x * 3]}),
+        lambda x: (x,),
+    ],
+)
+def test_nested_values_travel(what: Callable[[Tensor], object]) -> None:
+    seen = Wrong(lambda x: x)
+    chunks = make_chunks(find_layers(nn.Sequential(nn.Tanh(), Wrong(what), seen)), [range(2), range(2, 3)])
+    given = chunks[0]((torch.ones(2),))
+    assert all(isinstance(each, Tensor) for each in given.tensors)
+    result = chunks[1](given.tensors, given.structure)
+    wanted = what(torch.ones(2).tanh())
+    assert str(put_together(result.structure, result.tensors)) == str(wanted)
+
+
+@pytest.mark.parametrize(
     "what, called",
     [
-        (lambda x: {"a": x}, "dict"),
-        (lambda x: [x], "list"),
-        (lambda x: (x, (x, x)), "tuple of Tensor, tuple"),
+        (lambda x: (x, {1, 2}), "output[1] of type set"),
+        (lambda x: {"a": [x, torch.nn.Tanh()]}, "output['a'][1] of type Tanh"),
+        (lambda x: (1, None), "no tensor"),
     ],
 )
 def test_what_cannot_travel_is_named(what: Callable[[Tensor], object], called: str) -> None:
     chunks = make_chunks(find_layers(nn.Sequential(nn.Tanh(), Wrong(what), nn.Tanh())), [range(2), range(2, 3)])
     with pytest.raises(UsageError) as error:
         chunks[0]((torch.ones(2),))
-    assert str(error.value) == (
-        f"layer 1 returned a {called}, after which the model cannot be cut: what goes from stage to stage is a tensor "
-        "or a flat tuple of tensors"
-    )
+    assert str(error.value).startswith(f"layer 1 returned {called}, after which the model cannot be cut")
+
+
+@pytest.mark.parametrize(
+    "structure, text",
+    [
+        ((Slot(0), 4), r"output\[1\] is 4 and was 3; what is no tensor must follow from the shape"),
+        ((Slot(0), None), r"output\[1\] is None and was 3"),
+        ((Slot(0), Slot(1)), r"output\[1\] is a tensor and was 3"),
+        (Slot(0), r"output\[0\] is missing and was a tensor"),
+    ],
+)
+def test_structures_that_change_are_named(structure: Any, text: str) -> None:
+    parcel = Parcel((), (Slot(0), 3))
+    parcel.check_structure((Slot(0), 3), "two")
+    with pytest.raises(UsageError, match=rf"^layer two, after which the model is cut, returned another .*: {text}"):
+        parcel.check_structure(structure, "two")
 
 
 def test_a_layer_that_does_not_always_keep_is_named() -> None:
@@ -349,7 +380,7 @@ def test_a_layer_that_does_not_always_keep_is_named() -> None:
     with pytest.raises(UsageError, match=r"^layers 0 to 1 have kept \[\], expected \['x'\]: every Keep and Join of a"):
         chunks[0]((torch.ones(2),))
     model[0].on = True
-    assert len(chunks[0]((torch.ones(2),))) == 2
+    assert len(chunks[0]((torch.ones(2),)).tensors) == 2
 
 
 def test_chunks_can_be_copied_with_their_model() -> None:

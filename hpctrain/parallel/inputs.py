@@ -1,0 +1,134 @@
+"""What a call gives to a model, and how the samples of it are cut into microbatches."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hpctrain.errors import UsageError
+from hpctrain.parallel.nest import check_leaves, mapped, named_leaves, take_apart, tensors_of
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """Positional and keyword arguments of one call of a model."""
+
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, inputs: Any) -> Arguments:
+        """Return the call that inputs stand for: ``model(x)``, ``model(*inputs)`` or ``model(**inputs)``.
+
+        A tuple or list holds positional arguments, a mapping with names as keys holds keyword arguments, anything else
+        is the only argument. A named tuple and a dataclass are one argument.
+        """
+        if isinstance(inputs, Arguments):
+            return inputs
+        if isinstance(inputs, (tuple, list)) and not hasattr(inputs, "_fields"):
+            return cls(tuple(inputs))
+        if isinstance(inputs, Mapping) and all(isinstance(name, str) for name in inputs):
+            return cls((), dict(inputs))
+        return cls((inputs,))
+
+    def call(self, model: Callable[..., Any]) -> Any:
+        """Return what a model makes of the arguments."""
+        return model(*self.args, **self.kwargs)
+
+    def changed(self, change: Callable[[Tensor], Tensor]) -> Arguments:
+        """Return the call with other tensors."""
+        return Arguments(mapped(self.args, change), mapped(dict(self.kwargs), change))
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the first tensor; the host if there is none."""
+        return next((tensor.device for tensor in tensors_of((self.args, dict(self.kwargs)))), torch.device("cpu"))
+
+    @property
+    def samples(self) -> int:
+        """The number of samples: the first dim of every tensor that has one.
+
+        Raises ``UsageError`` if tensors differ in it, or if there are none.
+        """
+        return samples_of(self._named(), "inputs of the model")
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the tensors by the expressions that lead to them."""
+        return {name: leaf for name, leaf in named_leaves_of(self._named()) if isinstance(leaf, Tensor)}
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return the shape of each tensor by the expression that leads to it."""
+        return {name: tuple(tensor.shape) for name, tensor in self.tensors().items()}
+
+    def cut(self, count: int) -> list[Arguments]:
+        """Return the arguments of ``count`` microbatches of equal size."""
+        pieces = cut((self.args, dict(self.kwargs)), count)
+        return [Arguments(args, kwargs) for args, kwargs in pieces]
+
+    def key(self) -> tuple[Any, ...]:
+        """Return what the shapes and structures of a model's activations may depend on, as a key of a dict."""
+        skeleton, tensors = take_apart((self.args, dict(self.kwargs)))
+        leaves = named_leaves(skeleton, "")
+        rest = [(name, leaf) for name, leaf in leaves if isinstance(leaf, (bool, str, type(None)))]
+        specs = [(tuple(tensor.shape), tensor.dtype) for tensor in tensors]
+        return tuple(specs), tuple(rest), (len(self.args), *self.kwargs)
+
+    def digest(self) -> int:
+        """Return a CRC-32 over the shapes, dtypes and bytes of the tensors."""
+        found = 0
+        for tensor in tensors_of((self.args, dict(self.kwargs))):
+            found = zlib.crc32(f"{tuple(tensor.shape)} {tensor.dtype}".encode(), found)
+            if tensor.layout is torch.strided and tensor.numel():
+                flat = tensor.detach().contiguous().resolve_conj().cpu().reshape(-1)
+                found = zlib.crc32(flat.view(torch.uint8).numpy().data, found)
+        return found
+
+    def _named(self) -> dict[str, Any]:
+        return {**{f"inputs[{place}]": each for place, each in enumerate(self.args)}, **self.kwargs}
+
+
+def named_leaves_of(values: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """Return the leaves of named values with the expressions that lead to them."""
+    return [leaf for name, each in values.items() for leaf in named_leaves(each, name)]
+
+
+def samples_of(values: Mapping[str, Any], what: str) -> int:
+    """Return the first dim of all tensors that have one. Raises ``UsageError`` if they differ, or are none."""
+    for name, value in values.items():
+        check_leaves(value, name)
+    sizes = {name: leaf.shape[0] for name, leaf in named_leaves_of(values) if isinstance(leaf, Tensor) and leaf.dim()}
+    if len(set(sizes.values())) == 1:
+        return int(next(iter(sizes.values())))
+    if not sizes:
+        raise UsageError(
+            f"{what}: no tensor with a first dim; allowed are tensors of samples, and tuples, lists and dicts of them",
+            everywhere=True,
+        )
+    told = ", ".join(f"{name} has {size}" for name, size in sizes.items())
+    raise UsageError(
+        f"{what} have different numbers of samples: {told}; a pipeline cuts all of them along the first dim; make what "
+        "is not per sample (such as a causal mask) inside the model, or expand it to all samples",
+        everywhere=True,
+    )
+
+
+def cut(value: Any, count: int) -> list[Any]:
+    """Return ``count`` equal pieces of the samples of a nest; what is no tensor with a first dim goes into each."""
+    pieces: dict[int, tuple[Tensor, ...]] = {}
+
+    def piece(number: int) -> Callable[[Tensor], Tensor]:
+        def of(tensor: Tensor) -> Tensor:
+            if not tensor.dim():
+                return tensor
+            if id(tensor) not in pieces:
+                pieces[id(tensor)] = tensor.chunk(count)
+            return pieces[id(tensor)][number]
+
+        return of
+
+    return [mapped(value, piece(number)) for number in range(count)]

@@ -1,0 +1,193 @@
+"""How a call of a model becomes calls of its layers, one after the other.
+
+What a layer returns is the first argument of the next one; a tuple is spread over its arguments if its ``forward``
+takes several. An argument of the model goes to every layer whose ``forward`` has a parameter of that name, on whatever
+stage that layer is; arguments whose names no layer has go to the first layer, in order.
+
+Layers of an ``nn.Sequential`` keep its meaning, by which each takes one argument: there only parameters without a
+default count, without which the layer cannot be called in one process either.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from inspect import Parameter
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from hpctrain.errors import UsageError
+from hpctrain.parallel.inputs import Arguments
+
+if TYPE_CHECKING:
+    from hpctrain.parallel.pipeline.layers import Layer
+
+_BY_POSITION = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
+_RULE = (
+    "an argument of the model goes to every layer whose forward has a parameter of that name, all others go to the "
+    "first layer, in order"
+)
+
+
+@dataclass(frozen=True)
+class Takes:
+    """What a layer's ``forward`` takes; only required parameters if the layer is in an ``nn.Sequential``."""
+
+    positional: tuple[str, ...]
+    names: frozenset[str]  # that may be given by keyword
+    several: bool  # whether a tuple is spread over the arguments
+    signature: inspect.Signature | None
+
+    @classmethod
+    def of(cls, call: Any, *, required: bool = False) -> Takes:
+        """Describe a callable; what has no signature, as functions of C have not, takes one argument."""
+        signature = signature_of(call)
+        if signature is None:
+            return cls((), frozenset(), False, None)
+        wanted = [each for each in signature.parameters.values() if not required or each.default is Parameter.empty]
+        positional = tuple(each.name for each in wanted if each.kind in _BY_POSITION)
+        names = frozenset(
+            each.name for each in wanted if each.kind in (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
+        )
+        variadic = not required and any(each.kind is Parameter.VAR_POSITIONAL for each in wanted)
+        return cls(positional, names, variadic or len(positional) > 1, signature)
+
+    def later(self) -> frozenset[str]:
+        """Return the names that the layer may get by keyword if another layer comes before it."""
+        return self.names - set(self.positional[:1])
+
+    def fits(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+        """Say why a call does not fit; empty if it does."""
+        if self.signature is not None:
+            try:
+                self.signature.bind(*args, **kwargs)
+            except TypeError as error:
+                return str(error)
+        return ""
+
+
+def signature_of(call: Any) -> inspect.Signature | None:
+    """Return the signature of a callable, None if it has none."""
+    if isinstance(call, nn.Module):
+        call = getattr(call, "_orig_mod", call)  # of a compiled module
+        call = call.forward
+    try:
+        return inspect.signature(call)
+    except (TypeError, ValueError):
+        return None
+
+
+def spread(layer: Layer, x: Any) -> tuple[Any, ...]:
+    """Return the positional arguments that a layer gets for what the one before it returned."""
+    return x if type(x) is tuple and layer.takes.several else (x,)
+
+
+def call_layer(layer: Layer, x: Any, named: Mapping[str, Any]) -> Any:
+    """Call a layer with what the one before it returned, and with the model's arguments that it names."""
+    takes, args = layer.takes, spread(layer, x)
+    filled = takes.positional[: len(args)]
+    kwargs = {name: value for name, value in named.items() if name in takes.names and name not in filled}
+    return _called(layer, args, kwargs)
+
+
+def _called(layer: Layer, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    try:
+        return layer.module(*args, **kwargs)
+    except TypeError as error:
+        if why := layer.takes.fits(args, kwargs):
+            given = ", ".join([*(type(each).__name__ for each in args), *(f"{name}=..." for name in kwargs)])
+            raise UsageError(
+                f"layer {layer.name} was called with ({given}): {why}; its forward takes {layer.takes.signature}; a "
+                f"tuple is spread over the arguments of a layer that takes several, and {_RULE}"
+            ) from error
+        raise
+
+
+@dataclass(frozen=True)
+class Call:
+    """The arguments of one microbatch: those of the first layer, and those that later layers name."""
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    named: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, example: Any) -> Call:
+        """Return the call in which the first layer gets one argument."""
+        return example if isinstance(example, Call) else cls((example,))
+
+    def first(self, layer: Layer) -> Any:
+        """Call the first layer."""
+        args = self.args
+        if len(args) == 1 and not self.kwargs:
+            args = spread(layer, args[0])
+        return _called(layer, args, self.kwargs)
+
+
+class Caller:
+    """Distributor of a model's arguments to its layers; made while the model has its own ``forward``."""
+
+    def __init__(self, model: nn.Module, layers: Sequence[Layer]) -> None:
+        self._kind, self._first = type(model).__name__, layers[0]
+        self._sequential = type(model).forward is nn.Sequential.forward
+        unwritten = type(model).forward is nn.Module.forward and "forward" not in vars(model)
+        self._signature = None if unwritten else signature_of(model)
+        self._later = frozenset(name for layer in layers[1:] for name in layer.takes.later())
+
+    def bind(self, arguments: Arguments) -> Call:
+        """Return which arguments go where. Raises ``UsageError`` for arguments that the model does not take."""
+        entries = self._entries(arguments)
+        takes = self._first.takes
+        by_name = {name: value for name, value in entries if name is not None and name in takes.names}
+        args = tuple(value for name, value in entries if name not in by_name and name not in self._later)
+        if by_name:  # the others fill the parameters that are left
+            free = [name for name in takes.positional if name in takes.names and name not in by_name]
+            by_name |= dict(zip(free, args))
+            args = args[len(free) :]
+        named = {name: value for name, value in entries if name is not None and name in self._later}
+        call = Call(args, by_name, named)
+        given = spread(self._first, args[0]) if len(args) == 1 and not by_name else args
+        if why := takes.fits(given, by_name):
+            names = ", ".join(name or "a positional one" for name, _ in entries)
+            raise UsageError(
+                f"arguments of {self._kind} ({names}) do not fit its first layer, {self._first.name}, which takes "
+                f"{takes.signature}: {why}; {_RULE}",
+                everywhere=True,
+            )
+        return call
+
+    def _entries(self, arguments: Arguments) -> list[tuple[str | None, Any]]:
+        """Return the arguments with the names that the model's ``forward`` gives them."""
+        if self._signature is None or self._sequential:
+            kwargs = dict(arguments.kwargs)
+            plain = list(arguments.args)
+            if self._sequential and "input" in kwargs:
+                plain.insert(0, kwargs.pop("input"))
+            return [*((None, value) for value in plain), *kwargs.items()]
+        try:
+            bound = self._signature.bind(*arguments.args, **arguments.kwargs)
+        except TypeError as error:
+            raise UsageError(
+                f"inputs of {self._kind}: {error}; its forward takes {self._signature}; pass inputs that fit it",
+                everywhere=True,
+            ) from error
+        found: list[tuple[str | None, Any]] = []
+        for name, value in bound.arguments.items():
+            kind = self._signature.parameters[name].kind
+            if kind is Parameter.VAR_POSITIONAL:
+                found += [(None, each) for each in value]
+            elif kind is Parameter.VAR_KEYWORD:
+                found += list(value.items())
+            else:
+                found.append((None if kind is Parameter.POSITIONAL_ONLY else name, value))
+        return found
+
+
+def run_layers(layers: Sequence[Layer], call: Call) -> Any:
+    """Return what a row of layers makes of a call, as the stages of a pipeline do."""
+    x = call.first(layers[0])
+    for layer in layers[1:]:
+        x = call_layer(layer, x, call.named)
+    return x

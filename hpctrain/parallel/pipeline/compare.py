@@ -1,0 +1,224 @@
+"""Comparison of what a model's layers compute with what its ``forward`` computes, once, before the first step.
+
+A model that is cut runs by its ``layers()``; its ``forward`` runs without a pipeline. If the two differ, the pipeline
+trains another model, without any error. Both run here on one microbatch, in one process, before the first pass.
+
+Inputs are known at the first step, when the parameters have been cut. So the first stage keeps the whole model, as it
+was built on this rank anyway, until then. To gather the parameters instead would need them whole at that moment, beside
+what the data and tensor axes have made of them, and messages of all stages. What is compared is the code, not the
+values, so it does not matter if a checkpoint has been loaded since. Models that were never whole, on the meta device,
+and those that are large against the free memory are left out.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from hpctrain.collectives.agreement import agreed
+from hpctrain.collectives.communicator import Communicator
+from hpctrain.errors import UsageError
+from hpctrain.log import logger
+from hpctrain.parallel.inputs import Arguments
+from hpctrain.parallel.nest import take_apart
+from hpctrain.parallel.pipeline.calls import Call, Caller, run_layers
+from hpctrain.parallel.pipeline.layers import Layer, find_layers
+from hpctrain.parallel.pipeline.skip import carrying
+from hpctrain.parallel.sync_batchnorm import SyncBatchNorm
+
+SHARE = 0.25  # of the free memory that the whole models of a node, or one on a GPU, may take
+# The largest difference against the largest output. Layers that are called in the same order give the same bits.
+CLOSE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.complex64: 1e-4, torch.complex128: 1e-9}
+HALF_CLOSE = 0.02
+CGROUP = (
+    ("memory.max", "memory.current"),
+    ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+)
+FAILED = "forward() fails:"
+OWN = "hpctrain.models."  # compared by our tests
+
+
+class LayersCheck:
+    """Check of ``layers()`` against ``forward()`` on the first microbatch; collective over ``comm``, the stages.
+
+    Make it before the model is cut; the first stage keeps the whole model until the check has run. ``held`` are the
+    tensors that stay in the model on this rank, by id, of which there is a copy.
+    """
+
+    def __init__(self, model: nn.Module, comm: Communicator, near: int, device: torch.device, held: set[int]) -> None:
+        self._model, self._comm, self._device = model, comm, device
+        kind = type(model)
+        self._due = callable(getattr(kind, "layers", None)) and not kind.__module__.startswith(OWN)
+        self._due = self._due and (kind.forward is not nn.Module.forward or "forward" in vars(model))
+        self._whole: nn.Module | None = None
+        if self._due and comm.rank == 0:
+            why = _too_large(model, near)
+            if not why:
+                try:
+                    self._whole = _kept(model, held)
+                except Exception as error:
+                    why = f"the model cannot be copied ({type(error).__name__}: {error})"
+            if why:
+                self._skip(why)
+
+    def drop(self) -> None:
+        """Let go of the whole model; there will be no comparison."""
+        self._due, self._whole = False, None
+
+    def __call__(self, arguments: Arguments) -> None:
+        """Compare, the first time, on a microbatch. Raises ``UsageError`` on all stages if the results differ."""
+        if not self._due:
+            return
+        self._due = False
+        whole, self._whole = self._whole, None
+        agreed(self._comm, lambda: self._compare(whole, arguments) if whole is not None else None)
+
+    def _compare(self, whole: nn.Module, arguments: Arguments) -> None:
+        nbytes = sum(each.nbytes for each in _tensors(whole))
+        if self._device.type == "cuda" and nbytes > SHARE * torch.cuda.mem_get_info(self._device)[0]:
+            self._skip(f"it has {nbytes / 2**20:,.0f} MiB, too much beside what is on the GPU")
+            return
+        whole.to(self._device)
+        now = dict(self._model.named_modules())
+        for name, module in whole.named_modules():
+            module.training = now[name].training if name in now else module.training
+        layers = find_layers(whole)
+        call = Caller(whole, layers).bind(arguments)
+        trains, kind = whole.training, type(whole).__name__
+        modes = {module: module.training for module in whole.modules()}
+        whole.eval()
+        judged = self._both(whole, layers, arguments, call)
+        if judged.startswith(FAILED):
+            self._skip(judged)
+        elif judged:
+            raise UsageError(
+                f"layers() of {kind} does not compute what its forward() computes: on the first microbatch {judged}; "
+                "calling the layers one after the other must be the model; let forward call self.layers() in order, "
+                "or make what it does besides a layer",
+                everywhere=True,
+            )
+        elif trains and not any(isinstance(module, SyncBatchNorm) for module in modes):  # which would communicate
+            for module, training in modes.items():
+                module.training = training
+            trained = self._both(whole, layers, arguments, call)
+            if trained and not trained.startswith(FAILED):
+                logger.warning(
+                    "layers() and forward() of %s agree in evaluation mode and not in training mode, with the same "
+                    "random numbers: %s; look for dropout that is in one of them only (or the two draw in another "
+                    "order)",
+                    kind,
+                    trained,
+                )
+
+    def _both(self, whole: nn.Module, layers: Sequence[Layer], arguments: Arguments, call: Call) -> str:
+        """Run both with the same random numbers; say how they differ, or that forward fails; empty if they agree."""
+        buffers = {name: buffer.clone() for name, buffer in whole.named_buffers()}
+        with torch.no_grad(), torch.autocast(self._device.type, enabled=False):
+            try:
+                with _same_draws(self._device), carrying({}):
+                    forward = arguments.call(whole)
+            except Exception as error:
+                return f"{FAILED} {type(error).__name__}: {error}"
+            for name, buffer in whole.named_buffers():
+                if name in buffers:
+                    buffer.copy_(buffers[name])
+            with _same_draws(self._device), carrying({}):
+                return _difference(forward, run_layers(layers, call))
+
+    def _skip(self, why: str) -> None:
+        logger.info("layers() is not compared with forward(): %s", why)
+
+
+def _kept(model: nn.Module, held: set[int]) -> nn.Module:
+    """Return a whole model of which only the tensors of this stage are copies."""
+    memo: dict[int, Any] = {}
+    for tensor in _tensors(model):
+        mine = tensor.detach().clone() if id(tensor) in held else tensor.detach()
+        memo[id(tensor)] = nn.Parameter(mine, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else mine
+    return copy.deepcopy(model, memo)
+
+
+def _too_large(model: nn.Module, near: int) -> str:
+    """Say why a model is not kept; ``near`` ranks of this node may keep one each."""
+    tensors = _tensors(model)
+    if any(tensor.is_meta for tensor in tensors):
+        return "the model is on the meta device"
+    needed, free = near * sum(tensor.nbytes for tensor in tensors if tensor.device.type == "cpu"), free_memory()
+    if needed > SHARE * free:
+        return f"the models of this node have {needed / 2**20:,.0f} MiB, of {free / 2**20:,.0f} MiB that are free"
+    return ""
+
+
+def free_memory() -> int:
+    """Return the bytes of the host's memory that are free, within the limit of the job's cgroup."""
+    rows = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    free = next((int(row.split()[1]) * 1024 for row in rows if row.startswith("MemAvailable:")), 0)
+    for most, used in CGROUP:
+        try:
+            left = int(Path("/sys/fs/cgroup", most).read_text()) - int(Path("/sys/fs/cgroup", used).read_text())
+        except (OSError, ValueError):
+            continue
+        free = min(free, max(left, 0))
+    return free
+
+
+def _tensors(model: nn.Module) -> list[Tensor]:
+    return [*model.parameters(), *model.buffers()]
+
+
+@contextmanager
+def _same_draws(device: torch.device) -> Iterator[None]:
+    """Put the generators of torch, NumPy and Python back after the ``with`` block to where they were."""
+    numpy, python = np.random.get_state(), random.getstate()
+    try:
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            yield
+    finally:
+        np.random.set_state(numpy)
+        random.setstate(python)
+
+
+def _difference(forward: Any, layers: Any) -> str:
+    """Say how two results differ; empty if they are equal up to rounding."""
+    (one, mine), (other, theirs) = take_apart(forward), take_apart(layers)
+    if one != other or len(mine) != len(theirs):
+        return f"forward returned {_told(one, mine)}, layers() {_told(other, theirs)}"
+    worst: tuple[float, str] = (0.0, "")
+    for a, b in zip(mine, theirs):
+        if a.shape != b.shape or a.dtype != b.dtype:
+            return f"forward returned {_told(one, mine)}, layers() {_told(other, theirs)}"
+        share, text = _largest(a, b)
+        if share > worst[0]:
+            worst = share, text
+    return worst[1]
+
+
+def _largest(a: Tensor, b: Tensor) -> tuple[float, str]:
+    """Return the largest difference against what rounding allows, and what to say of it if that is above 1."""
+    if torch.equal(a, b) or not a.numel():
+        return 0.0, ""
+    wide = torch.complex128 if a.is_complex() else torch.float64
+    x, y = a.to(wide), b.to(wide)
+    same = (x == y) | (x.isnan() & y.isnan())
+    apart = torch.where(same, 0.0, (x - y).abs().nan_to_num(float("inf"), float("inf")))
+    largest, scale = float(apart.max()), max(float(each.abs().nan_to_num(0.0, 0.0, 0.0).max()) for each in (x, y))
+    allowed = (CLOSE.get(a.dtype, HALF_CLOSE) if a.is_floating_point() or a.is_complex() else 0.0) * scale
+    if largest <= allowed:
+        return 0.0, ""
+    at = int(apart.argmax())
+    values = [x.flatten()[at].item(), y.flatten()[at].item()]
+    text = f"their outputs differ by up to {largest:.3g} (forward {values[0]:.6g}, layers {values[1]:.6g}"
+    return largest / allowed if allowed else float("inf"), f"{text}; the largest output is {scale:.3g})"
+
+
+def _told(skeleton: Any, tensors: Sequence[Tensor]) -> str:
+    shapes = ", ".join(f"{str(each.dtype).removeprefix('torch.')}{list(each.shape)}" for each in tensors)
+    return f"a {type(skeleton).__name__} of {shapes}" if len(tensors) != 1 else shapes

@@ -1,0 +1,159 @@
+"""Arguments of a model go to the layers that name them, and tuples are spread where a layer takes several."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hpctrain.errors import UsageError
+from hpctrain.parallel.inputs import Arguments
+from hpctrain.parallel.pipeline.calls import Call, Caller, run_layers
+from hpctrain.parallel.pipeline.layers import find_layers
+
+
+class Echo(nn.Module):
+    """Return what it was called with."""
+
+    def forward(self, x: Any, mask: Any = None, *, scale: Any = None) -> Any:
+        """Return the arguments as a list."""
+        return [x, mask, scale]
+
+
+class One(nn.Module):
+    """Take one argument."""
+
+    def forward(self, x: Any) -> Any:
+        """Return it."""
+        return x
+
+
+class Two(nn.Module):
+    """Take two arguments."""
+
+    def forward(self, x: Any, y: Any) -> Any:
+        """Return them in another order."""
+        return y, x
+
+
+class Any2(nn.Module):
+    """Take any number of arguments."""
+
+    def forward(self, *given: Any) -> Any:
+        """Return how many there were, and the first."""
+        return len(given), given[0]
+
+
+class Row(nn.Module):
+    """A row of layers whose forward takes some arguments."""
+
+    def __init__(self, *parts: Any) -> None:
+        super().__init__()
+        self.parts = parts
+        for number, part in enumerate(parts):
+            if isinstance(part, nn.Module):
+                self.add_module(str(number), part)
+
+    def layers(self) -> list[Any]:
+        """Return the layers."""
+        return list(self.parts)
+
+    def forward(self, x: Any, mask: Any = None, *rest: Any, scale: Any = None, **more: Any) -> Any:
+        """Take the arguments of the tests."""
+
+
+def ran(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    layers = find_layers(model)
+    return run_layers(layers, Caller(model, layers).bind(Arguments(args, kwargs)))
+
+
+@pytest.mark.parametrize(
+    "parts, args, kwargs, wanted",
+    [
+        ([One(), Echo()], ("a",), {}, ["a", None, None]),
+        ([One(), Echo()], ("a", "m"), {}, ["a", "m", None]),
+        ([One(), Echo()], ("a",), {"mask": "m", "scale": 2}, ["a", "m", 2]),
+        ([One(), Echo()], (), {"x": "a", "mask": "m"}, ["a", "m", None]),
+        ([Echo()], ("a", "m"), {"scale": 2}, ["a", "m", 2]),
+        ([One(), Echo(), Echo()], ("a", "m"), {}, [["a", "m", None], "m", None]),
+        ([Two()], ("a", "m"), {}, ("m", "a")),  # the first layer takes by position what no layer names
+        ([Two(), Two(), One()], ("a", "m"), {}, ("a", "m")),
+        ([Two(), Echo()], ("a", "b"), {"scale": 3}, None),
+        ([Two(), Any2()], ("a", "m"), {}, (2, "m")),
+        ([Any2(), Echo()], ("a", "m"), {"scale": 1}, [1, "a", 1]),  # the tuple fills x and mask
+        ([One(), lambda x, scale: (x, scale)], ("a",), {"scale": 4}, ("a", 4)),
+        ([One(), lambda *x: x], (("a", "b"),), {}, ("a", "b")),
+        ([lambda x, mask: (x, mask), One()], ("a", "m"), {}, ("a", "m")),
+    ],
+)
+def test_arguments_find_their_layers(parts: Any, args: Any, kwargs: Any, wanted: Any) -> None:
+    if wanted is None:  # mask is a name of the second layer: the first lacks an argument
+        with pytest.raises(UsageError, match=r"^arguments of Row \(x, mask, scale\) do not fit its first layer, 0"):
+            ran(Row(*parts), *args, **kwargs)
+    else:
+        assert ran(Row(*parts), *args, **kwargs) == wanted
+
+
+def test_functions_of_torch_take_one_argument() -> None:
+    x = torch.ones(2)
+    assert torch.equal(ran(Row(One(), torch.relu, torch.tanh), x), x.tanh())
+
+
+def test_layers_of_a_sequential_keep_its_meaning() -> None:
+    """A tuple is one argument there, unless the layer could not be called with one; nothing is given by name."""
+    pair = lambda x: (x, x + 1)  # noqa: E731
+
+    class Pair(nn.Module):
+        def forward(self, x: Any) -> Any:
+            """Return two."""
+            return pair(x)
+
+    plain = nn.Sequential(Pair(), Echo())
+    assert ran(plain, 1) == plain(1) == [(1, 2), None, None]
+    assert ran(nn.Sequential(Pair(), Two(), One()), 1) == (2, 1)
+    assert ran(Row(One(), nn.Sequential(One(), Echo())), 1) == [1, None, None]
+    with pytest.raises(UsageError, match="do not fit its first layer"):
+        ran(Row(One(), nn.Sequential(One(), Echo())), 1, scale=2)
+    assert ran(nn.Sequential(Two(), Two()), 1, 2) == (1, 2)
+    assert ran(plain, input=1) == [(1, 2), None, None]
+
+
+@pytest.mark.parametrize(
+    "parts, args, kwargs, text",
+    [
+        ([One(), One()], ("a", "m"), {}, r"^arguments of Row \(x, mask\) do not fit its first layer, 0, which takes "),
+        ([One(), Two()], ("a",), {}, r"^layer 1 was called with \(str\): missing a required argument: 'y'"),
+        ([Two(), Two(), Two()], ("a",), {"y": "b"}, None),
+        ([lambda a, b, c: (a, b, c), Two()], ("a", "b", "c"), {}, r"^layer 1 was called with \(str, str, str\): too"),
+    ],
+)
+def test_what_does_not_fit_is_named(parts: Any, args: Any, kwargs: Any, text: str | None) -> None:
+    if text is None:
+        assert ran(Row(*parts), *args, **kwargs) == ("b", "a")
+        return
+    with pytest.raises(UsageError, match=text):
+        ran(Row(*parts), *args, **kwargs)
+
+
+def test_errors_of_a_layer_itself_are_not_changed() -> None:
+    def failing(x: Tensor) -> Tensor:
+        raise TypeError("of its own")
+
+    with pytest.raises(TypeError, match="of its own"):
+        ran(Row(One(), failing), 1)
+
+
+def test_a_model_without_a_forward_of_its_own_gives_names_too() -> None:
+    class Bare(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.echo = One(), Echo()
+
+        def layers(self) -> list[nn.Module]:
+            """Return the layers."""
+            return [self.one, self.echo]
+
+    assert ran(Bare(), 1, mask=2) == [1, 2, None]
+    assert Call.of(3).args == (3,)

@@ -1,0 +1,103 @@
+"""Nested inputs are cut leaf by leaf, and come back as what they were."""
+
+from __future__ import annotations
+
+import pickle
+from collections import OrderedDict, UserDict, namedtuple
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from hpctrain.errors import UsageError
+from hpctrain.parallel.inputs import Arguments, cut, samples_of
+from hpctrain.parallel.nest import put_together, take_apart
+
+Pair = namedtuple("Pair", "first second")
+
+
+@dataclass
+class Record:
+    """A batch of one's own."""
+
+    x: Tensor
+    name: str = "r"
+
+
+class Hidden:
+    """An object with a tensor inside."""
+
+    def __init__(self) -> None:
+        self.inside = {"x": torch.ones(2)}
+
+
+A, B = torch.arange(12).view(6, 2), torch.arange(6)
+NESTS: list[Any] = [
+    A,
+    (A, B),
+    [A, None, "name", 3],
+    {"a": A, "b": (B, {"c": A, "d": [B]})},
+    OrderedDict(a=A, b=B),
+    UserDict(a=A),
+    Pair(A, B),
+    Record(A),
+    (A, torch.tensor(2.0)),
+]
+
+
+@pytest.mark.parametrize("nest", NESTS, ids=lambda nest: type(nest).__name__)
+def test_nests_are_taken_apart_cut_and_put_together(nest: Any) -> None:
+    skeleton, tensors = take_apart(nest)
+    again = put_together(pickle.loads(pickle.dumps(skeleton)), tensors)
+    assert type(again) is type(nest) and str(again) == str(nest)
+    pieces = cut(nest, 3)
+    assert len(pieces) == 3 and all(type(piece) is type(nest) for piece in pieces)
+    apart = [take_apart(piece) for piece in pieces]
+    assert all(one == skeleton for one, _ in apart)
+    for number, whole in enumerate(tensors):
+        found = [piece[number] for _, piece in apart]
+        assert torch.equal(torch.cat(found), whole) if whole.dim() else all(one is whole for one in found)
+
+
+@pytest.mark.parametrize(
+    "inputs, args, kwargs",
+    [
+        (A, (A,), {}),
+        ((A, B), (A, B), {}),
+        ([A, B], (A, B), {}),
+        ({"x": A, "mask": B}, (), {"x": A, "mask": B}),
+        (Pair(A, B), (Pair(A, B),), {}),
+        ({1: A}, ({1: A},), {}),
+        (((A, B),), ((A, B),), {}),
+        (Arguments((A,), {"mask": B}), (A,), {"mask": B}),
+    ],
+)
+def test_what_a_model_is_called_with(inputs: Any, args: Any, kwargs: Any) -> None:
+    assert str(Arguments.of(inputs).call(lambda *a, **k: (a, k))) == str((args, kwargs))
+
+
+def test_samples_are_counted_over_all_leaves() -> None:
+    assert Arguments((A, {"b": [B]}), {"mask": B, "scale": torch.tensor(2.0), "names": ["x"]}).samples == 6
+    named = r"inputs\[0\] has 6, mask\['a'\]\[0\] has 6, mask\['a'\]\[1\] has 3; "
+    with pytest.raises(UsageError, match=rf"^inputs of the model have different numbers of samples: {named}"):
+        _ = Arguments((A,), {"mask": {"a": (B, B[:3])}}).samples
+    with pytest.raises(UsageError, match=r"^targets: no tensor with a first dim"):
+        samples_of({"targets": [torch.tensor(1), "x"]}, "targets")
+    with pytest.raises(UsageError, match=r"^inputs\[0\]\[1\] is a Hidden with a tensor in its attribute inside"):
+        _ = Arguments(([A, Hidden()],)).samples
+
+
+def test_shapes_and_flags_tell_calls_apart() -> None:
+    same = Arguments((A,), {"deep": True, "step": 3}).key()
+    assert same == Arguments((A + 1,), {"deep": True, "step": 4}).key()
+    for other in (
+        Arguments((A,), {"deep": False, "step": 3}),
+        Arguments((A.float(),), {"deep": True, "step": 3}),
+        Arguments((B,), {"deep": True, "step": 3}),
+        Arguments((), {"x": A, "deep": True, "step": 3}),
+        Arguments((A,), {"deep": None, "step": 3}),
+    ):
+        assert other.key() != same
+    assert len({same, Arguments((A,)).key()}) == 2
