@@ -8,7 +8,7 @@ data axis takes as it is.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -63,7 +63,8 @@ class ModelParallel(Strategy):
         self.stage = place["pipe"]
         self.pipelined = settings.pipe > 1
         plan = plan_of(model, settings.tensor_plan) if settings.tensor > 1 else {}
-        check(choose(model, plan), settings.tensor)  # while the model is whole
+        chosen = choose(model, plan)
+        check(chosen, settings.tensor)  # while the model is whole
         self._pipeline: Pipeline | None = None
         if settings.pipe > 1:
             self._pipeline = Pipeline(model, self.mesh.pipe, settings, device, example)
@@ -73,6 +74,8 @@ class ModelParallel(Strategy):
             self._tensor = split_matrices(model, self.mesh.tensor, plan, sequence=settings.sequence, device=device)
             if settings.schedule == "zb-h1":
                 self._tensor.separate_backward()
+            if self._pipeline is not None:
+                self._search_stages({change.module: change.kind for change in chosen})
         for module in model.modules():
             if isinstance(module, SyncBatchNorm):
                 module.comm = self.mesh.data  # tensor ranks hold the same samples
@@ -85,6 +88,17 @@ class ModelParallel(Strategy):
             vars(model)["forward"] = self._pipeline  # the whole model, for those who only call it
             if self._pipeline.versions is not None:
                 self._pipeline.versions.make_update = self._update
+
+    def _search_stages(self, kinds: Mapping[nn.Module, str]) -> None:
+        """Let gradients that are partial on each tensor rank be found in the graph of each stage."""
+        assert self._pipeline is not None and self._tensor is not None
+        search = self._tensor.partial_gradients
+        if search is None:
+            return
+        varies = _varying_inputs(self.model, self._pipeline.layers, kinds)
+        self._pipeline.watch(
+            lambda chunk, inputs, outputs: search.after_forward(outputs, inputs if varies[chunk] else ())
+        )
 
     @property
     def pipe(self) -> Communicator:
@@ -309,6 +323,20 @@ def _check_hooks(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
             raise UsageError(f"hook on parameter {name}: {_HOOKS}; {INSTEAD}", everywhere=True)
+
+
+def _varying_inputs(model: nn.Module, chunks: Sequence[Sequence[str]], kinds: Mapping[nn.Module, str]) -> list[bool]:
+    """Return of each chunk of layers, by their names, whether it begins between a column- and a row-parallel layer."""
+    named = dict(model.named_modules(remove_duplicate=False))
+    found, varies = [], False
+    for layers in chunks:
+        found.append(varies)
+        for name in layers:
+            module = named.get(name.partition("#")[0])
+            inside = list(module.modules()) if module is not None else []
+            if any(each in kinds for each in inside):
+                varies = bool(inside) and kinds.get(inside[0]) in ("column", "heads")
+    return found
 
 
 def _agree_on_values(model: nn.Module, comm: Communicator) -> None:

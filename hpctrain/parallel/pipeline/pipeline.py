@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +21,7 @@ from hpctrain.parallel.pipeline.parcel import Parcel
 from hpctrain.parallel.pipeline.prune import TiedParameter, prune, tied
 from hpctrain.parallel.pipeline.route import Route
 from hpctrain.parallel.pipeline.schedule import Schedule, forward_only, make
-from hpctrain.parallel.pipeline.stage import Chunk, make_chunks
+from hpctrain.parallel.pipeline.stage import Chunk, Tensors, make_chunks
 from hpctrain.parallel.pipeline.tied import TiedGradients
 from hpctrain.parallel.pipeline.versions import StashedWeights
 from hpctrain.parallel.plan import A_STAGE, even_pieces, microbatches_for
@@ -97,6 +98,11 @@ class Pipeline:
             parcel = self._agree(Parcel.of(values, self._chunks[chunk].gives_tuple) if mine else None, chunk)
             values = self._spread(values, parcel, chunk % self.comm.size)
         return values[0]
+
+    def watch(self, after: Callable[[int, Tensors, Tensors], None]) -> None:
+        """Call ``after(chunk, inputs, outputs)`` behind each forward pass of a chunk that this rank holds."""
+        for number, chunk in self._chunks.items():
+            chunk.after = partial(after, number)
 
     def _spread(self, values: tuple[Tensor, ...], parcel: Parcel, root: int) -> tuple[Tensor, ...]:
         """Give every rank what a chunk returned: more than is needed, by passes for which nobody is in a hurry."""

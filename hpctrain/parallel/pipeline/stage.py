@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -32,6 +32,7 @@ class Chunk:
         self.carried_out = tuple(carried_out)
         self.takes_tuple = False
         self.gives_tuple = False
+        self.after: Callable[[Tensors, Tensors], None] | None = None  # called with inputs and outputs of each pass
 
     def forward(self, inputs: Tensors) -> Tensors:
         """Return what the layers make of ``inputs``, then what is carried on; tensors only, integers as they are."""
@@ -48,7 +49,10 @@ class Chunk:
                 "Join of a layer must run in each pass"
             )
         self.gives_tuple = not isinstance(x, Tensor)
-        return (*self._flat(x), *(kept[name] for name in self.carried_out))
+        outputs = (*self._flat(x), *(kept[name] for name in self.carried_out))
+        if self.after is not None:
+            self.after(inputs, outputs)
+        return outputs
 
     __call__ = forward
 
