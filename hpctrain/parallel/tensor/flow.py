@@ -13,7 +13,9 @@ there. All ranks have the same graph and run its nodes in the same order, so the
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections import deque
+from collections.abc import Collection, Iterable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -21,6 +23,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from hpctrain.collectives.communicator import Communicator
+from hpctrain.errors import UsageError
 from hpctrain.log import logger
 from hpctrain.parallel.tensor import moves
 from hpctrain.parallel.tensor.layers import Parallel
@@ -37,8 +40,14 @@ class PartialGradients:
     one had nothing to sum; a module that is called for the first time later starts the search again.
     """
 
-    def __init__(self, model: nn.Module, comm: Communicator, split: Iterable[Parallel]) -> None:
-        self._comm, self._split = comm, tuple(split)
+    def __init__(
+        self,
+        model: nn.Module,
+        comm: Communicator,
+        split: Iterable[Parallel],
+        entries: Mapping[nn.Module, str] = MappingProxyType({}),
+    ) -> None:
+        self._comm, self._split, self._entries = comm, tuple(split), entries
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
         self._searches = True
         self._told = False
@@ -53,13 +62,20 @@ class PartialGradients:
             self._searches = True
             self._uncalled.pop(module).remove()
 
-    def after_forward(self, result: Any, varying: Collection[Tensor] = ()) -> None:
-        """Sum in the backward pass what is partial; ``varying`` are inputs of the model that vary. Collective."""
+    def after_forward(self, result: Any, varying: Collection[Tensor] = (), *, ends: bool = True) -> None:
+        """Sum in the backward pass what is partial; ``varying`` are inputs of the model that vary.
+
+        ``ends`` tells whether the result is that of the whole model. Raises ``UsageError`` if a column-parallel layer,
+        or the program, gets split features where it takes whole ones.
+        """
         if not (self._searches and torch.is_grad_enabled()):
             return
         nodes = [leaf.grad_fn for leaf in tree_leaves(result) if isinstance(leaf, Tensor) and leaf.grad_fn is not None]
         slices = {id(module._parameters[name]) for module in self._split for name in module.dims}
         states = varies(nodes, slices | {id(tensor) for tensor in varying})
+        self._check(states)
+        if ends and nodes and states[nodes[0]]:
+            self._check_result(nodes[0], states)
         found: list[Node] = []
         for node, own in states.items():
             if own and _mark(node) is None:
@@ -70,6 +86,36 @@ class PartialGradients:
                     found += [node.next_functions[place][0] for place in places]
         self._searches = bool(found)
         self._tell(found)
+
+    def _check(self, states: Mapping[Node, bool]) -> None:
+        """Raise for a column-parallel layer whose inputs vary: it would sum their gradients over the ranks."""
+        for node in states:
+            fed = node.next_functions[0][0] if node.next_functions else None
+            layer = getattr(node, "layer", None)
+            if layer is not None and fed is not None and states[fed]:
+                raise UsageError(
+                    f"module {self._entries.get(layer, 'of kind column')} takes whole features; its inputs are "
+                    f"{self._source(fed, states)}; a row must come between two columns, and replicated is only for "
+                    "modules between a column and its row",
+                    everywhere=True,
+                )
+
+    def _check_result(self, node: Node, states: Mapping[Node, bool]) -> None:
+        """Raise if the model returns split features, unless they are logits that a split loss takes."""
+        layer = _nearest(node, states)
+        if layer is None or not self._entries.get(layer, "").endswith("=vocabulary)"):
+            raise UsageError(
+                f"the outputs of the model are {self._source(node, states)}; a row must come behind a column before "
+                "the model ends; name the next linear layer as row, or give the last one the kind vocabulary, which "
+                "gathers",
+                everywhere=True,
+            )
+
+    def _source(self, node: Node, states: Mapping[Node, bool]) -> str:
+        layer = _nearest(node, states)
+        if layer is None:
+            return "each tensor rank's own, as a replicated module has computed them"
+        return f"each tensor rank's own, behind {self._entries.get(layer, 'a column')}"
 
     def _tell(self, found: list[Node]) -> None:
         if found and not self._told and not self._comm.rank:
@@ -130,6 +176,21 @@ def varies(nodes: Iterable[Node], leaves: Collection[int] = ()) -> dict[Node, bo
             own = id(leaf) in leaves if leaf is not None else any(states[child] for child in below)
             states[node] = own if mark is None else mark
     return states
+
+
+def _nearest(node: Node, states: Mapping[Node, bool]) -> nn.Module | None:
+    """Return the column-parallel layer that is nearest below a node that varies."""
+    near, seen = deque([node]), {node}
+    while near:
+        each = near.popleft()
+        layer: nn.Module | None = getattr(each, "layer", None)
+        if layer is not None:
+            return layer
+        if _mark(each) is None:
+            new = [child for child, _ in each.next_functions if child is not None and states[child]]
+            near.extend(child for child in new if child not in seen)
+            seen.update(new)
+    return None
 
 
 def _mark(node: Node) -> bool | None:

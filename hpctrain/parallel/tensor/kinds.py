@@ -51,6 +51,9 @@ class Change:
     counters: dict[str, int] = field(default_factory=dict)
     shares: bool = False  # whether several ranks compute the same head
 
+    def __str__(self) -> str:
+        return f"{self.name} ({self.pattern}={self.kind})"
+
     @property
     def become(self) -> type[Parallel]:
         """Return the class that the module gets."""

@@ -89,7 +89,7 @@ def apply(
         for change in chosen:
             if change.kind == "replicated":
                 replicate(change.module, comm)
-        partial_gradients = PartialGradients(model, comm, split.values())
+        partial_gradients = PartialGradients(model, comm, split.values(), {each.module: str(each) for each in chosen})
         model.register_forward_hook(lambda _, args, result: partial_gradients.after_forward(result))
     if sequence:
         _split_sequences(model, comm, chosen, list(split.values()), region)
