@@ -8,10 +8,9 @@ data axis takes as it is.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +18,6 @@ from torch import Tensor, nn
 from hpctrain.collectives.communicator import Communicator
 from hpctrain.collectives.mesh import AXES, Mesh
 from hpctrain.errors import MismatchError, UsageError
-from hpctrain.log import logger
 from hpctrain.parallel.agreement import broadcast_model, check_same_model
 from hpctrain.parallel.fsdp.norm import clip_factor, sum_of_squares
 from hpctrain.parallel.guard.gradient_hooks import INSTEAD, GradientHooks
@@ -29,17 +27,13 @@ from hpctrain.parallel.pipeline.pipeline import Pipeline
 from hpctrain.parallel.pipeline.tied import TiedGradients
 from hpctrain.parallel.plan import shape_of
 from hpctrain.parallel.settings import ParallelSettings
+from hpctrain.parallel.split_checks import FirstStep, whole_copy
 from hpctrain.parallel.strategy import Strategy
 from hpctrain.parallel.sync_batchnorm import SyncBatchNorm
-from hpctrain.parallel.tensor.first_pass import Trail, unwatch, watch
-from hpctrain.parallel.tensor.kinds import Change
 from hpctrain.parallel.tensor.plan import apply as split_matrices
 from hpctrain.parallel.tensor.plan import check, choose, plan_of
 from hpctrain.parallel.tensor.rng import agree
-from hpctrain.parallel.tensor.same_gradients import exchange, sums_of
 from hpctrain.parallel.tensor.split import TensorSplit
-from hpctrain.parallel.tensor.whole_model import WholeModel, blank_copy, fits
-from hpctrain.parallel.update_hooks import UpdateHooks
 from hpctrain.shard import Shard, Split
 
 _HOOKS = "the gradients of a slice or of a microbatch are not what one process gives to it"
@@ -72,21 +66,16 @@ class ModelParallel(Strategy):
         plan = plan_of(model, settings.tensor_plan) if settings.tensor > 1 else {}
         chosen = choose(model, plan)
         check(chosen, settings.tensor)  # while the model is whole
-        whole = self._blank_copy()
+        whole = whole_copy(model, comm, settings, device)
         self._pipeline: Pipeline | None = None
         if settings.pipe > 1:
             self._pipeline = Pipeline(model, self.mesh.pipe, settings, device, example)
         self._tensor: TensorSplit | None = None
         self._gradient_hooks: GradientHooks | None = None
-        self._update_hooks: UpdateHooks | None = None
-        self._whole: WholeModel | None = None
-        self._trail: Trail | None = None  # of the first passes of a pipeline
         if settings.tensor > 1:
             self._tensor = split_matrices(model, self.mesh.tensor, plan, sequence=settings.sequence, device=device)
             if settings.schedule == "zb-h1":
                 self._tensor.separate_backward()
-            if self._pipeline is not None:
-                self._search_stages({change.module: change.kind for change in chosen})
         for module in model.modules():
             if isinstance(module, SyncBatchNorm):
                 module.comm = self.mesh.data  # tensor ranks hold the same samples
@@ -95,84 +84,16 @@ class ModelParallel(Strategy):
         if not self.inner.partial_parameters()[1] and self.mesh.data.size == 1:
             # Nothing is reduced: autograd would call them with the gradient of a slice, or of each microbatch.
             self._gradient_hooks = GradientHooks(dict(model.named_parameters()), refused=_HOOKS)
+        self._first_step: FirstStep | None = None
         if self._tensor is not None:
-            self._check_first_step(chosen, whole)
+            rounds = settings.mixed_precision != "none"
+            self._first_step = FirstStep(
+                self, self.inner, self._tensor, self._pipeline, chosen, whole, rounds=rounds
+            )
         if self._pipeline is not None:
             vars(model)["forward"] = self._pipeline  # the whole model, for those who only call it
             if self._pipeline.versions is not None:
                 self._pipeline.versions.make_update = self._update
-
-    # The first step of a split model ---------------------------------------------------------------------------------
-
-    def _blank_copy(self) -> nn.Module | None:
-        """Return what the model is compared with, while it is whole; None if it is not to be. Collective."""
-        settings = self.settings
-        if settings.tensor == 1 or settings.pipe > 1 or not settings.check_split:
-            return None
-        if not fits(self.model, self.comm, self.device):
-            logger.debug("tensor parallelism: no comparison with the whole model, for want of memory")
-            return None
-        whole = blank_copy(self.model)
-        return whole if all(self.comm.all_gather_object(whole is not None)) else None
-
-    def _check_first_step(self, chosen: Sequence[Change], whole: nn.Module | None) -> None:
-        """Let a wrong plan raise in the first forward pass, and partial gradients before the first update."""
-        assert self._tensor is not None
-        self._update_hooks = UpdateHooks(self, ModelParallel._before_update)
-        if self._pipeline is not None:
-            self._trail = Trail(self.model, chosen)
-            return
-        watch(self.model, chosen)
-        if whole is None:
-            return
-        rounds = self.settings.mixed_precision != "none"
-        self._whole = compared = WholeModel(
-            self.model, whole, self._tensor, chosen, self.inner.summon, rounds=rounds
-        )
-
-        def begin(_: nn.Module, args: Any, kwargs: Any) -> None:
-            if not compared.done and self.model.training and torch.is_grad_enabled():
-                with self.unguarded():
-                    compared.before(args, kwargs)
-                if compared.done:
-                    before.remove()
-
-        def end(_: nn.Module, args: Any, result: Any) -> None:
-            if torch.is_grad_enabled():
-                after.remove()
-                before.remove()
-                if not compared.done:
-                    compared.after(result)
-
-        before = self.model.register_forward_pre_hook(begin, prepend=True, with_kwargs=True)
-        after = self.model.register_forward_hook(end)
-
-    def _before_update(self, optimizer: torch.optim.Optimizer) -> None:
-        """Compare, before the first update, the gradients that all tensor ranks must hold alike."""
-        held = {id(parameter) for parameter in self.model.parameters()}
-        if not any(id(each) in held for group in optimizer.param_groups for each in group["params"]):
-            return
-        gradients = self.inner.reduced_gradients()
-        if not gradients or self._update_hooks is None:
-            return
-        self._update_hooks.remove()
-        self._update_hooks = None
-        assert self._tensor is not None
-        own = [(name, gradient) for name, gradient in gradients if not self._tensor.is_split(name)]
-        # Ranks that update at their own pace must not wait for each other.
-        apart = self.inner.loose or self._pipeline is not None and self._pipeline.versions is not None
-        exchange(self.mesh.tensor, self.mesh.tensor if apart else self.comm, sums_of(own))
-
-    def _search_stages(self, kinds: Mapping[nn.Module, str]) -> None:
-        """Let gradients that are partial on each tensor rank be found in the graph of each stage."""
-        assert self._pipeline is not None and self._tensor is not None
-        search = self._tensor.partial_gradients
-        if search is None:
-            return
-        varies = _varying_inputs(self.model, self._pipeline.layers, kinds)
-        self._pipeline.watch(
-            lambda chunk, inputs, outputs: search.after_forward(outputs, inputs if varies[chunk] else (), ends=False)
-        )
 
     @property
     def pipe(self) -> Communicator:
@@ -192,18 +113,14 @@ class ModelParallel(Strategy):
             if self._pipeline is None:
                 return super().forward_backward(inputs, targets, split, weight=weight)
             # PipeDream reduces what each microbatch leaves by itself, the last one's at the end like all others.
-            with self.inner.many_passes(reduces=self._syncing), self._explaining():
+            with self.inner.many_passes(reduces=self._syncing), self._explained():
                 loss = self._pipeline.train(inputs, targets, split, weight)
                 if self._syncing:
                     self._pipeline.tied.reduce()
             return loss
 
-    @contextmanager
-    def _explaining(self) -> Iterator[None]:
-        """Explain errors of the first passes of a pipeline whose layers are split."""
-        trail, self._trail = self._trail, None
-        with nullcontext() if trail is None else trail.explaining():
-            yield
+    def _explained(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._first_step is None else self._first_step.explained()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -228,8 +145,8 @@ class ModelParallel(Strategy):
     def contribute_nothing(self, *, backward: bool = True) -> None:
         """Take part in a forward (and ``backward``) pass of the others, with no sample of one's own."""
         if self._pipeline is None:
-            if backward and self._whole is not None and not self._whole.done:
-                self._whole.stand_in(lambda: self.inner.contribute_nothing(backward=False))
+            if backward and self._first_step is not None:
+                self._first_step.stand_in()
             self.inner.contribute_nothing(backward=backward)
             return
         with self.inner.many_passes(reduces=backward):
@@ -396,9 +313,8 @@ class ModelParallel(Strategy):
     def detach(self) -> None:
         """Take all hooks off the module; what it has lost to other ranks does not come back."""
         self.inner.detach()
-        unwatch(self.model)
-        if self._update_hooks is not None:
-            self._update_hooks.remove()
+        if self._first_step is not None:
+            self._first_step.close()
         if self._gradient_hooks is not None:
             self._gradient_hooks.close()
         if self._pipeline is not None:
@@ -409,20 +325,6 @@ def _check_hooks(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
             raise UsageError(f"hook on parameter {name}: {_HOOKS}; {INSTEAD}", everywhere=True)
-
-
-def _varying_inputs(model: nn.Module, chunks: Sequence[Sequence[str]], kinds: Mapping[nn.Module, str]) -> list[bool]:
-    """Return of each chunk of layers, by their names, whether it begins between a column- and a row-parallel layer."""
-    named = dict(model.named_modules(remove_duplicate=False))
-    found, varies = [], False
-    for layers in chunks:
-        found.append(varies)
-        for name in layers:
-            module = named.get(name.partition("#")[0])
-            inside = list(module.modules()) if module is not None else []
-            if any(each in kinds for each in inside):
-                varies = bool(inside) and kinds.get(inside[0]) in ("column", "heads")
-    return found
 
 
 def _agree_on_values(model: nn.Module, comm: Communicator) -> None:

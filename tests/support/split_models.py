@@ -56,7 +56,7 @@ class Block(nn.Module):
 
 
 class Gated(nn.Module):
-    """An MLP whose split features are scaled by a whole parameter and by a gate of each token, both outside of layers."""
+    """An MLP whose split features are scaled by a whole parameter and by a gate of each token."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Models of people's own on tensor ranks: the weights of one process's plain loop, whatever lies between split layers."""
+"""Models of people's own on tensor ranks learn the weights of one process's plain loop."""
 
 from __future__ import annotations
 

@@ -50,11 +50,12 @@ class Pipeline:
         cuts = self._cuts(layers, count, example)
         shared = tied(layers, cuts)
         self._count = count
-        held = [chunk for chunk in range(count) if chunk % comm.size == comm.rank]
+        self.held = held = [chunk for chunk in range(count) if chunk % comm.size == comm.rank]
         chunks = make_chunks(layers, cuts)
         self._chunks: dict[int, Chunk] = {chunk: chunks[chunk] for chunk in held}
         prune(model, layers, [number for chunk in held for number in cuts[chunk]])
         self.layers = [[layers[number].name for number in cut] for cut in cuts]
+        self.carried = [bool(chunk.carried_in or chunk.carried_out) for chunk in chunks]
         self.tied = TiedGradients(model, comm, shared, held)
         self.versions: StashedWeights | None = None
         if settings.schedule == "pipedream":
@@ -103,6 +104,10 @@ class Pipeline:
         """Call ``after(chunk, inputs, outputs)`` behind each forward pass of a chunk that this rank holds."""
         for number, chunk in self._chunks.items():
             chunk.after = partial(after, number)
+
+    def held_layers(self, chunk: int) -> Sequence[Layer]:
+        """Return the layers of a chunk that this rank holds."""
+        return self._chunks[chunk].layers
 
     def _spread(self, values: tuple[Tensor, ...], parcel: Parcel, root: int) -> tuple[Tensor, ...]:
         """Give every rank what a chunk returned: more than is needed, by passes for which nobody is in a hurry."""

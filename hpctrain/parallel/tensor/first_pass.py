@@ -44,8 +44,8 @@ class Trail:
         self._handles: list[Any] = []
 
     @contextmanager
-    def explaining(self) -> Iterator[None]:
-        """Raise ``UsageError`` for errors in the ``with`` block that come from the plan."""
+    def explaining(self, *, everywhere: bool = True) -> Iterator[None]:
+        """Raise ``UsageError`` for errors in the ``with`` block that come from the plan, perhaps on all ranks."""
         self._attach()
         try:
             yield
@@ -53,6 +53,7 @@ class Trail:
             explained = self.explained(error)
             if explained is None:
                 raise
+            explained.everywhere = everywhere
             raise explained from error
         finally:
             self._detach()
@@ -112,9 +113,9 @@ class Trail:
     def name(self, module: nn.Module | None) -> str:
         """Return a module's name, class and entry of the plan."""
         name = self._plain(module)
-        kind = type(module).__name__ if not isinstance(module, Parallel) else type(module).plain.__name__
+        kind: type[nn.Module] = module.plain if isinstance(module, Parallel) else type(module)
         entry = self._entries.get(cast(nn.Module, module), "not in the plan")
-        return f"{name} ({kind}, {entry})" if name else ""
+        return f"{name} ({kind.__name__}, {entry})" if name else ""
 
     def _plain(self, module: nn.Module | None) -> str:
         return self._names.get(cast(nn.Module, module), "")
@@ -152,13 +153,18 @@ def _subclass(plain: type[nn.Module]) -> type[nn.Module]:
         reduced: Any = plain.__reduce_ex__(self, max(2, int(protocol)))
         make, arguments, *rest = reduced
         if make is copyreg.__newobj__:  # type: ignore[attr-defined]
-            arguments = (plain, *arguments[1:])
+            make, arguments = _blank, (plain, *arguments[1:])
         return make, arguments, *rest
 
     same: Mapping[str, Any] = {name: getattr(plain, name) for name in ("__module__", "__qualname__", "__doc__")}
     return type(
         plain.__name__, (plain,), {**same, "forward": forward, "__reduce_ex__": reduce, "_watched_class": plain}
     )
+
+
+def _blank(plain: type[nn.Module], *arguments: Any) -> nn.Module:
+    """Return a module whose state is still to come."""
+    return plain.__new__(plain, *arguments)
 
 
 def _watched(model: nn.Module, trail: Trail, forward: Any) -> Any:

@@ -220,8 +220,8 @@ def _summing(places: list[int], comm: Communicator) -> Any:
             for place in places:
                 gradient = gradients[place]
                 if gradient is not None:
-                    summed[place] = gradient.clone(memory_format=torch.contiguous_format)
-                    bucket.all_reduce(summed[place])
+                    whole = summed[place] = gradient.clone(memory_format=torch.contiguous_format)
+                    bucket.all_reduce(whole)
         return tuple(summed)
 
     return hook

@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from hpctrain.collectives.communicator import Communicator
 from hpctrain.errors import MismatchError
 from hpctrain.plain_tensors import as_parts
 
@@ -41,39 +40,34 @@ def sums_of(gradients: Sequence[tuple[str, Tensor]]) -> Sums:
     return found
 
 
-def check_same(everyone: Sequence[Mapping[str, tuple[float, ...]]], ranks: Sequence[int]) -> None:
-    """Raise ``MismatchError`` if ranks that hold the same parameters have different gradients of them."""
+def check_same(everyone: Sequence[Mapping[str, tuple[float, ...]]]) -> None:
+    """Raise ``MismatchError`` if tensor ranks have different gradients of parameters that they hold alike.
+
+    Names may be followed by a blank and the piece that a rank holds; what only one rank holds is not compared.
+    """
     first = everyone[0]
     # Of a gradient that is zero but for rounding, every digit may differ.
     negligible = 1e-6 * math.sqrt(sum(values[0] ** 2 for values in first.values()))
-    for rank, other in zip(ranks[1:], everyone[1:]):
-        differing = [name for name, values in first.items() if _differ(values, other.get(name), negligible)]
+    for rank, other in enumerate(everyone):
+        differing = [
+            name.partition(" ")[0]
+            for name, values in first.items()
+            if name in other and _differ(values, other[name], negligible)
+        ]
         if differing:
             named = list(reversed(differing))[:NAMED]
             more = f" and {len(differing) - NAMED} more" if len(differing) > NAMED else ""
             raise MismatchError(
                 f"gradients of parameters that are not split, in the first step: {', '.join(named)}{more} differ "
-                f"between ranks {ranks[0]} and {rank}, which are tensor ranks of one replica; each computes them from "
-                f"its part of split features, and nothing sums them up; write "
-                f"'{named[0].rpartition('.')[0] or '*'}=replicated' in parallel.tensor_plan",
+                f"between tensor ranks 0 and {rank}; each computes them from its part of split features, and nothing "
+                f"sums them up; write '{named[0].rpartition('.')[0] or '*'}=replicated' in parallel.tensor_plan",
                 everywhere=True,
             )
 
 
-def _differ(values: tuple[float, ...], other: tuple[float, ...] | None, negligible: float) -> bool:
-    if other is None:
-        return True
+def _differ(values: tuple[float, ...], other: tuple[float, ...], negligible: float) -> bool:
     norm, tolerance, *_ = values
     if not all(map(math.isfinite, (*values, *other))):
         return False  # which other checks report
     allowed = tolerance * max(norm, other[0]) + negligible
     return any(abs(one - two) > allowed for one, two in zip(values, other))
-
-
-def exchange(tensor: Communicator, comm: Communicator, sums: Sums) -> None:
-    """Compare the gradients of each line of tensor ranks of ``comm``; raise on all of its ranks. Collective."""
-    # By the lowest rank of its line.
-    line = comm.all_gather_object((tensor.broadcast_object(comm.rank), sums))
-    for root in dict.fromkeys(each[0] for each in line):
-        ranks = [rank for rank, each in enumerate(line) if each[0] == root]
-        check_same([line[rank][1] for rank in ranks], ranks)

@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 from hpctrain.collectives.communicator import Communicator
 from hpctrain.errors import MismatchError
 from hpctrain.log import logger
+from hpctrain.parallel.pipeline.layers import Layer
 from hpctrain.parallel.sync_batchnorm import SyncBatchNorm
 from hpctrain.parallel.tensor.kinds import Change
 from hpctrain.parallel.tensor.layers import Parallel, RowParallel
@@ -77,7 +78,7 @@ def fits(model: nn.Module, comm: Communicator, device: torch.device) -> bool:
     """Tell whether all ranks have room for the whole model. Collective."""
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else _free_memory() // comm.local_size
     needed = sum(tensor.numel() * tensor.itemsize for tensor in (*model.parameters(), *model.buffers()))
-    return needed <= SHARE * min(comm.all_gather_object(free))
+    return bool(needed <= SHARE * min(comm.all_gather_object(free)))
 
 
 class WholeModel:
@@ -127,7 +128,7 @@ class WholeModel:
                     self._judge(self._model(*args, **kwargs))
             else:
                 self._follow(self._model, self._traces[0])
-        self._whole = nn.Module()  # gives its memory back
+        self.drop()
         if self.done:
             self._let_go()
 
@@ -136,6 +137,10 @@ class WholeModel:
         self.done = True
         self._judge(result)
 
+    def drop(self) -> None:
+        """Give the memory of the whole model back."""
+        self._whole = nn.Module()
+
     def stand_in(self, contribute: Callable[[], None]) -> None:
         """Take part for a rank without samples; ``contribute`` does so in a forward pass."""
         self.done = True
@@ -143,6 +148,23 @@ class WholeModel:
             pass
         if self._drops:
             contribute()
+
+    @torch.no_grad()
+    def compare_layers(self, layers: Sequence[Layer], inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
+        """Compare what a stage's layers have made of a microbatch. Collective over the tensor ranks of the stage."""
+        self._fill()
+        with _generators(inputs, {}) as drew:
+            if self._split.comm.rank == 0:
+                held = dict(self._whole.named_modules())
+                x: Any = tuple(inputs) if len(inputs) > 1 else inputs[0]
+                try:
+                    for layer in layers:
+                        whole = held[layer.name] if any(True for _ in layer.module.parameters()) else layer.module
+                        x = whole(x)
+                    self._expected = None if drew() else _floating(x)
+                except Exception as error:
+                    logger.debug("tensor parallelism: no comparison of a stage with the whole model: %s", error)
+        self._judge(outputs, f"layers {layers[0].name} to {layers[-1].name}, which are split")
 
     # How --------------------------------------------------------------------------------------------------------------
 
@@ -154,10 +176,10 @@ class WholeModel:
         comm = self._split.comm
         for path, module in self._whole.named_modules():
             for name, blank in module._parameters.items():
-                if blank is None:
+                full = f"{path}.{name}" if path else name
+                if blank is None or full not in held:  # of another stage
                     continue
                 if id(blank) not in filled:
-                    full = f"{path}.{name}" if path else name
                     value = self._gathered(full, held[full], comm)
                     filled[id(blank)] = nn.Parameter(value, requires_grad=False) if comm.rank == 0 else blank
                 module._parameters[name] = filled[id(blank)]
@@ -208,15 +230,15 @@ class WholeModel:
             handle.remove()
         self._handles.clear()
 
-    def _judge(self, result: Any) -> None:
+    def _judge(self, result: Any, what: str = "the split model") -> None:
         self._let_go()
-        found = "" if self._expected is None else self._difference(_floating(result), self._expected)
+        found = "" if self._expected is None else self._difference(_floating(result), self._expected, what)
         self._expected, self._traces = None, ([], [])
         text = self._split.comm.broadcast_object(found)
         if text:
             raise MismatchError(text, everywhere=True)
 
-    def _difference(self, results: list[Tensor], expected: list[Tensor]) -> str:
+    def _difference(self, results: list[Tensor], expected: list[Tensor], what: str) -> str:
         """Say how outputs differ, and behind which module; empty if they do not."""
         for result, wanted in zip(results, expected):
             given = tuple(result.shape)
@@ -224,14 +246,14 @@ class WholeModel:
                 wanted = wanted[..., : given[-1]]  # rank 0's logits
             if given != wanted.shape:
                 return (
-                    f"outputs of the split model in the first pass: shape {given}, of the whole model "
-                    f"{tuple(wanted.shape)}; {self._culprit()}"
+                    f"outputs of {what} in the first pass: shape {given}, of the whole model {tuple(wanted.shape)}; "
+                    f"{self._culprit()}"
                 )
             far = _distance(result, wanted)
             if far > self._tolerance(result):
                 return (
-                    f"outputs of the split model differ from those of the whole model in the first pass: by {far:.1e} "
-                    f"of their norm; allowed is {self._tolerance(result):.0e}; {self._culprit()}"
+                    f"outputs of {what} differ from those of the whole model in the first pass: by {far:.1e} of their "
+                    f"norm; allowed is {self._tolerance(result):.0e}; {self._culprit()}"
                 )
         return ""
 
