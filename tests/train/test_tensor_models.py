@@ -40,15 +40,15 @@ def _expected(case: str) -> dict[str, Tensor]:
     return learnt(case, STEPS, torch.float64)
 
 
-def _learn(job: Any, case: str, mesh: dict[str, Any], steps: int = STEPS, **settings: Any) -> float:
+def _learn(job: Any, case: str, mesh: dict[str, Any], more: dict[str, str] | None = None, **settings: Any) -> float:
     """Train on a mesh; return the largest difference of the weights from those of a plain loop."""
     model, plan = model_of(case)
     model.double()
-    lines = tuple(f"{pattern}={kind}" for pattern, kind in plan.items())
+    lines = tuple(f"{pattern}={kind}" for pattern, kind in {**plan, **(more or {})}.items())
     model = job.wrap(model, {**mesh, "tensor_plan": lines, **settings})
     strategy = job.strategy(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    for step in range(steps):
+    for step in range(STEPS):
         x, y = (part.chunk(strategy.data.size)[strategy.data.rank] for part in samples(step, torch.float64))
         if strategy.pipelined:
             strategy.forward_backward(x, y, Objective(F.mse_loss))
@@ -67,6 +67,12 @@ def test_weights_are_those_of_a_plain_loop(job: Any, case: str, mesh: dict[str, 
     if mesh.get("pipe") and case not in ("mqa", "layer norm", "gated"):
         pytest.skip("one of each kind is enough")
     assert _learn(job, case, mesh) < CLOSE
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("case", ["mqa", "rms norm", "layer norm, declared"])
+def test_sequences_may_be_split_too(job: Any, case: str) -> None:
+    assert _learn(job, case, {"tensor": 2, "sequence": True}, {"0": "scatter", "3": "gather"}) < CLOSE
 
 
 @pytest.mark.ranks(2)

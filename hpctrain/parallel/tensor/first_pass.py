@@ -113,12 +113,13 @@ class Trail:
     def name(self, module: nn.Module | None) -> str:
         """Return a module's name, class and entry of the plan."""
         name = self._plain(module)
-        kind: type[nn.Module] = module.plain if isinstance(module, Parallel) else type(module)
+        kind: type = module.plain if isinstance(module, Parallel) else type(module)
         entry = self._entries.get(cast(nn.Module, module), "not in the plan")
         return f"{name} ({kind.__name__}, {entry})" if name else ""
 
     def _plain(self, module: nn.Module | None) -> str:
-        return self._names.get(cast(nn.Module, module), "")
+        name: str = self._names.get(cast(nn.Module, module), "")
+        return name
 
 
 def _is_row(module: nn.Module | None) -> bool:

@@ -14,7 +14,7 @@ there. All ranks have the same graph and run its nodes in the same order, so the
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -36,8 +36,9 @@ _MARK = "hpctrain.summed"
 class PartialGradients:
     """Sums over the tensor ranks of gradients that no split layer and no module of kind ``replicated`` sums.
 
-    ``split`` are the modules whose parameters are slices. The graph of every forward pass is searched, unless the first
-    one had nothing to sum; a module that is called for the first time later starts the search again.
+    ``split`` are the modules whose parameters are slices. The graphs of forward passes are searched until one has
+    nothing to sum. So if it is only parameters that meet split features, the search ends: their modules sum them then.
+    If activations do, too, it goes on. A module that is called for the first time later starts it again.
     """
 
     def __init__(
@@ -49,7 +50,9 @@ class PartialGradients:
     ) -> None:
         self._comm, self._split, self._entries = comm, tuple(split), entries
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
-        self._searches = True
+        self._model = model
+        self._searches, self._always = True, False
+        self._settled: set[nn.Module] = set()
         self._told = False
         self._uncalled = {
             module: module.register_forward_pre_hook(lambda called, args: self._called(called))  # copies share it
@@ -84,8 +87,33 @@ class PartialGradients:
                     node.metadata[_MARK] = True
                     node.register_hook(_summing(places, self._comm))
                     found += [node.next_functions[place][0] for place in places]
-        self._searches = bool(found)
+        if found:
+            self._always = not self._settle(found, states) or self._always
+        self._searches = bool(found) or self._always
         self._tell(found)
+
+    def _settle(self, found: Sequence[Node], states: Mapping[Node, bool]) -> bool:
+        """Let modules sum the gradients of their own parameters from the next pass on, if that is all there is to sum.
+
+        Tell whether it is: then the search ends with the first pass in which it finds nothing.
+        """
+        leaves = {id(leaf.variable) for leaf in found if hasattr(leaf, "variable")}
+        owners = {id(one): module for module in self._model.modules() for one in module._parameters.values()}
+        kept = {  # parameters that functions of replicated operands use as well
+            id(child.variable)
+            for node, own in states.items()
+            if not own
+            for child, _ in node.next_functions
+            if hasattr(child, "variable")
+        }
+        held = {owners[leaf] for leaf in leaves if leaf in owners}
+        used = {id(one) for owner in held for one in owner._parameters.values() if one is not None and one.requires_grad}
+        if len(leaves) < len({id(node) for node in found}) or used != leaves or used & kept or held & self._settled:
+            return False
+        for owner in held:
+            sum_gradients(owner, self._comm)
+        self._settled |= held
+        return True
 
     def _check(self, states: Mapping[Node, bool]) -> None:
         """Raise for a column-parallel layer whose inputs vary: it would sum their gradients over the ranks."""
@@ -102,8 +130,8 @@ class PartialGradients:
 
     def _check_result(self, node: Node, states: Mapping[Node, bool]) -> None:
         """Raise if the model returns split features, unless they are logits that a split loss takes."""
-        layer = _nearest(node, states)
-        if layer is None or not self._entries.get(layer, "").endswith("=vocabulary)"):
+        heads = [one for one in self._split if self._entries.get(one, "").endswith("=vocabulary)")]
+        if all(getattr(head, "gathers", True) for head in heads):
             raise UsageError(
                 f"the outputs of the model are {self._source(node, states)}; a row must come behind a column before "
                 "the model ends; name the next linear layer as row, or give the last one the kind vocabulary, which "
