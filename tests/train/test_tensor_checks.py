@@ -172,6 +172,26 @@ def test_partial_gradients_raise_before_the_first_update(job: Any) -> None:
     _step(job, make(), {**BOTH, "*_norm": "replicated"})
 
 
+@TWO
+def test_partial_gradients_behind_frozen_layers_raise(job: Any) -> None:
+    def make() -> nn.Module:
+        torch.manual_seed(5)
+        model = nn.Sequential(nn.Linear(5, WIDTH), Block(Attention(make_norm=nn.RMSNorm)), nn.Linear(WIDTH, 3))
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(not name.startswith(("0", "1.norm.")) and ".attention.w" not in name)
+        return model
+
+    with pytest.raises(MismatchError, match="q_norm.weight differ between tensor ranks 0 and 1"):
+        _step(job, make(), BOTH)
+    plain, model = make(), make()
+    _step(job, model, {**BOTH, "*_norm": "replicated"})
+    F.mse_loss(plain(samples(0)[0]), samples(0)[1]).backward()
+    for name in ("1.attention.q_norm.weight", "1.attention.k_norm.weight"):
+        found, wanted = model.get_parameter(name).grad, plain.get_parameter(name).grad
+        assert found is not None
+        torch.testing.assert_close(found.as_subclass(Tensor), wanted)
+
+
 def test_copies_of_a_model_that_has_not_computed_are_of_its_own_class() -> None:
     model = model_of("gated")[0]
     watch(model, [])

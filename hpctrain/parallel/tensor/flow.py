@@ -101,13 +101,14 @@ class PartialGradients:
         owners = {id(one): module for module in self._model.modules() for one in module._parameters.values()}
         kept = {  # parameters that functions of replicated operands use as well
             id(child.variable)
-            for node, own in states.items()
-            if not own
+            for node, varying in states.items()
+            if not varying
             for child, _ in node.next_functions
             if hasattr(child, "variable")
         }
         held = {owners[leaf] for leaf in leaves if leaf in owners}
-        used = {id(one) for owner in held for one in owner._parameters.values() if one is not None and one.requires_grad}
+        own = [one for owner in held for one in owner._parameters.values()]
+        used = {id(one) for one in own if one is not None and one.requires_grad}
         if len(leaves) < len({id(node) for node in found}) or used != leaves or used & kept or held & self._settled:
             return False
         for owner in held:

@@ -12,6 +12,7 @@ from hpctrain.errors import MismatchError
 from hpctrain.plain_tensors import as_parts
 
 SIGNS = 4  # projections of each gradient
+SAMPLE = 2**20  # elements of each gradient that are looked at, about
 NAMED = 4  # parameters that a message names
 Sums = dict[str, tuple[float, ...]]
 
@@ -19,7 +20,7 @@ Sums = dict[str, tuple[float, ...]]
 @as_parts
 @torch.no_grad()
 def sums_of(gradients: Sequence[tuple[str, Tensor]]) -> Sums:
-    """Return of each gradient its norm, its tolerance, and sums of its elements with fixed signs.
+    """Return of each gradient, or of elements of it, the norm, its tolerance, and sums with fixed signs.
 
     The norm of the difference of two gradients is about that of the difference of such sums. All ranks compute a
     replicated gradient from the same bits by the same functions, so on a CPU nothing differs; on a GPU functions that
@@ -28,7 +29,9 @@ def sums_of(gradients: Sequence[tuple[str, Tensor]]) -> Sums:
     """
     found: Sums = {}
     for name, gradient in gradients:
-        values = (gradient.coalesce().values() if gradient.is_sparse else gradient).reshape(-1)
+        values = gradient.coalesce().values() if gradient.is_sparse else gradient
+        values = (torch.view_as_real(values.resolve_conj()) if values.is_complex() else values).reshape(-1)
+        values = values[:: 1 + len(values) // SAMPLE]
         wide = values.to(torch.float64 if values.device.type == "cpu" else torch.float32)
         generator = torch.Generator().manual_seed(wide.numel())
         signs = [
