@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -28,6 +28,7 @@ from hpctrain.parallel.pipeline.pipeline import Pipeline
 from hpctrain.parallel.pipeline.tied import TiedGradients
 from hpctrain.parallel.plan import shape_of
 from hpctrain.parallel.settings import ParallelSettings
+from hpctrain.parallel.split_checks import FirstStep, whole_copy
 from hpctrain.parallel.strategy import Strategy
 from hpctrain.parallel.sync_batchnorm import SyncBatchNorm
 from hpctrain.parallel.tensor.plan import apply as split_matrices
@@ -64,7 +65,9 @@ class ModelParallel(Strategy):
         self.stage = place["pipe"]
         self.pipelined = settings.pipe > 1
         plan = plan_of(model, settings.tensor_plan) if settings.tensor > 1 else {}
-        check(choose(model, plan), settings.tensor)  # while the model is whole
+        chosen = choose(model, plan)
+        check(chosen, settings.tensor)  # while the model is whole
+        whole = whole_copy(model, comm, settings, device)
         self._pipeline: Pipeline | None = None
         if settings.pipe > 1:
             self._pipeline = Pipeline(
@@ -90,6 +93,12 @@ class ModelParallel(Strategy):
         if not self.inner.partial_parameters()[1] and self.mesh.data.size == 1:
             # Nothing is reduced: autograd would call them with the gradient of a slice, or of each microbatch.
             self._gradient_hooks = GradientHooks(dict(model.named_parameters()), refused=_HOOKS)
+        self._first_step: FirstStep | None = None
+        if self._tensor is not None:
+            rounds = settings.mixed_precision != "none"
+            self._first_step = FirstStep(
+                self, self.inner, self._tensor, self._pipeline, chosen, whole, rounds=rounds
+            )
         if self._pipeline is not None:
             vars(model)["forward"] = self._pipeline  # the whole model, for those who only call it
             if self._pipeline.versions is not None:
@@ -116,11 +125,14 @@ class ModelParallel(Strategy):
             if self._pipeline is None:
                 return super().forward_backward(inputs, targets, split, weight=weight)
             # PipeDream reduces what each microbatch leaves by itself, the last one's at the end like all others.
-            with self.inner.many_passes(reduces=self._syncing):
+            with self.inner.many_passes(reduces=self._syncing), self._explained():
                 loss = self._pipeline.train(inputs, targets, split, weight)
                 if self._syncing:
                     self._pipeline.tied.reduce()
             return loss
+
+    def _explained(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._first_step is None else self._first_step.explained()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -150,6 +162,8 @@ class ModelParallel(Strategy):
     def contribute_nothing(self, *, backward: bool = True) -> None:
         """Take part in a forward (and ``backward``) pass of the others, with no sample of one's own."""
         if self._pipeline is None:
+            if backward and self._first_step is not None:
+                self._first_step.stand_in()
             self.inner.contribute_nothing(backward=backward)
             return
         with self.inner.many_passes(reduces=backward):
@@ -321,6 +335,8 @@ class ModelParallel(Strategy):
     def detach(self) -> None:
         """Take all hooks off the module; what it has lost to other ranks does not come back."""
         self.inner.detach()
+        if self._first_step is not None:
+            self._first_step.close()
         if self._gradient_hooks is not None:
             self._gradient_hooks.close()
         if self._pipeline is not None:

@@ -69,6 +69,8 @@ class ParallelSettings:
     # Turn batch norms into ones that take their statistics over the batches of all data ranks. Unset: wherever ranks
     # share out the samples of a batch by a synchronous strategy (ddp, zero1, zero2, fsdp) without a pipeline.
     sync_batchnorm: bool | None = None
+    # Compare the outputs of a model that is split over tensor ranks with those of the whole model, in the first pass.
+    check_split: bool = True
 
     def __post_init__(self) -> None:
         check_fields(self, "parallel")

@@ -377,7 +377,7 @@ def test_backward_drives_pipelines(job: Any, shared_tmp_path: Path, accumulate: 
 def test_batch_norm_over_uneven_shares(job: Any, shared_tmp_path: Path, strategy: str, loader: str) -> None:
     def net() -> nn.Sequential:
         _seed()
-        return nn.Sequential(nn.Linear(3, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 1))
+        return nn.Sequential(nn.Linear(3, 6, bias=False), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 1))
 
     plain = net()
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)

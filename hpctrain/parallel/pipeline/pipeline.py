@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ from hpctrain.parallel.pipeline.parcel import Parcel
 from hpctrain.parallel.pipeline.prune import TiedParameter, prune, tied
 from hpctrain.parallel.pipeline.route import Route
 from hpctrain.parallel.pipeline.schedule import Schedule, forward_only, make
-from hpctrain.parallel.pipeline.stage import Chunk, make_chunks
+from hpctrain.parallel.pipeline.stage import Chunk, Run, Tensors, make_chunks
 from hpctrain.parallel.pipeline.tied import TiedGradients
 from hpctrain.parallel.pipeline.versions import StashedWeights
 from hpctrain.parallel.plan import A_STAGE, even_pieces, microbatches_for
@@ -62,7 +63,7 @@ class Pipeline:
         cuts = self._cuts(layers, count, None if shown is None else self._caller.bind(shown))
         shared = tied(layers, cuts)
         self._count = count
-        held = [chunk for chunk in range(count) if chunk % comm.size == comm.rank]
+        self.held = held = [chunk for chunk in range(count) if chunk % comm.size == comm.rank]
         chunks = make_chunks(layers, cuts)
         self._chunks: dict[int, Chunk] = {chunk: chunks[chunk] for chunk in held}
         self.check = LayersCheck(model, comm, near, device, _tensors(self._chunks.values()))
@@ -70,6 +71,7 @@ class Pipeline:
             self.check(shown.changed(lambda tensor: tensor.to(device)))
         prune(model, layers, [number for chunk in held for number in cuts[chunk]])
         self.layers = [[layers[number].name for number in cut] for cut in cuts]
+        self.carried = [bool(chunk.carried_in or chunk.carried_out) for chunk in chunks]
         self.tied = TiedGradients(model, comm, shared, held)
         self.versions: StashedWeights | None = None
         if settings.schedule == "pipedream":
@@ -131,6 +133,18 @@ class Pipeline:
                 parcel = self._agree(found, chunk)
                 values = self._spread(values, parcel, chunk % self.comm.size)
         return put_together(parcel.structure, values)
+
+    def watch(self, after: Callable[[int, Tensors, Tensors, Run], None]) -> None:
+        """Call ``after(chunk, inputs, outputs, run)`` behind each forward pass of a chunk that this rank holds.
+
+        ``run(layers)`` returns what other layers make of the same inputs.
+        """
+        for number, chunk in self._chunks.items():
+            chunk.after = partial(after, number)
+
+    def held_layers(self, chunk: int) -> Sequence[Layer]:
+        """Return the layers of a chunk that this rank holds."""
+        return self._chunks[chunk].layers
 
     def _spread(self, values: tuple[Tensor, ...], parcel: Parcel, root: int) -> tuple[Tensor, ...]:
         """Give every rank what a chunk returned: more than is needed, by passes that are not in a hurry."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,9 @@ from hpctrain.parallel.pipeline.skip import carried, carrying
 
 Tensors = tuple[Tensor, ...]
 CONSTANTS = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, type(None))
+
+Run = Callable[[Sequence[Layer]], Any]  # what other layers make of the inputs of a pass
+After = Callable[[Tensors, Tensors, Run], None]  # called with inputs and outputs of each pass
 
 
 @dataclass(frozen=True)
@@ -41,6 +44,7 @@ class Chunk:
         self.layers = tuple(layers)
         self.carried_in = tuple(carried_in)
         self.carried_out = tuple(carried_out)
+        self.after: After | None = None
 
     def forward(self, inputs: Tensors, structure: Any = ONE_TENSOR, call: Call | None = None) -> Outputs:
         """Return what the layers make of ``inputs``, then what is carried on; integers stay as they are.
@@ -51,14 +55,8 @@ class Chunk:
         own = len(inputs) - len(self.carried_in)
         entered = tuple(enter(one) for one in inputs)
         kept = dict(zip(self.carried_in, entered[own:]))
-        named = {} if call is None else call.named
         with carrying(kept):
-            if call is not None and not inputs:
-                x, rest = call.first(self.layers[0]), self.layers[1:]
-            else:
-                x, rest = put_together(structure, entered[:own]), self.layers
-            for layer in rest:
-                x = call_layer(layer, x, named)
+            x = _run(self.layers, entered[:own], structure, call)
         if sorted(kept) != sorted(self.carried_out):
             raise UsageError(
                 f"layers {self._span} have kept {sorted(kept)}, expected {sorted(self.carried_out)}: every Keep and "
@@ -66,7 +64,10 @@ class Chunk:
             )
         skeleton, tensors = take_apart(x)
         self._check(x, tensors)
-        return Outputs((*tensors, *(kept[name] for name in self.carried_out)), skeleton)
+        outputs = (*tensors, *(kept[name] for name in self.carried_out))
+        if self.after is not None:
+            self.after(inputs, outputs, lambda layers: _run(layers, inputs[:own], structure, call))
+        return Outputs(outputs, skeleton)
 
     __call__ = forward
 
@@ -86,6 +87,17 @@ class Chunk:
     @property
     def _span(self) -> str:
         return f"{self.layers[0].name} to {self.layers[-1].name}"
+
+
+def _run(layers: Sequence[Layer], inputs: Tensors, structure: Any, call: Call | None) -> Any:
+    """Return what layers make of what the chunk before gave, or of the arguments of the model."""
+    if call is not None and not inputs:
+        x, rest = call.first(layers[0]), layers[1:]
+    else:
+        x, rest = put_together(structure, inputs), layers
+    for layer in rest:
+        x = call_layer(layer, x, {} if call is None else call.named)
+    return x
 
 
 def make_chunks(layers: Sequence[Layer], cuts: Sequence[range]) -> list[Chunk]:

@@ -53,6 +53,8 @@ def check_tokens(tokens: Tensor, vocabulary: int, what: str) -> None:
 class _CrossEntropy(torch.autograd.Function):
     """Keep the softmax of this rank's logits; the gradient is that, less one at the target."""
 
+    varies = False
+
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor, begin: int, comm: Communicator, ignored: int) -> Tensor:
         largest = logits.amax(-1).float()

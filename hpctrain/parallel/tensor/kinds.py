@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -9,17 +10,18 @@ from torch import nn
 
 from hpctrain.errors import UsageError
 from hpctrain.parallel.tensor.embedding import ParallelEmbedding
-from hpctrain.parallel.tensor.layers import ColumnParallel, Parallel, RowParallel
+from hpctrain.parallel.tensor.layers import ColumnParallel, Parallel, RowParallel, SharedHeads
 from hpctrain.parallel.tensor.pieces import degrees
 
 KINDS = {
     "column": "a linear layer, split by its outputs, which stay split",
     "row": "a linear layer, split by its inputs; outputs are summed",
-    "heads": "column, by whole attention heads",
+    "heads": "column, by whole attention heads; of fewer key and value heads than ranks each rank computes one",
     "embedding": "an embedding, split by its rows",
     "vocabulary": "a linear layer, split by its outputs, which are gathered where no split loss takes them",
     "scatter": "with sequence parallelism: sequences are split behind this module",
     "gather": "with sequence parallelism: sequences are whole again from this module on",
+    "replicated": "whole on all ranks, applied to split features; gradients are summed over the ranks",
     "whole": "left as it is",
 }
 _CLASSES: dict[str, type[Parallel]] = {
@@ -29,12 +31,16 @@ _CLASSES: dict[str, type[Parallel]] = {
     "embedding": ParallelEmbedding,
     "vocabulary": ColumnParallel,
 }
-_COUNTS, _WIDTHS = ("num_heads", "heads"), ("head_width", "head_dim")  # what attention modules call them
+# What attention modules call them: heads, key and value heads, the width of a head, query heads per key head.
+_COUNTS = ("num_heads", "heads", "n_heads", "n_head", "num_attention_heads")
+_SHARED_COUNTS = ("num_kv_heads", "n_kv_heads", "kv_heads", "n_kv_head", "num_key_value_heads")
+_WIDTHS = ("head_width", "head_dim", "head_size", "d_head")
+_REPEATS = ("num_key_value_groups", "n_rep")
 
 
 @dataclass
 class Change:
-    """Say what a module becomes; ``counters`` are attributes of its parent that count whole heads."""
+    """What a module becomes; ``counters`` are attributes of its parent that count heads, as they will be."""
 
     name: str
     module: nn.Module
@@ -43,14 +49,18 @@ class Change:
     pattern: str
     options: dict[str, Any] = field(default_factory=dict)
     counters: dict[str, int] = field(default_factory=dict)
+    shares: bool = False  # whether several ranks compute the same head
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.pattern}={self.kind})"
 
     @property
     def become(self) -> type[Parallel]:
         """Return the class that the module gets."""
-        return _CLASSES[self.kind]
+        return SharedHeads if self.shares else _CLASSES[self.kind]
 
-    def check(self, size: int) -> None:
-        """Raise ``UsageError`` where the module cannot be split over ``size`` ranks."""
+    def check(self, size: int, beside: Sequence[Change] = ()) -> None:
+        """Raise ``UsageError`` if the module cannot be split over ``size`` ranks; ``beside`` are all changes."""
         if self.kind == "vocabulary":
             self.options["gathers"] = True
         try:
@@ -63,31 +73,51 @@ class Change:
             if self.module._parameters.get("weight") is None:
                 raise UsageError("its weight is computed (a parametrization), not a parameter")
             if self.kind == "heads":
-                self._check_heads(size)
+                self._check_heads(size, [each for each in beside if each.parent is self.parent and each is not self])
             self.become.check(self.module, size, **self.options)
         except UsageError as error:
             raise UsageError(f"tensor plan {self.pattern}={self.kind}: module {self.name}: {error}", everywhere=True)
 
-    def _check_heads(self, size: int) -> None:
+    def _check_heads(self, size: int, beside: Sequence[Change]) -> None:
         ColumnParallel.check(self.module, 1)
-        self.counters = {name: count for name in _COUNTS if (count := self._of_parent((name,))) is not None}
-        for heads in {self.count_heads(), *self.counters.values()}:
+        counts = {name: count for name in _COUNTS if (count := self._of_parent((name,))) is not None}
+        few = {name: count for name in _SHARED_COUNTS if (count := self._of_parent((name,))) is not None}
+        own = self.count_heads()
+        others = [each for each in beside if each.kind == "heads" and isinstance(each.module, nn.Linear)]
+        most = max([own, *counts.values(), *(each._heads_or_none() for each in others)])
+        if own < most and size % own == 0 and size > own and most % size == 0:
+            self.shares, self.options = True, {"heads": own}
+        for heads in {most if self.shares else own, *counts.values()}:
             if heads % size:
+                more = "" if own == most else f", and multiples of {own} that divide the {most} query heads"
                 raise UsageError(
                     f"{heads} heads cannot be split over {size} tensor ranks: tensor degrees that divide them are "
-                    f"{degrees(heads)}"
+                    f"{degrees(heads)}{more}"
                 )
+        self.counters = {name: count // size for name, count in counts.items()}
+        if own < most:
+            self.counters |= {name: max(1, count // size) for name, count in few.items()}
+            repeats = (most // size) // max(1, own // size)
+            self.counters |= {name: repeats for name in _REPEATS if self._of_parent((name,)) == most // own}
+        elif any(count == own for count in few.values()):  # as many key heads as query heads
+            self.counters |= {name: count // size for name, count in few.items()}
 
     def count_heads(self) -> int:
         """Return how many heads the outputs are: as the parent counts them, or by the width of one that it knows."""
         width, counted = self._of_parent(_WIDTHS), self._of_parent(_COUNTS)
         if width is None and counted is None:
             raise UsageError(
-                f"how many heads there are must stand in its parent: as {' or '.join(_COUNTS)}, or the width of one as "
-                + " or ".join(_WIDTHS)
+                f"how many heads there are must stand in its parent: as {_or(_COUNTS)}, or the width of one as "
+                f"{_or(_WIDTHS)}"
             )
         module = cast(nn.Linear, self.module)
         inputs, outputs = module.in_features, module.out_features
+        few = self._of_parent(_SHARED_COUNTS)
+        if few is not None and counted is not None and few < counted:
+            # Queries or, with fewer heads of the same width, keys or values.
+            width = width or (inputs // counted if inputs % counted == 0 else None)
+            if width is not None and outputs == few * width:
+                return few
         if counted is not None and outputs % (counted * (width or 1)) == 0:
             return counted
         if width is None:
@@ -98,9 +128,19 @@ class Change:
             raise UsageError(f"{shared} features are no whole number of heads of width {width}")
         return shared // width
 
+    def _heads_or_none(self) -> int:
+        try:
+            return self.count_heads()
+        except UsageError:
+            return 0  # its own check says why
+
     def _of_parent(self, names: tuple[str, ...]) -> int | None:
         for name in names:
             value = getattr(self.parent, name, None)
             if isinstance(value, int) and not isinstance(value, bool) and value > 0:
                 return value
         return None
+
+
+def _or(names: Sequence[str]) -> str:
+    return ", ".join(names[:-1]) + f" or {names[-1]}"

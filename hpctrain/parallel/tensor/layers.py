@@ -159,11 +159,49 @@ class ColumnParallel(_ParallelLinear):
         """Map ``[..., in_features]`` to ``[..., out_features]``, or to this rank's slice of it."""
         if self.overlaps:
             result = column_linear(*self._arguments(x), self._comm, self.sequence)
+            if result.grad_fn is not None:
+                result.grad_fn.layer = self  # type: ignore[attr-defined]  # for messages about the graph
         else:
             x = moves.gather_sequence(x, self._comm) if self.sequence else moves.spread(x, self._comm)
             result = F.linear(x, self.weight, self.bias)
         if self.gathers:
             return moves.gather_outputs(result, self.out_features, self._comm)
+        if self.region is not None and self.training:
+            self.region.enter(x.device)
+        return result
+
+
+class SharedHeads(_ParallelLinear):
+    """A linear layer that computes fewer heads than there are tensor ranks (keys and values of grouped queries).
+
+    Each rank holds the whole layer and computes the one head that its query heads use; ``heads`` divides the number of
+    ranks, which of neighbours share a head. The gradients of weight, bias and input are summed over the ranks.
+    """
+
+    dims: dict[str, int] = {}
+    heads: int
+
+    @classmethod
+    def _check_sizes(cls, module: Any, size: int, **options: Any) -> None:
+        heads = options["heads"]
+        if size % heads or module.out_features % heads:
+            raise UsageError(
+                f"{heads} heads cannot be shared by {size} tensor ranks: tensor degrees that do are multiples of "
+                f"{heads}",
+                everywhere=True,
+            )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map ``[..., in_features]`` to ``[..., head_width]``, this rank's head."""
+        x = moves.gather_sequence(x, self._comm) if self.sequence else moves.spread(x, self._comm)
+        bias: Tensor | None = self.bias
+        held = [self.weight] if bias is None else [self.weight, bias]
+        if torch.is_grad_enabled() and all(one.requires_grad for one in held):
+            held = list(moves.summed(held, self._comm))
+        width = self.out_features // self.heads
+        begin = self._comm.rank * self.heads // self._comm.size * width
+        weight, *rest = (one[begin : begin + width] for one in held)
+        result = F.linear(x, weight, *rest)
         if self.region is not None and self.training:
             self.region.enter(x.device)
         return result

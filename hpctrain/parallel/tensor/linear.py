@@ -25,6 +25,8 @@ def _rows(tensor: Tensor) -> Tensor:
 
 
 class _Column(torch.autograd.Function):
+    varies = True  # whether each rank goes on with something else (``flow``)
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Any, comm: Communicator, sequence: bool) -> Tensor:
         ctx.comm, ctx.sequence = comm, sequence
@@ -69,6 +71,8 @@ def _start_parts(rows: Tensor, weight: Tensor, shape: Any, comm: Communicator) -
 
 
 class _Row(torch.autograd.Function):
+    varies = False
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Any, comm: Communicator, sequence: bool) -> Tensor:
         ctx.comm, ctx.sequence = comm, sequence

@@ -100,6 +100,7 @@ class _Move(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, there: Move, back: Move, *known: Any) -> Tensor:
         ctx.back, ctx.known = back, known
+        ctx.varies = back in (total, total_part)  # what is summed backward, ranks go on with differently
         return there(tensor, *known)
 
     @staticmethod
@@ -110,6 +111,8 @@ class _Move(torch.autograd.Function):
 
 class _Summed(torch.autograd.Function):
     """Hand tensors on; their gradients are summed over the ranks, in one message."""
+
+    varies = True
 
     @staticmethod
     def forward(ctx: Any, comm: Communicator, *tensors: Tensor) -> Any:

@@ -14,6 +14,7 @@ from hpctrain.errors import UsageError
 from hpctrain.parallel.agreement import check_same_model
 from hpctrain.parallel.materialise import check_drawable, materialise
 from hpctrain.parallel.tensor import sequence as sequences
+from hpctrain.parallel.tensor.flow import PartialGradients, replicate
 from hpctrain.parallel.tensor.kinds import KINDS, Change
 from hpctrain.parallel.tensor.layers import ColumnParallel, Parallel
 from hpctrain.parallel.tensor.pieces import bounds
@@ -21,7 +22,7 @@ from hpctrain.parallel.tensor.rng import Region, agree, can_drop
 from hpctrain.parallel.tensor.split import Place, TensorSplit
 
 Plan = Mapping[str, str]
-_UNCUT = ("scatter", "gather", "whole")
+_UNCUT = ("scatter", "gather", "replicated", "whole")
 
 
 def parse(lines: Sequence[str]) -> dict[str, str]:
@@ -80,21 +81,38 @@ def apply(
     split: dict[str, Parallel] = {}
     for change in changes:
         split[change.name] = change.become.adopt(change.module, comm, **change.options)
-        _set_up(change, comm.size, sequence, region)
+        _set_up(change, sequence, region)
     if region is not None:
         model.register_forward_hook(lambda *_: region.end(), always_call=True)
+    partial_gradients = None
+    if not sequence:
+        for change in chosen:
+            if change.kind == "replicated":
+                replicate(change.module, comm)
+        partial_gradients = PartialGradients(model, comm, split.values(), {each.module: str(each) for each in chosen})
+        model.register_forward_hook(lambda _, args, result: partial_gradients.after_forward(result))
     if sequence:
         _split_sequences(model, comm, chosen, list(split.values()), region)
     named = {change.name for change in changes if change.kind == "vocabulary"}
     heads = {name: one for name, one in split.items() if name in named and isinstance(one, ColumnParallel)}
-    return TensorSplit(comm, split, places, heads)
+    return TensorSplit(comm, split, places, heads, partial_gradients)
 
 
 def check(chosen: Sequence[Change], size: int) -> list[Change]:
     """Return those of ``choose`` that cut parameters; raise ``UsageError`` for one that ``size`` ranks cannot share."""
     changes = [change for change in chosen if change.kind not in _UNCUT and not _is_pruned(change.module)]
     for change in changes:
-        change.check(size)
+        change.check(size, changes)
+    for outer in (change for change in chosen if change.kind == "replicated"):
+        inside = set(outer.module.modules())
+        for change in changes:
+            if change.module in inside:
+                raise UsageError(
+                    f"tensor plan {outer.pattern}=replicated: module {outer.name} contains {change.name}, which is "
+                    f"split ({change.pattern}={change.kind}); a replicated module is whole on all tensor ranks; write "
+                    "replicated for modules beside the split ones",
+                    everywhere=True,
+                )
     return changes
 
 
@@ -197,14 +215,14 @@ def _cut(model: nn.Module, changes: Sequence[Change], comm: Communicator, device
     materialise(model, device, cuts)
 
 
-def _set_up(change: Change, size: int, sequence: bool, region: Region | None) -> None:
+def _set_up(change: Change, sequence: bool, region: Region | None) -> None:
     module = change.module
     if change.kind != "embedding":
         module.sequence = sequence  # type: ignore[assignment]
     if change.kind in ("column", "heads", "row"):
         module.region = region  # type: ignore[assignment]
     for name, count in change.counters.items():
-        setattr(change.parent, name, count // size)
+        setattr(change.parent, name, count)
 
 
 def _split_sequences(
@@ -215,5 +233,5 @@ def _split_sequences(
             sequences.begin_behind(change.module, comm)
         elif change.kind == "gather":
             sequences.end_before(change.module, comm)
-    whole = [change.module for change in chosen if change.kind in _UNCUT]
+    whole = [change.module for change in chosen if change.kind in _UNCUT and change.kind != "replicated"]
     sequences.prepare(model, comm, split, whole, region)

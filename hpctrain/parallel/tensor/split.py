@@ -12,6 +12,7 @@ from torch import Tensor
 from hpctrain.collectives.communicator import Communicator
 from hpctrain.errors import UsageError
 from hpctrain.parallel.tensor.cross_entropy import IGNORED, cross_entropy
+from hpctrain.parallel.tensor.flow import PartialGradients
 from hpctrain.parallel.tensor.layers import ColumnParallel, Parallel
 from hpctrain.shard import Shard, Split
 
@@ -36,8 +37,10 @@ class TensorSplit:
         modules: Mapping[str, Parallel],
         places: Mapping[str, Place],
         heads: Mapping[str, ColumnParallel],
+        partial_gradients: PartialGradients | None = None,
     ) -> None:
         self.comm = comm
+        self.partial_gradients = partial_gradients
         self.modules = dict(modules)
         self.places = dict(places)
         self._heads = dict(heads)  # whose outputs are the vocabulary

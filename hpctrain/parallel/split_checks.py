@@ -1,0 +1,196 @@
+"""Checks of the first step of a model that is split over tensor ranks.
+
+In the first forward pass a wrong plan raises an error that names modules (``first_pass``), and the outputs are compared
+with those of the whole model (``whole_model``); before the first update the gradients of parameters that are not split
+are compared over the tensor ranks (``same_gradients``). A later step costs nothing.
+
+An error is raised by all tensor ranks of a replica. If there are ranks besides, it ends the job, as others may wait.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hpctrain.collectives.communicator import Communicator
+from hpctrain.errors import HpctrainError
+from hpctrain.log import logger
+from hpctrain.parallel.module_hooks import ModuleHook
+from hpctrain.parallel.pipeline.pipeline import Pipeline
+from hpctrain.parallel.pipeline.stage import Run, Tensors
+from hpctrain.parallel.settings import ParallelSettings
+from hpctrain.parallel.strategy import Strategy
+from hpctrain.parallel.tensor.first_pass import Trail, unwatch, watch
+from hpctrain.parallel.tensor.kinds import Change
+from hpctrain.parallel.tensor.rng import can_drop
+from hpctrain.parallel.tensor.same_gradients import check_same, sums_of
+from hpctrain.parallel.tensor.split import TensorSplit
+from hpctrain.parallel.tensor.whole_model import WholeModel, blank_copy, fits
+from hpctrain.parallel.update_hooks import UpdateHooks
+
+
+def whole_copy(
+    model: nn.Module, comm: Communicator, settings: ParallelSettings, device: torch.device
+) -> nn.Module | None:
+    """Return what a model is compared with, before it is split; None if it is not to be. Collective."""
+    if settings.tensor == 1 or not settings.check_split or settings.pipe > 1 and can_drop(model):
+        return None
+    if not fits(model, comm, device):
+        logger.debug("tensor parallelism: no comparison with the whole model, for want of memory")
+        return None
+    whole = blank_copy(model)
+    return whole if all(comm.all_gather_object(whole is not None)) else None
+
+
+class FirstStep:
+    """Checks of a strategy whose model is split as ``chosen`` says; ``inner`` is the strategy of the data axis.
+
+    ``whole`` is a ``whole_copy`` of the model, ``rounds`` tells whether the split model computes in lower precision.
+    Checks that are done take themselves off.
+    """
+
+    def __init__(
+        self,
+        strategy: Strategy,
+        inner: Strategy,
+        tensor: TensorSplit,
+        pipeline: Pipeline | None,
+        chosen: Sequence[Change],
+        whole: nn.Module | None,
+        *,
+        rounds: bool = False,
+    ) -> None:
+        self._strategy, self._inner, self._tensor = strategy, inner, tensor
+        self._model = strategy.model
+        self._everywhere = tensor.comm.size == strategy.comm.size
+        self._update_hooks: UpdateHooks | None = UpdateHooks(self, FirstStep._before_update)
+        self._compared: WholeModel | None = None
+        self._trail = Trail(self._model, chosen) if pipeline is not None else None
+        if whole is not None:
+            self._compared = WholeModel(self._model, whole, tensor, chosen, inner.summon, rounds=rounds)
+        if pipeline is not None:
+            self._watch_stages(pipeline, {change.module: change.kind for change in chosen})
+        else:
+            watch(self._model, chosen)
+            self._compare_first_pass()
+
+    def close(self) -> None:
+        """Take off what is left."""
+        unwatch(self._model)
+        if self._update_hooks is not None:
+            self._update_hooks.remove()
+
+    def stand_in(self) -> None:
+        """Take part in the first training pass of the other data ranks, without a sample."""
+        if self._compared is not None and not self._compared.done:
+            self._compared.stand_in(lambda: self._inner.contribute_nothing(backward=False))
+
+    @contextmanager
+    def _raising(self) -> Iterator[None]:
+        """Let errors in the ``with`` block end the job if not all ranks raise them."""
+        try:
+            yield
+        except HpctrainError as error:
+            error.everywhere = error.everywhere and self._everywhere
+            raise
+
+    # Forward ----------------------------------------------------------------------------------------------------------
+
+    def _compare_first_pass(self) -> None:
+        compared, model = self._compared, self._model
+        if compared is None:
+            return
+
+        def begin(_: nn.Module, args: Any, kwargs: Any) -> None:
+            if not compared.done and model.training and torch.is_grad_enabled():
+                with self._strategy.unguarded(), self._raising():
+                    compared.before(args, kwargs)
+
+        def end(_: nn.Module, args: Any, result: Any) -> None:
+            if model.training and torch.is_grad_enabled():
+                after.remove()
+                before.remove()
+                if not compared.done:
+                    with self._raising():
+                        compared.after(result)
+
+        before = model.register_forward_pre_hook(ModuleHook(begin), prepend=True, with_kwargs=True)
+        after = model.register_forward_hook(ModuleHook(end))
+
+    @contextmanager
+    def explained(self) -> Iterator[None]:
+        """Explain errors of the first training passes of a pipeline, in the ``with`` block."""
+        trail, self._trail = self._trail, None
+        if trail is None:
+            yield
+            return
+        with trail.explaining(everywhere=False):
+            yield
+
+    def _watch_stages(self, pipeline: Pipeline, kinds: Mapping[nn.Module, str]) -> None:
+        """Search the graph of each stage for partial gradients, and compare its first pass with the whole layers'."""
+        search, compared = self._tensor.partial_gradients, self._compared
+        varies = _varying_inputs(self._model, pipeline.layers, kinds)
+        due = {
+            chunk
+            for chunk in pipeline.held
+            if not (varies[chunk] or varies[chunk + 1] or pipeline.carried[chunk])
+        }
+
+        def after(chunk: int, inputs: Tensors, outputs: Tensors, run: Run) -> None:
+            with self._raising():
+                if search is not None:
+                    given, ends = inputs if varies[chunk] else (), chunk + 1 == len(pipeline.layers)
+                    search.after_forward(outputs, given, ends=ends)
+                if compared is not None and chunk in due and torch.is_grad_enabled():
+                    due.discard(chunk)
+                    compared.compare_layers(pipeline.held_layers(chunk), run, outputs)
+                    if not due:
+                        compared.drop()
+
+        pipeline.watch(after)
+
+    # Backward ---------------------------------------------------------------------------------------------------------
+
+    def _before_update(self, optimizer: torch.optim.Optimizer) -> None:
+        """Compare the gradients that tensor ranks must hold alike, before the first update. Collective over them."""
+        held = {id(parameter) for parameter in self._model.parameters()}
+        if not any(id(each) in held for group in optimizer.param_groups for each in group["params"]):
+            return
+        gradients = self._inner.reduced_gradients()
+        own = [(self._piece(name, each), each) for name, each in gradients if not self._tensor.is_split(name)]
+        everyone = self._tensor.comm.all_gather_object((bool(gradients), sums_of(own)))
+        if not any(given for given, _ in everyone):
+            return  # an optimizer that computes gradients itself, in a closure
+        if self._update_hooks is not None:
+            self._update_hooks.remove()
+            self._update_hooks = None
+        with self._raising():
+            check_same([sums for _, sums in everyone])
+
+    def _piece(self, name: str, gradient: Tensor) -> str:
+        """Name what of a gradient this rank holds: the data axis may cut it in other places on other tensor ranks."""
+        split = self._inner.split
+        boxes = [] if split is None else [(each.start, each.extent) for each in split.shards(name, gradient)]
+        return f"{name} {boxes}" if boxes else name
+
+
+def _varying_inputs(model: nn.Module, chunks: Sequence[Sequence[str]], kinds: Mapping[nn.Module, str]) -> list[bool]:
+    """Return where a model is cut between a column- and a row-parallel layer: before each chunk, and at the end.
+
+    Chunks are given by the names of their layers.
+    """
+    named = dict(model.named_modules(remove_duplicate=False))
+    found, varies = [], False
+    for layers in chunks:
+        found.append(varies)
+        for name in layers:
+            module = named.get(name.partition("#")[0])
+            inside = list(module.modules()) if module is not None else []
+            if any(each in kinds for each in inside):
+                varies = bool(inside) and kinds.get(inside[0]) in ("column", "heads")
+    return [*found, varies]

@@ -1,0 +1,353 @@
+"""Check of a split model against the whole one, in the first training pass.
+
+A function over split features that needs all of them (a softmax, a mean, a norm) raises nothing and trains another
+model. So before the first training pass rank 0 of the tensor ranks gathers the parameters into a copy of the unsplit
+model and computes the same batch forward, once; then the outputs are compared, and the copy is dropped. Where anything
+drops, both compute in evaluation mode, the split model an additional time. Models that draw otherwise, or have hooks of
+the program, or of which a copy takes more than a quarter of the free memory, are not compared.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from hpctrain.collectives.communicator import Communicator
+from hpctrain.errors import MismatchError
+from hpctrain.log import logger
+from hpctrain.parallel.nest import take_apart
+from hpctrain.parallel.pipeline.layers import Layer
+from hpctrain.parallel.sync_batchnorm import SyncBatchNorm
+from hpctrain.parallel.tensor.kinds import Change
+from hpctrain.parallel.tensor.layers import Parallel, RowParallel
+from hpctrain.parallel.tensor.rng import can_drop, generator_of
+from hpctrain.parallel.tensor.split import TensorSplit
+
+SHARE = 0.25  # of the free memory that the whole model may take
+# The largest difference of outputs, relative to their norm, that rounding explains.
+TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 0.1, torch.float16: 0.05}
+TF32 = 1e-2
+SAMPLE = 4096  # numbers that are kept of what a module returns
+Trace = list[tuple[str, Tensor]]  # what modules returned, in order
+
+
+def blank_copy(model: nn.Module) -> nn.Module | None:
+    """Return a copy of a whole model whose parameters and buffers have no memory; None if it cannot be compared."""
+    for module in model.modules():
+        if isinstance(module, SyncBatchNorm):
+            return None
+    if _has_own_hooks(model):
+        return None
+    memo: dict[int, Any] = {}
+    for parameter in model.parameters():
+        memo[id(parameter)] = nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=False)
+    for buffer in model.buffers():
+        memo[id(buffer)] = torch.empty_like(buffer, device="meta")
+    try:
+        return copy.deepcopy(model, memo)
+    except Exception as error:  # of the program's own classes: anything
+        logger.debug("tensor parallelism: no comparison with the whole model, as it cannot be copied: %s", error)
+        return None
+
+
+def _free_memory() -> int:
+    """Return the bytes that the host has for new processes; 0 if it does not say."""
+    try:
+        with open("/proc/meminfo") as lines:
+            return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration):
+        return 0
+
+
+def _has_own_hooks(model: nn.Module) -> bool:
+    """Tell whether the program has set forward hooks, which a copy must not call."""
+    for module in model.modules():
+        for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values()):
+            owner = getattr(hook, "func", hook)  # of a partial
+            if not str(getattr(owner, "__module__", "")).startswith("hpctrain."):
+                return True
+    return False
+
+
+def fits(model: nn.Module, comm: Communicator, device: torch.device) -> bool:
+    """Tell whether all ranks have room for the whole model. Collective."""
+    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else _free_memory() // comm.local_size
+    needed = sum(tensor.numel() * tensor.itemsize for tensor in (*model.parameters(), *model.buffers()))
+    return bool(needed <= SHARE * min(comm.all_gather_object(free)))
+
+
+class WholeModel:
+    """Comparison of the first training pass of ``model`` with ``whole``, a ``blank_copy`` of it before it was split.
+
+    ``summon`` makes the parameters whole that the data axis splits. The passes that call ``before`` and ``after`` are
+    those of all ranks of the data axis, or they call ``stand_in``.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        whole: nn.Module,
+        split: TensorSplit,
+        chosen: Sequence[Change],
+        summon: Callable[[], AbstractContextManager[None]],
+        *,
+        rounds: bool,
+    ) -> None:
+        self._model, self._whole, self._split, self._summon, self._rounds = model, whole, split, summon, rounds
+        self._entries = {change.name: f"{change.pattern}={change.kind}" for change in chosen}
+        self._names = {module: name for name, module in model.named_modules()}
+        self._expected: list[Tensor] | None = None
+        self._traces: tuple[Trace, Trace] = ([], [])
+        self._handles: list[Any] = []
+        self._drops = can_drop(model)
+        self.done = False
+
+    # The pass ---------------------------------------------------------------------------------------------------------
+
+    def before(self, args: Any, kwargs: Any) -> None:
+        """Compute the batch with the whole model; in evaluation mode compare at once. Collective."""
+        comm = self._split.comm
+        with self._summon():
+            self._fill()
+        with _evaluating(self._model) if self._drops else _nothing(), _generators(args, kwargs) as drew:
+            draws = _has_own_hooks(self._model)
+            if not draws:
+                self._compute(args, kwargs)
+            if any(comm.all_gather_object(draws or drew())):
+                logger.debug("tensor parallelism: no comparison with the whole model, which draws, or has hooks")
+                self._expected, self.done = None, True
+            elif self._drops:
+                self.done = True
+                self._follow(self._model, self._traces[0])
+                with torch.no_grad():
+                    self._judge(self._model(*args, **kwargs))
+            else:
+                self._follow(self._model, self._traces[0])
+        self.drop()
+        if self.done:
+            self._let_go()
+
+    def after(self, result: Any) -> None:
+        """Compare the outputs of the pass; raise ``MismatchError`` if they differ. Collective."""
+        self.done = True
+        self._judge(result)
+
+    def drop(self) -> None:
+        """Give the memory of the whole model back."""
+        self._whole = nn.Module()
+
+    def stand_in(self, contribute: Callable[[], None]) -> None:
+        """Take part for a rank without samples; ``contribute`` does so in a forward pass."""
+        self.done = True
+        with self._summon():
+            pass
+        if self._drops:
+            contribute()
+
+    @torch.no_grad()
+    def compare_layers(
+        self, layers: Sequence[Layer], run: Callable[[Sequence[Layer]], Any], outputs: Sequence[Tensor]
+    ) -> None:
+        """Compare what a stage's layers have made of a microbatch. Collective over the tensor ranks of the stage.
+
+        ``run(layers)`` computes it with other layers.
+        """
+        self._fill()
+        with _generators(outputs, {}) as drew:
+            if self._split.comm.rank == 0:
+                held = dict(self._whole.named_modules())
+                whole = [
+                    replace(layer, module=held[layer.name]) if any(True for _ in layer.module.parameters()) else layer
+                    for layer in layers
+                ]
+                try:
+                    found = take_apart(run(whole))[1]
+                    self._expected = None if drew() else _floating(found)
+                except Exception as error:
+                    logger.debug("tensor parallelism: no comparison of a stage with the whole model: %s", error)
+        self._judge(outputs, f"layers {layers[0].name} to {layers[-1].name}, which are split")
+
+    # How --------------------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def _fill(self) -> None:
+        """Give the copy its values, on rank 0."""
+        held = dict(self._model.named_parameters(remove_duplicate=False))
+        filled: dict[int, nn.Parameter] = {}
+        comm = self._split.comm
+        for path, module in self._whole.named_modules():
+            for name, blank in module._parameters.items():
+                full = f"{path}.{name}" if path else name
+                if blank is None or full not in held:  # of another stage
+                    continue
+                if id(blank) not in filled:
+                    value = self._gathered(full, held[full], comm)
+                    filled[id(blank)] = nn.Parameter(value, requires_grad=False) if comm.rank == 0 else blank
+                module._parameters[name] = filled[id(blank)]
+        own = dict(self._model.named_modules(remove_duplicate=False))
+        for path, module in self._whole.named_modules():
+            for name, buffer in own[path]._buffers.items():
+                if buffer is not None and comm.rank == 0:
+                    module._buffers[name] = buffer.detach().clone()
+
+    def _gathered(self, name: str, tensor: Tensor, comm: Communicator) -> Tensor:
+        place, local = self._split.places.get(name), tensor.detach().as_subclass(Tensor)
+        if place is None:
+            return local.clone() if comm.rank == 0 else local
+        whole = local.new_zeros(place.shape)
+        whole[tuple(slice(at, at + extent) for at, extent in zip(place.start, local.shape))] = local
+        comm.reduce(whole, "sum", 0)
+        return whole
+
+    @torch.no_grad()
+    def _compute(self, args: Any, kwargs: Any) -> None:
+        """Compute with the whole model on rank 0."""
+        if self._split.comm.rank:
+            return
+        modes = {name: module.training for name, module in self._model.named_modules()}
+        for name, module in self._whole.named_modules():
+            module.training = modes.get(name, module.training)
+        self._follow(self._whole, self._traces[1])
+        try:
+            self._expected = _floating(self._whole(*args, **kwargs))
+        except Exception as error:  # the split model's own pass shows it, if it is the batch's fault
+            logger.debug("tensor parallelism: no comparison with the whole model: %s", error)
+
+    def _follow(self, model: nn.Module, trace: Trace) -> None:
+        """Keep samples of what modules return, on rank 0."""
+        if self._split.comm.rank:
+            return
+        names = {module: name for name, module in model.named_modules() if name}
+
+        def keep(module: nn.Module, args: Any, result: Any) -> None:
+            found = _floating(result)
+            if found and found[0].dim() and found[0].numel():
+                trace.append((names[module], found[0].detach()[(0,) * (found[0].dim() - 1)][:SAMPLE].clone()))
+
+        self._handles += [module.register_forward_hook(keep) for module in names]
+
+    def _let_go(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def _judge(self, result: Any, what: str = "the split model") -> None:
+        self._let_go()
+        found = "" if self._expected is None else self._difference(_floating(result), self._expected, what)
+        self._expected, self._traces = None, ([], [])
+        text = self._split.comm.broadcast_object(found)
+        if text:
+            raise MismatchError(text, everywhere=True)
+
+    def _difference(self, results: list[Tensor], expected: list[Tensor], what: str) -> str:
+        """Say how outputs differ, and behind which module; empty if they do not."""
+        for result, wanted in zip(results, expected):
+            given = tuple(result.shape)
+            if self._split.has_head and given[:-1] == wanted.shape[:-1]:
+                wanted = wanted[..., : given[-1]]  # rank 0's logits
+            if given != wanted.shape:
+                return (
+                    f"outputs of {what} in the first pass: shape {given}, of the whole model {tuple(wanted.shape)}; "
+                    f"{self._culprit()}"
+                )
+            far = _distance(result, wanted)
+            if far > self._tolerance(result):
+                return (
+                    f"outputs of {what} differ from those of the whole model in the first pass: by {far:.1e} of their "
+                    f"norm; allowed is {self._tolerance(result):.0e}; {self._culprit()}"
+                )
+        return ""
+
+    def _tolerance(self, result: Tensor) -> float:
+        narrow = self._rounds or torch.is_autocast_enabled(result.device.type)
+        if narrow and result.dtype is not torch.float64:
+            return TOLERANCES[torch.bfloat16]
+        if result.device.type == "cuda" and result.dtype is torch.float32:
+            precise = torch.get_float32_matmul_precision() == "highest" and not torch.backends.cudnn.allow_tf32
+            return TOLERANCES[result.dtype] if precise else TF32
+        return TOLERANCES.get(result.dtype, 0.1)
+
+    def _culprit(self) -> str:
+        modules, before = {name: module for module, name in self._names.items()}, ""
+        for (name, mine), (other, wanted) in zip(*self._traces):
+            if name != other:
+                break
+            size = min(len(mine), len(wanted))
+            if _distance(mine[:size], wanted[:size]) > self._tolerance(mine):
+                if isinstance(modules[name], RowParallel):
+                    where = f"between {before} and {self._name(name)}" if before else f"before {self._name(name)}"
+                else:
+                    where = f"in {self._name(name)}" + (f", behind {before}" if before else "")
+                return (
+                    f"the first difference is {where}: between a column- and a row-parallel layer only functions of "
+                    "each feature, or of each head, by itself are allowed; write whole for both layers in "
+                    "parallel.tensor_plan, or set parallel.check_split = false if the whole model would differ, too"
+                )
+            before = self._name(name) if isinstance(modules[name], Parallel) else before
+        return (
+            "between a column- and a row-parallel layer only functions of each feature, or of each head, by itself are "
+            "allowed; set parallel.check_split = false if the whole model would differ, too"
+        )
+
+    def _name(self, name: str) -> str:
+        module = self._model.get_submodule(name)
+        kind = type(module).plain.__name__ if isinstance(module, Parallel) else type(module).__name__
+        return f"{name} ({kind}, {self._entries.get(name, 'not in the plan')})"
+
+
+def _floating(result: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+
+
+def _distance(one: Tensor, other: Tensor) -> float:
+    """Return how far two tensors are from each other, relative to the norm of the second; 0 if that is not finite."""
+    one, other = one.detach().to(torch.float64), other.detach().to(torch.float64)
+    norm = float(other.norm())
+    far = float((one - other).norm())
+    if norm != norm or norm == float("inf"):
+        return 0.0
+    return far / norm if norm else far
+
+
+@contextmanager
+def _nothing() -> Iterator[None]:
+    yield
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    modes: Mapping[nn.Module, bool] = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+
+
+@contextmanager
+def _generators(args: Any, kwargs: Any) -> Iterator[Callable[[], bool]]:
+    """Set torch's generators back behind the block; give a function that tells whether they have moved."""
+    devices = {leaf.device for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)} | {torch.device("cpu")}
+    generators = [generator_of(device) for device in devices if device.type in ("cpu", "cuda")]
+    states = [generator.get_state() for generator in generators]
+    moved: list[bool] = []
+
+    def drew() -> bool:
+        if moved:
+            return moved[0]
+        return any(not torch.equal(one.get_state(), state) for one, state in zip(generators, states))
+
+    try:
+        yield drew
+    finally:
+        moved.append(drew())
+        for generator, state in zip(generators, states):
+            generator.set_state(state)
