@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from hpctrain.errors import UsageError
+from hpctrain.parallel.pipeline.backward_from import backward_from
 from hpctrain.parallel.pipeline.layers import Layer
 from hpctrain.parallel.pipeline.skip import carrying
 
@@ -137,7 +138,8 @@ def _timed(call: Call, x: Values, device: torch.device) -> tuple[Values, float]:
     with torch.enable_grad():
         result = call(x)
     outputs = [one for one in ((result,) if isinstance(result, Tensor) else result) if one.requires_grad]
-    torch.autograd.backward(outputs, [torch.ones_like(one) for one in outputs])
+    if outputs:
+        backward_from(outputs, [torch.ones_like(one) for one in outputs])
     _finish(device)
     return result, time.perf_counter() - start
 
