@@ -21,6 +21,7 @@ from hpctrain.parallel.server.settings import ServerSettings, server_settings
 from hpctrain.parallel.settings import ParallelSettings, parallel_settings
 from hpctrain.parallel.strategy import Strategy
 from hpctrain.plain_tensors import as_parts
+from hpctrain.train.allocator import ALLOCATOR
 from hpctrain.train.guard import Guard
 from hpctrain.train.leaving import LeavingTogether
 
@@ -91,6 +92,7 @@ class Job:
                 self.server if server is None else server_settings(server),
             ),
         )
+        ALLOCATOR.start()
         strategy = attach(model, self.comm, chosen[0], self.device, example, chosen[1], chosen[2])
         strategy.protect()
         self.strategies[id(model)] = strategy
