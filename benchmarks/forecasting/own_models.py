@@ -86,7 +86,8 @@ class UNet(nn.Module):
         two = F.relu(self.down2(one))
         three = F.relu(self.bottom(two))
         up = torch.cat([self.up2(three), two], 1)
-        return self.end(torch.cat([self.up1(up), one], 1)).mean((2, 3))
+        result: Tensor = self.end(torch.cat([self.up1(up), one], 1)).mean((2, 3))
+        return result
 
 
 def unet(channels: int = 24) -> nn.Module:
@@ -105,7 +106,8 @@ class Encoder(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return classes of the mean over the sequence."""
-        return self.head(self.encoder(x).mean(1))
+        result: Tensor = self.head(self.encoder(x).mean(1))
+        return result
 
 
 def encoder(width: int = 256, layers: int = 6) -> nn.Module:
@@ -126,7 +128,8 @@ class EncoderDecoder(nn.Module):
         """Return logits of each token."""
         x = self.embedding(tokens)
         mask = nn.Transformer.generate_square_subsequent_mask(tokens.shape[1], device=x.device, dtype=x.dtype)
-        return self.head(self.transformer(x, x, src_mask=mask, tgt_mask=mask, memory_mask=mask))
+        result: Tensor = self.head(self.transformer(x, x, src_mask=mask, tgt_mask=mask, memory_mask=mask))
+        return result
 
 
 def encoder_decoder(width: int = 192, layers: int = 4) -> nn.Module:
@@ -146,8 +149,10 @@ class Attention(nn.Module):
         """Return the attention's result."""
         batch, length, width = x.shape
         parts = self.qkv(x).view(batch, length, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
-        y = F.scaled_dot_product_attention(*parts, is_causal=True)
-        return self.out(y.transpose(1, 2).reshape(batch, length, width))
+        query, key, value = parts
+        y = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        result: Tensor = self.out(y.transpose(1, 2).reshape(batch, length, width))
+        return result
 
 
 class Block(nn.Module):
@@ -162,7 +167,8 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Return the residual stream."""
         x = x + self.attention(self.norm1(x))
-        return x + self.mlp(self.norm2(x))
+        result: Tensor = x + self.mlp(self.norm2(x))
+        return result
 
 
 class Begin(nn.Module):
@@ -174,7 +180,8 @@ class Begin(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Return the stream that the blocks change."""
-        return self.tokens(tokens) + self.places(torch.arange(tokens.shape[1], device=tokens.device))
+        result: Tensor = self.tokens(tokens) + self.places(torch.arange(tokens.shape[1], device=tokens.device))
+        return result
 
 
 def gpt(width: int = 256, blocks: int = 6) -> nn.Module:

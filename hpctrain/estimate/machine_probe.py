@@ -149,7 +149,7 @@ def _slowest_product(dtype: torch.dtype) -> float:
     """Return how much longer by the wall clock the slowest tenth of products takes than the quickest on one thread."""
     one, two = (torch.rand(SIDE, SIDE).to(dtype) for _ in range(2))
     torch.set_num_threads(1)
-    times = []
+    times: list[float] = []
     end = time.perf_counter() + LONGEST
     while len(times) < 2 or time.perf_counter() < end:
         start = time.perf_counter()

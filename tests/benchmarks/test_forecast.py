@@ -45,5 +45,5 @@ def test_ratios() -> None:
 
 
 def test_an_unknown_case_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(UsageError, match="no case is called 'gpt': known are mlp ddp on 1, "):
+    with pytest.raises(UsageError, match="no case is called 'gpt': known are mlp ddp on 2, "):
         forecast.parse(["--without", "gpt"])
