@@ -185,7 +185,7 @@ def _measurement(earlier: dict[str, Any] | None) -> dict[str, Any]:
     """Return where the measured figures come from; forecasts may be made later, by another version."""
     if earlier is None:
         return provenance(1, "see command")
-    found: dict[str, Any] = earlier.get("measurement", earlier["provenance"])
+    found: dict[str, Any] = earlier["measurement"]
     return found
 
 
