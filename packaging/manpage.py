@@ -36,6 +36,7 @@ _VARIABLES = {
     "HPCTRAIN_CHECK": "order: compare each collective over the ranks before it begins",
     "HPCTRAIN_CALIBRATION": "the file of measured collectives to choose by, or the folder that holds it",
     "HPCTRAIN_ONESIDED": "mpi, messages or auto: what carries memory that ranks expose to each other between nodes",
+    "HPCTRAIN_MALLOC": "0: leave the C library's malloc as it is",
     "HPCTRAIN_CUDA_AWARE": "1 or 0: MPI takes device pointers, or gets none",
     "HPCTRAIN_PROFILE": "the site's profile that job and submit take where none is named",
     "HPCTRAIN_ROOT": "where the module that is loaded has hpctrain; nothing reads it but job and submit",

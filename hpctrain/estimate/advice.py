@@ -47,6 +47,7 @@ class TimeReport:
     curve: Curve
     assumptions: tuple[str, ...]
     advice: Advice | None = None
+    spread: tuple[float, float] = (1.0, 1.0)  # of a step, as multiples of its forecast
 
     def lines(self) -> list[str]:
         """Return the report as text."""
@@ -57,7 +58,7 @@ class TimeReport:
     def as_dict(self) -> dict[str, Any]:
         """Return the report as plain values."""
         return {
-            "step": self.step.as_dict(),
+            "step": {**self.step.as_dict(), "range_seconds": [one * self.step.seconds for one in self.spread]},
             "run": {**asdict(self.whole), "seconds": self.whole.seconds, "walltime": self.whole.walltime},
             "scaling": self.curve.as_dict(),
             "recommended": asdict(self.advice) if self.advice is not None else None,
@@ -80,7 +81,9 @@ class TimeReport:
         shown = sorted(((name, part) for name, part in step.parts.items() if part > 0), key=lambda one: -one[1])
         parts = ", ".join(f"{name} {part / step.seconds:.0%}" for name, part in shown if part >= 0.005 * step.seconds)
         hidden = f", and {readable(step.hidden)} of exchanges behind the passes" if step.hidden else ""
-        return [f"a step takes {readable(step.seconds)}: {', '.join(rates)}", f"  of it {parts}{hidden}"]
+        low, high = (readable(one * step.seconds) for one in self.spread)
+        between = f" ({low} to {high})" if low != high else ""
+        return [f"a step takes {readable(step.seconds)}{between}: {', '.join(rates)}", f"  of it {parts}{hidden}"]
 
     def _run_lines(self) -> list[str]:
         whole, train = self.whole, self.run.settings.train
@@ -109,6 +112,7 @@ def time_report(run: PlannedRun, machine: str | None = None, others: Sequence[ca
         scaling.scale(run, forecasts),
         (*forecasts.assumptions(run), start),
         recommend([considered(one) for one in others], forecasts) if others else None,
+        forecasts.spread(),
     )
 
 

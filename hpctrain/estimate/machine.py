@@ -60,6 +60,8 @@ class Machine:
     peak: float = 0.0  # operations a second of the whole rank's device, as its maker says; 0: not known
     assumed: tuple[str, ...] = ()  # what was not measured, in words
     busy: bool = False  # others were at work on it when it was measured
+    at_work: float | None = None  # share of the cores that others kept busy then; None where nothing was measured
+    slowest: float = 1.0  # the time of the slowest tenth of repeats, as a multiple of the rates' own
 
     def seat(self, ranks: int) -> Seat:
         """Return what a rank gets where ``ranks`` share a node."""

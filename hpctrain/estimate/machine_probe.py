@@ -40,12 +40,14 @@ def probe(dtype: str = "float32", folder: Path | None = None) -> Machine:
     """Return this machine's rates; the disk's are those of ``folder``, or of what is there of it."""
     cores = len(cpu_affinity())
     kind = getattr(torch, dtype)
-    busy = at_work() > BUSY
+    others = at_work()
+    busy = others > BUSY
     counts = [1] if busy else _counts(cores)
     with threads_as_before():
         flops = _curve({count: _products(count, kind) for count in counts}, cores)
         bandwidth = _curve({count: _streams(count) for count in counts}, cores)
         call = _operators()
+        slowest = _slowest_product(kind)
     disk, said = _disk(folder)
     together = (f"others are at work here: {cores} cores are taken to do {cores} times what one does",)
     return Machine(
@@ -66,8 +68,11 @@ def probe(dtype: str = "float32", folder: Path | None = None) -> Machine:
             f"between nodes {WIRE.bandwidth / 1e9:g} GB/s a node and {WIRE.latency * 1e6:g} us a message; ranks of a "
             f"node meet in {MEETING * 1e6:g} us, in {TURN * 1e6:g} us where they take turns on a core",
             said,
+            f"others kept {others:.0%} of the cores at work just before; load average {os.getloadavg()[0]:.1f}",
         ),
         busy=busy,
+        at_work=others,
+        slowest=slowest,
     )
 
 
@@ -138,6 +143,19 @@ def _products(threads: int, dtype: torch.dtype) -> float:
     one, two = (torch.rand(SIDE, SIDE).to(dtype) for _ in range(2))
     out = torch.empty(SIDE, SIDE, dtype=dtype)
     return 2.0 * SIDE**3 / best_time(lambda: torch.mm(one, two, out=out), threads)
+
+
+def _slowest_product(dtype: torch.dtype) -> float:
+    """Return how much longer by the wall clock the slowest tenth of products takes than the quickest on one thread."""
+    one, two = (torch.rand(SIDE, SIDE).to(dtype) for _ in range(2))
+    torch.set_num_threads(1)
+    times: list[float] = []
+    end = time.perf_counter() + LONGEST
+    while len(times) < 2 or time.perf_counter() < end:
+        start = time.perf_counter()
+        torch.mm(one, two)
+        times.append(time.perf_counter() - start)
+    return sorted(times)[-1 - len(times) // 10] / max(min(times), 1e-9)
 
 
 def _streams(threads: int) -> float:

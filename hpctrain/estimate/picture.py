@@ -11,7 +11,7 @@ from hpctrain.estimate.memory import PARTS
 from hpctrain.estimate.sizes import tell
 
 KINDS = (".png", ".svg", ".pdf")
-COLOURS = dict(zip(PARTS, ("#1f5fbf", "#3b8f54", "#d9a31e", "#7b4fa6", "#8a8a8a", "#c9c9c9")))
+COLOURS = dict(zip(PARTS, ("#1f5fbf", "#3b8f54", "#d9a31e", "#7b4fa6", "#8a8a8a", "#c9c9c9", "#e8c9a8", "#a8c4c4")))
 _INK, _LIMIT = "#333333", "#c0392b"
 _ROW, _BAR = 0.36, 0.78  # inches from row to row; share of it that a bar takes
 

@@ -47,6 +47,7 @@ class Rehearsal:
     backward: float
     ranks: int
     threads: int
+    spread: tuple[float, float] = (1.0, 1.0)  # of the middle four fifths of the steps, against their median
 
 
 def rehearse(run: PlannedRun, threads: int, expected: float) -> Rehearsal | None:
@@ -64,7 +65,9 @@ def rehearse(run: PlannedRun, threads: int, expected: float) -> Rehearsal | None
     except (OSError, ValueError):
         return None  # it has told the user why; the forecast goes by layers
     forward, backward = (median(step[way] for step in steps) for way in (0, 1))
-    return Rehearsal(forward, backward, ranks, threads)
+    whole = sorted(sum(step) / (forward + backward) for step in steps)
+    cut = len(whole) // 10
+    return Rehearsal(forward, backward, ranks, threads, (min(whole[cut], 1.0), max(whole[-1 - cut], 1.0)))
 
 
 def _memory(run: PlannedRun) -> int:

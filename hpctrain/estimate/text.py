@@ -36,8 +36,10 @@ def rows_of(run: PlannedRun, memory: Memory) -> list[list[str]]:
     else:
         columns = {"a rank's GPU": rank.device, "a rank's host": rank.host, "a node's host": node.host}
     rows = [["", *columns]]
+    of_cpus = ("allocator", "program") if run.device != "cpu" else ()
     for part in PARTS:
-        rows.append([part, *(tell(split[part]) if split[part] else "-" for split in columns.values())])
+        if part not in of_cpus:
+            rows.append([part, *(tell(split[part]) if split[part] else "-" for split in columns.values())])
     return [*rows, ["at the peak", *(tell(sum(split.values())) for split in columns.values())]]
 
 

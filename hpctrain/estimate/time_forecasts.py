@@ -58,6 +58,12 @@ class Forecasts:
         """Return the time of a step of a run."""
         return self.of(run).step(run)
 
+    def spread(self) -> tuple[float, float]:
+        """Return between which multiples of a forecast a step may take, by the spread of what was repeated here."""
+        if self._rehearsal is not None:
+            return self._rehearsal.spread
+        return (1.0, max(self.machine.slowest, 1.0))
+
     def assumptions(self, run: PlannedRun) -> list[str]:
         """Return in words what the forecast of a run goes by."""
         found = [f"rates: {self.machine.name}, {self.machine.source}"]
@@ -70,8 +76,13 @@ class Forecasts:
         if run.ranks > 1:
             measured = any(layout.size == run.ranks for layout in self.calibrated)
             told = "as calibrated for so many ranks" if measured else "by messages, bytes and passes over memory"
-            found.append(f"collectives: {told}")
+            found.append(f"collectives: {told}{self._load(run.ranks)}")
         return [*found, *self.machine.assumed]
+
+    def _load(self, ranks: int) -> str:
+        """Return in words how busy the machine was when collectives of so many ranks were calibrated."""
+        loads = [one.load for layout, one in self.calibrated.items() if layout.size == ranks and one.load is not None]
+        return f", at a load of {max(loads):g} per core" if loads else ""
 
     def _work(self, run: PlannedRun, parallel: ParallelSettings) -> ModelWork:
         dtype, loss = dtype_of(run), run.settings.train.loss

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -53,9 +54,10 @@ def calibrate(
     comm = job.comm
     # First, because a minute of measuring shall not be lost to a folder that cannot be written.
     earlier, path = on_first_rank(comm, lambda: _prepare(output))
+    load = load_now()
     measured = measure(comm, sizes, seconds, job.device, progress)
     verdict, said = on_first_rank(comm, lambda: _canary(earlier.machine) if try_canary else _NO_CANARY)
-    measurement = _measurement(measured) if measured.times else None
+    measurement = _measurement(measured, load) if measured.times else None
     found = _joined(earlier, measurement, verdict)
     keeps = found is not earlier
     if keeps:
@@ -122,7 +124,12 @@ def verdict_in_words(verdict: Verdict) -> str:
     return f"MPI {'takes' if verdict.cuda_aware else 'gets no'} device pointers: {verdict.reason}"
 
 
-def _measurement(measured: Measured) -> Measurement:
+def load_now() -> float:
+    """Return the load average of the last minute, per core of this node."""
+    return float(f"{os.getloadavg()[0] / (os.cpu_count() or 1):.2g}")
+
+
+def _measurement(measured: Measured, load: float) -> Measurement:
     times = {
         "/".join(key): {
             name: {str(size): float(f"{seconds:.4g}") for size, seconds in by_size.items()}
@@ -131,7 +138,7 @@ def _measurement(measured: Measured) -> Measurement:
         for key, of_key in measured.times.items()
     }
     date = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
-    return Measurement(measured.table(), times, date)
+    return Measurement(measured.table(), times, date, load)
 
 
 def _joined(earlier: Calibration, measurement: Measurement | None, verdict: Verdict | None) -> Calibration:

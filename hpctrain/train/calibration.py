@@ -43,6 +43,7 @@ class Measurement:
     table: Table
     times: Mapping[str, Mapping[str, Mapping[str, float]]]
     date: str
+    load: float | None = None  # of the last minute, per core, when it began; None in files from before that was kept
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ class Calibration:
             "machine": asdict(self.machine),
             "cuda_aware": asdict(self.verdict) if self.verdict else None,
             "measurements": [
-                {"table": one.table.to_json(), "times": one.times, "date": one.date}
+                {"table": one.table.to_json(), "times": one.times, "date": one.date, "load": one.load}
                 for one in self.measurements.values()
             ],
         }
@@ -229,7 +230,11 @@ def _record(kind: Any, tree: Any, what: str) -> Any:
 
 
 def _measurement(tree: Any) -> Measurement:
-    parts = members(tree, "a measurement", ("table", "times", "date"))
+    if isinstance(tree, dict):
+        tree = {"load": None, **tree}
+    parts = members(tree, "a measurement", ("table", "times", "date", "load"))
+    if parts["load"] is not None and not isinstance(parts["load"], (int, float)):
+        raise SettingsError(f"load of a measurement: expected a number, found {parts['load']!r:.60}")
     if not isinstance(parts["date"], str) or not isinstance(parts["times"], dict):
         raise SettingsError("a measurement: expected a date in text and an object of times")
     for of_rule in parts["times"].values():
@@ -238,4 +243,4 @@ def _measurement(tree: Any) -> Measurement:
                 size.isdecimal() and isinstance(seconds, (int, float)) for size, seconds in of_algorithm.items()
             ):
                 raise SettingsError("times of a measurement: expected seconds by rule, algorithm and bytes")
-    return Measurement(Table.from_json(parts["table"]), parts["times"], parts["date"])
+    return Measurement(Table.from_json(parts["table"]), parts["times"], parts["date"], parts["load"])

@@ -22,6 +22,7 @@ from hpctrain.parallel.server.settings import ServerSettings, server_settings
 from hpctrain.parallel.settings import ParallelSettings, parallel_settings
 from hpctrain.parallel.strategy import Strategy
 from hpctrain.plain_tensors import as_parts
+from hpctrain.train.allocator import ALLOCATOR
 from hpctrain.train.guard import Guard
 from hpctrain.train.leaving import LeavingTogether
 from hpctrain.train.loose import check_call
@@ -99,6 +100,7 @@ class Job:
         )
         inner = plain_module(model)
         shown = agreed(self.comm, lambda: example_inputs(example, inner, chosen[0], self.comm.size))
+        ALLOCATOR.start()
         strategy = attach(inner, self.comm, chosen[0], self.device, shown, chosen[1], chosen[2])
         strategy.protect()
         self.comm.twin()  # made by all ranks here: one that makes a later call alone is told so

@@ -25,6 +25,7 @@ from hpctrain.parallel.server.settings import at_own_pace
 from hpctrain.parallel.settings import SHARDED
 from hpctrain.settings import to_toml, to_tree
 from hpctrain.train import optimizer as optimizers
+from hpctrain.train.allocator import ALLOCATOR
 from hpctrain.train.bootstrap import init
 from hpctrain.train.evaluate import evaluate
 from hpctrain.train.fit import check_loss
@@ -63,6 +64,7 @@ def train(settings: Settings, *, verbose: bool = False) -> None:
         shape = agreed(job.comm, lambda: check_sizes(settings, job.size))
         corpus = agreed(job.comm, lambda: open_corpus(settings))
         agreed(job.comm, lambda: optimizers.resolve(settings.optimizer))
+        ALLOCATOR.start()
         model = agreed(job.comm, lambda: make_model(settings, corpus, job.size))
         agreed(job.comm, lambda: check_loss(settings, model, corpus.train))
 

@@ -16,6 +16,7 @@ from hpctrain.errors import UsageError
 from hpctrain.estimate import time_forecasts
 from hpctrain.estimate.advice import Candidate, TimeReport, considered, recommend, time_report
 from hpctrain.estimate.candidates import Limits, candidates
+from hpctrain.estimate.scaling import readable
 from hpctrain.estimate.time_forecasts import Forecasts
 
 GIB = 2**30
@@ -34,6 +35,14 @@ def test_a_report_says_how_fast_how_long_and_what_it_goes_by(report: TimeReport,
     assert "A100, data sheet of A100" in text and "60% of 19.5 TFLOP/s" in text
     report.draw(tmp_path / "curve.png")
     assert (tmp_path / "curve.png").exists()
+
+
+def test_a_range_says_how_far_repeats_were_apart(report: TimeReport) -> None:
+    apart = replace(report, spread=(0.5, 2.0))
+    low, high = (readable(factor * report.step.seconds) for factor in (0.5, 2.0))
+    assert f" ({low} to {high}): " in apart.lines()[0] and " to " not in report.lines()[0].split(":")[0]
+    seconds = apart.as_dict()["step"]["range_seconds"]
+    assert seconds == pytest.approx([0.5 * report.step.seconds, 2 * report.step.seconds])
 
 
 def test_a_report_is_plain_values_too(report: TimeReport) -> None:

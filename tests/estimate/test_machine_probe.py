@@ -36,6 +36,9 @@ def test_rates_are_measured_and_threads_given_back(tmp_path: Path, monkeypatch: 
         assert sorted(curve) == [1, 2] and 0 < curve[1] <= curve[2] <= 2 * curve[1]
     assert 1e-8 < found.call < 1e-2 and found.disk > 0 and not list(tmp_path.iterdir())
     assert any(str(tmp_path) in line for line in found.assumed) and not found.busy
+    assert found.at_work == pytest.approx(0.1) and found.slowest >= 1
+    told = "others kept 10% of the cores at work just before; load average"
+    assert any(line.startswith(told) for line in found.assumed)
 
 
 def test_a_busy_machine_is_taken_to_do_with_two_cores_twice_what_it_does_with_one(

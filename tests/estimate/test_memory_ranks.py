@@ -111,7 +111,7 @@ def apart(comm: Any) -> Iterator[Any]:
 def test_predicts_what_is_measured(own: Any, case: dict[str, Any]) -> None:
     settings = settings_of(case)
     run = PlannedRun(settings, facts_of(settings), own.size, own.size)
-    need = memory_of(run).stages[run.shape.coordinate("pipe", own.rank)].host_total
+    need = memory_of(run).stages[run.shape.coordinate("pipe", own.rank)].tensors_total
     assert need == pytest.approx(measured(run, own), rel=0.05)
 
 
@@ -121,4 +121,4 @@ def test_predicts_units_that_pass_by(apart: Any) -> None:
     run = PlannedRun(settings, facts_of(settings), apart.size, 1)
     memory = memory_of(run)
     assert memory.rank.host_total == memory.node.host_total  # each is alone on its node
-    assert memory.rank.host_total == pytest.approx(measured(run, apart), rel=0.1)
+    assert memory.rank.tensors_total == pytest.approx(measured(run, apart), rel=0.1)

@@ -99,13 +99,14 @@ def test_a_forecast_has_the_passes_that_were_rehearsed(plan: Any, monkeypatch: p
 
     def rehearsed(run: PlannedRun, threads: int, expected: float) -> Rehearsal:
         told.append((run.ranks, threads, expected))
-        return Rehearsal(0.25, 0.5, run.ranks, threads)
+        return Rehearsal(0.25, 0.5, run.ranks, threads, (0.75, 1.5))
 
     monkeypatch.setattr(time_forecasts, "rehearse", rehearsed)
     run = plan(2)
     forecasts = Forecasts(run)
     step = forecasts.step(run)
     assert step.parts["forward"] == pytest.approx(0.25) and step.parts["backward"] == pytest.approx(0.5)
+    assert forecasts.spread() == (0.75, 1.5)
     forecasts.step(run)
     assert len(told) == 1 and told[0][2] > BURN
     assert any("by 2 processes at once" in line for line in forecasts.assumptions(run))

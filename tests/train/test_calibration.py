@@ -146,6 +146,7 @@ def changed(path: str, value: Any) -> Any:
         (changed("measurements", {}), "measurements of a calibration: expected a list"),
         (changed("measurements.0.table.rules", {"x": []}), "unknown rule 'x'"),
         (changed("measurements.0.date", 7), "expected a date in text"),
+        (changed("measurements.0.load", "much"), "load of a measurement: expected a number"),
         (changed("measurements.0.times", {"a": 1}), "expected seconds by rule, algorithm and bytes"),
         (changed("measurements.0.times", {"a": {"mpi": {"4": "1"}}}), "expected seconds by rule"),
         (changed("measurements.1.times", {"a": {"mpi": {"x": 1}}}), "expected seconds by rule"),

@@ -25,6 +25,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from hpctrain.errors import UsageError
 from hpctrain.parallel.nest import mapped, tensors_of
+from hpctrain.parallel.pipeline.backward_from import backward_from
 from hpctrain.parallel.pipeline.calls import Call, call_layer
 from hpctrain.parallel.pipeline.layers import Layer
 from hpctrain.parallel.pipeline.skip import carrying
@@ -141,7 +142,7 @@ def _timed(call: Running, x: Any, device: torch.device) -> tuple[Any, float]:
         result = call(x)
     outputs = [one for one in tensors_of(result) if one.requires_grad]
     if outputs:
-        torch.autograd.backward(outputs, [torch.ones_like(one) for one in outputs])
+        backward_from(outputs, [torch.ones_like(one) for one in outputs])
     _finish(device)
     return result, time.perf_counter() - start
 

@@ -25,6 +25,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
+from hpctrain.parallel.pipeline.backward_from import backward_from
+
 
 @dataclass(frozen=True, eq=False)
 class _Call:
@@ -79,7 +81,7 @@ class Deferred:
                 sums[parameter] = sums[parameter] + gradient if parameter in sums else gradient
                 uses[parameter] -= 1
                 if not uses[parameter]:
-                    torch.autograd.backward([parameter], [sums.pop(parameter)])
+                    backward_from([parameter], [sums.pop(parameter)])
 
     def drop(self) -> None:
         """Forget everything that is due."""

@@ -12,6 +12,7 @@ from torch.autograd.function import FunctionCtx
 
 from hpctrain.errors import UsageError
 from hpctrain.parallel.nest import ONE_TENSOR, named_leaves, put_together, take_apart
+from hpctrain.parallel.pipeline.backward_from import backward_from
 from hpctrain.parallel.pipeline.calls import Call, call_layer
 from hpctrain.parallel.pipeline.layers import Layer
 from hpctrain.parallel.pipeline.skip import carried, carrying
@@ -118,7 +119,7 @@ def backward(
     given = [torch.ones_like(one) for one in floating] if gradients is None else gradients
     pairs = [pair for pair in zip(floating, given, strict=True) if pair[0].requires_grad]
     if pairs:
-        torch.autograd.backward([output for output, _ in pairs], [gradient for _, gradient in pairs])
+        backward_from([output for output, _ in pairs], [gradient for _, gradient in pairs])
     found = []
     for one in inputs:
         if one.requires_grad:

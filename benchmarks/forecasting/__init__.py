@@ -1,0 +1,1 @@
+"""Forecasts of memory against what training takes: models, cases, and the measurement."""

@@ -1,0 +1,88 @@
+"""Measure what memory the ranks of a job have at their peak, by Linux's account of their processes.
+
+A rank notes what it has when its model is about to be made, and asks Linux to look for its peak anew. From then on the
+process that started the job reads the ranks' peaks until they have ended. A peak is that of resident memory (VmHWM),
+which the kernel keeps by itself, so that none is missed between two readings. Of it files (libraries) are left out; of
+memory that ranks share each counts its part (Pss), so that ranks add up to the node.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+VARIABLE = "HPCTRAIN_FORECAST_PEAKS"  # the folder in which ranks note what they have before
+PAUSE = 0.02  # seconds between two readings
+_KB = 1024
+
+
+@dataclass
+class Rank:
+    """What is known of a rank's memory, in bytes."""
+
+    program: int  # private memory when the model was about to be made
+    private: int = 0  # the most that it had since
+    shared: int = 0  # its part of the memory that ranks share, at most
+
+    @property
+    def total(self) -> int:
+        """Return all that counts for it."""
+        return self.private + self.shared
+
+
+def begin() -> None:
+    """Note what this rank has, if a measurement is under way."""
+    folder = os.environ.get(VARIABLE)
+    if not folder:
+        return
+    fields = _fields("/proc/self/smaps_rollup")
+    Path("/proc/self/clear_refs").write_text("5")  # the peak so far is forgotten (proc(5))
+    note = {"program": fields["Pss_Anon"]}
+    part = Path(folder, f".{os.getpid()}")
+    part.write_text(json.dumps(note))
+    part.rename(Path(folder, str(os.getpid())))
+
+
+def run(command: Sequence[str], environ: Mapping[str, str], folder: Path, limit: float) -> list[Rank]:
+    """Run a job; return what its ranks had. Raises ``OSError`` if it fails."""
+    folder.mkdir(parents=True)
+    ranks: dict[str, Rank] = {}
+    printed = folder.with_suffix(".log")
+    end = time.monotonic() + limit
+    with printed.open("w") as log:
+        environ = {**environ, VARIABLE: str(folder)}
+        job = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=environ)
+        while job.poll() is None:
+            if time.monotonic() > end:
+                job.kill()
+            _look(folder, ranks)
+            time.sleep(PAUSE)
+    if job.returncode:
+        raise OSError(f"exit code {job.returncode}: {printed.read_text().strip()[-600:]}")
+    return list(ranks.values())
+
+
+def _look(folder: Path, ranks: dict[str, Rank]) -> None:
+    for note in folder.glob("[0-9]*"):
+        if note.name not in ranks:
+            ranks[note.name] = Rank(**json.loads(note.read_text()))
+        rank = ranks[note.name]
+        try:
+            status, rollup = _fields(f"/proc/{note.name}/status"), _fields(f"/proc/{note.name}/smaps_rollup")
+        except (OSError, KeyError):
+            continue  # it has ended
+        if "VmHWM" in status and "Pss_Shmem" in rollup:
+            most = status["VmHWM"] - status["RssFile"] - status["RssShmem"]
+            rank.private = max(rank.private, most, rollup["Pss_Anon"])
+            rank.shared = max(rank.shared, rollup["Pss_Shmem"])
+
+
+def _fields(path: str) -> dict[str, int]:
+    """Return the fields of a file of proc that are numbers of kB, in bytes."""
+    words = (line.split() for line in Path(path).read_text().splitlines())
+    return {one[0].rstrip(":"): int(one[1]) * _KB for one in words if len(one) == 3 and one[2] == "kB"}

@@ -1,0 +1,26 @@
+"""What is forecast of the memory of a node is what the processes of a run have, by Linux's account of them."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+
+import forecast  # noqa: E402
+from forecasting.cases import CASES  # noqa: E402
+
+KNOWN = {case.name: case for case in CASES}
+
+
+@pytest.mark.limit(200)
+@pytest.mark.parametrize("name", ["mlp-wide ddp on 1", "mlp-wide fsdp on 2", "embedding 1f1b on 2"])
+def test_processes_have_what_is_forecast(name: str, tmp_path: Path) -> None:
+    case = KNOWN[name]
+    config = case.config(tmp_path)
+    planned = forecast.memory_of(forecast.planned(config, case))
+    found = forecast.Outcome(case, planned, forecast.measure(config, case, tmp_path / "peaks"))
+    assert found.ratio == pytest.approx(1, abs=0.1)
+    assert found.ratio_of_model == pytest.approx(1, abs=0.2)  # the program, which outweighs all else here, left out
