@@ -143,20 +143,12 @@ def _offloaded(run: PlannedRun, model: RankModel) -> list[Holding]:
         Holding("parameters", staying if model.passing or mixed else 0),
         Holding("optimizer states", _states(run, staying)),
         Holding("gradients", staying),
-        Holding("buffers", ROOMS * _room(run, model)),
+        Holding("buffers", ROOMS * int(offload.piece_mib * 2**20)),
         Holding("buffers", pieces.ring(whole=False, on_device=run.device != "cpu")),
     ]
     if not model.passing:
         found.append(Holding("parameters", pieces.whole, sharers=model.data.on_node if model.mapped else 1))
     return found
-
-
-def _room(run: PlannedRun, model: RankModel) -> int:
-    """Return the bytes of a room for pieces that are on their way; on a host only pages that are written to count."""
-    room = int(run.offload.piece_mib * 2**20)
-    if run.device != "cpu":
-        return room
-    return min(room, max((one.share for one in model.pieces.trained), default=0))
 
 
 def _away(run: PlannedRun, model: RankModel) -> list[Holding]:

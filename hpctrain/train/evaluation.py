@@ -21,6 +21,7 @@ from hpctrain.errors import UsageError
 from hpctrain.log import logger
 from hpctrain.parallel.agreement import broadcast_buffers
 from hpctrain.parallel.strategy import Strategy
+from hpctrain.train.allocator import ALLOCATOR
 from hpctrain.train.feed import Feed
 from hpctrain.train.first_step import watching_means
 from hpctrain.train.loader_feed import feed_for
@@ -52,6 +53,7 @@ class Evaluation:
                 "evaluate(loader, compute)",
                 everywhere=True,
             )
+        ALLOCATOR.settle()  # memory of passes comes and goes; a program that only evaluates makes no update
         totals: dict[str, list[float]] = {}
         uneven: list[str] = []
         with self._outer.untouched() if self._outer.inside else nullcontext(), _measuring(strategies):

@@ -12,11 +12,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 import forecast  # noqa: E402
 from forecasting.cases import CASES  # noqa: E402
 
+LONG = ["mlp-wide ddp on 1", "embedding 1f1b on 2"]
 KNOWN = {case.name: case for case in CASES}
 
 
 @pytest.mark.limit(200)
-@pytest.mark.parametrize("name", ["mlp-wide ddp on 1", "mlp-wide fsdp on 2", "embedding 1f1b on 2"])
+@pytest.mark.parametrize("name", ["mlp-wide fsdp on 2", *(pytest.param(each, marks=pytest.mark.long) for each in LONG)])
 def test_processes_have_what_is_forecast(name: str, tmp_path: Path) -> None:
     case = KNOWN[name]
     config = case.config(tmp_path)
