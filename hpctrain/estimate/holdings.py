@@ -137,7 +137,7 @@ def _offloaded(run: PlannedRun, model: RankModel) -> list[Holding]:
     ]
     found = [
         *on_host,
-        _slack(sum(one.nbytes for one in on_host)),
+        _slack(run, sum(one.nbytes for one in on_host)),
         Holding("optimizer states", 0 if offload.disk else _states(run, leaving), on_host=True),
         Holding("parameters", narrow if resides else 0),
         Holding("parameters", staying if model.passing or mixed else 0),
@@ -155,12 +155,12 @@ def _away(run: PlannedRun, model: RankModel) -> list[Holding]:
     """Return the activations that wait on the host."""
     live = run.schedule.live(model.stage) if run.schedule is not None else 1
     away = live * sum(model.chunk(number).away for number in model.chunks)
-    return [Holding("activations", away, on_host=True), _slack(away)]
+    return [Holding("activations", away, on_host=True), _slack(run, away)]
 
 
-def _slack(nbytes: int) -> Holding:
-    """Return what of the host's memory is taken, as that comes in chunks, and not used."""
-    return Holding("buffers", -nbytes % CHUNK, on_host=True)
+def _slack(run: PlannedRun, nbytes: int) -> Holding:
+    """Return what of the host's pinned memory is taken, as that comes in chunks, and not used."""
+    return Holding("buffers", 0 if run.device == "cpu" else -nbytes % CHUNK, on_host=True)
 
 
 # Along the pipe axis --------------------------------------------------------------------------------------------------

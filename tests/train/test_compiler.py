@@ -24,6 +24,18 @@ def trained():
 before = trained()
 """
 
+RECOMPUTE = """
+from torch.utils.checkpoint import checkpoint
+x = torch.ones(2, requires_grad=True)
+checkpoint(torch.sin, x, use_reentrant=False).sum().backward()
+assert torch.equal(x.grad, torch.cos(x.detach()))
+"""
+
+THEN_SET_A_FLAG = """
+torch._dynamo.config.suppress_errors = True
+assert torch._dynamo.__file__ and torch._dynamo.config.suppress_errors
+"""
+
 # Nothing of the compiler but the stand-in is there; then somebody compiles, and everything is the real one's.
 THEN_COMPILE = """
 assert [name for name in sys.modules if name.startswith("torch._dynamo")] == ["torch._dynamo"]
@@ -53,8 +65,12 @@ assert torch._dynamo is real and sys.modules["torch._dynamo"] is real
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "code",
-    [TRAIN + THEN_COMPILE, TRAIN + THEN_IMPORT, "import torch._dynamo; real = torch._dynamo" + TRAIN + LOADED_BEFORE],
-    ids=["then compile", "then import a part", "loaded before"],
+    [
+        TRAIN + RECOMPUTE + THEN_COMPILE,
+        TRAIN + THEN_IMPORT,
+        TRAIN + THEN_SET_A_FLAG, "import torch._dynamo; real = torch._dynamo" + TRAIN + LOADED_BEFORE,
+    ],
+    ids=["then compile", "then import a part", "then set a flag", "loaded before"],
 )
 def test_the_stand_in_gives_way(code: str) -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=50)

@@ -1,8 +1,9 @@
 """Give memory of the host for masters, gradients and states: plain, pinned, or a file's.
 
-Note: memory comes in chunks, of which tensors are cut. torch rounds pinned memory up to powers of two, which would
-double what many a tensor takes; and a file is extended and mapped a chunk at a time. Plain and pinned memory is
-written to at once, by the rank that asks for it: so it lies by its cores, and what is missing is missed at the start.
+Note: pinned memory and files come in chunks, of which tensors are cut. torch rounds pinned memory up to powers of two,
+which would double what many a tensor takes; and a file is extended and mapped a chunk at a time. Plain memory is taken
+tensor by tensor: a chunk that is not filled would cost a rank up to 64 MiB. Plain and pinned memory is written to at
+once, by the rank that asks for it: so it lies by its cores, and what is missing is missed at the start.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ class HostMemory:
         self._allocate: Callable[[int], Tensor] = _pinned if device.type == "cuda" else _plain
         if settings.disk:
             self._allocate = Disk(settings.disk, rank)
-        self._chunk, self._left = chunk, torch.empty(0, dtype=torch.uint8)
+        self._chunk = 0 if self._allocate is _plain else chunk
+        self._left = torch.empty(0, dtype=torch.uint8)
         self.nbytes = 0  # taken from the system
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
@@ -39,6 +41,8 @@ class HostMemory:
         nbytes = numel * dtype.itemsize
         taken = -(-nbytes // _LINE) * _LINE
         if taken > self._left.numel():
+            if not self._chunk:  # what is reserved stays for others
+                return self._take(taken)[:nbytes].view(dtype)
             self.reserve(taken)
         memory, self._left = self._left[:nbytes], self._left[taken:]
         return memory.view(dtype)
@@ -46,8 +50,12 @@ class HostMemory:
     def reserve(self, nbytes: int) -> None:
         """Take memory for so many bytes more from the system now, in one piece."""
         if nbytes > self._left.numel():
-            self._left = self._allocate(max(nbytes, self._chunk))
-            self.nbytes += self._left.numel()
+            self._left = self._take(max(nbytes, self._chunk))
+
+    def _take(self, nbytes: int) -> Tensor:
+        taken = self._allocate(nbytes)
+        self.nbytes += taken.numel()
+        return taken
 
 
 def _plain(nbytes: int) -> Tensor:
