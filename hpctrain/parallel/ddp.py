@@ -20,6 +20,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -304,6 +305,9 @@ class DataParallel(Strategy):
     def _before_update(self, optimizer: torch.optim.Optimizer) -> None:
         """Raise ``UsageError`` for gradients that no backward pass has left, and for parameters that came later."""
         self._late.check(optimizer)
+        if isinstance(optimizer, torch.optim.LBFGS) and optimizer not in self._used:
+            # Behind the hooks of all optimizers, of which this is one: so it is called before this update, too.
+            optimizer.register_step_pre_hook(self._average_closure)
         if self._used.get(optimizer, 0) != self._reductions:
             self._used[optimizer] = self._reductions
             return
@@ -318,6 +322,23 @@ class DataParallel(Strategy):
                         "job.average_gradients(model) on all ranks when the gradients are set",
                         everywhere=True,
                     )
+
+    def _average_closure(
+        self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Let a closure return the loss of all ranks, by which LBFGS chooses its steps: the ranks must choose alike."""
+        given = [one for one in (*args[1:], kwargs.get("closure")) if callable(one)]
+        if len(given) != 1 or not self._buckets:
+            return None
+
+        def averaged() -> float:
+            found = given[0]()
+            found = float(found.detach() if isinstance(found, Tensor) else found)
+            loss = torch.tensor(found * self._share, dtype=torch.float64)
+            self.comm.all_reduce(loss)
+            return float(loss)
+
+        return (args[0],), {"closure": averaged}
 
     def _is_reduced(self, number: int, parameter: nn.Parameter) -> bool:
         """Tell whether a gradient is one that was handed out, and is in a bucket unless there are copies."""

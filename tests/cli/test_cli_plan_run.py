@@ -35,7 +35,7 @@ def test_a_table_and_a_line_a_way(config: str, capsys: pytest.CaptureFixture[str
     assert main(["plan", config, "--ranks", "2", "--host-memory", "1 GB", *MACHINE]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("gpt-tiny, ") and "2 ranks on 1 node, on CPUs; batch 8: 4 samples a rank" in lines[0]
-    table = {line[:16].strip(): line[16:].split() for line in lines[3:11]}
+    table = {line[:16].strip(): line[16:].split() for line in lines[3:13]}
     assert table["parameters"][1] == "KiB" and len(table["at the peak"]) == 4
     chosen = [line for line in lines if line.startswith("*")]
     assert len(chosen) == 1 and chosen[0].split()[1] == "ddp" and chosen[0].endswith("fits")

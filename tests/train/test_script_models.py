@@ -244,6 +244,76 @@ def test_lbfgs_under_ddp_equals_one_process_and_resumes(job: Any, tmp_path: Path
     _expect(job, model, plain, 1e-12)
 
 
+@pytest.mark.ranks(2)
+def test_lbfgs_searches_lines_alike_on_all_ranks_by_the_loss_of_one(job: Any) -> None:
+    x, y = _batch(torch.float64)
+
+    def train(model: nn.Module, x: Tensor, y: Tensor) -> None:
+        optimizer = torch.optim.LBFGS(model.parameters(), max_iter=6, line_search_fn="strong_wolfe")
+
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            loss = F.mse_loss(model(x), y)
+            loss.backward()
+            return loss.detach()
+
+        for _ in range(3):
+            optimizer.step(closure)
+
+    model, plain = make_model().double(), make_model().double()
+    job.wrap(model, "ddp")
+    train(plain, x, y)
+    train(model, _share(job, x), _share(job, y))
+    _expect(job, model, plain, 1e-8)
+
+
+# Indexing -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("strategy", SPLIT)
+def test_places_in_a_shard_are_not_taken_for_those_in_the_whole(job: Any, strategy: str) -> None:
+    model, plain, (x, y) = make_model(), make_model(), _batch()
+    job.wrap(model, strategy)
+    for one, (a, b) in ((plain, (x, y)), (model, (_share(job, x), _share(job, y)))):
+        F.mse_loss(one(a), b).backward()
+    weight = model[0].weight
+
+    def fill(tensor: Tensor, index: Any) -> None:
+        tensor[index] = 0
+
+    for call in (
+        lambda: weight[0],
+        lambda: fill(weight.data, 0),
+        lambda: fill(weight.grad, slice(5)),
+        lambda: fill(weight.grad, (slice(None), 0)),
+        lambda: weight.data[:2].zero_(),
+        lambda: weight.data.view(-1)[:3],
+        lambda: weight.data.t()[0],
+        lambda: weight.select(0, 0),
+        lambda: weight.data.narrow(0, 0, 0),
+        lambda: weight.data.chunk(2),
+        lambda: weight.data.unbind(0),
+        lambda: weight.grad.index_fill_(0, torch.tensor([0]), 0.0),
+        lambda: fill(weight.grad, torch.tensor([1])),
+        lambda: len(weight),
+    ):
+        with pytest.raises(UsageError, match="of this rank's shard of parameter 0.weight: places in it .*unshard"):
+            call()
+    for parameter in (*model.parameters(), *plain.parameters()):  # by values, not places
+        assert parameter.grad is not None
+        parameter.grad[parameter.grad.abs() < 0.01] = 0
+        parameter.grad[:].mul_(2)
+    for one in (model, plain):
+        torch.optim.SGD(one.parameters(), lr=0.1).step()
+    _expect(job, model, plain)
+    with job.unshard(model, write=True), torch.no_grad():
+        model[0].weight[0] = 0
+    with torch.no_grad():
+        plain[0].weight[0] = 0
+    _expect(job, model, plain)
+
+
 # Recomputing ----------------------------------------------------------------------------------------------------------
 
 

@@ -105,9 +105,12 @@ def test_others_go_on_and_who_comes_back_is_stale(stalled: Any, tmp_path: Path) 
     apart = WOKEN_AT - STOPPED_AT
     for mode in ("server", "hogwild", "easgd"):
         assert f"{mode}: T while this rank made {apart} steps" in stalled.stdout, stalled
-        last = metrics_of(tmp_path / mode)[-1]
-        assert last["step"] == STEPS and apart <= last["staleness_most"] <= 2 * STEPS, (mode, last)
-        assert sum(last["staleness_histogram"]) == 3 * STEPS and 0 <= last["communication"] <= 1
+        metrics = metrics_of(tmp_path / mode)
+        rows = [row for row in metrics if "staleness_most" in row]  # each counts what came since the one before
+        assert metrics[-1]["step"] == STEPS and rows, mode
+        assert apart <= max(row["staleness_most"] for row in rows) <= 2 * STEPS, (mode, rows)
+        assert sum(sum(row["staleness_histogram"]) for row in rows) == 3 * STEPS
+        assert all(0 <= row["communication"] <= 1 for row in rows)
     assert "all came back" in stalled.stdout
     named = r"(.*)rank 2 has made no step for (\S+) s, the others go on: it is in step 5\n"
     standing = re.findall(named, stalled.stderr)

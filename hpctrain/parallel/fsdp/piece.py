@@ -140,8 +140,9 @@ class Piece:
         for member in self.members:
             if member.shard.numel() and member.shard.untyped_storage().data_ptr() != storage:
                 raise UsageError(
-                    f"parameter {member.name} was moved or converted after job.wrap(model) (model.to, model.half): "
-                    "do that before"
+                    f"parameter {member.name} has other memory than job.wrap(model) gave it: it was moved, converted "
+                    "or exchanged (model.to, model.half, p.data = ...); convert the model before job.wrap, and copy "
+                    "values by p.copy_(value)"
                 )
         if self.courier is not None:
             self.courier.deliver()

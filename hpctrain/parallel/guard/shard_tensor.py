@@ -52,6 +52,11 @@ _FACTS = frozenset(
     "untyped_storage dir is_tensor is_storage contains iter result_type can_cast promote_types retains_grad "
     "_is_view _make_subclass".split()
 )
+# What finds elements by their place in the tensor, which differs between a part and the whole.
+_BY_POSITION = frozenset(
+    "getitem setitem select narrow slice chunk split unbind hsplit vsplit dsplit tensor_split iter len diagonal tril "
+    "triu index_select index_fill_ index_add_ index_copy_ take gather scatter_".split()
+)
 _REDUCES_TOO = frozenset({"max", "min"})  # element-wise with a second tensor only
 _FILLS = frozenset(
     "normal_ uniform_ bernoulli_ exponential_ random_ cauchy_ log_normal_ geometric_ trunc_normal_".split()
@@ -132,6 +137,8 @@ def _call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             return func(*args, **kwargs)
     if name == "_has_compatible_shallow_copy_type":
         _check_converted(args[0], args[1])
+    elif name in _BY_POSITION and (found := _indexed(name, args, kwargs)) is not None:
+        raise _position_error(name, found)
     elif not _allowed(name, func, args, kwargs):
         raise _refused(name, func, args, kwargs)
     if _changes(func, kwargs):
@@ -144,6 +151,36 @@ def _call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if name == "as_subclass" or not isinstance(result, (Tensor, list, tuple)):
         return result
     return _marked(name, result, args, kwargs)
+
+
+def _indexed(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Part | None:
+    """Return the parameter whose part is indexed by place; None for masks and for all elements."""
+    first = args[0] if args else kwargs.get("input")
+    part = part_of(first)
+    strategy = part.strategy() if part is not None else None
+    if part is None or strategy is None or not isinstance(first, Tensor):
+        return None
+    if name in ("getitem", "setitem") and len(args) > 1:
+        index = args[1]
+        every = index if isinstance(index, tuple) else (index,)
+        if all(one is None or one is Ellipsis or isinstance(one, slice) and one == slice(None) for one in every):
+            return None
+        if isinstance(index, Tensor) and index.dtype is torch.bool:
+            with plain_tensors():
+                return None if index.shape == first.shape else part
+    with plain_tensors():
+        whole = strategy.whole_shape(part.name)
+        held = strategy.guarded.get(part.name)
+        return part if whole is not None and held is not None and tuple(held.shape) != whole else None
+
+
+def _position_error(name: str, part: Part) -> UsageError:
+    return UsageError(
+        f"{name} of {part.text}: places in it are not those in the whole tensor, so other elements would be taken; "
+        "allowed are element-wise functions, masks computed from the part itself, and all elements ([:]); change rows "
+        "of weights inside of with job.unshard(model, write=True), and keep rows from being trained by a mask in the "
+        "model's forward"
+    )
 
 
 def _check_converted(parameter: Tensor, converted: Tensor) -> None:

@@ -228,10 +228,13 @@ def _set_up(change: Change, sequence: bool, region: Region | None) -> None:
 def _split_sequences(
     model: nn.Module, comm: Communicator, chosen: Sequence[Change], split: list[Parallel], region: Region | None
 ) -> None:
+    extent = sequences.Extent(model)
     for change in chosen:
         if change.kind == "scatter":
-            sequences.begin_behind(change.module, comm)
+            sequences.begin_behind(change.module, comm, extent)
         elif change.kind == "gather":
-            sequences.end_before(change.module, comm)
+            sequences.end_before(change.module, comm, extent)
+        elif change.kind == "vocabulary" and isinstance(change.module, ColumnParallel):
+            change.module.register_forward_pre_hook(lambda *_: extent.change(False))
     whole = [change.module for change in chosen if change.kind in _UNCUT and change.kind != "replicated"]
-    sequences.prepare(model, comm, split, whole, region)
+    sequences.prepare(model, comm, split, whole, region, extent)

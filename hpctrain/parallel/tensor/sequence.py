@@ -17,37 +17,79 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.utils._pytree import tree_map
 
 from hpctrain.collectives.communicator import Communicator
+from hpctrain.errors import UsageError
 from hpctrain.parallel.tensor import moves
 from hpctrain.parallel.tensor.rng import Region
 
 
-def begin_behind(module: nn.Module, comm: Communicator) -> None:
+class Extent:
+    """Where in a forward pass sequences are split, and which modules see a part of them.
+
+    The first pass decides for each module. Stages of a pipeline do not call the model: there all modules count as
+    seeing a part.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.split: bool | None = None  # at the present place of a pass; None: not known
+        self.changes = 0
+        self.sees_part: dict[nn.Module, bool] = {}
+        self._names = {module: name for name, module in model.named_modules()}
+        model.register_forward_pre_hook(lambda *_: self._begin(), prepend=True)
+
+    def _begin(self) -> None:
+        self.split = False
+
+    def change(self, split: bool) -> None:
+        """Take note that sequences are split, or whole, from here on."""
+        self.changes += 1
+        if self.split is not None:
+            self.split = split
+
+    def check_not_inside(self, module: nn.Module, changes: int) -> None:
+        """Raise ``UsageError`` if sequences were split or joined while a module with parameters of its own ran."""
+        if self.split is None or changes == self.changes:
+            return
+        parameters = [name for name, one in module._parameters.items() if one is not None]
+        raise UsageError(
+            f"parameters {', '.join(parameters)} of {self._names[module] or 'the model itself'} "
+            f"({type(module).__name__}): sequences are split, or joined, while it runs, so its gradients cannot be "
+            "told apart; allowed are parameters of modules that see whole sequences or parts of them; put these "
+            "parameters into a module of their own, or name a module around the first layers as scatter",
+            everywhere=True,
+        )
+
+
+def begin_behind(module: nn.Module, comm: Communicator, extent: Extent) -> None:
     """Let each rank go on with its part of what a module returns."""
 
     def split(_: nn.Module, args: Any, result: Any) -> Any:
+        extent.change(True)
         return tree_map(lambda leaf: moves.split_sequence(leaf, comm) if _is_activation(leaf) else leaf, result)
 
     module.register_forward_hook(split)
 
 
-def end_before(module: nn.Module, comm: Communicator) -> None:
+def end_before(module: nn.Module, comm: Communicator, extent: Extent) -> None:
     """Let all ranks give a module the whole sequence."""
 
     def join(_: nn.Module, args: Any) -> Any:
+        extent.change(False)
         return tree_map(lambda leaf: moves.join_sequence(leaf, comm) if _is_activation(leaf) else leaf, args)
 
     module.register_forward_pre_hook(join)
 
 
-def sum_gradients(module: nn.Module, comm: Communicator) -> None:
-    """Sum the gradients of a module's own parameters, each of which this rank applies to its part alone.
+def sum_gradients(module: nn.Module, comm: Communicator, extent: Extent) -> None:
+    """Sum the gradients of a module's own parameters, if this rank applies them to its part of the sequences alone.
 
     By hooks around ``forward``, which find whatever the strategy of the data axis has made of the parameters.
     """
-    before: list[Any] = []
+    before: list[tuple[Any, int]] = []
 
     def lend(_: nn.Module, args: Any) -> None:
-        before.append(module._parameters)
+        before.append((module._parameters, extent.changes))
+        if not extent.sees_part.setdefault(module, extent.split is not False):
+            return
         trained = {name: one for name, one in module._parameters.items() if one is not None and one.requires_grad}
         if trained and torch.is_grad_enabled():
             summed = moves.summed(list(trained.values()), comm)
@@ -55,7 +97,8 @@ def sum_gradients(module: nn.Module, comm: Communicator) -> None:
 
     def give_back(_: nn.Module, args: Any, result: Any) -> None:
         if before:
-            module.__dict__["_parameters"] = before.pop()
+            module.__dict__["_parameters"], changes = before.pop()
+            extent.check_not_inside(module, changes)
 
     module.register_forward_pre_hook(lend)
     module.register_forward_hook(give_back, always_call=True)
@@ -84,6 +127,7 @@ def prepare(
     split: Collection[nn.Module],
     whole: Collection[nn.Module],
     region: Region | None,
+    extent: Extent,
 ) -> None:
     """Prepare all modules that see a part of the sequence: those that are neither split nor see the ``whole`` of it."""
     apart = {inner for module in whole for inner in module.modules()} | set(split)
@@ -91,7 +135,7 @@ def prepare(
         if module in apart:
             continue
         if any(parameter is not None for parameter in module._parameters.values()):
-            sum_gradients(module, comm)
+            sum_gradients(module, comm, extent)
         if region is not None and isinstance(module, _DropoutNd):
             draw_apart(module, region)
 

@@ -128,7 +128,7 @@ def test_shards_that_were_converted_are_refused(change: Any) -> None:
     piece.show_shards()
     piece.contribute()
     change(modules[0])
-    with pytest.raises(UsageError, match=r"parameter p0 was moved or converted after job.wrap\(model\)"):
+    with pytest.raises(UsageError, match=r"parameter p0 has other memory than job.wrap\(model\) gave it"):
         piece.contribute()
 
 
