@@ -79,16 +79,16 @@ def end_before(module: nn.Module, comm: Communicator, extent: Extent) -> None:
     module.register_forward_pre_hook(join)
 
 
-def sum_gradients(module: nn.Module, comm: Communicator, extent: Extent) -> None:
-    """Sum the gradients of a module's own parameters, if this rank applies them to its part of the sequences alone.
+def sum_gradients(module: nn.Module, comm: Communicator, extent: Extent | None = None) -> None:
+    """Sum the gradients of a module's own parameters, if this rank applies them to its part alone.
 
-    By hooks around ``forward``, which find whatever the strategy of the data axis has made of the parameters.
+    ``extent`` tells where that is so; without it, everywhere. By hooks around ``forward``, which find whatever the strategy of the data axis has made of the parameters.
     """
     before: list[tuple[Any, int]] = []
 
     def lend(_: nn.Module, args: Any) -> None:
-        before.append((module._parameters, extent.changes))
-        if not extent.sees_part.setdefault(module, extent.split is not False):
+        before.append((module._parameters, extent.changes if extent is not None else 0))
+        if extent is not None and not extent.sees_part.setdefault(module, extent.split is not False):
             return
         trained = {name: one for name, one in module._parameters.items() if one is not None and one.requires_grad}
         if trained and torch.is_grad_enabled():
@@ -98,7 +98,8 @@ def sum_gradients(module: nn.Module, comm: Communicator, extent: Extent) -> None
     def give_back(_: nn.Module, args: Any, result: Any) -> None:
         if before:
             module.__dict__["_parameters"], changes = before.pop()
-            extent.check_not_inside(module, changes)
+            if extent is not None:
+                extent.check_not_inside(module, changes)
 
     module.register_forward_pre_hook(lend)
     module.register_forward_hook(give_back, always_call=True)
