@@ -305,7 +305,7 @@ class DataParallel(Strategy):
     def _before_update(self, optimizer: torch.optim.Optimizer) -> None:
         """Raise ``UsageError`` for gradients that no backward pass has left, and for parameters that came later."""
         self._late.check(optimizer)
-        if isinstance(optimizer, torch.optim.LBFGS) and optimizer not in self._used:
+        if isinstance(optimizer, torch.optim.LBFGS) and optimizer not in self._used and self._updates(optimizer):
             # Behind the hooks of all optimizers, of which this is one: so it is called before this update, too.
             optimizer.register_step_pre_hook(self._average_closure)
         if self._used.get(optimizer, 0) != self._reductions:
@@ -322,6 +322,11 @@ class DataParallel(Strategy):
                         "job.average_gradients(model) on all ranks when the gradients are set",
                         everywhere=True,
                     )
+
+    def _updates(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Tell whether an optimizer holds parameters of this model, not of another one."""
+        held = {id(parameter) for parameter in self._parameters}
+        return any(id(each) in held for group in optimizer.param_groups for each in group["params"])
 
     def _average_closure(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]

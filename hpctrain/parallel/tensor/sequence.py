@@ -82,7 +82,8 @@ def end_before(module: nn.Module, comm: Communicator, extent: Extent) -> None:
 def sum_gradients(module: nn.Module, comm: Communicator, extent: Extent | None = None) -> None:
     """Sum the gradients of a module's own parameters, if this rank applies them to its part alone.
 
-    ``extent`` tells where that is so; without it, everywhere. By hooks around ``forward``, which find whatever the strategy of the data axis has made of the parameters.
+    ``extent`` tells where that is so; without it, everywhere. By hooks around ``forward``, which find whatever the
+    strategy of the data axis has made of the parameters.
     """
     before: list[tuple[Any, int]] = []
 
