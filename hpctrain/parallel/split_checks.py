@@ -31,6 +31,7 @@ from hpctrain.parallel.tensor.same_gradients import check_same, sums_of
 from hpctrain.parallel.tensor.split import TensorSplit
 from hpctrain.parallel.tensor.whole_model import WholeModel, blank_copy, fits
 from hpctrain.parallel.update_hooks import UpdateHooks
+from hpctrain.plain_tensors import as_parts
 
 
 def whole_copy(
@@ -156,6 +157,7 @@ class FirstStep:
 
     # Backward ---------------------------------------------------------------------------------------------------------
 
+    @as_parts
     def _before_update(self, optimizer: torch.optim.Optimizer) -> None:
         """Compare the gradients that tensor ranks must hold alike, before the first update. Collective over them."""
         held = {id(parameter) for parameter in self._model.parameters()}
