@@ -69,6 +69,7 @@ class DataParallel(Strategy):
         self._buckets: list[Bucket] = []
         self._reductions = 0
         self._used: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
+        self._averaged: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # whose closures' losses are
         self._gradient_hooks = GradientHooks({})
         self._late = LateParameters(model, model.parameters())
         self._names: list[str] = []
@@ -305,7 +306,8 @@ class DataParallel(Strategy):
     def _before_update(self, optimizer: torch.optim.Optimizer) -> None:
         """Raise ``UsageError`` for gradients that no backward pass has left, and for parameters that came later."""
         self._late.check(optimizer)
-        if isinstance(optimizer, torch.optim.LBFGS) and optimizer not in self._used and self._updates(optimizer):
+        if isinstance(optimizer, torch.optim.LBFGS) and optimizer not in self._averaged and self._updates(optimizer):
+            self._averaged.add(optimizer)
             # Behind the hooks of all optimizers, of which this is one: so it is called before this update, too.
             optimizer.register_step_pre_hook(self._average_closure)
         if self._used.get(optimizer, 0) != self._reductions:
