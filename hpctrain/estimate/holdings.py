@@ -143,7 +143,7 @@ def _offloaded(run: PlannedRun, model: RankModel) -> list[Holding]:
         Holding("parameters", staying if model.passing or mixed else 0),
         Holding("optimizer states", _states(run, staying)),
         Holding("gradients", staying),
-        Holding("buffers", ROOMS * int(offload.piece_mib * 2**20)),
+        Holding("buffers", ROOMS * min(int(offload.piece_mib * 2**20), max(one.share for one in pieces.trained))),
         Holding("buffers", pieces.ring(whole=False, on_device=run.device != "cpu")),
     ]
     if not model.passing:

@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from torch.nn.modules.conv import _ConvNd
+
 from hpctrain.estimate.holdings import Holding, holdings_of
 from hpctrain.estimate.moments import moments_of
 from hpctrain.estimate.rank import RankModel, rank_models
@@ -24,6 +26,11 @@ PARTS = (*TENSORS, "allocator", "program")
 # program: what a rank has that trains a model of a few parameters, 168 MB alone and 186 MB with MPI and the node memory
 # that MPI takes; and 5 MB in which matrix products and convolutions pack their operands and keep their kernels.
 HEAP_SHARE, PROGRAM, PROGRAM_WITH_MPI = 0.33, 173_000_000, 191_000_000
+# Where a model with convolutions is cut into stages: what torch loads to count them on the meta device (sympy).
+CONVOLUTIONS_COUNTED = 20_000_000
+# With offload on a CPU, where the host's memory is the device's, what comes and goes is copied from the heap to the
+# heap: the shares of that, and of buffers.
+HEAP_SHARE_OF_OFFLOAD, HEAP_SHARE_OF_ITS_BUFFERS = 0.8, 0.2
 Split = dict[str, int]  # bytes of each part
 
 
@@ -80,7 +87,7 @@ def memory_of(run: PlannedRun) -> Memory:
 
 def _need(run: PlannedRun, model: RankModel) -> Need:
     """Return what a rank needs at the peak of its device's memory."""
-    moment = max(moments_of(run, model), key=lambda one: one.total)
+    moment, holdings = max(moments_of(run, model), key=lambda one: one.total), holdings_of(run, model)
     peak = [
         Holding("activations", moment.activations),
         Holding("gradients", moment.gradients),
@@ -89,12 +96,22 @@ def _need(run: PlannedRun, model: RankModel) -> Need:
     ]
     if run.device == "cpu":
         program = PROGRAM_WITH_MPI if run.ranks > 1 else PROGRAM
-        peak += [Holding("allocator", int(HEAP_SHARE * moment.total)), Holding("program", program)]
-    device = _add(holdings_of(run, model) + peak, on_host=False)
-    host = _add(holdings_of(run, model), on_host=True)
+        if run.parallel.pipe > 1 and any(isinstance(module, _ConvNd) for module in run.facts.model.modules()):
+            program += CONVOLUTIONS_COUNTED
+        peak += [Holding("allocator", _between(run, holdings, moment.total)), Holding("program", program)]
+    device = _add(holdings + peak, on_host=False)
+    host = _add(holdings, on_host=True)
     if run.device == "cpu":
         return Need({part: 0 for part in PARTS}, {part: device[part] + host[part] for part in PARTS}, moment.when)
     return Need(device, host, moment.when)
+
+
+def _between(run: PlannedRun, holdings: Sequence[Holding], moving: int) -> int:
+    """Return the bytes of the heap that are free between tensors; ``moving`` come and go in a step."""
+    if not run.offload.any_update:
+        return int(HEAP_SHARE * moving)
+    buffers = sum(one.nbytes // one.sharers for one in holdings if one.part == "buffers")
+    return int(HEAP_SHARE_OF_OFFLOAD * moving + HEAP_SHARE_OF_ITS_BUFFERS * buffers)
 
 
 def _add(holdings: Sequence[Holding], *, on_host: bool) -> Split:

@@ -41,6 +41,7 @@ class Landing:
         self._rooms: list[_Room] = []
         self._spare: list[Tensor] = []
         self._users: list[LandingFlow | None] = [None] * ROOMS
+        self._largest = 0  # bytes of a slice
         self._next_room = self._next_spare = 0
         self.landed: Callable[[LandingFlow], None] = lambda flow: None
         self.before_adding: Callable[[], None] = lambda: None
@@ -49,6 +50,7 @@ class Landing:
         """Return what follows the gradients of a piece."""
         flow = LandingFlow(piece, number, first, dtype)
         flow.landing = self
+        self._largest = max(self._largest, piece.layout.share * piece.own.itemsize)
         return flow
 
     def bring(self, target: Tensor, source: Tensor) -> Arrival:
@@ -66,7 +68,7 @@ class Landing:
     def _room(self) -> _Room:
         """Return the room whose turn it is, once it is empty."""
         if not self._rooms:
-            size = -(-self._nbytes // 8) * 8
+            size = -(-min(self._nbytes, self._largest) // 8) * 8
             self._rooms = [_Room(torch.empty(size, dtype=torch.uint8, device=self._device)) for _ in range(ROOMS)]
         room = self._rooms[self._next_room]
         self._next_room = (self._next_room + 1) % ROOMS
