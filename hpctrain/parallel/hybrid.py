@@ -20,7 +20,7 @@ from hpctrain.collectives.communicator import Communicator
 from hpctrain.collectives.mesh import AXES, Mesh
 from hpctrain.errors import MismatchError, UsageError
 from hpctrain.parallel.agreement import broadcast_model, check_same_model
-from hpctrain.parallel.fsdp.norm import clip_factor, sum_of_squares
+from hpctrain.parallel.fsdp.norm import clip_factor, norm_of, sum_of_squares
 from hpctrain.parallel.guard.gradient_hooks import INSTEAD, GradientHooks
 from hpctrain.parallel.materialise import is_meta
 from hpctrain.parallel.objective import Objective, cross_entropy
@@ -35,6 +35,7 @@ from hpctrain.parallel.tensor.plan import apply as split_matrices
 from hpctrain.parallel.tensor.plan import check, choose, plan_of
 from hpctrain.parallel.tensor.rng import agree
 from hpctrain.parallel.tensor.split import TensorSplit
+from hpctrain.plain_tensors import as_parts
 from hpctrain.shard import Shard, Split
 
 _HOOKS = "the gradients of a slice or of a microbatch are not what one process gives to it"
@@ -82,7 +83,10 @@ class ModelParallel(Strategy):
         self._tensor: TensorSplit | None = None
         self._gradient_hooks: GradientHooks | None = None
         if settings.tensor > 1:
-            self._tensor = split_matrices(model, self.mesh.tensor, plan, sequence=settings.sequence, device=device)
+            row = sum(self._pipeline.modules, []) if self._pipeline is not None else ()
+            self._tensor = split_matrices(
+                model, self.mesh.tensor, plan, sequence=settings.sequence, device=device, layers=row
+            )
             if settings.schedule == "zb-h1":
                 self._tensor.separate_backward()
         for module in model.modules():
@@ -97,7 +101,7 @@ class ModelParallel(Strategy):
         if self._tensor is not None:
             rounds = settings.mixed_precision != "none"
             self._first_step = FirstStep(
-                self, self.inner, self._tensor, self._pipeline, chosen, whole, rounds=rounds
+                self, self.inner, self._tensor, self._pipeline, chosen, whole, rounds=rounds, sequence=settings.sequence
             )
         if self._pipeline is not None:
             vars(model)["forward"] = self._pipeline  # the whole model, for those who only call it
@@ -182,16 +186,17 @@ class ModelParallel(Strategy):
 
     # Gradients --------------------------------------------------------------------------------------------------------
 
+    @as_parts
     def clip_grad_norm(self, max_norm: float) -> Tensor:
         """Scale the gradients so that their global norm is at most ``max_norm``; return the norm before, a scalar.
 
         PipeDream's stages clip each by their own norm, as they do within a step.
         """
         held = self.inner.reduced_gradients()
-        squares = self._squares(held)
-        own = squares.sqrt()[0].float()
+        squares, gradients = self._squares(held), [gradient for _, gradient in held]
+        own = norm_of(squares, gradients)
         self.mesh.pipe.all_reduce(squares)
-        norm = squares.sqrt()[0].float()
+        norm = norm_of(squares, gradients)
         by = own if self._pipeline is not None and self._pipeline.versions is not None else norm
         if bool(torch.isfinite(norm)):
             self._scale(by, max_norm)
@@ -223,7 +228,7 @@ class ModelParallel(Strategy):
         with self.inner.many_passes():
             pass
         held = self.inner.reduced_gradients()
-        self._scale(self._squares(held).sqrt()[0].float(), max_norm)
+        self._scale(norm_of(self._squares(held), [gradient for _, gradient in held]), max_norm)
         self.updates_itself = True
         try:
             optimizer.step()

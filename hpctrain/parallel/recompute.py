@@ -2,18 +2,15 @@
 
 After Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016, by ``torch.utils.checkpoint`` without reentry.
 
-Note: a module gets a subclass of its own class, of the same name, in which only ``forward`` and pickling differ. A
-``forward`` put on the instance would be shared by copies, which ``copy.deepcopy`` and torch's DataParallel make, and
-would lead them back to the parameters of the original. Hooks are called around ``forward``, so they run once, outside.
+Note: a module gets a subclass of its own class (``forward_subclass``), and so do its copies. Hooks are called around
+``forward``, so they run once, outside.
 """
 
 from __future__ import annotations
 
-import copyreg
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from functools import wraps
 from typing import Any
 
 import torch
@@ -22,6 +19,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.checkpoint import checkpoint
 
 from hpctrain.errors import UsageError
+from hpctrain.parallel.forward_subclass import subclass_with
 from hpctrain.parallel.pipeline import deferred, skip
 from hpctrain.parallel.recompute_inputs import snapshot
 
@@ -72,22 +70,12 @@ def _recomputing(plain: type[nn.Module]) -> type[nn.Module]:
 
 
 def _subclass(plain: type[nn.Module]) -> type[nn.Module]:
-    @wraps(plain.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if self.training and torch.is_grad_enabled():
             return _forward_twice(self, plain, args, kwargs)
         return plain.forward(self, *args, **kwargs)
 
-    def reduce(self: nn.Module, protocol: Any) -> Any:
-        """Pickle and copy by the plain class, as this one cannot be imported."""
-        reduced: Any = plain.__reduce_ex__(self, max(2, int(protocol)))
-        make, arguments, *rest = reduced
-        if make is copyreg.__newobj__:  # type: ignore[attr-defined]
-            make, arguments = _blank, (plain, *arguments[1:])
-        return make, arguments, *rest
-
-    same = {name: getattr(plain, name) for name in ("__module__", "__qualname__", "__doc__")}
-    return type(plain.__name__, (plain,), {**same, "forward": forward, "__reduce_ex__": reduce, _PLAIN: plain})
+    return subclass_with(plain, forward, _PLAIN, _blank)
 
 
 def _blank(plain: type[nn.Module], *arguments: Any) -> nn.Module:

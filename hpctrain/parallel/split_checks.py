@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from hpctrain.parallel.tensor.first_pass import Trail, unwatch, watch
 from hpctrain.parallel.tensor.kinds import Change
 from hpctrain.parallel.tensor.rng import can_drop
 from hpctrain.parallel.tensor.same_gradients import check_same, sums_of
+from hpctrain.parallel.tensor.sequence import join, split_before
 from hpctrain.parallel.tensor.split import TensorSplit
 from hpctrain.parallel.tensor.whole_model import WholeModel, blank_copy, fits
 from hpctrain.parallel.update_hooks import UpdateHooks
@@ -50,8 +52,8 @@ def whole_copy(
 class FirstStep:
     """Checks of a strategy whose model is split as ``chosen`` says; ``inner`` is the strategy of the data axis.
 
-    ``whole`` is a ``whole_copy`` of the model, ``rounds`` tells whether the split model computes in lower precision.
-    Checks that are done take themselves off.
+    ``whole`` is a ``whole_copy`` of the model, ``rounds`` tells whether the split model computes in lower precision,
+    ``sequence`` whether it splits sequences. Checks that are done take themselves off.
     """
 
     def __init__(
@@ -64,19 +66,20 @@ class FirstStep:
         whole: nn.Module | None,
         *,
         rounds: bool = False,
+        sequence: bool = False,
     ) -> None:
         self._strategy, self._inner, self._tensor = strategy, inner, tensor
-        self._model = strategy.model
+        self._model, self._sequence = strategy.model, sequence
         self._everywhere = tensor.comm.size == strategy.comm.size
         self._update_hooks: UpdateHooks | None = UpdateHooks(self, FirstStep._before_update)
         self._compared: WholeModel | None = None
-        self._trail = Trail(self._model, chosen) if pipeline is not None else None
+        self._trail = Trail(self._model, chosen, sequence=sequence) if pipeline is not None else None
         if whole is not None:
             self._compared = WholeModel(self._model, whole, tensor, chosen, inner.summon, rounds=rounds)
         if pipeline is not None:
             self._watch_stages(pipeline, {change.module: change.kind for change in chosen})
         else:
-            watch(self._model, chosen)
+            watch(self._model, chosen, sequence=sequence)
             self._compare_first_pass()
 
     def close(self) -> None:
@@ -135,7 +138,8 @@ class FirstStep:
     def _watch_stages(self, pipeline: Pipeline, kinds: Mapping[nn.Module, str]) -> None:
         """Search the graph of each stage for partial gradients, and compare its first pass with the whole layers'."""
         search, compared = self._tensor.partial_gradients, self._compared
-        varies = _varying_inputs(self._model, pipeline.layers, kinds)
+        varies = _varying_inputs(pipeline.modules, kinds)
+        parts = self._split_sequences(pipeline.modules, kinds)
         due = {
             chunk
             for chunk in pipeline.held
@@ -149,11 +153,25 @@ class FirstStep:
                     search.after_forward(outputs, given, ends=ends)
                 if compared is not None and chunk in due and torch.is_grad_enabled():
                     due.discard(chunk)
-                    compared.compare_layers(pipeline.held_layers(chunk), run, outputs)
+                    with torch.no_grad():
+                        begin = join(inputs, self._tensor.comm) if parts[chunk] else inputs
+                        end = join(outputs, self._tensor.comm) if parts[chunk + 1] else outputs
+                    compared.compare_layers(
+                        pipeline.held_layers(chunk), lambda layers: run(layers, begin), end
+                    )
                     if not due:
                         compared.drop()
 
         pipeline.watch(after)
+
+    def _split_sequences(
+        self, chunks: Sequence[Sequence[nn.Module]], kinds: Mapping[nn.Module, str]
+    ) -> list[bool]:
+        """Return whether sequences are split before each chunk, and at the end."""
+        if not self._sequence:
+            return [False] * (len(chunks) + 1)
+        before = split_before((layer for layers in chunks for layer in layers), kinds)
+        return [before[begin] for begin in (0, *accumulate(len(layers) for layers in chunks))]
 
     # Backward ---------------------------------------------------------------------------------------------------------
 
@@ -181,18 +199,12 @@ class FirstStep:
         return f"{name} {boxes}" if boxes else name
 
 
-def _varying_inputs(model: nn.Module, chunks: Sequence[Sequence[str]], kinds: Mapping[nn.Module, str]) -> list[bool]:
-    """Return where a model is cut between a column- and a row-parallel layer: before each chunk, and at the end.
-
-    Chunks are given by the names of their layers.
-    """
-    named = dict(model.named_modules(remove_duplicate=False))
+def _varying_inputs(chunks: Sequence[Sequence[nn.Module]], kinds: Mapping[nn.Module, str]) -> list[bool]:
+    """Return where a model is cut between a column- and a row-parallel layer: before each chunk, and at the end."""
     found, varies = [], False
     for layers in chunks:
         found.append(varies)
-        for name in layers:
-            module = named.get(name.partition("#")[0])
-            inside = list(module.modules()) if module is not None else []
-            if any(each in kinds for each in inside):
-                varies = bool(inside) and kinds.get(inside[0]) in ("column", "heads")
+        for layer in layers:
+            if any(each in kinds for each in layer.modules()):
+                varies = kinds.get(layer) in ("column", "heads")
     return [*found, varies]

@@ -135,7 +135,8 @@ class _Sums:
             if counts:
                 total = total + loss.detach().double().cpu()
         _give_gradients(aside)
-        return _averaged(self._strategies[0], (total / divisor if divisor else total * float("nan")).float())
+        mean = total / divisor if divisor else total * float("nan")
+        return _averaged(self._strategies[0], mean.to(torch.promote_types(loss.dtype, torch.float32)))
 
 
 class _Captured(Exception):

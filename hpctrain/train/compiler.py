@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+import weakref
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -53,7 +54,7 @@ class _Standin(ModuleType):
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
-        self.__dict__["_passed"] = []
+        self.__dict__["_passed"] = weakref.WeakSet()  # checkpoints give new functions in each pass
         self.__dict__["config"] = _Flags(self)
 
     def graph_break(self, msg: str = "") -> None:
@@ -61,7 +62,7 @@ class _Standin(ModuleType):
 
     def disable(self, function: Callable[..., Any], *args: Any, **options: Any) -> Callable[..., Any]:
         """Return the function: nothing is traced."""
-        self._passed.append(function)
+        self._passed.add(function)
         return function
 
     def __getattr__(self, name: str) -> Any:

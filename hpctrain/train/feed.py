@@ -79,6 +79,10 @@ class Feed:
         self.epoch, self.batches = self.epoch + 1, 0
         self._source = self._at_begin = None
 
+    def close(self) -> None:
+        """Let go of what loads: workers end at once, while the garbage collector would wait five seconds for each."""
+        self._source = None
+
     @property
     def is_one_shot(self) -> bool:
         """Whether there is no second pass over the loader: it is an iterator."""

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
@@ -68,8 +69,8 @@ class FirstStepChecks:
     ``splits_loader`` tells whether the run divides the loader's batches over the data ranks: False if the caller has
     asked for the same batches on all ranks, None if the loader is taken as it is. ``loader`` names it in messages.
 
-    Call ``check_held`` and ``attach`` before the loop, ``before_update`` and ``after_update`` around the first update,
-    and ``close`` in any case.
+    Call ``check_held`` and ``attach`` before the loop, ``before_update`` and ``compare_copies`` around the first
+    update, and ``close`` in any case.
     """
 
     def __init__(
@@ -246,21 +247,47 @@ class FirstStepChecks:
             advice,
         )
 
-    def after_update(self) -> None:
-        """Compare parameters that several ranks hold; a call by all ranks.
+    def compare_copies(self, when: str) -> None:
+        """Compare parameters that several ranks hold. Collective.
 
         Raises ``MismatchError`` on all ranks if any bit differs.
         """
         if not self._compares:
             return
-        differences = [self._difference(key, model) for key, model in self._models.items()]
+        differences = [self._difference(key, model, when) for key, model in self._models.items()]
         own = next((each for each in differences if each), "")
         found = next((each for each in self._comm.all_gather_object(own) if each), "")
         if found:
             raise MismatchError(found, everywhere=True)
 
     @torch.no_grad()
-    def _difference(self, key: str, model: nn.Module) -> str:
+    def warn_of_buffers(self) -> None:
+        """Warn of buffers that the first step has left different on data ranks. Collective."""
+        if not self._compares:
+            return
+        for key, model in self._models.items():
+            named = dict(model.named_modules(remove_duplicate=False))
+            sums = {
+                name: _sum_of_bits(buffer)
+                for name, buffer in model.named_buffers()
+                if not isinstance(named[name.rpartition(".")[0]], _BatchNorm)
+            }
+            data = self._strategies[key].data
+            everyone = data.all_gather_object(sums)
+            own = [name for name in sums if any(other.get(name) != sums[name] for other in everyone)]
+            differ = list(dict.fromkeys(name for names in self._comm.all_gather_object(own) for name in names))
+            if differ and self._comm.rank == 0:
+                logger.warning(
+                    "buffers %s%s of %s after the first step: each data rank has other values, computed from its own "
+                    "samples or random numbers, and those of rank 0 are kept; one process would compute them from all "
+                    "samples; average them over the ranks in the model's forward (comm.all_reduce), or use batch norms",
+                    ", ".join(differ[:4]),
+                    ", ..." if len(differ) > 4 else "",
+                    _name(key),
+                )
+
+    @torch.no_grad()
+    def _difference(self, key: str, model: nn.Module, when: str) -> str:
         """Say where the parameters of this rank's copies differ first; empty if they are equal."""
         copies = self._strategies[key].copies
         if copies is None or copies.size == 1:
@@ -272,9 +299,9 @@ class FirstStepChecks:
             for rank, other in everyone:
                 if other.get(name) != expected[name]:
                     return (
-                        f"parameter {name} of {_name(key)} after the first update: rank {rank} holds other values "
-                        f"than rank {first}; ranks that share out the data must make the same update; look for what is "
-                        "computed from one rank's samples (clipping, a learning rate, values set by hand)"
+                        f"parameter {name} of {_name(key)} {when}: rank {rank} holds other values than rank {first}; "
+                        "ranks that share out the data must make the same update; look for what is computed from one "
+                        "rank's samples or random numbers (clipping, noise, a learning rate, values set by hand)"
                     )
         return ""
 

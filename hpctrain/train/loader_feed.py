@@ -80,6 +80,11 @@ class LoaderFeed(Feed):
                 samples % now,
             )
 
+    def close(self) -> None:
+        """End the workers, those that persist too."""
+        super().close()
+        vars(self._twin)["_iterator"] = None
+
     def _samples(self) -> int:
         """Return the number of samples of a pass over all ranks, 0 if it is not known."""
         try:

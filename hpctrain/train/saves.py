@@ -42,6 +42,7 @@ class Saves:
         self._failures = FailedSaves(logs=state.comm.rank == 0)
         self._saver: Saver | None = None
         self._pending: _Save | None = None
+        self.check: Callable[[str], None] = lambda when: None  # raises if what is to be saved is not one state
         self.committed = 0
 
     def open(self) -> None:
@@ -102,6 +103,7 @@ class Saves:
 
     def _begin(self, config: str | None, provenance: Mapping[str, Any]) -> Path:
         assert self._saver is not None
+        self.check(f"at the checkpoint of step {self._state.step}")
         save = _Save(self._state.step, self._state.path(self._state.step), time.monotonic())
         with self._waiting(step=save.step):
             self._state.save(self._saver, save.path, config=config, provenance=provenance)

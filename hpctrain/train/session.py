@@ -120,6 +120,7 @@ class Run:
             loader=f"the {type(loader).__name__}",
         )
         self.checks.compiled = any(given[key] is not one for key, one in named.items())
+        self._saves.check = self.checks.compare_copies
         self._loop = self._make_loop()
         self._backward = Backward(self)
         self._evaluation = Evaluation(job.comm, self.strategies, self.streams)
@@ -427,6 +428,7 @@ class Run:
             self._give_back(error)
 
     def _give_back(self, error: BaseException | None) -> None:
+        self.feed.close()
         self._tracing.abandon()
         self.checks.close()
         self._updates.detach()

@@ -91,7 +91,8 @@ class Updates:
         trace.add("optimizer", self._began, time.monotonic())
         if self.checks is not None:
             checks, self.checks = self.checks, None
-            checks.after_update()
+            checks.compare_copies("after the first update")
+            checks.warn_of_buffers()
 
 
 def _models_of(optimizer: torch.optim.Optimizer, models: Mapping[str, nn.Module]) -> list[str]:

@@ -31,6 +31,22 @@ checkpoint(torch.sin, x, use_reentrant=False).sum().backward()
 assert torch.equal(x.grad, torch.cos(x.detach()))
 """
 
+RECOMPUTE_OFTEN = """
+import gc
+from torch.utils.checkpoint import checkpoint
+def functions():
+    gc.collect()
+    return sum(callable(one) and hasattr(one, "__code__") for one in gc.get_objects())
+def passes(count):
+    for _ in range(count):
+        x = torch.ones(2, requires_grad=True)
+        checkpoint(torch.sin, x, use_reentrant=False).sum().backward()
+passes(2)
+before_passes = functions()
+passes(20)
+assert functions() - before_passes < 5, functions() - before_passes
+"""
+
 THEN_SET_A_FLAG = """
 torch._dynamo.config.suppress_errors = True
 assert torch._dynamo.__file__ and torch._dynamo.config.suppress_errors
@@ -67,10 +83,12 @@ assert torch._dynamo is real and sys.modules["torch._dynamo"] is real
     "code",
     [
         TRAIN + RECOMPUTE + THEN_COMPILE,
+        TRAIN + RECOMPUTE_OFTEN,
         TRAIN + THEN_IMPORT,
-        TRAIN + THEN_SET_A_FLAG, "import torch._dynamo; real = torch._dynamo" + TRAIN + LOADED_BEFORE,
+        TRAIN + THEN_SET_A_FLAG,
+        "import torch._dynamo; real = torch._dynamo" + TRAIN + LOADED_BEFORE,
     ],
-    ids=["then compile", "then import a part", "then set a flag", "loaded before"],
+    ids=["then compile", "nothing is kept of passes", "then import a part", "then set a flag", "loaded before"],
 )
 def test_the_stand_in_gives_way(code: str) -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=50)

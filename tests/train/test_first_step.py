@@ -76,7 +76,8 @@ class Step:
             (loss(outputs) if loss else outputs.square().mean()).backward()
             self.checks.before_update()
             self.optimizer.step()
-            self.checks.after_update()
+            self.checks.compare_copies("after the first update")
+            self.checks.warn_of_buffers()
         finally:
             self.checks.close()
 
@@ -214,10 +215,8 @@ def test_tensor_ranks_need_the_same_inputs(comm: Any, order: Any, lines: list[st
     step = make(comm, **options)
     step.run(samples(step.strategy.data.rank))
     assert not lines
-    other = 2 if order[-1] == "data" else 1
-    with pytest.raises(MismatchError, match=f"ranks 0 and {other} got different ones; ranks that hold parts") as raised:
+    with pytest.raises(MismatchError, match="tensor ranks 0 and 1 got different ones; ranks that hold parts"):
         make(comm, **options).run(samples(comm.rank))
-    assert raised.value.everywhere
 
 
 # Losses ---------------------------------------------------------------------------------------------------------------
@@ -295,7 +294,7 @@ def test_copies_that_differ_are_refused_on_all_ranks(comm: Any) -> None:
         step.model.last.bias[1] += 1e-6 * (comm.rank == comm.size - 1)
     said = rf"^parameter last\.bias of model 'model' after the first update: rank {comm.size - 1} .* than rank 0; "
     with pytest.raises(MismatchError, match=said) as raised:
-        step.checks.after_update()
+        step.checks.compare_copies("after the first update")
     assert raised.value.everywhere
 
 
@@ -313,7 +312,7 @@ def test_copies_of_a_mesh_are_those_of_its_data_axis(comm: Any) -> None:
     with torch.no_grad():
         step.model.first.weight[0, 0] += 1.0 * (comm.rank == 2)
     with pytest.raises(MismatchError, match=r"parameter first\.weight .*: rank 2 holds other values than rank 0; "):
-        step.checks.after_update()
+        step.checks.compare_copies("after the first update")
 
 
 @pytest.mark.ranks
@@ -321,7 +320,7 @@ def test_asynchronous_ranks_do_not_wait_for_each_other(comm: Any, lines: list[st
     step = make(comm, data="hogwild")
     with comm.recording() as recorder:
         step.checks.before_update()
-        step.checks.after_update()
+        step.checks.compare_copies("after the first update")
     assert not recorder.calls and not lines
     step.strategy.detach()
 
@@ -362,3 +361,25 @@ def test_compiled_models_are_left_alone(comm: Any) -> None:
         step.checks.attach()
         assert traces(step.model) == before
         step.checks.close()
+
+
+class Mean(nn.Module):
+    """A layer that keeps a mean of what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean.mul_(0.9).add_(0.1 * x.detach().mean(0))
+        return x - self.mean
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("data", ["ddp", "fsdp"])
+def test_buffers_of_each_ranks_own_samples_are_named(comm: Any, data: str, lines: list[str]) -> None:
+    step = make(comm, model=nn.Sequential(Mean(), nn.Linear(WIDTH, 2), nn.BatchNorm1d(2)), data=data)
+    step.run(samples(comm.rank))
+    begin = "buffers 0.mean of model 'model' after the first step: each data"
+    said = [line for line in lines if line.startswith(begin)]
+    assert len(said) == (comm.rank == 0 and comm.size > 1)

@@ -65,7 +65,9 @@ def _share(job: Any, batches: Batches) -> Batches:
 
 
 @pytest.mark.ranks(2, 3)
-@pytest.mark.parametrize("strategy", ["ddp", *SPLIT])
+@pytest.mark.parametrize(
+    "strategy", ["ddp", "fsdp", *(pytest.param(one, marks=pytest.mark.slow) for one in ("zero1", "zero2"))]
+)
 @pytest.mark.parametrize("name", HABITS)
 def test_habits_give_the_numbers_of_one_process_or_an_error(job: Any, name: str, strategy: str) -> None:
     expected, returned = _alone(name)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from contextlib import nullcontext
+from multiprocessing import active_children
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +26,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from hpctrain.errors import UsageError
+from hpctrain.errors import MismatchError, UsageError
 
 SAMPLES = 22
 STRATEGIES = ["ddp", "zero1", "fsdp"]
@@ -187,7 +189,11 @@ def test_a_plain_loader_gives_the_numbers_of_one_process(
 
 
 @pytest.mark.ranks(1, 2)
-@pytest.mark.parametrize("loader, halt", [(loader, 5) for loader in LOADERS] + [(loader, 2) for loader in QUICK])
+@pytest.mark.parametrize(
+    "loader, halt",
+    [(loader, halt) for loader in QUICK for halt in (5, 2)]
+    + [pytest.param(loader, 5, marks=pytest.mark.slow) for loader in LOADERS if loader not in QUICK],
+)
 def test_a_killed_loop_resumes_inside_an_epoch(job: Any, shared_tmp_path: Path, loader: str, halt: int) -> None:
     plain = Plain(loader).go()
     with pytest.raises(Halt):
@@ -200,6 +206,15 @@ def test_a_killed_loop_resumes_inside_an_epoch(job: Any, shared_tmp_path: Path, 
     rows = metrics_of(shared_tmp_path)
     assert [row["step"] for row in rows] == list(range(1, len(plain.losses) + 1))
     assert [row["loss"] for row in rows] == pytest.approx(plain.losses, abs=1e-6)
+
+
+@pytest.mark.ranks(1, 2)
+@pytest.mark.parametrize("halt", [0, 5])
+def test_workers_that_stay_end_with_the_run(job: Any, shared_tmp_path: Path, halt: int) -> None:
+    before, own = set(active_children()), Own(job, "workers that stay")
+    with pytest.raises(Halt) if halt else nullcontext():
+        own.go(shared_tmp_path, halt=halt)
+    assert set(active_children()) <= before
 
 
 def _seed_otherwise(job: Any) -> None:
@@ -721,3 +736,21 @@ def test_augmentations_belong_to_the_sample_not_to_the_rank(job: Any, shared_tmp
 
 
 EXPECTED = [0.823299, 0.15556, 0.809724]  # whatever the ranks and workers
+
+
+@pytest.mark.ranks(2)
+def test_replicas_that_drift_apart_are_not_saved(job: Any, shared_tmp_path: Path) -> None:
+    """The first update is the same on all ranks; noise of each rank's own comes later."""
+    _seed()
+    model = job.wrap(_net(), "ddp")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(MismatchError, match=r"at the checkpoint of step 4: rank 1 holds other values .*random numbers"):
+        with job.run(model, optimizer, LOADERS["in order"](), checkpoints=str(shared_tmp_path), every=2) as run:
+            for epoch in run.epochs(2):
+                for step, (x, y) in run:
+                    nn.functional.mse_loss(model(x), y).backward()
+                    if step == 3:
+                        model[0].weight.grad.add_(0.1 * (1 + job.rank))
+                    optimizer.step()
+                    optimizer.zero_grad()
+    assert [path.name for path in shared_tmp_path.rglob("step_*.h5")] == ["step_00000002.h5"]

@@ -262,6 +262,48 @@ class Holder:
         self.mask = torch.ones(SAMPLES, 1)
 
 
+class Scaled(nn.Module):
+    """A layer that the model gives a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, scale: float) -> Tensor:
+        """Map ``[batch, width]`` to the same shape."""
+        result: Tensor = self.linear(x) * scale
+        return result
+
+
+class Defaults(nn.Module):
+    """A model with a default that its layer does not have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), Scaled()
+
+    def layers(self) -> list[nn.Module]:
+        """Return them."""
+        return [self.first, self.second]
+
+    def forward(self, x: Tensor, scale: float = 2.0) -> Tensor:
+        """Map ``[batch, width]`` to the same shape."""
+        result: Tensor = self.second(self.first(x), scale)
+        return result
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("given", [{}, {"scale": 0.5}])
+def test_a_default_of_the_model_reaches_the_layer_that_names_it(job: Any, given: dict[str, float]) -> None:
+    torch.manual_seed(0)
+    plain, x = Defaults(), torch.randn(SAMPLES, WIDTH)
+    model = job.wrap(Defaults(), {"pipe": 2})
+    for name, one in job.strategy(model).model.named_parameters():
+        one.data.copy_(plain.get_parameter(name))
+    with torch.no_grad():
+        torch.testing.assert_close(model(x, **given), plain(x, **given))
+
+
 X = torch.ones(SAMPLES, WIDTH)
 REFUSED = {
     "inputs of the model have different numbers of samples: inputs[0] has 8, mask has 6; ": lambda model, _: model(
@@ -270,7 +312,7 @@ REFUSED = {
     "inputs of Chain: got an unexpected keyword argument 'musk'; its forward takes (x: ": lambda model, part: model(
         part[0], musk=part[0]
     ),
-    "arguments of Chain (x, other) do not fit its first layer, parts.0, which ": lambda model, part: model(
+    "arguments of Chain (x, other, mask) do not fit its first layer, parts.0, which ": lambda model, part: model(
         part[0], other=part[0]
     ),
     "mask is a Holder with a tensor in its attribute mask; allowed are tensors, and tuples, ": lambda model, _: model(

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import io
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.nn import functional as F
 
 from hpctrain.errors import UsageError
@@ -270,6 +272,36 @@ def test_lbfgs_searches_lines_alike_on_all_ranks_by_the_loss_of_one(job: Any) ->
     _expect(job, model, plain, 1e-8)
 
 
+# Replaced parameters --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("strategy", ["ddp", *SPLIT])
+def test_functional_calls_give_the_numbers_of_one_process_or_an_error(job: Any, strategy: str) -> None:
+    plain, model, (x, _) = make_model(), job.wrap(make_model(), strategy), _batch()
+    other = {"0.weight": torch.randn(9, 6)}
+    with torch.no_grad():
+        wanted = functional_call(plain, other, (x,))
+        with job.unshard(model):
+            torch.testing.assert_close(functional_call(model, other, (x,)), wanted)
+        if strategy == "ddp":
+            torch.testing.assert_close(functional_call(model, other, (x,)), wanted)
+        else:
+            with pytest.raises(UsageError, match="0.weight: another tensor is in its place .*functional_call") as error:
+                functional_call(model, other, (x,))
+            assert error.value.everywhere
+        torch.testing.assert_close(model(x), plain(x))
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("strategy", SPLIT)
+def test_parameters_that_are_replaced_later_are_refused(job: Any, strategy: str) -> None:
+    model, (x, _) = job.wrap(make_model(), strategy), _batch()
+    model[0].weight = nn.Parameter(torch.zeros(9, 6))
+    with pytest.raises(UsageError, match="0.weight: another tensor is in its place .*before job.wrap"):
+        model(x)
+
+
 # Indexing -------------------------------------------------------------------------------------------------------------
 
 
@@ -315,6 +347,19 @@ def test_places_in_a_shard_are_not_taken_for_those_in_the_whole(job: Any, strate
     with torch.no_grad():
         plain[0].weight[0] = 0
     _expect(job, model, plain)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("strategy", ["ddp", *SPLIT])
+def test_no_rank_reads_what_another_writes_later(job: Any, strategy: str) -> None:
+    model = job.wrap(make_model(), strategy)
+    with job.unshard(model):
+        before, deadline = model[0].weight.detach().clone(), time.monotonic() + 0.3
+        while job.rank == 1 and time.monotonic() < deadline:  # rank 0 does not wait for it
+            assert torch.equal(model[0].weight, before)
+    with job.unshard(model, write=True), torch.no_grad():
+        model[0].weight.zero_()
+    assert not job.state_dict(model)["0.weight"].any()
 
 
 # Recomputing ----------------------------------------------------------------------------------------------------------

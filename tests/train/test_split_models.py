@@ -72,6 +72,22 @@ def test_norms_are_those_of_one_process(job: Any, form: str) -> None:
 
 @pytest.mark.ranks(2, 4)
 @pytest.mark.parametrize("form", FORMS)
+def test_clipping_in_double_precision(job: Any, form: str) -> None:
+    settings = FORMS[form]
+    if job.size % (settings.pipe * settings.tensor):
+        pytest.skip("needs more ranks")
+    plain, model = _model().double(), job.wrap(_model().double(), settings)
+    strategy = job.strategy(model)
+    x, y = torch.randn(SAMPLES, 6, dtype=torch.float64), torch.randn(SAMPLES, 4, dtype=torch.float64)
+    F.mse_loss(plain(x), y).backward()
+    _backward(strategy, x, y)
+    wanted = clip_grad_norm_(plain.parameters(), 0.1)
+    torch.testing.assert_close(strategy.clip_grad_norm(0.1), wanted, rtol=1e-12, atol=0)
+    torch.testing.assert_close(strategy.clip_grad_norm(0.1), wanted.new_tensor(0.1), rtol=1e-5, atol=0)
+
+
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize("form", FORMS)
 def test_parts_refuse_what_needs_the_others(job: Any, tmp_path: Path, form: str) -> None:
     model = _wrapped(job, form)
     _backward(job.strategy(model), torch.randn(SAMPLES, 6), torch.randn(SAMPLES, 4))

@@ -47,7 +47,7 @@ WRONG = [
     ("plain", _without("*.wo"), r"1.attention.wo \(Linear, not in the plan\) failed.*write '1.attention.wo=row'"),
     ("plain", _without("*.fc"), r"1.project \(Linear, \*.project=row\) failed.*write '1.project=whole', or column"),
     ("plain", {**BOTH, "*.project": "column"}, r"1.project .*=column\) failed.*takes whole features; write '1.proj"),
-    ("plain", _without("*.wk"), r"in 1.attention \(Attention, not in the plan\) failed: .*1.attention.wv=whole'"),
+    ("plain", _without("*.wk"), r"in 1.attention \(Attention, not in the plan\) failed.*write '1.attention.wk=heads'"),
     ("plain", {**BOTH, "*.norm": "replicated"}, r"1.attention.w. \(\*.w.=heads\) takes whole.*replicated is only for"),
     ("plain", {**BOTH, "1": "replicated"}, r"1=replicated: module 1 contains 1.attention.wq, which is split"),
     ("plain", {"*.norm_2": "column"}, r"\*.norm_2=column: module 1.norm_2: a LayerNorm is not a Linear"),
@@ -60,6 +60,38 @@ def test_wrong_plans_name_modules_and_what_to_write(job: Any, case: str, plan: d
     with pytest.raises(UsageError, match=message) as error:
         _step(job, model_of(case)[0], plan)
     assert error.value.everywhere
+
+
+class Gated(nn.Module):
+    """A gated MLP, whose gate and values may be one layer."""
+
+    def __init__(self, *, fused: bool) -> None:
+        super().__init__()
+        self.fused = fused
+        self.gate, self.up = nn.Linear(WIDTH, 32 if fused else 16), nn.Linear(WIDTH, 16)
+        self.down = nn.Linear(16, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.gate(x).chunk(2, -1) if self.fused else (self.gate(x), self.up(x))
+        result: Tensor = self.down(F.silu(gate) * up)
+        return result
+
+
+def _gated(*, fused: bool) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, WIDTH), Gated(fused=fused), nn.Linear(WIDTH, 3))
+
+
+@TWO
+def test_half_of_a_gate_that_is_missing_is_named(job: Any) -> None:
+    with pytest.raises(UsageError, match=r"1.up in the same module is not; write '1.up=column' in parallel"):
+        _step(job, _gated(fused=False), {"*.gate": "column", "*.down": "row"})
+
+
+@TWO
+def test_a_gate_and_its_values_in_one_layer_are_refused(job: Any) -> None:
+    with pytest.raises(MismatchError, match="between 1.gate .*outputs are cut into several, as gate and up, must be"):
+        _step(job, _gated(fused=True), {"*.gate": "column", "*.down": "row"})
 
 
 @TWO
@@ -100,6 +132,27 @@ def test_a_function_over_split_features_is_placed_between_layers(job: Any) -> No
     model = nn.Sequential(nn.Linear(5, WIDTH), Normed(Attention()), nn.Linear(WIDTH, 3))
     with pytest.raises(MismatchError, match=r"between 1.fc \(Linear, \*.fc=column\) and 1.project \(Linear, "):
         _step(job, model, BOTH)
+
+
+class Normed(nn.Module):
+    """An MLP with a norm over all of its features, whose last layer begins with zeros."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.project = nn.Linear(WIDTH, 16), nn.Linear(16, WIDTH)
+        nn.init.zeros_(self.project.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = x + self.project(F.rms_norm(self.fc(x), (self.fc(x).shape[-1],)))
+        return result
+
+
+@TWO
+def test_weights_of_zeros_hide_no_norm_over_split_features(job: Any) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, WIDTH), Normed(), nn.Linear(WIDTH, 3))
+    with pytest.raises(MismatchError, match=r"what 1.project \(Linear, \*.project=row\) is given in the first pass"):
+        _step(job, model, {"*.fc": "column", "*.project": "row"})
 
 
 @TWO

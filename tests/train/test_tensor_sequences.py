@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from hpctrain.errors import UsageError
+from hpctrain.parallel.objective import Objective
 
 WIDTH, LENGTH = 8, 6
 
@@ -82,3 +84,50 @@ def test_parameters_of_the_model_itself_are_refused(job: Any) -> None:
     job.wrap(model, {"tensor": 2, "sequence": True, "tensor_plan": PLAN})
     with pytest.raises(UsageError, match="parameters scale of the model itself .*put these parameters into a module"):
         model(torch.randint(0, 12, (3, LENGTH)))
+
+
+class Late(Model):
+    def forward(self, tokens: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.blocks(self.positions(self.middle(self.embed(tokens)))))
+        return logits
+
+
+@pytest.mark.ranks(2)
+def test_a_table_of_positions_behind_scatter_is_refused(job: Any) -> None:
+    model = Late(nn.Identity())
+    job.wrap(model, {"tensor": 2, "sequence": True, "tensor_plan": PLAN})
+    wanted = r"in positions .*follows middle \(Identity, middle=scatter\), .*must come before"
+    with pytest.raises(UsageError, match=wanted):
+        model(torch.randint(0, 12, (3, LENGTH)))
+
+
+class Row(Model):
+    def layers(self) -> list[nn.Module]:
+        return [self.embed, self.positions, self.middle, *self.blocks, self.norm, self.head]
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("partition", ["2,5", "3,4", "1,6", "6,1"])
+@pytest.mark.parametrize("called_first", [False, True])
+def test_stages_know_where_sequences_are_split(job: Any, partition: str, called_first: bool) -> None:
+    plain, model = _model("linear"), Row(nn.Linear(WIDTH, WIDTH)).double()
+    model.load_state_dict(plain.state_dict())
+    settings = {"pipe": 2, "tensor": 2, "sequence": True, "tensor_plan": PLAN, "partition": partition}
+    job.wrap(model, settings)
+    tokens, targets = torch.randint(0, 12, (4, LENGTH)), torch.randint(0, 12, (4, LENGTH))
+    with torch.no_grad():
+        if called_first:
+            torch.testing.assert_close(model(tokens), plain(tokens), rtol=1e-10, atol=1e-12)
+    objective = Objective(compare=lambda logits, targets: F.cross_entropy(logits.flatten(0, 1), targets.flatten()))
+    loss = job.strategy(model).forward_backward(tokens, targets, objective)
+    expected = F.cross_entropy(plain(tokens).flatten(0, 1), targets.flatten())
+    expected.backward()
+    torch.testing.assert_close(loss, expected.detach().float())
+    wanted = {name: one.grad for name, one in plain.named_parameters()}
+    held = dict(model.named_parameters())
+    assert held
+    for name, one in held.items():
+        grad = wanted[name]
+        assert one.grad is not None and grad is not None
+        if one.grad.shape == grad.shape:  # others are slices
+            torch.testing.assert_close(one.grad.as_subclass(Tensor), grad, rtol=1e-10, atol=1e-12, msg=name)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +27,13 @@ def global_norm(gradients: Sequence[Tensor], comm: Communicator, device: torch.d
     """Return the norm of all ranks' gradients, on a device; each element is counted once."""
     squares = sum_of_squares(gradients, device)
     comm.all_reduce(squares)
-    return squares.sqrt()[0].float()
+    return norm_of(squares, gradients)
+
+
+def norm_of(squares: Tensor, gradients: Iterable[Tensor]) -> Tensor:
+    """Return the root of a sum of squares: in double precision if a gradient is, otherwise in single."""
+    double = any(gradient.dtype is torch.float64 for gradient in gradients)
+    return squares.sqrt()[0] if double else squares.sqrt()[0].float()
 
 
 def sum_of_squares(gradients: Sequence[Tensor], device: torch.device) -> Tensor:

@@ -43,9 +43,23 @@ class Member:
     held: Held
     whole: nn.Parameter
     shard: nn.Parameter
+    shown: nn.Parameter | None = None
+
+    def check_shown(self) -> None:
+        """Raise ``UsageError`` if the program has put another tensor in the parameter's place."""
+        for module, attribute in self.places:
+            if module._parameters.get(attribute) is not self.shown and self.shown is not None:
+                raise UsageError(
+                    f"parameter {self.name}: another tensor is in its place than at job.wrap, as by "
+                    "torch.func.functional_call or an assignment to the module; a strategy that shards parameters "
+                    "puts its own there in each pass; replace parameters before job.wrap, or compute forward inside "
+                    "of with job.unshard(model)",
+                    everywhere=True,
+                )
 
     def show(self, face: nn.Parameter) -> None:
         """Register one of the faces wherever the parameter is used."""
+        self.shown = face
         for module, attribute in self.places:
             if type(module).__setattr__ is nn.Module.__setattr__:
                 module._parameters[attribute] = face
@@ -171,6 +185,8 @@ class Piece:
 
     def show_whole(self) -> None:
         """Let modules see the whole parameters, frozen where the shards are."""
+        for member in self.members:
+            member.check_shown()
         for member in self.members:
             if member.shard.requires_grad is not member.whole.requires_grad:
                 self._follow(member)

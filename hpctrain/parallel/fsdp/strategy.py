@@ -187,6 +187,8 @@ class ShardedDataParallel(Strategy):
             if write and self.comm.rank:
                 for member in self._parts.members:  # others may write what they like: what they share stays as it is
                     member.show(nn.Parameter(member.whole.detach().clone(), requires_grad=member.whole.requires_grad))
+            if write:
+                self._form.meet()  # another rank may still read what rank 0 is about to change
             yield
             if write:
                 with plain_tensors():

@@ -104,7 +104,7 @@ class Guard:
             self._end()
 
     def _holds(self, optimizer: torch.optim.Optimizer) -> bool:
-        return any(id(each) in self._held for group in optimizer.param_groups for each in group["params"])
+        return any(not self._held.isdisjoint(map(id, group["params"])) for group in optimizer.param_groups)
 
     def _mark_states(self, optimizer: torch.optim.Optimizer, found: dict[str, Any]) -> None:
         """Let the tensors of an optimizer's ``state_dict()`` that are parts refuse to be written."""

@@ -24,10 +24,10 @@ class LateParameters:
 
     def check(self, optimizer: torch.optim.Optimizer) -> None:
         """Raise ``UsageError`` for a parameter of the model that the optimizer has and the strategy has not."""
-        new = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in self._known]
         model = self._model()
-        if not new or model is None:
+        if model is None or all(self._known.issuperset(map(id, group["params"])) for group in optimizer.param_groups):
             return
+        new = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in self._known]
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         late = [names[id(parameter)] for parameter in new if id(parameter) in names]
         if late:

@@ -2,7 +2,8 @@
 
 What a layer returns is the first argument of the next one; a tuple is spread over its arguments if its ``forward``
 takes several. An argument of the model goes to every layer whose ``forward`` has a parameter of that name, on whatever
-stage that layer is; arguments whose names no layer has go to the first layer, in order.
+stage that layer is, and so does the default of one that is not given; arguments whose names no layer has go to the
+first layer, in order.
 
 Layers of an ``nn.Sequential`` keep its meaning, by which each takes one argument: there only parameters without a
 default count, without which the layer cannot be called in one process either.
@@ -95,13 +96,14 @@ def call_layer(layer: Layer, x: Any, named: Mapping[str, Any]) -> Any:
 def _called(layer: Layer, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     try:
         return layer.module(*args, **kwargs)
-    except TypeError as error:
-        if why := layer.takes.fits(args, kwargs):
-            given = ", ".join([*(type(each).__name__ for each in args), *(f"{name}=..." for name in kwargs)])
+    except Exception as error:
+        given = ", ".join([*(type(each).__name__ for each in args), *(f"{name}=..." for name in kwargs)])
+        if isinstance(error, TypeError) and (why := layer.takes.fits(args, kwargs)):
             raise UsageError(
                 f"layer {layer.name} was called with ({given}): {why}; its forward takes {layer.takes.signature}; a "
                 f"tuple is spread over the arguments of a layer that takes several, and {_RULE}"
             ) from error
+        error.add_note(f"(in layer {layer.name} of a pipeline, called with ({given}))")
         raise
 
 
@@ -170,7 +172,9 @@ class Caller:
             bound = self._signature.bind(*arguments.args, **arguments.kwargs)
         except TypeError as error:
             raise UsageError(
-                f"inputs of {self._kind}: {error}; its forward takes {self._signature}; pass inputs that fit it",
+                f"inputs of {self._kind}: {error}; its forward takes {self._signature}; entries of a tuple are passed "
+                "as positional arguments, those of a dict by their names: write (batch,) for one argument that is a "
+                "tuple or a dict",
                 everywhere=True,
             ) from error
         found: list[tuple[str | None, Any]] = []
@@ -182,6 +186,10 @@ class Caller:
                 found += list(value.items())
             else:
                 found.append((None if kind is Parameter.POSITIONAL_ONLY else name, value))
+        for name, parameter in self._signature.parameters.items():  # as forward would pass them on
+            known = name in self._later or name in self._first.takes.names
+            if known and name not in bound.arguments and parameter.default is not Parameter.empty:
+                found.append((name, parameter.default))
         return found
 
 

@@ -71,6 +71,7 @@ class Pipeline:
             self.check(shown.changed(lambda tensor: tensor.to(device)))
         prune(model, layers, [number for chunk in held for number in cuts[chunk]])
         self.layers = [[layers[number].name for number in cut] for cut in cuts]
+        self.modules = [[layers[number].module for number in cut] for cut in cuts]
         self.carried = [bool(chunk.carried_in or chunk.carried_out) for chunk in chunks]
         self.tied = TiedGradients(model, comm, shared, held)
         self.versions: StashedWeights | None = None
@@ -137,7 +138,7 @@ class Pipeline:
     def watch(self, after: Callable[[int, Tensors, Tensors, Run], None]) -> None:
         """Call ``after(chunk, inputs, outputs, run)`` behind each forward pass of a chunk that this rank holds.
 
-        ``run(layers)`` returns what other layers make of the same inputs.
+        ``run(layers, inputs)`` returns what other layers make of inputs, with the same arguments of the model.
         """
         for number, chunk in self._chunks.items():
             chunk.after = partial(after, number)

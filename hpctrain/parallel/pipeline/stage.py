@@ -20,7 +20,7 @@ from hpctrain.parallel.pipeline.skip import carried, carrying
 Tensors = tuple[Tensor, ...]
 CONSTANTS = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, type(None))
 
-Run = Callable[[Sequence[Layer]], Any]  # what other layers make of the inputs of a pass
+Run = Callable[[Sequence[Layer], Tensors], Any]  # what other layers make of other inputs of a pass
 After = Callable[[Tensors, Tensors, Run], None]  # called with inputs and outputs of each pass
 
 
@@ -67,7 +67,7 @@ class Chunk:
         self._check(x, tensors)
         outputs = (*tensors, *(kept[name] for name in self.carried_out))
         if self.after is not None:
-            self.after(inputs, outputs, lambda layers: _run(layers, inputs[:own], structure, call))
+            self.after(inputs, outputs, lambda layers, other: _run(layers, other[:own], structure, call))
         return Outputs(outputs, skeleton)
 
     __call__ = forward

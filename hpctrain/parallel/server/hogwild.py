@@ -156,6 +156,17 @@ class Hogwild(Strategy):
         yield
         self._memory.barrier()  # nobody goes on while another still reads
 
+    @contextmanager
+    def summon(self, *, write: bool = False) -> Iterator[None]:
+        """Let all ranks write with ``write``, the same values, as they share memory. Collective."""
+        if not write:
+            yield
+            return
+        with self.meeting():
+            yield
+            broadcast_model(self.model, self.comm)
+            self.refresh()
+
     def settle(self) -> None:
         """Wait until all ranks have come here, and serve them meanwhile. Collective."""
         self._exchanging.pause()

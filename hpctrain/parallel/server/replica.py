@@ -18,6 +18,7 @@ from hpctrain.parallel.server.flat import Flat
 from hpctrain.parallel.server.hooks import Hooks
 from hpctrain.parallel.server.settings import ServerSettings
 from hpctrain.parallel.server.worker import FirstRank, buffers_of, own_states
+from hpctrain.parallel.server.writes import Writes
 from hpctrain.parallel.strategy import Figures, Strategy
 from hpctrain.shard import Split
 
@@ -36,6 +37,7 @@ class Replica(Strategy):
         self._exchanging = CommunicationTime()
         self._aside: Tensor | None = None  # this worker's parameters, while the model holds the centre
         self._hooks = Hooks(model, self._forward_comes, self._gradient_came, self.check_optimizer)
+        self._writes = Writes(model, "the centre of the workers")
 
     # What an exchange is ----------------------------------------------------------------------------------------------
 
@@ -135,6 +137,23 @@ class Replica(Strategy):
             for name, one in buffers_of(self.model).items():
                 one.copy_(buffers[name])
 
+    @contextmanager
+    def summon(self, *, write: bool = False) -> Iterator[None]:
+        """Let all ranks write with ``write``: centre and workers go on from what rank 0 has written. Collective."""
+        if not write:
+            yield
+            return
+        with self.meeting(), self._writes.counting():
+            yield
+            broadcast_model(self.model, self.comm)
+            self._end_exchange()
+            self.refresh()
+            if self._aside is not None:
+                self._aside.copy_(self._flat.values)
+            buffers = {name: one.clone() for name, one in buffers_of(self.model).items()}
+        for name, one in buffers_of(self.model).items():  # the meeting has brought back this worker's own
+            one.copy_(buffers[name])
+
     def settle(self) -> None:
         """Count the time until the next step to none."""
         self._exchanging.pause()
@@ -179,3 +198,4 @@ class Replica(Strategy):
         if self._hooks.attached:
             self.conclude()
         self._hooks.remove()
+        self._writes.close()

@@ -31,6 +31,7 @@ from hpctrain.parallel.server.store.store import Store
 from hpctrain.parallel.server.tables.lookup import Lookup
 from hpctrain.parallel.server.tables.row_average import average_rows
 from hpctrain.parallel.server.worker import FirstRank
+from hpctrain.parallel.server.writes import Writes
 from hpctrain.parallel.strategy import Figures, Strategy, clip_whole_gradients
 from hpctrain.shard import Split
 from hpctrain.transport.onesided.expose import expose
@@ -56,6 +57,8 @@ class ParameterServer(Strategy):
         self._stale, self._exchanging = Histogram(), CommunicationTime()
         self._began = self._pushes = self._averages = False
         self._hooks = Hooks(model, self._begin, self._gradient_came, _refuse_unknown)
+        self._writes = Writes(model, "the parameter server")
+        self._writes.open = True  # until a run begins, which serves what is here
 
     @property
     def data(self) -> Communicator:
@@ -78,6 +81,8 @@ class ParameterServer(Strategy):
         self._order = [owners[(self.comm.rank + step) % len(owners)] for step in range(len(owners))]
         self._store.write_own(self._vector.give_host())
         self._board.barrier()
+        self._writes.open = False
+        self._writes.note()
         self._hooks.take(optimizer, self._collect, self._move_was)
 
     def forward_backward(self, inputs: Any, targets: Any, objective: Objective, *, weight: float = 1.0) -> Tensor:
@@ -93,6 +98,7 @@ class ParameterServer(Strategy):
         if self._hooks.optimizer is None:
             return  # no run has begun: all ranks hold what they began with
         self._began = True
+        self._writes.check()
         self._exchanging.begin_step()
         with self._exchanging:
             self._bound.read()
@@ -102,6 +108,7 @@ class ParameterServer(Strategy):
         """Read the dense parameters; whole ``tables`` too, of which passes else read the rows that they look up."""
         self._store.read(self._vector.host)
         self._vector.take_host()
+        self._writes.note()
         self._lookup.forget()
         if tables:
             for number, table in enumerate(self._vector.tables):
@@ -182,6 +189,7 @@ class ParameterServer(Strategy):
         assert self._hooks.optimizer is not None
         self._exchanging.pause()
         self.met += 1
+        self._writes.check()
         self._board.barrier()
         self._read(tables=True)
         self._store.give_states(self._hooks.optimizer)
@@ -190,6 +198,17 @@ class ParameterServer(Strategy):
             yield
         finally:
             self._hooks.optimizer.state.clear()
+
+    @contextmanager
+    def summon(self, *, write: bool = False) -> Iterator[None]:
+        """Let all ranks write with ``write``: what rank 0 has written is served from then on. Collective."""
+        if not write or self._hooks.optimizer is None:
+            yield
+            return
+        with self.meeting(), self._writes.counting():
+            yield
+            broadcast_model(self.model, self.comm)
+            self.refresh()
 
     def settle(self) -> None:
         """Wait until all ranks have come here, and serve them meanwhile. Collective."""
@@ -211,6 +230,7 @@ class ParameterServer(Strategy):
         self._store.take_states(self._hooks.optimizer)
         self._hooks.optimizer.state.clear()
         self._lookup.know_all()
+        self._writes.note()
         self._board.barrier()
 
     def figures(self) -> Figures:
@@ -227,6 +247,7 @@ class ParameterServer(Strategy):
     def detach(self) -> None:
         """Take all hooks off, leave the served parameters in the model, give the memory back; a call by all ranks."""
         attached = self._hooks.remove()
+        self._writes.close()
         if attached:
             if self._hooks.optimizer is not None:
                 self.conclude()

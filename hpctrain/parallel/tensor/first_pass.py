@@ -4,24 +4,22 @@ A plan that forgets a ``row`` lets the next layer fail with torch's "mat1 and ma
 model has not computed yet, its ``forward`` is watched: an error of that kind behind a column-parallel layer becomes a
 ``UsageError``.
 
-Note: as in ``parallel.recompute``, the model gets a subclass of its own class, in which only ``forward`` and pickling
-differ; copies are of the plain class. It has its class back after the first pass.
+Note: the model gets a subclass of its own class (``forward_subclass``), and has its class back after the first pass.
 """
 
 from __future__ import annotations
 
-import copyreg
 import re
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import wraps
 from typing import Any, cast
 
 import torch
 from torch import nn
 
 from hpctrain.errors import HpctrainError, UsageError
+from hpctrain.parallel.forward_subclass import subclass_with
 from hpctrain.parallel.tensor.kinds import Change
 from hpctrain.parallel.tensor.layers import ColumnParallel, Parallel, RowParallel, SharedHeads
 
@@ -36,11 +34,13 @@ _WATCHED: weakref.WeakKeyDictionary[nn.Module, Trail] = weakref.WeakKeyDictionar
 class Trail:
     """Which modules of a model run, and which split ones have run, in a forward pass."""
 
-    def __init__(self, model: nn.Module, chosen: Sequence[Change]) -> None:
+    def __init__(self, model: nn.Module, chosen: Sequence[Change], *, sequence: bool = False) -> None:
+        self._model, self._sequence = model, sequence
         self._names = {module: name for name, module in model.named_modules()}
-        self._entries = {change.module: f"{change.pattern}={change.kind}" for change in chosen}
+        self._chosen = {change.module: change for change in chosen}
         self.running: list[nn.Module] = []
         self.open: nn.Module | None = None  # the last layer whose outputs are split, until a row takes them
+        self.scattered: nn.Module | None = None  # the module behind which sequences are split, until they are joined
         self._handles: list[Any] = []
 
     @contextmanager
@@ -68,7 +68,7 @@ class Trail:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        self.running, self.open = [], None
+        self.running, self.open, self.scattered = [], None, None
 
     def _enter(self, module: nn.Module, args: Any) -> None:
         self.running.append(module)
@@ -79,12 +79,16 @@ class Trail:
             self.open = None if getattr(module, "gathers", False) else module
         elif isinstance(module, Parallel):
             self.open = None
+        kind = self._chosen[module].kind if self._sequence and module in self._chosen else ""
+        if kind in ("scatter", "gather", "vocabulary"):
+            self.scattered = module if kind == "scatter" else None
 
     def explained(self, error: Exception) -> UsageError | None:
         """Return what an error in the pass means for the plan; None if the plan has nothing to do with it."""
         at = self.running[-1] if self.running else None
         known = _SHAPES.search(str(error)) and not isinstance(error, (HpctrainError, NotImplementedError))
-        if not known or isinstance(error, torch.OutOfMemoryError) or (self.open is None and not _is_row(at)):
+        from_plan = self.open is not None or self.scattered is not None or _is_row(at)
+        if not known or isinstance(error, torch.OutOfMemoryError) or not from_plan:
             return None
         text = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         return UsageError(f"{self._where(at)} failed: {text}; {self._advice(at)}", everywhere=True)
@@ -94,6 +98,12 @@ class Trail:
         return f"forward pass of the model split over tensor ranks {where}"
 
     def _advice(self, at: nn.Module | None) -> str:
+        if self.open is None and self.scattered is not None:
+            return (
+                f"it follows {self.name(self.scattered)}, behind which each rank has a part of each sequence; what "
+                "needs whole sequences, such as a table of positions, must come before: put it and the modules "
+                "before it into one module, and write scatter for that"
+            )
         if self.open is None:
             return (
                 f"a row-parallel layer takes features that a column-parallel layer before it has left split; write "
@@ -104,17 +114,39 @@ class Trail:
         if isinstance(at, (ColumnParallel, SharedHeads)) or isinstance(at, nn.Linear) and not _is_row(at):
             what = "a column-parallel layer takes whole features" if column else "a whole layer takes whole features"
             return f"{before}; {what}; write '{self._plain(at)}=row' in parallel.tensor_plan"
+        beside = self._beside(self.open)
+        if beside:
+            kind = self._chosen[self.open].kind
+            return (
+                f"{before}; {', '.join(beside)} in the same module {'is' if len(beside) == 1 else 'are'} not; write "
+                + ", ".join(f"'{name}={kind}'" for name in beside)
+                + f" in parallel.tensor_plan, or '{self._plain(self.open)}=whole' and whole for its row"
+            )
         return (
             f"{before}; between a column- and a row-parallel layer only functions of each feature, or of each head, by "
             f"itself are allowed, with sizes taken from the split tensors; write '{self._plain(self.open)}=whole' and "
             "whole for its row, or split by heads (kind heads, which divides num_heads of the parent)"
         )
 
+    def _beside(self, split: nn.Module) -> list[str]:
+        """Return the layers beside a split one that take the same features and are not split, as one half of a gate."""
+        path = self._plain(split).rpartition(".")[0]
+        change = self._chosen[split]
+        return [
+            f"{path}.{name}" if path else name
+            for name, module in self._model.get_submodule(path).named_children()
+            if isinstance(module, nn.Linear)
+            and module not in self._chosen
+            and module.in_features == split.in_features
+            and (change.kind == "heads" or module.out_features == split.out_features)
+        ]
+
     def name(self, module: nn.Module | None) -> str:
         """Return a module's name, class and entry of the plan."""
         name = self._plain(module)
         kind: type = module.plain if isinstance(module, Parallel) else type(module)
-        entry = self._entries.get(cast(nn.Module, module), "not in the plan")
+        change = self._chosen.get(cast(nn.Module, module))
+        entry = f"{change.pattern}={change.kind}" if change is not None else "not in the plan"
         return f"{name} ({kind.__name__}, {entry})" if name else ""
 
     def _plain(self, module: nn.Module | None) -> str:
@@ -126,11 +158,11 @@ def _is_row(module: nn.Module | None) -> bool:
     return isinstance(module, RowParallel)
 
 
-def watch(model: nn.Module, chosen: Sequence[Change]) -> None:
+def watch(model: nn.Module, chosen: Sequence[Change], *, sequence: bool = False) -> None:
     """Explain errors of a split model's forward passes, until the first one is done."""
     if isinstance(model, torch.jit.ScriptModule) or "forward" in vars(model):
         return
-    _WATCHED[model] = Trail(model, chosen)
+    _WATCHED[model] = Trail(model, chosen, sequence=sequence)
     model.__class__ = _subclass(type(model))
 
 
@@ -143,29 +175,13 @@ def unwatch(model: nn.Module) -> None:
 
 
 def _subclass(plain: type[nn.Module]) -> type[nn.Module]:
-    @wraps(plain.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         trail = _WATCHED.get(self)
         if trail is None:
             return plain.forward(self, *args, **kwargs)
         return _watched(self, trail, lambda: plain.forward(self, *args, **kwargs))
 
-    def reduce(self: nn.Module, protocol: Any) -> Any:
-        reduced: Any = plain.__reduce_ex__(self, max(2, int(protocol)))
-        make, arguments, *rest = reduced
-        if make is copyreg.__newobj__:  # type: ignore[attr-defined]
-            make, arguments = _blank, (plain, *arguments[1:])
-        return make, arguments, *rest
-
-    same: Mapping[str, Any] = {name: getattr(plain, name) for name in ("__module__", "__qualname__", "__doc__")}
-    return type(
-        plain.__name__, (plain,), {**same, "forward": forward, "__reduce_ex__": reduce, "_watched_class": plain}
-    )
-
-
-def _blank(plain: type[nn.Module], *arguments: Any) -> nn.Module:
-    """Return a module whose state is still to come."""
-    return plain.__new__(plain, *arguments)
+    return subclass_with(plain, forward, "_watched_class")
 
 
 def _watched(model: nn.Module, trail: Trail, forward: Any) -> Any:

@@ -57,14 +57,16 @@ def apply(
     *,
     sequence: bool = False,
     device: torch.device = torch.device("cpu"),
+    layers: Sequence[nn.Module] = (),
 ) -> TensorSplit:
     """Split a model over the ranks of ``comm``, in place; a call by all ranks, which take rank 0's values.
 
     ``plan`` maps patterns of module names (``fnmatch``; a later one wins) to kinds (``KINDS``). Modules whose
     parameters are None, pruned by a pipeline, stay as they are. Those on the meta device are drawn on ``device``, one
     at a time, and cut; others only where those cannot be drawn without them. With ``sequence`` what lies between split
-    layers is split along the sequence. Raises ``UsageError``, with the model as it was, for a pattern that matches
-    nothing and a module that cannot be split; ``MismatchError`` where the ranks hold different models.
+    layers is split along the sequence; ``layers`` is the row of layers that the stages of a pipeline call. Raises
+    ``UsageError``, with the model as it was, for a pattern that matches nothing and a module that cannot be split;
+    ``MismatchError`` where the ranks hold different models.
     """
     chosen = choose(model, plan)
     changes = check(chosen, comm.size)
@@ -92,7 +94,7 @@ def apply(
         partial_gradients = PartialGradients(model, comm, split.values(), {each.module: str(each) for each in chosen})
         model.register_forward_hook(lambda _, args, result: partial_gradients.after_forward(result))
     if sequence:
-        _split_sequences(model, comm, chosen, list(split.values()), region)
+        _split_sequences(model, comm, chosen, list(split.values()), region, layers)
     named = {change.name for change in changes if change.kind == "vocabulary"}
     heads = {name: one for name, one in split.items() if name in named and isinstance(one, ColumnParallel)}
     return TensorSplit(comm, split, places, heads, partial_gradients)
@@ -226,9 +228,14 @@ def _set_up(change: Change, sequence: bool, region: Region | None) -> None:
 
 
 def _split_sequences(
-    model: nn.Module, comm: Communicator, chosen: Sequence[Change], split: list[Parallel], region: Region | None
+    model: nn.Module,
+    comm: Communicator,
+    chosen: Sequence[Change],
+    split: list[Parallel],
+    region: Region | None,
+    layers: Sequence[nn.Module],
 ) -> None:
-    extent = sequences.Extent(model)
+    extent = sequences.Extent(model, layers, {change.module: change.kind for change in chosen})
     for change in chosen:
         if change.kind == "scatter":
             sequences.begin_behind(change.module, comm, extent)

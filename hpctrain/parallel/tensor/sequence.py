@@ -8,7 +8,7 @@ gradient is summed over the ranks.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,23 +21,28 @@ from hpctrain.errors import UsageError
 from hpctrain.parallel.tensor import moves
 from hpctrain.parallel.tensor.rng import Region
 
+_BEGINS = {"scatter": True, "gather": False, "vocabulary": False}  # whether sequences are split behind the module
+
 
 class Extent:
     """Where in a forward pass sequences are split, and which modules see a part of them.
 
-    The first pass decides for each module. Stages of a pipeline do not call the model: there all modules count as
-    seeing a part.
+    The first pass decides for each module. Stages of a pipeline do not call the model: there ``layers``, the row of
+    layers that the stages call, and ``kinds``, of the modules that a plan names, tell where each layer begins.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, layers: Sequence[nn.Module], kinds: Mapping[nn.Module, str]) -> None:
         self.split: bool | None = None  # at the present place of a pass; None: not known
         self.changes = 0
         self.sees_part: dict[nn.Module, bool] = {}
         self._names = {module: name for name, module in model.named_modules()}
-        model.register_forward_pre_hook(lambda *_: self._begin(), prepend=True)
+        model.register_forward_pre_hook(lambda *_: self._begin(False), prepend=True)
+        for layer, split in zip(layers, split_before(layers, kinds)):
+            if any(True for _ in layer.parameters()):  # such a layer stands in the row once
+                layer.register_forward_pre_hook(lambda *_, split=split: self._begin(split), prepend=True)
 
-    def _begin(self) -> None:
-        self.split = False
+    def _begin(self, split: bool) -> None:
+        self.split = split
 
     def change(self, split: bool) -> None:
         """Take note that sequences are split, or whole, from here on."""
@@ -57,6 +62,21 @@ class Extent:
             "parameters into a module of their own, or name a module around the first layers as scatter",
             everywhere=True,
         )
+
+
+def split_before(layers: Iterable[nn.Module], kinds: Mapping[nn.Module, str]) -> list[bool]:
+    """Return whether sequences are split before each layer of a row, and at its end."""
+    found, split = [False], False
+    for layer in layers:
+        for module in layer.modules():
+            split = _BEGINS.get(kinds.get(module, ""), split)
+        found.append(split)
+    return found
+
+
+def join(values: Sequence[Tensor], comm: Communicator) -> tuple[Tensor, ...]:
+    """Return the activations among tensors with whole sequences, for all ranks."""
+    return tuple(moves.join_sequence(one, comm) if _is_activation(one) else one for one in values)
 
 
 def begin_behind(module: nn.Module, comm: Communicator, extent: Extent) -> None:
@@ -99,7 +119,7 @@ def sum_gradients(module: nn.Module, comm: Communicator, extent: Extent | None =
     def give_back(_: nn.Module, args: Any, result: Any) -> None:
         if before:
             module.__dict__["_parameters"], changes = before.pop()
-            if extent is not None:
+            if extent is not None and result is not None:  # None: forward has raised
                 extent.check_not_inside(module, changes)
 
     module.register_forward_pre_hook(lend)

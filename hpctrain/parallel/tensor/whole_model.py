@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 from hpctrain.collectives.communicator import Communicator
 from hpctrain.errors import MismatchError
 from hpctrain.log import logger
+from hpctrain.parallel.inputs import Arguments
 from hpctrain.parallel.nest import take_apart
 from hpctrain.parallel.pipeline.layers import Layer
 from hpctrain.parallel.sync_batchnorm import SyncBatchNorm
@@ -104,7 +105,9 @@ class WholeModel:
         self._entries = {change.name: f"{change.pattern}={change.kind}" for change in chosen}
         self._names = {module: name for name, module in model.named_modules()}
         self._expected: list[Tensor] | None = None
-        self._traces: tuple[Trace, Trace] = ([], [])
+        self._traces: tuple[Trace, Trace] = ([], [])  # of the split model and the whole one
+        self._rows: tuple[Trace, Trace] = ([], [])  # what layers of kind row were given
+        self._kinds = {change.name: change.kind for change in chosen}
         self._handles: list[Any] = []
         self._drops = can_drop(model)
         self.done = False
@@ -114,6 +117,15 @@ class WholeModel:
     def before(self, args: Any, kwargs: Any) -> None:
         """Compute the batch with the whole model; in evaluation mode compare at once. Collective."""
         comm = self._split.comm
+        digests = comm.all_gather_object(Arguments(tuple(args), dict(kwargs)).digest())
+        other = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
+        if other is not None:
+            raise MismatchError(
+                f"inputs of the split model in its first pass: tensor ranks 0 and {other} got different ones; ranks "
+                "that hold parts of one replica need the same samples; give the loader strategy.data.rank and "
+                "strategy.data.size, or pass the DataLoader itself to job.run",
+                everywhere=True,
+            )
         with self._summon():
             self._fill()
         with _evaluating(self._model) if self._drops else _nothing(), _generators(args, kwargs) as drew:
@@ -125,11 +137,11 @@ class WholeModel:
                 self._expected, self.done = None, True
             elif self._drops:
                 self.done = True
-                self._follow(self._model, self._traces[0])
+                self._follow(self._model, 0)
                 with torch.no_grad():
                     self._judge(self._model(*args, **kwargs))
             else:
-                self._follow(self._model, self._traces[0])
+                self._follow(self._model, 0)
         self.drop()
         if self.done:
             self._let_go()
@@ -157,7 +169,7 @@ class WholeModel:
     ) -> None:
         """Compare what a stage's layers have made of a microbatch. Collective over the tensor ranks of the stage.
 
-        ``run(layers)`` computes it with other layers.
+        ``outputs`` and what ``run(layers)`` returns, computed with other layers, have whole sequences.
         """
         self._fill()
         with _generators(outputs, {}) as drew:
@@ -214,24 +226,27 @@ class WholeModel:
         modes = {name: module.training for name, module in self._model.named_modules()}
         for name, module in self._whole.named_modules():
             module.training = modes.get(name, module.training)
-        self._follow(self._whole, self._traces[1])
+        self._follow(self._whole, 1)
         try:
             self._expected = _floating(self._whole(*args, **kwargs))
         except Exception as error:  # the split model's own pass shows it, if it is the batch's fault
             logger.debug("tensor parallelism: no comparison with the whole model: %s", error)
 
-    def _follow(self, model: nn.Module, trace: Trace) -> None:
-        """Keep samples of what modules return, on rank 0."""
+    def _follow(self, model: nn.Module, which: int) -> None:
+        """Keep samples of what modules return, and of what rows are given, on rank 0."""
         if self._split.comm.rank:
             return
         names = {module: name for name, module in model.named_modules() if name}
 
         def keep(module: nn.Module, args: Any, result: Any) -> None:
-            found = _floating(result)
-            if found and found[0].dim() and found[0].numel():
-                trace.append((names[module], found[0].detach()[(0,) * (found[0].dim() - 1)][:SAMPLE].clone()))
+            _sample(result, names[module], self._traces[which])
+
+        def keep_given(module: nn.Module, args: Any) -> None:
+            _sample(args, names[module], self._rows[which])
 
         self._handles += [module.register_forward_hook(keep) for module in names]
+        rows = [module for module, name in names.items() if self._kinds.get(name) == "row"]
+        self._handles += [module.register_forward_pre_hook(keep_given) for module in rows]
 
     def _let_go(self) -> None:
         for handle in self._handles:
@@ -241,7 +256,9 @@ class WholeModel:
     def _judge(self, result: Any, what: str = "the split model") -> None:
         self._let_go()
         found = "" if self._expected is None else self._difference(_floating(result), self._expected, what)
-        self._expected, self._traces = None, ([], [])
+        if self._expected is not None and not found:
+            found = self._different_rows()
+        self._expected, self._traces, self._rows = None, ([], []), ([], [])
         text = self._split.comm.broadcast_object(found)
         if text:
             raise MismatchError(text, everywhere=True)
@@ -265,6 +282,21 @@ class WholeModel:
                 )
         return ""
 
+    def _different_rows(self) -> str:
+        """Say which row is given other features than in the whole model, which weights of zeros would hide."""
+        for (name, mine), (other, wanted) in zip(*self._rows):
+            if name != other:
+                break
+            far = _distance(mine, wanted[: len(mine)])
+            if len(mine) <= len(wanted) and far > self._tolerance(mine):
+                return (
+                    f"what {self._name(name)} is given in the first pass differs from the whole model by {far:.1e} of "
+                    "its norm: between a column- and a row-parallel layer only functions of each feature, or of each "
+                    "head, by itself are allowed; write whole for both layers in parallel.tensor_plan, or set "
+                    "parallel.check_split = false if the whole model would differ, too"
+                )
+        return ""
+
     def _tolerance(self, result: Tensor) -> float:
         narrow = self._rounds or torch.is_autocast_enabled(result.device.type)
         if narrow and result.dtype is not torch.float64:
@@ -283,6 +315,7 @@ class WholeModel:
             if _distance(mine[:size], wanted[:size]) > self._tolerance(mine):
                 if isinstance(modules[name], RowParallel):
                     where = f"between {before} and {self._name(name)}" if before else f"before {self._name(name)}"
+                    where += " (a layer whose outputs are cut into several, as gate and up, must be several layers)"
                 else:
                     where = f"in {self._name(name)}" + (f", behind {before}" if before else "")
                 return (
@@ -300,6 +333,13 @@ class WholeModel:
         module = self._model.get_submodule(name)
         kind = type(module).plain.__name__ if isinstance(module, Parallel) else type(module).__name__
         return f"{name} ({kind}, {self._entries.get(name, 'not in the plan')})"
+
+
+def _sample(values: Any, name: str, trace: Trace) -> None:
+    """Keep the features of the first position of the first tensor among values."""
+    found = _floating(values)
+    if found and found[0].dim() and found[0].numel():
+        trace.append((name, found[0].detach()[(0,) * (found[0].dim() - 1)][:SAMPLE].clone()))
 
 
 def _floating(result: Any) -> list[Tensor]:

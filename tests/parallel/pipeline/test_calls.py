@@ -157,3 +157,10 @@ def test_a_model_without_a_forward_of_its_own_gives_names_too() -> None:
 
     assert ran(Bare(), 1, mask=2) == [1, 2, None]
     assert Call.of(3).args == (3,)
+
+
+def test_an_error_inside_a_layer_says_which_layer_and_what_it_was_given() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    with pytest.raises(TypeError) as error:
+        run_layers(find_layers(model), Call.of("text"))
+    assert error.value.__notes__ == ["(in layer 0 of a pipeline, called with (str))"]
