@@ -27,7 +27,7 @@ class Rank:
 
     program: int  # private memory when the model was about to be made
     private: int = 0  # the most that it had since
-    shared: int = 0  # its part of the memory that ranks share, at most
+    shared: int = 0  # its part of the memory that ranks share, when they had most of it
 
     @property
     def total(self) -> int:
@@ -68,18 +68,23 @@ def run(command: Sequence[str], environ: Mapping[str, str], folder: Path, limit:
 
 
 def _look(folder: Path, ranks: dict[str, Rank]) -> None:
+    shared: dict[str, int] = {}
     for note in folder.glob("[0-9]*"):
         if note.name not in ranks:
             ranks[note.name] = Rank(**json.loads(note.read_text()))
-        rank = ranks[note.name]
         try:
             status, rollup = _fields(f"/proc/{note.name}/status"), _fields(f"/proc/{note.name}/smaps_rollup")
         except (OSError, KeyError):
             continue  # it has ended
         if "VmHWM" in status and "Pss_Shmem" in rollup:
+            rank = ranks[note.name]
             most = status["VmHWM"] - status["RssFile"] - status["RssShmem"]
             rank.private = max(rank.private, most, rollup["Pss_Anon"])
-            rank.shared = max(rank.shared, rollup["Pss_Shmem"])
+            shared[note.name] = rollup["Pss_Shmem"]
+    # A page that one rank alone has mapped so far counts whole for it and by halves later: peaks of ranks do not add up.
+    if sum(shared.values()) > sum(rank.shared for rank in ranks.values()):
+        for name, rank in ranks.items():
+            rank.shared = shared.get(name, 0)
 
 
 def _fields(path: str) -> dict[str, int]:

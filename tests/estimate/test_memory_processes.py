@@ -23,5 +23,7 @@ def test_processes_have_what_is_forecast(name: str, tmp_path: Path) -> None:
     config = case.config(tmp_path)
     planned = forecast.memory_of(forecast.planned(config, case))
     found = forecast.Outcome(case, planned, forecast.measure(config, case, tmp_path / "peaks"))
-    assert found.ratio == pytest.approx(1, abs=0.1)
-    assert found.ratio_of_model == pytest.approx(1, abs=0.2)  # the program, which outweighs all else here, left out
+    # The table in benchmarks/results holds 10 % of the node. What torch's libraries take differs by machine: a virtual
+    # machine with three cores had 20 MB more per rank.
+    model = found.node - planned.node.host["program"]
+    assert found.measured == pytest.approx(found.node, abs=0.15 * model + 20_000_000 * case.ranks), found.ranks
