@@ -5,12 +5,13 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
+import socket
 import sys
 from collections.abc import Collection, Sequence
 from typing import NoReturn
 
 from hpctrain._version import __version__
-from hpctrain.errors import EXIT_USAGE, HpctrainError, UsageError
+from hpctrain.errors import EXIT_INTERRUPTED, EXIT_USAGE, HpctrainError, UsageError
 
 VERBS = {
     "train": "train a model as a TOML file says",
@@ -41,9 +42,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not error.everywhere and in_world():
             raise  # one rank of several failed: the guard ends the job
         return report(error)
-    except KeyboardInterrupt:
-        print("hpctrain: interrupted", file=sys.stderr)
-        return 130
+    except KeyboardInterrupt as error:
+        return interrupted(error)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
@@ -90,7 +90,21 @@ def in_world() -> bool:
 def report(error: HpctrainError) -> int:
     """Print an error once: where all ranks have it, rank 0 speaks for them; return the exit code."""
     from hpctrain.cluster.launcher import first_guess_of_rank
-    from hpctrain.train.leaving import say_once
+    from hpctrain.train.leaving import end_unstarted, say_once
 
     say_once(error, first_guess_of_rank())
+    end_unstarted(error.exit_code)
     return error.exit_code
+
+
+def interrupted(error: KeyboardInterrupt) -> int:
+    """Say so and return the exit code; a rank of several raises the error again and ends the job by it."""
+    if in_world():
+        raise error
+    from hpctrain.cluster.launcher import first_guess_of_rank, is_launched
+    from hpctrain.train.leaving import end_unstarted
+
+    where = f"rank {first_guess_of_rank()} on {socket.gethostname()}: " if is_launched() else ""
+    print(f"hpctrain: {where}interrupted", file=sys.stderr, flush=True)
+    end_unstarted(EXIT_INTERRUPTED)
+    return EXIT_INTERRUPTED

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal
 
@@ -127,6 +128,27 @@ def first_guess_of_rank(environ: Environ = os.environ) -> int:
         return detect(environ).rank or 0
     except LaunchError:
         return 0
+
+
+def is_launched(environ: Environ = os.environ) -> bool:
+    """Return whether a launcher started this process as one of several ranks, or as the rank of a world of one."""
+    try:
+        return detect(environ).kind != "none"
+    except LaunchError:
+        return True
+
+
+def end_ranks(code: int, environ: Environ = os.environ) -> None:
+    """Ask the launcher to end all ranks of this job, from a rank that has not initialized MPI.
+
+    Hydra kills the other ranks if a rank dies of a signal or leaves after MPI_Init, but not if it leaves before, with
+    whatever exit code: they would wait in MPI_Init without end. Its protocol (PMI-1) has a message for that. Open MPI's
+    mpirun and ``srun --kill-on-bad-exit`` need no message.
+    """
+    descriptor = environ.get("PMI_FD", "")
+    if descriptor.isdigit():
+        with suppress(OSError):
+            os.write(int(descriptor), f"cmd=abort exitcode={code}\n".encode())
 
 
 def without_launcher(environ: Environ = os.environ) -> dict[str, str]:

@@ -42,12 +42,12 @@ def init(
     launcher started ranks that MPI does not see, ``MismatchError`` if ranks disagree on versions or settings,
     ``DeviceError`` if ranks would share a GPU.
     """
-    signals.install()  # before torch, whose import takes seconds in which USR1 would kill
+    stop_request = signals.install()  # before torch, whose import takes seconds in which USR1 would kill
 
     import torch
 
     from hpctrain import log
-    from hpctrain.cluster.launcher import first_guess_of_rank
+    from hpctrain.cluster.launcher import first_guess_of_rank, is_launched
     from hpctrain.collectives.agreement import agreed
     from hpctrain.collectives.communicator import Communicator
     from hpctrain.data.random_streams import draw_alike
@@ -58,7 +58,7 @@ def init(
     from hpctrain.train.device import check_unshared, pick
     from hpctrain.train.guard import Guard
     from hpctrain.train.job import Job
-    from hpctrain.train.leaving import let_one_speak
+    from hpctrain.train.leaving import end_if_uncaught
     from hpctrain.transport.connect import connect
 
     compiler.put_off()
@@ -66,11 +66,12 @@ def init(
         shape = parallel_settings(parallel), offload_settings(offload), server_settings(server)
         _refuse_unread(settings or {}, {"parallel": parallel, "offload": offload, "server": server})
         transport, launch = connect(comm)
-    except (LaunchError, SettingsError) as error:
-        let_one_speak(error, first_guess_of_rank())
+        log.configure(transport.rank, verbose=verbose)
+        guard = Guard(transport)
+        stop_request.raise_lost_interrupt()
+    except BaseException as error:
+        end_if_uncaught(error, first_guess_of_rank(), launched=is_launched())
         raise
-    log.configure(transport.rank, verbose=verbose)
-    guard = Guard(transport)
     world = Communicator(transport)
     own = agreed(world, lambda: pick(device, world.local_rank))
     if own.type == "cuda":

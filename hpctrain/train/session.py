@@ -315,6 +315,7 @@ class Run:
             on_first_rank(comm, lambda: opening.open_books(self._stops, self.config, self.provenance))
             self._saves.committed = self.step
             agreed(comm, self._saves.open)
+            self.stop_request.raise_lost_interrupt()
         except BaseException:
             try:
                 self._saves.close()

@@ -29,6 +29,7 @@ class StopRequest:
 
     def __init__(self) -> None:
         self.signal: int | None = None
+        self.interrupted = False  # by SIGINT
         self._pipe: int | None = None
         self._terminated: float | None = None
         self._asked = False
@@ -67,15 +68,33 @@ class StopRequest:
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self.signal = number
 
+    def _on_interrupt(self, number: int, frame: FrameType | None) -> None:
+        self.interrupted = True
+        signal.default_int_handler(number, frame)
+
+    def raise_lost_interrupt(self) -> None:
+        """Raise ``KeyboardInterrupt`` if one was raised before and got lost.
+
+        Python drops exceptions in callbacks of weak references and in ``__del__``, which run while modules are imported
+        and models built: this rank would train on, though it was told to end.
+        """
+        if self.interrupted:
+            raise KeyboardInterrupt
+
 
 stop_request = StopRequest()
 
 
 def install() -> StopRequest:
-    """Catch the signals from now on; a process whose main thread runs elsewhere keeps its own handlers."""
+    """Catch the signals from now on; a process whose main thread runs elsewhere keeps its own handlers.
+
+    SIGINT raises ``KeyboardInterrupt`` as ever, and is noted.
+    """
     if threading.current_thread() is threading.main_thread():
         for number in SIGNALS:
             signal.signal(number, stop_request._on_signal)
+        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            signal.signal(signal.SIGINT, stop_request._on_interrupt)
         if os.environ.get(ASKED_BY) == "USR1":
             stop_request.listen()
         atexit.unregister(_ignore)

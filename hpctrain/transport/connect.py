@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
+import sys
 import warnings
-from collections.abc import MutableMapping
+from collections.abc import Iterator, MutableMapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from hpctrain.cluster.launcher import Launch, detect
 from hpctrain.cluster.promise import check_language, check_promise
+from hpctrain.transport.activity import timeout_seconds
 from hpctrain.transport.base import Transport
 from hpctrain.transport.single import SingleTransport
 
@@ -28,7 +32,7 @@ def connect(comm: Any = None) -> tuple[Transport, Launch]:
     check_language(launch, os.environ)
     leave_out_unusable(os.environ)
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), _deadline(timeout_seconds()):
             # What mpi4py suspects from the environment, check_promise knows, and says once and not on every rank.
             warnings.filterwarnings("ignore", "\\s*suspicious MPI execution environment", RuntimeWarning)
             from mpi4py import MPI
@@ -40,6 +44,24 @@ def connect(comm: Any = None) -> tuple[Transport, Launch]:
     from hpctrain.transport.mpi import MpiTransport
 
     return MpiTransport(MPI.COMM_WORLD if comm is None else comm), launch
+
+
+@contextmanager
+def _deadline(seconds: float) -> Iterator[None]:
+    """End this process, with its stack, if MPI_Init waits longer for ranks that died before they reached it.
+
+    MPI_Init keeps Python's lock, so no thread of Python's could do it. Launchers end a job of which a process dies in
+    MPI_Init.
+    """
+    try:
+        faulthandler.dump_traceback_later(seconds, exit=True, file=sys.__stderr__)
+    except (AttributeError, OSError, RuntimeError, ValueError):  # there is no stderr, or it has no descriptor
+        yield
+        return
+    try:
+        yield
+    finally:
+        faulthandler.cancel_dump_traceback_later()
 
 
 def leave_out_unusable(environ: MutableMapping[str, str], devices: Path = RDMA_DEVICES) -> None:
