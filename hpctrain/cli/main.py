@@ -11,7 +11,7 @@ from collections.abc import Collection, Sequence
 from typing import NoReturn
 
 from hpctrain._version import __version__
-from hpctrain.errors import EXIT_INTERRUPTED, EXIT_USAGE, HpctrainError, UsageError
+from hpctrain.errors import EXIT_USAGE, HpctrainError, UsageError
 
 VERBS = {
     "train": "train a model as a TOML file says",
@@ -103,8 +103,10 @@ def interrupted(error: KeyboardInterrupt) -> int:
         raise error
     from hpctrain.cluster.launcher import first_guess_of_rank, is_launched
     from hpctrain.train.leaving import end_unstarted
+    from hpctrain.train.signals import told_and_code
 
     where = f"rank {first_guess_of_rank()} on {socket.gethostname()}: " if is_launched() else ""
-    print(f"hpctrain: {where}interrupted", file=sys.stderr, flush=True)
-    end_unstarted(EXIT_INTERRUPTED)
-    return EXIT_INTERRUPTED
+    why, code = told_and_code(type(error))
+    print(f"hpctrain: {where}{why}", file=sys.stderr, flush=True)
+    end_unstarted(code)
+    return code

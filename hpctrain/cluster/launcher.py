@@ -12,6 +12,7 @@ import os
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from hpctrain.cluster.nodes import expand_counts
@@ -149,6 +150,34 @@ def end_ranks(code: int, environ: Environ = os.environ) -> None:
     if descriptor.isdigit():
         with suppress(OSError):
             os.write(int(descriptor), f"cmd=abort exitcode={code}\n".encode())
+
+
+def ended_early(launch: Launch, parent: int | None = None) -> int:
+    """Return how many ranks of this node have ended already, if hydra started them; 0 if that cannot be known.
+
+    Hydra lets the others wait in MPI_Init for a rank that left before it. Ranks, or the scripts around them, are the
+    children of its proxy, which is the ``parent`` of this process.
+    """
+    if launch.kind != "hydra" or not launch.local_size:
+        return 0
+    parent = parent or os.getppid()
+    try:
+        name = Path(f"/proc/{parent}/comm").read_text()
+        children = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
+    except OSError:
+        return 0
+    if not name.startswith("hydra"):
+        return 0
+    alive = sum(_is_alive(child) for child in children)
+    return max(launch.local_size - alive, 0)
+
+
+def _is_alive(process: str) -> bool:
+    try:
+        state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return False
+    return state not in "ZX"
 
 
 def without_launcher(environ: Environ = os.environ) -> dict[str, str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from hpctrain.errors import LaunchError, SettingsError
+from hpctrain.errors import SettingsError
 from hpctrain.train import signals
 
 if TYPE_CHECKING:
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from hpctrain.train.job import Job
 
 
+@signals.starting()
 def init(
     comm: Any = None,
     *,
@@ -42,7 +43,7 @@ def init(
     launcher started ranks that MPI does not see, ``MismatchError`` if ranks disagree on versions or settings,
     ``DeviceError`` if ranks would share a GPU.
     """
-    stop_request = signals.install()  # before torch, whose import takes seconds in which USR1 would kill
+    signals.install()  # before torch, whose import takes seconds in which USR1 would kill
 
     import torch
 
@@ -68,7 +69,6 @@ def init(
         transport, launch = connect(comm)
         log.configure(transport.rank, verbose=verbose)
         guard = Guard(transport)
-        stop_request.raise_lost_interrupt()
     except BaseException as error:
         end_if_uncaught(error, first_guess_of_rank(), launched=is_launched())
         raise

@@ -16,8 +16,8 @@ from pathlib import Path
 from types import TracebackType
 
 from hpctrain.cluster.launcher import end_ranks, is_launched
-from hpctrain.errors import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_USAGE, HpctrainError
-from hpctrain.train.signals import stop_request
+from hpctrain.errors import EXIT_FAILURE, EXIT_USAGE, HpctrainError
+from hpctrain.train.signals import stop_request, told_and_code
 
 PASS_ON = 0.2  # seconds
 _PACKAGE = Path(__file__).resolve().parents[1]
@@ -156,9 +156,9 @@ def end_if_uncaught(error: BaseException, rank: int | None, *, launched: bool = 
         interrupted = issubclass(kind, KeyboardInterrupt)
         if not interrupted:
             before(kind, raised, trace)
-        why = "interrupted" if interrupted else f"{kind.__name__}: {error}"
+        why, code = told_and_code(kind) if interrupted else (f"{kind.__name__}: {error}", EXIT_FAILURE)
         where = f"rank {rank or 0} on {socket.gethostname()}"
         print(f"hpctrain: {where} ends the job before it has started: {why}", file=sys.stderr, flush=True)
-        end_job(EXIT_INTERRUPTED if interrupted else EXIT_FAILURE)
+        end_job(code)
 
     sys.excepthook = hook

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import faulthandler
 import os
+import socket
 import sys
 import warnings
 from collections.abc import Iterator, MutableMapping
@@ -11,8 +12,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from hpctrain.cluster.launcher import Launch, detect
+from hpctrain.cluster import shared_memory
+from hpctrain.cluster.launcher import Launch, detect, ended_early
 from hpctrain.cluster.promise import check_language, check_promise
+from hpctrain.errors import LaunchError
+from hpctrain.log import logger
 from hpctrain.transport.activity import timeout_seconds
 from hpctrain.transport.base import Transport
 from hpctrain.transport.single import SingleTransport
@@ -31,6 +35,12 @@ def connect(comm: Any = None) -> tuple[Transport, Launch]:
         return SingleTransport(), launch
     check_language(launch, os.environ)
     leave_out_unusable(os.environ)
+    _check_node_memory(launch)
+    if ended := ended_early(launch):
+        raise LaunchError(
+            f"{ended} of {launch.local_size} ranks on {socket.gethostname()} ended before MPI_Init: see what they "
+            "printed, and that every rank calls hpctrain.init()"
+        )
     try:
         with warnings.catch_warnings(), _deadline(timeout_seconds()):
             # What mpi4py suspects from the environment, check_promise knows, and says once and not on every rank.
@@ -46,6 +56,21 @@ def connect(comm: Any = None) -> tuple[Transport, Launch]:
     return MpiTransport(MPI.COMM_WORLD if comm is None else comm), launch
 
 
+def _check_node_memory(launch: Launch) -> None:
+    """Remove what dead jobs left in /dev/shm; raise ``LaunchError`` if MPI_Init would die there of SIGBUS."""
+    if not launch.local_rank:
+        removed = shared_memory.remove_left_over()
+        if removed:
+            text = "removed %d segments (%.1f MiB) that dead MPI jobs of this user left in %s"
+            logger.info(text, len(removed), sum(one.nbytes for one in removed) / 2**20, shared_memory.FOLDER)
+    free, wanted = shared_memory.free_bytes(), shared_memory.STARTING * ((launch.local_size or 1) + 1)
+    if free is not None and free < wanted:
+        raise LaunchError(
+            f"{shared_memory.FOLDER} has {free / 2**20:,.1f} MiB left, MPI needs at least {wanted / 2**20:,.0f} MiB to "
+            f"start; {shared_memory.ENLARGE}, or remove files there"
+        )
+
+
 @contextmanager
 def _deadline(seconds: float) -> Iterator[None]:
     """End this process, with its stack, if MPI_Init waits longer for ranks that died before they reached it.
@@ -54,8 +79,8 @@ def _deadline(seconds: float) -> Iterator[None]:
     MPI_Init.
     """
     try:
-        faulthandler.dump_traceback_later(seconds, exit=True, file=sys.__stderr__)
-    except (AttributeError, OSError, RuntimeError, ValueError):  # there is no stderr, or it has no descriptor
+        faulthandler.dump_traceback_later(seconds, exit=True, file=sys.__stderr__ or 2)
+    except (OSError, RuntimeError, ValueError):  # stderr is closed or has no descriptor
         yield
         return
     try:

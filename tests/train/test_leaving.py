@@ -66,8 +66,9 @@ hpctrain.init()
         ("connect", "check_language", "raise KeyboardInterrupt", 130, "interrupted"),
         ("connect", "check_promise", "raise KeyboardInterrupt", 130, "interrupted"),
         ("vitals", "Vitals", "signal.raise_signal(signal.SIGINT)", 130, "interrupted"),
+        ("vitals", "Vitals", "signal.raise_signal(signal.SIGTERM)", 143, "terminated before the run has begun"),
         ("vitals", "Vitals", "raise OSError('no room')", 1, "OSError: no room"),
-        ("connect", "check_language", "from hpctrain.errors import LaunchError; raise LaunchError('no MPI')", 2, "no MPI"),
+        ("connect", "check_language", "from hpctrain.errors import LaunchError as E; raise E('no MPI')", 2, "no MPI"),
     ],
 )
 def test_one_rank_that_fails_on_its_way_into_the_job_ends_it(
