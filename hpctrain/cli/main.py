@@ -98,15 +98,16 @@ def report(error: HpctrainError) -> int:
 
 
 def interrupted(error: KeyboardInterrupt) -> int:
-    """Say so and return the exit code; a rank of several raises the error again and ends the job by it."""
-    if in_world():
-        raise error
+    """Say so and return the exit code; a rank ends its job."""
     from hpctrain.cluster.launcher import first_guess_of_rank, is_launched
-    from hpctrain.train.leaving import end_unstarted
+    from hpctrain.train.leaving import end_job
     from hpctrain.train.signals import told_and_code
 
-    where = f"rank {first_guess_of_rank()} on {socket.gethostname()}: " if is_launched() else ""
+    if in_world():
+        raise error
     why, code = told_and_code(type(error))
+    where = f"rank {first_guess_of_rank()} on {socket.gethostname()}: " if is_launched() else ""
     print(f"hpctrain: {where}{why}", file=sys.stderr, flush=True)
-    end_unstarted(code)
+    if is_launched():
+        end_job(code)
     return code
