@@ -20,6 +20,7 @@ from hpctrain.errors import DataError, SettingsError
 from hpctrain.log import logger
 from hpctrain.train.machine import Machine, mpi_name, this_machine
 from hpctrain.transport.canary import Verdict
+from hpctrain.util import atomic
 
 VARIABLE = "HPCTRAIN_CALIBRATION"
 FORMAT = "hpctrain-calibration 1"
@@ -145,24 +146,11 @@ def read(path: Path) -> Calibration:
 
 def keep(calibration: Calibration, path: Path) -> None:
     """Write a calibration in one step: who reads meanwhile finds the old file or the new one."""
-    part = part_of(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            with part.open("w", encoding="utf-8") as file:
-                json.dump(calibration.to_json(), file, indent=1)
-                file.flush()
-                os.fsync(file.fileno())
-            part.replace(path)
-        finally:
-            part.unlink(missing_ok=True)
+        atomic.write_text(path, json.dumps(calibration.to_json(), indent=1))
     except OSError as error:
         raise DataError(f"cannot keep the calibration in {path}: {error.strerror}") from error
-
-
-def part_of(path: Path) -> Path:
-    """Return where a file is written before it takes its name."""
-    return path.with_name(f".{path.name}.{os.getpid()}")
 
 
 def find(machine: Machine, environ: Mapping[str, str] = os.environ) -> Calibration | None:
