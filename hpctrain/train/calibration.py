@@ -7,6 +7,7 @@ pointers. One that is damaged or of another machine is not used, which is said o
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -21,6 +22,7 @@ from hpctrain.log import logger
 from hpctrain.train.machine import Machine, mpi_name, this_machine
 from hpctrain.transport.canary import Verdict
 from hpctrain.util import atomic
+from hpctrain.util.reading import read_json
 
 VARIABLE = "HPCTRAIN_CALIBRATION"
 FORMAT = "hpctrain-calibration 1"
@@ -131,14 +133,14 @@ def read(path: Path) -> Calibration:
     try:
         if not path.is_file():
             raise DataError(f"there is no file {path}: hpctrain bench calibrate makes one")
-        if path.stat().st_size > LARGEST:
-            raise DataError(f"{path} is no calibration: it has more than {LARGEST} bytes")
-        return Calibration.from_json(json.loads(path.read_text(encoding="utf-8")))
+        return Calibration.from_json(read_json(path, LARGEST))
     except OSError as error:
+        if error.errno == errno.EFBIG:
+            raise DataError(f"{path} is no calibration: {error.strerror}") from error
         raise DataError(f"cannot read the calibration {path}: {error.strerror}") from error
     except SettingsError as error:
         raise DataError(f"{path} is no calibration: {error}") from error
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         if isinstance(error, DataError):
             raise
         raise DataError(f"{path} is damaged: it is not JSON") from error
