@@ -13,7 +13,6 @@ import torch
 
 from hpctrain.checkpoint import content
 from hpctrain.checkpoint.file import layout
-from hpctrain.checkpoint.file.commit import temporary_name
 from hpctrain.checkpoint.file.source import described, nbytes_of
 from hpctrain.checkpoint.holdings import Description, Holdings, exchange, joined
 from hpctrain.checkpoint.named import Models, by_key
@@ -25,6 +24,7 @@ from hpctrain.collectives.agreement import agreed
 from hpctrain.errors import UsageError
 from hpctrain.plain_tensors import as_parts
 from hpctrain.shard import Split
+from hpctrain.util import atomic
 
 if TYPE_CHECKING:
     from hpctrain.collectives.communicator import Communicator
@@ -189,7 +189,7 @@ class Saver:
         groups = {**rest.groups, **content.optimizer_groups(joined(descriptions))}
         nbytes = sum(map(nbytes_of, datasets))
         attributes = {source.path: source.attributes for source in rest.sources}
-        place, create = Place(path, temporary_name(path), nbytes), self._how.io != "mpiio"
+        place, create = Place(path, atomic.private_name(path), nbytes), self._how.io != "mpiio"
         return Job(Share(sources, parts), Order(place, datasets, groups, attributes, self._how.alignment, create))
 
 

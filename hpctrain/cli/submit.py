@@ -10,7 +10,8 @@ from typing import Any
 from hpctrain.cli.job import script_of
 from hpctrain.cli.job_options import add_scheduler
 from hpctrain.cli.words import WordsParser
-from hpctrain.launch.submit import NAME, submit
+from hpctrain.launch.submit import NAME, Submitted, submit
+from hpctrain.util.text import printable
 
 _EPILOG = """\
 examples:
@@ -48,12 +49,17 @@ def run(args: argparse.Namespace) -> int:
 
 def _submit(args: argparse.Namespace) -> int:
     script, request, profile = script_of(args)
-    done = submit(profile.scheduler, script, request.folder, after=args.after)
-    if args.json:
-        facts = {"job_id": done.job_id, "script": str(done.script), "environment_removed": list(done.removed)}
-        print(json.dumps(facts))
-        return 0
-    print(f"job {done.job_id} runs {done.script}; {request.folder}/{NAME} notes it")
-    if done.removed:
-        print(f"kept from the scheduler: {', '.join(done.removed)}", file=sys.stderr)
+    submit(profile.scheduler, script, request.folder, after=args.after, tell=lambda done: _tell(done, args.json))
     return 0
+
+
+def _tell(done: Submitted, as_json: bool) -> None:
+    """Print the id of a job that has just been submitted."""
+    if as_json:
+        facts = {"job_id": done.job_id, "script": str(done.script), "environment_removed": list(done.removed)}
+        print(json.dumps(facts), flush=True)
+        return
+    told = f"job {done.job_id} runs {done.script}; {done.script.parent}/{NAME} notes it"
+    print(printable(told), flush=True)
+    if done.removed:
+        print(printable(f"kept from the scheduler: {', '.join(done.removed)}"), file=sys.stderr)

@@ -12,8 +12,11 @@ from hpctrain.train import metrics as rows
 from hpctrain.train.last_words import first_line
 from hpctrain.train.lock import FolderLock
 from hpctrain.train.metrics import Metrics
-from hpctrain.train.receipt import Receipt, attempts_of, read
+from hpctrain.train.receipt import Receipt, history
 from hpctrain.train.receipt_tally import Tally
+from hpctrain.util import atomic
+
+_RECORDS = ("run.json", rows.NAME, "config.toml", "failure.json", "trace.json")
 
 
 class Books:
@@ -43,17 +46,18 @@ class Books:
     @property
     def attempts(self) -> list[dict[str, Any]]:
         """Return what is known of the attempts before this one."""
-        return attempts_of(read(self.folder))
+        return history(self.folder)
 
     def open(self, last_step: int, config: str | None, facts: Mapping[str, Any]) -> None:
         """Begin an attempt that goes on after ``last_step``."""
+        atomic.remove_leftovers(self.folder, _RECORDS)
         # The receipt first: it accounts for the steps after that one, which the metrics then lose.
         begun = {**facts, "first_step": last_step + 1, "saved_step": last_step, **self._tally.facts()}
         before, started = rows.read(self.folder / rows.NAME), time.time() - self.elapsed
         self._receipt = Receipt(self.folder, begun, rows=before, started=started)
         self._metrics = Metrics(self.folder, last_step, before)
         if config is not None:
-            (self.folder / "config.toml").write_text(config, encoding="utf-8")
+            atomic.write_text(self.folder / "config.toml", config)
 
     def record(self, row: dict[str, Any]) -> None:
         """Note the numbers of a step."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from hpctrain.train import last_words, lock, metrics
 from hpctrain.train.receipt import NAME, attempts_of, read
 from hpctrain.train.receipt_attempt import Attempt, attempts_from, saved_step
 from hpctrain.train.receipt_settle import Row, catch_up, close_unfinished, drop, rows_of
+from hpctrain.util.reading import read_json
 
 AskSlurm = Callable[[set[str]], Mapping[str, Account]]
 
@@ -93,7 +93,7 @@ def _bring_up_to_date(
 def is_over(folder: Path, attempt: Mapping[str, Any]) -> bool:
     """Tell whether an attempt is seen to be gone: the lock is, or another's, or its process is, on this host."""
     try:
-        holder = json.loads((folder / lock.NAME).read_text(encoding="utf-8"))
+        holder = read_json(folder / lock.NAME)
     except FileNotFoundError:
         return True
     except (OSError, ValueError):
