@@ -12,7 +12,8 @@ PREFIX   ?=# where make install puts hpctrain, as /apps/hpctrain/1.0
 MODULES  ?=# where it puts modulefiles: a folder of MODULEPATH
 VERSION  ?=# what people load, as hpctrain/VERSION; empty: hpctrain's own
 DEPENDS  ?=# modules that are loaded with it, as the MPI of MPI=site
-REQUIRED ?=# 1: test-multinode and test-slurm fail, and are not skipped, where this machine cannot play nodes
+REQUIRED ?=# 1: test-multinode, test-slurm, test-pbs fail, and are not skipped, where this machine cannot play nodes
+OPENPBS  ?=# folder with OpenPBS and cluster.sh, for test-pbs
 
 ifeq ($(filter $(MPI),mpich openmpi site),)
 $(error unknown MPI=$(MPI): allowed are mpich, openmpi, site)
@@ -49,7 +50,7 @@ endif
 PYTEST := $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help env train digits test test-jobs test-benchmarks test-multinode test-slurm test-gpu test-install lint types floors bench docs \
+.PHONY: help env train digits test test-jobs test-benchmarks test-multinode test-slurm test-pbs test-pbs-long test-gpu test-install lint types floors bench docs \
     install uninstall clean
 
 help: ## list the verbs
@@ -114,14 +115,14 @@ digits: env ## write scikit-learn's digits images to runs/digits.h5, for jobs/di
 # Tests --------------------------------------------------------------------------------------------------------------
 
 test: env ## run all tests: of one process on JOBS workers, then on 2 ranks
-	$(PYTEST) $(TESTS) -m "not benchmark and not install and not slurm and not long" -n $(JOBS)
+	$(PYTEST) $(TESTS) -m "not benchmark and not install and not slurm and not pbs and not long" -n $(JOBS)
 	$(MPIEXEC) -n 2 $(PYTEST) $(TESTS) -m "ranks and not slow"
 
 test-jobs: env ## run the tests of one process that start jobs of ranks
 	$(PYTEST) $(TESTS) -m "jobs and not benchmark and not long" -n $(JOBS)
 
 test-long: env ## run the sweeps that make test leaves out: programs under more strategies and ranks
-	$(PYTEST) $(TESTS) -m "long and not benchmark" -n $(JOBS)
+	$(PYTEST) $(TESTS) -m "long and not benchmark and not pbs" -n $(JOBS)
 
 test-%: env ## run the rank tests on N ranks: make test-3
 	$(MPIEXEC) -n $* $(PYTEST) $(TESTS) -m ranks
@@ -137,6 +138,14 @@ test-slurm: ## submit jobs to a Slurm of three nodes that this machine plays, wh
 	@$(MAKE) --no-print-directory env MPI=mpich
 	@$(MAKE) --no-print-directory env MPI=openmpi
 	.venv/bin/python tests/slurm/run.py $(if $(REQUIRED),,--or-skip)
+
+# OPENPBS names a folder with OpenPBS and the script that plays its nodes.
+test-pbs: ## submit jobs to an OpenPBS of three nodes that this machine plays, where OPENPBS names one
+test-pbs-long: ## run the sweeps that test-pbs leaves out: chains with failures, without and with ssh
+test-pbs test-pbs-long:
+	@$(MAKE) --no-print-directory env MPI=mpich
+	@$(MAKE) --no-print-directory env MPI=openmpi
+	.venv/bin/python tests/pbs/run.py $(if $(REQUIRED),,--or-skip) $(if $(findstring long,$@),--long)
 
 test-install: env ## install for real, under both module systems, into a folder of the test
 	$(PYTEST) tests/modules -m install

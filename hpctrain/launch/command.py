@@ -54,14 +54,17 @@ def _srun(request: Request, profile: Profile) -> Words:
 
 
 def _openmpi(request: Request, profile: Profile) -> Words:
-    nodes = ["--hostfile", Raw('"$PBS_NODEFILE"')] if profile.scheduler == "pbs" else []
+    if profile.scheduler == "pbs":
+        found = ["--hostfile", Raw('"$PBS_NODEFILE"'), Raw('"${bind[@]}"'), Raw('"${variables[@]}"')]
+        return ["mpirun", "-n", str(request.ranks), *found]
     mapping = f"ppr:{request.ranks_per_node}:node:PE={request.cpus_per_rank}"
-    return ["mpirun", "-n", str(request.ranks), *nodes, "--map-by", mapping]
+    return ["mpirun", "-n", str(request.ranks), "--map-by", mapping]
 
 
 def _hydra(request: Request, profile: Profile) -> Words:
     placed = ["-n", str(request.ranks), "-ppn", str(request.ranks_per_node)]
-    return ["mpiexec", *placed, "-bind-to", f"core:{request.cpus_per_rank}"]
+    binding = [Raw('"${bind[@]}"')] if profile.scheduler == "pbs" else ["-bind-to", f"core:{request.cpus_per_rank}"]
+    return ["mpiexec", *placed, *binding]
 
 
 def _pals(request: Request, profile: Profile) -> Words:

@@ -47,6 +47,9 @@ KINDS = {
         r"--?[A-Za-z][\w-]*([= ][\w.,:/=+@&|*\[\]()%-]+)?", "an option such as --hint=nomultithread", dash=True
     ),
     "resource": Kind(r"[A-Za-z]\w*=[\w.:/+-]+", "resource=value"),
+    "placement": Kind(
+        r"v?scatter(:(excl|exclhost|shared))?(:group=\w+)?", "scatter or vscatter, then :excl, :exclhost or :shared"
+    ),
     "interface": Kind(r"[\w.,^=-]+", "names of network interfaces such as hsn0,hsn1"),
     "address": Kind(r"https?://[\w./#?=&%~+:,@-]+", "an address that begins with https://", 1000),
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from hpctrain.errors import UsageError
 from hpctrain.launch.fields import clock
+from hpctrain.launch.pbs_setup import setup
 from hpctrain.launch.profile import Profile
 from hpctrain.launch.request import Request
 from hpctrain.launch.template import Value
@@ -19,8 +20,11 @@ def places(request: Request, profile: Profile) -> dict[str, Value]:
     return {
         "time": clock(request.walltime),
         "walltime": request.walltime,
-        "early": request.walltime - request.margin,
+        "margin": request.margin,
         "select": _select(request, profile),
+        "place": None if _says(request, profile, "-l", "place=") else profile.place,
+        "output": None if _says(request, profile, "-o") else f"{request.folder}/",
+        "setup": setup(request, profile) or None,
         "array": _array(request) if request.sweep else None,
     }
 
@@ -39,6 +43,12 @@ def _select(request: Request, profile: Profile) -> str:
     if request.memory:
         parts.append(f"mem={_memory(request.memory)}")
     return ":".join([*parts, *profile.select])
+
+
+def _says(request: Request, profile: Profile, option: str, value: str = "") -> bool:
+    """Tell whether a directive that was asked for has this option, so that the template's own is left out."""
+    given = (*profile.directives, *request.directives)
+    return any(text.startswith(option) and value in text for text in given)
 
 
 def _memory(text: str) -> str:

@@ -48,6 +48,10 @@ class Profile:
         default="cpus", metadata=_means("PBS: select names ncpus, mpiprocs and ompthreads, or only counts nodes")
     )
     select: tuple[str, ...] = field(default=(), metadata=_means("PBS: more resources of each chunk of select"))
+    place: str = field(
+        default="scatter",
+        metadata=_means("PBS: where chunks go; scatter: each to a node of its own, scatter:excl: no other job there"),
+    )
     partition: str = field(default="", metadata=_means("partition or queue, where none is given"))
     qos: str = field(default="", metadata=_means("quality of service, where none is given"))
     constraint: str = field(default="", metadata=_means("features of the nodes, where none are given"))
@@ -94,6 +98,7 @@ _TEXTS = {
     "tried": "text",
     "mpi": "name",
     "gpu_type": "name",
+    "place": "placement",
     "partition": "names",
     "qos": "name",
     "constraint": "features",

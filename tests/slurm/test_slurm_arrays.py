@@ -6,7 +6,7 @@ import tomllib
 
 import pytest
 from batch_jobs import Desk, Job
-from paced_runs import STEPS
+from support.paced_runs import STEPS
 
 pytestmark = pytest.mark.slurm
 

@@ -6,7 +6,7 @@ import re
 
 import pytest
 from batch_jobs import Desk
-from paced_runs import EVERY, STEPS
+from support.paced_runs import EVERY, STEPS
 
 pytestmark = pytest.mark.slurm
 PACE = "0.2"  # so that 300 steps take a minute: the first attempt never gets through, the second is not paced

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from batch_jobs import Desk
-from paced_runs import STEPS
+from support.paced_runs import STEPS
 
 pytestmark = pytest.mark.slurm
 SOON = 10.0  # seconds from the harm until no rank is left

@@ -16,7 +16,10 @@ env -0 >"$call.environment"
 if [ -e "$PLAY/$name" ]; then . "$PLAY/$name"; fi
 exit 0
 """
-NAMES = ("canary", "srun", "mpirun", "mpiexec", "scontrol", "squeue", "sbatch", "qsub", "module", "sleep")
+NAMES = (
+    *("canary", "srun", "mpirun", "mpiexec", "scontrol", "squeue", "sbatch", "qsub", "qstat", "qalter", "qselect"),
+    *("module", "sleep"),
+)
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,11 @@ from pathlib import Path
 STEPS = 300
 EVERY = 50  # steps between checkpoints
 
-# PACE: seconds a step takes until the job has come back once. HARM: "raise 1 5" is an exception of rank 1 in step 5,
-# "kill 1 5" a SIGKILL; HARM_AGAIN: in every attempt. When it was is noted in harm.txt.
+# PACE: seconds that a step takes until the job has come back once, or until there is a file "hurry". HARM: "raise 1 5"
+# is an exception of rank 1 in step 5, "kill 1 5" a SIGKILL; HARM_AGAIN: in every attempt. When it was is noted in
+# harm.txt. SHOW: every rank writes its host, CPUs, umask and environment into rank_N.json in its first step.
 _MODEL = '''
-import os, signal, time, torch
+import json, os, signal, socket, time, torch
 
 class Model(torch.nn.Module):
     """Predict the next byte from the last one."""
@@ -28,7 +29,11 @@ class Model(torch.nn.Module):
         return self.head(self.embedding(tokens))
 
 def act(step):
-    first = os.environ.get("SLURM_RESTART_COUNT", "0") == "0" and "HPCTRAIN_JOB" not in os.environ
+    chain = os.environ.get("HPCTRAIN_CHAIN", "")
+    again = "PBS_JOBID" in os.environ and chain not in ("", os.environ["PBS_JOBID"])
+    first = os.environ.get("SLURM_RESTART_COUNT", "0") == "0" and not again
+    if step == 1 and "SHOW" in os.environ:
+        show()
     kind, rank, at = os.environ.get("HARM", "no 0 0").split()
     if step == int(at) and rank == own_rank() and (first or "HARM_AGAIN" in os.environ):
         with open("harm.txt", "w") as file:
@@ -36,8 +41,15 @@ def act(step):
         if kind == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         raise RuntimeError("harm was asked for")
-    if first:
+    if first and not os.path.exists("hurry"):
         time.sleep(float(os.environ.get("PACE", 0)))
+
+def show():
+    umask = os.umask(0)
+    os.umask(umask)
+    facts = {"host": socket.gethostname(), "cpus": sorted(os.sched_getaffinity(0)), "umask": umask}
+    with open(f"rank_{own_rank()}.json", "w") as file:
+        json.dump({**facts, "environment": dict(os.environ)}, file)
 
 def own_rank():
     names = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")

