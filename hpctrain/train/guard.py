@@ -22,7 +22,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from hpctrain.collectives.agreement import agreed
-from hpctrain.errors import EXIT_FAILURE, DeadlineError, HpctrainError
+from hpctrain.errors import EXIT_FAILURE, DeadlineError, HpctrainError, LockError
 from hpctrain.log import logger
 from hpctrain.train.last_words import LastWords
 from hpctrain.train.leaving import exit_code, leave_with, let_be_read, told
@@ -85,6 +85,8 @@ class Guard:
         if issubclass(kind, KeyboardInterrupt):
             why, code = told_and_code(kind)
             self._end(why, "", code)
+        if isinstance(error, LockError):
+            self.last_words = None  # the folder is another start's by now
         text = told(error) or "".join(traceback.format_exception(kind, error, trace))
         late = issubclass(kind, DeadlineError)
         elsewhere = self._elsewhere(str(error)) if late else ""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 
 from hpctrain.cluster.accounting import Account, ask_slurm
 from hpctrain.errors import UsageError
-from hpctrain.train import last_words, lock, metrics
+from hpctrain.train import last_words, lock, lock_holder, metrics
 from hpctrain.train.receipt import NAME, attempts_of, read
 from hpctrain.train.receipt_attempt import Attempt, attempts_from, saved_step
 from hpctrain.train.receipt_settle import Row, catch_up, close_unfinished, drop, rows_of
@@ -103,4 +102,4 @@ def is_over(folder: Path, attempt: Mapping[str, Any]) -> bool:
     host, pid = holder.get("host"), holder.get("pid")
     if (host, pid) != (attempt.get("host"), attempt.get("pid")):
         return True
-    return host == socket.gethostname() and lock.process_started(int(pid or 0)) != holder.get("started")
+    return lock_holder.is_over(holder, lock_holder.identity(None))

@@ -18,6 +18,7 @@ from mpi4py import MPI
 
 from hpctrain.cluster.shared_memory import ENLARGE, FOLDER, free_bytes
 from hpctrain.errors import CommunicationError
+from hpctrain.util import atomic
 
 SLACK = 2**20  # bytes that an MPI library may take for itself with a window
 _MADV_POPULATE_WRITE = 23  # Linux 5.14
@@ -88,7 +89,7 @@ def _reserve(begin: int, length: int) -> bool:
         first, last = (int(number, 16) for number in fields[0].split("-"))
         if first <= begin < last:
             try:
-                handle = os.open(fields[5] if len(fields) == 6 else "", os.O_RDWR | os.O_NOFOLLOW)
+                handle = atomic.reopen(fields[5] if len(fields) == 6 else "")
             except OSError:
                 return True
             try:

@@ -18,7 +18,7 @@ whole = job.comm.common(8_000_000); share = whole.chunk(job.size)[job.rank]
 share.fill_(job.rank); job.comm.all_gather(whole, share)
 own = torch.full((3_000_000,), 2.0); job.comm.all_reduce(own)
 places = [job.comm._host.memory.place_of(one) for one in (small, large)]
-print("result", [float(one[-1]) for one in (small, large, whole, own)], places, flush=True)
+print(f"result {[float(one[-1]) for one in (small, large, whole, own)]} {places}\\n", end="", flush=True)
 """
 
 

@@ -20,6 +20,7 @@ from hpctrain.checkpoint.file.writer import put
 from hpctrain.errors import CheckpointError
 from hpctrain.shard import Shard
 from hpctrain.util import atomic
+from hpctrain.util.claim import Claim
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,7 @@ class Order:
     attributes: Mapping[str, Mapping[str, Value]] = field(default_factory=dict)
     alignment: int = layout.ALIGNMENT
     create: bool = True  # the private file; else who writes into it does
+    claim: Claim | None = None  # on the folder: checked before the file takes its name
 
 
 class Desk:
@@ -52,10 +54,11 @@ class Desk:
     def __init__(self) -> None:
         self._draft: Draft | None = None
         self._place: Place | None = None
+        self._claim: Claim | None = None
 
     def lay_out(self, order: Order) -> dict[str, int | None]:
         """Return where the bytes of each dataset belong; for rank 0."""
-        self._place = order.place
+        self._place, self._claim = order.place, order.claim
         with explaining(order.place):
             self._draft = Draft(order.datasets, order.attributes, order.groups, order.alignment)
         return {dataset.name: at for dataset, at in zip(order.datasets, self._draft.places)}
@@ -76,6 +79,9 @@ class Desk:
             with opened(place.private) as handle:
                 put(handle, draft, written)
                 os.fsync(handle)
+        if self._claim is not None:
+            self._claim.check()
+        with explaining(place):
             atomic.put(place.private, place.target)
         self._draft = self._place = None
         commit.flush_folder(place.target)
