@@ -72,6 +72,14 @@ class CheckpointError(HpctrainError, OSError):
     exit_code = EXIT_USAGE
 
 
+class CheckpointFaultError(CheckpointError):
+    """The file system failed in a way that may pass while a checkpoint was written."""
+
+
+class FileSystemError(HpctrainError, OSError):
+    """The file system of a run's folder fails, and went on failing while the call was repeated."""
+
+
 class LockError(HpctrainError, OSError):
     """Another job works in the same folder."""
 

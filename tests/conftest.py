@@ -38,6 +38,7 @@ def pytest_configure(config: pytest.Config) -> None:
     nothing = tempfile.TemporaryDirectory(prefix="hpctrain-no-calibration-")
     config.add_cleanup(nothing.cleanup)
     os.environ["HPCTRAIN_CALIBRATION"] = nothing.name
+    os.environ["HPCTRAIN_FILE_PATIENCE"] = "0"  # faults are injected to last; where they pass, the test says so
     config.addinivalue_line("markers", "limit(seconds): end the session with all stacks if the test takes longer")
     # Images of containers forbid it; but each of many workers and ranks would compile all the tests anew.
     config.stash[_DONT_WRITE], sys.dont_write_bytecode = sys.dont_write_bytecode, False

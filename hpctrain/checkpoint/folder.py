@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from hpctrain.checkpoint.file.reader import Reader, verify_file
 from hpctrain.checkpoint.keep import Candidate, Keep, best_of, superseded
 from hpctrain.errors import CheckpointError
 from hpctrain.log import logger
+from hpctrain.util.retry import PASSING, retries
 
 LOGGED = "logged"  # in /train: what the run logged in the step of the file, by name
 KEEP_BEST, BEST = "keep_best", "best"  # in /train: the name by which the run keeps its best, and which value is that
@@ -19,7 +21,7 @@ _LEFTOVER = re.compile(r"\.step_\d+\.h5\.tmp-.+")
 def list_checkpoints(folder: str | Path) -> list[Path]:
     """Return the files named ``step_*.h5`` in a folder, oldest step first; none where there is no folder."""
     try:
-        names = [entry.name for entry in Path(folder).iterdir()]
+        names = retries.call(os.listdir, folder)
     except FileNotFoundError:
         return []
     except OSError as error:
@@ -37,7 +39,7 @@ def newest_valid(folder: str | Path, *, strict: bool = False) -> Path | None:
     files = list_checkpoints(folder)
     for path in reversed(files):
         try:
-            verify_file(path)
+            _verify(path)
             return path
         except CheckpointError as error:
             if strict:
@@ -49,6 +51,27 @@ def newest_valid(folder: str | Path, *, strict: bool = False) -> Path | None:
             "move them away to start again"
         )
     return None
+
+
+def _verify(path: Path) -> None:
+    """Verify a file; a fault that passes must not cost the steps since the file before."""
+    found: list[CheckpointError] = []
+
+    def verify() -> None:
+        try:
+            verify_file(path)
+        except CheckpointError as error:
+            if not isinstance(error.__cause__, OSError) or error.__cause__.errno not in PASSING:
+                raise
+            found.append(error)
+            raise OSError(error.__cause__.errno, error.__cause__.strerror, str(path)) from error
+
+    try:
+        retries.call(verify)
+    except CheckpointError:
+        raise
+    except OSError:
+        raise found[-1] from None
 
 
 def keep_last(folder: str | Path, count: int, *, verified: Path | None = None) -> list[Path]:
@@ -137,7 +160,7 @@ def remove_leftovers(folder: str | Path) -> list[Path]:
 
 def _delete(path: Path) -> bool:
     try:
-        path.unlink()
+        retries.call(os.unlink, path)
     except OSError as error:
         logger.warning("cannot delete %s: %s", path, error.strerror)
         return False

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from hpctrain.errors import LockError
+from hpctrain.errors import FileSystemError, LockError
 from hpctrain.log import logger
 from hpctrain.train import metrics as rows
 from hpctrain.train.last_words import first_line
@@ -17,6 +17,7 @@ from hpctrain.train.receipt import Receipt, history
 from hpctrain.train.receipt_tally import Tally
 from hpctrain.util import atomic
 from hpctrain.util.claim import Claim
+from hpctrain.util.retry import patience, retries
 
 CHECK_EVERY = 1.0  # seconds between two looks at the lock while steps are recorded
 _RECORDS = ("run.json", rows.NAME, "config.toml", "failure.json", "trace.json")
@@ -67,7 +68,7 @@ class Books:
         self._receipt = Receipt(self.folder, begun, rows=before, started=started)
         self._metrics = Metrics(self.folder, last_step, before)
         if config is not None:
-            atomic.write_text(self.folder / "config.toml", config)
+            retries.call(atomic.write_text, self.folder / "config.toml", config)
 
     def record(self, row: dict[str, Any]) -> None:
         """Note the numbers of a step."""
@@ -150,7 +151,11 @@ class Books:
             raise
         except OSError as error:
             if not (lenient or self.lenient):
-                raise
+                reason = (error.strerror or str(error)).lower()
+                raise FileSystemError(
+                    f"cannot write into {self.folder}: {reason}; calls were repeated for {patience():g} s; start again "
+                    "when the file system works"
+                ) from error
             if not self._refused:
                 logger.warning("cannot write into %s: %s; going on without", self.folder, error.strerror)
             self._refused = True

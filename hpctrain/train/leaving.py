@@ -16,7 +16,7 @@ from pathlib import Path
 from types import TracebackType
 
 from hpctrain.cluster.launcher import end_ranks, is_launched
-from hpctrain.errors import EXIT_FAILURE, EXIT_USAGE, HpctrainError
+from hpctrain.errors import EXIT_FAILURE, EXIT_USAGE, FileSystemError, HpctrainError
 from hpctrain.train.signals import stop_request, told_and_code
 
 PASS_ON = 0.2  # seconds
@@ -36,8 +36,10 @@ def exit_code(error: BaseException) -> int:
 def told(error: BaseException) -> str:
     """Return a mistake of the program's as the lines of the program that led to it; empty for other errors.
 
-    The frames of this package say nothing of it.
+    The frames of this package say nothing of it, nor do any of a file system that fails.
     """
+    if isinstance(error, FileSystemError):
+        return f"hpctrain: error: {error}\n"
     if not isinstance(error, HpctrainError) or error.exit_code != EXIT_USAGE:
         return ""
     text = traceback.TracebackException.from_exception(error)

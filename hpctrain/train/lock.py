@@ -16,6 +16,7 @@ from hpctrain.train.lock_holder import identity, why_over
 from hpctrain.util import atomic
 from hpctrain.util.claim import Claim
 from hpctrain.util.reading import read_json
+from hpctrain.util.retry import retries
 
 NAME = "lock.json"
 PATIENCE = 2.0  # seconds that another job may take to write its lock, or to clear away a dead one
@@ -44,7 +45,7 @@ class FolderLock:
         deadline = time.monotonic() + PATIENCE
         while True:
             try:
-                self._create()
+                retries.call(self._create)
             except FileExistsError:
                 self._clear_stale(time.monotonic() > deadline)
                 continue
@@ -66,7 +67,10 @@ class FolderLock:
     def release(self) -> None:
         """Give the lock back; one that somebody else has taken over stays."""
         if self.held and self._read() == self._own:
-            self.path.unlink(missing_ok=True)
+            try:
+                retries.call(os.unlink, self.path)
+            except OSError as error:  # the next start finds its holder ended
+                logger.warning("cannot delete %s: %s", self.path, error.strerror)
         self.held = False
 
     def _create(self) -> None:
@@ -98,7 +102,7 @@ class FolderLock:
 
     def _read(self) -> dict[str, Any] | None:
         try:
-            found = read_json(self.path, 64 * 1024)
+            found = retries.call(read_json, self.path, 64 * 1024)
         except (OSError, ValueError):
             return None
         return found if isinstance(found, dict) else None

@@ -8,10 +8,11 @@ import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from hpctrain.util import atomic
 from hpctrain.util.reading import parse_json, read_lines
+from hpctrain.util.retry import retries
 
 NAME = "metrics.jsonl"
 CURVES = ("loss", "learning_rate", "grad_norm")
@@ -30,35 +31,37 @@ class Metrics:
 
     def __init__(self, folder: Path, last_step: int, rows: Sequence[Mapping[str, Any]] | None = None) -> None:
         self.path = folder / NAME
-        self._file: TextIO = self._reopen(last_step, rows)
+        self._handle = self._reopen(last_step, rows)
 
     def write(self, row: dict[str, Any]) -> None:
         """Append one object; a NaN is written as null, which JSON has."""
-        self._file.write(json.dumps({key: _finite(value) for key, value in row.items()}) + "\n")
-        self._file.flush()
+        line = json.dumps({key: _finite(value) for key, value in row.items()})
+        atomic.append_line(self._handle, line, call=retries.call)
 
     def rewind(self, last_step: int, rows: Sequence[Mapping[str, Any]] | None = None) -> None:
         """Drop the objects of all steps after ``last_step``; ``rows`` are those of the file, where they are known."""
-        self._file.close()
-        self._file = self._reopen(last_step, rows)
+        self.close()
+        self._handle = self._reopen(last_step, rows)
 
     def close(self) -> None:
         """Close the file."""
-        self._file.close()
+        if self._handle >= 0:
+            handle, self._handle = self._handle, -1
+            os.close(handle)
 
-    def _reopen(self, last_step: int, rows: Sequence[Mapping[str, Any]] | None) -> TextIO:
+    def _reopen(self, last_step: int, rows: Sequence[Mapping[str, Any]] | None) -> int:
         found = read(self.path) if rows is None else rows
         kept = [json.dumps(row) + "\n" for row in found if row["step"] <= last_step]
         if os.path.lexists(self.path):
-            atomic.write_text(self.path, "".join(kept))
-        return open(atomic.open_growing(self.path), "a", encoding="utf-8")
+            retries.call(atomic.write_text, self.path, "".join(kept))
+        return retries.call(atomic.open_growing, self.path)
 
 
 def read(path: Path) -> list[dict[str, Any]]:
     """Return the objects of a metrics file, without a last line that a kill cut off; raises ``OSError``."""
     rows = []
     try:
-        for line in read_lines(path):
+        for line in retries.call(lambda: list(read_lines(path))):
             with suppress(ValueError):
                 row = parse_json(line)
                 if isinstance(row, dict) and type(row.get("step")) is int and abs(row["step"]) < _STEPS:

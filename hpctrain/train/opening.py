@@ -22,6 +22,7 @@ from hpctrain.train.options import RunOptions
 from hpctrain.train.start import carried, start_from
 from hpctrain.train.state import FEED, TrainState
 from hpctrain.train.stops import Stops, warn_if_unwatched
+from hpctrain.util.retry import retries
 
 if TYPE_CHECKING:
     from hpctrain.train.job import Job
@@ -62,7 +63,7 @@ class Opening:
         if resume == "never" and files.list_checkpoints(folder):
             raise CheckpointError(f"{self._folder} holds checkpoints and run.resume is never: take another folder")
         try:
-            folder.mkdir(parents=True, exist_ok=True)
+            retries.call(lambda: folder.mkdir(parents=True, exist_ok=True))
         except OSError as error:
             raise UsageError(f"cannot make the run's folder {folder}: {error.strerror}") from error
         self._books.lock()

@@ -22,6 +22,7 @@ from hpctrain.train import last_words
 from hpctrain.train.receipt_settle import close_unfinished, drop
 from hpctrain.util import atomic
 from hpctrain.util.reading import read_json, reason
+from hpctrain.util.retry import retries
 
 NAME = "run.json"
 LARGEST = 2**26  # bytes
@@ -70,7 +71,7 @@ class Receipt:
         self._write()
 
     def _write(self) -> None:
-        atomic.write_text(self.path, json.dumps(self.content, indent=2) + "\n")
+        retries.call(atomic.write_text, self.path, json.dumps(self.content, indent=2) + "\n")
 
 
 def read(folder: Path) -> dict[str, Any]:
@@ -80,7 +81,7 @@ def read(folder: Path) -> dict[str, Any]:
     """
     path = folder / NAME
     try:
-        content = read_json(path, LARGEST)
+        content = retries.call(read_json, path, LARGEST)
     except FileNotFoundError:
         return {}
     except OSError as error:

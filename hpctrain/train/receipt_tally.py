@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 from hpctrain.train.lock_holder import process_started
+from hpctrain.util.retry import retries
 
 
 class Tally:
@@ -24,6 +25,7 @@ class Tally:
             age = 0.0 if Tally._first_taken else process_age()
             Tally._first_taken = True
         self._clock, self._began = clock, clock() - age
+        self._repeated = retries.count, retries.seconds
         self._startup: float | None = None
         self._step: int | None = None
         self._tokens: float | None = None
@@ -72,6 +74,7 @@ class Tally:
             **{name: round(value, 3) for name, value in seconds.items()},
             "steps": self._steps,
             **{name: value for name, value in last.items() if value is not None},
+            **retries.facts(self._repeated),
         }
 
 

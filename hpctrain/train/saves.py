@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -11,12 +12,16 @@ from typing import Any
 
 from hpctrain import trace
 from hpctrain.checkpoint.saver import Saver
-from hpctrain.errors import CheckpointError
+from hpctrain.errors import CheckpointError, CheckpointFaultError
+from hpctrain.log import logger
 from hpctrain.plain_tensors import as_parts
 from hpctrain.train.books import Books
 from hpctrain.train.failures import FailedSaves
 from hpctrain.train.options import RunOptions
 from hpctrain.train.state import TrainState
+from hpctrain.util.retry import patience, retries
+
+PAUSES = (0.5, 1.0, 2.0, 4.0, 4.0)  # seconds before a checkpoint is tried again after a fault that may pass
 
 
 @dataclass(frozen=True)
@@ -44,6 +49,8 @@ class Saves:
         self._pending: _Save | None = None
         self.check: Callable[[str], None] = lambda when: None  # raises if what is to be saved is not one state
         self.committed = 0
+        self._told: tuple[str | None, Mapping[str, Any]] = (None, {})  # of the last checkpoint that was begun
+        self._repeats, self._again = 0, False
 
     def open(self) -> None:
         """Get ready; with ``background``, the process that writes starts."""
@@ -59,20 +66,30 @@ class Saves:
     def now(self, config: str | None, provenance: Mapping[str, Any]) -> Path:
         """Write the checkpoint of the present step and return when it is there. Raises ``CheckpointError``."""
         self.settle()
-        path = self._begin(config, provenance)
-        self._wait()
-        return path
+        while True:
+            try:
+                path = self._begin(config, provenance)
+                self._wait()
+                return path
+            except CheckpointFaultError as error:
+                self._pause(error)
 
     @as_parts
     def due(self, config: str | None, provenance: Mapping[str, Any]) -> None:
         """Write a checkpoint on the way; in the background, return as soon as the state is copied."""
         self.settle()
-        try:
-            self._begin(config, provenance)
-            if not self._options.background:
-                self._wait()
-        except CheckpointError as error:
-            self._bear(error, self._state.step)
+        self._again = False
+        while True:
+            try:
+                self._begin(config, provenance)
+                if not self._options.background:
+                    self._wait()
+                return
+            except CheckpointError as error:
+                if not self._may_repeat(error):
+                    self._bear(error, self._state.step)
+                    return
+                self._pause(error)
 
     @as_parts
     def advance(self) -> None:
@@ -80,6 +97,8 @@ class Saves:
         if self._pending is not None and self._saver is not None:
             with self._waiting():
                 self._try(self._saver.advance)
+        if self._again:
+            self.due(*self._told)
 
     def settle(self) -> None:
         """Wait for a pending checkpoint."""
@@ -104,6 +123,7 @@ class Saves:
 
     def _begin(self, config: str | None, provenance: Mapping[str, Any]) -> Path:
         assert self._saver is not None
+        self._told = config, provenance
         self.check(f"at the checkpoint of step {self._state.step}")
         save = _Save(self._state.step, self._state.path(self._state.step), time.monotonic())
         with self._waiting(step=save.step):
@@ -139,7 +159,11 @@ class Saves:
             move()
         except CheckpointError as error:
             self._pending = None
-            self._bear(error, step)
+            if self._may_repeat(error):
+                self._pause(error)
+                self._again = True  # the state of that step is gone: that of the next is written
+            else:
+                self._bear(error, step)
             return
         self._note_commit()
 
@@ -148,12 +172,29 @@ class Saves:
             return
         save, self._pending = self._pending, None
         self.committed = save.step
+        self._repeats = 0
         self._failures.succeeded(save.step)
         seconds = time.monotonic() - save.started
         self._timed(seconds)
         self._books.saved(save.step, seconds)
         if self._state.comm.rank == 0:
             self._state.tidy(save.path)
+
+    def _may_repeat(self, error: CheckpointError) -> bool:
+        """Return, alike on all ranks, whether a fault that may pass is worth another try."""
+        tries = len(PAUSES) if patience() else 0
+        return isinstance(error, CheckpointFaultError) and error.everywhere and self._repeats < tries
+
+    def _pause(self, error: CheckpointError) -> None:
+        """Wait a while before the next try; raises the error if there were enough."""
+        if not self._may_repeat(error):
+            raise error
+        pause = min(PAUSES[self._repeats], patience())
+        self._repeats += 1
+        if self._state.comm.rank == 0:
+            retries.note(OSError(errno.EIO, str(error)), pause)
+            logger.warning("%s; it is tried again in %g s", error, pause)
+        time.sleep(pause)
 
     def _bear(self, error: CheckpointError, step: int) -> None:
         """Note a failure on the way and go on; an error of this rank alone is no decision of all."""

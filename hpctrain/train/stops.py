@@ -18,6 +18,7 @@ from hpctrain.cluster.deadline import Deadline
 from hpctrain.log import logger
 from hpctrain.train.governor import Governor
 from hpctrain.train.signals import StopRequest
+from hpctrain.util.retry import PASSING, retries
 
 STOP, SAVE = "STOP", "SAVE"
 _PAUSE = 1.0  # seconds between two looks into the folder
@@ -53,16 +54,27 @@ class Stops:
         """Remove a STOP that was there before; one that came while this job started up is meant for it."""
         path = self._folder / STOP
         with suppress(FileNotFoundError):
-            if path.stat().st_mtime < begun:
-                path.unlink()
+            if retries.call(os.stat, path).st_mtime < begun:
+                retries.call(os.unlink, path)
 
     def look(self) -> tuple[bool, bool]:
         """Tell whether this rank knows of a reason to save and leave, and of one to save."""
         if self._first and time.monotonic() - self._looked >= _PAUSE:
             self._looked = time.monotonic()
-            self._found = {name: (self._folder / name).exists() for name in (STOP, SAVE)}
+            self._found = {name: self._is_there(self._folder / name) for name in (STOP, SAVE)}
         stop = self._request.signal is not None or self._found[STOP] or self.governor.is_due
         return stop, self._found[SAVE]
+
+    @staticmethod
+    def _is_there(path: Path) -> bool:
+        """Return whether a file is there; if the file system does not say, it is not."""
+        try:
+            retries.call(os.stat, path)
+        except OSError as error:
+            if error.errno in PASSING:
+                logger.warning("cannot look for %s: %s", path, error.strerror)
+            return False
+        return True
 
     @property
     def reason(self) -> str:
@@ -81,7 +93,8 @@ class Stops:
         """Take the wish to save away that a checkpoint has fulfilled."""
         if self._first and self._found[SAVE]:
             self._found[SAVE] = False
-            (self._folder / SAVE).unlink(missing_ok=True)
+            with suppress(FileNotFoundError):
+                retries.call(os.unlink, self._folder / SAVE)
 
 
 def warn_if_unwatched(folder: Path, watched: str | None) -> None:

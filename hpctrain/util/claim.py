@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from hpctrain.errors import LockError
+from hpctrain.errors import FileSystemError, LockError
 from hpctrain.util.reading import read_json
+from hpctrain.util.retry import retries
 
 _MOST = 64 * 1024  # bytes of such a file
 
@@ -19,17 +20,20 @@ class Claim:
     token: str
 
     def check(self) -> None:
-        """Raise ``LockError`` if the file is gone or another's; raises ``OSError`` if it cannot be read.
+        """Raise ``LockError`` if the file is gone or another's, ``FileSystemError`` if it cannot be read.
 
         A start of the same run on another node takes the folder over if the scheduler says that this one has ended. It
         may be wrong: a node that lost its connection computes on.
         """
         try:
-            found: Any = read_json(self.path, _MOST)
+            found: Any = retries.call(read_json, self.path, _MOST)
         except FileNotFoundError:
             raise LockError(f"{self.path} was deleted while this run held it: it ends and writes no more") from None
         except ValueError:
             found = None
+        except OSError as error:
+            reason = (error.strerror or str(error)).lower()
+            raise FileSystemError(f"cannot read {self.path}: {reason}; whose folder it is cannot be known") from error
         if isinstance(found, dict) and found.get("token") == self.token:
             return
         holder = found if isinstance(found, dict) else {}

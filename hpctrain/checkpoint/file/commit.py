@@ -13,8 +13,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from hpctrain.checkpoint.file.reader import verify_file
-from hpctrain.errors import CheckpointError, HpctrainError
+from hpctrain.errors import CheckpointError, CheckpointFaultError, HpctrainError
 from hpctrain.util import atomic
+from hpctrain.util.retry import PASSING, retries
 
 _NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
@@ -43,13 +44,13 @@ def commit(path: Path, write: Callable[[Path], None], needed: int) -> None:
 
 def prepare(path: Path) -> None:
     """Make the folder of a checkpoint."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    retries.call(lambda: path.parent.mkdir(parents=True, exist_ok=True))
 
 
 def flush_folder(path: Path) -> None:
     """Make the rename last; by now the new file is complete and in its place, whatever happens here."""
     try:
-        atomic.flush_folder(path.parent)
+        retries.call(atomic.flush_folder, path.parent)
     except OSError as error:
         raise CheckpointError(
             f"{path} was written and verified, but its folder could not be flushed ({error.strerror}): "
@@ -72,7 +73,8 @@ def explained(error: Exception, path: Path, temporary: Path, needed: int) -> Exc
         free = _free_bytes(temporary)
         room = "an unknown number of" if free is None else str(free)
         reason += f": {needed} bytes are needed, {room} bytes are free in {path.parent}"
-    return CheckpointError(f"cannot write {path}: {reason.lower() if number else reason}")
+    kind = CheckpointFaultError if number in PASSING else CheckpointError
+    return kind(f"cannot write {path}: {reason.lower() if number else reason}")
 
 
 def _free_bytes(temporary: Path) -> int | None:

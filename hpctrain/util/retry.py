@@ -1,0 +1,79 @@
+"""Calls of the file system that failed in a way that may pass: repeated with growing pauses, counted, bounded."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+logger = logging.getLogger("hpctrain")
+
+VARIABLE = "HPCTRAIN_FILE_PATIENCE"
+PATIENCE = 15.0  # seconds: a failover of a file server takes about ten
+_FIRST, _LONGEST = 0.05, 1.0  # seconds of a pause
+# ESTALE: the server has lost a handle. EIO, ETIMEDOUT and their like: a connection or a server is away. ENOSPC and
+# EDQUOT: somebody is about to clear away. EINTR and EAGAIN: the call asks to be repeated.
+PASSING = {
+    getattr(errno, name)
+    for name in "EIO ESTALE ENOSPC EDQUOT EINTR EAGAIN ETIMEDOUT EREMOTEIO ENOLINK ECOMM EHOSTDOWN ENOTCONN".split()
+    if hasattr(errno, name)
+}
+
+
+class Retries:
+    """Repeater of calls. ``count`` and ``seconds`` add up over the process, ``last`` is the last error."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.seconds = 0.0
+        self.last = ""
+
+    def call(self, function: Callable[..., T], *arguments: Any) -> T:
+        """Call a function until it does not fail, at most for the patience; raises its last ``OSError``.
+
+        The function must be one that may be done twice: after ``fsync`` has failed, a second one succeeds, and the data
+        is lost.
+        """
+        began, pause = time.monotonic(), _FIRST
+        while True:
+            try:
+                return function(*arguments)
+            except OSError as error:
+                if error.errno not in PASSING or time.monotonic() - began + pause > patience():
+                    raise
+                self.note(error, pause)
+                time.sleep(pause)
+                pause = min(2 * pause, _LONGEST)
+
+    def note(self, error: OSError, pause: float) -> None:
+        """Count a call that is about to be repeated; the first one is a warning."""
+        self.last = os.strerror(error.errno or 0)
+        if not self.count:
+            where = f" of {error.filename}" if error.filename else ""
+            text = "a call%s failed: %s; such calls are repeated for %g s (%s), the receipt counts them"
+            logger.warning(text, where, self.last.lower(), patience(), VARIABLE)
+        self.count += 1
+        self.seconds += pause
+
+    def facts(self, before: tuple[int, float] = (0, 0.0)) -> dict[str, Any]:
+        """Return what a receipt says of the calls since ``count`` and ``seconds`` were ``before``; may be empty."""
+        count, seconds = self.count - before[0], self.seconds - before[1]
+        if not count:
+            return {}
+        return {"repeated_calls": count, "repeated_seconds": round(seconds, 3), "repeated_reason": self.last}
+
+
+def patience() -> float:
+    """Return for how many seconds a call is repeated; ``HPCTRAIN_FILE_PATIENCE``, if that is a number."""
+    try:
+        return max(float(os.environ[VARIABLE]), 0.0)
+    except (KeyError, ValueError):
+        return PATIENCE
+
+
+retries = Retries()
