@@ -134,6 +134,17 @@ def check(settings: Any, section: str) -> None:
             object.__setattr__(settings, name, converted)  # the dataclass is frozen
 
 
+def check_most(settings: Any, section: str, **limits: int) -> None:
+    """Raise ``SettingsError`` if a number of a settings dataclass is larger than allowed.
+
+    The limits are far above what anybody trains, and low enough that sizes and schedules can be worked out from them.
+    """
+    for name, most in limits.items():
+        value = getattr(settings, name)
+        if value is not None and not value <= most:
+            raise SettingsError(f"setting {section}.{name} = {shown(value)}: allowed are at most {most}")
+
+
 def section_of(kind: type[T], value: Any, section: str, *, allowed: str = "") -> T:
     """Return a section that a program gave: the dataclass itself, a dict of its fields, or None for the defaults.
 
@@ -259,6 +270,8 @@ def _convert(hint: Any, value: Any, path: str) -> Any:
         converted = tuple(_convert(typing.get_args(hint)[0], item, path) for item in items)
         return value if isinstance(value, tuple) and all(map(operator.is_, converted, value)) else converted
     plain = origin or hint
+    if plain in (int, float) and isinstance(value, int) and value.bit_length() > 63:
+        raise SettingsError(f"setting {path} = {shown(value)}: allowed are whole numbers of at most 63 bits")
     if plain in _ABSTRACT and isinstance(value, _ABSTRACT[plain]) and not isinstance(value, (bool, plain)):
         return plain(value)  # a whole number for a float, NumPy's numbers
     if plain is str and isinstance(value, os.PathLike):

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from hpctrain.cli.action import action
 from hpctrain.errors import UsageError
+from hpctrain.util.text import printable_lines
 
 if TYPE_CHECKING:
     from hpctrain.train.calibrate import Report
@@ -220,8 +221,8 @@ def _show(args: argparse.Namespace) -> int:
     machine = this_machine(mpi_name())
     path = args.file or place(machine)
     if path is None or not path.exists():
-        where = path or "the home folder"
-        raise UsageError(f"no calibration for {machine} in {where}: mpiexec -n 4 hpctrain bench calibrate makes one")
+        where = f"in {args.file}" if args.file else f"for {machine} in {path or 'the home folder'}"
+        raise UsageError(f"no calibration {where}: mpiexec -n 4 hpctrain bench calibrate makes one")
     found = read(path)
     differences = machine.differences(found.machine)
     used = not differences and place(machine) == path
@@ -234,5 +235,5 @@ def _show(args: argparse.Namespace) -> int:
         lines += ["", f"{layout}, measured {one.date}", *timetable.lines(one.table, one.times)]
     if found.verdict:
         lines += ["", f"MPI on GPUs: {verdict_in_words(found.verdict)}"]
-    print("\n".join(lines))
+    print(printable_lines("\n".join(lines)))
     return 0

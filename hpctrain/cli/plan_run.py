@@ -13,6 +13,7 @@ from hpctrain.errors import EXIT_FAILURE, UsageError
 from hpctrain.estimate import text
 from hpctrain.estimate.candidates import Candidate, Limits, candidates
 from hpctrain.estimate.facts import facts_of
+from hpctrain.estimate.machine_presets import preset
 from hpctrain.estimate.run import Device, PlannedRun
 from hpctrain.estimate.sizes import parse, tell
 from hpctrain.train.settings import Settings, load
@@ -25,6 +26,8 @@ def plan(args: argparse.Namespace) -> int:
     """Print what a run needs; 1 where it does not fit."""
     from hpctrain.estimate.advice import time_report
 
+    if args.machine:
+        preset(args.machine)  # refuses an unknown name before anything is forecast
     limits = Limits(_bytes(args.device_memory, "--device-memory"), _bytes(args.host_memory, "--host-memory"))
     planned = planned_run(args, limits)
     found = candidates(planned, limits, everything=bool(args.strategies))
@@ -43,6 +46,9 @@ def planned_run(args: argparse.Namespace, limits: Limits) -> PlannedRun:
     """Return the run that arguments ask for; raises ``UsageError`` for what cannot be."""
     settings = load(args.config, args.assignments or ())
     ranks = _positive(args.ranks if args.ranks is not None else 1, "--ranks")
+    for option, number, most in (("--ranks", ranks, 2**24), ("--ranks-per-node", args.ranks_per_node or 0, 2**16)):
+        if number > most:
+            raise UsageError(f"{option} {number}: allowed are at most {most}")
     a_node = _positive(args.ranks_per_node if args.ranks_per_node is not None else ranks, "--ranks-per-node")
     return PlannedRun(settings, facts_of(settings), ranks, a_node, device_of(settings, limits, args.machine))
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from types import TracebackType
 
 from hpctrain.errors import EXIT_FAILURE, EXIT_USAGE, HpctrainError
+from hpctrain.util.text import printable_lines
 
 PASS_ON = 0.2  # seconds
 _PACKAGE = Path(__file__).resolve().parents[1]
@@ -57,7 +58,7 @@ def leave_with(code: int, farewell: Callable[[], object]) -> None:
         atexit.register(leave)
 
 
-def say_once(error: HpctrainError, rank: int | None) -> None:
+def say_once(error: object, rank: int | None) -> None:
     """Print an error that every process has, if this is rank 0; otherwise let that one come first.
 
     A launcher may end all processes as soon as one ends with an error, and rank 0 must have spoken by then.
@@ -65,7 +66,7 @@ def say_once(error: HpctrainError, rank: int | None) -> None:
     if rank:
         time.sleep(SILENCE)
         return
-    print(f"hpctrain: error: {error}", file=sys.stderr, flush=True)
+    print(f"hpctrain: error: {printable_lines(str(error))}", file=sys.stderr, flush=True)
 
 
 def let_be_read(descriptor: int = 2, seconds: float = 1.0) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 LINE = 200  # characters of an error line
 VALUE = 60  # characters of a value within a line
 
@@ -23,6 +25,20 @@ def shorten(text: str, longest: int = VALUE) -> str:
         return text
     tail = (longest - 3) // 3
     return f"{text[: longest - 3 - tail]}...{text[len(text) - tail :]}"
+
+
+def fitted(message: str, words: Iterable[str], longest: int = LINE) -> str:
+    """Return an error message as a line that fits: words of the command line are shortened where they are too long.
+
+    A message that tells of other things may be longer, up to five lines.
+    """
+    found = printable(message)
+    longer = sorted({printable(word) for word in words}, key=len, reverse=True)
+    for word, most in [(word, most) for most in (VALUE, VALUE // 2) for word in longer]:
+        for each in (word, repr(word)[1:-1], shorten(word)):
+            if len(found) > longest and len(each) > most:
+                found = found.replace(each, shorten(word, most))
+    return shorten(found, 5 * LINE)
 
 
 def shown(value: object, longest: int = VALUE) -> str:
