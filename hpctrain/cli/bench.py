@@ -115,7 +115,8 @@ def _calibrate(args: argparse.Namespace) -> int:
         )
         progress.close()
         if job.rank == 0:
-            print(json.dumps(_as_json(report), indent=2) if args.json else "\n".join(_as_text(report, args.verbose)))
+            told = printable_lines("\n".join(_as_text(report, args.verbose)))
+            print(json.dumps(_as_json(report), indent=2) if args.json else told)
     return 0
 
 
@@ -135,7 +136,8 @@ class _Progress:
             self._draw(seconds, what)
         elif seconds - self._spoken >= _LINE_EVERY:
             self._spoken = seconds
-            print(f"measured for {seconds:.0f} of {self._seconds:g} s: {what}", file=sys.stderr, flush=True)
+            told = f"measured for {seconds:.0f} of {self._seconds:g} s: {what}"
+            print(printable_lines(told), file=sys.stderr, flush=True)
 
     def close(self) -> None:
         """Take the bar away."""

@@ -17,6 +17,7 @@ from typing import Any
 from hpctrain.errors import UsageError
 from hpctrain.parallel.pipeline.schedule import SCHEDULES, make
 from hpctrain.parallel.pipeline.timeline import Timeline, equal_costs, simulate
+from hpctrain.util.text import printable_lines
 
 _EPILOG = """\
 examples:
@@ -221,17 +222,17 @@ def _print_text(title: str, timeline: Timeline, live: dict[str, int], output: Pa
     from hpctrain.parallel.pipeline.text import fitted, lines
 
     whole = timeline.makespan
-    print(f"{title}: takes {whole:.6g}, bubble {timeline.bubble:.1%}")
+    print(printable_lines(f"{title}: takes {whole:.6g}, bubble {timeline.bubble:.1%}"))
     rows = [["", "live", "busy", "idle"]]
     for rank, (name, count) in enumerate(live.items()):
         busy, idle = timeline.busy(rank), timeline.idle(rank)
         rows.append([name, str(count), f"{busy:.6g}", f"{idle / whole:.1%}" if whole else "0.0%"])
-    print("\n".join(["", *columns(rows), ""]))
+    print(printable_lines("\n".join(["", *columns(rows), ""])))
     if output:
-        print(f"drawn into {output}")
+        print(printable_lines(f"drawn into {output}"))
     else:
         draw = fitted if measured else lines
-        print("\n".join(draw(timeline, min(shutil.get_terminal_size().columns, _WIDEST))))
+        print(printable_lines("\n".join(draw(timeline, min(shutil.get_terminal_size().columns, _WIDEST)))))
 
 
 def _print_json(facts: dict[str, Any], timeline: Timeline) -> None:

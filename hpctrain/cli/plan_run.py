@@ -17,6 +17,7 @@ from hpctrain.estimate.machine_presets import preset
 from hpctrain.estimate.run import Device, PlannedRun
 from hpctrain.estimate.sizes import parse, tell
 from hpctrain.train.settings import Settings, load
+from hpctrain.util.text import printable_lines
 
 if TYPE_CHECKING:
     from hpctrain.estimate.advice import TimeReport
@@ -110,18 +111,18 @@ def _as_dict(planned: PlannedRun, found: Sequence[Candidate], times: TimeReport)
 
 def _print(args: argparse.Namespace, planned: PlannedRun, found: Sequence[Candidate], times: TimeReport) -> None:
     chosen = found[0]
-    print(text.heading(planned))
+    print(printable_lines(text.heading(planned)))
     for note in planned.facts.notes:
-        print(f"note: {note}")
-    print("\n".join(["", *columns(text.rows_of(planned, chosen.memory)), ""]))
-    print(text.peak_line(planned, chosen.memory))
-    print("\n".join(["", *columns(text.lines_of(found)), ""]))
+        print(printable_lines(f"note: {note}"))
+    print(printable_lines("\n".join(["", *columns(text.rows_of(planned, chosen.memory)), ""])))
+    print(printable_lines(text.peak_line(planned, chosen.memory)))
+    print(printable_lines("\n".join(["", *columns(text.lines_of(found)), ""])))
     if chosen.limits.known:
-        print(_sentence(found))
-    print("\n".join(["", *times.lines()]))
+        print(printable_lines(_sentence(found)))
+    print(printable_lines("\n".join(["", *times.lines()])))
     for path in (args.output, args.scaling):
         if path:
-            print(f"drawn into {path}")
+            print(printable_lines(f"drawn into {path}"))
 
 
 def _sentence(found: Sequence[Candidate]) -> str:

@@ -15,8 +15,8 @@ def printable(text: object) -> str:
 
 
 def printable_lines(text: str) -> str:
-    """Return text of several lines, each of them printable."""
-    return "\n".join(map(printable, text.split("\n")))
+    """Return text of several lines, each of them printable; tabs stay."""
+    return "\n".join("\t".join(map(printable, line.split("\t"))) for line in text.split("\n"))
 
 
 def shorten(text: str, longest: int = VALUE) -> str:
