@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from hpctrain.errors import SettingsError
+from hpctrain.util.owner import foreign_file, is_standard
 from hpctrain.util.reading import read_text
 from hpctrain.util.text import printable, shorten, shown
 
@@ -176,9 +177,9 @@ def names_function(path: str) -> bool:
 def function_named(path: str, setting: str) -> Callable[..., Any]:
     """Import what ``package.module:function`` names; raise ``SettingsError`` that names the setting otherwise."""
     module_name, _, name = path.partition(":")
-    # As `python -m` does: a console script's own folder is on the path, the user's is not.
-    if os.getcwd() not in sys.path and "" not in sys.path:
-        sys.path.append(os.getcwd())
+    if is_standard(module_name):
+        raise SettingsError(_not_standard(path, setting))
+    _look_here()
     try:
         found: Any = importlib.import_module(module_name)
     except Exception as error:
@@ -192,7 +193,42 @@ def function_named(path: str, setting: str) -> Callable[..., Any]:
         found = getattr(found, part)
     if not callable(found):
         raise SettingsError(f"{setting} {path}: {name} is {type(found).__name__}, expected a function or a class")
+    called = found
+    while isinstance(called, functools.partial):
+        called = called.func
+    if is_standard(str(getattr(called, "__module__", ""))):  # torch:os.system
+        raise SettingsError(_not_standard(path, setting))
     return found  # type: ignore[no-any-return]
+
+
+def check_code(path: str, setting: str, uid: int | None = None) -> None:
+    """Raise ``SettingsError`` if ``package.module:function`` is code of somebody else; nothing is imported.
+
+    For verbs that people call on configs of others: those are programs as soon as they name a function.
+    """
+    module_name, _, name = path.partition(":")
+    if is_standard(module_name):
+        raise SettingsError(_not_standard(path, setting))
+    _look_here()
+    foreign = foreign_file(module_name, uid)
+    if foreign:
+        raise SettingsError(
+            f"{setting} {path} runs {foreign}: allowed is code of yours, of root or of this environment; "
+            "read it, then add --allow-code"
+        )
+
+
+def _look_here() -> None:
+    """Look for modules in the current folder as well, after all others.
+
+    As ``python -m`` does: a console script's own folder is on the path, the user's is not.
+    """
+    if os.getcwd() not in sys.path and "" not in sys.path:
+        sys.path.append(os.getcwd())
+
+
+def _not_standard(path: str, setting: str) -> str:
+    return f"{setting} {path} is of Python's standard library: name a function or a class that makes what is asked for"
 
 
 def to_tree(settings: Any) -> Tree:

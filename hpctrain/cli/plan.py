@@ -88,12 +88,17 @@ def _add_planned(parser: argparse.ArgumentParser) -> None:
     planned.add_argument("--ranks-per-node", type=int, metavar="N", help="ranks of a full node (default: all)")
     planned.add_argument("--device-memory", metavar="SIZE", help="memory of a GPU, as in 40GiB; plans for GPUs")
     planned.add_argument("--host-memory", metavar="SIZE", help="memory of a node, as in 256GiB")
+    allowing = "run the functions that CONFIG.toml names, whoever wrote them"
+    planned.add_argument("--allow-code", action="store_true", default=None, help=allowing)
     planned.add_argument("--strategies", action="store_true", default=None, help="show all meshes that would do")
     planned.add_argument("--machine", metavar="NAME", help="forecast time for A100, H100, H200 or MI250X, not this one")
     planned.add_argument("--scaling", type=Path, metavar="FILE", help="draw the time of a step over the ranks")
 
 
-_OF_RUN = ("assignments", "ranks", "ranks_per_node", "device_memory", "host_memory", "strategies", "machine", "scaling")
+_OF_RUN = (
+    *("assignments", "ranks", "ranks_per_node", "device_memory", "host_memory", "strategies", "machine", "scaling"),
+    "allow_code",
+)
 
 
 def run(args: argparse.Namespace) -> int:
