@@ -53,6 +53,11 @@ def shown(value: object, longest: int = VALUE) -> str:
         return f"a value of type {type(value).__name__}"
 
 
+def without_math(value: object) -> str:
+    """Return text for matplotlib: printable, and without formulas, which begin with a dollar sign."""
+    return printable(value).replace("$", r"\$")
+
+
 def _escaped(character: str) -> str:
     if character.isprintable():
         return character
