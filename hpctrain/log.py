@@ -7,6 +7,8 @@ import socket
 import sys
 from typing import TextIO
 
+from hpctrain.util.text import printable_lines
+
 logger = logging.getLogger("hpctrain")
 logger.addHandler(logging.NullHandler())
 
@@ -20,7 +22,7 @@ class _RankPrefix(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         level = "" if record.levelno == logging.INFO else f"{record.levelname.lower()}: "
-        return f"{self._prefix}{level}{super().format(record)}"
+        return f"{self._prefix}{level}{printable_lines(super().format(record))}"
 
 
 class _StderrHandler(logging.StreamHandler[TextIO]):

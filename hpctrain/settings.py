@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from hpctrain.errors import SettingsError
+from hpctrain.util.owner import foreign_file, is_standard
 from hpctrain.util.reading import read_text
 from hpctrain.util.text import printable, shorten, shown
 
@@ -134,6 +135,17 @@ def check(settings: Any, section: str) -> None:
             object.__setattr__(settings, name, converted)  # the dataclass is frozen
 
 
+def check_most(settings: Any, section: str, **limits: int) -> None:
+    """Raise ``SettingsError`` if a number of a settings dataclass is larger than allowed.
+
+    The limits are far above what anybody trains, and low enough that sizes and schedules can be worked out from them.
+    """
+    for name, most in limits.items():
+        value = getattr(settings, name)
+        if value is not None and not value <= most:
+            raise SettingsError(f"setting {section}.{name} = {shown(value)}: allowed are at most {most}")
+
+
 def section_of(kind: type[T], value: Any, section: str, *, allowed: str = "") -> T:
     """Return a section that a program gave: the dataclass itself, a dict of its fields, or None for the defaults.
 
@@ -165,9 +177,9 @@ def names_function(path: str) -> bool:
 def function_named(path: str, setting: str) -> Callable[..., Any]:
     """Import what ``package.module:function`` names; raise ``SettingsError`` that names the setting otherwise."""
     module_name, _, name = path.partition(":")
-    # As `python -m` does: a console script's own folder is on the path, the user's is not.
-    if os.getcwd() not in sys.path and "" not in sys.path:
-        sys.path.append(os.getcwd())
+    if is_standard(module_name):
+        raise SettingsError(_not_standard(path, setting))
+    _look_here()
     try:
         found: Any = importlib.import_module(module_name)
     except Exception as error:
@@ -181,7 +193,42 @@ def function_named(path: str, setting: str) -> Callable[..., Any]:
         found = getattr(found, part)
     if not callable(found):
         raise SettingsError(f"{setting} {path}: {name} is {type(found).__name__}, expected a function or a class")
+    called = found
+    while isinstance(called, functools.partial):
+        called = called.func
+    if is_standard(str(getattr(called, "__module__", ""))):  # torch:os.system
+        raise SettingsError(_not_standard(path, setting))
     return found  # type: ignore[no-any-return]
+
+
+def check_code(path: str, setting: str, uid: int | None = None) -> None:
+    """Raise ``SettingsError`` if ``package.module:function`` is code of somebody else; nothing is imported.
+
+    For verbs that people call on configs of others: those are programs as soon as they name a function.
+    """
+    module_name, _, name = path.partition(":")
+    if is_standard(module_name):
+        raise SettingsError(_not_standard(path, setting))
+    _look_here()
+    foreign = foreign_file(module_name, uid)
+    if foreign:
+        raise SettingsError(
+            f"{setting} {path} runs {foreign}: allowed is code of yours, of root or of this environment; "
+            "read it, then add --allow-code"
+        )
+
+
+def _look_here() -> None:
+    """Look for modules in the current folder as well, after all others.
+
+    As ``python -m`` does: a console script's own folder is on the path, the user's is not.
+    """
+    if os.getcwd() not in sys.path and "" not in sys.path:
+        sys.path.append(os.getcwd())
+
+
+def _not_standard(path: str, setting: str) -> str:
+    return f"{setting} {path} is of Python's standard library: name a function or a class that makes what is asked for"
 
 
 def to_tree(settings: Any) -> Tree:
@@ -259,6 +306,8 @@ def _convert(hint: Any, value: Any, path: str) -> Any:
         converted = tuple(_convert(typing.get_args(hint)[0], item, path) for item in items)
         return value if isinstance(value, tuple) and all(map(operator.is_, converted, value)) else converted
     plain = origin or hint
+    if plain in (int, float) and isinstance(value, int) and value.bit_length() > 63:
+        raise SettingsError(f"setting {path} = {shown(value)}: allowed are whole numbers of at most 63 bits")
     if plain in _ABSTRACT and isinstance(value, _ABSTRACT[plain]) and not isinstance(value, (bool, plain)):
         return plain(value)  # a whole number for a float, NumPy's numbers
     if plain is str and isinstance(value, os.PathLike):

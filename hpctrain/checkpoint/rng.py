@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -11,6 +11,7 @@ import torch
 
 from hpctrain.checkpoint.tensors import from_numpy, to_numpy
 from hpctrain.errors import CheckpointError
+from hpctrain.util.text import printable, shorten
 
 
 def capture_rng() -> dict[str, Any]:
@@ -29,19 +30,52 @@ def capture_rng() -> dict[str, Any]:
 def restore_rng(state: Mapping[str, Any]) -> None:
     """Set the generators to captured states; one whose state is not there is left alone."""
     try:
-        if "torch" in state:
-            torch.set_rng_state(from_numpy(state["torch"], "uint8"))
-        if "python" in state:
-            version, words, gauss = state["python"]
-            random.setstate((version, tuple(words), gauss))
-        if "numpy" in state:
-            saved = state["numpy"]
-            key = np.array(saved["key"], dtype=np.uint32)
-            np.random.set_state((saved["kind"], key, saved["position"], saved["has_gauss"], saved["gauss"]))
+        setters = [make(state[name]) for name, make in _CHECKED.items() if name in state]
+        for set_one in setters:
+            set_one()
         if "cuda" in state and torch.cuda.is_available():
-            torch.cuda.set_rng_state(from_numpy(state["cuda"], "uint8"))
-    except (TypeError, ValueError, KeyError, RuntimeError) as error:
-        raise CheckpointError(f"the state of the random number generators does not fit: {error}") from error
+            torch.cuda.set_rng_state(_bytes(state["cuda"]))
+    except (TypeError, ValueError, LookupError, RuntimeError, AttributeError, OverflowError) as error:
+        reason = shorten(printable(error), 120)
+        raise CheckpointError(f"the state of the random number generators does not fit: {reason}") from error
+
+
+# Each state is set on a generator of its own first: an index beyond the state's end makes NumPy read other memory.
+
+
+def _torch(saved: Any) -> Callable[[], object]:
+    state = _bytes(saved)
+    torch.Generator().set_state(state)
+    return lambda: torch.set_rng_state(state)
+
+
+def _python(saved: Any) -> Callable[[], object]:
+    version, words, gauss = saved
+    state = (version, tuple(words), gauss)
+    if gauss is not None and not isinstance(gauss, float):
+        raise ValueError("gauss of python is no number")
+    random.Random().setstate(state)
+    return lambda: random.setstate(state)
+
+
+def _numpy(saved: Any) -> Callable[[], object]:
+    key, position = np.array(saved["key"], dtype=np.uint32), saved["position"]
+    if saved["kind"] != "MT19937" or key.shape != (_WORDS,) or type(position) is not int:
+        raise ValueError(f"numpy: expected MT19937 with {_WORDS} words")
+    if not 0 <= position <= _WORDS or saved["has_gauss"] not in (0, 1) or not isinstance(saved["gauss"], (int, float)):
+        raise ValueError(f"numpy: expected a position from 0 to {_WORDS}")
+    state = (saved["kind"], key, position, saved["has_gauss"], float(saved["gauss"]))
+    return lambda: np.random.set_state(state)
+
+
+def _bytes(saved: Any) -> torch.Tensor:
+    if not isinstance(saved, np.ndarray) or saved.dtype != np.uint8 or saved.ndim != 1:
+        raise ValueError("expected an array of bytes")
+    return from_numpy(saved, "uint8")
+
+
+_WORDS = 624
+_CHECKED = {"torch": _torch, "python": _python, "numpy": _numpy}
 
 
 def _numpy_state() -> dict[str, Any]:

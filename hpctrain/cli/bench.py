@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from hpctrain.cli.action import action
 from hpctrain.errors import UsageError
+from hpctrain.util.text import printable_lines
 
 if TYPE_CHECKING:
     from hpctrain.train.calibrate import Report
@@ -114,7 +115,8 @@ def _calibrate(args: argparse.Namespace) -> int:
         )
         progress.close()
         if job.rank == 0:
-            print(json.dumps(_as_json(report), indent=2) if args.json else "\n".join(_as_text(report, args.verbose)))
+            told = printable_lines("\n".join(_as_text(report, args.verbose)))
+            print(json.dumps(_as_json(report), indent=2) if args.json else told)
     return 0
 
 
@@ -134,7 +136,8 @@ class _Progress:
             self._draw(seconds, what)
         elif seconds - self._spoken >= _LINE_EVERY:
             self._spoken = seconds
-            print(f"measured for {seconds:.0f} of {self._seconds:g} s: {what}", file=sys.stderr, flush=True)
+            told = f"measured for {seconds:.0f} of {self._seconds:g} s: {what}"
+            print(printable_lines(told), file=sys.stderr, flush=True)
 
     def close(self) -> None:
         """Take the bar away."""
@@ -220,8 +223,8 @@ def _show(args: argparse.Namespace) -> int:
     machine = this_machine(mpi_name())
     path = args.file or place(machine)
     if path is None or not path.exists():
-        where = path or "the home folder"
-        raise UsageError(f"no calibration for {machine} in {where}: mpiexec -n 4 hpctrain bench calibrate makes one")
+        where = f"in {args.file}" if args.file else f"for {machine} in {path or 'the home folder'}"
+        raise UsageError(f"no calibration {where}: mpiexec -n 4 hpctrain bench calibrate makes one")
     found = read(path)
     differences = machine.differences(found.machine)
     used = not differences and place(machine) == path
@@ -234,5 +237,5 @@ def _show(args: argparse.Namespace) -> int:
         lines += ["", f"{layout}, measured {one.date}", *timetable.lines(one.table, one.times)]
     if found.verdict:
         lines += ["", f"MPI on GPUs: {verdict_in_words(found.verdict)}"]
-    print("\n".join(lines))
+    print(printable_lines("\n".join(lines)))
     return 0

@@ -19,6 +19,7 @@ from hpctrain.doctor.finding import Finding, counts, exit_code
 from hpctrain.doctor.text import summary, table
 from hpctrain.errors import UsageError
 from hpctrain.util import atomic
+from hpctrain.util.text import printable_lines
 
 _EPILOG = """\
 examples:
@@ -115,7 +116,7 @@ def _print(args: argparse.Namespace, report: dict[str, Any], lines: list[str]) -
             atomic.write_text(args.output, text + "\n")
         except OSError as error:
             raise UsageError(f"cannot write {args.output}: {error.strerror}", everywhere=True) from error
-    print(text if args.json else "\n".join(lines), flush=True)
+    print(text if args.json else printable_lines("\n".join(lines)), flush=True)
 
 
 def _width() -> int:
@@ -158,7 +159,7 @@ class _Progress:
         stage, now = what.partition(",")[0], time.monotonic()
         if self._shown and (stage != self._stage or now - self._spoken > _LINE_EVERY):
             self._stage, self._spoken = stage, now
-            print(f"preflight: {what}", file=sys.stderr, flush=True)
+            print(printable_lines(f"preflight: {what}"), file=sys.stderr, flush=True)
 
 
 def _tell(args: argparse.Namespace, report: Any, findings: list[Finding]) -> None:

@@ -23,7 +23,7 @@ from hpctrain.launch.wheels import srun_type
 from hpctrain.settings import assign, read_toml
 from hpctrain.train.settings import load as load_settings
 from hpctrain.util.reading import read_text, reason
-from hpctrain.util.text import printable
+from hpctrain.util.text import printable, printable_lines
 
 _EPILOG = """\
 examples:
@@ -200,12 +200,13 @@ def _environment(texts: list[str]) -> dict[str, str]:
 
 def _print(args: argparse.Namespace) -> int:
     if args.show_profile:
-        print(profiles.explain(*_profile(args)))
+        print(printable_lines(profiles.explain(*_profile(args))))
         return 0
     script, request, profile = script_of(args)
     sys.stdout.write(script)
     path = script_path(request, profile)
-    print(f"save it as {path}: its output goes there, and the folder must be there when it starts", file=sys.stderr)
+    advice = f"save it as {path}: its output goes there, and the folder must be there when it starts"
+    print(printable_lines(advice), file=sys.stderr)
     return 0
 
 
@@ -224,5 +225,5 @@ def _list(args: argparse.Namespace) -> int:
     for name in profiles.names():
         profile, where = profiles.load(name)
         told = profile.site if where.startswith(name) else f"{profile.site} ({where})".strip()
-        print(f"{name:14} {profile.scheduler:5}  {told}; {profile.tried}")
+        print(printable_lines(f"{name:14} {profile.scheduler:5}  {told}; {profile.tried}"))
     return 0

@@ -12,6 +12,7 @@ from typing import NoReturn
 
 from hpctrain._version import __version__
 from hpctrain.errors import EXIT_USAGE, HpctrainError, UsageError
+from hpctrain.util.text import LINE, fitted, printable, shorten
 
 VERBS = {
     "train": "train a model as a TOML file says",
@@ -41,19 +42,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     except HpctrainError as error:
         if not error.everywhere and in_world():
             raise  # one rank of several failed: the guard ends the job
-        return report(error)
+        return report(error, arguments)
     except KeyboardInterrupt as error:
         return interrupted(error)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except OSError as error:
+        if in_world() or not names_word(error, arguments):
+            raise
+        return report(UsageError(f"cannot use {error.filename}: {error.strerror}"), arguments)
 
 
 class Parser(argparse.ArgumentParser):
     """Report wrong arguments as every other wrong input: in one line, on one rank."""
 
     def error(self, message: str) -> NoReturn:
-        raise UsageError(f"{message} (see {self.prog} --help)", everywhere=True)
+        hint = f" (see {self.prog} --help)"
+        raise UsageError(shorten(printable(message), LINE - len("hpctrain: error: " + hint)) + hint, everywhere=True)
 
 
 def make_parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
@@ -87,12 +93,23 @@ def in_world() -> bool:
     return module is not None and module.Is_initialized() and module.COMM_WORLD.Get_size() > 1
 
 
-def report(error: HpctrainError) -> int:
+def names_word(error: OSError, arguments: Sequence[str]) -> bool:
+    """Tell whether an error of the system is about a file that the command line names."""
+    name = error.filename
+    return isinstance(name, str) and any(word in name for word in values(arguments) if len(word) > 1)
+
+
+def values(arguments: Sequence[str]) -> list[str]:
+    """Return the words of a command line, those behind ``=`` also alone."""
+    return [*arguments, *(word.partition("=")[2] for word in arguments if "=" in word)]
+
+
+def report(error: HpctrainError, arguments: Sequence[str] = ()) -> int:
     """Print an error once: where all ranks have it, rank 0 speaks for them; return the exit code."""
     from hpctrain.cluster.launcher import first_guess_of_rank
     from hpctrain.train.leaving import end_unstarted, say_once
 
-    say_once(error, first_guess_of_rank())
+    say_once(fitted(str(error), values(arguments), LINE - len("hpctrain: error: ")), first_guess_of_rank())
     end_unstarted(error.exit_code)
     return error.exit_code
 

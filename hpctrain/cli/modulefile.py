@@ -9,6 +9,7 @@ from typing import Any
 
 from hpctrain._version import __version__
 from hpctrain.launch.modulefile import Module, home_page, modulefile, publish
+from hpctrain.util.text import printable_lines
 
 _EPILOG = """\
 examples:
@@ -67,5 +68,6 @@ def run(args: argparse.Namespace) -> int:
         publish(text, args.output)
     program = Path(module.root, "bin", "hpctrain")
     if not program.exists():
-        print(f"{program} is not there: make install PREFIX={module.root} puts it there", file=sys.stderr)
+        advice = f"{program} is not there: make install PREFIX={module.root} puts it there"
+        print(printable_lines(advice), file=sys.stderr)
     return 0

@@ -17,6 +17,7 @@ from typing import Any
 from hpctrain.errors import UsageError
 from hpctrain.parallel.pipeline.schedule import SCHEDULES, make
 from hpctrain.parallel.pipeline.timeline import Timeline, equal_costs, simulate
+from hpctrain.util.text import printable_lines
 
 _EPILOG = """\
 examples:
@@ -87,12 +88,17 @@ def _add_planned(parser: argparse.ArgumentParser) -> None:
     planned.add_argument("--ranks-per-node", type=int, metavar="N", help="ranks of a full node (default: all)")
     planned.add_argument("--device-memory", metavar="SIZE", help="memory of a GPU, as in 40GiB; plans for GPUs")
     planned.add_argument("--host-memory", metavar="SIZE", help="memory of a node, as in 256GiB")
+    allowing = "run the functions that CONFIG.toml names, whoever wrote them"
+    planned.add_argument("--allow-code", action="store_true", default=None, help=allowing)
     planned.add_argument("--strategies", action="store_true", default=None, help="show all meshes that would do")
     planned.add_argument("--machine", metavar="NAME", help="forecast time for A100, H100, H200 or MI250X, not this one")
     planned.add_argument("--scaling", type=Path, metavar="FILE", help="draw the time of a step over the ranks")
 
 
-_OF_RUN = ("assignments", "ranks", "ranks_per_node", "device_memory", "host_memory", "strategies", "machine", "scaling")
+_OF_RUN = (
+    *("assignments", "ranks", "ranks_per_node", "device_memory", "host_memory", "strategies", "machine", "scaling"),
+    "allow_code",
+)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -221,17 +227,17 @@ def _print_text(title: str, timeline: Timeline, live: dict[str, int], output: Pa
     from hpctrain.parallel.pipeline.text import fitted, lines
 
     whole = timeline.makespan
-    print(f"{title}: takes {whole:.6g}, bubble {timeline.bubble:.1%}")
+    print(printable_lines(f"{title}: takes {whole:.6g}, bubble {timeline.bubble:.1%}"))
     rows = [["", "live", "busy", "idle"]]
     for rank, (name, count) in enumerate(live.items()):
         busy, idle = timeline.busy(rank), timeline.idle(rank)
         rows.append([name, str(count), f"{busy:.6g}", f"{idle / whole:.1%}" if whole else "0.0%"])
-    print("\n".join(["", *columns(rows), ""]))
+    print(printable_lines("\n".join(["", *columns(rows), ""])))
     if output:
-        print(f"drawn into {output}")
+        print(printable_lines(f"drawn into {output}"))
     else:
         draw = fitted if measured else lines
-        print("\n".join(draw(timeline, min(shutil.get_terminal_size().columns, _WIDEST))))
+        print(printable_lines("\n".join(draw(timeline, min(shutil.get_terminal_size().columns, _WIDEST)))))
 
 
 def _print_json(facts: dict[str, Any], timeline: Timeline) -> None:

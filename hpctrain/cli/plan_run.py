@@ -9,13 +9,16 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from hpctrain.cli.checkpoint.text import columns
-from hpctrain.errors import EXIT_FAILURE, UsageError
+from hpctrain.errors import EXIT_FAILURE, SettingsError, UsageError
 from hpctrain.estimate import text
 from hpctrain.estimate.candidates import Candidate, Limits, candidates
 from hpctrain.estimate.facts import facts_of
+from hpctrain.estimate.machine_presets import preset
 from hpctrain.estimate.run import Device, PlannedRun
 from hpctrain.estimate.sizes import parse, tell
-from hpctrain.train.settings import Settings, load
+from hpctrain.settings import check_code
+from hpctrain.train.settings import LOSSES, Settings, load
+from hpctrain.util.text import printable_lines
 
 if TYPE_CHECKING:
     from hpctrain.estimate.advice import TimeReport
@@ -25,6 +28,8 @@ def plan(args: argparse.Namespace) -> int:
     """Print what a run needs; 1 where it does not fit."""
     from hpctrain.estimate.advice import time_report
 
+    if args.machine:
+        preset(args.machine)  # refuses an unknown name before anything is forecast
     limits = Limits(_bytes(args.device_memory, "--device-memory"), _bytes(args.host_memory, "--host-memory"))
     planned = planned_run(args, limits)
     found = candidates(planned, limits, everything=bool(args.strategies))
@@ -42,9 +47,29 @@ def plan(args: argparse.Namespace) -> int:
 def planned_run(args: argparse.Namespace, limits: Limits) -> PlannedRun:
     """Return the run that arguments ask for; raises ``UsageError`` for what cannot be."""
     settings = load(args.config, args.assignments or ())
+    if not args.allow_code:
+        check_functions(settings)
     ranks = _positive(args.ranks if args.ranks is not None else 1, "--ranks")
+    for option, number, most in (("--ranks", ranks, 2**24), ("--ranks-per-node", args.ranks_per_node or 0, 2**16)):
+        if number > most:
+            raise UsageError(f"{option} {number}: allowed are at most {most}")
     a_node = _positive(args.ranks_per_node if args.ranks_per_node is not None else ranks, "--ranks-per-node")
     return PlannedRun(settings, facts_of(settings), ranks, a_node, device_of(settings, limits, args.machine))
+
+
+def check_functions(settings: Settings) -> None:
+    """Raise ``SettingsError`` if the settings name code of somebody else, which planning would run."""
+    named = {
+        "model.factory": settings.model.factory,
+        "optimizer.factory": settings.optimizer.factory,
+        "train.loss": None if settings.train.loss in LOSSES else settings.train.loss,
+    }
+    for setting, path in named.items():
+        if path is not None:
+            check_code(path, setting)
+            # torch.load and torch.hub.load run what their arguments name.
+            if path.startswith(("torch.", "torch:")) and not path.startswith(("torch.nn", "torch.optim")):
+                raise SettingsError(f"{setting} {path} is a function of torch: read the config, then add --allow-code")
 
 
 def device_of(settings: Settings, limits: Limits, machine: str | None = None) -> Device:
@@ -104,18 +129,18 @@ def _as_dict(planned: PlannedRun, found: Sequence[Candidate], times: TimeReport)
 
 def _print(args: argparse.Namespace, planned: PlannedRun, found: Sequence[Candidate], times: TimeReport) -> None:
     chosen = found[0]
-    print(text.heading(planned))
+    print(printable_lines(text.heading(planned)))
     for note in planned.facts.notes:
-        print(f"note: {note}")
-    print("\n".join(["", *columns(text.rows_of(planned, chosen.memory)), ""]))
-    print(text.peak_line(planned, chosen.memory))
-    print("\n".join(["", *columns(text.lines_of(found)), ""]))
+        print(printable_lines(f"note: {note}"))
+    print(printable_lines("\n".join(["", *columns(text.rows_of(planned, chosen.memory)), ""])))
+    print(printable_lines(text.peak_line(planned, chosen.memory)))
+    print(printable_lines("\n".join(["", *columns(text.lines_of(found)), ""])))
     if chosen.limits.known:
-        print(_sentence(found))
-    print("\n".join(["", *times.lines()]))
+        print(printable_lines(_sentence(found)))
+    print(printable_lines("\n".join(["", *times.lines()])))
     for path in (args.output, args.scaling):
         if path:
-            print(f"drawn into {path}")
+            print(printable_lines(f"drawn into {path}"))
 
 
 def _sentence(found: Sequence[Candidate]) -> str:

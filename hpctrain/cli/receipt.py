@@ -7,6 +7,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from hpctrain.util.text import printable_lines
+
 _EPILOG = """\
 examples:
   hpctrain receipt runs/gpt-tiny                    every attempt: when, where, what its time went into, how it ended
@@ -44,5 +46,5 @@ def run(args: argparse.Namespace) -> int:
         from hpctrain.train.receipt_picture import draw
 
         draw(receipts, args.output)
-    print(json.dumps(to_json(receipts), indent=2) if args.json else "\n".join(text(receipts)))
+    print(json.dumps(to_json(receipts), indent=2) if args.json else printable_lines("\n".join(text(receipts))))
     return 0

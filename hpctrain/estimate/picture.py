@@ -9,6 +9,7 @@ from hpctrain.errors import UsageError
 from hpctrain.estimate.candidates import Candidate
 from hpctrain.estimate.memory import PARTS
 from hpctrain.estimate.sizes import tell
+from hpctrain.util.text import without_math
 
 KINDS = (".png", ".svg", ".pdf")
 COLOURS = dict(zip(PARTS, ("#1f5fbf", "#3b8f54", "#d9a31e", "#7b4fa6", "#8a8a8a", "#c9c9c9", "#e8c9a8", "#a8c4c4")))
@@ -35,7 +36,7 @@ def figure(title: str, found: Sequence[Candidate]) -> Any:
         label.set_fontweight("bold" if one.chosen else "normal")
     handles, labels = axes[0].get_legend_handles_labels()
     drawn.legend(handles, labels, loc="outside lower center", ncols=len(PARTS) + 1, frameon=False, fontsize=8)
-    drawn.suptitle(title, x=0.01, ha="left", fontsize=11, color=_INK)
+    drawn.suptitle(without_math(title), x=0.01, ha="left", fontsize=11, color=_INK)
     return drawn
 
 

@@ -11,6 +11,7 @@ from hpctrain.estimate.run import PlannedRun
 from hpctrain.estimate.scaling import Curve, Point
 from hpctrain.estimate.time_step import StepTime
 from hpctrain.util import atomic
+from hpctrain.util.text import without_math
 
 KINDS = (".png", ".svg", ".pdf")
 WAYS = {"strong": ("same batch", "#3b6fb6", "o"), "weak": ("same samples a rank", "#5fa55a", "s")}
@@ -41,7 +42,7 @@ def figure(curve: Curve, run: PlannedRun) -> Any:
     for way in WAYS:
         _draw_way(rates, shares, curve, way, run.ranks)
     highest = max(curve.efficiency(point, way) or 0.0 for point in curve.points for way in WAYS)
-    rates.set_title(f"{run.facts.name}, {_strategy(run)}: forecast", loc="left", fontsize=11, color=_INK)
+    rates.set_title(f"{without_math(run.facts.name)}, {_strategy(run)}: forecast", loc="left", fontsize=11, color=_INK)
     rates.set(xscale="log", yscale="log", xlabel="ranks", ylabel="samples a second")
     shares.set(xscale="log", xlabel="ranks", ylabel="samples a second of a GPU or core", ylim=(0, 1.08 * highest))
     shares.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")

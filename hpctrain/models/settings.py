@@ -9,7 +9,8 @@ from typing import Any
 from hpctrain.errors import SettingsError
 from hpctrain.models.shapes import SHAPES, GPTConfig
 from hpctrain.settings import check as check_fields
-from hpctrain.settings import names_function, unknown
+from hpctrain.settings import check_most, names_function, unknown
+from hpctrain.util.text import shown
 
 BUILTIN = ("convnet", "mlp")
 _GPT_FIELDS = ("layers", "heads", "width", "vocab_size", "dropout", "tied")
@@ -48,7 +49,7 @@ class ModelSettings:
         if self.factory is not None:
             self._check_factory()
         elif self.name not in SHAPES and self.name not in BUILTIN:
-            raise SettingsError(unknown(f"model.name {self.name!r}", self.name, [*SHAPES, *BUILTIN]))
+            raise SettingsError(unknown(f"model.name {shown(self.name)}", self.name, [*SHAPES, *BUILTIN]))
         elif self.name in SHAPES:
             if self.options:
                 raise SettingsError(f"model.options do not apply to {self.name}: set {', '.join(_GPT_FIELDS)}, context")
@@ -57,6 +58,7 @@ class ModelSettings:
             self._refuse_gpt_fields()
         if self.context is not None and self.context < 1:
             raise SettingsError(f"model.context = {self.context}: allowed is 1 or more")
+        check_most(self, "model", context=2**24)
 
     @property
     def gpt_name(self) -> str | None:
@@ -82,7 +84,7 @@ class ModelSettings:
 
     def _check_factory(self) -> None:
         if not names_function(self.factory or ""):
-            raise SettingsError(f"model.factory = {self.factory!r}: write it as package.module:function")
+            raise SettingsError(f"model.factory = {shown(self.factory)}: write it as package.module:function")
 
     def _refuse_gpt_fields(self) -> None:
         for name in _GPT_FIELDS:

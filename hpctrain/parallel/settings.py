@@ -10,7 +10,7 @@ from typing import Any, Literal
 from hpctrain.collectives.mesh import AXES
 from hpctrain.errors import SettingsError
 from hpctrain.settings import check as check_fields
-from hpctrain.settings import section_of
+from hpctrain.settings import check_most, section_of
 
 SHARDED = ("zero1", "zero2", "fsdp")
 
@@ -76,6 +76,8 @@ class ParallelSettings:
         check_fields(self, "parallel")
         if not 0 < self.bucket_mib < math.inf:
             raise SettingsError(f"setting parallel.bucket_mib = {self.bucket_mib}: must be a number of MiB above 0")
+        check_most(self, "parallel", bucket_mib=2**24, prefetch=2**20, microbatches=2**20, chunks=2**10)
+        check_most(self, "parallel", pipe=2**20, tensor=2**20)
         self._check_mesh()
         if self.prefetch < 0:
             raise SettingsError(f"setting parallel.prefetch = {self.prefetch}: must not be negative")

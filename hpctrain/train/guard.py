@@ -30,6 +30,7 @@ from hpctrain.train.signals import ASKED_BY, stop_request, told_and_code
 from hpctrain.train.stacks import print_stacks
 from hpctrain.transport.activity import timeout_seconds, waiting
 from hpctrain.transport.base import Transport
+from hpctrain.util.text import printable_lines
 
 if TYPE_CHECKING:
     from hpctrain.transport.farewell import Farewell
@@ -100,7 +101,7 @@ class Guard:
 
     def _print(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if text := told(error):
-            print(text, end="", file=sys.stderr, flush=True)
+            print(printable_lines(text), end="", file=sys.stderr, flush=True)
         else:
             self._hooks[0](kind, error, trace)
 
@@ -129,7 +130,8 @@ class Guard:
                 self._collect_stacks()
             at = "" if self.step is None else f" in step {self.step}"
             where = f"rank {self._transport.rank} of {self._transport.size} on {socket.gethostname()}{at}"
-            print(f"{text}hpctrain: {where} ends the job: {why}", file=sys.stderr, flush=True)
+            told_of = printable_lines(f"{text}hpctrain: {where} ends the job: {why}")
+            print(told_of, file=sys.stderr, flush=True)
             if self.last_words is not None:
                 self.last_words.say(why, self.step)
             let_be_read()

@@ -18,6 +18,7 @@ from types import TracebackType
 from hpctrain.cluster.launcher import end_ranks, is_launched
 from hpctrain.errors import EXIT_FAILURE, EXIT_USAGE, FileSystemError, HpctrainError
 from hpctrain.train.signals import stop_request, told_and_code
+from hpctrain.util.text import printable_lines
 
 PASS_ON = 0.2  # seconds
 _PACKAGE = Path(__file__).resolve().parents[1]
@@ -62,18 +63,19 @@ def leave_with(code: int, farewell: Callable[[], object]) -> None:
         atexit.register(leave)
 
 
-def say_once(error: HpctrainError, rank: int | None) -> None:
+def say_once(error: object, rank: int | None) -> None:
     """Print an error that every process has, or may have: rank 0 at once, the others if that one has not got it.
 
     Before MPI_Init ranks cannot ask each other. Rank 0 ends all ranks once it has printed its error; so a rank that is
     still there after a second, and was not told to end, is one of a few that have it, or its launcher ends no others.
     """
+    text = printable_lines(str(error))
     if rank:
         time.sleep(SILENCE)
         if not _is_initialized() and stop_request.signal is None:
-            print(f"hpctrain: error: rank {rank} on {socket.gethostname()}: {error}", file=sys.stderr, flush=True)
+            print(f"hpctrain: error: rank {rank} on {socket.gethostname()}: {text}", file=sys.stderr, flush=True)
         return
-    print(f"hpctrain: error: {error}", file=sys.stderr, flush=True)
+    print(f"hpctrain: error: {text}", file=sys.stderr, flush=True)
 
 
 def end_unstarted(code: int) -> None:

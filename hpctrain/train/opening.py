@@ -19,6 +19,7 @@ from hpctrain.train.books import Books
 from hpctrain.train.changes import changed_settings
 from hpctrain.train.feed import Feed
 from hpctrain.train.options import RunOptions
+from hpctrain.train.receipt_settle import number
 from hpctrain.train.start import carried, start_from
 from hpctrain.train.state import FEED, TrainState
 from hpctrain.train.stops import Stops, warn_if_unwatched
@@ -96,7 +97,7 @@ class Opening:
         """Begin an attempt in the run's records, on rank 0."""
         files.remove_leftovers(self._state.folder)
         warn_if_unwatched(self._folder, os.environ.get(FOLDER))
-        saves = [attempt.get("last_save_seconds", 0.0) for attempt in self._books.attempts]
+        saves = [number(attempt, "last_save_seconds") for attempt in self._books.attempts]
         stops.open(saves, time.time() - self._books.elapsed)
         known = {**facts, **self._job.circumstances(), "tokens_before": self._state.tokens}
         self._books.open(self._state.step, config, known)

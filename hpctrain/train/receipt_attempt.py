@@ -10,7 +10,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hpctrain.train.receipt_settle import Row, began, maybe, number, rows_of, seconds_in, seconds_since_epoch
+from hpctrain.train.receipt_settle import (
+    LATEST,
+    Row,
+    began,
+    maybe,
+    number,
+    rows_of,
+    seconds_in,
+    seconds_since_epoch,
+    text,
+)
 
 Facts = Mapping[str, Any]
 
@@ -76,17 +86,17 @@ def _attempt(index: int, facts: Facts, rows: Sequence[Row], tokens: int | None) 
     batch = maybe(facts, "batch")
     return Attempt(
         index=index,
-        status=str(facts.get("status", "unknown")),
+        status=text(facts, "status") or "unknown",
         why=_why(facts),
         started=began(facts),
         nodes=int(number(facts, "nodes", 1)),
         ranks=int(number(facts, "size", 1)),
         cpus=_whole(facts, "cpus"),
         gpus=_whole(facts, "gpus"),
-        host=str(facts.get("host", "")),
-        job_id=facts.get("job_id"),
-        scheduler=facts.get("scheduler"),
-        restart_count=facts.get("restart_count"),
+        host=text(facts, "host") or "",
+        job_id=text(facts, "job_id"),
+        scheduler=text(facts, "scheduler"),
+        restart_count=_whole(facts, "restart_count"),
         first_step=first,
         last_step=int(number(facts, "step", first - 1)),
         steps=steps,
@@ -106,7 +116,7 @@ def _counted(facts: Facts, rows: Sequence[Row]) -> tuple[float, int]:
 
     An earlier version noted no times; those of the steps that stayed are in the metrics.
     """
-    if "step_seconds" not in facts:
+    if maybe(facts, "step_seconds") is None:
         kept = [row for row in rows if row["step"] <= saved_step(facts)]
         return seconds_in(kept), len(kept)
     seconds = number(facts, "step_seconds") - number(facts, "repeated_seconds")
@@ -129,7 +139,8 @@ def _tokens(attempts: Sequence[Facts], rows: Sequence[Row]) -> list[int | None]:
     last = attempts[-1]
     end = maybe(last, "tokens")
     if last.get("status") in ("failed", "killed"):
-        saved = [row["tokens"] for row in rows if "tokens" in row and row["step"] <= saved_step(last)]
+        kept = [maybe(row, "tokens") for row in rows if row["step"] <= saved_step(last)]
+        saved = [tokens for tokens in kept if tokens is not None]
         end = saved[-1] if saved else maybe(last, "tokens_before")
     found: list[int | None] = []
     for attempt in reversed(attempts):
@@ -142,22 +153,24 @@ def _tokens(attempts: Sequence[Facts], rows: Sequence[Row]) -> list[int | None]:
 
 def _why(facts: Facts) -> str:
     """Say how an attempt ended, in a line."""
-    reason, status = str(facts.get("reason") or ""), facts.get("status")
+    reason, status = text(facts, "reason") or "", text(facts, "status")
     if status == "stopped":
         return f"saved: {reason}" if reason else "saved"
     if status == "failed":
-        by = "" if facts.get("failed_rank") is None else f" on rank {facts['failed_rank']}"
+        rank = text(facts, "failed_rank")
+        by = "" if rank is None else f" on rank {rank}"
         return f"failed{by}: {reason}" if reason else f"failed{by}"
     if status == "killed":
         return f"killed: it never came to say; last seen after step {number(facts, 'step', 0)}"
     if status == "running":
         return f"running, last seen {_ago(facts)}"
-    return str(status or "unknown")
+    return status or "unknown"
 
 
 def _ago(facts: Facts) -> str:
     begun = began(facts)
     if begun is None:
         return f"after step {number(facts, 'step', 0)}"
-    seen = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(begun + number(facts, "elapsed_seconds")))
+    at = min(max(begun + number(facts, "elapsed_seconds"), 0.0), LATEST)
+    seen = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at))
     return f"{seen} after step {number(facts, 'step', 0)}"

@@ -11,6 +11,7 @@ from hpctrain.train.receipt_attempt import Attempt
 from hpctrain.train.receipt_read import RunReceipt
 from hpctrain.train.receipt_text import PARTS, sentence, totals
 from hpctrain.util import atomic
+from hpctrain.util.text import without_math
 
 KINDS = (".png", ".svg", ".pdf")
 _COLOURS = {
@@ -64,7 +65,7 @@ def figure(receipts: Sequence[RunReceipt]) -> Any:
 
 
 def _label(receipts: Sequence[RunReceipt], receipt: RunReceipt, one: Attempt) -> str:
-    of = f"{receipt.folder.name} " if len(receipts) > 1 else "attempt "
+    of = f"{without_math(receipt.folder.name)} " if len(receipts) > 1 else "attempt "
     return f"{of}{one.index}"
 
 
@@ -74,7 +75,7 @@ def _draw_attempt(axis: Any, index: int, one: Attempt, zero: float, scale: float
         width = getattr(one, part) / scale
         axis.broken_barh([(at, width)], (index - _BAR / 2, _BAR), facecolor=colour, linewidth=0)
         at += width
-    axis.text(at, index, f"  {one.status}", va="center", fontsize=8, color=_INK)
+    axis.text(at, index, f"  {without_math(one.status)}", va="center", fontsize=8, color=_INK)
 
 
 def _draw_frame(axis: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,9 +14,10 @@ from hpctrain.errors import UsageError
 from hpctrain.train import last_words, lock, lock_holder, metrics
 from hpctrain.train.receipt import NAME, attempts_of, read
 from hpctrain.train.receipt_attempt import Attempt, attempts_from, saved_step
-from hpctrain.train.receipt_settle import Row, catch_up, close_unfinished, drop, rows_of
+from hpctrain.train.receipt_settle import Row, catch_up, close_unfinished, drop, maybe, rows_of, text
 from hpctrain.util.reading import read_json
 
+_JOB = re.compile(r"[0-9]+(?:_[0-9]+)?", re.ASCII)
 AskSlurm = Callable[[set[str]], Mapping[str, Account]]
 
 
@@ -45,7 +47,8 @@ def load(folders: Sequence[str | Path], ask: AskSlurm = ask_slurm) -> list[RunRe
 
 
 def _receipt(folder: Path, attempts: list[dict[str, Any]], accounts: Mapping[str, Account]) -> RunReceipt:
-    needed = attempts[-1].get("status") in ("running", "failed") or any("step_seconds" not in one for one in attempts)
+    unsettled = attempts[-1].get("status") in ("running", "failed")
+    needed = unsettled or any(maybe(one, "step_seconds") is None for one in attempts)
     rows = metrics.read(folder / metrics.NAME) if needed else []
     _bring_up_to_date(folder, attempts, rows, accounts)
     told = tuple(attempts_from(attempts, rows))
@@ -55,7 +58,8 @@ def _receipt(folder: Path, attempts: list[dict[str, Any]], accounts: Mapping[str
 
 
 def _slurm_jobs(attempts: Sequence[Mapping[str, Any]]) -> set[str]:
-    return {str(one["job_id"]) for one in attempts if one.get("scheduler") == "slurm" and one.get("job_id")}
+    found = {text(one, "job_id") or "" for one in attempts if one.get("scheduler") == "slurm"}
+    return {job for job in found if _JOB.fullmatch(job)}
 
 
 def runs_in(folder: str | Path) -> list[Path]:

@@ -11,8 +11,13 @@ from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from hpctrain.util.text import shorten
+
 Row = Mapping[str, Any]
 Attempts = Sequence[dict[str, Any]]
+_LARGEST = 1e15  # of a number that a run writes; tokens come closest
+LATEST = 2.5e11  # seconds since the epoch: the year 9892
+_LONGEST = 300  # characters of a text
 _SLACK = 1.0  # seconds: clocks are set, and old receipts have whole seconds only
 
 
@@ -58,12 +63,12 @@ def catch_up(attempt: dict[str, Any], rows: Sequence[Row]) -> None:
         return
     last, begun = tail[-1], began(attempt)
     attempt["step"] = last["step"]
-    if "tokens" in last:
-        attempt["tokens"] = last["tokens"]
-    if "step_seconds" not in attempt:
+    if (tokens := maybe(last, "tokens")) is not None:
+        attempt["tokens"] = tokens
+    if maybe(attempt, "step_seconds") is None:
         return  # written by an earlier version: what its steps took is in the metrics alone
     attempt["steps"] = int(number(attempt, "steps")) + len(tail)
-    attempt["step_seconds"] = round(attempt["step_seconds"] + seconds_in(tail), 3)
+    attempt["step_seconds"] = round(number(attempt, "step_seconds") + seconds_in(tail), 3)
     elapsed = number(attempt, "elapsed_seconds") + seconds_in(tail)
     if begun is not None:
         elapsed = max(elapsed, number(last, "unix_time", begun) - begun)
@@ -78,10 +83,11 @@ def _close(attempt: dict[str, Any], said: Mapping[str, Any]) -> None:
     if begun is None:
         return
     if spoke:
-        attempt |= {"reason": said.get("reason"), "failed_rank": said.get("rank"), "failed_host": said.get("host")}
+        attempt |= {"reason": text(said, "reason"), "failed_rank": maybe(said, "rank")}
+        attempt["failed_host"] = text(said, "host")
         attempt["elapsed_seconds"] = round(max(number(attempt, "elapsed_seconds"), at - begun), 3)
     if "elapsed_seconds" in attempt:
-        ended = time.gmtime(begun + number(attempt, "elapsed_seconds"))
+        ended = time.gmtime(min(max(begun + number(attempt, "elapsed_seconds"), 0.0), LATEST))
         attempt["ended"] = time.strftime("%Y-%m-%dT%H:%M:%SZ", ended)
 
 
@@ -97,15 +103,26 @@ def number(facts: Mapping[str, Any], name: str, default: float = 0.0) -> float:
 
 
 def maybe(facts: Mapping[str, Any], name: str) -> float | None:
-    """Return a number of some facts; None where there is none, or something else."""
+    """Return a number of some facts; None if there is none, or something that no run writes."""
     value = facts.get(name)
-    return value if isinstance(value, (int, float)) and not isinstance(value, bool) else None
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return None
+    return value if -_LARGEST < value < _LARGEST else None  # neither holds for NaN
+
+
+def text(facts: Mapping[str, Any], name: str) -> str | None:
+    """Return a text of some facts, cut if it is long; None if there is none, or something else than text or number."""
+    value = facts.get(name)
+    if isinstance(value, str):
+        return shorten(value, _LONGEST) or None
+    return None if maybe(facts, name) is None else str(value)
 
 
 def began(attempt: Mapping[str, Any]) -> float | None:
     """Return when an attempt began, in seconds since the epoch."""
     exact = maybe(attempt, "unix_time")
-    return seconds_since_epoch(attempt.get("started")) if exact is None else exact
+    begun = seconds_since_epoch(attempt.get("started")) if exact is None else exact
+    return begun if begun is not None and 0 <= begun < LATEST else None
 
 
 def seconds_since_epoch(text: Any) -> float | None:

@@ -19,10 +19,12 @@ from hpctrain.parallel.server.settings import ServerSettings
 from hpctrain.parallel.settings import ParallelSettings
 from hpctrain.settings import assign, build
 from hpctrain.settings import check as check_fields
-from hpctrain.settings import meant, names_function, read_toml, unknown
+from hpctrain.settings import check_most, meant, names_function, read_toml, unknown
+from hpctrain.util.text import shown
 
 # The losses that have a name; train.step's are those of parallel.objective, which loads torch.
 LOSSES = ("cross_entropy", "mse")
+_MOST_TOKENS = 2**36  # per step over all ranks: so that bytes of activations can be counted
 # What the settings of an optimizer are called by the classes of torch.optim.
 OPTIMIZER_ARGUMENTS = {"learning_rate": "lr", "betas": "betas", "epsilon": "eps", "weight_decay": "weight_decay"}
 # What a run from a file logs: in every step, and where it evaluates. A checkpoint may be kept for any of it.
@@ -102,8 +104,10 @@ class TrainSettings:
     def __post_init__(self) -> None:
         check_fields(self, "train")
         if self.loss not in LOSSES and not names_function(self.loss):
-            text = f"setting train.loss = {self.loss!r}: allowed are {', '.join(LOSSES)}, or package.module:function"
+            known = f"{', '.join(LOSSES)}, or package.module:function"
+            text = f"setting train.loss = {shown(self.loss)}: allowed are {known}"
             raise SettingsError(text + meant(self.loss, LOSSES))
+        check_most(self, "train", steps=2**53, batch=2**31, accumulate=2**31, evaluate_every=2**53)
         positive = {"steps": self.steps, "batch": self.batch, "accumulate": self.accumulate}
         for name, value in positive.items():
             if value < 1:
@@ -145,7 +149,8 @@ class OptimizerSettings:
     def __post_init__(self) -> None:
         check_fields(self, "optimizer")
         if self.factory is not None and not names_function(self.factory):
-            raise SettingsError(f"setting optimizer.factory = {self.factory!r}: write it as package.module:function")
+            text = f"setting optimizer.factory = {shown(self.factory)}"
+            raise SettingsError(f"{text}: write it as package.module:function")
         if self.betas is not None and not (len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas)):
             raise SettingsError(f"setting optimizer.betas = {list(self.betas)}: must be two numbers in [0, 1)")
         for name in ("learning_rate", "epsilon", "weight_decay", "warmup", "final"):
@@ -189,6 +194,7 @@ class CheckpointSettings:
         for name, least in {"every": 1, "keep": 1, "keep_every": 0}.items():
             if (value := getattr(self, name)) < least:
                 raise SettingsError(f"setting checkpoint.{name} = {value}: must be at least {least}")
+        check_most(self, "checkpoint", every=2**53, keep=2**31, keep_every=2**53, alignment=2**40)
         if self.alignment < 1 or self.alignment & (self.alignment - 1):
             raise SettingsError(f"setting checkpoint.alignment = {self.alignment}: must be a power of two")
         if self.background and self.io == "mpiio":
@@ -197,18 +203,18 @@ class CheckpointSettings:
             raise SettingsError('setting checkpoint.hints: they are for checkpoint.io = "mpiio"')
         for hint in self.hints:
             if not all(hint.partition("=")):
-                raise SettingsError(f"setting checkpoint.hints: {hint!r} is not of the form name=value")
+                raise SettingsError(f"setting checkpoint.hints: {shown(hint)} is not of the form name=value")
         self._check_judge()
 
     def _check_judge(self) -> None:
         """Refuse what no checkpoint is judged by, and a probable misspelling; a strategy may log other names."""
         known, name = [*LOGGED_EVALUATING, *LOGGED_EACH_STEP], self.keep_best
         if name in NOT_JUDGED:
-            text = f"setting checkpoint.keep_best = {name!r}: no checkpoint is judged by that"
+            text = f"setting checkpoint.keep_best = {shown(name)}: no checkpoint is judged by that"
             raise SettingsError(f"{text}; known are {', '.join(known)}")
         close = difflib.get_close_matches(name, known, n=1, cutoff=0.75)
         if close and name not in known:
-            raise SettingsError(unknown(f"checkpoint.keep_best {name!r}", name, known))
+            raise SettingsError(unknown(f"checkpoint.keep_best {shown(name)}", name, known))
 
 
 @dataclass(frozen=True)
@@ -227,6 +233,12 @@ class Settings:
 
     def __post_init__(self) -> None:
         check_fields(self, "")
+        window = self.model.window or 1
+        if self.train.batch * window > _MOST_TOKENS:
+            raise SettingsError(
+                f"setting train.batch = {self.train.batch} with windows of {window} tokens: "
+                f"allowed are at most {_MOST_TOKENS} tokens per step"
+            )
 
 
 def load(path: str | Path, assignments: Sequence[str] = ()) -> Settings:

@@ -16,6 +16,7 @@ from torch import nn
 from hpctrain.models.gpt import GPT
 from hpctrain.models.sampling import generate
 from hpctrain.train import receipt_text
+from hpctrain.util.text import printable_lines
 
 if TYPE_CHECKING:
     from hpctrain.train.session import Run
@@ -56,23 +57,23 @@ def _in_bits(value: float, facts: Mapping[str, Any], loss: str) -> str:
 def summarise(run: Run, facts: Mapping[str, Any], text: str | None, *, resumed: bool, loss: str) -> None:
     """Print the last losses, the sample, and where to look further; ``loss`` names what was minimised."""
     if resumed:
-        print(f"{run.folder} is finished: {run.step} steps are done; set train.steps higher to go on")
+        print(printable_lines(f"{run.folder} is finished: {run.step} steps are done; set train.steps higher to go on"))
     losses = run.state.curves.columns
     if losses.get("loss"):
         nats = " nats" if loss == "cross_entropy" else ""
-        print(f"training loss    {losses['loss'][-1]:.4f}{nats} after step {run.step}")
+        print(printable_lines(f"training loss    {losses['loss'][-1]:.4f}{nats} after step {run.step}"))
     if losses.get("validation_loss"):
-        print(f"validation loss  {_in_bits(losses['validation_loss'][-1], facts, loss)}")
+        print(printable_lines(f"validation loss  {_in_bits(losses['validation_loss'][-1], facts, loss)}"))
     if text is not None:
         print("\nThe model goes on from the prompt:\n")
-        print("\n".join(f"    {line}" for line in text.splitlines()))
+        print(printable_lines("\n".join(f"    {line}" for line in text.splitlines())))
         print()
-    print(f"run folder       {run.folder}")
+    print(printable_lines(f"run folder       {run.folder}"))
     best = run.state.keeper.best()
     if best is not None:
-        print(f"best checkpoint  {best} (by {run.options.keep_best})")
+        print(printable_lines(f"best checkpoint  {best} (by {run.options.keep_best})"))
     took = receipt_text.summary(run.folder)
     if took is not None:
-        print(f"what it took     {took}")
-    print(f"look inside      {_program()} checkpoint show {run.state.path(run.step)}")
+        print(printable_lines(f"what it took     {took}"))
+    print(printable_lines(f"look inside      {_program()} checkpoint show {run.state.path(run.step)}"))
     sys.stdout.flush()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 LINE = 200  # characters of an error line
 VALUE = 60  # characters of a value within a line
 
@@ -13,8 +15,8 @@ def printable(text: object) -> str:
 
 
 def printable_lines(text: str) -> str:
-    """Return text of several lines, each of them printable."""
-    return "\n".join(map(printable, text.split("\n")))
+    """Return text of several lines, each of them printable; tabs stay."""
+    return "\n".join("\t".join(map(printable, line.split("\t"))) for line in text.split("\n"))
 
 
 def shorten(text: str, longest: int = VALUE) -> str:
@@ -23,6 +25,20 @@ def shorten(text: str, longest: int = VALUE) -> str:
         return text
     tail = (longest - 3) // 3
     return f"{text[: longest - 3 - tail]}...{text[len(text) - tail :]}"
+
+
+def fitted(message: str, words: Iterable[str], longest: int = LINE) -> str:
+    """Return an error message as a line that fits: words of the command line are shortened where they are too long.
+
+    A message that tells of other things may be longer, up to five lines.
+    """
+    found = printable(message)
+    longer = sorted({printable(word) for word in words}, key=len, reverse=True)
+    for word, most in [(word, most) for most in (VALUE, VALUE // 2) for word in longer]:
+        for each in (word, repr(word)[1:-1], shorten(word)):
+            if len(found) > longest and len(each) > most:
+                found = found.replace(each, shorten(word, most))
+    return shorten(found, 5 * LINE)
 
 
 def shown(value: object, longest: int = VALUE) -> str:
@@ -35,6 +51,11 @@ def shown(value: object, longest: int = VALUE) -> str:
         return shorten(printable(repr(value)), longest)
     except (ValueError, RecursionError):
         return f"a value of type {type(value).__name__}"
+
+
+def without_math(value: object) -> str:
+    """Return text for matplotlib: printable, and without formulas, which begin with a dollar sign."""
+    return printable(value).replace("$", r"\$")
 
 
 def _escaped(character: str) -> str:

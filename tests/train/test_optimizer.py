@@ -73,7 +73,7 @@ def test_another_class_has_torchs_defaults_where_nothing_is_set(model: nn.Module
         ({"betas": (0.5, 0.6), "options": {"betas": [0.1, 0.2]}}, "betas is set by optimizer.betas"),
         ({"factory": "torch.optim"}, "setting optimizer.factory = 'torch.optim': write it as package.module:function"),
         ({"factory": "torch.optim:SGD", "options": {"momentun": 1}}, "unknown option momentun of optimizer.factory"),
-        ({"factory": "builtins:list"}, "optimizer.factory builtins:list returned list, expected a torch.optim."),
+        ({"factory": "builtins:list"}, "optimizer.factory builtins:list is of Python's standard library"),
     ],
 )
 def test_what_is_wrong_is_named(model: nn.Module, settings: dict[str, Any], message: str) -> None:

@@ -17,6 +17,7 @@ LONGEST = 20_000  # points handed out: files carry half as many, those of older 
 
 _LARGEST = 1 << 30  # bytes of a curve
 
+_HIGHEST = 1e100
 _BARS = "▁▂▃▄▅▆▇█"
 
 
@@ -66,9 +67,14 @@ def steps_of(curves: Mapping[str, Sequence[float]], name: str) -> Sequence[float
     return range(1, len(curves[name]) + 1)
 
 
+def drawable(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """Return values within what sums and pictures can take; NaN stays, infinity becomes NaN."""
+    return np.where(np.isfinite(values), np.clip(values, -_HIGHEST, _HIGHEST), np.nan)
+
+
 def sparkline(values: Iterable[float], width: int = 60) -> str:
     """Draw a curve in one line of text: the mean of each stretch as a bar, a space where nothing is finite."""
-    data = np.asarray(list(values), dtype=np.float64)
+    data = drawable(np.asarray(list(values), dtype=np.float64))
     stretches = np.array_split(data, min(width, data.size)) if data.size else []
     means = [_finite_mean(stretch) for stretch in stretches]
     known = [mean for mean in means if mean is not None]

@@ -11,9 +11,10 @@ import numpy as np
 import numpy.typing as npt
 
 from hpctrain.checkpoint.file.reader import Reader
-from hpctrain.checkpoint.look.curves import is_steps, read_curves, steps_of
+from hpctrain.checkpoint.look.curves import drawable, is_steps, read_curves, steps_of
 from hpctrain.checkpoint.look.output import put_in_place
 from hpctrain.errors import UsageError
+from hpctrain.util.text import without_math
 
 KINDS = (".png", ".svg", ".pdf")
 _INK, _PALE, _MARK = "#1f4e79", "#9dbad7", "#c55a11"
@@ -32,11 +33,13 @@ def plot(file: str | Path, output: str | Path) -> None:
     if target.suffix not in KINDS:
         raise UsageError(f"cannot draw {target}: its name must end in {', '.join(KINDS)}")
     with Reader(file) as reader:
-        curves, step = read_curves(reader), reader.root.get("step")
+        found, step = read_curves(reader), reader.root.get("step")
+    curves = {name: drawable(np.asarray(values, dtype=np.float64)).tolist() for name, values in found.items()}
     top = _losses(curves)
     if not top:
         raise UsageError(f"{file} holds no curve to draw: hpctrain checkpoint show FILE lists what it holds")
-    figure = _figure(curves, top, f"{Path(file).name}: {', '.join(map(_label, top))} up to step {step}")
+    title = f"{without_math(Path(file).name)}: {', '.join(map(_label, top))} up to step {without_math(step)}"
+    figure = _figure(curves, top, title)
     put_in_place(target, lambda out: figure.savefig(out, format=target.suffix[1:], dpi=150))
 
 
@@ -55,7 +58,7 @@ def _drawable(curves: Curves) -> list[str]:
 
 
 def _label(name: str) -> str:
-    return _BELOW.get(name, name.replace("_", " "))
+    return _BELOW.get(name, without_math(name.replace("_", " ")))
 
 
 def _figure(curves: Curves, top: Sequence[str], title: str) -> Any:
@@ -65,7 +68,7 @@ def _figure(curves: Curves, top: Sequence[str], title: str) -> Any:
         raise UsageError("drawing needs matplotlib: pip install 'hpctrain[plot]'") from error
     others = [name for name in _drawable(curves) if name not in (*top, "validation_loss")]
     below = [name for name in others if name in _BELOW] + [name for name in others if name not in _BELOW]
-    counts = curves.get(_HISTOGRAM, ())
+    counts = [count if count > 0 else 0.0 for count in curves.get(_HISTOGRAM, ())]
     figure = Figure(figsize=(8, 4.5 + 1.3 * len(below) + 1.8 * any(counts)), layout="constrained")
     rows = [3.5, *[1] * len(below), *[1.2] * any(counts)]
     grid = figure.add_gridspec(len(rows), height_ratios=rows)

@@ -19,9 +19,10 @@ from hpctrain.checkpoint.look.diff import Diff, TensorDifference, ValueDifferenc
 from hpctrain.checkpoint.look.inspect import Verdict
 from hpctrain.checkpoint.look.place import all_of
 from hpctrain.cli.action import action
-from hpctrain.cli.checkpoint.text import chosen, columns, one_line, print_json, printable, progress
+from hpctrain.cli.checkpoint.text import chosen, columns, one_line, print_json, progress
 from hpctrain.errors import EXIT_FAILURE, CheckpointError, UsageError
 from hpctrain.util.child import safe_path
+from hpctrain.util.text import printable, printable_lines
 
 _VERIFY_EPILOG = """\
 examples:
@@ -86,7 +87,7 @@ def _verdicts(files: Sequence[str], jobs: int) -> Iterator[Verdict]:
 
 
 def _verdict_line(verdict: Verdict) -> str:
-    return f"ok       {verdict.file}" if verdict.ok else f"damaged  {printable(verdict.error or verdict.file)}"
+    return printable(f"ok       {verdict.file}" if verdict.ok else f"damaged  {verdict.error or verdict.file}")
 
 
 def _diff(args: argparse.Namespace) -> int:
@@ -96,7 +97,7 @@ def _diff(args: argparse.Namespace) -> int:
     if args.json:
         print_json({"same": found.same, **dataclasses.asdict(found)})
     else:
-        print("\n".join(printable(line) for line in _lines(found)))
+        print(printable_lines("\n".join(printable(line) for line in _lines(found))))
     return 0 if found.same else EXIT_FAILURE
 
 

@@ -8,7 +8,8 @@ from typing import Any
 
 from hpctrain.checkpoint.look import export, ingest, plot
 from hpctrain.cli.action import action
-from hpctrain.cli.checkpoint.text import chosen, print_json, printable, progress, size
+from hpctrain.cli.checkpoint.text import chosen, print_json, progress, size
+from hpctrain.util.text import printable
 
 _EXPORT_EPILOG = """\
 examples:

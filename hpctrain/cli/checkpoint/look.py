@@ -14,7 +14,8 @@ from hpctrain.checkpoint.look.curves import is_steps, sparkline
 from hpctrain.checkpoint.look.inspect import Contents, Entry, TensorStats
 from hpctrain.checkpoint.look.place import judge
 from hpctrain.cli.action import action
-from hpctrain.cli.checkpoint.text import chosen, columns, one_line, print_json, printable, progress, shape, size
+from hpctrain.cli.checkpoint.text import chosen, columns, one_line, print_json, progress, shape, size
+from hpctrain.util.text import printable, printable_lines
 
 _LS_EPILOG = """\
 examples:
@@ -62,9 +63,9 @@ def _ls(args: argparse.Namespace) -> int:
     if args.json:
         print_json([dataclasses.asdict(entry) for entry in entries])
     elif entries:
-        print("\n".join(columns([_entry_row(entry) for entry in entries])))
+        print(printable_lines("\n".join(columns([_entry_row(entry) for entry in entries]))))
     else:
-        print(f"no checkpoints in {args.folder}")
+        print(printable_lines(f"no checkpoints in {args.folder}"))
     return 0
 
 
@@ -85,7 +86,7 @@ def _show(args: argparse.Namespace) -> int:
         print_json(dataclasses.asdict(contents))
     else:
         lines = [*_heading(contents), ""] if args.name is None else []
-        print("\n".join(lines + _tree(contents.tensors)))
+        print(printable_lines("\n".join(lines + _tree(contents.tensors))))
     return 0
 
 

@@ -13,6 +13,7 @@ from typing import Any
 from tqdm import tqdm
 
 from hpctrain.checkpoint.look.place import newest_of
+from hpctrain.util.text import printable
 
 BIG = 256 << 20  # bytes from which a progress bar is worth its line
 
@@ -66,11 +67,6 @@ def one_line(value: Any, longest: int = 100) -> str:
     """Return a value in one line, cut where it is too long."""
     text = value if isinstance(value, str) else json.dumps(value)
     return text if len(text) <= longest else text[: longest - 3] + "..."
-
-
-def printable(text: str) -> str:
-    """Return the text with nothing in it that a terminal would obey: a file may come from anywhere."""
-    return "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in text)
 
 
 def print_json(value: Any) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 from hpctrain.doctor.preflight.outliers import LEAST
 from hpctrain.doctor.preflight.report import Report
 from hpctrain.errors import UsageError
+from hpctrain.util.text import without_math
 
 _INK, _SLOW = "#333333", "#c0392b"
 _COLOURS = {"products": "#1f5fbf", "memory": "#3b8f54", "writes": "#d9a31e"}
@@ -57,8 +58,8 @@ def _map(drawn: Any, axis: Any, report: Report) -> None:
 def _name(axis: Any, names: Sequence[str]) -> None:
     every = max(1, -(-len(names) // _LABELS))
     places = range(0, len(names), every)
-    axis.set_xticks(places, [names[place] for place in places], rotation=90, fontsize=8)
-    axis.set_yticks(places, [names[place] for place in places], fontsize=8)
+    axis.set_xticks(places, [without_math(names[place]) for place in places], rotation=90, fontsize=8)
+    axis.set_yticks(places, [without_math(names[place]) for place in places], fontsize=8)
 
 
 def _shares(axis: Any, report: Report) -> None:

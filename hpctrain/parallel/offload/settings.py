@@ -9,7 +9,7 @@ from typing import Any
 
 from hpctrain.errors import SettingsError
 from hpctrain.settings import check as check_fields
-from hpctrain.settings import section_of
+from hpctrain.settings import check_most, section_of
 
 CHOOSE = -1.0  # device_fraction: by the balance of device, host and the link between them
 
@@ -42,6 +42,7 @@ class OffloadSettings:
             )
         if not 0 < self.piece_mib < math.inf:
             raise SettingsError(f"setting offload.piece_mib = {self.piece_mib}: must be a number of MiB above 0")
+        check_most(self, "offload", piece_mib=2**24)
         for name in ("disk", "delayed"):
             if getattr(self, name) and not self.any_update:
                 raise SettingsError(f"setting offload.{name}: is for offload.optimizer = true")

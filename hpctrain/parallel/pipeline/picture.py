@@ -8,6 +8,7 @@ from typing import Any
 from hpctrain.errors import UsageError
 from hpctrain.parallel.pipeline.text import chunks_of
 from hpctrain.parallel.pipeline.timeline import WAITS, Span, Timeline
+from hpctrain.util.text import without_math
 
 KINDS = (".png", ".svg", ".pdf")
 # Blue forwards and green backwards, as in the figures of PipeDream; the halves of a backward pass are two other greens.
@@ -47,7 +48,7 @@ def figure(
     for rank, row in enumerate(timeline.rows):
         _draw_row(axis, row, rank, timeline, scale)
     _draw_frame(axis, timeline, names or [f"stage {rank}" for rank in range(len(timeline.rows))], unit, live)
-    axis.set_title(f"{title}: bubble {timeline.bubble:.1%}", loc="left", fontsize=11, color=_INK)
+    axis.set_title(f"{without_math(title)}: bubble {timeline.bubble:.1%}", loc="left", fontsize=11, color=_INK)
     _draw_legend(axis, timeline)
     return found
 
@@ -108,7 +109,7 @@ def _draw_frame(axis: Any, timeline: Timeline, names: Sequence[str], unit: str, 
     ranks = range(len(timeline.rows))
     axis.set_xlim(0, timeline.makespan or 1.0)
     axis.set_ylim(len(ranks) - 0.45, -0.55)
-    axis.set_yticks(ranks, names)
+    axis.set_yticks(ranks, list(map(without_math, names)))
     axis.set_xlabel(f"time ({unit})" if unit else "time", color=_INK)
     axis.spines[["top", "right", "left"]].set_visible(False)
     axis.tick_params(axis="y", length=0)

@@ -14,6 +14,7 @@ from hpctrain.parallel.pipeline.families.one_f_one_b import one_f_one_b
 from hpctrain.parallel.pipeline.families.pipedream import pipedream
 from hpctrain.parallel.pipeline.families.zero_bubble import zb_h1
 from hpctrain.settings import unknown
+from hpctrain.util.text import shown
 
 __all__ = ["SCHEDULES", "Action", "Actions", "Kind", "Schedule", "forward_only", "make"]
 
@@ -63,14 +64,20 @@ class Schedule:
 # What an action does to the number of microbatches whose activations are held.
 CHANGE = {Kind.FORWARD: 1, Kind.BACKWARD: -1, Kind.WEIGHT: -1}
 
+_MOST_PASSES = 2**20  # a schedule is a list of them: more take minutes, and memory without end
+
 
 def make(name: str, ranks: int, microbatches: int, chunks_per_rank: int = 1) -> Schedule:
     """Return the schedule of that name in ``SCHEDULES``. Raises ``UsageError`` on every rank alike."""
     if name not in SCHEDULES:
-        raise UsageError(unknown(f"schedule {name!r}", name, list(SCHEDULES)), everywhere=True)
+        raise UsageError(unknown(f"schedule {shown(name)}", name, list(SCHEDULES)), everywhere=True)
     for what, number in {"stages": ranks, "microbatches": microbatches, "chunks a stage": chunks_per_rank}.items():
         if number < 1:
             raise UsageError(f"{number} {what}: a schedule needs at least 1", everywhere=True)
+    passes = ranks * microbatches * chunks_per_rank
+    if passes > _MOST_PASSES:
+        text = f"{ranks} stages of {chunks_per_rank} chunks and {microbatches} microbatches"
+        raise UsageError(f"{text} make {passes} forward passes: allowed are at most {_MOST_PASSES}", everywhere=True)
     _check_chunks(name, chunks_per_rank)
     actions = SCHEDULES[name](ranks, microbatches, chunks_per_rank)
     return Schedule(name, ranks, ranks * chunks_per_rank, microbatches, tuple(map(tuple, actions)))

@@ -1,0 +1,109 @@
+"""Records of a run with values that no run writes: a line or a value is left out, never a traceback."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpctrain.cli.main import main
+from hpctrain.train.books import Books
+from hpctrain.train.receipt import Receipt
+
+ODD: list[Any] = [
+    *(None, True, -1, 0, 2**63, -(2**200), 10**4000, 1e308, -1e308, float("nan"), float("inf")),
+    *(9.9e14, -9.9e14, 2.6e11),
+    *("", "x", "1e5", "\x1b[0m", "2026-13-99T99:99:99Z", "9999999-01-01T00:00:00Z", "x" * 10_000, "$x^", "\ud800"),
+    *([], [1], [[]], {}, {"a": 1}, 0.5),
+]
+FEW = [float("nan"), 10**4000, [1], 9.9e14]
+FIELDS = (
+    *("status", "reason", "failed_rank", "started", "ended", "unix_time", "nodes", "size", "cpus", "gpus"),
+    *("host", "pid", "job_id", "scheduler", "restart_count", "first_step", "step", "saved_step", "steps"),
+    *("repeated_steps", "batch"),
+    *("repeated_seconds", "tokens", "tokens_before", "elapsed_seconds", "startup_seconds", "step_seconds"),
+    *("save_seconds", "last_save_seconds"),
+)
+SOUND = {
+    **{"status": "killed", "unix_time": 1.7e9, "first_step": 1, "step": 5, "nodes": 1, "size": 2, "job_id": "7"},
+    **{"elapsed_seconds": 9.0, "steps": 5, "step_seconds": 4.0, "tokens": 10, "tokens_before": 0, "batch": 4},
+    "saved_step": 3,
+}
+ROW = {"step": 4, "loss": 1.0, "step_seconds": 0.5, "tokens": 8, "unix_time": 1.7e9 + 5}
+
+
+def tell(folder: Path, attempts: list[Any], rows: list[Any]) -> None:
+    (folder / "run.json").write_text(json.dumps({"status": "finished", "attempts": attempts}))
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def told(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Let every reader of the records read them."""
+    capsys.readouterr()
+    for words in ([], ["--json"]):
+        assert main(["receipt", str(folder), *words]) == 0
+        out = capsys.readouterr().out
+        assert out.replace("\n", "").isprintable()
+    json.loads(out)
+    Receipt(folder, {"first_step": 1})
+
+
+@pytest.mark.limit(120)
+@pytest.mark.parametrize("values", [pytest.param(FEW, id="few"), pytest.param(ODD, id="all", marks=pytest.mark.long)])
+@pytest.mark.parametrize("name", FIELDS)
+def test_an_odd_field_of_an_attempt(
+    name: str, values: list[Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for number, value in enumerate(values):
+        odd = {**SOUND, "status": ("killed", "running", "failed", "stopped")[number % 4], name: value}
+        tell(tmp_path, [odd, {**SOUND, "first_step": 4}] if number % 3 else [{**SOUND}, odd], [ROW])
+        told(tmp_path, capsys)
+
+
+@pytest.mark.parametrize("name", ROW)
+def test_an_odd_field_of_a_row(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for value in FEW + ODD[11:18]:
+        tell(tmp_path, [{**SOUND, "status": "running"}], [{**ROW, name: value}, ROW])
+        told(tmp_path, capsys)
+        books = Books(tmp_path, None)
+        books.lock()
+        books.open(3, None, {})
+        books.record({"step": 4, "step_seconds": 0.5})
+        books.rewind(3)
+        books.close("finished", 4, None)
+
+
+@pytest.mark.parametrize("name", ["unix_time", "reason", "rank", "host", "step"])
+def test_odd_last_words(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for value in FEW + ODD[11:18]:
+        tell(tmp_path, [{**SOUND, "status": "running", "pid": os.getpid()}], [ROW])
+        said = {"reason": "x", "rank": 1, "host": "n1", "step": 4, "unix_time": 1.7e9 + 9, name: value}
+        (tmp_path / "failure.json").write_text(json.dumps(said))
+        told(tmp_path, capsys)
+
+
+@pytest.mark.parametrize("name", ["host", "pid", "started", "job_id"])
+def test_an_odd_lock(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    import socket
+
+    for value in FEW + ODD[11:18]:
+        tell(tmp_path, [{**SOUND, "status": "running", "host": socket.gethostname(), "pid": 1, name: value}], [ROW])
+        holder = {"host": socket.gethostname(), "pid": 1, "started": 1, "job_id": None, name: value}
+        (tmp_path / "lock.json").write_text(json.dumps(holder))
+        told(tmp_path, capsys)
+
+
+@pytest.mark.parametrize("name", ["started", "unix_time", "elapsed_seconds", "status", "startup_seconds"])
+def test_a_picture_of_odd_values(name: str, tmp_path: Path) -> None:
+    from hpctrain.train.receipt_picture import figure
+    from hpctrain.train.receipt_read import load
+
+    for value in FEW + ODD[11:18]:
+        tell(tmp_path, [{**SOUND, name: value}], [ROW])
+        figure(load([tmp_path], lambda jobs: {}))
+    draw = tmp_path / "a$x^.svg"
+    tell(tmp_path, [{**SOUND, "status": "$x^"}], [ROW])
+    assert main(["receipt", str(tmp_path), "-o", str(draw)]) == 0
