@@ -72,6 +72,15 @@ class PbsJob(RunFolder):
         """Wait for a condition."""
         self.cluster.until(condition, f"job {self.id}: {what}", seconds)
 
+    def remind(self) -> None:
+        """Send the early signal to the ranks, as timeout does near the end of the walltime."""
+        self.cluster.on(self.nodes[0], "pkill -USR1 -u pbsuser -x timeout", check=True)
+
+    def until_link(self, number: int, seconds: float = 60) -> None:
+        """Wait until the chain has so many links and the newest one runs."""
+        wanted = f"link {number} of the chain"
+        self.until(lambda: len(self.links) >= number and self.last.get("job_state") in ("R", "F"), wanted, seconds)
+
     def hurry(self) -> None:
         """Let steps take no longer than they need, from now on."""
         (self.folder.parent / "hurry").touch()
@@ -95,7 +104,7 @@ class PbsDesk:
     def __init__(self, cluster: PbsCluster, folder: Path, corpus: Path, venvs: Mapping[str, Path]) -> None:
         self.cluster, self.folder, self.venvs = cluster, folder, venvs
         self.jobs: list[PbsJob] = []
-        self.warnings = ""
+        self.told = ""  # what hpctrain submit has printed
         make_run(folder, corpus)
         give(folder)
 
@@ -115,7 +124,8 @@ class PbsDesk:
         asked = ["--nodes", str(nodes), "--time", time, "--margin", str(margin), "--venv", str(self.venvs[mpi])]
         asked += [word for name, text in environment.items() for word in ("--env", f"{name}={text}")]
         asked += ["--set", f"run.folder={run}", "--profile", "./site.toml"]
-        told = json.loads(self.hpctrain("submit", "pbs", "paced.toml", *asked, "--json", *words))
+        self.told = self.hpctrain("submit", "pbs", "paced.toml", *asked, "--json", *words)
+        told = json.loads(self.told)
         job = PbsJob(self.cluster, told["job_id"], self.folder / told["script"], self.folder / run)
         self.jobs.append(job)
         return job
@@ -129,8 +139,6 @@ class PbsDesk:
             return self.cluster.login(command, check=check)
         except RuntimeError as error:
             raise RuntimeError(f"{error}{errors.read_text()}") from None
-        finally:
-            self.warnings = errors.read_text()
 
     @property
     def harmed(self) -> float:
