@@ -7,6 +7,8 @@ from __future__ import annotations
 
 EXIT_FAILURE = 1
 EXIT_USAGE = 2  # bad input: nothing was started, nothing was written
+EXIT_INTERRUPTED = 130  # SIGINT
+EXIT_TERMINATED = 143  # SIGTERM before there was anything to save
 EXIT_REQUEUE = 75  # EX_TEMPFAIL: saved, please start the same command again
 
 

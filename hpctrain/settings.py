@@ -16,6 +16,7 @@ import importlib
 import numbers
 import operator
 import os
+import re
 import sys
 import tomllib
 import types
@@ -25,9 +26,19 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from hpctrain.errors import SettingsError
+from hpctrain.util.reading import read_text
+from hpctrain.util.text import printable, shorten, shown
 
 T = TypeVar("T")
 Tree = dict[str, Any]
+
+LARGEST = 2**18  # bytes of a TOML file: tomllib takes seconds for a MiB
+_MOST_PARTS = 32  # of a key
+_LONGEST_NAME = 80  # characters of a key or a choice in an error
+_STRINGS = re.compile(
+    r'''"""(?:\\.|[^\\])*?"""|\'{3}.*?\'{3}|"(?:\\.|[^"\\\n])*"|'[^'\n]*'|#[^\n]*''', re.DOTALL
+)
+_BETWEEN = re.compile(r"[\n=\[\]{},]")
 
 # Other names of what a setting may be set to: they are never taken, only pointed out.
 _SPELLINGS = {
@@ -44,13 +55,34 @@ _SPELLINGS = {
 def read_toml(path: str | Path) -> Tree:
     """Return the tree of a TOML file; raise ``SettingsError`` where it is missing or does not parse."""
     try:
-        return tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        return parse_toml(read_text(path, LARGEST))
     except OSError as error:
         raise SettingsError(f"cannot read settings from {path}: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise SettingsError(f"{path} is not a TOML file: it is not UTF-8 text") from error
     except tomllib.TOMLDecodeError as error:
-        raise SettingsError(f"{path} is not valid TOML: {error}") from error
+        raise SettingsError(f"{path} is not valid TOML: {shorten(str(error), 120)}") from error
+    except ValueError as error:
+        raise SettingsError(f"{path} is not a TOML file: {error}") from error
+
+
+def parse_toml(text: str) -> Tree:
+    """Return the tree of a TOML text; raises ``ValueError`` with a short reason.
+
+    Keys of many parts take quadratic time and memory in ``tomllib`` (80,000 dots: a minute, then SIGKILL), so they are
+    refused before it sees them.
+    """
+    if len(text) > LARGEST:
+        raise ValueError(f"it has more than {LARGEST} characters")
+    # Without strings and comments, dots stand in keys, floats and dates only.
+    if any(piece.count(".") > _MOST_PARTS for piece in _BETWEEN.split(_STRINGS.sub("s", text))):
+        raise ValueError(f"a key has more than {_MOST_PARTS} parts")
+    try:
+        return tomllib.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    except tomllib.TOMLDecodeError:
+        raise
+    except ValueError:
+        raise ValueError("it has a number with too many digits") from None
 
 
 def assign(tree: Tree, assignment: str) -> None:
@@ -58,10 +90,12 @@ def assign(tree: Tree, assignment: str) -> None:
     key, equals, text = assignment.partition("=")
     parts = [part.strip() for part in key.split(".")]
     if not equals or not all(parts):
-        raise SettingsError(f"cannot read --set {assignment!r}: write it as section.key=value")
+        raise SettingsError(f"cannot read --set {shown(assignment)}: write it as section.key=value")
+    if len(parts) > _MOST_PARTS:
+        raise SettingsError(f"cannot read --set {shown(assignment)}: its key has more than {_MOST_PARTS} parts")
     try:
-        value = tomllib.loads(f"value = {text.strip()}")["value"]
-    except tomllib.TOMLDecodeError:
+        value = parse_toml(f"value = {text.strip()}")["value"]
+    except ValueError:
         value = text.strip()
     if isinstance(value, (datetime.date, datetime.time)):
         value = text.strip()  # 04:00:00 is meant as it stands
@@ -69,7 +103,7 @@ def assign(tree: Tree, assignment: str) -> None:
     for part in parts[:-1]:
         node = node.setdefault(part, {})
         if not isinstance(node, dict):
-            raise SettingsError(f"cannot set {key.strip()}: {part} is a value, not a section")
+            raise SettingsError(f"cannot set {_named(key.strip())}: {_named(part)} is a value, no section")
     node[parts[-1]] = value
 
 
@@ -80,7 +114,7 @@ def build(kind: type[T], tree: Mapping[str, Any], path: str = "") -> T:
     values: Tree = {}
     for key, value in tree.items():
         if key not in known:
-            raise SettingsError(unknown(f"setting {path}{key}", key, known))
+            raise SettingsError(unknown(f"setting {_named(path + key)}", key, known))
         values[key] = _convert(hints[key], value, f"{path}{key}")
     return kind(**values)
 
@@ -111,12 +145,13 @@ def section_of(kind: type[T], value: Any, section: str, *, allowed: str = "") ->
         return value
     if isinstance(value, Mapping):
         return build(kind, value, f"{section}.")
-    raise SettingsError(f"{section} = {value!r}: allowed are {kind.__name__}, a dict of its fields{allowed}, or None")
+    kinds = f"{kind.__name__}, a dict of its fields{allowed}, or None"
+    raise SettingsError(f"{section} = {shown(value)}: allowed are {kinds}")
 
 
 def unknown(what: str, name: str, known: Sequence[str]) -> str:
     """Return the message for an unknown name: the likely one, then all known ones."""
-    close = difflib.get_close_matches(name, known, n=1)
+    close = difflib.get_close_matches(name[:_LONGEST_NAME], known, n=1)
     guess = f"did you mean {close[0]}? " if close else ""
     return f"unknown {what}: {guess}known are {', '.join(sorted(known))}"
 
@@ -207,20 +242,20 @@ def _convert(hint: Any, value: Any, path: str) -> Any:
         if isinstance(value, typing.cast(type, hint)):
             return value
         if not isinstance(value, Mapping):
-            raise SettingsError(f"setting {path} is a section, not the value {value!r}")
+            raise SettingsError(f"setting {path} is a section, not the value {shown(value)}")
         return build(typing.cast(type, hint), value, f"{path}.")
     if origin in (typing.Union, types.UnionType):
         return _convert(_without_none(hint), value, path)
     if origin is typing.Literal:
         allowed = typing.get_args(hint)
-        if value not in allowed:
-            text = f"setting {path} = {value!r}: allowed are {', '.join(map(str, allowed))}"
+        if not isinstance(value, (str, int, float)) or value not in allowed:
+            text = f"setting {path} = {shown(value)}: allowed are {', '.join(map(str, allowed))}"
             raise SettingsError(text + meant(value, allowed))
         return value
     if origin is tuple:
         items = [value] if isinstance(value, str) else value
         if not isinstance(items, (list, tuple)):
-            raise SettingsError(f"setting {path} = {value!r}: expected a list")
+            raise SettingsError(f"setting {path} = {shown(value)}: expected a list")
         converted = tuple(_convert(typing.get_args(hint)[0], item, path) for item in items)
         return value if isinstance(value, tuple) and all(map(operator.is_, converted, value)) else converted
     plain = origin or hint
@@ -230,7 +265,7 @@ def _convert(hint: Any, value: Any, path: str) -> Any:
         return os.fspath(value)
     if hint is Any or isinstance(value, plain) and (plain is bool or not isinstance(value, bool)):
         return dict(value) if plain is dict else value
-    raise SettingsError(f"setting {path} = {value!r}: expected {_NAMES.get(plain, plain.__name__)}")
+    raise SettingsError(f"setting {path} = {shown(value)}: expected {_NAMES.get(plain, plain.__name__)}")
 
 
 def meant(value: Any, allowed: Sequence[Any]) -> str:
@@ -239,7 +274,7 @@ def meant(value: Any, allowed: Sequence[Any]) -> str:
         return ""
     lower = {str(choice).lower(): choice for choice in allowed}
     spelled = _SPELLINGS.get(value.lower())
-    close = [spelled] if spelled in lower else difflib.get_close_matches(value.lower(), lower, n=1)
+    close = [spelled] if spelled in lower else difflib.get_close_matches(value[:_LONGEST_NAME].lower(), lower, n=1)
     return f"; did you mean {lower[close[0]]!r}?" if close else ""
 
 
@@ -248,6 +283,11 @@ def _hints(kind: type) -> dict[str, Any]:
     """Return the types of a dataclass's fields; resolving them is slow, and settings are made often."""
     hints = typing.get_type_hints(kind)
     return {field.name: hints[field.name] for field in dataclasses.fields(kind)}
+
+
+def _named(key: str) -> str:
+    """Return a key as an error names it: keys come from files of others, too."""
+    return shorten(printable(key), _LONGEST_NAME)
 
 
 def _without_none(hint: Any) -> Any:

@@ -208,3 +208,30 @@ def test_toml_reads_back_unchanged(seed: int) -> None:
     chance = random.Random(seed)
     tree = {f"key{n}": random_tree(chance) for n in range(4)}
     assert tomllib.loads(to_toml(tree)) == tree
+
+
+@pytest.mark.limit(10)
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("a" + ".b" * 80_000 + " = 1", "a key has more than 32 parts"),
+        ("[a" + ".b" * 80_000 + "]", "a key has more than 32 parts"),
+        ("x = {a" + " . b" * 40_000 + " = 1}", "a key has more than 32 parts"),
+        ("x = 'a'\n'y'" + ".'z'" * 40_000 + " = 1", "a key has more than 32 parts"),
+        ("# x\n" * 100_000, "it has more than 262144 bytes"),
+        ("x = " + "{a = " * 5_000, "it is nested too deeply"),
+        ("x = " + "9" * 5_000, "it has a number with too many digits"),
+    ],
+)
+def test_small_texts_that_take_much_are_refused(tmp_path: Path, text: str, reason: str) -> None:
+    (tmp_path / "x.toml").write_text(text)
+    with pytest.raises(SettingsError, match=reason) as found:
+        read_toml(tmp_path / "x.toml")
+    assert len(str(found.value)) < 300
+
+
+def test_dots_within_strings_and_numbers_are_no_key(tmp_path: Path) -> None:
+    long = ".".join("abc" for _ in range(100))
+    text = f'a = "{long}"  # {long}\nb = \'{long}\'\nc = """{long}\n{long}"""\nd = [{", ".join(["1.5"] * 100)}]\n'
+    (tmp_path / "x.toml").write_text(text)
+    assert read_toml(tmp_path / "x.toml")["c"] == f"{long}\n{long}"

@@ -81,7 +81,7 @@ def _look(folder: Path, ranks: dict[str, Rank]) -> None:
             most = status["VmHWM"] - status["RssFile"] - status["RssShmem"]
             rank.private = max(rank.private, most, rollup["Pss_Anon"])
             shared[note.name] = rollup["Pss_Shmem"]
-    # A page that one rank alone has mapped so far counts whole for it and by halves later: peaks of ranks do not add up.
+    # A page that one rank alone has mapped counts whole for it, and by halves later: peaks of ranks do not add up.
     if sum(shared.values()) > sum(rank.shared for rank in ranks.values()):
         for name, rank in ranks.items():
             rank.shared = shared.get(name, 0)

@@ -13,7 +13,6 @@ import torch
 
 from hpctrain.checkpoint import content
 from hpctrain.checkpoint.file import layout
-from hpctrain.checkpoint.file.commit import temporary_name
 from hpctrain.checkpoint.file.source import described, nbytes_of
 from hpctrain.checkpoint.holdings import Description, Holdings, exchange, joined
 from hpctrain.checkpoint.named import Models, by_key
@@ -25,6 +24,8 @@ from hpctrain.collectives.agreement import agreed
 from hpctrain.errors import UsageError
 from hpctrain.plain_tensors import as_parts
 from hpctrain.shard import Split
+from hpctrain.util import atomic
+from hpctrain.util.claim import Claim
 
 if TYPE_CHECKING:
     from hpctrain.collectives.communicator import Communicator
@@ -77,6 +78,7 @@ class Saver:
         self._saving: Saving | None = None
         self._planned: tuple[bytes, Plan] | None = None
         self._written: tuple[bytes, list[str]] = (b"", [])
+        self.claim: Claim | None = None  # on the folder, on rank 0: without it no file is written
 
     def __enter__(self) -> Saver:
         return self
@@ -127,6 +129,8 @@ class Saver:
         def job() -> Job:
             if comm.rank:
                 return Job(Share(held.sources, parts), None, expected)
+            if self.claim is not None:
+                self.claim.check()
             rest = content.rest(train or {}, states, config, provenance, comm.size)
             rest.groups.update(content.model_groups(models))
             return replace(self._order(Path(path), held, descriptions, deal, rest), expected=expected)
@@ -189,8 +193,9 @@ class Saver:
         groups = {**rest.groups, **content.optimizer_groups(joined(descriptions))}
         nbytes = sum(map(nbytes_of, datasets))
         attributes = {source.path: source.attributes for source in rest.sources}
-        place, create = Place(path, temporary_name(path), nbytes), self._how.io != "mpiio"
-        return Job(Share(sources, parts), Order(place, datasets, groups, attributes, self._how.alignment, create))
+        place, create = Place(path, atomic.private_name(path), nbytes), self._how.io != "mpiio"
+        order = Order(place, datasets, groups, attributes, self._how.alignment, create, self.claim)
+        return Job(Share(sources, parts), order)
 
 
 def _remember(written: tuple[bytes, list[str]], places: Places | None) -> None:

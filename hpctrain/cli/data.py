@@ -7,6 +7,7 @@ import json
 from typing import Any
 
 from hpctrain.errors import DataError
+from hpctrain.util.text import printable, printable_lines
 
 _EPILOG = """\
 examples:
@@ -89,12 +90,13 @@ def _pack(args: argparse.Namespace) -> int:
         args.sources, args.output, validation_fraction=args.validation_fraction, seed=args.seed, force=args.force
     )
     if not report.written:
-        print(f"{report.path} is up to date: the same corpus, packed in the same way")
+        print(printable(f"{report.path} is up to date: the same corpus, packed in the same way"))
         return 0
     documents = report.documents
     parts = [f"{count:,} {split} tokens ({documents[split]:,} documents)" for split, count in report.tokens.items()]
     skipped = f"; files skipped, not being text: {report.skipped:,}" if report.skipped else ""
-    print(f"packed {' and '.join(parts)} into {report.path}{skipped}")
+    links = f"; links skipped, leading out of their folder: {report.links:,}" if report.links else ""
+    print(printable(f"packed {' and '.join(parts)} into {report.path}{skipped}{links}"))
     return 0
 
 
@@ -102,7 +104,7 @@ def _show(args: argparse.Namespace) -> int:
     from hpctrain.data.describe import describe, render
 
     found = describe(args.file)
-    print(json.dumps(found, indent=2) if args.json else render(found))
+    print(json.dumps(found, indent=2) if args.json else printable_lines(render(found)))
     damaged = [dataset["dataset"] for dataset in found["datasets"] if dataset["crc32"] == "damaged"]
     if damaged:
         raise DataError(f"{args.file} is damaged: the checksum of {', '.join(damaged)} does not hold")

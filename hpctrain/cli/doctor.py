@@ -19,6 +19,7 @@ from hpctrain.cluster.launcher import detect
 from hpctrain.doctor.finding import Finding, counts, exit_code
 from hpctrain.doctor.text import summary, table
 from hpctrain.errors import UsageError
+from hpctrain.util import atomic
 
 _EPILOG = """\
 examples:
@@ -112,7 +113,7 @@ def _print(args: argparse.Namespace, report: dict[str, Any], lines: list[str]) -
     text = json.dumps(report, indent=2)
     if args.output:
         try:
-            args.output.write_text(text + "\n", encoding="utf-8")
+            atomic.write_text(args.output, text + "\n")
         except OSError as error:
             raise UsageError(f"cannot write {args.output}: {error.strerror}", everywhere=True) from error
     print(text if args.json else "\n".join(lines), flush=True)

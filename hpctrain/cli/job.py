@@ -22,6 +22,8 @@ from hpctrain.launch.sweep import combine
 from hpctrain.launch.wheels import srun_type
 from hpctrain.settings import assign, read_toml
 from hpctrain.train.settings import load as load_settings
+from hpctrain.util.reading import read_text, reason
+from hpctrain.util.text import printable
 
 _EPILOG = """\
 examples:
@@ -209,13 +211,12 @@ def _print(args: argparse.Namespace) -> int:
 
 def _check(args: argparse.Namespace) -> int:
     try:
-        script = args.script.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise UsageError(f"cannot read {args.script}: {reason}") from error
+        script = read_text(args.script)
+    except (OSError, ValueError) as error:
+        raise UsageError(f"cannot read {args.script}: {reason(error)}") from error
     found = problems(script)
     for text in found or ["its directives are right"]:
-        print(f"{args.script}: {text}")
+        print(printable(f"{args.script}: {text}"))
     return EXIT_FAILURE if found else 0
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
+import socket
 import sys
 from collections.abc import Collection, Sequence
 from typing import NoReturn
@@ -41,9 +42,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not error.everywhere and in_world():
             raise  # one rank of several failed: the guard ends the job
         return report(error)
-    except KeyboardInterrupt:
-        print("hpctrain: interrupted", file=sys.stderr)
-        return 130
+    except KeyboardInterrupt as error:
+        return interrupted(error)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
@@ -90,7 +90,24 @@ def in_world() -> bool:
 def report(error: HpctrainError) -> int:
     """Print an error once: where all ranks have it, rank 0 speaks for them; return the exit code."""
     from hpctrain.cluster.launcher import first_guess_of_rank
-    from hpctrain.train.leaving import say_once
+    from hpctrain.train.leaving import end_unstarted, say_once
 
     say_once(error, first_guess_of_rank())
+    end_unstarted(error.exit_code)
     return error.exit_code
+
+
+def interrupted(error: KeyboardInterrupt) -> int:
+    """Say so and return the exit code; a rank ends its job."""
+    from hpctrain.cluster.launcher import first_guess_of_rank, is_launched
+    from hpctrain.train.leaving import end_job
+    from hpctrain.train.signals import told_and_code
+
+    if in_world():
+        raise error
+    why, code = told_and_code(type(error))
+    where = f"rank {first_guess_of_rank()} on {socket.gethostname()}: " if is_launched() else ""
+    print(f"hpctrain: {where}{why}", file=sys.stderr, flush=True)
+    if is_launched():
+        end_job(code)
+    return code

@@ -50,7 +50,8 @@ def add_parser(verbs: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Train; return 0 when all steps are done."""
-    signals.install()  # before torch is imported: until then USR1 would kill the rank
+    stop_request = signals.install()  # before torch is imported: until then USR1 would kill the rank
+    stop_request.starting = True
     from hpctrain.train.settings import load
 
     try:

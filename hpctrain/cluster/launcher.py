@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from hpctrain.cluster.nodes import expand_counts
@@ -127,6 +129,55 @@ def first_guess_of_rank(environ: Environ = os.environ) -> int:
         return detect(environ).rank or 0
     except LaunchError:
         return 0
+
+
+def is_launched(environ: Environ = os.environ) -> bool:
+    """Return whether a launcher started this process as one of several ranks, or as the rank of a world of one."""
+    try:
+        return detect(environ).kind != "none"
+    except LaunchError:
+        return True
+
+
+def end_ranks(code: int, environ: Environ = os.environ) -> None:
+    """Ask the launcher to end all ranks of this job, from a rank that has not initialized MPI.
+
+    Hydra kills the other ranks if a rank dies of a signal or leaves after MPI_Init, but not if it leaves before, with
+    whatever exit code: they would wait in MPI_Init without end. Its protocol (PMI-1) has a message for that. Open MPI's
+    mpirun and ``srun --kill-on-bad-exit`` need no message.
+    """
+    descriptor = environ.get("PMI_FD", "")
+    if descriptor.isdigit():
+        with suppress(OSError):
+            os.write(int(descriptor), f"cmd=abort exitcode={code}\n".encode())
+
+
+def ended_early(launch: Launch, parent: int | None = None) -> int:
+    """Return how many ranks of this node have ended already, if hydra started them; 0 if that cannot be known.
+
+    Hydra lets the others wait in MPI_Init for a rank that left before it. Ranks, or the scripts around them, are the
+    children of its proxy, which is the ``parent`` of this process.
+    """
+    if launch.kind != "hydra" or not launch.local_size:
+        return 0
+    parent = parent or os.getppid()
+    try:
+        name = Path(f"/proc/{parent}/comm").read_text()
+        children = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
+    except OSError:
+        return 0
+    if not name.startswith("hydra"):
+        return 0
+    alive = sum(_is_alive(child) for child in children)
+    return max(launch.local_size - alive, 0)
+
+
+def _is_alive(process: str) -> bool:
+    try:
+        state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return False
+    return state not in "ZX"
 
 
 def without_launcher(environ: Environ = os.environ) -> dict[str, str]:

@@ -12,6 +12,7 @@ from itertools import product
 from pathlib import Path
 
 from hpctrain.errors import LaunchError
+from hpctrain.util.reading import read_text, reason
 
 MAX_NODES = 65536  # more than any Slurm takes; a typo such as n[1-99999999] must not fill the memory
 
@@ -53,10 +54,9 @@ def allocation(environ: Mapping[str, str] = os.environ) -> Allocation | None:
 def read_node_file(path: str | Path) -> tuple[str, ...]:
     """Return the host of every slot that a PBS node file grants, one a line."""
     try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not text"
-        raise LaunchError(f"cannot read the node file {path} (PBS_NODEFILE): {reason}") from error
+        lines = read_text(path).splitlines()
+    except (OSError, ValueError) as error:
+        raise LaunchError(f"cannot read the node file {path} (PBS_NODEFILE): {reason(error)}") from error
     slots = tuple(line.strip() for line in lines if line.strip())
     if not slots:
         raise LaunchError(f"the node file {path} (PBS_NODEFILE) names no node")

@@ -82,15 +82,21 @@ class Communicator:
         self._announce("empty", detail=f"{numel} {dtype}")
         return self._host.empty(numel, dtype)
 
-    def common(self, numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    def has_space(self, nbytes: int) -> bool:
+        """Return whether every node has this much memory left that its ranks can share; warn if not. Collective."""
+        self._announce("has_space", detail=str(nbytes))
+        return self._host.memory.has_space(nbytes)
+
+    def common(self, numel: int, dtype: torch.dtype = torch.float32, *, must_share: bool = False) -> Tensor:
         """Return a flat tensor that is one and the same for all ranks of the node. Collective.
 
         What one rank writes, the others read, after the next collective. Gathering shares that lie in their places
         there copies nothing: ``comm.all_gather(whole, whole.chunk(comm.size)[comm.rank])``. Where nothing is shared,
-        each rank has its own. The memory lives as long as the communicator.
+        or /dev/shm has no space left, each rank has its own; with ``must_share`` the latter raises
+        ``CommunicationError`` on all ranks. The memory lives as long as the communicator.
         """
         self._announce("common", detail=f"{numel} {dtype}")
-        return self._host.empty(numel, dtype, common=True)
+        return self._host.empty(numel, dtype, common=True, must_share=must_share)
 
     def slots(self, wanted: Sequence[Handover]) -> list[Slots | None]:
         """Return rings of node memory through which one rank hands tensors to another. Collective.

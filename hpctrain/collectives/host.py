@@ -41,10 +41,10 @@ class HostCollectives:
         self._ways.use_tables(tables)
         self.kept.clear()
 
-    def empty(self, numel: int, dtype: torch.dtype, *, common: bool = False) -> Tensor:
+    def empty(self, numel: int, dtype: torch.dtype, *, common: bool = False, must_share: bool = False) -> Tensor:
         """Return a flat tensor in node memory where there is some; a call by all ranks."""
         self.kept.clear()  # the new tensor may lie where this rank, but no other, had memory of its own
-        return self.memory.empty(numel, dtype, common=common)
+        return self.memory.empty(numel, dtype, common=common, must_share=must_share)
 
     def free(self) -> None:
         """Give node memory back; a call by all ranks."""

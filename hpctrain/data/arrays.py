@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hpctrain.data.dataset import Indices, check_indices
-from hpctrain.data.hdf5 import BLOCK, attribute, dataset_of, map_dataset, open_file
+from hpctrain.data.hdf5 import BLOCK, attribute, check_whole, dataset_of, find_dataset, map_dataset, open_file
 from hpctrain.data.publish import new_file
 from hpctrain.errors import DataError
 
@@ -60,6 +60,8 @@ class ArrayDataset:
         import torch
 
         check_indices(indices, len(self), self.path)
+        for array in (self._inputs, self._targets):
+            check_whole(array, self.path)
         rows = _rows(self._inputs, indices)
         inputs = rows.astype(np.float32)
         if rows.dtype == np.uint8:
@@ -102,8 +104,8 @@ def _count_classes(file: h5py.File, split: str) -> int:
     """Return one more than the highest class of any split, so that both splits ask for the same model."""
     lowest, highest = 0, -1
     for name in {"train", "validation", split}:
-        targets = file.get(f"{name}/targets")
-        if isinstance(targets, h5py.Dataset) and targets.dtype.kind in "iu":
+        targets = find_dataset(file, f"{name}/targets")
+        if targets is not None and targets.dtype.kind in "iu":
             for start in range(0, len(targets), BLOCK):
                 block = targets[start : start + BLOCK]
                 lowest, highest = min(lowest, int(block.min())), max(highest, int(block.max()))

@@ -32,13 +32,15 @@ class Document:
     path: Path
 
 
-def find_documents(sources: Sequence[str | Path] = ()) -> list[Document]:
+def find_documents(sources: Sequence[str | Path] = (), left_out: list[Path] | None = None) -> list[Document]:
     """Return the documents of all sources, sorted by name; without a source, those of the standard library.
 
     A folder gives the regular files below it, hidden ones and ``__pycache__`` left out; a file gives itself. A file
-    met twice counts once. Raises ``DataError`` where a source is missing or unreadable, or nothing is found.
+    met twice counts once. Links that lead out of their folder are left out, and added to ``left_out``. Raises
+    ``DataError`` if a source is missing or unreadable, or if nothing is found.
     """
-    found = [document for source in sources for document in _expand(Path(source))] if sources else _library()
+    outside: list[Path] = [] if left_out is None else left_out
+    found = [document for source in sources for document in _expand(Path(source), outside)] if sources else _library()
     unique = {os.path.realpath(document.path): document for document in reversed(found)}
     if not unique:
         places = ", ".join(str(source) for source in sources) or str(_library_folder())
@@ -59,11 +61,11 @@ def _library_folder() -> Path:
 
 def _library() -> list[Document]:
     folder = _library_folder()
-    documents = (Document(_relative(path, folder), path) for path in _walk(folder, _NOT_LIBRARY))
+    documents = (Document(_relative(path, folder), path) for path in _walk(folder, _NOT_LIBRARY, []))
     return [document for document in documents if document.path.suffix == ".py"]
 
 
-def _expand(source: Path) -> list[Document]:
+def _expand(source: Path, outside: list[Path]) -> list[Document]:
     """Return the documents of one given path."""
     try:
         mode = source.stat().st_mode
@@ -71,19 +73,25 @@ def _expand(source: Path) -> list[Document]:
         raise DataError(f"cannot read corpus {source}: {error.strerror}") from error
     source = Path(os.path.abspath(source))
     if stat.S_ISDIR(mode):
-        return [Document(_relative(path, source.parent), path) for path in _walk(source, set())]
+        return [Document(_relative(path, source.parent), path) for path in _walk(source, set(), outside)]
     if not stat.S_ISREG(mode):
         raise DataError(f"cannot read corpus {source}: it is neither a file nor a folder")
     return [Document(_printable(source.name), source)]
 
 
-def _walk(folder: Path, leave_out: set[str]) -> Iterator[Path]:
+def _walk(folder: Path, leave_out: set[str], outside: list[Path]) -> Iterator[Path]:
+    """Yield the files below a folder; links to files elsewhere go into ``outside``: the folder may be another's."""
+    root = os.path.realpath(folder) + os.sep
     for place, folders, files in os.walk(folder, onerror=_refuse):
         folders[:] = [name for name in folders if not _is_noise(name) and name not in leave_out]
         for name in files:
             path = Path(place, name)
             # Sockets, pipes and dangling links are not documents; opening a pipe would wait for ever.
-            if not _is_noise(name) and path.is_file():
+            if _is_noise(name) or not path.is_file():
+                continue
+            if path.is_symlink() and not os.path.realpath(path).startswith(root):
+                outside.append(path)
+            else:
                 yield path
 
 

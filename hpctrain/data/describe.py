@@ -9,11 +9,12 @@ from typing import Any
 import h5py
 
 from hpctrain.data import arrays, pack
-from hpctrain.data.hdf5 import attribute, checksum, dataset_of, open_file
+from hpctrain.data.hdf5 import attribute, checksum, dataset_of, find_dataset, open_file
 from hpctrain.data.holdout import SPLITS
 from hpctrain.errors import DataError
 
 _ROOT = ("format", "format_version", "creator", "created", "tokenizer", "vocab_size", "validation_fraction", "seed")
+_MOST_SOURCES = 100_000
 _COLUMNS = ("dataset", "shape", "dtype", "documents", "bytes", "crc32")
 
 
@@ -26,8 +27,9 @@ def describe(path: str | Path) -> dict[str, Any]:
         found: dict[str, Any] = {"path": str(path)}
         found.update({key: attribute(file, key) for key in _ROOT if key in file.attrs})
         names = _dataset_names(file)
-        if isinstance(file.get("sources"), h5py.Dataset):
-            found["sources"] = [str(source) for source in file["sources"].asstr()[()]]
+        sources = find_dataset(file, "sources")
+        if sources is not None and sources.ndim == 1 and len(sources) <= _MOST_SOURCES:
+            found["sources"] = _texts(sources, path)
         found["datasets"] = [_describe_dataset(file, f"{split}/{name}") for split in SPLITS for name in names]
         return found
 
@@ -42,6 +44,13 @@ def render(found: dict[str, Any]) -> str:
     return "\n".join([*lines, "", *_table(found["datasets"])])
 
 
+def _texts(sources: h5py.Dataset, path: str | Path) -> list[str]:
+    try:
+        return [str(source) for source in sources.asstr()[()]]
+    except (OSError, RuntimeError, TypeError, ValueError) as error:
+        raise DataError(f"{path}: /sources is damaged: expected texts") from error
+
+
 def _dataset_names(file: h5py.File) -> tuple[str, ...]:
     kind = attribute(file, "format", arrays.FORMAT)
     if kind == pack.FORMAT:
@@ -54,12 +63,12 @@ def _dataset_names(file: h5py.File) -> tuple[str, ...]:
 def _describe_dataset(file: h5py.File, name: str) -> dict[str, Any]:
     dataset = dataset_of(file, name)
     crc32 = attribute(dataset, "crc32")
-    offsets = dataset.parent.get("offsets")
+    offsets = find_dataset(file, f"{name.rpartition('/')[0]}/offsets")
     return {
         "dataset": f"/{name}",
         "shape": [int(size) for size in dataset.shape],
         "dtype": str(dataset.dtype),
-        "documents": len(offsets) - 1 if isinstance(offsets, h5py.Dataset) else None,
+        "documents": len(offsets) - 1 if offsets is not None and offsets.ndim == 1 else None,
         "bytes": int(dataset.nbytes),
         "crc32": "none" if crc32 is None else "ok" if checksum(dataset) == crc32 else "damaged",
     }

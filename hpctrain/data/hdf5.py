@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import os
 import zlib
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,12 @@ import numpy as np
 import numpy.typing as npt
 
 from hpctrain.errors import DataError
+from hpctrain.util.reading import open_regular
+from hpctrain.util.text import printable, shorten
 
+_ITSELF = "a data file must hold its data itself"
+_MOST_LINKS = 8  # links within a file that are followed for one name
+_DENSEST = 1 << 20  # bytes that one stored byte may stand for, and bytes that may be there unwritten
 BLOCK = 4 << 20  # elements read at a time where a whole dataset is looked at
 
 
@@ -23,8 +30,7 @@ def open_file(path: str | Path) -> h5py.File:
     if not path.is_file():
         raise DataError(f"data file {path} is not a regular file")
     try:
-        with path.open("rb"):
-            pass
+        os.close(open_regular(path))
         if not h5py.is_hdf5(path):
             raise DataError(f"{path} is not an HDF5 file: hpctrain data pack makes one from text")
         # No lock: data files appear by rename and are never written again, and parallel filesystems often have none.
@@ -34,22 +40,95 @@ def open_file(path: str | Path) -> h5py.File:
 
 
 def dataset_of(file: h5py.File, name: str) -> h5py.Dataset:
-    """Return a dataset of an open file; raise ``DataError`` with the names that the file has instead."""
-    found = file.get(name)
-    if isinstance(found, h5py.Dataset):
+    """Return a dataset whose bytes lie in this file; raise ``DataError`` with the names that the file has instead.
+
+    HDF5 follows external links, external storage and virtual datasets to other files as soon as a dataset is read, so
+    each link is examined before it is followed, and the layout before the shape.
+    """
+    found = find_dataset(file, name)
+    if found is not None:
         return found
-    names: list[str] = []
-    file.visititems(lambda key, item: names.append(key) if isinstance(item, h5py.Dataset) else None)
+    names = _names(file)
     has = f"it has {', '.join(names[:8])}{', ...' if len(names) > 8 else ''}" if names else "it has no dataset"
-    raise DataError(f"{file.filename} has no dataset /{name}: {has}")
+    raise DataError(f"{file.filename} has no dataset /{name}: {printable(has)}")
+
+
+def find_dataset(file: h5py.File, name: str) -> h5py.Dataset | None:
+    """Return a dataset as ``dataset_of`` does; None if there is none of this name."""
+    try:
+        found = _follow(file, name, _MOST_LINKS)
+        if not isinstance(found, h5py.h5d.DatasetID):
+            return None
+        _check_layout(file, found, name)
+        return h5py.Dataset(found)
+    except (RuntimeError, OSError, LookupError, TypeError, ValueError) as error:
+        if isinstance(error, DataError):
+            raise
+        reason = " ".join(str(error).split())
+        raise DataError(f"{file.filename}: /{name} is damaged: {shorten(printable(reason), 120)}") from error
+
+
+def _follow(file: h5py.File, name: str, left: int) -> Any:
+    """Return the identifier of an object; links within the file are followed, links out of it refused."""
+    here: Any = file.id
+    parts = [part for part in name.split("/") if part not in ("", ".")]
+    for at, part in enumerate(parts):
+        if not isinstance(here, h5py.h5g.GroupID) or not here.links.exists(part.encode()):
+            return None
+        kind = here.links.get_info(part.encode()).type
+        if kind == h5py.h5l.TYPE_SOFT:
+            if not left:
+                raise DataError(f"{file.filename}: /{name} is a link that leads to too many others")
+            target = here.links.get_val(part.encode()).decode("utf-8", "replace")
+            before = "" if target.startswith("/") else "/".join(parts[:at])
+            return _follow(file, "/".join([before, target, *parts[at + 1 :]]), left - 1)
+        if kind != h5py.h5l.TYPE_HARD:
+            raise DataError(f"{file.filename}: /{name} is a link to another file: {_ITSELF}")
+        here = h5py.h5o.open(here, part.encode())
+    return here
+
+
+def _check_layout(file: h5py.File, dataset: h5py.h5d.DatasetID, name: str) -> None:
+    """Refuse bytes of other files, and more bytes than the file can hold."""
+    plist, where = dataset.get_create_plist(), f"{file.filename}: /{name}"
+    if plist.get_layout() == h5py.h5d.VIRTUAL:
+        raise DataError(f"{where} is a virtual dataset: {_ITSELF}")
+    if plist.get_external_count():
+        raise DataError(f"{where} keeps its bytes in another file: {_ITSELF}")
+    claimed = math.prod(dataset.shape) * dataset.dtype.itemsize
+    if claimed > _DENSEST * dataset.get_storage_size() + _DENSEST:
+        raise DataError(f"{where} claims {claimed} bytes and stores {dataset.get_storage_size()}: it was never written")
+    offset = dataset.get_offset()
+    if offset is not None and offset + claimed > (size := os.stat(file.filename).st_size):
+        raise DataError(f"{where} claims {claimed} bytes at {offset}, the file has {size}: it is truncated")
+
+
+def _names(file: h5py.File) -> list[str]:
+    """Return names of datasets, a few; nothing is opened that a link leads to."""
+    names: list[str] = []
+
+    def visit(key: str, item: Any) -> bool | None:
+        if isinstance(item, h5py.Dataset):
+            names.append(key)
+        return True if len(names) > 8 else None
+
+    file.visititems(visit)
+    return names
 
 
 def attribute(item: Any, name: str, default: Any = None) -> Any:
     """Return an attribute as a plain Python value: text as ``str``, numbers as ``int`` or ``float``."""
-    value = item.attrs.get(name, default)
+    try:
+        value = item.attrs.get(name, default)
+    except (OSError, RuntimeError, TypeError, ValueError, LookupError) as error:
+        raise DataError(f"{item.file.filename}: the attribute {name} is damaged") from error
     if isinstance(value, bytes):
         return value.decode("utf-8", "replace")
-    return value.item() if isinstance(value, np.generic) else value
+    if isinstance(value, np.generic):
+        return value.item()
+    if value is default or isinstance(value, str):
+        return value
+    raise DataError(f"{item.file.filename}: the attribute {name} holds {type(value).__name__}; expected one value")
 
 
 def map_dataset(dataset: h5py.Dataset) -> npt.NDArray[Any] | None:
@@ -61,6 +140,13 @@ def map_dataset(dataset: h5py.Dataset) -> npt.NDArray[Any] | None:
     if offset is None or dataset.dtype.hasobject:
         return None
     return np.memmap(dataset.file.filename, dtype=dataset.dtype, mode="r", offset=offset, shape=dataset.shape)
+
+
+def check_whole(array: Any, path: str) -> None:
+    """Raise ``DataError`` if the file behind a map has become shorter: to touch what is gone would kill the process."""
+    file = getattr(array, "_mmap", None)
+    if file is not None and file.size() < array.offset + array.nbytes:
+        raise DataError(f"{path} was truncated while it was read: it has {file.size()} bytes; pack it again")
 
 
 def checksum(dataset: h5py.Dataset) -> int:

@@ -37,6 +37,7 @@ class PackReport:
     tokens: dict[Split, int]
     documents: dict[Split, int]
     skipped: int  # files left out because they are not text
+    links: int = 0  # links left out because they lead out of their folder
 
 
 def pack(
@@ -56,7 +57,8 @@ def pack(
     out = Path(out)
     if not 0 < validation_fraction < 1:
         raise SettingsError(f"validation fraction {validation_fraction}: allowed is more than 0 and less than 1")
-    measured, skipped = survey(find_documents(sources))
+    links: list[Path] = []
+    measured, skipped = survey(find_documents(sources, links))
     if not measured:
         raise DataError(f"no text found in {', '.join(name_sources(sources))}: {skipped} skipped, not being UTF-8 text")
     splits = plan_splits(measured, validation_fraction, seed)
@@ -76,6 +78,7 @@ def pack(
         tokens={split: _length(splits[split]) for split in SPLITS},
         documents={split: len(splits[split]) for split in SPLITS},
         skipped=skipped,
+        links=len(links),
     )
 
 

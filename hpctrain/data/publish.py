@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import os
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
@@ -14,6 +13,7 @@ import h5py
 
 from hpctrain._version import __version__
 from hpctrain.errors import DataError
+from hpctrain.util import atomic
 
 
 class _Sink(io.FileIO):
@@ -61,10 +61,9 @@ def new_file(out: Path, kind: str, version: int) -> Iterator[h5py.File]:
     """
     if out.is_dir():
         raise DataError(f"cannot write {out}: it is a folder")
-    temporary = out.with_name(f"{out.name}.tmp-{os.getpid()}")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        with _Sink(temporary, "w+") as sink:
+        with atomic.private_file(out) as handle, _Sink(handle, "w+", closefd=False) as sink:
             try:
                 with h5py.File(sink, "w") as file:
                     _describe(file, kind, version)
@@ -72,14 +71,8 @@ def new_file(out: Path, kind: str, version: int) -> Iterator[h5py.File]:
             finally:
                 if sink.failure:
                     raise sink.failure
-            os.fsync(sink.fileno())
-        os.replace(temporary, out)
-        _sync(out.parent)
     except (OSError, RuntimeError) as error:
         raise DataError(f"cannot write {out}: {getattr(error, 'strerror', None) or error}") from error
-    finally:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
 
 
 def _describe(file: h5py.File, kind: str, version: int) -> None:
@@ -87,11 +80,3 @@ def _describe(file: h5py.File, kind: str, version: int) -> None:
     file.attrs["format_version"] = version
     file.attrs["creator"] = f"hpctrain {__version__}"
     file.attrs["created"] = datetime.now(UTC).isoformat(timespec="seconds")
-
-
-def _sync(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from hpctrain.data.corpus import Document
 from hpctrain.errors import DataError
+from hpctrain.util.reading import open_regular
 
 BLOCK = 4 << 20  # bytes of a document held in memory at a time
 
@@ -51,7 +52,7 @@ def fingerprint(measured: Sequence[Measured]) -> str:
 def read_blocks(path: Path) -> Iterator[bytes]:
     """Yield a file's bytes in blocks; raise ``DataError`` where it cannot be read."""
     try:
-        with path.open("rb", buffering=0) as file:
+        with open(open_regular(path), "rb", buffering=0) as file:
             while block := file.read(BLOCK):
                 yield block
     except OSError as error:

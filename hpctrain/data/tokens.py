@@ -9,7 +9,7 @@ import h5py
 import numpy as np
 
 from hpctrain.data.dataset import Indices, check_indices
-from hpctrain.data.hdf5 import attribute, dataset_of, map_dataset, open_file
+from hpctrain.data.hdf5 import attribute, check_whole, dataset_of, map_dataset, open_file
 from hpctrain.data.pack import FORMAT, FORMAT_VERSION
 from hpctrain.errors import DataError, SettingsError
 
@@ -61,6 +61,7 @@ class TokenDataset:
 
         check_indices(indices, len(self), self.path)
         windows = np.empty((len(indices), self.context + 1), np.int64)
+        check_whole(self._tokens, self.path)
         for row, index in enumerate(indices):
             start = int(index) * self.context
             windows[row] = self._tokens[start : start + self.context + 1]

@@ -12,7 +12,6 @@ import json
 import os
 import pickle
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -28,6 +27,7 @@ from hpctrain.estimate.run import PlannedRun
 from hpctrain.estimate.time_passes import dtype_of
 from hpctrain.parallel.offload.settings import OffloadSettings
 from hpctrain.parallel.settings import ParallelSettings
+from hpctrain.util.child import python
 
 MOST_RANKS = 8  # processes that are started; each imports torch, which takes seconds of a core
 MOST_SECONDS = 2.0  # forecast for a step's passes
@@ -89,7 +89,7 @@ def free_memory() -> int:
 @contextmanager
 def _company(part: Part, ranks: int) -> Iterator[Sequence[Process]]:
     """Lend processes that are ready to play; none outlives the ``with`` block, or the deadline."""
-    command = [sys.executable, "-m", _MODULE]
+    command = python("-m", _MODULE)
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "env": without_launcher()}
     company = [subprocess.Popen(command, **pipes) for _ in range(ranks)]  # type: ignore[call-overload]
 

@@ -10,6 +10,7 @@ from hpctrain.errors import UsageError
 from hpctrain.estimate.run import PlannedRun
 from hpctrain.estimate.scaling import Curve, Point
 from hpctrain.estimate.time_step import StepTime
+from hpctrain.util import atomic
 
 KINDS = (".png", ".svg", ".pdf")
 WAYS = {"strong": ("same batch", "#3b6fb6", "o"), "weak": ("same samples a rank", "#5fa55a", "s")}
@@ -23,7 +24,8 @@ def draw(curve: Curve, run: PlannedRun, path: str | Path) -> None:
         raise UsageError(f"cannot draw {path}: a picture's name ends in {', '.join(KINDS)}")
     picture = figure(curve, run)
     try:
-        picture.savefig(path, dpi=150)
+        with atomic.replacing(path) as out:
+            picture.savefig(out, format=path.suffix[1:], dpi=150)
     except OSError as error:
         raise UsageError(f"cannot draw {path}: {error.strerror}") from error
 

@@ -8,7 +8,6 @@ ways. A value holds only characters that mean nothing to any of them (``fields``
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from hpctrain._version import __version__
 from hpctrain.errors import UsageError
 from hpctrain.launch.fields import check, check_all
 from hpctrain.launch.template import fill
+from hpctrain.util import atomic
 
 # The language of a modulefile, and how a line begins that is for those who read its template.
 LANGUAGES = {"lua": "--%", "tcl": "#% "}
@@ -87,14 +87,8 @@ def publish(text: str, path: Path) -> None:
 
     Raise ``UsageError`` where it cannot be written.
     """
-    # Module systems pass over names that begin with a dot.
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            beside.write_text(text, encoding="utf-8")
-            beside.replace(path)
-        finally:
-            beside.unlink(missing_ok=True)
+        atomic.write_text(path, text)  # module systems skip the private name, which begins with a dot
     except OSError as error:
         raise UsageError(f"cannot write {path}: {error.strerror}") from error

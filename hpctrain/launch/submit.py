@@ -5,25 +5,30 @@ The one place of this package where something is run.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import re
 import shlex
 import subprocess
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from hpctrain.cluster.launcher import without_launcher
-from hpctrain.errors import LaunchError, UsageError
+from hpctrain.errors import HpctrainError, LaunchError, UsageError
 from hpctrain.launch.after import job_to_wait_for
 from hpctrain.launch.render import ENDINGS
+from hpctrain.log import logger
+from hpctrain.util import atomic
+from hpctrain.util.reading import read_text, reason
 
 NAME = "jobs.json"
 TIMEOUT = 120.0  # seconds that a busy scheduler may take to answer
+LARGEST = 2**26  # bytes of a history
 
 # Variables that change what sbatch and qsub read from a script, and those that say where the scheduler is. What a
 # script tells its own run is of no other job: with the chain of another one it would take over that one's lock.
@@ -45,21 +50,36 @@ class Submitted:
 
 
 def submit(
-    scheduler: str, script: str, folder: str | Path, *, after: str = "", environ: Mapping[str, str] = os.environ
+    scheduler: str,
+    script: str,
+    folder: str | Path,
+    *,
+    after: str = "",
+    environ: Mapping[str, str] = os.environ,
+    tell: Callable[[Submitted], object] = lambda done: None,
 ) -> Submitted:
     """Submit a script for the run in this folder; raise ``LaunchError`` if the scheduler does not take it.
 
     ``after`` is the id of a job that must have ended before, in whatever way; it is looked up before anything is
-    written, and raises ``UsageError`` if the scheduler cannot wait for it.
+    written, and raises ``UsageError`` if the scheduler cannot wait for it. ``tell`` is called as soon as the job has an
+    id, before that is noted in the run's folder.
     """
+    _check_history(Path(folder) / NAME)
     environment, removed = clean(environ)
     waits = _after(scheduler, job_to_wait_for(scheduler, after) if after else "")
     path = write(script, Path(folder), scheduler)
     command = [*_COMMANDS[scheduler], *waits, str(path)]
     job_id = _run(command, environment)
+    done = Submitted(job_id, path, removed)
+    tell(done)  # first: the job exists from here on, whatever becomes of its record
     facts = {"job_id": job_id, "scheduler": scheduler, "command": command, "environment_removed": list(removed)}
-    record(Path(folder), facts)
-    return Submitted(job_id, path, removed)
+    try:
+        record(Path(folder), facts)
+    except OSError as error:
+        raise HpctrainError(
+            f"job {job_id} is submitted, but cannot be noted in {folder}/{NAME}: {reason(error)}"
+        ) from error
+    return done
 
 
 def clean(environ: Mapping[str, str]) -> tuple[dict[str, str], tuple[str, ...]]:
@@ -76,30 +96,84 @@ def clean(environ: Mapping[str, str]) -> tuple[dict[str, str], tuple[str, ...]]:
 def write(script: str, folder: Path, scheduler: str) -> Path:
     """Write a script into the run's folder, whole or not at all: a job that runs may be reading the one before."""
     path = folder / f"job.{ENDINGS[scheduler]}"
-    temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}")
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(script, encoding="utf-8")
-        temporary.chmod(0o755)
-        temporary.replace(path)
+        atomic.write_text(path, script, mode=0o755)
     except OSError as error:
-        with suppress(OSError):
-            temporary.unlink()
         raise UsageError(f"cannot write {path}: {error.strerror}") from error
     return path
 
 
 def record(folder: Path, facts: Mapping[str, Any]) -> None:
-    """Add a submission to the list in the run's folder."""
+    """Append a submission to the history in the run's folder, a JSON object per line; raises ``OSError``.
+
+    Submissions at the same time append, so that none overwrites another. A damaged history is moved aside, and named in
+    a warning.
+    """
     path = folder / NAME
-    try:
-        before = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        before = []
     entry = {**facts, "submitted": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}
-    temporary = path.with_name(f".{NAME}.tmp-{os.getpid()}")
-    temporary.write_text(json.dumps([*(before if isinstance(before, list) else []), entry], indent=2) + "\n")
-    temporary.replace(path)
+    handle = _open_alone(path)
+    try:
+        text = os.pread(handle, LARGEST, 0).decode("utf-8", "replace")
+        if _entries(text) is None:
+            aside = atomic.set_aside(path)
+            logger.warning("%s is damaged: it was moved to %s, and a new one begun", path, aside.name)
+            os.close(handle)
+            handle, text = _open_alone(path), ""
+        begin = "" if not text or text.endswith("\n") else "\n"
+        atomic.append_line(handle, begin + json.dumps(entry))
+    finally:
+        os.close(handle)
+
+
+def _open_alone(path: Path) -> int:
+    """Open the history to append to, locked until it is closed; raises ``OSError``."""
+    while True:
+        handle = atomic.open_growing(path)
+        with suppress(OSError):  # some filesystems lack locks: then lines are still appended whole
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        with suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(handle), os.stat(path)):
+                return handle
+        os.close(handle)  # another submission has moved a damaged one aside meanwhile
+
+
+def history(folder: str | Path) -> list[dict[str, Any]]:
+    """Return what was submitted for the run in this folder, oldest first; empty if nothing was.
+
+    Raises ``UsageError`` if the history is damaged or cannot be read.
+    """
+    path = Path(folder) / NAME
+    try:
+        found = _entries(read_text(path, LARGEST))
+    except FileNotFoundError:
+        return []
+    except (OSError, ValueError) as error:
+        raise UsageError(f"cannot read {path}: {reason(error)}") from error
+    if found is None:
+        raise UsageError(f"{path} is damaged: expected a JSON object per line; move it away")
+    return found
+
+
+def _entries(text: str) -> list[dict[str, Any]] | None:
+    """Return the objects of a history, those of a list that an earlier version wrote, too; None if it is damaged."""
+    decoder, at, found = json.JSONDecoder(), 0, []
+    text = text.strip()
+    while at < len(text):
+        try:
+            value, at = decoder.raw_decode(text, at)
+        except (ValueError, RecursionError):
+            return None
+        found += value if isinstance(value, list) else [value]
+        while at < len(text) and text[at].isspace():
+            at += 1
+    return found if all(isinstance(one, dict) for one in found) else None
+
+
+def _check_history(path: Path) -> None:
+    """Raise ``UsageError`` if the history cannot grow: better before a job is submitted than after."""
+    if path.is_symlink() or path.exists() and not path.is_file():
+        raise UsageError(f"cannot note a job in {path}: it must be a regular file and no link; move it away")
 
 
 def _after(scheduler: str, job_id: str) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from hpctrain.errors import LaunchError, SettingsError
+from hpctrain.errors import SettingsError
 from hpctrain.train import signals
 
 if TYPE_CHECKING:
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from hpctrain.train.job import Job
 
 
+@signals.starting()
 def init(
     comm: Any = None,
     *,
@@ -47,7 +48,7 @@ def init(
     import torch
 
     from hpctrain import log
-    from hpctrain.cluster.launcher import first_guess_of_rank
+    from hpctrain.cluster.launcher import first_guess_of_rank, is_launched
     from hpctrain.collectives.agreement import agreed
     from hpctrain.collectives.communicator import Communicator
     from hpctrain.data.random_streams import draw_alike
@@ -58,7 +59,7 @@ def init(
     from hpctrain.train.device import check_unshared, pick
     from hpctrain.train.guard import Guard
     from hpctrain.train.job import Job
-    from hpctrain.train.leaving import let_one_speak
+    from hpctrain.train.leaving import end_if_uncaught
     from hpctrain.transport.connect import connect
 
     compiler.put_off()
@@ -66,11 +67,11 @@ def init(
         shape = parallel_settings(parallel), offload_settings(offload), server_settings(server)
         _refuse_unread(settings or {}, {"parallel": parallel, "offload": offload, "server": server})
         transport, launch = connect(comm)
-    except (LaunchError, SettingsError) as error:
-        let_one_speak(error, first_guess_of_rank())
+        log.configure(transport.rank, verbose=verbose)
+        guard = Guard(transport)
+    except BaseException as error:
+        end_if_uncaught(error, first_guess_of_rank(), launched=is_launched())
         raise
-    log.configure(transport.rank, verbose=verbose)
-    guard = Guard(transport)
     world = Communicator(transport)
     own = agreed(world, lambda: pick(device, world.local_rank))
     if own.type == "cuda":

@@ -14,11 +14,12 @@ from hpctrain.collectives.agreement import on_first_rank
 from hpctrain.collectives.check import wanted
 from hpctrain.collectives.choice.measure import Measured, measure
 from hpctrain.errors import CommunicationError, DataError, UsageError
-from hpctrain.train.calibration import Calibration, Measurement, find, folder, keep, part_of, place, read
+from hpctrain.train.calibration import Calibration, Measurement, find, folder, keep, place, read
 from hpctrain.train.job import Job
 from hpctrain.train.machine import Machine, mpi_name, this_machine
 from hpctrain.transport.activity import timeout_seconds
 from hpctrain.transport.canary import TIMEOUT, Verdict, probe
+from hpctrain.util import atomic
 
 _NO_CANARY = None, "not tried (--no-canary)"
 
@@ -99,9 +100,9 @@ def _check_writable(path: Path) -> None:
     """Raise ``UsageError`` where a file cannot be put; leave none behind."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        part = part_of(path)
-        part.touch()
-        part.unlink()
+        private = atomic.private_name(path)
+        os.close(atomic.create(private))
+        private.unlink()
     except OSError as error:
         raise UsageError(f"cannot keep a calibration in {path}: {error.strerror}") from error
 

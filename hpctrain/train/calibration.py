@@ -7,6 +7,7 @@ pointers. One that is damaged or of another machine is not used, which is said o
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -20,6 +21,8 @@ from hpctrain.errors import DataError, SettingsError
 from hpctrain.log import logger
 from hpctrain.train.machine import Machine, mpi_name, this_machine
 from hpctrain.transport.canary import Verdict
+from hpctrain.util import atomic
+from hpctrain.util.reading import read_json
 
 VARIABLE = "HPCTRAIN_CALIBRATION"
 FORMAT = "hpctrain-calibration 1"
@@ -130,14 +133,14 @@ def read(path: Path) -> Calibration:
     try:
         if not path.is_file():
             raise DataError(f"there is no file {path}: hpctrain bench calibrate makes one")
-        if path.stat().st_size > LARGEST:
-            raise DataError(f"{path} is no calibration: it has more than {LARGEST} bytes")
-        return Calibration.from_json(json.loads(path.read_text(encoding="utf-8")))
+        return Calibration.from_json(read_json(path, LARGEST))
     except OSError as error:
+        if error.errno == errno.EFBIG:
+            raise DataError(f"{path} is no calibration: {error.strerror}") from error
         raise DataError(f"cannot read the calibration {path}: {error.strerror}") from error
     except SettingsError as error:
         raise DataError(f"{path} is no calibration: {error}") from error
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         if isinstance(error, DataError):
             raise
         raise DataError(f"{path} is damaged: it is not JSON") from error
@@ -145,24 +148,11 @@ def read(path: Path) -> Calibration:
 
 def keep(calibration: Calibration, path: Path) -> None:
     """Write a calibration in one step: who reads meanwhile finds the old file or the new one."""
-    part = part_of(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            with part.open("w", encoding="utf-8") as file:
-                json.dump(calibration.to_json(), file, indent=1)
-                file.flush()
-                os.fsync(file.fileno())
-            part.replace(path)
-        finally:
-            part.unlink(missing_ok=True)
+        atomic.write_text(path, json.dumps(calibration.to_json(), indent=1))
     except OSError as error:
         raise DataError(f"cannot keep the calibration in {path}: {error.strerror}") from error
-
-
-def part_of(path: Path) -> Path:
-    """Return where a file is written before it takes its name."""
-    return path.with_name(f".{path.name}.{os.getpid()}")
 
 
 def find(machine: Machine, environ: Mapping[str, str] = os.environ) -> Calibration | None:

@@ -22,11 +22,11 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from hpctrain.collectives.agreement import agreed
-from hpctrain.errors import EXIT_FAILURE, DeadlineError, HpctrainError
+from hpctrain.errors import EXIT_FAILURE, DeadlineError, HpctrainError, LockError
 from hpctrain.log import logger
 from hpctrain.train.last_words import LastWords
 from hpctrain.train.leaving import exit_code, leave_with, let_be_read, told
-from hpctrain.train.signals import ASKED_BY, stop_request
+from hpctrain.train.signals import ASKED_BY, stop_request, told_and_code
 from hpctrain.train.stacks import print_stacks
 from hpctrain.transport.activity import timeout_seconds, waiting
 from hpctrain.transport.base import Transport
@@ -83,7 +83,10 @@ class Guard:
             leave_with(error.exit_code, self._on_exit)
             return
         if issubclass(kind, KeyboardInterrupt):
-            self._end("interrupted", "", 130)
+            why, code = told_and_code(kind)
+            self._end(why, "", code)
+        if isinstance(error, LockError):
+            self.last_words = None  # the folder is another start's by now
         text = told(error) or "".join(traceback.format_exception(kind, error, trace))
         late = issubclass(kind, DeadlineError)
         elsewhere = self._elsewhere(str(error)) if late else ""
@@ -204,16 +207,21 @@ def _release_windows(transport: Transport) -> None:
     release(transport.comm)
 
 
-def _instruments(transport: Transport) -> tuple[Farewell | None, Vitals]:
+def _instruments(transport: Transport) -> tuple[Farewell | None, Vitals | None]:
     """Return what ranks take leave by, where MPI lets a second thread read it, and what shows that they live."""
     from mpi4py import MPI
 
     from hpctrain.transport.farewell import Farewell
     from hpctrain.transport.mpi import MpiTransport
+    from hpctrain.transport.shm_space import NoSpaceError
     from hpctrain.transport.vitals import Vitals
 
     assert isinstance(transport, MpiTransport), "several ranks are ranks of MPI"
-    vitals = Vitals(transport.comm)
+    vitals = None
+    try:
+        vitals = Vitals(transport.comm)
+    except NoSpaceError as error:
+        logger.warning("ranks of this node do not see what the others wait for: %s", error)
     if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
         logger.warning("MPI runs without THREAD_MULTIPLE: a rank that leaves early is noticed at the deadline only")
         return None, vitals

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import socket
 import threading
 import time
@@ -12,6 +11,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from hpctrain.util import atomic
+from hpctrain.util.reading import read_json
+
 NAME = "failure.json"
 PATIENCE = 1.0  # seconds: a file system that does not answer must not keep the job from ending
 
@@ -19,8 +21,8 @@ PATIENCE = 1.0  # seconds: a file system that does not answer must not keep the 
 class LastWords:
     """Be what a rank says when it ends the job; ``folder`` is that of the run, ``rank`` who speaks."""
 
-    def __init__(self, folder: Path, rank: int) -> None:
-        self._path, self._rank = folder / NAME, rank
+    def __init__(self, folder: Path, rank: int, *, call: atomic.Call = atomic.plainly) -> None:
+        self._path, self._rank, self._call = folder / NAME, rank, call
 
     def say(self, why: str, step: int | None) -> None:
         """Write why the job ends, or give up after a second."""
@@ -30,20 +32,15 @@ class LastWords:
         writing.join(PATIENCE)
 
     def _write(self, facts: Mapping[str, Any]) -> None:
-        temporary = self._path.with_name(f".{NAME}.tmp-{self._rank}-{os.getpid()}")
-        try:
-            temporary.write_text(json.dumps(facts) + "\n", encoding="utf-8")
-            temporary.replace(self._path)
-        except OSError:  # the job ends for a reason of its own, which has been printed
-            with suppress(OSError):
-                temporary.unlink()
+        with suppress(OSError):  # the job ends for a reason of its own, which has been printed
+            atomic.write_text(self._path, json.dumps(facts) + "\n", call=self._call)
 
 
 def read(folder: Path) -> dict[str, Any]:
     """Return what a rank has left; empty where none has."""
     try:
-        found = json.loads((folder / NAME).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
+        found = read_json(folder / NAME)
+    except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import fcntl
 import os
+import socket
 import sys
 import termios
 import time
@@ -14,7 +15,9 @@ from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 
+from hpctrain.cluster.launcher import end_ranks, is_launched
 from hpctrain.errors import EXIT_FAILURE, EXIT_USAGE, HpctrainError
+from hpctrain.train.signals import stop_request, told_and_code
 
 PASS_ON = 0.2  # seconds
 _PACKAGE = Path(__file__).resolve().parents[1]
@@ -58,14 +61,47 @@ def leave_with(code: int, farewell: Callable[[], object]) -> None:
 
 
 def say_once(error: HpctrainError, rank: int | None) -> None:
-    """Print an error that every process has, if this is rank 0; otherwise let that one come first.
+    """Print an error that every process has, or may have: rank 0 at once, the others if that one has not got it.
 
-    A launcher may end all processes as soon as one ends with an error, and rank 0 must have spoken by then.
+    Before MPI_Init ranks cannot ask each other. Rank 0 ends all ranks once it has printed its error; so a rank that is
+    still there after a second, and was not told to end, is one of a few that have it, or its launcher ends no others.
     """
     if rank:
         time.sleep(SILENCE)
+        if not _is_initialized() and stop_request.signal is None:
+            print(f"hpctrain: error: rank {rank} on {socket.gethostname()}: {error}", file=sys.stderr, flush=True)
         return
     print(f"hpctrain: error: {error}", file=sys.stderr, flush=True)
+
+
+def end_unstarted(code: int) -> None:
+    """End the other ranks of a job, too, if this process leaves with an error before its MPI is initialized."""
+    if not _is_initialized() and is_launched():
+        let_be_read()
+        end_ranks(code)
+
+
+def _is_initialized() -> bool:
+    module = sys.modules.get("mpi4py.MPI")
+    return module is not None and bool(module.Is_initialized())
+
+
+def _in_world() -> bool:
+    module = sys.modules.get("mpi4py.MPI")
+    return module is not None and module.Is_initialized() and module.COMM_WORLD.Get_size() > 1
+
+
+def end_job(code: int) -> None:
+    """End all ranks of the job from one that failed on its way into it."""
+    sys.stdout.flush()
+    let_be_read()
+    module = sys.modules.get("mpi4py.MPI")
+    if module is not None and module.Is_initialized() and not module.Is_finalized():
+        module.COMM_WORLD.Abort(code)
+    end_ranks(code)
+    # Interrupted within the import that initializes MPI, no module is left to finalize it by. A process that leaves
+    # without MPI_Finalize is taken as failed by every launcher.
+    os._exit(code)
 
 
 def let_be_read(descriptor: int = 2, seconds: float = 1.0) -> None:
@@ -96,10 +132,12 @@ def finalize() -> None:
         module.Finalize()
 
 
-def let_one_speak(error: HpctrainError, rank: int | None) -> None:
-    """Let only rank 0 print an error that every process has, should nobody catch it.
+def end_if_uncaught(error: BaseException, rank: int | None, *, launched: bool = True) -> None:
+    """End the whole job if nobody catches an error that this rank met on its way into it.
 
-    For errors from before there is a world: the processes cannot talk yet, but their launcher has numbered them.
+    Without that, Python would finalize MPI, which waits for the other ranks, which wait for this one in a collective.
+    An error that every process has is printed by rank 0: the processes cannot talk yet, but their launcher has numbered
+    them. A process that no launcher has started (``launched``) leaves as any other program does.
     """
     before = sys.excepthook
 
@@ -107,7 +145,20 @@ def let_one_speak(error: HpctrainError, rank: int | None) -> None:
         if raised is not error:
             before(kind, raised, trace)
             return
-        say_once(error, rank)
-        leave_with(error.exit_code, lambda: None)
+        if isinstance(error, HpctrainError) and not _in_world():
+            say_once(error, rank)
+            leave_with(error.exit_code, lambda: None)
+            end_unstarted(error.exit_code)
+            return
+        if not _in_world() and not launched:
+            before(kind, raised, trace)
+            return
+        interrupted = issubclass(kind, KeyboardInterrupt)
+        if not interrupted:
+            before(kind, raised, trace)
+        why, code = told_and_code(kind) if interrupted else (f"{kind.__name__}: {error}", EXIT_FAILURE)
+        where = f"rank {rank or 0} on {socket.gethostname()}"
+        print(f"hpctrain: {where} ends the job before it has started: {why}", file=sys.stderr, flush=True)
+        end_job(code)
 
     sys.excepthook = hook

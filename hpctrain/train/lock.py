@@ -1,4 +1,4 @@
-"""Keep two jobs out of one folder, without flock: clusters mount filesystems on which it does nothing."""
+"""Lock of a run's folder, without flock: clusters mount filesystems on which that does nothing."""
 
 from __future__ import annotations
 
@@ -6,13 +6,16 @@ import errno
 import hashlib
 import json
 import os
-import socket
 import time
 from pathlib import Path
 from typing import Any
 
 from hpctrain.errors import LockError
 from hpctrain.log import logger
+from hpctrain.train.lock_holder import identity, why_over
+from hpctrain.util import atomic
+from hpctrain.util.claim import Claim
+from hpctrain.util.reading import read_json
 
 NAME = "lock.json"
 PATIENCE = 2.0  # seconds that another job may take to write its lock, or to clear away a dead one
@@ -21,25 +24,20 @@ _NO_LINKS = {errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP}
 
 
 class FolderLock:
-    """Hold a folder for one job: a file that only one process can put there.
+    """Lock of a folder for one job: a file that only one process can put there.
 
     It is written under a private name and linked to its own, so that it is never seen half written, whenever its
     writer is killed; where a filesystem knows no links, it is created with ``O_CREAT | O_EXCL``.
 
-    A lock that is left over is taken over at once where its holder can be told dead: by the same job id, which the
-    scheduler gives to one run at a time, or by a process id of this host that is no more. Else the user is asked.
+    A lock that is left over is taken over at once if its holder has ended for certain, or is an earlier start of the
+    same job or chain of jobs; see ``lock_holder``. Otherwise the user is asked. The holder calls ``check`` before it
+    writes.
     """
 
     def __init__(self, folder: Path, job_id: str | None) -> None:
         self.path = folder / NAME
-        self._own = {
-            "job_id": job_id,
-            "host": socket.gethostname(),
-            "pid": os.getpid(),
-            "started": process_started(os.getpid()),
-            "since": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        }
-        self._held = False
+        self._own = identity(job_id)
+        self.held = False
 
     def acquire(self) -> None:
         """Take the lock; raise ``LockError`` naming who holds it."""
@@ -52,19 +50,28 @@ class FolderLock:
                 continue
             except OSError as error:
                 raise LockError(f"cannot write to the run's folder {self.path.parent}: {error.strerror}") from error
-            self._held = True
+            self.held = True
             return
+
+    @property
+    def claim(self) -> Claim:
+        """Return what those who write into the folder check before."""
+        return Claim(str(self.path), self._own["token"])
+
+    def check(self) -> None:
+        """Raise ``LockError`` if another start has taken the folder over; then nothing may be written any more."""
+        if self.held:
+            self.claim.check()
 
     def release(self) -> None:
         """Give the lock back; one that somebody else has taken over stays."""
-        if self._held and self._read() == self._own:
+        if self.held and self._read() == self._own:
             self.path.unlink(missing_ok=True)
-        self._held = False
+        self.held = False
 
     def _create(self) -> None:
         """Put the lock there whole; raise ``FileExistsError`` where there is one."""
-        private = self.path.with_name(f".{NAME}.{self._own['host']}-{self._own['pid']}")
-        private.unlink(missing_ok=True)
+        private = atomic.private_name(self.path)
         try:
             self._write(private)
             os.link(private, self.path)
@@ -79,19 +86,19 @@ class FolderLock:
             private.unlink(missing_ok=True)
 
     def _write(self, path: Path) -> None:
-        handle = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
+        handle = atomic.create(path, 0o644)
         try:
-            with os.fdopen(handle, "w") as file:
-                json.dump(self._own, file)
-                file.flush()
-                os.fsync(file.fileno())
+            os.write(handle, json.dumps(self._own).encode())  # less than a page: in one piece or not at all
+            os.fsync(handle)
         except OSError:
-            path.unlink(missing_ok=True)
+            atomic.discard(path)
             raise
+        finally:
+            os.close(handle)
 
     def _read(self) -> dict[str, Any] | None:
         try:
-            found = json.loads(self.path.read_text())
+            found = read_json(self.path, 64 * 1024)
         except (OSError, ValueError):
             return None
         return found if isinstance(found, dict) else None
@@ -107,15 +114,15 @@ class FolderLock:
                 raise LockError(f"cannot read {self.path}: if no job works in this folder, delete that file")
             time.sleep(PAUSE)
             return
-        dead = self._is_dead(holder)
-        if dead is None:
+        over = why_over(holder, self._own)
+        if over is None:
             raise LockError(
                 f"job {holder.get('job_id') or 'without id'} on {holder.get('host')} (process {holder.get('pid')}, "
                 f"since {holder.get('since')}) works in {self.path.parent}: give this run its own folder, "
                 f"or delete {self.path} if that job is gone"
             )
         if self._remove(holder, late):
-            logger.warning("took over the lock on %s: %s", self.path.parent, dead)
+            logger.warning("took over the lock on %s: %s", self.path.parent, over)
 
     def _remove(self, holder: dict[str, Any], late: bool) -> bool:
         """Remove the lock of this holder and no other; tell whether it was done here.
@@ -127,7 +134,7 @@ class FolderLock:
         digest = hashlib.sha256(json.dumps(holder, sort_keys=True).encode()).hexdigest()[:16]
         mark = self.path.with_name(f".{NAME}.removing-{digest}")
         try:
-            os.close(os.open(mark, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644))
+            os.close(atomic.create(mark, 0o644))
         except FileExistsError:
             if late:
                 raise LockError(f"a job died while taking over {self.path}: delete that file and {mark}") from None
@@ -142,30 +149,3 @@ class FolderLock:
             return True
         finally:
             mark.unlink(missing_ok=True)
-
-    def _is_dead(self, holder: dict[str, Any]) -> str | None:
-        """Return why the holder cannot be alive; None where it can."""
-        if holder.get("host") == self._own["host"]:
-            pid = holder.get("pid")
-            started = process_started(pid) if isinstance(pid, int) else None
-            if started is None or started != holder.get("started"):
-                return f"its process {holder.get('pid')} on this host is no more"
-            return None
-        if self._own["job_id"] and holder.get("job_id") == self._own["job_id"]:
-            return f"it is of this job's earlier run on {holder.get('host')}"
-        return None
-
-
-def process_started(pid: int) -> int | None:
-    """Return when a process of this host started, in clock ticks since boot; None where none runs.
-
-    The process id alone is not enough: after a reboot or a long day it belongs to somebody else. A zombie does not
-    run, and in a container that collects no orphans it stays for good.
-    """
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return None
-    # Fields 3 and 22; the second field is a name in brackets that may hold anything, brackets too.
-    fields = text.rpartition(")")[2].split()
-    return None if fields[0] in "ZX" else int(fields[19])

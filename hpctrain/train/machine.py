@@ -10,6 +10,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 from hpctrain._version import __version__
+from hpctrain.util.child import python
 
 _CPUINFO = Path("/proc/cpuinfo")
 _NAMES = ("model name", "cpu model", "cpu", "Model")  # what processors of several kinds call themselves there
@@ -76,7 +77,7 @@ def mpi_name() -> str:
 
         return library_name()
     try:
-        done = subprocess.run([sys.executable, "-c", _ASK_MPI], capture_output=True, text=True, timeout=60)
+        done = subprocess.run(python("-c", _ASK_MPI), capture_output=True, text=True, timeout=60)
     except (OSError, subprocess.TimeoutExpired):
         return ""
     lines = done.stdout.splitlines()

@@ -6,8 +6,12 @@ import json
 import math
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TextIO
+
+from hpctrain.util import atomic
+from hpctrain.util.reading import parse_json, read_lines
 
 NAME = "metrics.jsonl"
 CURVES = ("loss", "learning_rate", "grad_norm")
@@ -15,6 +19,7 @@ HISTOGRAMS = ("staleness_histogram",)  # lists of counts that are added up over 
 # Numbers of a row that are no curve of their own, or have one already.
 _APART = (*CURVES, *HISTOGRAMS, "step", "validation_loss", "tokens", "skipped", "step_seconds", "communication_seconds")
 LONGEST = 10_000  # points of a curve that a checkpoint carries: more than any picture shows, less than 1 MB in all
+_STEPS = 2**53  # no run comes so far
 
 
 class Metrics:
@@ -44,25 +49,22 @@ class Metrics:
     def _reopen(self, last_step: int, rows: Sequence[Mapping[str, Any]] | None) -> TextIO:
         found = read(self.path) if rows is None else rows
         kept = [json.dumps(row) + "\n" for row in found if row["step"] <= last_step]
-        if self.path.exists():
-            temporary = self.path.with_name(f".{NAME}.tmp-{os.getpid()}")
-            temporary.write_text("".join(kept))
-            temporary.replace(self.path)
-        return self.path.open("a")
+        if os.path.lexists(self.path):
+            atomic.write_text(self.path, "".join(kept))
+        return open(atomic.open_growing(self.path), "a", encoding="utf-8")
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """Return the objects of a metrics file; a last line that a kill cut off is left out."""
-    if not path.exists():
-        return []
+    """Return the objects of a metrics file, without a last line that a kill cut off; raises ``OSError``."""
     rows = []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        try:
-            row = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(row, dict) and isinstance(row.get("step"), int):
-            rows.append(row)
+    try:
+        for line in read_lines(path):
+            with suppress(ValueError):
+                row = parse_json(line)
+                if isinstance(row, dict) and type(row.get("step")) is int and abs(row["step"]) < _STEPS:
+                    rows.append(row)
+    except FileNotFoundError:
+        return []
     return rows
 
 

@@ -16,10 +16,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from hpctrain.errors import UsageError
+from hpctrain.log import logger
 from hpctrain.train import last_words
 from hpctrain.train.receipt_settle import close_unfinished, drop
+from hpctrain.util import atomic
+from hpctrain.util.reading import read_json, reason
 
 NAME = "run.json"
+LARGEST = 2**26  # bytes
 
 
 class Receipt:
@@ -37,7 +42,7 @@ class Receipt:
         started: float | None = None,
     ) -> None:
         self.path = folder / NAME
-        before = attempts_of(read(folder))
+        before = history(folder)
         close_unfinished(before, rows, last_words.read(folder))
         drop(before, rows, facts.get("first_step", 1) - 1)
         begun = time.time() if started is None else started
@@ -65,28 +70,51 @@ class Receipt:
         self._write()
 
     def _write(self) -> None:
-        temporary = self.path.with_name(f".{NAME}.tmp-{os.getpid()}")
-        try:
-            temporary.write_text(json.dumps(self.content, indent=2) + "\n")
-            temporary.replace(self.path)
-        except OSError:
-            temporary.unlink(missing_ok=True)
-            raise
+        atomic.write_text(self.path, json.dumps(self.content, indent=2) + "\n")
 
 
 def read(folder: Path) -> dict[str, Any]:
-    """Return what ``run.json`` of a folder says; empty where there is none that can be read."""
+    """Return what ``run.json`` of a folder says; empty only if there is none.
+
+    Raises ``UsageError`` if it cannot be read, and ``DamagedReceipt`` if it is not what a run writes.
+    """
+    path = folder / NAME
     try:
-        content = json.loads((folder / NAME).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
+        content = read_json(path, LARGEST)
+    except FileNotFoundError:
         return {}
-    return content if isinstance(content, dict) else {}
+    except OSError as error:
+        advice = "make it readable, or move it away to begin a new history"
+        raise UsageError(f"cannot read the history of the run in {path}: {reason(error)}; {advice}") from error
+    except ValueError as error:
+        raise DamagedReceipt(f"{path} is damaged: {error}; move it away to begin a new history") from error
+    attempts = content.get("attempts") if isinstance(content, dict) else None
+    if not isinstance(attempts, list) or not all(isinstance(one, dict) for one in attempts):
+        raise DamagedReceipt(f"{path} is damaged: it has no list of attempts; move it away to begin a new history")
+    found: dict[str, Any] = content
+    return found
 
 
 def attempts_of(content: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the attempts that a receipt tells of."""
-    found = content.get("attempts")
-    return [each for each in found if isinstance(each, dict)] if isinstance(found, list) else []
+    return list(content.get("attempts", ()))
+
+
+def history(folder: Path) -> list[dict[str, Any]]:
+    """Return the attempts of a run that is about to write; a damaged receipt is moved aside, and named in a warning.
+
+    Raises ``UsageError`` if the receipt cannot be read: it may be whole, so nothing is begun in its place.
+    """
+    try:
+        return attempts_of(read(folder))
+    except DamagedReceipt as error:
+        aside = atomic.set_aside(folder / NAME)
+        logger.warning("%s; it was moved to %s, and a new history begins", error, aside.name)
+        return []
+
+
+class DamagedReceipt(UsageError):
+    """A receipt is there, and is not what a run writes."""
 
 
 def clock(seconds: float) -> str:

@@ -10,6 +10,7 @@ from hpctrain.errors import UsageError
 from hpctrain.train.receipt_attempt import Attempt
 from hpctrain.train.receipt_read import RunReceipt
 from hpctrain.train.receipt_text import PARTS, sentence, totals
+from hpctrain.util import atomic
 
 KINDS = (".png", ".svg", ".pdf")
 _COLOURS = {
@@ -31,7 +32,8 @@ def draw(receipts: Sequence[RunReceipt], path: str | Path) -> None:
         raise UsageError(f"cannot draw {path}: a picture's name ends in {', '.join(KINDS)}")
     picture = figure(receipts)
     try:
-        picture.savefig(path, dpi=150)
+        with atomic.replacing(path) as out:
+            picture.savefig(out, format=path.suffix[1:], dpi=150)
     except OSError as error:
         raise UsageError(f"cannot draw {path}: {error.strerror}") from error
 

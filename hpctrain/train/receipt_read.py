@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
-import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,10 +10,11 @@ from typing import Any
 
 from hpctrain.cluster.accounting import Account, ask_pbs, ask_slurm
 from hpctrain.errors import UsageError
-from hpctrain.train import last_words, lock, metrics
+from hpctrain.train import last_words, lock, lock_holder, metrics
 from hpctrain.train.receipt import NAME, attempts_of, read
 from hpctrain.train.receipt_attempt import Attempt, attempts_from, saved_step
 from hpctrain.train.receipt_settle import Row, catch_up, close_unfinished, drop, rows_of
+from hpctrain.util.reading import read_json
 
 Ask = Callable[[set[str]], Mapping[str, Account]]
 _ASKED: Mapping[str, Ask] = {"slurm": ask_slurm, "pbs": ask_pbs}
@@ -96,7 +95,7 @@ def _bring_up_to_date(
 def is_over(folder: Path, attempt: Mapping[str, Any]) -> bool:
     """Tell whether an attempt is seen to be gone: the lock is, or another's, or its process is, on this host."""
     try:
-        holder = json.loads((folder / lock.NAME).read_text(encoding="utf-8"))
+        holder = read_json(folder / lock.NAME)
     except FileNotFoundError:
         return True
     except (OSError, ValueError):
@@ -106,4 +105,4 @@ def is_over(folder: Path, attempt: Mapping[str, Any]) -> bool:
     host, pid = holder.get("host"), holder.get("pid")
     if (host, pid) != (attempt.get("host"), attempt.get("pid")):
         return True
-    return host == socket.gethostname() and lock.process_started(int(pid or 0)) != holder.get("started")
+    return lock_holder.is_over(holder, lock_holder.identity(None))

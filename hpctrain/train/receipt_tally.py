@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
-from hpctrain.train.lock import process_started
+from hpctrain.train.lock_holder import process_started
 
 
 class Tally:

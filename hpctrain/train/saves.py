@@ -48,6 +48,7 @@ class Saves:
     def open(self) -> None:
         """Get ready; with ``background``, the process that writes starts."""
         self._saver = Saver(self._state.comm, self._options.storage, background=self._options.background)
+        self._saver.claim = self._books.claim
 
     @property
     def busy(self) -> bool:

@@ -45,7 +45,7 @@ from hpctrain.train.options import RunOptions
 from hpctrain.train.owned import adoptable, check_owned, joined
 from hpctrain.train.progress import Progress, shown
 from hpctrain.train.saves import Saves
-from hpctrain.train.signals import install
+from hpctrain.train.signals import install, starting
 from hpctrain.train.state import FEED, LOADER, SAVED_FOR, Stateful, TrainState
 from hpctrain.train.stops import Stops
 from hpctrain.train.tracing import Tracing
@@ -303,6 +303,12 @@ class Run:
 
     @as_parts
     def __enter__(self) -> Run:
+        with starting():
+            self._open()
+        self.stop_request.starting = False  # from here on SIGTERM means: save, then leave
+        return self
+
+    def _open(self) -> None:
         comm, opening = self.job.comm, self._opening
         opening.agree_on_seed()
         agreed(comm, self.checks.check_held)
@@ -315,6 +321,7 @@ class Run:
             on_first_rank(comm, lambda: opening.open_books(self._stops, self.config, self.provenance))
             self._saves.committed = self.step
             agreed(comm, self._saves.open)
+            self.stop_request.raise_lost_interrupt()
         except BaseException:
             try:
                 self._saves.close()
@@ -329,7 +336,6 @@ class Run:
         self.job.guard.last_words = LastWords(self.folder, self.job.rank)
         visible = self.job.rank == 0 and not self.finished
         self._progress = Progress(self.step, self.options.steps, self.state.tokens, shown=visible)
-        return self
 
     # Steps ------------------------------------------------------------------------------------------------------------
 

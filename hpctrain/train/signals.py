@@ -10,11 +10,26 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType
+
+from hpctrain.errors import EXIT_INTERRUPTED, EXIT_TERMINATED
 
 # The batch system's early warning (``--signal=USR1@300``), and its last one.
 SIGNALS = (signal.SIGUSR1, signal.SIGTERM)
 ASKED_BY = "HPCTRAIN_ASKED_BY"  # USR1: whoever ends the job, SIGUSR1 comes to the ranks, too
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM before a run has begun: there is nothing to save, and the start may take minutes."""
+
+
+def told_and_code(kind: type[BaseException]) -> tuple[str, int]:
+    """Return what is said of a ``KeyboardInterrupt`` that ends a rank, and the exit code."""
+    if issubclass(kind, Terminated):
+        return "terminated before the run has begun, nothing to save", EXIT_TERMINATED
+    return "interrupted", EXIT_INTERRUPTED
 
 
 class StopRequest:
@@ -29,6 +44,8 @@ class StopRequest:
 
     def __init__(self) -> None:
         self.signal: int | None = None
+        self.starting = False  # while there is nothing to save: SIGTERM ends the job at once
+        self._raised: type[KeyboardInterrupt] | None = None
         self._pipe: int | None = None
         self._terminated: float | None = None
         self._asked = False
@@ -66,21 +83,55 @@ class StopRequest:
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self.signal = number
+        if self.starting and number == signal.SIGTERM:
+            self._raise(Terminated)
+
+    def _on_interrupt(self, number: int, frame: FrameType | None) -> None:
+        self._raise(KeyboardInterrupt)
+
+    def _raise(self, kind: type[KeyboardInterrupt]) -> None:
+        self._raised = kind
+        raise kind
+
+    def raise_lost_interrupt(self) -> None:
+        """Raise ``KeyboardInterrupt`` if one was raised before and got lost.
+
+        Python drops exceptions in callbacks of weak references and in ``__del__``, which run while modules are imported
+        and models built: this rank would train on, though it was told to end.
+        """
+        if self._raised is not None:
+            raise self._raised
 
 
 stop_request = StopRequest()
 
 
 def install() -> StopRequest:
-    """Catch the signals from now on; a process whose main thread runs elsewhere keeps its own handlers."""
+    """Catch the signals from now on; a process whose main thread runs elsewhere keeps its own handlers.
+
+    SIGINT raises ``KeyboardInterrupt`` as ever, and is noted.
+    """
     if threading.current_thread() is threading.main_thread():
         for number in SIGNALS:
             signal.signal(number, stop_request._on_signal)
+        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            signal.signal(signal.SIGINT, stop_request._on_interrupt)
         if os.environ.get(ASKED_BY) == "USR1":
             stop_request.listen()
         atexit.unregister(_ignore)
         atexit.register(_ignore)
     return stop_request
+
+
+@contextmanager
+def starting() -> Iterator[None]:
+    """Let SIGTERM end the job at once: nothing that is computed here could be saved."""
+    before, stop_request.starting = stop_request.starting, True
+    try:
+        yield
+        stop_request.raise_lost_interrupt()
+    finally:
+        stop_request.starting = before
 
 
 def _ignore() -> None:

@@ -7,7 +7,6 @@ microseconds. ``hpctrain plan --measured`` draws the same file.
 from __future__ import annotations
 
 import json
-import os
 import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -15,11 +14,11 @@ from typing import Any
 
 import torch
 
-from hpctrain.checkpoint.file.commit import temporary_name
 from hpctrain.collectives.communicator import Communicator
 from hpctrain.log import logger
 from hpctrain.trace import LIMIT, Recording, Span
 from hpctrain.train import clocks
+from hpctrain.util import atomic
 
 FORMAT = "hpctrain-trace"
 _CATEGORIES = {
@@ -78,16 +77,13 @@ def _gathered(comm: Communicator, report: Report) -> list[Report]:
 
 def _write(path: Path, reports: Sequence[Report]) -> None:
     """Write an event a line, under another name until all are there."""
-    temporary = temporary_name(path)
-    try:
-        with open(temporary, "w", encoding="utf-8") as file:
-            facts = {"format": FORMAT, "ranks": len(reports), "dropped": sum(each["dropped"] for each in reports)}
-            file.write(f'{{"displayTimeUnit": "ms", "otherData": {json.dumps(facts)}, "traceEvents": [\n')
-            file.write(",\n".join(json.dumps(event) for event in events(reports)))
-            file.write("\n]}\n")
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    facts = {"format": FORMAT, "ranks": len(reports), "dropped": sum(each["dropped"] for each in reports)}
+    head = f'{{"displayTimeUnit": "ms", "otherData": {json.dumps(facts)}, "traceEvents": [\n'
+    with atomic.replacing(path) as file:
+        file.write(head.encode())
+        for number, event in enumerate(events(reports)):
+            file.write(((",\n" if number else "") + json.dumps(event)).encode())
+        file.write(b"\n]}\n")
 
 
 def events(reports: Sequence[Report]) -> Iterator[Event]:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from hpctrain.errors import UsageError
 from hpctrain.parallel.pipeline.timeline import WAITS, WORK, Span, Timeline
+from hpctrain.util.reading import read_json
+from hpctrain.util.text import printable, shorten
 
 NAME = "trace.json"
+LARGEST = 2**28  # bytes
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,7 @@ def read(run: str | Path, step: int | None = None) -> Measured:
 def _events(path: Path) -> list[dict[str, Any]]:
     """Return the events of a file, spans with what every span has."""
     try:
-        found: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
+        found: list[dict[str, Any]] = read_json(path, LARGEST)["traceEvents"]
         for event in found:
             if event["ph"] == "X":
                 float(event["ts"]) + float(event["dur"]), int(event["args"]["rank"]), str(event["name"])
@@ -53,8 +55,9 @@ def _events(path: Path) -> list[dict[str, Any]]:
         raise UsageError(f"{path} is not there: a run with train.trace = true writes it") from None
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror}") from error
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise UsageError(f"{path} is not a trace of hpctrain: {type(error).__name__} {error}") from error
+    except (ValueError, KeyError, TypeError, OverflowError) as error:
+        reason = f"{type(error).__name__} {shorten(printable(error), 100)}"
+        raise UsageError(f"{path} is not a trace of hpctrain: {reason}") from error
     return found
 
 

@@ -28,6 +28,7 @@ from torch import Tensor
 from hpctrain.cluster.launcher import without_launcher
 from hpctrain.errors import CommunicationError
 from hpctrain.transport.base import Transport
+from hpctrain.util.child import python
 
 MARK = "hpctrain-canary "  # stands before the verdict: MPI libraries print warnings of their own
 SIZES = (2, 1000, 300_000, 4_000_000)  # elements: each way in which MPI libraries carry a message
@@ -136,7 +137,7 @@ def probe(
     ``mpiexec`` is how to start two ranks, by default the ``mpiexec -n 2`` beside this interpreter or in ``PATH``.
     Called by a process that is no rank itself.
     """
-    program = (sys.executable, "-m", "hpctrain.transport.canary") if program is None else program
+    program = python("-m", "hpctrain.transport.canary") if program is None else program
     command = [*(_mpiexec() if mpiexec is None else mpiexec), *program]
     process = subprocess.Popen(
         command,

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
+import socket
+import sys
 import warnings
-from collections.abc import MutableMapping
+from collections.abc import Iterator, MutableMapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from hpctrain.cluster.launcher import Launch, detect
+from hpctrain.cluster import shared_memory
+from hpctrain.cluster.launcher import Launch, detect, ended_early
 from hpctrain.cluster.promise import check_language, check_promise
+from hpctrain.errors import LaunchError
+from hpctrain.log import logger
+from hpctrain.transport.activity import timeout_seconds
 from hpctrain.transport.base import Transport
 from hpctrain.transport.single import SingleTransport
 
@@ -27,8 +35,14 @@ def connect(comm: Any = None) -> tuple[Transport, Launch]:
         return SingleTransport(), launch
     check_language(launch, os.environ)
     leave_out_unusable(os.environ)
+    _check_node_memory(launch)
+    if ended := ended_early(launch):
+        raise LaunchError(
+            f"{ended} of {launch.local_size} ranks on {socket.gethostname()} ended before MPI_Init: see what they "
+            "printed, and that every rank calls hpctrain.init()"
+        )
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), _deadline(timeout_seconds()):
             # What mpi4py suspects from the environment, check_promise knows, and says once and not on every rank.
             warnings.filterwarnings("ignore", "\\s*suspicious MPI execution environment", RuntimeWarning)
             from mpi4py import MPI
@@ -40,6 +54,39 @@ def connect(comm: Any = None) -> tuple[Transport, Launch]:
     from hpctrain.transport.mpi import MpiTransport
 
     return MpiTransport(MPI.COMM_WORLD if comm is None else comm), launch
+
+
+def _check_node_memory(launch: Launch) -> None:
+    """Remove what dead jobs left in /dev/shm; raise ``LaunchError`` if MPI_Init would die there of SIGBUS."""
+    if not launch.local_rank:
+        removed = shared_memory.remove_left_over()
+        if removed:
+            text = "removed %d segments (%.1f MiB) that dead MPI jobs of this user left in %s"
+            logger.info(text, len(removed), sum(one.nbytes for one in removed) / 2**20, shared_memory.FOLDER)
+    free, wanted = shared_memory.free_bytes(), shared_memory.STARTING * ((launch.local_size or 1) + 1)
+    if free is not None and free < wanted:
+        raise LaunchError(
+            f"{shared_memory.FOLDER} has {free / 2**20:,.1f} MiB left, MPI needs at least {wanted / 2**20:,.0f} MiB to "
+            f"start; {shared_memory.ENLARGE}, or remove files there"
+        )
+
+
+@contextmanager
+def _deadline(seconds: float) -> Iterator[None]:
+    """End this process, with its stack, if MPI_Init waits longer for ranks that died before they reached it.
+
+    MPI_Init keeps Python's lock, so no thread of Python's could do it. Launchers end a job of which a process dies in
+    MPI_Init.
+    """
+    try:
+        faulthandler.dump_traceback_later(seconds, exit=True, file=sys.__stderr__ or 2)
+    except (OSError, RuntimeError, ValueError):  # stderr is closed or has no descriptor
+        yield
+        return
+    try:
+        yield
+    finally:
+        faulthandler.cancel_dump_traceback_later()
 
 
 def leave_out_unusable(environ: MutableMapping[str, str], devices: Path = RDMA_DEVICES) -> None:

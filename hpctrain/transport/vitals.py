@@ -13,6 +13,8 @@ from typing import Any
 
 from mpi4py import MPI
 
+from hpctrain.transport import shm_space
+
 LINE = 128  # bytes a rank: two cache lines, because processors fetch lines in pairs
 _CLAIM, _STACKS, _NAME = 0, 8, 40  # offsets in a line; between them lie beat and since
 _BEAT = struct.Struct("qq")
@@ -44,7 +46,10 @@ class Vital:
 
 
 class Vitals:
-    """Hold the page of the ranks of this node; all ranks of ``comm`` make it together."""
+    """Hold the page of the ranks of this node; all ranks of ``comm`` make it together.
+
+    Raises ``NoSpaceError`` on all ranks of a node that has no space for it in /dev/shm.
+    """
 
     def __init__(self, comm: MPI.Intracomm) -> None:
         node = comm.Split_type(MPI.COMM_TYPE_SHARED, comm.Get_rank())
@@ -52,7 +57,7 @@ class Vitals:
         self._node = node
         self._me = node.Get_rank()
         self._ranks: list[int] = node.allgather(comm.Get_rank())
-        self._window = MPI.Win.Allocate_shared(LINE, 1, comm=node)
+        self._window = shm_space.window(node, LINE, lambda here: node.allreduce(here, MPI.LAND))
         memory: list[Any] = [self._window.Shared_query(rank)[0] for rank in range(node.Get_size())]
         self._lines = [memoryview(line) for line in memory]
         self._lines[self._me][:] = bytes(LINE)

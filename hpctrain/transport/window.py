@@ -18,7 +18,8 @@ import torch
 from mpi4py import MPI
 from torch import Tensor
 
-from hpctrain.errors import CommunicationError, DeadlineError
+from hpctrain.errors import DeadlineError
+from hpctrain.transport import shm_space
 from hpctrain.transport.activity import timeout_seconds
 from hpctrain.transport.mpi import MpiTransport
 from hpctrain.transport.patience import CROWDED_SPINS, SPINS, Patience, until
@@ -52,11 +53,15 @@ class NodeBuffer:
 class NodeMemory(Recordable):
     """Hold the memory that the ranks of one node share, and the counters by which they meet."""
 
-    def __init__(self, transport: MpiTransport, *, crowded: bool = False) -> None:
+    def __init__(
+        self, transport: MpiTransport, *, crowded: bool = False, everyone: MpiTransport | None = None
+    ) -> None:
+        """Make the counters; ``everyone`` are the ranks that get memory all together or raise ``NoSpaceError``."""
         self.spins = CROWDED_SPINS if crowded else SPINS
         self.rank = transport.rank
         self.size = transport.size
         self._transport = transport
+        self._everyone = (everyone or transport).comm
         self._windows: list[MPI.Win] = []
         self._buffers: list[NodeBuffer] = []
         self._slab: NodeBuffer | None = None
@@ -139,16 +144,9 @@ class NodeMemory(Recordable):
         return buffer
 
     def _window(self, nbytes: int) -> MPI.Win:
-        try:
-            window = MPI.Win.Allocate_shared(nbytes, 1, comm=self._transport.comm)
-        except MPI.Exception as error:
-            raise CommunicationError(
-                f"cannot get {nbytes / 2**20:,.1f} MiB of node-shared memory for rank {self.rank} of {self.size} on "
-                f"this node ({str(error).splitlines()[0]}): look at df -h /dev/shm, ulimit -v and the job's memory "
-                'limit; parallel.data = "fsdp" needs less of it than "ddp"'
-            ) from error
-        self._windows.append(window)
-        return window
+        made = shm_space.window(self._transport.comm, nbytes, lambda here: self._everyone.allreduce(here, MPI.LAND))
+        self._windows.append(made)
+        return made
 
     # Meeting ----------------------------------------------------------------------------------------------------------
 

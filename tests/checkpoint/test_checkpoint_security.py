@@ -190,7 +190,7 @@ def test_the_package_imports_no_unpickler() -> None:
     assert [path.name for path in sources if bad.search(path.read_text())] == ["ingest.py"]
     assert "pickle.load" not in Path(ingest.__file__).read_text()
     assert re.findall(r"torch\.load\(.*\)", Path(ingest.__file__).read_text()) == [
-        'torch.load(path, map_location="cpu", weights_only=True)'
+        'torch.load(file, map_location="cpu", weights_only=True)'
     ]
 
 

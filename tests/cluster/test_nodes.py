@@ -107,7 +107,7 @@ def test_missing_empty_and_binary_node_files_are_refused(tmp_path: Path) -> None
     empty, binary = tmp_path / "empty", tmp_path / "binary"
     empty.write_text("\n")
     binary.write_bytes(b"\xff\xfe")
-    for path, reason in [(tmp_path / "none", "No such file"), (empty, "names no node"), (binary, "it is not text")]:
+    for path, reason in [(tmp_path / "none", "No such file"), (empty, "names no node"), (binary, "is not UTF-8 text")]:
         with pytest.raises(LaunchError, match=f"{path}.*{reason}"):
             read_node_file(path)
 

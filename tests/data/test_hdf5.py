@@ -40,7 +40,7 @@ def test_an_unreadable_file_is_refused(tmp_path: Path, monkeypatch: pytest.Monke
     def refuse(*args: object, **kwargs: object) -> None:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(Path, "open", refuse)  # chmod would not stop root
+    monkeypatch.setattr(hdf5, "open_regular", refuse)  # chmod would not stop root
     with pytest.raises(DataError, match="cannot open data file .*locked.h5: Permission denied"):
         open_file(path)
 

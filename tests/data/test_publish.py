@@ -26,7 +26,7 @@ def test_a_file_appears_when_it_is_complete(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("failure", [RuntimeError("flush failed"), OSError(28, "No space left on device")])
-@pytest.mark.parametrize("place", ["body", "fsync", "replace"])
+@pytest.mark.parametrize("place", ["body", "fsync", "rename"])
 def test_an_error_leaves_the_old_file_and_nothing_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str, failure: Exception
 ) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
 import signal
@@ -17,7 +16,7 @@ from support.batch import Batch
 from hpctrain.launch.profile import Profile
 from hpctrain.launch.render import render
 from hpctrain.launch.request import Request
-from hpctrain.launch.submit import record
+from hpctrain.launch.submit import history, record
 from hpctrain.launch.sweep import combine
 
 SLURM = Profile(scheduler="slurm", mpi="pmi2", interface="hsn0", purge=True)
@@ -249,12 +248,12 @@ def test_pbs_notes_every_job_of_the_chain(batch: Batch) -> None:
     for job, again in (("7.server", "8.server"), ("8.server", "9.server")):
         batch.does("qsub", f"echo 'Welcome to the site'; echo {again}")
         pbs(batch, script, job=job, HPCTRAIN_CHAIN="7.server")
-    noted = json.loads((batch.folder / "runs/a/jobs.json").read_text())
+    noted = history(batch.folder / "runs/a")
     assert [entry["job_id"] for entry in noted] == ["7.server", "8.server", "9.server"]
     assert [entry.get("chain") for entry in noted] == [None, "7.server", "7.server"]
     assert noted[0].items() > first.items()
     record(batch.folder / "runs/a", first)
-    assert len(json.loads((batch.folder / "runs/a/jobs.json").read_text())) == 4
+    assert len(history(batch.folder / "runs/a")) == 4
 
 
 def test_jobs_that_wait_are_handed_on(batch: Batch) -> None:

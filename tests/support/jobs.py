@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,6 +38,15 @@ class Finished:
         return f"exit code {self.returncode} after {self.seconds:.1f} s\n{self.stdout}\n{self.stderr}"
 
 
+def in_small_shm(mebibytes: int) -> list[str]:
+    """Return the command that runs another one with a /dev/shm of this size; skip where the system allows none."""
+    mount = f"mount -t tmpfs -o size={mebibytes}m tmpfs /dev/shm"
+    command = ["unshare", "--mount", *([] if os.getuid() == 0 else ["--map-root-user"]), "sh", "-ec"]
+    if subprocess.run([*command, mount], capture_output=True).returncode:
+        pytest.skip("the system refuses to mount a file system in a namespace")
+    return [*command, f'{mount}; exec "$@"', "sh"]
+
+
 class JobStarter:
     """Run ``mpiexec -n N python ...`` with a hard time limit; the fixture ``launch`` gives one to a test."""
 
@@ -55,15 +64,16 @@ class JobStarter:
         timeout: float = 60,
         env: Mapping[str, str | None] | None = None,
         cwd: str | Path | None = None,
+        prefix: Sequence[str] = (),
     ) -> Finished:
         """Run a program on n ranks, or without a launcher if n is 0; fail the test if it outlasts ``timeout`` seconds.
 
         ``program`` is the path of a script, an option of the interpreter (``"-m"``), or else Python source.
         ``env`` adds variables; None removes one. The outer launcher's variables are never passed on, and each rank
-        computes with one thread.
+        computes with one thread. ``prefix`` is a command that runs the launcher.
         """
         self._count += 1
-        command = [*_launcher(n), sys.executable, self._script(program), *map(str, args)]
+        command = [*prefix, *_launcher(n), sys.executable, self._script(program), *map(str, args)]
         mark = uuid.uuid4().hex
         self._watchdog.arm(timeout + self._limit)
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -31,9 +32,9 @@ def test_a_process_that_ends_by_an_exception_has_our_code() -> None:
 
 LET_ONE = """
 from hpctrain.errors import LaunchError
-from hpctrain.train.leaving import let_one_speak
+from hpctrain.train.leaving import end_if_uncaught
 error = LaunchError("no world")
-let_one_speak(error, {rank})
+end_if_uncaught(error, {rank})
 {then}
 """
 
@@ -41,7 +42,59 @@ let_one_speak(error, {rank})
 @pytest.mark.parametrize("rank", [0, None, 3])
 def test_one_speaks_for_all(rank: int | None) -> None:
     result = _run(LET_ONE.format(rank=rank, then="raise error"))
-    assert (result.returncode, result.stderr) == (2, "" if rank else "hpctrain: error: no world\n")
+    # Nothing ends rank 3 in the second that it leaves to rank 0: rank 0 has not got this error.
+    alone = f"hpctrain: error: rank 3 on {socket.gethostname()}: no world\n"
+    assert (result.returncode, result.stderr) == (2, alone if rank else "hpctrain: error: no world\n")
+
+
+IN_INIT = """
+import signal, sys
+from hpctrain.cluster.launcher import detect
+import hpctrain
+if detect().rank == 1:
+    from hpctrain.transport import {module}
+    def fail(*arguments): {then}
+    {module}.{name} = fail
+hpctrain.init()
+"""
+
+
+@pytest.mark.limit(60)
+@pytest.mark.parametrize(
+    "module, name, then, code, said",
+    [
+        ("connect", "check_language", "raise KeyboardInterrupt", 130, "interrupted"),
+        ("connect", "check_promise", "raise KeyboardInterrupt", 130, "interrupted"),
+        ("vitals", "Vitals", "signal.raise_signal(signal.SIGINT)", 130, "interrupted"),
+        ("vitals", "Vitals", "signal.raise_signal(signal.SIGTERM)", 143, "terminated before the run has begun"),
+        ("vitals", "Vitals", "raise OSError('no room')", 1, "OSError: no room"),
+        ("connect", "check_language", "from hpctrain.errors import LaunchError as E; raise E('no MPI')", 2, "no MPI"),
+    ],
+)
+def test_one_rank_that_fails_on_its_way_into_the_job_ends_it(
+    launch: Any, module: str, name: str, then: str, code: int, said: str
+) -> None:
+    result = launch(2, IN_INIT.format(module=module, name=name, then=then), timeout=40)
+    assert result.returncode == code, result
+    assert result.seconds < 30 and result.stderr.count(f"rank 1 on {socket.gethostname()}") == 1, result
+    assert said in result.stderr and not result.survivors, result
+
+
+def test_an_interrupt_that_python_dropped_is_raised_again() -> None:
+    code = """
+import signal, weakref, hpctrain
+from hpctrain.train import signals
+signals.install()
+class Thing: pass
+thing = Thing()
+reference = weakref.ref(thing, lambda _: signal.raise_signal(signal.SIGINT))
+del thing
+print("went on", flush=True)
+hpctrain.init()
+print("trained")
+"""
+    result = _run(code)
+    assert result.stdout == "went on\n" and "KeyboardInterrupt" in result.stderr
 
 
 def test_another_error_and_one_that_is_caught_go_their_way() -> None:

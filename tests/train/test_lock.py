@@ -16,7 +16,8 @@ import pytest
 
 from hpctrain.errors import LockError
 from hpctrain.train import lock
-from hpctrain.train.lock import NAME, FolderLock, process_started
+from hpctrain.train.lock import NAME, FolderLock
+from hpctrain.train.lock_holder import identity, process_started, why_over
 
 HERE = socket.gethostname()
 
@@ -245,3 +246,68 @@ def test_a_lock_that_cannot_be_written_is_not_left_behind(tmp_path: Path, monkey
     with pytest.raises(LockError, match="No space left"):
         FolderLock(tmp_path, None).acquire()
     assert not list(tmp_path.iterdir())
+
+
+SLURM = {"SLURM_JOB_ID": "42", "SLURM_RESTART_COUNT": "1", "SLURM_STEP_ID": "0"}
+PBS = {"PBS_JOBID": "42.head", "PBS_JOBCOOKIE": "abc", "HPCTRAIN_CHAIN": "40.head"}
+
+
+@pytest.mark.parametrize(
+    "environ, changes, said",
+    [
+        # The same job: an earlier start has ended, says the scheduler; another step of this start may be alive.
+        (SLURM, {"host": "n2", "start": "42.0"}, "earlier start of this job"),
+        (SLURM, {"host": "n2", "step": "1"}, None),
+        (SLURM, {"host": "n2", "start": None}, "earlier start of this job"),
+        (PBS, {"host": "n2"}, None),
+        (PBS, {"host": "n2", "start": "another"}, "earlier start of this job"),
+        # The chain: its jobs have ids of their own.
+        (PBS, {"host": "n2", "job_id": "41.head", "start": "another"}, "earlier start of this chain"),
+        (PBS, {"host": "n2", "job_id": "41.head", "start": "another", "chain": "39.head"}, None),
+        ({**PBS, "HPCTRAIN_CHAIN": ""}, {"host": "n2", "job_id": "41.head", "start": "another"}, None),
+        # This host: process ids of another container, or from before it started anew, say nothing.
+        ({}, {"pid": "dead"}, "is no more"),
+        ({}, {"pid": "dead", "pid_namespace": "pid:[1]"}, None),
+        ({}, {"pid": "dead", "boot_id": "other", "machine_id": "this"}, "started anew"),
+        ({}, {"pid": "dead", "boot_id": "other", "machine_id": "other"}, None),
+        ({}, {"pid": "dead", "boot_id": "other", "machine_id": None}, None),
+        ({}, {}, None),
+        (PBS, {"start": "another"}, "earlier start of this job"),  # alive: the node lost its connection to the server
+    ],
+)
+def test_who_may_take_over(environ: dict[str, str], changes: dict[str, Any], said: str | None) -> None:
+    own = {**identity(environ.get("PBS_JOBID") or environ.get("SLURM_JOB_ID"), environ), "machine_id": "this"}
+    holder = {**own, **changes, "token": "another"}
+    if holder["pid"] == "dead":
+        holder["pid"] = _dead_pid()
+    found = why_over(holder, own)
+    assert (found is None) if said is None else (found is not None and said in found), found
+
+
+def test_a_process_of_another_user_is_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With hidepid=2, /proc has no entry for it."""
+
+    def refused(pid: int, number: int) -> None:
+        raise PermissionError
+
+    monkeypatch.setattr(os, "kill", refused)
+    own = identity(None, {})
+    assert why_over({**own, "pid": 2**30}, own) is None
+
+
+def test_the_holder_notices_that_it_lost_the_folder(tmp_path: Path) -> None:
+    own = FolderLock(tmp_path, "42")
+    own.check()  # it holds nothing
+    own.acquire()
+    own.check()
+    other = {**json.loads((tmp_path / NAME).read_text()), "token": "another", "job_id": "43", "host": "n2"}
+    (tmp_path / NAME).write_text(json.dumps(other))
+    with pytest.raises(LockError, match="is now that of job '43' on 'n2': this run ends and writes no more"):
+        own.check()
+    (tmp_path / NAME).unlink()
+    with pytest.raises(LockError, match="was deleted while this run held it"):
+        own.check()
+    other = FolderLock(tmp_path, "43")
+    other.acquire()
+    own.release()
+    other.check()

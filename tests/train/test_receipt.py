@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
+from hpctrain.errors import UsageError
 from hpctrain.train import last_words
-from hpctrain.train.receipt import NAME, Receipt, attempts_of, read
+from hpctrain.train.receipt import NAME, Receipt, history, read
 
 
 def test_an_attempt_from_its_beginning_to_its_end(tmp_path: Path) -> None:
@@ -88,17 +89,30 @@ def test_what_an_earlier_version_wrote_stays(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "7", '{"attempts": 3}', '{"attempts": [3]}', "[" * 100_000])
-def test_a_receipt_that_cannot_be_read_is_begun_anew(tmp_path: Path, text: str) -> None:
+def test_a_damaged_receipt_is_moved_aside_and_named(
+    tmp_path: Path, text: str, caplog: pytest.LogCaptureFixture
+) -> None:
     (tmp_path / NAME).write_text(text)
-    assert attempts_of(read(tmp_path)) == []
+    with pytest.raises(UsageError, match="run.json is damaged"):
+        read(tmp_path)
     Receipt(tmp_path, {})
     assert len(read(tmp_path)["attempts"]) == 1
+    (aside,) = tmp_path.glob("run.json.damaged-*")
+    assert aside.read_text() == text and aside.name in caplog.text
+
+
+def test_a_receipt_that_cannot_be_read_now_is_an_error(tmp_path: Path) -> None:
+    assert history(tmp_path) == [], "not there is empty"
+    os.mkfifo(tmp_path / NAME)
+    with pytest.raises(UsageError, match="cannot read the history of the run in .*: it is not a regular file"):
+        Receipt(tmp_path, {})
+    assert [path.name for path in tmp_path.iterdir()] == [NAME]
 
 
 def test_a_write_that_fails_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     receipt = Receipt(tmp_path, {})
     before = (tmp_path / NAME).read_text()
-    monkeypatch.setattr(Path, "replace", _fail)
+    monkeypatch.setattr(os, "rename", _fail)
     with pytest.raises(OSError):
         receipt.end("finished")
     assert (tmp_path / NAME).read_text() == before

@@ -235,7 +235,7 @@ def test_other_threads_of_a_rank_have_numbers_of_their_own() -> None:
 @pytest.mark.parametrize(
     "text, message",
     [
-        ("", "is not a trace of hpctrain: JSONDecodeError"),
+        ("", "is not a trace of hpctrain: ValueError it is not JSON"),
         ("[1]", "is not a trace of hpctrain: TypeError"),
         ('{"traceEvents": [{"ph": "X", "ts": "soon"}]}', "is not a trace of hpctrain"),
         ('{"traceEvents": []}', "holds no whole step"),

@@ -9,15 +9,14 @@ from __future__ import annotations
 
 import errno
 import os
-import socket
 from collections.abc import Callable
 from pathlib import Path
 
 from hpctrain.checkpoint.file.reader import verify_file
 from hpctrain.errors import CheckpointError, HpctrainError
+from hpctrain.util import atomic
 
 _NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-_NO_FOLDER_FSYNC = {errno.EINVAL, errno.ENOTSUP}  # some network filesystems flush folders by themselves
 
 
 def commit(path: Path, write: Callable[[Path], None], needed: int) -> None:
@@ -26,55 +25,36 @@ def commit(path: Path, write: Callable[[Path], None], needed: int) -> None:
     ``needed`` is the number of bytes to write, for the error message of a full disk. Raises ``CheckpointError``
     that says why; what was at ``path`` before is then still there.
     """
-    temporary = temporary_name(path)
+    temporary = atomic.private_name(path)
     try:
-        prepare(path, temporary)
+        prepare(path)
         write(temporary)
         verify_file(temporary)
-        os.rename(temporary, path)
+        atomic.put(temporary, path)
     except Exception as error:
         said = explained(error, path, temporary, needed)
-        discard(temporary)
+        atomic.discard(temporary)
         raise said from error
     except BaseException:
-        discard(temporary)
+        atomic.discard(temporary)
         raise
     flush_folder(path)
 
 
-def prepare(path: Path, temporary: Path) -> None:
-    """Make the folder of a checkpoint, and remove what a writer of the same name left there."""
+def prepare(path: Path) -> None:
+    """Make the folder of a checkpoint."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary.unlink(missing_ok=True)
-
-
-def temporary_name(path: Path) -> Path:
-    """Return the private name beside a target: hidden, of this host and process, never a checkpoint's own."""
-    return path.with_name(f".{path.name}.tmp-{socket.gethostname()}-{os.getpid()}")
-
-
-def discard(temporary: Path) -> None:
-    """Remove a private file if it is there."""
-    try:
-        temporary.unlink(missing_ok=True)
-    except OSError:
-        pass  # the error that led here says more; remove_leftovers comes back for the file
 
 
 def flush_folder(path: Path) -> None:
     """Make the rename last; by now the new file is complete and in its place, whatever happens here."""
     try:
-        handle = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
+        atomic.flush_folder(path.parent)
     except OSError as error:
-        if error.errno not in _NO_FOLDER_FSYNC:
-            raise CheckpointError(
-                f"{path} was written and verified, but its folder could not be flushed ({error.strerror}): "
-                "it may be gone after a power failure"
-            ) from error
+        raise CheckpointError(
+            f"{path} was written and verified, but its folder could not be flushed ({error.strerror}): "
+            "it may be gone after a power failure"
+        ) from error
 
 
 def explained(error: Exception, path: Path, temporary: Path, needed: int) -> Exception:

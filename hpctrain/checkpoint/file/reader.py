@@ -27,12 +27,14 @@ from hpctrain.checkpoint.file.seal import seal
 from hpctrain.checkpoint.file.structure import Structure, read_attribute, refusing, walk
 from hpctrain.errors import CheckpointError
 from hpctrain.shard import Shard
+from hpctrain.util.reading import open_regular
 
 # Superblock version 3 (HDF5 File Format Specification 3.0, II.A.): signature, version, size of offsets, size of
 # lengths, flags, base address, address of the extension, address of the end of the file.
 _SUPERBLOCK = struct.Struct("<8s4B3Q")
 _SIGNATURE = b"\x89HDF\r\n\x1a\n"
 _NOWHERE = (1 << 64) - 1
+_MOSTLY_HOLES = 1 << 50  # bytes from which on a file must not consist of holes: nothing ends that reads them
 _STEP = 1 << 20  # bytes read at a time: the CRC finds them in the cache
 _SHOWN = 5  # differences named in an error; the rest is counted
 
@@ -231,7 +233,7 @@ class Reader:
         """Compare the bytes that belong to no dataset with their seal; files before 1.1 have none."""
         if found.seal is None and version < layout.SEALED_SINCE:
             return
-        if found.seal != seal(self.size, found.apart, self._read_at):
+        if found.seal != seal(self.size, found.apart, self._read_at, self._next_data):
             raise CheckpointError(
                 f"{self.path}: its structure or {layout.SEAL} is damaged: the bytes outside the tensors do not have "
                 "the digest that was written"
@@ -243,6 +245,13 @@ class Reader:
         self._fill_from(layout.SEAL, memoryview(data), offset)
         return bytes(data)
 
+    def _next_data(self, offset: int) -> int:
+        """Return where the next bytes lie that were written, from an offset on; the offset itself if nobody knows."""
+        try:
+            return os.lseek(self._handle, offset, os.SEEK_DATA)
+        except OSError as error:
+            return self.size if error.errno == errno.ENXIO else offset
+
 
 def verify_file(path: str | Path, progress: Callable[[int], object] | None = None) -> None:
     """Raise ``CheckpointError`` unless every stored bit of a file is as it was written."""
@@ -253,11 +262,13 @@ def verify_file(path: str | Path, progress: Callable[[int], object] | None = Non
 def _check_superblock(path: Path) -> int:
     """Return the size of the file after a look at its first bytes; HDF5 has not seen it yet."""
     try:
-        with open(path, "rb", opener=_open_without_waiting) as file:
-            status = os.fstat(file.fileno())
-            if not stat.S_ISREG(status.st_mode):
-                raise CheckpointError(f"{path} is not a regular file")
-            head = file.read(_SUPERBLOCK.size)
+        if not stat.S_ISREG(os.stat(path).st_mode):
+            raise CheckpointError(f"{path} is not a regular file")
+        handle = open_regular(path)
+        try:
+            status, head = os.fstat(handle), os.pread(handle, _SUPERBLOCK.size, 0)
+        finally:
+            os.close(handle)
     except CheckpointError:
         raise
     except OSError as error:
@@ -272,6 +283,8 @@ def _check_superblock(path: Path) -> int:
     if status.st_size != end:
         what = "is truncated" if status.st_size < end else "has grown"
         raise CheckpointError(f"{path} {what}: {end} bytes were written, it has {status.st_size}")
+    if status.st_size > _MOSTLY_HOLES and status.st_blocks * 512 < status.st_size // 1024:
+        raise CheckpointError(f"{path} claims {status.st_size} bytes and stores {status.st_blocks * 512}: refused")
     return status.st_size
 
 
@@ -297,10 +310,6 @@ def _written(handle: int, offset: int, count: int) -> int:
         return reached - offset
     except OSError as error:
         return reached - offset if error.errno == errno.ENXIO else count  # ENXIO: nothing but a hole up to the end
-
-
-def _open_without_waiting(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NONBLOCK)  # a named pipe would wait for its writer for ever
 
 
 def _check_format(file: h5py.File, path: Path, size: int) -> tuple[int, int]:

@@ -12,26 +12,42 @@ import hashlib
 import struct
 from collections.abc import Callable, Iterable, Iterator
 
+from hpctrain.errors import CheckpointError
+
 LENGTH = 64  # hexadecimal digits
 _PIECE = 1 << 20  # bytes looked at together; part of the format
+_MOST = 1 << 17  # pieces
 _ZEROS = bytes(4096)
 _AT = struct.Struct("<Q")
 
 Stretch = tuple[int, int]  # offset and number of bytes
 
 
-def seal(size: int, apart: Iterable[Stretch], read: Callable[[int, int], bytes]) -> str:
+def seal(
+    size: int,
+    apart: Iterable[Stretch],
+    read: Callable[[int, int], bytes],
+    next_data: Callable[[int], int] = lambda at: at,
+) -> str:
     """Return the seal of a file of ``size`` bytes, but for the stretches that are protected ``apart``.
 
     ``read`` returns the bytes at an offset; it may leave out zeros at their end. Each stretch between those is cut into
     pieces of 1 MiB from its start; a piece counts with its offset and its bytes up to the last one that is not zero.
+    ``next_data`` returns an offset from one on, up to which the file has only zeros: holes cost nothing.
+
+    Raises ``CheckpointError`` if there is more to read than the structure of any checkpoint.
     """
-    digest = hashlib.sha256(_AT.pack(size))
+    digest, read_so_far = hashlib.sha256(_AT.pack(size)), 0
     for start, count in outside(size, apart):
-        for at in range(start, start + count, _PIECE):
-            rest = _stripped(read(at, min(_PIECE, start + count - at)))
+        at, end = start, start + count
+        while (at := at + max(next_data(at) - at, 0) // _PIECE * _PIECE) < end:
+            rest = _stripped(read(at, min(_PIECE, end - at)))
             if rest:
                 digest.update(_AT.pack(at) + _AT.pack(len(rest)) + rest)
+            at += _PIECE
+            read_so_far += 1
+            if read_so_far > _MOST:
+                raise CheckpointError(f"more than {_MOST * _PIECE} bytes belong to no tensor: not what hpctrain writes")
     return digest.hexdigest()
 
 

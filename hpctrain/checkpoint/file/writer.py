@@ -19,6 +19,7 @@ from hpctrain.checkpoint.file.pour import Stretch, pour, written
 from hpctrain.checkpoint.file.source import Source, described
 from hpctrain.checkpoint.together.plan import Part, plan
 from hpctrain.errors import CheckpointError
+from hpctrain.util import atomic
 
 
 def write_file(
@@ -36,7 +37,7 @@ def write_file(
     deal = plan([[described(source) for source in sources]], alignment)
     draft = Draft(deal.datasets, {source.path: source.attributes for source in sources}, groups, alignment)
     try:
-        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
+        handle = atomic.create(path)
         try:
             places = dict(zip((dataset.name for dataset in deal.datasets), draft.places))
             rows = pour(handle, stretches(sources, deal.parts[0], places))

@@ -11,8 +11,11 @@ import numpy.typing as npt
 from hpctrain.checkpoint.file import layout
 from hpctrain.checkpoint.file.layout import Array
 from hpctrain.checkpoint.file.reader import Reader
+from hpctrain.errors import CheckpointError
 
 LONGEST = 20_000  # points handed out: files carry half as many, those of older versions and of others any number
+
+_LARGEST = 1 << 30  # bytes of a curve
 
 _BARS = "▁▂▃▄▅▆▇█"
 
@@ -27,6 +30,8 @@ def read_curve(reader: Reader, path: str, longest: int = LONGEST) -> list[float]
     """Return one curve; raises ``CheckpointError`` where its bytes are damaged."""
     record = reader.records[path]
     count = math.prod(record.shape)
+    if record.nbytes > _LARGEST:
+        raise CheckpointError(f"{reader.path}: {path} claims {count} points: a curve has at most {_LARGEST // 8}")
     stride, seen = max(1, -(-count // longest)), 0
     points: list[float] = []
     for piece in reader.pieces(path):

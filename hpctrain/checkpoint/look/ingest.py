@@ -5,28 +5,36 @@ Nothing of the file is run: safetensors are a header and bytes, torch's files ar
 
 from __future__ import annotations
 
+import os
 import socket
+import zipfile
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from hpctrain._version import __version__
 from hpctrain.checkpoint.file import layout
 from hpctrain.checkpoint.file.attributes import Value
 from hpctrain.checkpoint.file.commit import commit
 from hpctrain.checkpoint.file.layout import Array
-from hpctrain.checkpoint.file.source import Source, nbytes_of
+from hpctrain.checkpoint.file.source import Source, box_of, nbytes_of
 from hpctrain.checkpoint.file.writer import write_file
 from hpctrain.checkpoint.look import safetensors
 from hpctrain.errors import CheckpointError, UsageError
+from hpctrain.util.reading import open_regular
+from hpctrain.util.text import shorten, shown
 
 if TYPE_CHECKING:
     import torch
 
 SUFFIXES = (".safetensors", ".pt", ".pth", ".bin")
+_MOST_NAMES = 64  # names that may share the bytes of a tensor, as tied and repeated layers do
+_SMALL = 1 << 20  # bytes
 _INSIDE = ("model", "state_dict", "model_state_dict", "module")  # where training programs put the model
 
-Found = Iterable[tuple[str, tuple[int, ...], str, Callable[[], Array]]]
+# Name, shape and torch dtype of each tensor, and what returns elements of it, from one to another in C order.
+Found = Iterable[tuple[str, tuple[int, ...], str, Callable[[int, int], Array]]]
 
 
 def ingest(
@@ -44,8 +52,8 @@ def ingest(
         raise UsageError(f"{target} exists: choose another name, or --force to replace it")
     tensors = _from_safetensors(path) if path.suffix == ".safetensors" else _from_torch(path)
     sources = [
-        Source.lazy(layout.child(layout.MODEL, name.removeprefix(strip)), shape, dtype, load)
-        for name, shape, dtype, load in tensors
+        Source(box_of(layout.child(layout.MODEL, name.removeprefix(strip)), shape, dtype), read)
+        for name, shape, dtype, read in tensors
     ]
     if not sources:
         raise UsageError(f"{path} holds no tensors")
@@ -72,17 +80,26 @@ def _from_safetensors(path: Path) -> Found:
     for tensor in tensors:
         group, _, rest = tensor.name.partition("/")
         if not whole or f"/{group}" == layout.MODEL:
-            load = lambda tensor=tensor: safetensors.load(path, tensor)
-            yield rest if whole else tensor.name, tensor.shape, tensor.dtype, load
+            read = partial(safetensors.load, path, tensor)
+            yield rest if whole else tensor.name, tensor.shape, tensor.dtype, read
 
 
 def _from_torch(path: Path) -> Found:
     from hpctrain.checkpoint.tensors import check_storable, dtype_name, to_numpy
 
-    for name, tensor in _state_dict(path).items():
+    found, total = _state_dict(path), 0
+    allowed = _MOST_NAMES * path.stat().st_size + _SMALL
+    for name, tensor in found.items():
         check_storable(tensor, name)
-        load = lambda tensor=tensor: to_numpy(tensor)
-        yield name, tuple(tensor.shape), dtype_name(tensor), load
+        total += tensor.nbytes
+        if tensor.nbytes > tensor.untyped_storage().nbytes() or total > allowed:
+            raise CheckpointError(
+                f"{path}: {shown(name)} of shape {shorten(str(tuple(tensor.shape)))} repeats the same elements "
+                f"(expanded): the tensors would take {total} bytes or more, the file has {path.stat().st_size}"
+            )
+    for name, tensor in found.items():
+        read = lambda begin, end, tensor=tensor: to_numpy(tensor.contiguous()).reshape(-1)[begin:end]
+        yield name, tuple(tensor.shape), dtype_name(tensor), read
 
 
 def _state_dict(path: Path) -> Mapping[str, torch.Tensor]:
@@ -105,7 +122,11 @@ def _load(path: Path) -> Any:
     import torch
 
     try:
-        return torch.load(path, map_location="cpu", weights_only=True)
+        with open(open_regular(path), "rb") as file:
+            _check_archive(file, path)
+            return torch.load(file, map_location="cpu", weights_only=True)
+    except CheckpointError:
+        raise
     except pickle.UnpicklingError as error:
         reason = str(error).splitlines()[0]
         raise CheckpointError(f"{path} holds more than tensors, or is damaged, and was not run: {reason}") from error
@@ -114,6 +135,18 @@ def _load(path: Path) -> Any:
     except Exception as error:  # torch raises whatever its parser stumbles over
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise CheckpointError(f"{path} is not a file that torch wrote, or is damaged: {reason}") from error
+
+
+def _check_archive(file: BinaryIO, path: Path) -> None:
+    """Refuse a ZIP archive whose members are larger than itself; torch packs nothing. The file stays at its start."""
+    size = os.fstat(file.fileno()).st_size
+    if zipfile.is_zipfile(file):
+        file.seek(0)
+        with zipfile.ZipFile(file) as archive:
+            members = archive.infolist()
+            if any(one.compress_type for one in members) or sum(one.file_size for one in members) > size:
+                raise CheckpointError(f"{path} is compressed: torch writes no such file; save it again with torch.save")
+    file.seek(0)
 
 
 def _is_tensor(value: Any) -> bool:

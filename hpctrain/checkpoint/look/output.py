@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
 
-from hpctrain.checkpoint.file.commit import temporary_name
 from hpctrain.errors import CheckpointError
+from hpctrain.util import atomic
 
 
-def put_in_place(target: Path, write: Callable[[BinaryIO], None]) -> None:
-    """Let ``write`` fill a file under a private name, flush it and rename it; leave nothing after an error."""
-    temporary = temporary_name(target)
+def put_in_place(target: Path, write: Callable[[BinaryIO], object]) -> None:
+    """Let ``write`` fill a file under a private name, flush it and rename it; leave nothing after an error.
+
+    Raises ``CheckpointError`` if the file cannot be written.
+    """
     try:
-        with open(temporary, "wb") as out:
+        with atomic.replacing(target) as out:
             write(out)
-            out.flush()
-            os.fsync(out.fileno())
-        os.rename(temporary, target)
-    except BaseException as error:
-        temporary.unlink(missing_ok=True)
-        if isinstance(error, OSError) and not isinstance(error, CheckpointError):
-            raise CheckpointError(f"cannot write {target}: {error.strerror or error}") from error
+    except CheckpointError:
         raise
+    except OSError as error:
+        raise CheckpointError(f"cannot write {target}: {error.strerror or error}") from error

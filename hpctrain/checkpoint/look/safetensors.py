@@ -20,6 +20,8 @@ import numpy as np
 
 from hpctrain.checkpoint.file.layout import STORAGE, Array
 from hpctrain.errors import CheckpointError
+from hpctrain.util.reading import open_regular
+from hpctrain.util.text import shown
 
 NAMES = {
     "float64": "F64",
@@ -36,7 +38,7 @@ NAMES = {
 _DTYPES = {word: name for name, word in NAMES.items()}
 _METADATA = "__metadata__"
 _LENGTH = struct.Struct("<Q")
-_LONGEST = 100_000_000  # bytes of a header: the limit of the format's own reader
+_LONGEST = 16 << 20  # bytes of a header, which 100,000 tensors need; 100 MB, the format's limit, take 1 GB as JSON
 
 
 @dataclass(frozen=True)
@@ -79,11 +81,13 @@ def write(
 def read_header(path: str | Path) -> tuple[list[Tensor], dict[str, str]]:
     """Return what a file holds, and its metadata; raise ``CheckpointError`` for whatever breaks the format."""
     try:
-        with open(path, "rb") as file:
+        with open(open_regular(path), "rb") as file:
             size = os.fstat(file.fileno()).st_size
             length = _LENGTH.unpack(file.read(_LENGTH.size).ljust(_LENGTH.size, b"\xff"))[0]
-            if length > min(_LONGEST, size - _LENGTH.size):
+            if length > size - _LENGTH.size:
                 raise CheckpointError(f"{path} is not a safetensors file, or is cut off: its header would not fit")
+            if length > _LONGEST:
+                raise CheckpointError(f"{path} has a header of {length} bytes; allowed are {_LONGEST}")
             text = file.read(length)
     except CheckpointError:
         raise
@@ -99,12 +103,23 @@ def read_header(path: str | Path) -> tuple[list[Tensor], dict[str, str]]:
     return tensors, metadata
 
 
-def load(path: str | Path, tensor: Tensor) -> Array:
-    """Return a tensor's elements in the storage type, mapped from the file."""
-    if not tensor.nbytes:
-        return np.empty(tensor.shape, dtype=STORAGE[tensor.dtype])
-    mapped: Array = np.memmap(path, STORAGE[tensor.dtype], "r", offset=tensor.offset, shape=tensor.shape)
-    return mapped
+def load(path: str | Path, tensor: Tensor, begin: int, end: int) -> Array:
+    """Return some elements of a tensor, in C order and the storage type.
+
+    Raises ``CheckpointError`` if the file has become shorter since its header was read.
+    """
+    found: Array = np.empty(end - begin, dtype=STORAGE[tensor.dtype])
+    rest = memoryview(found.view(np.uint8).data)
+    try:
+        with open(open_regular(path), "rb", buffering=0) as file:
+            file.seek(tensor.offset + begin * found.itemsize)
+            while rest and (count := file.readinto(rest)):
+                rest = rest[count:]
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
+    if rest:
+        raise CheckpointError(f"{path} was truncated meanwhile: {shown(tensor.name)} ends {len(rest)} bytes too early")
+    return found
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -14,13 +14,14 @@ from queue import SimpleQueue
 from typing import Any
 
 from hpctrain import errors
-from hpctrain.checkpoint.file import commit
 from hpctrain.checkpoint.file.extents import Written
 from hpctrain.checkpoint.together.desk import Order, Place
 from hpctrain.checkpoint.together.scribe import LEAVE
 from hpctrain.checkpoint.together.snapshot import Copied, Snapshot
 from hpctrain.checkpoint.together.worker import Places, Share
 from hpctrain.errors import CheckpointError, HpctrainError
+from hpctrain.util import atomic
+from hpctrain.util.child import python
 
 _FOR_RANKS = {signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2}
 _FAREWELL = 5.0  # seconds that an idle process gets to end
@@ -90,7 +91,7 @@ class Aside:
         """Drop what is under way; the process, which cannot be stopped in the middle, is replaced when it is needed."""
         self._end(0 if self._under_way else _FAREWELL)
         if self._place is not None:
-            commit.discard(self._place.private)
+            atomic.discard(self._place.private)
         self._place = None
 
     def close(self) -> None:
@@ -154,7 +155,7 @@ def _launch(*descriptors: int) -> subprocess.Popen[bytes]:
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _FOR_RANKS)
     try:
         return subprocess.Popen(
-            [sys.executable, "-c", program],
+            python("-c", program),
             pass_fds=descriptors,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,

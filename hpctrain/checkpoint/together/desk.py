@@ -19,6 +19,8 @@ from hpctrain.checkpoint.file.pour import Stretch
 from hpctrain.checkpoint.file.writer import put
 from hpctrain.errors import CheckpointError
 from hpctrain.shard import Shard
+from hpctrain.util import atomic
+from hpctrain.util.claim import Claim
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,7 @@ class Order:
     attributes: Mapping[str, Mapping[str, Value]] = field(default_factory=dict)
     alignment: int = layout.ALIGNMENT
     create: bool = True  # the private file; else who writes into it does
+    claim: Claim | None = None  # on the folder: checked before the file takes its name
 
 
 class Desk:
@@ -51,10 +54,11 @@ class Desk:
     def __init__(self) -> None:
         self._draft: Draft | None = None
         self._place: Place | None = None
+        self._claim: Claim | None = None
 
     def lay_out(self, order: Order) -> dict[str, int | None]:
         """Return where the bytes of each dataset belong; for rank 0."""
-        self._place = order.place
+        self._place, self._claim = order.place, order.claim
         with explaining(order.place):
             self._draft = Draft(order.datasets, order.attributes, order.groups, order.alignment)
         return {dataset.name: at for dataset, at in zip(order.datasets, self._draft.places)}
@@ -75,7 +79,10 @@ class Desk:
             with opened(place.private) as handle:
                 put(handle, draft, written)
                 os.fsync(handle)
-            os.rename(place.private, place.target)
+        if self._claim is not None:
+            self._claim.check()
+        with explaining(place):
+            atomic.put(place.private, place.target)
         self._draft = self._place = None
         commit.flush_folder(place.target)
 
@@ -84,7 +91,7 @@ class Desk:
         if self._draft is not None:
             self._draft.close()
         if self._place is not None:
-            commit.discard(self._place.private)
+            atomic.discard(self._place.private)
         self._draft = self._place = None
 
 
@@ -92,22 +99,23 @@ def create(order: Order) -> None:
     """Make the private file, empty; for rank 0."""
     place = order.place
     with explaining(place):
-        commit.prepare(place.target, place.private)
+        commit.prepare(place.target)
         if order.create:
-            os.close(os.open(place.private, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))
+            os.close(atomic.create(place.private))
 
 
 def clear(place: Place) -> None:
     """Take back what was written into the private file; for rank 0."""
     with explaining(place):
-        os.truncate(place.private, 0)
+        with opened(place.private) as handle:
+            os.ftruncate(handle, 0)
 
 
 @contextmanager
 def opened(private: Path) -> Iterator[int]:
     """Open the file that is being written, to write and to read."""
     try:
-        handle = os.open(private, os.O_RDWR)
+        handle = atomic.reopen(private)
     except FileNotFoundError:
         raise CheckpointError(
             "this rank does not see the file that rank 0 has made: the folder must be the same on all ranks, "

@@ -21,6 +21,7 @@ from hpctrain.checkpoint.look.place import all_of
 from hpctrain.cli.action import action
 from hpctrain.cli.checkpoint.text import chosen, columns, one_line, print_json, printable, progress
 from hpctrain.errors import EXIT_FAILURE, CheckpointError, UsageError
+from hpctrain.util.child import safe_path
 
 _VERIFY_EPILOG = """\
 examples:
@@ -77,7 +78,7 @@ def _verdicts(files: Sequence[str], jobs: int) -> Iterator[Verdict]:
             yield from (inspect.verify(file, told) for file in files)
         return
     # Processes and not threads: HDF5 lets one thread in at a time. Spawned, so that they carry nothing from here.
-    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
+    with safe_path(), ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
         try:
             yield from pool.map(inspect.verify, files)
         except BrokenProcessPool as error:

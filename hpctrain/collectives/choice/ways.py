@@ -14,6 +14,7 @@ from hpctrain.collectives.choice.table import Layout, Table
 from hpctrain.collectives.messages import direct, double_tree, recursive, ring, tree
 from hpctrain.collectives.node.shared import SharedMemory
 from hpctrain.collectives.reduction import Reducer, average_scale, carrier_op
+from hpctrain.errors import CommunicationError
 from hpctrain.transport.base import Transport
 
 Way = Callable[[], object]
@@ -135,7 +136,13 @@ class Ways:
             if name in makers:
                 why_not[name] = self._memory.why_not(name, operation, place)
         chosen = choose(operation, algorithm, why_not, self._tables, place=place, kind=kind, nbytes=nbytes)
-        return makers[chosen]()
+        try:
+            return makers[chosen]()
+        except CommunicationError as error:
+            if chosen not in NODE_ALGORITHMS or algorithm == chosen or not self._memory.lacks_space(error):
+                raise
+        why_not |= dict.fromkeys(NODE_ALGORITHMS, "there is no space for it in /dev/shm")
+        return makers[choose(operation, algorithm, why_not, self._tables, place=place, kind=kind, nbytes=nbytes)]()
 
     def _in_node(self, make: Callable[[], Way]) -> dict[str, Callable[[], Way]]:
         return dict.fromkeys(NODE_ALGORITHMS, make)

@@ -19,6 +19,7 @@ from hpctrain.collectives.topology import Topology
 from hpctrain.transport.base import Transport, Work
 from hpctrain.transport.mpi import MpiTransport
 from hpctrain.transport.recorder import Recorder
+from hpctrain.transport.shm_space import NoSpaceError
 from hpctrain.transport.window import NodeMemory
 
 CHUNK = 4 * 2**20  # bytes that a tensor of a rank's own memory goes through at once on its way to other nodes
@@ -35,7 +36,14 @@ class NodeCollectives:
 
     def __init__(self, transport: Transport, node: MpiTransport, place: Topology, reducer: Reducer) -> None:
         self.nodes = place.nodes
-        self.memory = NodeMemory(node.split_node(), crowded=place.crowded)
+        ranks = node.split_node()
+        everyone = transport if place.nodes > 1 else ranks
+        assert isinstance(everyone, MpiTransport), "several nodes are joined by MPI"
+        try:
+            self.memory = NodeMemory(ranks, crowded=place.crowded, everyone=everyone)
+        except NoSpaceError:
+            ranks.free()
+            raise
         self._queue = NodeQueue(self.memory)
         self._reducer = reducer
         inside = WindowShares(place.local_rank, place.local_size, self.memory, reducer)

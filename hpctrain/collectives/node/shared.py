@@ -9,6 +9,8 @@ from torch import Tensor
 
 from hpctrain.collectives.reduction import Reducer
 from hpctrain.collectives.topology import Topology
+from hpctrain.errors import CommunicationError
+from hpctrain.log import logger
 from hpctrain.transport.base import Transport
 from hpctrain.transport.recorder import Recorder
 
@@ -30,6 +32,7 @@ class SharedMemory:
         self._node = node
         self._reducer = reducer
         self._made: NodeCollectives | None = None
+        self._warned = False
 
     @property
     def exists(self) -> bool:
@@ -53,11 +56,38 @@ class SharedMemory:
             self.share_recorder(self._transport.recorder)
         return self._made
 
-    def empty(self, numel: int, dtype: torch.dtype, *, common: bool) -> Tensor:
-        """Return a flat tensor in this memory, where it exists; ``common``: one and the same for the node's ranks."""
+    def empty(self, numel: int, dtype: torch.dtype, *, common: bool, must_share: bool = False) -> Tensor:
+        """Return a flat tensor in this memory, where it exists; ``common``: one and the same for the node's ranks.
+
+        If there is no space left for it, it lies in the rank's own memory, or, with ``must_share``, all ranks raise.
+        """
+        if self.exists:
+            try:
+                return self.node.common(numel, dtype) if common else self.node.empty(numel, dtype)
+            except CommunicationError as error:
+                if must_share or not self.lacks_space(error):
+                    raise
+        return torch.empty(numel, dtype=dtype)
+
+    def has_space(self, nbytes: int) -> bool:
+        """Return whether all nodes have so much of this memory left; warn if not. A call by all ranks."""
+        from hpctrain.transport.shm_space import missing_space
+
         if not self.exists:
-            return torch.empty(numel, dtype=dtype)
-        return self.node.common(numel, dtype) if common else self.node.empty(numel, dtype)
+            return False
+        errors = [error for error in self._transport.all_gather_object(missing_space(nbytes)) if error is not None]
+        return not (errors and self.lacks_space(errors[0]))
+
+    def lacks_space(self, error: CommunicationError) -> bool:
+        """Return whether an error, which all ranks have, is that /dev/shm is full; warn of that once, on rank 0."""
+        from hpctrain.transport.shm_space import NoSpaceError
+
+        if not isinstance(error, NoSpaceError):
+            return False
+        if self._transport.rank == 0 and not self._warned:
+            logger.warning("%s; messages carry it instead, which is slower", error)
+        self._warned = True
+        return True
 
     def place_of(self, tensor: Tensor) -> str:
         """Return where a contiguous host tensor lies: in the ``window``, or elsewhere on the ``host``."""

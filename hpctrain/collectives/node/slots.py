@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from hpctrain.collectives.node.shared import SharedMemory
+from hpctrain.errors import CommunicationError
 
 if TYPE_CHECKING:
     from hpctrain.transport.window import NodeMemory
@@ -94,13 +95,15 @@ def make_slots(shared: SharedMemory, rank: int, wanted: Sequence[Handover]) -> l
         return [None] * len(wanted)
     node_of = {member: number for number, members in enumerate(shared.place.grid) for member in members}
     here = [each for each in wanted if node_of[each.source] == node_of[each.target] == node_of[rank]]
-    if not here:
-        shared.node.common(1, torch.uint8)  # other nodes may want some, and the call is one of all ranks
-        return [None] * len(wanted)
     offsets = [0]
     for each in here:
         offsets.append(offsets[-1] + COUNTERS * 8 + each.count * each.room)
-    flat = shared.node.common(offsets[-1], torch.uint8)
+    try:
+        flat = shared.node.common(max(offsets[-1], 1), torch.uint8)  # of all ranks: nodes that want none, too
+    except CommunicationError as error:
+        if not shared.lacks_space(error):
+            raise
+        return [None] * len(wanted)
     rings: list[Slots | None] = []
     for each in wanted:
         if each not in here or rank not in (each.source, each.target):

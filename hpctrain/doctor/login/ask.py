@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from hpctrain.cluster.launcher import without_launcher
+from hpctrain.util.child import SAFE_PATH, python
 
 PATIENCE = 10.0  # seconds that a program has to answer
 LOADING = 60.0  # seconds that a library has to load, from a filesystem that may be cold
@@ -71,10 +71,9 @@ def ask_probe(name: str, *arguments: str, seconds: float = LOADING, bare: bool =
     ``bare`` leaves out site-packages, for a probe that needs only the standard library.
     """
     options = ["-I", "-S"] if bare else []
-    command = [sys.executable, *options, str(_PROBES / f"{name}.py"), *arguments]
-    environ = without_launcher(os.environ)
     # The probe's own folder goes before all others in a plain interpreter, and holds files named for what they probe.
-    environ["PYTHONSAFEPATH"] = "1"
+    command = python(*options, str(_PROBES / f"{name}.py"), *arguments)
+    environ = {**without_launcher(os.environ), SAFE_PATH: "1"}
     found = ask(command, seconds=seconds, environ=environ)
     line = next((line for line in reversed(found.text.splitlines()) if line.startswith(MARK)), "")
     if found.trouble or not line:

@@ -14,6 +14,7 @@ from hpctrain.doctor.login.mpi import Mpi
 from hpctrain.doctor.login.slurm import Slurm
 from hpctrain.errors import UsageError
 from hpctrain.launch.check import problems
+from hpctrain.util.reading import read_text, reason
 
 _LAUNCHERS = ("srun", "mpirun", "mpiexec")
 _BEFORE = ("exec", "time", "nohup", "if", "!", "then", "else", "do")  # words that may stand before a command
@@ -48,10 +49,9 @@ class Start:
 def read(path: Path) -> str:
     """Return the text of a script; raises ``UsageError`` where it cannot be read."""
     try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as failure:
-        reason = failure.strerror if isinstance(failure, OSError) else "it is not UTF-8 text"
-        raise UsageError(f"cannot read the script {path}: {reason}", everywhere=True) from failure
+        return read_text(path)
+    except (OSError, ValueError) as failure:
+        raise UsageError(f"cannot read the script {path}: {reason(failure)}", everywhere=True) from failure
 
 
 def starts(script: str) -> list[Start]:

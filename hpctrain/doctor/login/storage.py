@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
+from hpctrain.cluster.shared_memory import SEGMENTS, Segment, left_over
 from hpctrain.doctor.finding import Finding, error, note, ok, warning
 from hpctrain.doctor.login.ask import PATIENCE, Answer, ask_probe
 from hpctrain.doctor.login.limits import tell
@@ -44,6 +45,27 @@ def check(found: list[Place]) -> Iterator[Finding]:
     """Yield what is to be said of each folder."""
     for place in found:
         yield _checked(place)
+        if place.role == "shm" and not place.answer.hangs:
+            yield from check_left_over(left_over(place.path))
+
+
+def check_left_over(segments: Sequence[Segment]) -> Iterator[Finding]:
+    """Yield what dead MPI jobs of this user left in node memory, if anything."""
+    if segments:
+        folder = segments[0].path.rpartition("/")[0]
+        names = sorted({f"{folder}/{_kind(segment.path)}*" for segment in segments})
+        total = sum(segment.nbytes for segment in segments)
+        yield warning(
+            "node memory",
+            f"{len(segments)} segments of dead MPI jobs, {tell(total)}, in {folder}",
+            "the next job has less memory to share; hpctrain removes them when it starts on this node",
+            f"if no MPI job of yours runs on this node: rm -f {' '.join(names)}",
+        )
+
+
+def _kind(path: str) -> str:
+    name = path.rpartition("/")[2]
+    return next(prefix for prefix in SEGMENTS if name.startswith(prefix))
 
 
 _TOPICS = {"shm": "node memory", "tmp": "temporary", "home": "home", "work": "this folder"}

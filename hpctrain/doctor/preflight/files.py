@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from hpctrain.doctor.finding import Finding, error, ok
 from hpctrain.doctor.preflight.seats import Seat
 from hpctrain.errors import UsageError
+from hpctrain.util import atomic
 
 if TYPE_CHECKING:
     from hpctrain.collectives.communicator import Communicator
@@ -60,7 +61,7 @@ def write(path: Path, seconds: float, most: int = MOST) -> Written:
     block = memoryview(os.urandom(BLOCK))
     done, begin = 0, time.perf_counter()
     try:
-        with open(path, "wb", buffering=0) as file:
+        with open(atomic.create(path), "wb", buffering=0) as file:
             while not done or done < most and time.perf_counter() - begin < seconds:
                 for _ in range(FLUSH // BLOCK):
                     done += file.write(block)
@@ -106,7 +107,7 @@ def _prepare(folder: Path, ranks: int) -> tuple[Path, int]:
     """Make a folder to write into; return it, and the bytes that each rank may write there."""
     place = folder.absolute() / f".hpctrain-doctor-{uuid.uuid4().hex}"
     try:
-        place.mkdir()
+        place.mkdir(mode=0o700)
         room = os.statvfs(place)
     except OSError as failure:
         raise UsageError(f"cannot write into {folder}: {failure.strerror}: name another --folder") from failure

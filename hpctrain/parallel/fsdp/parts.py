@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -75,7 +75,7 @@ def assemble(
 
     inside, replicas = _groups(comm, settings)
     narrow = torch.bfloat16 if settings.mixed_precision == "bfloat16" else None
-    mapped = inside.shares_memory and device.type == "cpu"
+    mapped = inside.shares_memory and device.type == "cpu" and inside.has_space(_bytes_of(old, narrow))
     passing = settings.data == "fsdp" and not mapped
     engine = _engine(offload, device, comm, list(old.values()), inside.size)
     host = engine.host if engine else None
@@ -153,10 +153,16 @@ def _groups(comm: Communicator, settings: ParallelSettings) -> tuple[Communicato
     return comm.split(comm.node), comm.split(comm.local_rank)
 
 
+def _bytes_of(parameters: Mapping[str, nn.Parameter], narrow: torch.dtype | None) -> int:
+    """Return the bytes of whole parameters, and of their copies in a narrower type."""
+    more = narrow.itemsize if narrow else 0
+    return sum(parameter.numel() * (parameter.itemsize + more) for parameter in parameters.values())
+
+
 def _memory(comm: Communicator, device: torch.device, mapped: bool) -> Callable[[int, torch.dtype], Tensor]:
     """Return what gives memory for whole parameters: once for the node, or to each rank."""
     if mapped:
-        return comm.common
+        return lambda numel, dtype: comm.common(numel, dtype, must_share=True)
     return lambda numel, dtype: torch.empty(numel, dtype=dtype, device=device)
 
 

@@ -31,7 +31,7 @@ class Resident:
         self._near = self._fence = None
         if mapped:
             self._near = comm if comm.nodes == 1 else comm.split(comm.node)
-            self._fence = self._near.common(64 * self._near.size, torch.uint8)
+            self._fence = self._near.common(64 * self._near.size, torch.uint8, must_share=True)
 
     def mark(self, *, frozen: bool = False) -> None:
         """Take note that shards have changed, maybe those of frozen parameters too."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import secrets
 import socket
 from pathlib import Path
 
@@ -17,6 +18,9 @@ import torch
 from torch import Tensor
 
 from hpctrain.errors import UsageError
+from hpctrain.log import logger
+from hpctrain.util import atomic
+from hpctrain.util.text import printable
 
 MIB = 2**20
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -30,22 +34,23 @@ class Disk:
         self._mark = f"hpctrain-offload-rank{rank}-"
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            for left in self._folder.glob(f"{self._mark}{socket.gethostname()}-*"):
-                _remove_unless_locked(left)
+            for left in sorted(self._folder.glob(f"{self._mark}{socket.gethostname()}-*")):
+                if not _remove_unless_locked(left):
+                    logger.warning("%s belongs to another user: it is left there", printable(left))
         except OSError as error:
             raise self._refused(error) from error
 
     def __call__(self, nbytes: int) -> Tensor:
         """Return memory; every byte has its place on the disk, so that writing to it cannot fail for lack of space."""
-        path = self._folder / f"{self._mark}{socket.gethostname()}-{os.getpid()}"
+        path = self._folder / f"{self._mark}{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(8)}"
         try:
             self._check_space(nbytes)
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+            descriptor = atomic.create(path, 0o600)
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX)
                 os.posix_fallocate(descriptor, 0, nbytes)
-                # mmap.mmap would keep a descriptor for each file.
-                return torch.from_file(str(path), shared=True, size=nbytes, dtype=torch.uint8)
+                # mmap.mmap would keep a descriptor for each file. By the descriptor: the name may be another's by now.
+                return torch.from_file(f"/proc/self/fd/{descriptor}", shared=True, size=nbytes, dtype=torch.uint8)
             finally:
                 path.unlink()
                 os.close(descriptor)
@@ -68,12 +73,16 @@ class Disk:
         return UsageError(f"{what}: {nbytes / MIB:.0f} MiB more are needed, {free / MIB:.0f} MiB are free: {missing}")
 
 
-def _remove_unless_locked(path: Path) -> None:
-    """Remove a file that a process left behind."""
+def _remove_unless_locked(path: Path) -> bool:
+    """Remove a file that a process of this user left behind; return False if it is not this user's regular file."""
     try:
-        descriptor = os.open(path, os.O_RDWR)
+        if os.lstat(path).st_uid != os.geteuid():
+            return False
+        descriptor = atomic.reopen(path)
     except FileNotFoundError:
-        return  # its process has just removed it
+        return True  # its process has just removed it
+    except OSError:
+        return False
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         path.unlink(missing_ok=True)
@@ -81,3 +90,4 @@ def _remove_unless_locked(path: Path) -> None:
         pass
     finally:
         os.close(descriptor)
+    return True

@@ -9,7 +9,7 @@ import torch
 from mpi4py import MPI
 from torch import Tensor
 
-from hpctrain.errors import CommunicationError
+from hpctrain.transport import shm_space
 
 PAGE = 4096
 
@@ -20,13 +20,8 @@ class SharedPieces:
     def __init__(self, world: MPI.Intracomm, lengths: Sequence[int], dtype: torch.dtype) -> None:
         self.node = node_of(world)
         nbytes = lengths[world.rank] * dtype.itemsize
-        try:
-            self._window = MPI.Win.Allocate_shared(max(-(-nbytes // PAGE) * PAGE, PAGE), 1, comm=self.node)
-        except MPI.Exception as error:
-            raise CommunicationError(
-                f"cannot get {nbytes / 2**20:,.1f} MiB of node-shared memory for rank {world.rank} "
-                f"({str(error).splitlines()[0]}): look at df -h /dev/shm and the job's memory limit"
-            ) from error
+        nbytes = max(-(-nbytes // PAGE) * PAGE, PAGE)
+        self._window = shm_space.window(self.node, nbytes, lambda here: world.allreduce(here, MPI.LAND))
         self.views: dict[int, Tensor] = {}
         for place, rank in enumerate(self.node.allgather(world.rank)):
             memory, _ = self._window.Shared_query(place)

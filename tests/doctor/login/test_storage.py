@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 from support.doctoring import only, told
 
+from hpctrain.cluster.shared_memory import Segment
 from hpctrain.doctor.login.ask import Answer
-from hpctrain.doctor.login.storage import Place, check, gather, places
+from hpctrain.doctor.login.storage import Place, check, check_left_over, gather, places
 
 ROOMY = {"there": True, "writable": True, "size": 2**40, "free": 2**38, "files": 10**6, "files_free": 10**5}
 
@@ -56,3 +57,9 @@ def test_folders_of_this_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     found = {one.role: one for one in gather({"TMPDIR": lost, "HOME": str(tmp_path)})}
     assert told(check([found["tmp"]])) == [("error", "temporary")]
     assert found["work"].answer.facts["writable"] and found["home"].path == str(tmp_path)
+
+
+def test_what_dead_jobs_left_in_node_memory() -> None:
+    found = only(check_left_over([Segment("/dev/shm/mpich_shm_1", 2**21), Segment("/dev/shm/mpich_shm_2", 2**21)]))
+    assert found.level == "warning" and "2 segments of dead MPI jobs" in found.found
+    assert "rm -f /dev/shm/mpich_shm_*" in found.advice and not list(check_left_over([]))

@@ -1,0 +1,86 @@
+"""The file system of node memory, /dev/shm: what is free, and what dead jobs left there. Standard library only."""
+
+from __future__ import annotations
+
+import os
+import stat
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+FOLDER = "/dev/shm"
+ENLARGE = "enlarge it: docker run --shm-size=8g, apptainer --bind /dev/shm, or mount -o remount,size=8g /dev/shm"
+# Names that MPI libraries and their transports give to the memory that ranks of a node share.
+SEGMENTS = ("mpich_shm_", "mpich_shar_tmp", "ucx_shm_posix_", "osc_rdma.", "sm_segment.", "vader_segment.", "psm2_shm.")
+AGE = 60.0  # seconds: a job that is starting has files that its ranks are about to map
+STARTING = 2**20  # bytes that MPI_Init takes per rank, at least
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Shared memory of an MPI job of this user that no process of this machine has mapped."""
+
+    path: str
+    nbytes: int
+
+
+def free_bytes(folder: str = FOLDER) -> int | None:
+    """Return the bytes that are left in a file system; None if there is no such folder."""
+    try:
+        found = os.statvfs(folder)
+    except OSError:
+        return None
+    return found.f_bavail * found.f_frsize
+
+
+def left_over(folder: str = FOLDER, *, age: float = AGE) -> list[Segment]:
+    """Return the segments of this user's MPI jobs that were left by SIGKILL.
+
+    MPI removes them in MPI_Finalize. A job in a container with process ids of its own is not seen; what it has mapped
+    it keeps if the file is removed.
+    """
+    found: dict[tuple[int, int], Segment] = {}
+    try:
+        names = os.listdir(folder)
+    except OSError:
+        return []
+    for name in names:
+        if not name.startswith(SEGMENTS):
+            continue
+        path = os.path.join(folder, name)
+        try:
+            facts = os.lstat(path)
+        except OSError:
+            continue
+        old = time.time() - max(facts.st_mtime, facts.st_ctime) > age
+        if stat.S_ISREG(facts.st_mode) and facts.st_uid == os.getuid() and old:
+            found[facts.st_dev, facts.st_ino] = Segment(path, facts.st_blocks * 512)
+    return sorted(_unmapped(found), key=lambda segment: segment.path) if found else []
+
+
+def remove_left_over(folder: str = FOLDER, *, age: float = AGE) -> list[Segment]:
+    """Remove the segments that dead jobs of this user left; return those that were removed here."""
+    removed = []
+    for segment in left_over(folder, age=age):
+        try:
+            os.unlink(segment.path)
+        except OSError:  # another job that starts on this node was faster
+            continue
+        removed.append(segment)
+    return removed
+
+
+def _unmapped(found: dict[tuple[int, int], Segment]) -> Iterable[Segment]:
+    left = dict(found)
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        try:
+            lines = maps.read_text(errors="replace").splitlines()
+        except OSError:  # it has ended, or is another user's, who cannot map files of this one
+            continue
+        for line in lines:
+            fields = line.split(maxsplit=5)
+            if len(fields) == 6 and fields[4] != "0":
+                major, _, minor = fields[3].partition(":")
+                left.pop((os.makedev(int(major, 16), int(minor, 16)), int(fields[4])), None)
+    return left.values()

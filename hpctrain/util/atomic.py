@@ -1,0 +1,206 @@
+"""The one place where hpctrain opens files for writing: whole files under a private name, and files that grow by lines.
+
+Folders of runs are shared, so their files may be prepared by somebody else. A file is therefore written under a name
+that cannot be guessed, which must not exist and is never a link. It is flushed, renamed to its target, and the folder
+is flushed. A link at the target is replaced and never followed. ``tests/util/test_writers.py`` checks that no other
+module opens files for writing.
+
+Every system call that may be repeated goes through ``call``: a function that calls its first argument with the others.
+A caller passes its own to repeat calls that fail with EIO or ESTALE.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+import socket
+import stat
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, BinaryIO
+
+Call = Callable[..., Any]
+
+_NEW = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+_KNOWN = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+_GROWING = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+# Some network filesystems flush folders by themselves; a folder may be writable and not readable.
+_NO_FOLDER_FSYNC = {errno.EINVAL, errno.ENOTSUP, errno.EACCES, errno.EPERM}
+_DEVICES = (("/", "dev"), ("/", "proc"), ("/", "sys"))  # /dev/stdout is a link, which must not be replaced
+_LONGEST = 150  # bytes of a target's name in the private name: filesystems allow 255 in all
+
+
+def plainly(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Call a function once: the default ``call`` of this module."""
+    return function(*arguments)
+
+
+# Whole files ----------------------------------------------------------------------------------------------------------
+
+
+def write_text(path: str | Path, text: str, *, mode: int = 0o666, call: Call = plainly) -> None:
+    """Write a text file in UTF-8; raises ``OSError``, and the file that was there before stays."""
+    write_bytes(path, text.encode("utf-8"), mode=mode, call=call)
+
+
+def write_bytes(path: str | Path, data: bytes, *, mode: int = 0o666, call: Call = plainly) -> None:
+    """Write a file; raises ``OSError``, and the file that was there before stays."""
+    with replacing(path, mode=mode, call=call) as file:
+        file.write(data)
+
+
+@contextmanager
+def replacing(path: str | Path, *, mode: int = 0o666, call: Call = plainly) -> Iterator[BinaryIO]:
+    """Open a private file that takes the name ``path`` if the block ends without an error; raises ``OSError``."""
+    with private_file(path, mode=mode, call=call) as handle, open(handle, "w+b", closefd=False) as file:
+        yield file
+
+
+@contextmanager
+def private_file(path: str | Path, *, mode: int = 0o666, call: Call = plainly) -> Iterator[int]:
+    """Open a private file as a descriptor; at the end of the block it is flushed and takes the name ``path``.
+
+    Raises ``OSError`` if it cannot be written. After any error the private file is removed.
+    """
+    path = Path(path)
+    check_target(path)
+    private, handle = call(_begin, path, mode)
+    try:
+        try:
+            yield handle
+            call(os.fsync, handle)  # by the descriptor that wrote: only that one reports failures
+            identity = _identity(os.fstat(handle))
+        finally:
+            os.close(handle)
+        call(_rename, private, path, identity)
+    except BaseException:
+        discard(private)
+        raise
+    call(flush_folder, path.parent)
+
+
+def check_target(path: Path) -> None:
+    """Raise ``OSError`` if no file may take this name: a folder, a device, a named pipe, or a name below ``/dev``."""
+    try:
+        mode = os.stat(path).st_mode
+    except OSError:
+        mode = stat.S_IFREG  # not there, or a link that leads nowhere
+    if stat.S_ISDIR(mode):
+        raise OSError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    if not stat.S_ISREG(mode) or Path(os.path.realpath(path.parent)).parts[:2] in _DEVICES:
+        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+
+
+# The parts, for writers that need them one by one ---------------------------------------------------------------------
+
+
+def private_name(path: Path) -> Path:
+    """Return a private name beside a target: hidden, of this host and process, and not to be guessed."""
+    name = os.fsdecode(os.fsencode(path.name)[:_LONGEST])
+    return path.with_name(f".{name}.tmp-{socket.gethostname()[:32]}-{os.getpid()}-{secrets.token_hex(8)}")
+
+
+def create(path: str | Path, mode: int = 0o666) -> int:
+    """Create a file that must not exist, and return its descriptor, to write and to read; raises ``OSError``."""
+    return os.open(path, _NEW, mode)
+
+
+def reopen(path: str | Path) -> int:
+    """Open a private file that another process has created, to write and to read; raises ``OSError`` for a link."""
+    return _checked(os.open(path, _KNOWN), path)
+
+
+def put(private: Path, path: Path, *, call: Call = plainly) -> None:
+    """Give a complete and flushed private file its name; raises ``OSError``. The folder is not flushed."""
+    check_target(path)
+    call(_rename, private, path, _identity(os.lstat(private)))
+
+
+def discard(private: Path) -> None:
+    """Remove a private file if it is there."""
+    with suppress(OSError):  # the error that led here matters more
+        private.unlink(missing_ok=True)
+
+
+def flush_folder(folder: str | Path) -> None:
+    """Flush a folder, so that a rename in it survives a power failure; raises ``OSError``."""
+    try:
+        handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+    except OSError as error:
+        if error.errno not in _NO_FOLDER_FSYNC:
+            raise
+
+
+def set_aside(path: Path) -> Path:
+    """Give a damaged file another name beside its own, so that nothing of it is lost; return that name."""
+    now = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
+    aside = path.with_name(f"{path.name}.damaged-{now}-{secrets.token_hex(4)}")
+    os.rename(path, aside)
+    return aside
+
+
+def remove_leftovers(folder: Path, names: Iterable[str]) -> None:
+    """Remove the private files that killed processes left of these targets; only for the holder of a folder's lock."""
+    starts = tuple(f".{name}.tmp-" for name in names)
+    with suppress(OSError):
+        for entry in os.scandir(folder):
+            if entry.name.startswith(starts):
+                discard(Path(entry.path))
+
+
+def _begin(path: Path, mode: int) -> tuple[Path, int]:
+    """Create a private file under a new name: a call that is repeated must not find its own first file."""
+    private = private_name(path)
+    return private, create(private, mode)
+
+
+def _rename(private: Path, path: Path, identity: tuple[int, int]) -> None:
+    try:
+        os.rename(private, path)
+    except FileNotFoundError:
+        # A network filesystem may repeat a rename that has succeeded.
+        if _identity(os.lstat(path)) != identity:
+            raise
+
+
+def _identity(status: os.stat_result) -> tuple[int, int]:
+    return status.st_dev, status.st_ino
+
+
+# Files that grow ------------------------------------------------------------------------------------------------------
+
+
+def open_growing(path: str | Path, *, mode: int = 0o666, call: Call = plainly) -> int:
+    """Open a file to append to, and create it if it is not there; return its descriptor.
+
+    Raises ``OSError`` for a link and for everything but a regular file with one name.
+    """
+    if os.path.islink(path):
+        raise OSError(errno.ELOOP, "it is a link", str(path))
+    handle = _checked(call(os.open, path, _GROWING, mode), path)
+    if os.fstat(handle).st_nlink > 1:
+        os.close(handle)
+        raise OSError(errno.EMLINK, "it has a second name (hard link)", str(path))
+    return handle
+
+
+def append_line(handle: int, line: str, *, call: Call = plainly) -> None:
+    """Append a line to a growing file in one call, so that lines of several processes do not mix."""
+    data = (line + "\n").encode("utf-8")
+    done = call(os.write, handle, data)
+    while done < len(data):  # a full disk takes a part first and raises then
+        done += call(os.write, handle, data[done:])
+
+
+def _checked(handle: int, path: str | Path) -> int:
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+    return handle

@@ -1,0 +1,98 @@
+"""The one way to read a file of unknown origin: a regular file only, no more bytes than allowed, one error per kind.
+
+A named pipe waits for its writer, a device never ends, and a sparse file claims more than any memory. So files are
+opened without waiting, checked by their descriptor, and read up to a limit.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+MIB = 2**20
+TEXT = 16 * MIB  # bytes of a text that a person wrote, such as a config or a job script
+_PIECE = 4 * MIB
+
+
+def open_regular(path: str | Path) -> int:
+    """Return a descriptor to read a regular file; raises ``OSError`` for everything else, and never waits."""
+    _check(os.stat(path), path)  # some devices act when they are opened
+    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        _check(os.fstat(handle), path)
+    except BaseException:
+        os.close(handle)
+        raise
+    return handle
+
+
+def read_bytes(path: str | Path, limit: int = TEXT) -> bytes:
+    """Return the content of a regular file; raises ``OSError``, also if it has more than ``limit`` bytes."""
+    with open(open_regular(path), "rb", buffering=0) as file:
+        size = os.fstat(file.fileno()).st_size
+        found = bytearray()
+        while size <= limit and len(found) <= limit:
+            piece = file.read(min(_PIECE, limit + 1 - len(found)))
+            if not piece:
+                return bytes(found)
+            found += piece
+    raise OSError(errno.EFBIG, f"it has more than {limit} bytes", str(path))
+
+
+def read_text(path: str | Path, limit: int = TEXT) -> str:
+    """Return a text file in UTF-8; raises ``OSError``, or ``ValueError`` if it is not UTF-8."""
+    try:
+        return read_bytes(path, limit).decode("utf-8")
+    except UnicodeDecodeError:
+        raise ValueError("it is not UTF-8 text") from None
+
+
+def read_lines(path: str | Path, longest: int = MIB) -> Iterator[str]:
+    """Yield the lines of a regular file of any size, without those longer than ``longest`` bytes.
+
+    Raises ``OSError``, also for a file that is mostly holes: programs that append leave none.
+    """
+    with open(open_regular(path), "rb") as file:
+        status = os.fstat(file.fileno())
+        if status.st_size > 1024 * MIB and status.st_blocks * 512 < status.st_size // 2:
+            raise OSError(errno.EFBIG, "it is mostly holes", str(path))
+        whole = True
+        while line := file.readline(longest):
+            ends = line.endswith(b"\n")
+            if whole and (ends or len(line) < longest):
+                yield line.decode("utf-8", "replace")
+            whole = ends
+
+
+def read_json(path: str | Path, limit: int = TEXT) -> Any:
+    """Return the value of a JSON file; raises ``OSError``, or ``ValueError`` that says why it is not JSON."""
+    return parse_json(read_text(path, limit))
+
+
+def parse_json(text: str) -> Any:
+    """Return the value of a JSON text; raises ``ValueError`` with a short reason."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    except json.JSONDecodeError as error:
+        raise ValueError(f"it is not JSON: {error}") from None
+    except ValueError:
+        raise ValueError("it has a number with too many digits") from None
+
+
+def reason(error: Exception) -> str:
+    """Return why a file cannot be read, from an error of this module."""
+    return (error.strerror if isinstance(error, OSError) else None) or str(error)
+
+
+def _check(status: os.stat_result, path: str | Path) -> None:
+    if stat.S_ISDIR(status.st_mode):
+        raise OSError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    if not stat.S_ISREG(status.st_mode):
+        raise OSError(errno.EINVAL, "it is not a regular file", str(path))

@@ -1,0 +1,80 @@
+"""Modules that somebody has put into the current folder are not run, whatever verb is called there."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from hpctrain.checkpoint.file.source import Source
+from hpctrain.checkpoint.file.writer import write_file
+from hpctrain.cli.main import main
+
+PLANTED = ("pickle", "json", "struct", "mpi4py", "torch", "numpy", "h5py", "multiprocessing", "hpctrain", "socket")
+
+
+@pytest.fixture
+def ran(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[str]]:
+    """Plant modules in the current folder; return what lists those that have run."""
+    mark = tmp_path / "ran"
+    mark.mkdir()
+    here = tmp_path / "here"
+    here.mkdir()
+    for name in PLANTED:
+        text = f"open({str(mark / name)!r}, 'w').close()\nraise SystemExit(9)\n"
+        (here / f"{name}.py").write_text(text)
+    monkeypatch.chdir(here)
+    monkeypatch.delenv("PYTHONSAFEPATH", raising=False)
+    return lambda: sorted(path.name for path in mark.iterdir())
+
+
+def test_verify_with_several_processes(ran: Callable[[], list[str]], tmp_path: Path) -> None:
+    files = [tmp_path / f"step_{number}.h5" for number in (1, 2)]
+    for file in files:
+        write_file(file, [Source.of("/model/w", np.zeros(3, "<f4"))], {})
+    assert main(["checkpoint", "verify", *map(str, files), "--jobs", "2"]) == 0
+    assert ran() == []
+
+
+def test_bench_show(ran: Callable[[], list[str]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from hpctrain.train.machine import mpi_name
+
+    monkeypatch.delitem(sys.modules, "mpi4py.MPI", raising=False)
+    monkeypatch.setenv("HPCTRAIN_CALIBRATION", str(tmp_path))
+    assert mpi_name()
+    assert main(["bench", "show"]) == 2
+    assert ran() == []
+
+
+def test_the_process_that_writes_checkpoints(ran: Callable[[], list[str]], tmp_path: Path) -> None:
+    from hpctrain.checkpoint.together.aside import Aside
+    from hpctrain.checkpoint.together.desk import Order, Place
+
+    aside = Aside()
+    try:
+        aside.lay_out(Order(Place(tmp_path / "a.h5", tmp_path / "b", 0), [], {}))
+        assert aside.result() == {}
+    finally:
+        aside.close()
+    assert ran() == []
+
+
+def test_the_canary(ran: Callable[[], list[str]]) -> None:
+    from hpctrain.transport.canary import probe
+
+    assert probe(["env"]).reason == "the canary needs two ranks"
+    assert ran() == []
+
+
+@pytest.mark.long
+@pytest.mark.limit(240)
+@pytest.mark.parametrize("words", [["plan", "run.toml"], ["doctor"], ["bench", "calibrate", "--seconds", "1"]])
+def test_verbs_that_ask_child_processes(ran: Callable[[], list[str]], words: list[str], tmp_path: Path) -> None:
+    model = '[run]\ndevice = "cpu"\n[model]\nname = "gpt-tiny"\nlayers = 1\nwidth = 32\n[train]\nbatch = 2\n'
+    Path("run.toml").write_text(model)
+    words = [*words, "--output", str(tmp_path / "table.json")] if words[0] == "bench" else words
+    main(words)
+    assert ran() == []

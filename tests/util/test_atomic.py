@@ -1,0 +1,144 @@
+"""Files appear whole, under names that cannot be guessed, and never through links."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpctrain.util import atomic
+
+
+@pytest.fixture
+def precious(tmp_path: Path) -> Path:
+    path = tmp_path / "precious"
+    path.write_text("keep me")
+    return path
+
+
+def test_a_file_appears_when_it_is_complete(tmp_path: Path) -> None:
+    target = tmp_path / "x"
+    target.write_text("old")
+    with atomic.replacing(target) as file:
+        file.write(b"new")
+        file.flush()
+        assert target.read_text() == "old"
+    assert target.read_text() == "new" and list(tmp_path.iterdir()) == [target]
+
+
+@pytest.mark.parametrize("kind", ["link", "dangling", "hard link"])
+def test_a_link_is_replaced_and_never_followed(tmp_path: Path, precious: Path, kind: str) -> None:
+    target = tmp_path / "config.toml"
+    if kind == "link":
+        target.symlink_to(precious)
+    elif kind == "dangling":
+        target.symlink_to(tmp_path / "planted")
+    else:
+        target.hardlink_to(precious)
+    atomic.write_text(target, "mine")
+    assert target.read_text() == "mine" and not target.is_symlink()
+    assert precious.read_text() == "keep me" and not (tmp_path / "planted").exists()
+
+
+def test_a_planted_private_name_is_never_opened(
+    tmp_path: Path, precious: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = {atomic.private_name(tmp_path / "x") for _ in range(100)}
+    assert len(names) == 100
+    planted = names.pop()
+    planted.symlink_to(precious)
+    monkeypatch.setattr(atomic, "private_name", lambda path: planted)
+    with pytest.raises(FileExistsError):
+        atomic.write_text(tmp_path / "x", "mine")
+    assert precious.read_text() == "keep me"
+
+
+@pytest.mark.parametrize("kind", ["folder", "pipe", "link to a device"])
+def test_what_is_no_file_is_not_replaced(tmp_path: Path, kind: str) -> None:
+    target = tmp_path / "x"
+    if kind == "folder":
+        target.mkdir()
+    elif kind == "pipe":
+        os.mkfifo(target)
+    else:
+        target.symlink_to(os.devnull)
+    before = os.lstat(target)
+    with pytest.raises(OSError, match="Is a directory|it is not a regular file"):
+        atomic.write_text(target, "x")
+    assert os.lstat(target).st_ino == before.st_ino and len(list(tmp_path.iterdir())) == 1
+
+
+def test_names_below_dev_are_refused() -> None:
+    with pytest.raises(OSError, match="not a regular file"):
+        atomic.check_target(Path("/dev/stdout"))
+    with pytest.raises(OSError, match="not a regular file"):
+        atomic.check_target(Path("/dev/new"))
+
+
+@pytest.mark.parametrize("call", ["fsync", "rename", "body"])
+def test_an_error_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+    target = tmp_path / "x"
+    target.write_text("old")
+
+    def fail(*arguments: object) -> None:
+        raise OSError(errno.ENOSPC, "full")
+
+    if call != "body":
+        monkeypatch.setattr(os, call, fail)
+    with pytest.raises(OSError, match="full"), atomic.replacing(target) as file:
+        file.write(b"new")
+        if call == "body":
+            fail()
+    assert target.read_text() == "old" and list(tmp_path.iterdir()) == [target]
+
+
+def test_every_call_that_fails_may_be_repeated(tmp_path: Path) -> None:
+    done: list[str] = []
+
+    def call(function: Callable[..., Any], *arguments: Any) -> Any:
+        """Do everything twice where it can be seen: as a server that answers late."""
+        result = function(*arguments)
+        done.append(function.__name__)
+        return function(*arguments) if function.__name__ == "_rename" else result
+
+    atomic.write_text(tmp_path / "x", "a", call=call)
+    assert (tmp_path / "x").read_text() == "a" and done == ["_begin", "fsync", "_rename", "flush_folder"]
+
+
+def test_modes_and_long_names(tmp_path: Path) -> None:
+    target = tmp_path / ("\N{SNOWMAN}" * 80)
+    atomic.write_text(target, "x", mode=0o755)
+    assert os.access(target, os.X_OK)
+
+
+def test_growing_files(tmp_path: Path, precious: Path) -> None:
+    target = tmp_path / "rows"
+
+    def add(number: int) -> None:
+        handle = atomic.open_growing(target)
+        atomic.append_line(handle, f"{number:05}" * 100)
+        os.close(handle)
+
+    with ThreadPoolExecutor(16) as pool:
+        list(pool.map(add, range(200)))
+    assert sorted(target.read_text().split("\n")) == ["", *(f"{number:05}" * 100 for number in range(200))]
+    for name, make in {"link": os.symlink, "second": os.link}.items():
+        make(precious, tmp_path / name)
+        with pytest.raises(OSError, match="link"):
+            atomic.open_growing(tmp_path / name)
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(OSError, match="not a regular file"):
+        atomic.open_growing(tmp_path / "pipe")
+
+
+def test_leftovers(tmp_path: Path) -> None:
+    left = atomic.private_name(tmp_path / "run.json")
+    left.touch()
+    (tmp_path / ".other.tmp-1").touch()
+    atomic.remove_leftovers(tmp_path, ["run.json"])
+    assert [path.name for path in tmp_path.iterdir()] == [".other.tmp-1"]

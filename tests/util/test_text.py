@@ -1,0 +1,42 @@
+"""Text of unknown origin: nothing that a terminal obeys, and short."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from hpctrain.util.text import printable, printable_lines, shorten, shown
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("plain \N{SNOWMAN}", "plain \N{SNOWMAN}"),
+        ("\x1b]0;x\x07", "\\x1b]0;x\\x07"),
+        ("a\nb\rc\x9bd", "a\\x0ab\\x0dc\\x9bd"),
+        (os.fsdecode(b"a\xff"), "a\\xff"),
+        ("\u202e", "\\u202e"),
+        ("\U000e0001", "\\U000e0001"),
+    ],
+)
+def test_printable(text: str, expected: str) -> None:
+    assert printable(text) == expected and expected.isprintable()
+
+
+def test_lines() -> None:
+    assert printable_lines("a\x1b\nb") == "a\\x1b\nb"
+
+
+@pytest.mark.parametrize("value", ["x" * 3000, b"x" * 3000, [[1] * 1000], "\x1b" * 3000, 1.5, None, "a"])
+def test_values_are_short(value: object) -> None:
+    assert len(shown(value)) <= 60 and shown(value).isprintable()
+
+
+def test_a_huge_number_is_short() -> None:
+    assert shown(10**5000) == "a whole number of 16610 bits"
+
+
+def test_the_middle_goes() -> None:
+    assert shorten("a" * 50 + "b" * 50, 20).startswith("aaa") and shorten("a" * 50 + "b" * 50, 20).endswith("bbb")
+    assert len(shorten("a" * 100, 20)) == 20
