@@ -73,7 +73,9 @@ class PbsJob(RunFolder):
 
     def remind(self) -> None:
         """Send the early signal to the ranks, as timeout does near the end of the walltime."""
-        self.cluster.on(self.nodes[0], "pkill -USR1 -u pbsuser -x timeout", check=True)
+        link, node = self.links[-1], self.nodes[0]
+        (timeout,) = self.cluster.processes(node, link, "timeout")
+        self.cluster.on(node, f"kill -USR1 {timeout}", check=True)
 
     def until_link(self, number: int, seconds: float = 60) -> None:
         """Wait until the chain has so many links and the newest one runs."""
@@ -100,8 +102,8 @@ class PbsJob(RunFolder):
 class PbsDesk:
     """Submits jobs from a folder of the user's; the fixture ``desk`` gives one to a test."""
 
-    def __init__(self, cluster: PbsCluster, folder: Path, corpus: Path, venvs: Mapping[str, Path]) -> None:
-        self.cluster, self.folder, self.venvs = cluster, folder, venvs
+    def __init__(self, cluster: PbsCluster, folder: Path, corpus: Path) -> None:
+        self.cluster, self.folder, self.venvs = cluster, folder, cluster.venvs
         self.jobs: list[PbsJob] = []
         self.told = ""  # what hpctrain submit has printed
         make_run(folder, corpus)

@@ -10,7 +10,15 @@ pytestmark = pytest.mark.pbs
 PACE = "0.2"  # so that 300 steps take a minute, and a job is told to save before it ends by itself
 
 
-@pytest.mark.parametrize("mpi, nodes", [("mpich", 2), ("openmpi", 2), ("openmpi", 1), ("mpich", 1)])
+@pytest.mark.parametrize(
+    "mpi, nodes",
+    [
+        ("mpich", 2),
+        ("openmpi", 2),
+        pytest.param("openmpi", 1, marks=pytest.mark.long),
+        pytest.param("mpich", 1, marks=pytest.mark.long),
+    ],
+)
 @pytest.mark.limit(180)
 def test_qdel_saves_and_ends_the_chain(desk: PbsDesk, mpi: str, nodes: int) -> None:
     job = desk.submit("--ranks-per-node", str(2 // nodes), nodes=nodes, mpi=mpi, PACE=PACE)
@@ -23,7 +31,7 @@ def test_qdel_saves_and_ends_the_chain(desk: PbsDesk, mpi: str, nodes: int) -> N
     assert step % EVERY and job.checkpoints == [step]
     assert job.links == [job.id]
     for host in hosts:
-        job.until(lambda: not desk.cluster.on(host, "pgrep -u pbsuser").strip(), f"no process left on {host}", 20)
+        job.until(lambda: not desk.cluster.processes(host, job.id), f"no process left on {host}", 20)
 
 
 @pytest.mark.limit(300)

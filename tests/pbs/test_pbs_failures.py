@@ -44,6 +44,7 @@ def test_a_dead_node(lone_desk: PbsDesk, reference: dict[str, bytes]) -> None:
     assert job.weights == reference
 
 
+@pytest.mark.long
 @pytest.mark.limit(300)
 def test_a_killed_mom(lone_desk: PbsDesk, reference: dict[str, bytes]) -> None:
     """The processes of the job live on, so two copies of it may run when PBS starts it elsewhere."""

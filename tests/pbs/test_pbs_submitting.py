@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+from pbs_cluster import give
 from pbs_jobs import PbsDesk, PbsJob
 
 pytestmark = pytest.mark.pbs
@@ -28,7 +29,9 @@ def test_the_receipt_of_a_killed_job(desk: PbsDesk) -> None:
     job = desk.submit(PACE="0.2")
     job.until_step(5)
     assert _status(desk) == "running"
-    desk.cluster.root(f"qdel -W force {job.id}")
+    # The script and all ranks at once: what is left is a receipt that says "running", and the lock of another host.
+    (node,) = job.nodes
+    desk.cluster.on(node, f"kill -KILL {' '.join(map(str, desk.cluster.processes(node, job.id)))}", check=True)
     job.until(lambda: job.facts.get("job_state") == "F", "its end", 30)
     assert _status(desk) == "killed"
 
@@ -57,6 +60,23 @@ def test_a_job_that_may_not_submit_itself(lone_desk: PbsDesk) -> None:
         assert [attempt["status"] for attempt in job.attempts] == ["stopped", "finished"]
     finally:
         cluster.root("qmgr -c 'set server flatuid = True'")
+
+
+@pytest.mark.limit(90)
+def test_a_save_that_takes_longer_than_qdel_waits(lone_desk: PbsDesk) -> None:
+    attempt = {"status": "stopped", "first_step": 1, "step": 5, "last_save_seconds": 12.5}
+    (lone_desk.folder / "run").mkdir()
+    (lone_desk.folder / "run/run.json").write_text(json.dumps({"status": "stopped", "attempts": [attempt]}))
+    give(lone_desk.folder)
+    lone_desk.submit("--directive=-h")
+    (warning,) = json.loads(lone_desk.told)["warnings"]
+    assert "has taken 12.5 s, and qdel leaves 10 s (kill_delay of queue workq)" in warning
+    lone_desk.cluster.root("qmgr -c 'set queue workq kill_delay = 30'")
+    try:
+        lone_desk.submit("--directive=-h")
+        assert json.loads(lone_desk.told)["warnings"] == []
+    finally:
+        lone_desk.cluster.root("qmgr -c 'unset queue workq kill_delay'")
 
 
 def _status(desk: PbsDesk) -> str:
