@@ -15,6 +15,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from hpctrain.cluster.launcher import detect
 from hpctrain.doctor.finding import Finding, counts, exit_code
 from hpctrain.doctor.text import summary, table
 from hpctrain.errors import UsageError
@@ -138,7 +139,7 @@ def _preflight(args: argparse.Namespace) -> int:
         say = _Progress(shown=job.rank == 0)
         plan = Plan(seconds=args.seconds or _SECONDS, folder=args.folder or Path("."))
         report = survey(job.comm, job.device, plan, say)
-        findings = verdict.findings(report)
+        findings = verdict.findings(report, detect().scheduler)
         on_first_rank(job.comm, lambda: _tell(args, report, findings))
     return exit_code(findings, strict=args.strict)
 
@@ -170,7 +171,7 @@ def _tell(args: argparse.Namespace, report: Any, findings: list[Finding]) -> Non
     found = {"kind": "preflight", **report.to_json(), "exclude": leave, **_as_json(findings)}
     took = f"{summary(findings)}; measured in {report.seconds:.1f} s"
     lines = [*text.lines(report), "", *table(findings, _width()), "", took]
-    _print(args, found, [*lines, *([f"--exclude={leave}"] if leave else [])])
+    _print(args, found, [*lines, *([f"--exclude={leave}"] if leave and detect().scheduler != "pbs" else [])])
     if args.picture:
         from hpctrain.checkpoint.look.output import put_in_place
         from hpctrain.doctor.preflight.picture import figure

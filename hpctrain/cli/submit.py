@@ -5,12 +5,21 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 from hpctrain.cli.job import script_of
 from hpctrain.cli.job_options import add_scheduler
 from hpctrain.cli.words import WordsParser
+from hpctrain.errors import HpctrainError
+from hpctrain.launch import pbs_limits
+from hpctrain.launch.profile import Profile
+from hpctrain.launch.request import Request
 from hpctrain.launch.submit import NAME, Submitted, submit
+from hpctrain.train import receipt
+from hpctrain.train.receipt_settle import number
 from hpctrain.util.text import printable
 
 _EPILOG = """\
@@ -49,17 +58,32 @@ def run(args: argparse.Namespace) -> int:
 
 def _submit(args: argparse.Namespace) -> int:
     script, request, profile = script_of(args)
-    submit(profile.scheduler, script, request.folder, after=args.after, tell=lambda done: _tell(done, args.json))
+    warnings = _warnings(request, profile)
+    tell = partial(_tell, warnings=warnings, as_json=args.json)
+    submit(profile.scheduler, script, request.folder, after=args.after, tell=tell)
     return 0
 
 
-def _tell(done: Submitted, as_json: bool) -> None:
+def _tell(done: Submitted, *, warnings: list[str], as_json: bool) -> None:
     """Print the id of a job that has just been submitted."""
     if as_json:
         facts = {"job_id": done.job_id, "script": str(done.script), "environment_removed": list(done.removed)}
-        print(json.dumps(facts), flush=True)
+        print(json.dumps({**facts, "warnings": warnings}), flush=True)
         return
     told = f"job {done.job_id} runs {done.script}; {done.script.parent}/{NAME} notes it"
     print(printable(told), flush=True)
+    for text in warnings:
+        print(printable(f"warning: {text}"), file=sys.stderr)
     if done.removed:
         print(printable(f"kept from the scheduler: {', '.join(done.removed)}"), file=sys.stderr)
+
+
+def _warnings(request: Request, profile: Profile) -> list[str]:
+    """Return what this PBS will not do for the job, by what its run has measured so far."""
+    if profile.scheduler != "pbs" or request.template == "benchmark":
+        return []
+    attempts: list[dict[str, Any]] = []
+    with suppress(HpctrainError):  # one that cannot be read is the run's to tell
+        attempts = receipt.attempts_of(receipt.read(Path(request.folder)))
+    slowest = max((number(one, "last_save_seconds") for one in attempts), default=0.0)
+    return pbs_limits.warnings(request.partition or profile.partition, request.folder, slowest)

@@ -1,6 +1,6 @@
-"""Ask Slurm's accounting what it knows of some jobs: their state, and the energy that their nodes took.
+"""What the schedulers know of some jobs: their state, and the energy that their nodes took (Slurm's accounting).
 
-Asked by those who read, never during a run. Where there is no ``sacct``, or no accounting, nothing is known.
+Asked by those who read, never during a run. Without ``sacct``, accounting or ``qstat`` nothing is known.
 """
 
 from __future__ import annotations
@@ -10,9 +10,14 @@ import subprocess
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+from hpctrain.cluster import pbs_server
+
 ANSWER = 10.0  # seconds that sacct has to answer
 _MOST = 1e15  # joules; Slurm writes 2**64 - 2 where its plugin has nothing to say
 _ENDED = "BOOT_FAIL CANCELLED COMPLETED DEADLINE FAILED NODE_FAIL OUT_OF_MEMORY PREEMPTED REVOKED TIMEOUT".split()
+# Job states of PBS in which no process of the job runs: ended (F, X), moved, and those that wait, maybe once more.
+_AWAY = "FXMQHWT"
+_UNKNOWN = "unknown to PBS"
 _ID = re.compile(r"[0-9]+(_[0-9]+)?", re.ASCII)
 
 Ask = Callable[[Sequence[str]], str]
@@ -20,15 +25,15 @@ Ask = Callable[[Sequence[str]], str]
 
 @dataclass(frozen=True)
 class Account:
-    """Say what is known of a job: its ``state`` in Slurm's words, ``joules`` over all its starts where measured."""
+    """What is known of a job: its ``state`` in the scheduler's words, ``joules`` over all its starts if measured."""
 
     state: str
     joules: float | None
 
     @property
     def has_ended(self) -> bool:
-        """Tell whether the job is over, and not about to come back."""
-        return self.state in _ENDED
+        """Tell whether no process of the job runs any more."""
+        return self.state in (*_ENDED, *_AWAY, _UNKNOWN)
 
 
 def ask_slurm(job_ids: Iterable[str], ask: Ask | None = None) -> dict[str, Account]:
@@ -41,6 +46,15 @@ def ask_slurm(job_ids: Iterable[str], ask: Ask | None = None) -> dict[str, Accou
     rows = [line.split("|") for line in (ask or _run)(command).splitlines()]
     lines = [_Line(*row) for row in rows if len(row) == 4]
     return {job_id: account for job_id in wanted if (account := _account(job_id, lines)) is not None}
+
+
+def ask_pbs(job_ids: Iterable[str], ask: pbs_server.Ask | None = None) -> dict[str, Account]:
+    """Return what PBS knows, by job id; a job that PBS does not know has ended long ago. Empty if no PBS answers."""
+    wanted = {job_id for job_id in job_ids if pbs_server.ID.fullmatch(job_id)}
+    known = pbs_server.jobs(wanted, ask) if wanted else None
+    if known is None:
+        return {}
+    return {job_id: Account(str(known.get(job_id, {}).get("job_state", _UNKNOWN)), None) for job_id in wanted}
 
 
 @dataclass(frozen=True)

@@ -60,6 +60,11 @@ def _memory(text: str) -> str:
 
 def _array(request: Request) -> str:
     last = len(request.sweep) - 1
+    if request.at_once and request.restarts:
+        raise UsageError(
+            f"at_once = {request.at_once}: tasks of a PBS array that come back are jobs of their own, which its limit "
+            "does not count; allowed with restarts = 0; leave one of them out"
+        )
     if not last:
         raise UsageError("sweep has 1 task: an array of PBS has at least 2")
     return f"0-{last}" + (f"%{request.at_once}" if request.at_once else "")

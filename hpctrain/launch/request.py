@@ -115,10 +115,11 @@ class Request:
             raise UsageError(f"sweep has {len(self.sweep)} tasks: at most {LARGEST_ARRAY - 1} are allowed in one array")
         if self.preflight and self.template == "benchmark":
             raise UsageError("preflight: a benchmark measures by itself; leave preflight out")
-        if self.template != "benchmark" and self.walltime <= self.margin + EARLY:
+        measuring = f" and nodes are measured for {self.preflight} s" if self.preflight else ""
+        if self.template != "benchmark" and self.walltime <= self.margin + EARLY + self.preflight:
             raise UsageError(
                 f"time = {self.time}: the run is told to save {self.margin} s before the end, or up to {EARLY} s "
-                "earlier: ask for more time, or give a smaller margin"
+                f"earlier{measuring}: ask for more time, or give a smaller margin"
             )
 
     @property

@@ -20,6 +20,7 @@ from typing import Any
 
 from hpctrain.cluster.launcher import without_launcher
 from hpctrain.errors import HpctrainError, LaunchError, UsageError
+from hpctrain.launch.after import job_to_wait_for
 from hpctrain.launch.render import ENDINGS
 from hpctrain.log import logger
 from hpctrain.util import atomic
@@ -29,8 +30,9 @@ NAME = "jobs.json"
 TIMEOUT = 120.0  # seconds that a busy scheduler may take to answer
 LARGEST = 2**26  # bytes of a history
 
-# Variables that change what sbatch and qsub read from a script, and those that say where the scheduler is.
-_OVERRIDES = ("SBATCH_", "SLURM_", "PBS_")
+# Variables that change what sbatch and qsub read from a script, and those that say where the scheduler is. What a
+# script tells its own run is of no other job: with the chain of another one it would take over that one's lock.
+_OVERRIDES = ("SBATCH_", "SLURM_", "PBS_", "HPCTRAIN_CHAIN", "HPCTRAIN_TASK", "HPCTRAIN_DEADLINE", "HPCTRAIN_ASKED_BY")
 _PLACES = {"SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT", "PBS_CONF_FILE", "PBS_DEFAULT", "PBS_EXEC", "PBS_SERVER"}
 _COMMANDS = {"slurm": ["sbatch", "--parsable"], "pbs": ["qsub"]}
 # 1234, 1234;cluster of --parsable, 1234.server, 1234[].server of an array.
@@ -56,15 +58,17 @@ def submit(
     environ: Mapping[str, str] = os.environ,
     tell: Callable[[Submitted], object] = lambda done: None,
 ) -> Submitted:
-    """Submit a script for the run in this folder; raise ``LaunchError`` where the scheduler does not take it.
+    """Submit a script for the run in this folder; raise ``LaunchError`` if the scheduler does not take it.
 
-    ``after`` is the id of a job that must have ended before, in whatever way. ``tell`` is called as soon as the job has
-    an id, before that is noted in the run's folder.
+    ``after`` is the id of a job that must have ended before, in whatever way; it is looked up before anything is
+    written, and raises ``UsageError`` if the scheduler cannot wait for it. ``tell`` is called as soon as the job has an
+    id, before that is noted in the run's folder.
     """
     _check_history(Path(folder) / NAME)
-    path = write(script, Path(folder), scheduler)
     environment, removed = clean(environ)
-    command = [*_COMMANDS[scheduler], *_after(scheduler, after), str(path)]
+    waits = _after(scheduler, job_to_wait_for(scheduler, after) if after else "")
+    path = write(script, Path(folder), scheduler)
+    command = [*_COMMANDS[scheduler], *waits, str(path)]
     job_id = _run(command, environment)
     done = Submitted(job_id, path, removed)
     tell(done)  # first: the job exists from here on, whatever becomes of its record
@@ -175,8 +179,6 @@ def _check_history(path: Path) -> None:
 def _after(scheduler: str, job_id: str) -> list[str]:
     if not job_id:
         return []
-    if not _ID.fullmatch(job_id):
-        raise UsageError(f"--after {job_id[:40]!r} is not the id of a job, such as 1234")
     return [f"--dependency=afterany:{job_id}"] if scheduler == "slurm" else ["-W", f"depend=afterany:{job_id}"]
 
 

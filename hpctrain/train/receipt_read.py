@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hpctrain.cluster.accounting import Account, ask_slurm
+from hpctrain.cluster.accounting import Account, ask_pbs, ask_slurm
 from hpctrain.errors import UsageError
 from hpctrain.train import last_words, lock, lock_holder, metrics
 from hpctrain.train.receipt import NAME, attempts_of, read
@@ -17,8 +17,13 @@ from hpctrain.train.receipt_attempt import Attempt, attempts_from, saved_step
 from hpctrain.train.receipt_settle import Row, catch_up, close_unfinished, drop, maybe, rows_of, text
 from hpctrain.util.reading import read_json
 
-_JOB = re.compile(r"[0-9]+(?:_[0-9]+)?", re.ASCII)
-AskSlurm = Callable[[set[str]], Mapping[str, Account]]
+# Ids of jobs as the schedulers write them: other text is not passed on to their commands.
+_JOBS = {
+    "slurm": re.compile(r"[0-9]+(?:_[0-9]+)?", re.ASCII),
+    "pbs": re.compile(r"[0-9]+(?:\[[0-9]*\])?(?:\.[A-Za-z0-9][A-Za-z0-9.-]*)?", re.ASCII),
+}
+Ask = Callable[[set[str]], Mapping[str, Account]]
+_ASKED: Mapping[str, Ask] = {"slurm": ask_slurm, "pbs": ask_pbs}
 
 
 @dataclass(frozen=True)
@@ -31,18 +36,20 @@ class RunReceipt:
     joules: float | None = None
 
 
-def load(folders: Sequence[str | Path], ask: AskSlurm = ask_slurm) -> list[RunReceipt]:
+def load(folders: Sequence[str | Path], ask: Mapping[str, Ask] = _ASKED) -> list[RunReceipt]:
     """Return the receipts of some runs' folders; raises ``UsageError`` where there is none.
 
-    An attempt that has not said how it ended is told from one that is running by what is in the folder, and by
-    Slurm's accounting, which ``ask`` asks once for all jobs.
+    An attempt that has not said how it ended is told from one that is running by what is in the folder, and by what its
+    scheduler knows: ``ask`` holds who is asked, once for all jobs, by the scheduler's name.
     """
     found = {Path(folder): copy.deepcopy(attempts_of(read(Path(folder)))) for folder in folders}
     for folder, attempts in found.items():
         if not attempts:
             raise UsageError(f"{folder} holds no {NAME} that can be read: {_hint(folder)}")
-    jobs = set().union(*(_slurm_jobs(attempts) for attempts in found.values()))
-    accounts = ask(jobs) if jobs else {}
+    accounts: dict[str, Account] = {}
+    for scheduler, ask_scheduler in ask.items():
+        if jobs := set().union(*(_jobs(attempts, scheduler) for attempts in found.values())):
+            accounts |= ask_scheduler(jobs)
     return [_receipt(folder, attempts, accounts) for folder, attempts in found.items()]
 
 
@@ -52,14 +59,14 @@ def _receipt(folder: Path, attempts: list[dict[str, Any]], accounts: Mapping[str
     rows = metrics.read(folder / metrics.NAME) if needed else []
     _bring_up_to_date(folder, attempts, rows, accounts)
     told = tuple(attempts_from(attempts, rows))
-    joules = [accounts[job].joules for job in _slurm_jobs(attempts) if job in accounts]
+    joules = [accounts[job].joules for job in _jobs(attempts, "slurm") if job in accounts]
     measured = [each for each in joules if each is not None]
     return RunReceipt(folder, told[-1].status, told, sum(measured) if measured else None)
 
 
-def _slurm_jobs(attempts: Sequence[Mapping[str, Any]]) -> set[str]:
-    found = {text(one, "job_id") or "" for one in attempts if one.get("scheduler") == "slurm"}
-    return {job for job in found if _JOB.fullmatch(job)}
+def _jobs(attempts: Sequence[Mapping[str, Any]], scheduler: str) -> set[str]:
+    found = {text(one, "job_id") or "" for one in attempts if one.get("scheduler") == scheduler}
+    return {job for job in found if _JOBS[scheduler].fullmatch(job)}
 
 
 def runs_in(folder: str | Path) -> list[Path]:

@@ -97,7 +97,7 @@ def sentence(together: Totals) -> str:
 def summary(folder: Path) -> str | None:
     """Return a run's receipt in a line, None where there is none; what a scheduler may know is not asked for."""
     try:
-        together = totals(load([folder], lambda jobs: {}))
+        together = totals(load([folder], {}))
     except UsageError:
         return None  # the disk had no room for it, and the run was to go on without
     return f"{sentence(together)}, in {_count(together.attempts, 'attempt')}"

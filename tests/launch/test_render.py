@@ -246,11 +246,20 @@ def test_the_script_stands_in_the_runs_folder() -> None:
     assert "script=runs/a/job.pbs " in render(LEAST, PROFILES["generic-pbs"])
 
 
+def test_tasks_of_pbs_that_come_back_are_not_counted() -> None:
+    asked = replace(LEAST, template="array", sweep=(("a.b=1",), ("a.b=2",)), at_once=1)
+    with pytest.raises(UsageError, match="at_once = 1: tasks of a PBS array that come back are jobs of their own"):
+        render(asked, PROFILES["generic-pbs"])
+    assert "#PBS -J 0-1%1" in render(replace(asked, restarts=0), PROFILES["generic-pbs"])
+    assert "--array=0-1%1" in render(asked, PROFILES["generic-slurm"])
+
+
 @pytest.mark.parametrize(
     "wrong, message",
     [
         ({"nodes": 0}, "nodes = 0: must be a whole number from 1"),
         ({"time": "00:05:00"}, "time = 00:05:00: the run is told to save 300 s before the end"),
+        ({"time": "00:06:30", "preflight": 60}, "300 s before .* and nodes are measured for 60 s: ask for more"),
         ({"gpus_per_node": 3, "ranks_per_node": 2}, "one must divide the other"),
         ({"template": "array"}, "goes with a sweep"),
         ({"sweep": (("a=1",),)}, "goes with a sweep"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import subprocess
 import time
@@ -15,6 +16,7 @@ from support.batch import Batch
 from hpctrain.launch.profile import Profile
 from hpctrain.launch.render import render
 from hpctrain.launch.request import Request
+from hpctrain.launch.submit import history, record
 from hpctrain.launch.sweep import combine
 
 SLURM = Profile(scheduler="slurm", mpi="pmi2", interface="hsn0", purge=True)
@@ -216,6 +218,75 @@ def test_pbs_gives_the_early_signal_itself(batch: Batch) -> None:
     assert "early=$((ends - 300 - $(date +%s)))" in script
     assert pbs(batch, script.replace("ends - 300 -", "ends - 598 -")).returncode == 75
     assert (batch.folder / "runs/a/checkpoints/step_00.h5").exists() and batch.calls("qsub")
+
+
+def test_measuring_nodes_does_not_delay_the_early_signal(batch: Batch) -> None:
+    waits = f'case "$*" in *doctor*) /bin/sleep 2; date +%s.%N >measured ;; *) {WAITS} exit 75 ;; esac'
+    batch.does("mpiexec", waits)
+    script = render(replace(ASKED, preflight=10), PBS)
+    assert pbs(batch, script.replace("ends - 300 -", "ends - 595 -")).returncode == 75
+    begun, told = float((batch.folder / "measured").read_text()), (batch.folder / "told").stat().st_mtime
+    assert told - begun < 4, "5 s from the start of the job, of which 2 went into measuring"
+
+
+def test_a_job_that_may_not_submit_says_how(batch: Batch) -> None:
+    batch.does("mpiexec", f"{SAVES} exit 75")
+    batch.does("qsub", "echo 'qsub: Bad UID for job execution' >&2; exit 1")
+    assert pbs(batch, render(ASKED, PBS)).returncode == 75
+    said = (batch.folder / "runs/a/output.txt").read_text()
+    assert "qsub failed: qsub: Bad UID for job execution; jobs may submit jobs only where PBS has flatuid" in said
+    assert f"cd {batch.folder} && qsub -v 'HPCTRAIN_CHAIN=7.server' runs/a/job.pbs" in said
+    assert not (batch.folder / "runs/a/jobs.json").exists()
+
+
+def test_pbs_notes_every_job_of_the_chain(batch: Batch) -> None:
+    batch.does("mpiexec", f"{SAVES} exit 75")
+    script = render(ASKED, PBS)
+    first = {"job_id": "7.server", "scheduler": "pbs", "command": ["qsub"]}
+    (batch.folder / "runs/a").mkdir(parents=True)
+    record(batch.folder / "runs/a", first)
+    for job, again in (("7.server", "8.server"), ("8.server", "9.server")):
+        batch.does("qsub", f"echo 'Welcome to the site'; echo {again}")
+        pbs(batch, script, job=job, HPCTRAIN_CHAIN="7.server")
+    noted = history(batch.folder / "runs/a")
+    assert [entry["job_id"] for entry in noted] == ["7.server", "8.server", "9.server"]
+    assert [entry.get("chain") for entry in noted] == [None, "7.server", "7.server"]
+    assert noted[0].items() > first.items()
+    record(batch.folder / "runs/a", first)
+    assert len(history(batch.folder / "runs/a")) == 4
+
+
+def test_jobs_that_wait_are_handed_on(batch: Batch) -> None:
+    batch.does("mpiexec", f"{SAVES} exit 75")
+    batch.does("qsub", "echo 8.server")
+    depend = "    depend = beforeany:11.server@server:12.ser", "\tver@server,beforeok:13.server@server"
+    lines = ["Job Id: 7.server", *depend]
+    batch.does("qstat", f"printf '%s\\n' {' '.join(map(shlex.quote, lines))}")
+    assert pbs(batch, render(ASKED, PBS)).returncode == 75
+    assert [call.words for call in batch.calls("qalter")] == [
+        ["-W", "depend=afterany:8.server", "11.server"],
+        ["-W", "depend=afterany:8.server", "12.server"],
+    ]
+
+
+@pytest.mark.parametrize("mode, umask", [(0o755, "0022"), (0o700, "0077"), (0o2770, "0007"), (0o1777, "0002")])
+def test_files_get_the_rights_of_the_folder(batch: Batch, mode: int, umask: str) -> None:
+    batch.does("mpiexec", "umask >umask.txt")
+    (batch.folder / "runs/a").mkdir(parents=True)
+    (batch.folder / "runs/a").chmod(mode)
+    pbs(batch, "umask 077\n" + render(ASKED, PBS))
+    assert (batch.folder / "umask.txt").read_text().strip() == umask
+
+
+def test_nothing_outlives_a_script_that_is_killed(batch: Batch) -> None:
+    """What PBS kills is the script; the ranks have a session of their own."""
+    batch.does("mpiexec", "trap 'touch ended; exit' TERM; trap '' USR1; touch begun; while :; do /bin/sleep 0.05; done")
+    (batch.folder / "runs/a").mkdir(parents=True)
+    job = batch.start(render(ASKED, PBS), PBS_JOBID="7", PBS_O_WORKDIR=str(batch.folder))
+    wait_for(batch.folder / "begun")
+    with job:
+        job.kill()
+    wait_for(batch.folder / "ended")
 
 
 @pytest.mark.parametrize("number, back", [(signal.SIGUSR1, True), (signal.SIGTERM, False)])

@@ -43,11 +43,13 @@ def test_a_script_is_written_submitted_and_noted(batch: Batch, tmp_path: Path) -
 def test_pbs(batch: Batch, tmp_path: Path) -> None:
     outer = {"PBS_DPREFIX": "#X", "PBS_SERVER": "s", "PBS_JOBID": "3", "PBS_NODEFILE": "/x"}
     outer["OMPI_COMM_WORLD_SIZE"] = "2"
+    outer |= {"HPCTRAIN_CHAIN": "3.server", "HPCTRAIN_TASK": "1", "HPCTRAIN_DEADLINE": "9", "HPCTRAIN_TIMEOUT": "60"}
     done = submit("pbs", "#!/bin/bash\n", tmp_path, after="12.server", environ=batch.environment(**outer))
     (call,) = batch.calls("qsub")
     assert call.words == ["-W", "depend=afterany:12.server", str(tmp_path / "job.pbs")]
     assert done.job_id == "77.server" and call.environment["PBS_SERVER"] == "s"
-    assert done.removed == ("OMPI_COMM_WORLD_SIZE", "PBS_DPREFIX", "PBS_JOBID", "PBS_NODEFILE")
+    chain = ("HPCTRAIN_CHAIN", "HPCTRAIN_DEADLINE", "HPCTRAIN_TASK")
+    assert done.removed == (*chain, "OMPI_COMM_WORLD_SIZE", "PBS_DPREFIX", "PBS_JOBID", "PBS_NODEFILE")
 
 
 def test_every_variable_that_sbatch_reads_is_left_out() -> None:
@@ -97,8 +99,8 @@ def test_a_scheduler_that_does_not_answer(batch: Batch, tmp_path: Path, monkeypa
 @pytest.mark.parametrize("after", ["1;canary", "-1", "$(canary)", "1\n", "x"])
 def test_a_job_to_wait_for_is_an_id(batch: Batch, tmp_path: Path, after: str) -> None:
     with pytest.raises(UsageError, match="--after .* is not the id of a job"):
-        submit("slurm", "x", tmp_path, after=after, environ=batch.environment())
-    assert not batch.calls()
+        submit("slurm", "x", tmp_path / "run", after=after, environ=batch.environment())
+    assert not batch.calls() and not (tmp_path / "run").exists()
 
 
 def test_a_folder_that_cannot_be_written(batch: Batch, tmp_path: Path) -> None:

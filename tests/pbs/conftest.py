@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pbs_needs
 import pytest
-from pbs_cluster import FOLDER, PbsCluster, work_folder
+from pbs_cluster import PbsCluster
 from pbs_jobs import PbsDesk
+from site_pbs import SitePbs
 from support.paced_fixtures import corpus, reference, shared
 
 __all__ = ["corpus", "reference", "shared"]
@@ -32,9 +33,10 @@ def _limit(item: pytest.Item) -> float:
 @pytest.fixture(scope="session")
 def cluster() -> PbsCluster:
     """Return the cluster that run.py has started."""
-    if "HPCTRAIN_PBS_SSH" not in os.environ:
+    kind = os.environ.get("HPCTRAIN_PBS")
+    if kind is None:
         pytest.skip(pbs_needs.obstacle() or "tests/pbs/run.py starts the cluster (make test-pbs)")
-    return PbsCluster(ssh=os.environ["HPCTRAIN_PBS_SSH"] == "yes")
+    return SitePbs() if kind == "site" else PbsCluster(ssh=kind == "ssh")
 
 
 @pytest.fixture
@@ -52,15 +54,14 @@ def lone_desk(cluster: PbsCluster, corpus: Path, request: pytest.FixtureRequest)
 
 
 def _desk(cluster: PbsCluster, corpus: Path, request: pytest.FixtureRequest) -> Iterator[PbsDesk]:
-    folder = work_folder(request.node.name.translate(str.maketrans("[]", "--")).strip("-"))
+    folder = cluster.work_folder(request.node.name.translate(str.maketrans("[]", "--")).strip("-"))
     data = folder / "corpus.h5"
     shutil.copyfile(corpus, data)
-    venvs = {mpi: FOLDER / "tree" / venv.name for mpi, venv in pbs_needs.VENVS.items()}
-    desk = request.node.stash[_DESK] = PbsDesk(cluster, folder, data, venvs)
+    desk = request.node.stash[_DESK] = PbsDesk(cluster, folder, data)
     yield desk
     left = {link for job in desk.jobs for link in job.links if job.facts.get("job_state") != "F" or job.links[1:]}
     if left:
-        cluster.root(f"qdel -W force {' '.join(sorted(left))}", check=False)
+        cluster.login(f"qdel -W force {' '.join(sorted(left))}", check=False)
 
 
 @pytest.hookimpl(wrapper=True)

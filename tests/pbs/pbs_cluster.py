@@ -36,7 +36,12 @@ class PbsCluster:
     def __init__(self, *, ssh: bool = False) -> None:
         script = pbs_needs.script()
         assert script is not None
-        self._script, self.ssh = script, ssh
+        self._script, self.ssh, self.folder = script, ssh, FOLDER
+
+    @property
+    def venvs(self) -> dict[str, Path]:
+        """Return the environments of the cluster's user, which user_environments.py makes."""
+        return {mpi: self.folder / "tree" / venv.name for mpi, venv in pbs_needs.VENVS.items()}
 
     def start(self) -> None:
         """Start all nodes; what an earlier session has left is ended first."""
@@ -84,6 +89,12 @@ class PbsCluster:
         found: dict[str, Any] = next(iter(told.get("Jobs", {}).values()), {})
         return found
 
+    def processes(self, node: str, job_id: str, name: str = ".*") -> list[int]:
+        """Return the processes of a job on a node whose program has this name."""
+        found = f"grep -qzxF 'PBS_JOBID={job_id}' /proc/$one/environ 2>/dev/null && echo $one"
+        told = self.on(node, f"for one in $(pgrep -u {USER} -x '{name}'); do {found}; done")
+        return [int(word) for word in told.split()]
+
     def free_nodes(self) -> set[str]:
         """Return the nodes that are up and take jobs."""
         told = json.loads(self.root("pbsnodes -a -F json", check=False) or "{}")
@@ -130,7 +141,7 @@ class PbsCluster:
 
     @contextmanager
     def _lock(self, kind: int) -> Iterator[None]:
-        with open(FOLDER / "in-use.lock", "a") as lock:
+        with open(self.folder / "in-use.lock", "a") as lock:
             fcntl.flock(lock, kind)
             yield
 
@@ -148,18 +159,19 @@ class PbsCluster:
             raise RuntimeError(f"{' '.join(words)}: exit code {done.returncode}: {complaint}{told}")
         return told
 
-
-def work_folder(name: str) -> Path:
-    """Return a new folder of the user's that all nodes see."""
-    folder = FOLDER / "work" / name
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-    give(folder)
-    return folder
+    def work_folder(self, name: str) -> Path:
+        """Return a new folder of the user's that all nodes see."""
+        folder = self.folder / "work" / name
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        give(folder)
+        return folder
 
 
 def give(folder: Path) -> None:
-    """Let a folder and all in it be the user's."""
+    """Let a folder and all in it be the user's, if root plays the cluster."""
+    if os.geteuid():
+        return
     user = pwd.getpwnam(USER)
     for path in (folder, *folder.rglob("*")):
         os.chown(path, user.pw_uid, user.pw_gid, follow_symlinks=False)

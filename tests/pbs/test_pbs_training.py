@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 
 import pytest
@@ -20,6 +21,11 @@ def test_one_node_trains(desk: PbsDesk, reference: dict[str, bytes], mpi: str) -
     (attempt,) = job.attempts
     assert (attempt["size"], attempt["nodes"], attempt["status"]) == (2, 1, "finished")
     assert job.weights == reference
+    ranks = [json.loads((desk.folder / f"rank_{rank}.json").read_text()) for rank in range(2)]
+    cores = sorted(os.sched_getaffinity(0))
+    job.until((job.folder / f"{job.id}.OU").exists, "PBS's own file in the run's folder", 20)
+    # The job has both cores of its node, whatever this machine has: it binds if that are all.
+    assert [rank["cpus"] for rank in ranks] == ([[core] for core in cores] if len(cores) == 2 else [cores] * 2)
 
 
 @BOTH
@@ -37,5 +43,7 @@ def test_two_nodes_train_without_ssh(desk: PbsDesk, reference: dict[str, bytes],
         assert found["SHOW"] == "two words; and $more" and found["HPCTRAIN_CHAIN"] == job.id == found["PBS_JOBID"]
         assert found["OMP_NUM_THREADS"] == "1" and float(found["HPCTRAIN_DEADLINE"]) > attempt["unix_time"]
         assert found["PATH"].startswith(f"{desk.venvs[mpi]}/bin:")
+        assert rank["cpus"] == sorted(os.sched_getaffinity(0)), "another job may share the node: not bound"
         assert rank["umask"] == 0o022, "as the folder of the run allows"
-    assert shutil.which("ssh", path="/usr/bin") and not desk.cluster.on(job.nodes[0], "command -v ssh").strip()
+    if not desk.cluster.ssh:
+        assert shutil.which("ssh", path="/usr/bin") and not desk.cluster.on(job.nodes[0], "command -v ssh").strip()

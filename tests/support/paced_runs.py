@@ -7,9 +7,9 @@ from pathlib import Path
 STEPS = 300
 EVERY = 50  # steps between checkpoints
 
-# PACE: seconds that a step takes until the job has come back once, or until there is a file "hurry". HARM: "raise 1 5"
-# is an exception of rank 1 in step 5, "kill 1 5" a SIGKILL; HARM_AGAIN: in every attempt. When it was is noted in
-# harm.txt. SHOW: every rank writes its host, CPUs, umask and environment into rank_N.json in its first step.
+# PACE: seconds that a step takes until the job has come back once (PACE_AGAIN: always), or until a file "hurry" exists.
+# HARM: "raise 1 5" is an exception of rank 1 in step 5, "kill 1 5" a SIGKILL; HARM_AGAIN: in every attempt. When it was
+# is noted in harm.txt. SHOW: each rank writes its host, CPUs, umask and environment into rank_N.json in its first step.
 _MODEL = '''
 import json, os, signal, socket, time, torch
 
@@ -41,7 +41,7 @@ def act(step):
         if kind == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         raise RuntimeError("harm was asked for")
-    if first and not os.path.exists("hurry"):
+    if (first or "PACE_AGAIN" in os.environ) and not os.path.exists("hurry"):
         time.sleep(float(os.environ.get("PACE", 0)))
 
 def show():

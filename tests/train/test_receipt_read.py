@@ -152,7 +152,7 @@ def test_slurm_knows_of_an_end_and_of_energy(life: Life) -> None:
     life.start(0, job_id="7", scheduler="slurm")
     life.steps(1)
     for state, status in (("RUNNING", "running"), ("NODE_FAIL", "killed")):
-        receipts = load([life.folder], ask)
+        receipts = load([life.folder], {"slurm": ask})
         assert receipts[0].status == status and receipts[0].joules == 7.2e6
     assert asked == [{"7"}, {"7"}]
     assert "2 kWh, says sacct" in text(receipts)[-1] and to_json(receipts)["totals"]["joules"] == 7.2e6
@@ -162,9 +162,29 @@ def test_slurm_knows_of_an_end_and_of_energy(life: Life) -> None:
     other.folder.mkdir()
     other.start(0, job_id="8", scheduler="slurm")
     other.books.close("finished", 1, None)
-    load([life.folder, other.folder], ask)
+    load([life.folder, other.folder], {"slurm": ask})
     assert asked == [{"7", "8"}], "once for all runs"
     assert summary(life.folder) is not None and len(asked) == 1, "a run that ends asks nobody"
+
+
+@pytest.mark.parametrize(
+    "state, status",
+    [("R", "running"), ("E", "running"), ("F", "killed"), ("Q", "killed"), ("unknown to PBS", "killed")],
+)
+def test_pbs_knows_of_an_end(life: Life, state: str, status: str) -> None:
+    """A job that waits to run again has ended its attempt; one that PBS has forgotten, too."""
+    life.start(0, job_id="7.server", scheduler="pbs")
+    life.steps(1)
+    asked: list[set[str]] = []
+
+    def ask(jobs: set[str]) -> dict[str, Account]:
+        asked.append(jobs)
+        return {"7.server": Account(state, None)}
+
+    assert load([life.folder], {"pbs": ask, "slurm": lambda jobs: pytest.fail("no job of Slurm's")})[0].status == status
+    assert asked == [{"7.server"}]
+    assert load([life.folder], {"pbs": lambda jobs: {}})[0].status == "running", "PBS does not answer"
+    life.books.close("finished", 1, None)
 
 
 OLD = {

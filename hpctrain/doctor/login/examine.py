@@ -82,7 +82,8 @@ def gather(environ: Mapping[str, str] = os.environ) -> Facts:
 
 def check(facts: Facts, text: str | None = None) -> list[Finding]:
     """Return what the facts mean, for a job in general and for the script with this text."""
-    environ, in_job = facts.environ, "SLURM_JOB_ID" in facts.environ or "PBS_JOBID" in facts.environ
+    environ = facts.environ
+    scheduler = "slurm" if "SLURM_JOB_ID" in environ else "pbs" if "PBS_JOBID" in environ else None
     found = [
         *_check_place(facts),
         *interpreter.check(facts.interpreter, environ),
@@ -95,7 +96,7 @@ def check(facts: Facts, text: str | None = None) -> list[Finding]:
         *pair.check(facts.mpi, facts.slurm, environ),
         *pbs.check(facts.pbs, environ, facts.slurm.here),
         *variables.check(environ, facts.limits.cores),
-        *limits.check(facts.limits, in_job),
+        *limits.check(facts.limits, scheduler),
         *storage.check(facts.storage),
     ]
     return found if text is None else [*found, *script.check(text, facts.mpi, facts.slurm, environ)]

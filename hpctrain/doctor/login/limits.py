@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hpctrain.cluster.binding import cpu_affinity, format_cpus
+from hpctrain.doctor.advice import advice
 from hpctrain.doctor.finding import Finding, note, ok, warning
 
 _FILES = 4096  # descriptors; shards of data and sockets to other ranks need thousands
@@ -47,20 +48,20 @@ def gather() -> Limits:
     )
 
 
-def check(limits: Limits, in_job: bool) -> Iterator[Finding]:
-    """Yield what is to be said of limits; on a login node they are often narrow, and jobs have their own."""
-    yield from _check_cores(limits, in_job)
-    yield from _check_memory(limits, in_job)
+def check(limits: Limits, scheduler: str | None) -> Iterator[Finding]:
+    """Yield what is to be said of limits, in a job of this scheduler; on a login node (None) they are often narrow."""
+    yield from _check_cores(limits, scheduler)
+    yield from _check_memory(limits, scheduler)
     if limits.files is not None and limits.files < _FILES:
         room = limits.most_files is None or limits.most_files >= _FILES
-        advice = f"ulimit -n {limits.most_files or 65536}" if room else "ask the site to raise it (limits.conf)"
-        yield note("limits", f"{limits.files} open files", "data in many files needs more", advice)
+        remedy = f"ulimit -n {limits.most_files or 65536}" if room else "ask the site to raise it (limits.conf)"
+        yield note("limits", f"{limits.files} open files", "data in many files needs more", remedy)
     if limits.rdma and limits.locked is not None and limits.locked < _SMALL_LOCK:
         yield warning(
             "limits",
             f"{tell(limits.locked)} of locked memory, on a node with InfiniBand",
             "MPI cannot register its buffers with the adapter, and is slow or fails",
-            "ulimit -l unlimited before sbatch, whose jobs inherit it, or ask the site",
+            "ulimit -l unlimited before sbatch, whose jobs inherit it; with PBS, or if that is refused, ask the site",
         )
     if limits.dumps != 0:
         size = "any size" if limits.dumps is None else f"up to {tell(limits.dumps)}"
@@ -69,30 +70,30 @@ def check(limits: Limits, in_job: bool) -> Iterator[Finding]:
         )
 
 
-def _check_cores(limits: Limits, in_job: bool) -> Iterator[Finding]:
+def _check_cores(limits: Limits, scheduler: str | None) -> Iterator[Finding]:
     told = f"{len(limits.affinity)} of {limits.cores} cores ({format_cpus(limits.affinity)})"
     if len(limits.affinity) >= limits.cores:
         yield ok("cores", f"all {limits.cores}")
-    elif in_job and len(limits.affinity) == 1:
+    elif scheduler and len(limits.affinity) == 1:
         yield warning(
             "cores",
             told,
             "a rank that may use one core computes with one thread",
-            "--cpus-per-task=N on the line of srun, for N cores a rank",
+            advice("cores", scheduler),
         )
     else:
         yield ok("cores", told)
 
 
-def _check_memory(limits: Limits, in_job: bool) -> Iterator[Finding]:
+def _check_memory(limits: Limits, scheduler: str | None) -> Iterator[Finding]:
     if limits.memory is None or limits.memory >= limits.installed:
         yield ok("memory", f"{tell(limits.installed)}, without a limit")
     elif limits.memory < _LITTLE:
-        yield (warning if in_job else note)(
+        yield (warning if scheduler else note)(
             "memory",
             f"limited to {tell(limits.memory)} of {tell(limits.installed)}",
             "a process that needs more is killed without a word",
-            "--mem=SIZE in the job's script" if in_job else "jobs have limits of their own: look there, too",
+            advice("memory", scheduler) if scheduler else "jobs have limits of their own: look there, too",
         )
     else:
         yield ok("memory", f"{tell(limits.memory)} of {tell(limits.installed)} (control group)")

@@ -39,13 +39,13 @@ def take(comm: Communicator) -> list[Host]:
     return [host for host in comm.all_gather_object(own) if host is not None]
 
 
-def check(hosts: Sequence[Host]) -> Iterator[Finding]:
+def check(hosts: Sequence[Host], scheduler: str | None = None) -> Iterator[Finding]:
     """Yield what is not well, once for all nodes of which it is true; cores are a matter of binding."""
     where: dict[Finding, list[str]] = defaultdict(list)
     for host in hosts:
         facts = {"there": True, "writable": True, "size": host.shm, "free": host.shm_free, "files": 0}
         memory = storage.check([storage.Place("shm", _SHM, Answer(facts=facts))])
-        for finding in (*limits.check(host.limits, in_job=True), *memory):
+        for finding in (*limits.check(host.limits, scheduler=scheduler or "slurm"), *memory):
             if finding.level != "ok" and finding.topic != "cores":
                 where[finding].append(host.name)
     for finding, names in where.items():

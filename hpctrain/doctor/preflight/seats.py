@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hpctrain.cluster.binding import cpu_affinity, format_cpus
+from hpctrain.doctor.advice import advice
 from hpctrain.doctor.finding import Finding, Level, error, note, ok
 
 if TYPE_CHECKING:
@@ -82,8 +83,8 @@ def numa_nodes(cpus: Iterable[int], root: Path = _NUMA) -> tuple[int, ...]:
     return tuple(sorted(found))
 
 
-def check(seats: Sequence[Seat]) -> Iterator[Finding]:
-    """Yield what is to be said of the seats."""
+def check(seats: Sequence[Seat], scheduler: str | None = None) -> Iterator[Finding]:
+    """Yield what is to be said of the seats, with advice in the words of this scheduler."""
     nodes = by_node(seats)
     counts = sorted({len(there) for there in nodes.values()})
     told = f"{count(len(seats), 'rank')} on {count(len(nodes), 'node')}"
@@ -96,8 +97,8 @@ def check(seats: Sequence[Seat]) -> Iterator[Finding]:
         )
     else:
         yield ok("ranks", told)
-    yield from _check_cores(nodes)
-    yield from _check_devices(seats)
+    yield from _check_cores(nodes, scheduler)
+    yield from _check_devices(seats, scheduler)
 
 
 def by_node(seats: Iterable[Seat]) -> dict[int, list[Seat]]:
@@ -119,7 +120,7 @@ def count(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
-def _check_cores(nodes: Mapping[int, Sequence[Seat]]) -> Iterator[Finding]:
+def _check_cores(nodes: Mapping[int, Sequence[Seat]], scheduler: str | None) -> Iterator[Finding]:
     """Yield how the ranks of the nodes share cores; the same words for the nodes of which the same is true."""
     said: dict[tuple[str, str], list[str]] = defaultdict(list)
     for there in nodes.values():
@@ -127,8 +128,9 @@ def _check_cores(nodes: Mapping[int, Sequence[Seat]]) -> Iterator[Finding]:
             said[kind, told].append(there[0].host)
     for (kind, told), hosts in said.items():
         where = hosts[0] if len(hosts) == 1 else f"{len(hosts)} nodes, {hosts[0]} the first"
-        level, why, advice = _SHARING[kind]
-        yield Finding(level, "binding", f"{told} ({where})", why, advice)
+        level, why, remedy = _SHARING[kind]
+        remedy = remedy or advice("more cores", scheduler)
+        yield Finding(level, "binding", f"{told} ({where})", why, remedy)
     if not said:
         yield ok("binding", "no two ranks share a core")
 
@@ -138,7 +140,7 @@ _SHARING: dict[str, tuple[Level, str, str]] = {
     "crowded": ("warning", "ranks that outnumber their cores take turns, and every collective waits for that", _BIND),
     "overlap": ("warning", "two ranks on a core have half of it each, while other cores may idle", _BIND),
     "unbound": ("note", "the system may move them from core to core, away from their memory", _BIND),
-    "few": ("note", "the others idle, unless another job has them", "--cpus-per-task=N on the line of srun, too"),
+    "few": ("note", "the others idle, unless another job has them", ""),  # as the scheduler calls it
     "spread": ("note", "memory of another NUMA node is slower by a half or more", "bind each rank within one of them"),
 }
 
@@ -169,7 +171,7 @@ def _pairs(there: Sequence[Seat]) -> Iterator[tuple[Seat, Seat]]:
             yield one, two
 
 
-def _check_devices(seats: Sequence[Seat]) -> Iterator[Finding]:
+def _check_devices(seats: Sequence[Seat], scheduler: str | None) -> Iterator[Finding]:
     users: dict[tuple[int, str], list[Seat]] = defaultdict(list)
     for seat in seats:
         if seat.gpu:
@@ -185,7 +187,7 @@ def _check_devices(seats: Sequence[Seat]) -> Iterator[Finding]:
     without = [seat.rank for seat in seats if not seat.gpu]
     if users and without:
         yield error(
-            "GPUs", f"{ranks_in_words(without)} see none, others do", "all ranks need one", "--gpus-per-node=N"
+            "GPUs", f"{ranks_in_words(without)} see none, others do", "all ranks need one", advice("GPUs", scheduler)
         )
     elif users:
         names = sorted({seat.gpu for seat in seats})

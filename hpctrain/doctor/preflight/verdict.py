@@ -7,6 +7,7 @@ from pathlib import Path
 from statistics import median_high
 
 from hpctrain.cluster.nodes import compress_node_list
+from hpctrain.doctor.advice import advice
 from hpctrain.doctor.finding import Finding, note, ok, warning
 from hpctrain.doctor.preflight import clocks, files, hosts, pairs, reductions, seats
 from hpctrain.doctor.preflight.outliers import slow
@@ -17,11 +18,11 @@ _FAR = 0.5  # share that must be missing inside of a node, where some cores are 
 _IDLE = 0.7  # share that must be missing in writing: filesystems are shared with all other jobs
 
 
-def findings(report: Report) -> list[Finding]:
-    """Return what is to be said of a report."""
+def findings(report: Report, scheduler: str | None = None) -> list[Finding]:
+    """Return what is to be said of a report, with advice in the words of this scheduler."""
     return [
-        *seats.check(report.seats),
-        *hosts.check(report.nodes),
+        *seats.check(report.seats, scheduler),
+        *hosts.check(report.nodes, scheduler),
         *clocks.check(report.skews),
         *_check_rates(report, "products", "products of matrices", report.products, "GFLOP/s"),
         *_check_rates(report, "memory", "reading and writing memory", report.streams, "GB/s"),
@@ -30,7 +31,7 @@ def findings(report: Report) -> list[Finding]:
         *reductions.check(report.reductions),
         *files.check(report.written, report.seats, Path(report.folder)),
         *_check_writers(report),
-        *_check_nodes(report),
+        *_check_nodes(report, scheduler),
     ]
 
 
@@ -146,7 +147,7 @@ def _check_writers(report: Report) -> Iterator[Finding]:
         )
 
 
-def _check_nodes(report: Report) -> Iterator[Finding]:
+def _check_nodes(report: Report, scheduler: str | None) -> Iterator[Finding]:
     names = slow_nodes(report)
     if not names:
         return
@@ -155,7 +156,7 @@ def _check_nodes(report: Report) -> Iterator[Finding]:
             "nodes",
             f"slow: {_listed(names)}",
             "the whole job is as slow as they are",
-            f"submit again with --exclude={leave}",
+            advice("leave out", scheduler, leave),
         )
     else:
         yield note("nodes", f"{len(names)} of {len(report.hosts)} nodes differ", "so many are not worth leaving out")

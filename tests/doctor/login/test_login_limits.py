@@ -15,38 +15,46 @@ from hpctrain.doctor.login.limits import Limits, check, gather, memory_limit, te
 FINE = Limits(64, tuple(range(64)), 65536, None, None, 0, None, 2**38, rdma=True)
 
 
-@pytest.mark.parametrize("in_job", [True, False])
-def test_a_good_node(in_job: bool) -> None:
-    assert told(check(FINE, in_job)) == []
+@pytest.mark.parametrize("scheduler", ["slurm", "pbs", None])
+def test_a_good_node(scheduler: str | None) -> None:
+    assert told(check(FINE, scheduler)) == []
 
 
 @pytest.mark.parametrize(
-    "change, in_job, finding",
+    "change, scheduler, finding",
     [
-        ({"files": 1024, "most_files": 65536}, True, ("note", "limits")),
-        ({"locked": 65536}, True, ("warning", "limits")),
-        ({"dumps": None}, True, ("note", "limits")),
-        ({"affinity": (3,)}, True, ("warning", "cores")),
-        ({"memory": 2**30}, True, ("warning", "memory")),
-        ({"memory": 2**30}, False, ("note", "memory")),
+        ({"files": 1024, "most_files": 65536}, "slurm", ("note", "limits")),
+        ({"locked": 65536}, "slurm", ("warning", "limits")),
+        ({"dumps": None}, "slurm", ("note", "limits")),
+        ({"affinity": (3,)}, "slurm", ("warning", "cores")),
+        ({"memory": 2**30}, "slurm", ("warning", "memory")),
+        ({"memory": 2**30}, None, ("note", "memory")),
     ],
 )
-def test_a_bad_one(change: dict[str, Any], in_job: bool, finding: tuple[str, str]) -> None:
-    assert told(check(replace(FINE, **change), in_job)) == [finding]
+def test_a_bad_one(change: dict[str, Any], scheduler: str | None, finding: tuple[str, str]) -> None:
+    assert told(check(replace(FINE, **change), scheduler)) == [finding]
 
 
 @pytest.mark.parametrize("change", [{"affinity": (3,)}, {"affinity": (0, 1), "memory": 2**36}])
 def test_a_login_node_is_narrow(change: dict[str, Any]) -> None:
-    assert told(check(replace(FINE, **change), in_job=False)) == []
+    assert told(check(replace(FINE, **change), None)) == []
 
 
 def test_locked_memory_matters_with_an_adapter_only() -> None:
-    assert told(check(replace(FINE, locked=65536, rdma=False), True)) == []
+    assert told(check(replace(FINE, locked=65536, rdma=False), "slurm")) == []
 
 
 @pytest.mark.parametrize("most, words", [(65536, "ulimit -n 65536"), (1024, "ask the site")])
 def test_advice_is_what_the_user_can_do(most: int, words: str) -> None:
-    assert words in only(check(replace(FINE, files=1024, most_files=most), True)).advice
+    assert words in only(check(replace(FINE, files=1024, most_files=most), "slurm")).advice
+
+
+@pytest.mark.parametrize("scheduler, words", [("slurm", ["--cpus-per-task", "--mem="]), ("pbs", ["ncpus", "mem="])])
+def test_advice_is_in_the_words_of_the_scheduler(scheduler: str, words: list[str]) -> None:
+    found = [*check(replace(FINE, affinity=(3,), memory=2**30), scheduler)]
+    advice = [finding.advice for finding in found if finding.level == "warning"]
+    assert [word in text for word, text in zip(words, advice, strict=True)] == [True, True]
+    assert not any(text.startswith("--") for text in advice) or scheduler == "slurm"
 
 
 def test_the_narrowest_group_counts(tmp_path: Path) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
 from support.doctoring import MISSING, told
 
+from hpctrain.doctor.finding import Finding
 from hpctrain.doctor.login.ask import Answer
 from hpctrain.doctor.login.pbs import Pbs, check
 
@@ -29,3 +31,37 @@ def test_stand_ins_of_slurm() -> None:
 
 def test_another_prefix_of_directives() -> None:
     assert told(check(PBS, {"PBS_DPREFIX": "#QSUB"}, slurm=False)) == [("note", "PBS")]
+
+
+SERVER = {"flatuid": "True", "job_history_enable": "True", "default_queue": "workq"}
+WAYS = {"pbs_tmrsh": "/opt/pbs/bin/pbs_tmrsh", "ssh": "/usr/bin/ssh"}
+
+
+def pbs(ways: dict[str, str] = WAYS, queue: dict[str, object] | None = None, **server: str) -> list[Finding]:
+    found = Pbs(PBS.version, {**SERVER, **server}, queue or {}, ways)
+    return [finding for finding in check(found, {}, slurm=False)][1:]
+
+
+def test_a_good_server() -> None:
+    levels = [(finding.level, finding.found) for finding in pbs()]
+    assert [level for level, _ in levels] == ["ok", "note", "ok"]
+    assert "qdel leaves a job 10 s" in levels[1][1] and "/opt/pbs/bin/pbs_tmrsh" in levels[2][1]
+    assert "qdel leaves a job 90 s" in pbs(queue={"kill_delay": 90})[1].found
+
+
+def test_jobs_that_may_not_submit_jobs() -> None:
+    first = pbs(flatuid="False")[0]
+    assert first.level == "warning" and "Bad UID" in first.why and "flatuid = True" in first.advice
+
+
+def test_no_history() -> None:
+    assert pbs(job_history_enable="False")[1].found.startswith("no history of jobs")
+
+
+@pytest.mark.parametrize(
+    "ways, level, words",
+    [(WAYS, "ok", "need no ssh"), ({"ssh": "/usr/bin/ssh"}, "note", "/usr/bin/ssh"), ({}, "warning", "neither")],
+)
+def test_how_ranks_start_on_other_nodes(ways: dict[str, str], level: str, words: str) -> None:
+    last = pbs(ways)[-1]
+    assert last.level == level and words in last.found

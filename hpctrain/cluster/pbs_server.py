@@ -1,0 +1,91 @@
+"""What an OpenPBS server knows of its jobs, its queues and itself, as ``qstat -F json`` prints it.
+
+Asked on a login node, never during a run. ``None`` means that no PBS has answered.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+ANSWER = 10.0  # seconds that qstat has to answer
+KILL_DELAY = 10  # seconds between SIGTERM and SIGKILL of qdel where a queue does not say
+# 1234, 1234.server, 1234[5].server of an array's task, 1234[].server of the array.
+ID = re.compile(r"[0-9]+(\[[0-9]*\])?(\.[\w.-]+)?", re.ASCII)
+
+Facts = Mapping[str, Any]
+Ask = Callable[[Sequence[str]], str]  # returns what a command prints, whatever its exit code is
+
+
+def jobs(job_ids: Iterable[str], ask: Ask | None = None) -> dict[str, Facts] | None:
+    """Return what PBS knows of jobs by id; ended jobs are known as long as the server keeps their history.
+
+    qstat prints the jobs that it knows and complains about the others. If the server keeps no history, ``qstat -x``
+    knows no job, so those that it does not know are asked for once more among the present ones.
+    """
+    wanted = sorted({job_id for job_id in job_ids if ID.fullmatch(job_id)})
+    found: dict[str, Facts] = {}
+    for history in (["-x"], []):
+        missing = [job_id for job_id in wanted if job_id not in found]
+        if missing:
+            told = _told(["qstat", *history, "-f", "-F", "json", *missing], ask)
+            if told is None:
+                return None
+            known = told.get("Jobs", {})
+            # PBS completes an id by the name of its server.
+            for job_id in missing:
+                full = next((name for name in known if name == job_id or name.partition(".")[0] == job_id), None)
+                if full is not None:
+                    found[job_id] = {**known[full], "id": full}
+    return found
+
+
+def own_jobs(user: str, ask: Ask | None = None) -> dict[str, Facts] | None:
+    """Return the jobs of a user that wait or run."""
+    ids = (ask or _run)(["qselect", "-u", user]).split()
+    return jobs(ids, ask) if ids else {}
+
+
+def server(ask: Ask | None = None) -> Facts | None:
+    """Return the attributes of the server: flatuid, default_queue, job_history_enable..."""
+    return _first(_told(["qstat", "-B", "-f", "-F", "json"], ask), "Server")
+
+
+def queue(name: str, ask: Ask | None = None) -> Facts | None:
+    """Return the attributes of a queue: kill_delay..."""
+    return _first(_told(["qstat", "-Q", "-f", "-F", "json", name], ask), "Queue")
+
+
+def may_submit_itself(server_facts: Facts) -> bool:
+    """Tell whether a job may submit a job from its node: PBS's default forbids it."""
+    return str(server_facts.get("flatuid", "False")) == "True"
+
+
+def kill_delay(queue_facts: Facts) -> int:
+    """Return the seconds that a job has between the SIGTERM of qdel and SIGKILL."""
+    told = str(queue_facts.get("kill_delay", KILL_DELAY))
+    return int(told) if told.isdecimal() else KILL_DELAY
+
+
+def _first(told: Facts | None, what: str) -> Facts | None:
+    found = (told or {}).get(what)
+    return next(iter(found.values()), None) if isinstance(found, Mapping) else None
+
+
+def _told(command: Sequence[str], ask: Ask | None) -> dict[str, Any] | None:
+    try:
+        told = json.loads((ask or _run)(command))
+    except ValueError:
+        return None
+    return told if isinstance(told, dict) and "pbs_version" in told else None
+
+
+def _run(command: Sequence[str]) -> str:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=ANSWER, stdin=subprocess.DEVNULL)
+    except (OSError, subprocess.SubprocessError, UnicodeDecodeError):
+        return ""
+    return done.stdout

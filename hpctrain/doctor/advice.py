@@ -1,0 +1,27 @@
+"""Advice in the words of the batch system in use: what is an option of Slurm is none of PBS."""
+
+from __future__ import annotations
+
+# What to do, by scheduler; the empty name is outside of a job.
+_WORDS = {
+    "memory": {"slurm": "--mem=SIZE in the job's script", "pbs": "mem=SIZE in the job's select (hpctrain: --memory)"},
+    "cores": {
+        "slurm": "--cpus-per-task=N on the line of srun, for N cores a rank",
+        "pbs": "ncpus in the job's select (hpctrain: --cpus-per-rank), for N cores a rank",
+    },
+    "more cores": {
+        "slurm": "--cpus-per-task=N on the line of srun, too",
+        "pbs": "ncpus in the job's select (hpctrain: --cpus-per-rank)",
+    },
+    "GPUs": {"slurm": "--gpus-per-node=N", "pbs": "ngpus=N in the job's select (hpctrain: --gpus-per-node)"},
+    "leave out": {
+        "slurm": "submit again with --exclude={}",
+        "pbs": "name them to the site, which takes them off (pbsnodes -o); PBS has no option to leave nodes out",
+    },
+}
+
+
+def advice(what: str, scheduler: str | None, *values: str) -> str:
+    """Return what to do about something, in the words of this scheduler, Slurm's where there is none."""
+    words = _WORDS[what]
+    return words.get(scheduler or "slurm", words["slurm"]).format(*values)

@@ -1,0 +1,80 @@
+"""What ``qstat -F json`` prints is read as OpenPBS 23.06 writes it; where no PBS answers, nothing is known."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from hpctrain.cluster import pbs_server
+from hpctrain.cluster.accounting import Account, ask_pbs
+
+PRESENT = {"12.head": {"job_state": "R"}, "5[1].head": {"job_state": "Q"}}
+PAST = {"7.head": {"job_state": "F", "Exit_status": 75}}
+
+
+class Qstat:
+    """Stand-in for qstat of a server with or without a history of jobs."""
+
+    def __init__(self, *, history: bool = True, server: str = "pbs_version") -> None:
+        self.history, self.server = history, server
+        self.commands = list[Sequence[str]]()
+
+    def __call__(self, command: Sequence[str]) -> str:
+        self.commands.append(command)
+        if not self.server:
+            return ""
+        past = "-x" in command
+        # Without a history qstat -x knows no job at all.
+        known = {} if past and not self.history else {**PRESENT, **(PAST if past else {})}
+        found = {name: job for name, job in known.items() if {name, name.partition(".")[0]} & set(command)}
+        return json.dumps({self.server: "23.06.06", **({"Jobs": found} if found else {})})
+
+
+@pytest.mark.parametrize("history", [True, False])
+def test_jobs(history: bool) -> None:
+    qstat = Qstat(history=history)
+    found = pbs_server.jobs(["12", "12.head", "5[1].head", "7.head", "99", "x;y"], qstat)
+    assert found is not None
+    assert {name: job["id"] for name, job in found.items()} == {
+        **{"12": "12.head", "12.head": "12.head", "5[1].head": "5[1].head"},
+        **({"7.head": "7.head"} if history else {}),
+    }
+    assert not any("x;y" in command for command in qstat.commands)
+
+
+def test_what_has_ended() -> None:
+    found = ask_pbs(["12.head", "5[1].head", "7.head", "99.head"], Qstat())
+    assert {name: account.has_ended for name, account in found.items()} == {
+        **{"12.head": False, "5[1].head": True, "7.head": True, "99.head": True}
+    }
+    assert found["7.head"] == Account("F", None)
+    assert ask_pbs(["7.head"], Qstat(history=False))["7.head"].has_ended
+    assert ask_pbs([], Qstat()) == {}
+
+
+@pytest.mark.parametrize("printed", ["", "{", "[]", "{}", "qstat.pl: error"])
+def test_no_answer_is_no_knowledge(printed: str) -> None:
+    assert pbs_server.jobs(["12"], lambda command: printed) is None and ask_pbs(["12"], lambda command: printed) == {}
+    assert pbs_server.server(lambda command: printed) is None and pbs_server.queue("q", lambda command: printed) is None
+
+
+@pytest.mark.parametrize(
+    "facts, may", [({"flatuid": "True"}, True), ({"flatuid": True}, True), ({"flatuid": "False"}, False), ({}, False)]
+)
+def test_who_may_submit(facts: dict[str, Any], may: bool) -> None:
+    told = json.dumps({"pbs_version": "23", "Server": {"head": facts}})
+    found = pbs_server.server(lambda command: told)
+    assert found is not None and pbs_server.may_submit_itself(found) is may
+
+
+@pytest.mark.parametrize("facts, seconds", [({}, 10), ({"kill_delay": 120}, 120), ({"kill_delay": "30"}, 30)])
+def test_how_long_qdel_waits(facts: dict[str, Any], seconds: int) -> None:
+    assert pbs_server.kill_delay(facts) == seconds
+
+
+def test_a_missing_qstat(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert pbs_server.jobs(["12"]) is None

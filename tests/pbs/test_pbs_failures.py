@@ -1,0 +1,59 @@
+"""A rank, a pbs_mom or a node that dies ends the job; the chain goes on and ends with the bits of a plain run."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from pbs_jobs import PbsDesk
+from support.paced_runs import STEPS
+
+pytestmark = pytest.mark.pbs
+SOON = 20.0  # seconds from the harm until no rank is left
+BOTH = pytest.mark.parametrize("mpi", ["mpich", "openmpi"])
+
+
+@BOTH
+@pytest.mark.limit(240)
+def test_a_killed_rank(desk: PbsDesk, reference: dict[str, bytes], mpi: str) -> None:
+    job = desk.submit("--set", "checkpoint.every=20", nodes=2, mpi=mpi, HARM="kill 1 30")
+    job.until(lambda: (desk.folder / "harm.txt").exists(), "harm", 60)
+    job.until_link(2, SOON)
+    assert time.time() - desk.harmed < SOON
+    assert job.until_over(90) == 0
+    assert [attempt["first_step"] for attempt in job.attempts] == [1, 21]
+    assert job.attempts[0]["status"] in ("killed", "failed") and job.attempts[1]["status"] == "finished"
+    assert job.steps == list(range(1, STEPS + 1))
+    assert job.weights == reference
+
+
+@pytest.mark.limit(300)
+def test_a_dead_node(lone_desk: PbsDesk, reference: dict[str, bytes]) -> None:
+    """PBS itself starts the job again, under the same id, on other nodes."""
+    job = lone_desk.submit("--set", "checkpoint.every=20", "--ranks-per-node", "2", PACE="0.1")
+    job.until_step(25)
+    (dead,) = job.nodes
+    lone_desk.cluster.kill_node(dead)
+    job.until(lambda: job.facts.get("run_count", 0) >= 2 and job.nodes not in ([], [dead]), "its second start", 120)
+    job.hurry()
+    assert job.until_over(90) == 0
+    assert job.links == [job.id] and dead not in job.nodes
+    assert [attempt["status"] for attempt in job.attempts] == ["killed", "finished"]
+    assert job.attempts[1]["first_step"] == 21
+    assert job.steps == list(range(1, STEPS + 1))
+    assert job.weights == reference
+
+
+@pytest.mark.long
+@pytest.mark.limit(300)
+def test_a_killed_mom(lone_desk: PbsDesk, reference: dict[str, bytes]) -> None:
+    """The processes of the job live on, so two copies of it may run when PBS starts it elsewhere."""
+    job = lone_desk.submit("--set", "checkpoint.every=20", "--ranks-per-node", "2", PACE="0.1")
+    job.until_step(25)
+    (first,) = job.nodes
+    lone_desk.cluster.kill_mom(first)
+    job.until(lambda: job.facts.get("run_count", 0) >= 2 and job.nodes not in ([], [first]), "its second start", 120)
+    job.until_over(120)
+    assert job.exit_code == 0
+    assert job.steps == list(range(1, STEPS + 1))
+    assert job.weights == reference
