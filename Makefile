@@ -8,6 +8,7 @@ CORPUS   ?=# files or folders to train on; empty: the source files of Python's s
 RUN      ?= runs/gpt-tiny# where make train writes
 JOBS     ?= auto# workers of make test's first part; auto: one a core, from three to four; 0: none
 TESTS    ?=# files or folders of tests; empty: all
+RANKS    ?= ranks# which of the tests of ranks: "ranks and not slow" leaves sweeps out
 PREFIX   ?=# where make install puts hpctrain, as /apps/hpctrain/1.0
 MODULES  ?=# where it puts modulefiles: a folder of MODULEPATH
 VERSION  ?=# what people load, as hpctrain/VERSION; empty: hpctrain's own
@@ -50,7 +51,7 @@ endif
 PYTEST := $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help env train digits test test-jobs test-benchmarks test-multinode test-slurm test-pbs test-pbs-long test-gpu test-install lint types floors bench docs \
+.PHONY: help env train digits test test-busy test-jobs test-benchmarks test-multinode test-slurm test-pbs test-pbs-long test-gpu test-install lint types floors bench docs \
     install uninstall clean
 
 help: ## list the verbs
@@ -118,6 +119,9 @@ test: env ## run all tests: of one process on JOBS workers, then on 2 ranks
 	$(PYTEST) $(TESTS) -m "not benchmark and not install and not slurm and not pbs and not long" -n $(JOBS)
 	$(MPIEXEC) -n 2 $(PYTEST) $(TESTS) -m "ranks and not slow"
 
+test-busy: env ## run all tests beside processes that take all cores
+	$(BIN)/python tests/busy.py $(MAKE) --no-print-directory test TESTS="$(TESTS)"
+
 test-jobs: env ## run the tests of one process that start jobs of ranks
 	$(PYTEST) $(TESTS) -m "jobs and not benchmark and not long" -n $(JOBS)
 
@@ -125,7 +129,7 @@ test-long: env ## run the sweeps that make test leaves out: programs under more 
 	$(PYTEST) $(TESTS) -m "long and not benchmark and not pbs" -n $(JOBS)
 
 test-%: env ## run the rank tests on N ranks: make test-3
-	$(MPIEXEC) -n $* $(PYTEST) $(TESTS) -m ranks
+	$(MPIEXEC) -n $* $(PYTEST) $(TESTS) -m "$(RANKS)"
 
 test-benchmarks: env ## run the benchmarks, small, and check what they print and write
 	$(PYTEST) tests/benchmarks tests/cli/test_cli_bench.py -m benchmark

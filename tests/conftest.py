@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support import pace
 from support.jobs import JobStarter
 from support.limits import Watchdog
 from support.ranks import RankRun, runs_here, world
@@ -34,6 +35,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    pace.note_start()
     # What this machine's user has measured must not decide what the tests do.
     nothing = tempfile.TemporaryDirectory(prefix="hpctrain-no-calibration-")
     config.add_cleanup(nothing.cleanup)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.pace import scaled
 from support.sessions import Sessions
 
 
@@ -85,7 +86,7 @@ def test_it(): assert comm.rank != 1
 def test_more(): comm.barrier()
 """
     result = session(2, source, "-x", timeout=30)
-    assert result.returncode != 0 and "stopping after 1 failures" in result.stdout and result.seconds < 25
+    assert result.returncode != 0 and "stopping after 1 failures" in result.stdout and result.seconds < scaled(25)
 
 
 def test_hang_ends_with_the_stacks_of_every_rank(session: Any) -> None:
@@ -104,7 +105,7 @@ def waiting_for_the_other(): comm.barrier()
 def sleeping(): time.sleep(100)
 """
     result = session(2, source, timeout=40)
-    assert result.returncode != 0 and result.seconds < 30 and not result.survivors
+    assert result.returncode != 0 and result.seconds < scaled(30) and not result.survivors
     assert "[rank 0] test_inner.py::test_hang is not done after 4 s" in result.stderr
     assert "in waiting_for_the_other" in result.stderr and "in sleeping" in result.stderr
     assert "before that, failed: test_inner.py::test_hang (call)" in result.stderr
@@ -113,7 +114,7 @@ def sleeping(): time.sleep(100)
 
 def test_hang_without_ranks_ends_too(session: Any) -> None:
     result = session(0, "def test_hang(): time.sleep(100)\n", "-o", "test_limit=1")
-    assert result.returncode == 1 and result.seconds < 15
+    assert result.returncode == 1 and result.seconds < scaled(15)
     assert "test_inner.py::test_hang is not done after 1 s" in result.stderr and "in test_hang" in result.stderr
 
 

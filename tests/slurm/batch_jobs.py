@@ -11,6 +11,7 @@ from typing import Any
 
 from private_slurm import PrivateSlurm
 from slurm_needs import VENVS
+from support.pace import scaled
 from support.paced_fixtures import HPCTRAIN
 from support.paced_runs import make_run
 from support.run_folders import RunFolder
@@ -117,7 +118,7 @@ class Desk:
             env={**self.slurm.environment(), **self.extra},
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=scaled(60),
         )
         assert done.returncode == 0, f"hpctrain {' '.join(words)}: {done.stderr}"
         return done.stdout

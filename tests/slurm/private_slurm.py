@@ -24,6 +24,7 @@ from pathlib import Path
 from types import TracebackType
 
 from slurm_conf import CONTROLLER, NODES, hosts, slurm_conf
+from support.pace import Deadline, scaled
 
 from hpctrain.cluster.launcher import without_launcher
 
@@ -78,7 +79,7 @@ class PrivateSlurm:
 
     def command(self, *words: str, check: bool = True, seconds: float = 30) -> str:
         """Run a command of Slurm's and return what it prints."""
-        done = subprocess.run(words, env=self.environment(), capture_output=True, text=True, timeout=seconds)
+        done = subprocess.run(words, env=self.environment(), capture_output=True, text=True, timeout=scaled(seconds))
         if check and done.returncode:
             raise RuntimeError(f"{' '.join(words)}: exit code {done.returncode}: {done.stderr}\n{self.log()}")
         return done.stdout
@@ -114,10 +115,10 @@ class PrivateSlurm:
 
     def until(self, condition: Callable[[], object], what: str, seconds: float, pause: float = _PAUSE) -> None:
         """Wait for a condition; fail with Slurm's log where it does not come, or where a daemon has died."""
-        deadline = time.monotonic() + seconds
+        deadline = Deadline(seconds)
         while not condition():
             dead = [name for name, daemon in self._daemons.items() if daemon.poll() is not None]
-            if dead or time.monotonic() > deadline:
+            if dead or deadline.is_over:
                 why = f"{', '.join(dead)} died" if dead else f"not after {seconds:g} s"
                 raise TimeoutError(f"waiting for {what}: {why}\n{self.log()}")
             time.sleep(pause)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from batch_jobs import Desk
+from support.pace import scaled
 from support.paced_runs import STEPS
 
 pytestmark = pytest.mark.slurm
@@ -19,7 +20,7 @@ def test_a_killed_rank(desk: Desk, reference: dict[str, bytes], mpi: str) -> Non
     job = desk.submit("--set", "checkpoint.every=20", mpi=mpi, HARM="kill 1 30")
     job.until(lambda: (desk.folder / "harm.txt").exists(), "harm", 90)
     seconds = job.until_away() - desk.harmed
-    assert seconds < SOON
+    assert seconds < scaled(SOON)
     assert job.until_over(120) == "COMPLETED"
     assert [attempt["status"] in outcomes for attempt, outcomes in zip(job.attempts, ENDS, strict=True)] == [True, True]
     assert (job.restarts, job.attempts[1]["first_step"]) == (1, 21)
@@ -33,7 +34,7 @@ def test_an_exception_of_a_rank(desk: Desk, mpi: str) -> None:
     job = desk.submit("--restarts", "0", mpi=mpi, HARM="raise 1 30")
     job.until(lambda: (desk.folder / "harm.txt").exists(), "harm", 90)
     seconds = job.until_away() - desk.harmed
-    assert seconds < SOON
+    assert seconds < scaled(SOON)
     assert job.until_over(30) == "FAILED" and job.exit_code not in (0, 75)
     assert job.output.count("Traceback") == 1
     assert job.output.count("rank 1 of 2 on a2 in step 30 ends the job: RuntimeError: harm was asked for") == 1

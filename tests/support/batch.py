@@ -7,6 +7,8 @@ import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
+from support.pace import scaled
+
 # Notes its words and its environment, then does what the file of its name says. In bash, because it is called often.
 _PROGRAM = """\
 #!/bin/bash
@@ -60,7 +62,7 @@ class Batch:
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
-            timeout=30,
+            timeout=scaled(30),
         )
 
     def start(self, script: str, **environment: str) -> subprocess.Popen[str]:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 from support.limits import Watchdog
+from support.pace import scaled
 
 from hpctrain.cluster.launcher import without_launcher
 
@@ -73,6 +74,7 @@ class JobStarter:
         computes with one thread. ``prefix`` is a command that runs the launcher.
         """
         self._count += 1
+        timeout = scaled(timeout)
         command = [*prefix, *_launcher(n), sys.executable, self._script(program), *map(str, args)]
         mark = uuid.uuid4().hex
         self._watchdog.arm(timeout + self._limit)

@@ -8,6 +8,8 @@ import tempfile
 import threading
 import time
 
+from support.pace import scaled
+
 # The first rank that leaves takes the others along; until then each may write its own stacks.
 _FAREWELL = 2.0
 # Where a thread holds the interpreter's lock no Python runs any more; then the C watchdog speaks.
@@ -30,8 +32,9 @@ class Watchdog:
         self._before = text
 
     def arm(self, seconds: float, what: str | None = None) -> None:
-        """Start anew: from now on ``what`` (or what was named last) has so many seconds."""
+        """Start anew: from now on ``what`` (or what was named last) has so many seconds, more on a slow machine."""
         self.disarm()
+        seconds = scaled(seconds)
         if what:
             self._what, self._before = what, ""
         self._timer = threading.Timer(seconds, self._fire, (seconds,))

@@ -6,6 +6,7 @@ import re
 from typing import Any
 
 import pytest
+from support.pace import scaled
 
 WAIT = {"window": "job.comm.all_reduce(shared)", "mpi": "job.comm.barrier()"}
 JOB = """
@@ -56,7 +57,7 @@ def _said_once(result: Any, pattern: str) -> None:
 def test_an_exception(harmed: Any) -> None:
     """The other waits in MPI; in a run (test_run_aborts) it waits in memory that both share."""
     result = harmed("raise KeyError('boom')", then=WAIT["mpi"])
-    assert result.returncode == 1 and result.seconds < 10, result
+    assert result.returncode == 1 and result.seconds < scaled(10), result
     _said_once(result, "Traceback")
     _said_once(result, r"hpctrain: rank 1 of 2 on \S+ in step 7 ends the job: KeyError: 'boom'")
     assert "came to its end" not in result.stdout
@@ -64,7 +65,7 @@ def test_an_exception(harmed: Any) -> None:
 
 def test_all_ranks_raise_at_once(harmed: Any) -> None:
     result = harmed("raise ValueError('boom')", who="True", n=3)
-    assert result.returncode == 1 and result.seconds < 10, result
+    assert result.returncode == 1 and result.seconds < scaled(10), result
     _said_once(result, "Traceback")
     _said_once(result, "ends the job: ValueError: boom")
 
@@ -82,7 +83,7 @@ def test_an_exit_code_of_all_ranks_is_the_jobs(harmed: Any) -> None:
 
 def test_a_rank_that_hangs(harmed: Any) -> None:
     result = harmed("time.sleep(1000)", env={"HPCTRAIN_TIMEOUT": "3"})
-    assert result.returncode == 1 and result.seconds < 3 + 10, result
+    assert result.returncode == 1 and result.seconds < scaled(3 + 10), result
     # Whoever is first speaks: the wait itself, or the watchdog.
     late = r"(local ranks \[1\] have not come|all_reduce has not ended) within 3 s .*"
     _said_once(result, f"rank 0 of 2 .* ends the job: .*{late}")
@@ -96,14 +97,14 @@ def test_a_rank_that_hangs(harmed: Any) -> None:
 def test_a_rank_that_is_stopped_is_named(harmed: Any) -> None:
     options = {"then": WAIT["mpi"], "env": {"HPCTRAIN_TIMEOUT": "4"}}
     result = harmed("os.kill(os.getpid(), signal.SIGSTOP)", **options)
-    assert result.returncode == 1 and result.seconds < 4 + 10, result
+    assert result.returncode == 1 and result.seconds < scaled(4 + 10), result
     _said_once(result, r"barrier has not ended within 4 s .*; rank 1 has given no sign of life for \d+ s")
 
 
 def test_ranks_in_different_collectives(harmed: Any) -> None:
     options = {"then": "job.comm.broadcast_object(1) if job.rank else job.comm.barrier()", "who": "False"}
     result = harmed("pass", env={"HPCTRAIN_TIMEOUT": "3"}, n=3, **options)
-    assert result.returncode == 1 and result.seconds < 3 + 10, result
+    assert result.returncode == 1 and result.seconds < scaled(3 + 10), result
     _said_once(result, "ends the job: .*has not ended within 3 s")
     others = "; ".join(f"rank {rank} waits in broadcast_object" for rank in (1, 2))
     assert f"rank 0 waits in barrier; {others}" in result.stderr
@@ -138,7 +139,7 @@ def test_sigterm_where_sigusr1_would_have_come_too(launch: Any, names: list[str]
     result = Ended(launch(2, ALONE.format(names=names), timeout=50, env={"HPCTRAIN_ASKED_BY": "USR1"}))
     assert (result.returncode != 0) == ends, result
     if ends:
-        assert result.seconds < 10, result
+        assert result.seconds < scaled(10), result
         _said_once(result, r"rank 0 of 2 on \S+ ends the job: a rank is gone, says SIGTERM without SIGUSR1")
     else:
         assert result.stdout.count("came to its end") == 2

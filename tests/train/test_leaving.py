@@ -11,6 +11,7 @@ import time
 from typing import Any
 
 import pytest
+from support.pace import scaled
 
 from hpctrain.errors import DataError, HpctrainError
 from hpctrain.train.leaving import exit_code, let_be_read
@@ -76,7 +77,7 @@ def test_one_rank_that_fails_on_its_way_into_the_job_ends_it(
 ) -> None:
     result = launch(2, IN_INIT.format(module=module, name=name, then=then), timeout=40)
     assert result.returncode == code, result
-    assert result.seconds < 30 and result.stderr.count(f"rank 1 on {socket.gethostname()}") == 1, result
+    assert result.seconds < scaled(30) and result.stderr.count(f"rank 1 on {socket.gethostname()}") == 1, result
     assert said in result.stderr and not result.survivors, result
 
 
@@ -122,7 +123,7 @@ def test_it_waits_until_a_pipe_is_read() -> None:
     os.write(writer, b"nobody reads this")
     began = time.monotonic()
     let_be_read(writer, 0.2)
-    assert time.monotonic() - began < 2
+    assert time.monotonic() - began < scaled(2)
     os.close(reader)
     os.close(writer)
 
@@ -131,4 +132,4 @@ def test_a_file_needs_no_waiting(tmp_path: Any) -> None:
     with (tmp_path / "log").open("w") as file:
         began = time.monotonic()
         let_be_read(file.fileno(), 30)
-        assert time.monotonic() - began < 5
+        assert time.monotonic() - began < scaled(5)

@@ -11,6 +11,7 @@ import h5py
 import pytest
 from support.corpus import make_project, plain_losses
 from support.life import checkpoints_of, contents, metrics_of, receipt_of
+from support.pace import scaled
 
 from hpctrain.errors import HpctrainError
 from hpctrain.settings import read_toml
@@ -150,7 +151,7 @@ def test_a_kill_and_a_resume_change_no_bit(launch: Any, tmp_path: Path) -> None:
     killed = run("halting", {"KILL_AT": "14", "KILL_RANK": "1"})
     assert killed.returncode != 0 and not killed.survivors, killed
     seconds = killed.ended - float(killed.stdout.partition("killed at ")[2].split()[0])
-    assert 0 < seconds < 10, killed
+    assert 0 < seconds < scaled(10), killed
     assert checkpoints_of(tmp_path / "halting") == ["step_00000008.h5"]
     signalled = run("halting", {"SIGNAL_AT": "11"})
     assert signalled.returncode == 75, signalled

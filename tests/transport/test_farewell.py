@@ -6,6 +6,7 @@ import time
 from typing import Any
 
 import pytest
+from support.pace import scaled
 
 from hpctrain.transport import farewell as module
 
@@ -29,7 +30,7 @@ def test_together_nobody_is_told(world: Any) -> None:
     farewell = module.Farewell(world)
     began = time.monotonic()
     farewell.leave()
-    assert time.monotonic() - began < module.GRACE + 2
+    assert time.monotonic() - began < scaled(module.GRACE + 2)
     world.Barrier()
     assert farewell.who_left() == []
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from support.doctoring import only, told
+from support.pace import scaled
 
 from hpctrain.doctor.preflight.reductions import SIZES, Reduction, check, measure
 
@@ -29,7 +30,7 @@ def test_findings() -> None:
 def test_sizes_are_measured_as_time_allows(own: Any) -> None:
     found = measure(own, CPU, 2.0)
     assert [one.nbytes for one in found] == list(SIZES[: len(found)]) and len(found) >= 2
-    assert all(one.wrong == () and one.size == own.size and 0 < one.seconds < 1 for one in found)
+    assert all(one.wrong == () and one.size == own.size and 0 < one.seconds < scaled(1) for one in found)
     # Two small ones are always measured, and tell that the large one would take too long.
     assert [one.nbytes for one in measure(own, CPU, 1e-9)] == [*SIZES[:2]]
 
