@@ -6,10 +6,11 @@ import re
 from pathlib import Path
 
 from hpctrain.checkpoint.file import layout
-from hpctrain.checkpoint.file.reader import Reader, verify_file
+from hpctrain.checkpoint.file.reader import Reader
 from hpctrain.checkpoint.keep import Candidate, Keep, best_of, superseded
 from hpctrain.errors import CheckpointError
 from hpctrain.log import logger
+from hpctrain.util.text import shown
 
 LOGGED = "logged"  # in /train: what the run logged in the step of the file, by name
 KEEP_BEST, BEST = "keep_best", "best"  # in /train: the name by which the run keeps its best, and which value is that
@@ -37,7 +38,7 @@ def newest_valid(folder: str | Path, *, strict: bool = False) -> Path | None:
     files = list_checkpoints(folder)
     for path in reversed(files):
         try:
-            verify_file(path)
+            verify_named(path)
             return path
         except CheckpointError as error:
             if strict:
@@ -49,6 +50,18 @@ def newest_valid(folder: str | Path, *, strict: bool = False) -> Path | None:
             "move them away to start again"
         )
     return None
+
+
+def verify_named(path: Path) -> None:
+    """Raise ``CheckpointError`` unless every byte of a file is as written, and the file holds the step of its name.
+
+    A copy under another name would be resumed from as the newest, and outlive those that are newer.
+    """
+    with Reader(path) as reader:
+        reader.verify()
+        held, named = reader.root.get("step"), layout.step_of(path.name)
+    if named is not None and held is not None and held != named:
+        raise CheckpointError(f"{path} holds step {shown(held)}, its name says {named}: rename it, or move it away")
 
 
 def keep_last(folder: str | Path, count: int, *, verified: Path | None = None) -> list[Path]:
@@ -119,7 +132,7 @@ def _is_sound(newest: Path, verified: Path | None) -> bool:
     if verified is not None and verified.name == newest.name:
         return True
     try:
-        verify_file(newest)
+        verify_named(newest)
     except CheckpointError as error:
         logger.warning("older checkpoints are kept: the newest is not valid: %s", error)
         return False
