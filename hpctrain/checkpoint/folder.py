@@ -7,11 +7,12 @@ import re
 from pathlib import Path
 
 from hpctrain.checkpoint.file import layout
-from hpctrain.checkpoint.file.reader import Reader, verify_file
+from hpctrain.checkpoint.file.reader import Reader
 from hpctrain.checkpoint.keep import Candidate, Keep, best_of, superseded
 from hpctrain.errors import CheckpointError
 from hpctrain.log import logger
 from hpctrain.util.retry import PASSING, retries
+from hpctrain.util.text import shown
 
 LOGGED = "logged"  # in /train: what the run logged in the step of the file, by name
 KEEP_BEST, BEST = "keep_best", "best"  # in /train: the name by which the run keeps its best, and which value is that
@@ -59,7 +60,7 @@ def _verify(path: Path) -> None:
 
     def verify() -> None:
         try:
-            verify_file(path)
+            verify_named(path)
         except CheckpointError as error:
             if not isinstance(error.__cause__, OSError) or error.__cause__.errno not in PASSING:
                 raise
@@ -72,6 +73,18 @@ def _verify(path: Path) -> None:
         raise
     except OSError:
         raise found[-1] from None
+
+
+def verify_named(path: Path) -> None:
+    """Raise ``CheckpointError`` unless every byte of a file is as written, and the file holds the step of its name.
+
+    A copy under another name would be resumed from as the newest, and outlive those that are newer.
+    """
+    with Reader(path) as reader:
+        reader.verify()
+        held, named = reader.root.get("step"), layout.step_of(path.name)
+    if named is not None and held is not None and held != named:
+        raise CheckpointError(f"{path} holds step {shown(held)}, its name says {named}: rename it, or move it away")
 
 
 def keep_last(folder: str | Path, count: int, *, verified: Path | None = None) -> list[Path]:
@@ -142,7 +155,7 @@ def _is_sound(newest: Path, verified: Path | None) -> bool:
     if verified is not None and verified.name == newest.name:
         return True
     try:
-        verify_file(newest)
+        verify_named(newest)
     except CheckpointError as error:
         logger.warning("older checkpoints are kept: the newest is not valid: %s", error)
         return False

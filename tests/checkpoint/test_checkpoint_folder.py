@@ -12,6 +12,7 @@ from hpctrain.checkpoint.file.layout import step_file
 from hpctrain.checkpoint.file.source import Source
 from hpctrain.checkpoint.file.writer import write_file
 from hpctrain.checkpoint.folder import keep_last, list_checkpoints, newest_valid, remove_leftovers
+from hpctrain.cli.main import main
 from hpctrain.errors import CheckpointError, UsageError
 
 
@@ -81,7 +82,7 @@ def test_nothing_goes_while_the_newest_is_damaged(folder: Path, caplog: pytest.L
 
 
 def test_a_file_just_committed_needs_no_second_look(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hpctrain.checkpoint.folder.verify_file", lambda path: pytest.fail("read again"))
+    monkeypatch.setattr("hpctrain.checkpoint.folder.verify_named", lambda path: pytest.fail("read again"))
     assert len(keep_last(folder, 3, verified=folder / "step_100000000.h5")) == 1
 
 
@@ -94,3 +95,18 @@ def test_leftovers_of_killed_writers_go(folder: Path) -> None:
     assert names(remove_leftovers(folder)) == [".step_00000040.h5.tmp-host-1"]
     assert remove_leftovers(folder) == [] and remove_leftovers(folder / "none") == []
     assert len(list_checkpoints(folder)) == 4 and (folder / "notes.txt").exists()
+
+
+def test_a_file_named_for_another_step_is_not_the_newest(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for step in (9, 10):
+        write_file(tmp_path / f"step_{step:08d}.h5", [], {"/": {"step": step, "world_size": 1}})
+    (tmp_path / "step_00000010.h5").rename(tmp_path / "step_00000099.h5")
+    assert newest_valid(tmp_path) == tmp_path / "step_00000009.h5"
+    assert "step_00000099.h5 holds step 10, its name says 99" in caplog.text
+    with pytest.raises(CheckpointError, match="holds step 10, its name says 99: rename it, or move it away"):
+        newest_valid(tmp_path, strict=True)
+    assert keep_last(tmp_path, 1) == [], "nothing is deleted in favour of such a file"
+    assert main(["checkpoint", "ls", str(tmp_path)]) == 0
+    assert "step 10 (its name says 99: not resumed from)" in capsys.readouterr().out

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from hpctrain.checkpoint.file import layout
 from hpctrain.checkpoint.look import inspect
 from hpctrain.checkpoint.look.curves import is_steps, sparkline
 from hpctrain.checkpoint.look.inspect import Contents, Entry, TensorStats
@@ -99,7 +100,9 @@ def _entry_row(entry: Entry) -> list[str]:
         told = f"{told}  {entry.by} {entry.value:.4g}".strip()
     ranks = "1 rank" if entry.world_size == 1 else f"{entry.world_size} ranks"
     mark, created = "best" if entry.best else "", printable(str(entry.created))
-    return [name, length, f"step {entry.step}", ranks, created, mark, printable(told)]
+    named = layout.step_of(name)
+    apart = "" if named in (None, entry.step) else f" (its name says {named}: not resumed from)"
+    return [name, length, f"step {entry.step}{apart}", ranks, created, mark, printable(told)]
 
 
 def _heading(contents: Contents) -> list[str]:
