@@ -33,6 +33,8 @@ _FREE = "free"
 class PbsCluster:
     """Cluster that has been started; ``ssh`` says whether its nodes reach each other by ssh."""
 
+    played = True  # by this machine, and so without ssh between nodes unless asked for
+
     def __init__(self, *, ssh: bool = False) -> None:
         script = pbs_needs.script()
         assert script is not None

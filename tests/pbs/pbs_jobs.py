@@ -23,6 +23,8 @@ _OPENMPI = {
     "OMPI_MCA_mtl": "^ofi",
 }
 _PREFIXES = ("OPAL_PREFIX", "PMIX_PREFIX", "PRTE_PREFIX")
+# What a site says that wants ssh although it has pbs_tmrsh.
+_SSH = {"mpich": {"HYDRA_LAUNCHER": "ssh"}, "openmpi": {"PRTE_MCA_plm_ssh_agent": "ssh"}}
 LAUNCHERS = {"mpich": "hydra", "openmpi": "openmpi"}
 
 
@@ -150,7 +152,8 @@ class PbsDesk:
         """Write the profile of this site."""
         profile = {"scheduler": "pbs", "launcher": LAUNCHERS[mpi], "gpus": "none", **changes}
         lines = [f"{name} = {json.dumps(value)}" for name, value in profile.items()]
+        variables = _SSH[mpi] if self.cluster.ssh else {}
         if mpi == "openmpi":
-            variables = {**_OPENMPI, **{name: str(self.venvs[mpi]) for name in _PREFIXES}}
-            lines += ["[environment]", *(f'{name} = "{text}"' for name, text in variables.items())]
+            variables = {**variables, **_OPENMPI, **{name: str(self.venvs[mpi]) for name in _PREFIXES}}
+        lines += ["[environment]", *(f'{name} = "{text}"' for name, text in variables.items())]
         (self.folder / "site.toml").write_text("\n".join([*lines, ""]))
