@@ -32,7 +32,10 @@ LARGEST = 2**26  # bytes of a history
 
 # Variables that change what sbatch and qsub read from a script, and those that say where the scheduler is. What a
 # script tells its own run is of no other job: with the chain of another one it would take over that one's lock.
-_OVERRIDES = ("SBATCH_", "SLURM_", "PBS_", "HPCTRAIN_CHAIN", "HPCTRAIN_TASK", "HPCTRAIN_DEADLINE", "HPCTRAIN_ASKED_BY")
+_OVERRIDES = (
+    *("SBATCH_", "SLURM_", "PBS_", "HPCTRAIN_CHAIN", "HPCTRAIN_START", "HPCTRAIN_TASK", "HPCTRAIN_DEADLINE"),
+    "HPCTRAIN_ASKED_BY",
+)
 _PLACES = {"SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT", "PBS_CONF_FILE", "PBS_DEFAULT", "PBS_EXEC", "PBS_SERVER"}
 _COMMANDS = {"slurm": ["sbatch", "--parsable"], "pbs": ["qsub"]}
 # 1234, 1234;cluster of --parsable, 1234.server, 1234[].server of an array.

@@ -18,6 +18,7 @@ from hpctrain.launch.render import render
 from hpctrain.launch.request import Request
 from hpctrain.launch.submit import history, record
 from hpctrain.launch.sweep import combine
+from hpctrain.train.lock_holder import process_started
 
 SLURM = Profile(scheduler="slurm", mpi="pmi2", interface="hsn0", purge=True)
 PBS = Profile(scheduler="pbs", launcher="hydra", gpus="ngpus")
@@ -202,6 +203,7 @@ def test_pbs_counts_over_all_that_it_has_submitted(batch: Batch) -> None:
     codes = [pbs(batch, script).returncode]
     codes += [pbs(batch, script, job=f"{number}.server", HPCTRAIN_CHAIN="7.server").returncode for number in (8, 9)]
     assert codes == [1, 1, 1] and len(batch.calls("qsub")) == 2
+    assert len({call.environment["HPCTRAIN_START"] for call in batch.calls("mpiexec")}) == 3
     assert "7.server has started 3 times" in (batch.folder / "runs/a/output.txt").read_text()
 
 
@@ -280,13 +282,23 @@ def test_files_get_the_rights_of_the_folder(batch: Batch, mode: int, umask: str)
 
 def test_nothing_outlives_a_script_that_is_killed(batch: Batch) -> None:
     """What PBS kills is the script; the ranks have a session of their own."""
-    batch.does("mpiexec", "trap 'touch ended; exit' TERM; trap '' USR1; touch begun; while :; do /bin/sleep 0.05; done")
+    # The launcher itself ignores SIGTERM, as one that hangs does.
+    hangs = "trap 'touch ended' TERM; trap '' USR1; echo $$ >pid; touch begun; while :; do /bin/sleep 0.05; done"
+    batch.does("mpiexec", hangs)
     (batch.folder / "runs/a").mkdir(parents=True)
     job = batch.start(render(ASKED, PBS), PBS_JOBID="7", PBS_O_WORKDIR=str(batch.folder))
     wait_for(batch.folder / "begun")
+    launcher = int((batch.folder / "pid").read_text())
+    deadline = time.monotonic() + 20
+    while len(Path(f"/proc/{job.pid}/task/{job.pid}/children").read_text().split()) < 2:
+        assert time.monotonic() < deadline, "the script has not got to what waits for its own end"
     with job:
         job.kill()
     wait_for(batch.folder / "ended")
+    deadline = time.monotonic() + 20
+    while process_started(launcher) is not None:
+        assert time.monotonic() < deadline, "the launcher lives on"
+        time.sleep(0.01)
 
 
 @pytest.mark.parametrize("number, back", [(signal.SIGUSR1, True), (signal.SIGTERM, False)])
