@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 CHAIN = "HPCTRAIN_CHAIN"  # set by job scripts: the id of the first of the jobs that go on from one another
+START = "HPCTRAIN_START"  # set by job scripts: another one in each start
 
 Holder = Mapping[str, Any]
 
@@ -107,7 +108,12 @@ def _is_earlier(holder: Holder, own: Holder) -> bool:
 
 
 def _start(environ: Mapping[str, str]) -> str | None:
-    """Return what differs between the starts of a job and is the same for all processes of one."""
+    """Return what differs between the starts of a job and is the same for all processes of one.
+
+    PBS has no count of starts, and its cookies are only mostly different: two nodes may draw the same one.
+    """
+    if start := environ.get(START):
+        return start[:100]
     if job := environ.get("SLURM_JOB_ID"):
         return f"{job}.{environ.get('SLURM_RESTART_COUNT') or 0}"
     if cookie := environ.get("PBS_JOBCOOKIE"):  # the daemons of a job know each other by it: it stays secret

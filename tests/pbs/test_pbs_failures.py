@@ -28,10 +28,7 @@ def test_a_killed_rank(desk: PbsDesk, reference: dict[str, bytes], mpi: str) -> 
 
 
 # PBS_JOBCOOKIE, by which a lock tells starts of a job apart, is the same on nodes that booted in the same second.
-same_start = pytest.mark.xfail(reason="the lock takes the second start for the first", strict=False)
 
-
-@same_start
 @pytest.mark.limit(300)
 def test_a_dead_node(lone_desk: PbsDesk, reference: dict[str, bytes]) -> None:
     """PBS itself starts the job again, under the same id, on other nodes."""
@@ -49,7 +46,6 @@ def test_a_dead_node(lone_desk: PbsDesk, reference: dict[str, bytes]) -> None:
     assert job.weights == reference
 
 
-@same_start
 @pytest.mark.long
 @pytest.mark.limit(300)
 def test_a_killed_mom(lone_desk: PbsDesk, reference: dict[str, bytes]) -> None:

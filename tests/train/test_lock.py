@@ -262,6 +262,9 @@ PBS = {"PBS_JOBID": "42.head", "PBS_JOBCOOKIE": "abc", "HPCTRAIN_CHAIN": "40.hea
         (SLURM, {"host": "n2", "start": None}, "earlier start of this job"),
         (PBS, {"host": "n2"}, None),
         (PBS, {"host": "n2", "start": "another"}, "earlier start of this job"),
+        # What a job script says of its start counts before a cookie, of which two nodes may draw the same.
+        ({**PBS, "HPCTRAIN_START": "n1.7.8"}, {"host": "n2"}, None),
+        ({**PBS, "HPCTRAIN_START": "n1.7.8"}, {"host": "n2", "start": "n2.5.6"}, "earlier start of this job"),
         # The chain: its jobs have ids of their own.
         (PBS, {"host": "n2", "job_id": "41.head", "start": "another"}, "earlier start of this chain"),
         (PBS, {"host": "n2", "job_id": "41.head", "start": "another", "chain": "39.head"}, None),
