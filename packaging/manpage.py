@@ -28,11 +28,15 @@ _STATUS = {
     "2": "bad input, or a world that the launcher did not keep its promise about: nothing was started",
     "75": "saved, please start the same command again",
     "130": "interrupted",
+    "143": "terminated before the run had begun, so that there was nothing to save",
 }
 _VARIABLES = {
     "HPCTRAIN_TIMEOUT": "seconds that a rank waits for the others before it ends the job (600)",
     "HPCTRAIN_DEADLINE": "when the job ends, in seconds since 1970: the run saves just in time",
     "HPCTRAIN_ASKED_BY": "USR1: whoever ends the job, SIGUSR1 comes to the ranks, too; scripts of job set it",
+    "HPCTRAIN_CHAIN": "the id of the first of the jobs that go on from one another; scripts of job set it",
+    "HPCTRAIN_START": "another value in each start of a job; scripts of job set it under PBS",
+    "HPCTRAIN_FILE_PATIENCE": "seconds for which calls of the file system that may pass are repeated (15)",
     "HPCTRAIN_CHECK": "order: compare each collective over the ranks before it begins",
     "HPCTRAIN_CALIBRATION": "the file of measured collectives to choose by, or the folder that holds it",
     "HPCTRAIN_ONESIDED": "mpi, messages or auto: what carries memory that ranks expose to each other between nodes",

@@ -124,7 +124,8 @@ def interrupted(error: KeyboardInterrupt) -> int:
         raise error
     why, code = told_and_code(type(error))
     where = f"rank {first_guess_of_rank()} on {socket.gethostname()}: " if is_launched() else ""
-    print(f"hpctrain: {where}{why}", file=sys.stderr, flush=True)
+    said = printable(f"hpctrain: {where}{why}")
+    print(said, file=sys.stderr, flush=True)
     if is_launched():
         end_job(code)
     return code

@@ -69,13 +69,14 @@ def say_once(error: object, rank: int | None) -> None:
     Before MPI_Init ranks cannot ask each other. Rank 0 ends all ranks once it has printed its error; so a rank that is
     still there after a second, and was not told to end, is one of a few that have it, or its launcher ends no others.
     """
-    text = printable_lines(str(error))
-    if rank:
-        time.sleep(SILENCE)
-        if not _is_initialized() and stop_request.signal is None:
-            print(f"hpctrain: error: rank {rank} on {socket.gethostname()}: {text}", file=sys.stderr, flush=True)
+    if not rank:
+        said = printable_lines(f"hpctrain: error: {error}")
+        print(said, file=sys.stderr, flush=True)
         return
-    print(f"hpctrain: error: {text}", file=sys.stderr, flush=True)
+    time.sleep(SILENCE)
+    if not _is_initialized() and stop_request.signal is None:
+        said = printable_lines(f"hpctrain: error: rank {rank} on {socket.gethostname()}: {error}")
+        print(said, file=sys.stderr, flush=True)
 
 
 def end_unstarted(code: int) -> None:
@@ -162,7 +163,8 @@ def end_if_uncaught(error: BaseException, rank: int | None, *, launched: bool = 
             before(kind, raised, trace)
         why, code = told_and_code(kind) if interrupted else (f"{kind.__name__}: {error}", EXIT_FAILURE)
         where = f"rank {rank or 0} on {socket.gethostname()}"
-        print(f"hpctrain: {where} ends the job before it has started: {why}", file=sys.stderr, flush=True)
+        said = printable_lines(f"hpctrain: {where} ends the job before it has started: {why}")
+        print(said, file=sys.stderr, flush=True)
         end_job(code)
 
     sys.excepthook = hook

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -38,6 +38,7 @@ from hpctrain.train.changes import changed_hyperparameters
 from hpctrain.train.metrics import Curves
 from hpctrain.train.parts import Stateful
 from hpctrain.train.settings import NOT_JUDGED
+from hpctrain.util.text import printable
 
 if TYPE_CHECKING:
     from hpctrain.collectives.communicator import Communicator
@@ -292,7 +293,11 @@ class TrainState:
             strategy.refresh()
         self._restore_own(path)
         train = loaded.train
-        states = train.get("states", {})
+        with _plain_values(path):
+            states = dict(train.get("states", {}))
+            batches, tokens = _count(train.get("batches", loaded.step)), _count(train.get("tokens", 0))
+            logged = {str(name): float(value) for name, value in dict(train.get(files.LOGGED, {})).items()}
+            curves = {str(name): list(map(float, values)) for name, values in dict(train.get("curves", {})).items()}
         missing = sorted(set(self.parts) - set(states) - {FEED})
         if schedulers.SCALER in missing and self.found_scaler:
             missing.remove(schedulers.SCALER)
@@ -304,7 +309,7 @@ class TrainState:
             if name in states and (rewind_data or name not in (LOADER, FEED)):
                 agreed(self.comm, partial(parts.restore, part, states[name], _place(name)))
         if rewind_data:
-            self.batches = int(train.get("batches", loaded.step))
+            self.batches = batches
         if loaded.rng is not None:
             rng.restore_rng(loaded.rng)
         for strategy in self.strategies.values():
@@ -314,11 +319,26 @@ class TrainState:
             self.keep_best()  # as the program asked for by run.save(best=...)
         stopped = train.get(STOPPED)
         self.stopped = None if stopped is None else str(stopped)
-        self.tokens = int(train.get("tokens", 0))
-        logged = train.get(files.LOGGED, {})
-        self.logged = {str(name): float(value) for name, value in logged.items()}
-        self.curves.columns = {name: [float(x) for x in values] for name, values in train.get("curves", {}).items()}
+        self.tokens, self.logged, self.curves.columns = tokens, logged, curves
         return loaded
+
+
+@contextmanager
+def _plain_values(path: Path) -> Iterator[None]:
+    """Raise ``CheckpointError``, alike on all ranks, if what a file holds of a run is not what runs write."""
+    try:
+        yield
+    except (AttributeError, OverflowError, TypeError, ValueError) as error:
+        reason = printable(f"{type(error).__name__}: {error}")[:100]
+        text = f"cannot resume from {path}: {reason}; hpctrain checkpoint show {path} prints what it holds"
+        raise CheckpointError(text, everywhere=True) from None
+
+
+def _count(value: Any) -> int:
+    """Return a count of batches or tokens; raises ``ValueError`` for other values."""
+    if isinstance(value, bool) or not 0 <= (found := int(value)) < 2**63 or found != value:
+        raise ValueError(f"{str(value)[:40]!r} is no count")
+    return found
 
 
 def _names_and_groups(path: Path) -> tuple[list[str], dict[str, Any]]:
@@ -326,7 +346,8 @@ def _names_and_groups(path: Path) -> tuple[list[str], dict[str, Any]]:
     with Reader(path) as reader:
         keys = keys_in(reader, layout.OPTIMIZER)
         groups = {key: reader.values(group_of(layout.OPTIMIZER, key)).get("param_groups", ()) for key in keys}
-        return list(reader.values(layout.TRAIN).get("states", {})), groups
+        with _plain_values(path):
+            return list(dict(reader.values(layout.TRAIN).get("states", {}))), groups
 
 
 def _place(name: str) -> str:

@@ -65,7 +65,7 @@ class Retries:
         count, seconds = self.count - before[0], self.seconds - before[1]
         if not count:
             return {}
-        return {"repeated_calls": count, "repeated_seconds": round(seconds, 3), "repeated_reason": self.last}
+        return {"retried_calls": count, "retried_seconds": round(seconds, 3), "retried_reason": self.last}
 
 
 def patience() -> float:

@@ -89,6 +89,7 @@ def test_wrong_words_on_another_rank_are_said_if_rank_0_is_silent(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(leaving, "SILENCE", 0.0)
+    monkeypatch.setattr(leaving.stop_request, "signal", None)
     monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "1")
     monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
     assert main(["trian"]) == 2

@@ -64,7 +64,7 @@ def test_the_page_has_the_sections_that_people_look_for(shown: str) -> None:
     assert sections == [*fixed, *(f"hpctrain {verb}" for verb in VERBS), *ends]
     settings = (ROOT / "docs/settings.md").read_text(encoding="utf-8")
     assert set(re.findall(r"^\| `(HPCTRAIN_\w+)`", settings, re.MULTILINE)) <= set(shown.split())
-    for code in ("0", "1", "2", "75", "130"):
+    for code in ("0", "1", "2", "75", "130", "143"):
         assert re.search(rf"^       {code} ", shown, re.MULTILINE)
 
 

@@ -27,8 +27,6 @@ def test_a_killed_rank(desk: PbsDesk, reference: dict[str, bytes], mpi: str) -> 
     assert job.weights == reference
 
 
-# PBS_JOBCOOKIE, by which a lock tells starts of a job apart, is the same on nodes that booted in the same second.
-
 @pytest.mark.limit(300)
 def test_a_dead_node(lone_desk: PbsDesk, reference: dict[str, bytes]) -> None:
     """PBS itself starts the job again, under the same id, on other nodes."""

@@ -74,7 +74,6 @@ class JobStarter:
         computes with one thread. ``prefix`` is a command that runs the launcher.
         """
         self._count += 1
-        timeout = scaled(timeout)
         command = [*prefix, *_launcher(n), sys.executable, self._script(program), *map(str, args)]
         mark = uuid.uuid4().hex
         self._watchdog.arm(timeout + self._limit)
@@ -107,7 +106,7 @@ class JobStarter:
                 start_new_session=True,
             )
             try:
-                returncode = process.wait(timeout)
+                returncode = process.wait(scaled(timeout))
             except subprocess.TimeoutExpired:
                 returncode = None
             seconds, ended = time.monotonic() - start, time.time()

@@ -34,10 +34,10 @@ class Watchdog:
     def arm(self, seconds: float, what: str | None = None) -> None:
         """Start anew: from now on ``what`` (or what was named last) has so many seconds, more on a slow machine."""
         self.disarm()
-        seconds = scaled(seconds)
+        limit, seconds = seconds, scaled(seconds)
         if what:
             self._what, self._before = what, ""
-        self._timer = threading.Timer(seconds, self._fire, (seconds,))
+        self._timer = threading.Timer(seconds, self._fire, (limit, seconds))
         self._timer.daemon = True
         self._timer.start()
         faulthandler.dump_traceback_later(seconds + _BACKSTOP, exit=True, file=self._descriptor)
@@ -48,8 +48,9 @@ class Watchdog:
         if self._timer is not None:
             self._timer.cancel()
 
-    def _fire(self, seconds: float) -> None:
-        lines = [f"{self._what} is not done after {seconds:g} s; the stacks of all threads:", *_stacks()]
+    def _fire(self, limit: float, seconds: float) -> None:
+        slow = f" (of a quiet machine, here {seconds:.0f} s)" if seconds > limit else ""
+        lines = [f"{self._what} is not done after {limit:g} s{slow}; the stacks of all threads:", *_stacks()]
         lines += self._before.splitlines()  # last, because logs are cut at their beginning
         os.write(self._descriptor, "".join(f"{self._prefix}{line}\n" for line in lines).encode())
         time.sleep(_FAREWELL)

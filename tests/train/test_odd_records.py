@@ -103,7 +103,7 @@ def test_a_picture_of_odd_values(name: str, tmp_path: Path) -> None:
 
     for value in FEW + ODD[11:18]:
         tell(tmp_path, [{**SOUND, name: value}], [ROW])
-        figure(load([tmp_path], lambda jobs: {}))
+        figure(load([tmp_path], {}))
     draw = tmp_path / "a$x^.svg"
     tell(tmp_path, [{**SOUND, "status": "$x^"}], [ROW])
     assert main(["receipt", str(tmp_path), "-o", str(draw)]) == 0

@@ -81,12 +81,12 @@ def check_passing(shim: Path, folder: Path, faults: list[tuple[str, str]], backg
     result = play(shim, folder, [("none 0 0", background), *runs])
     assert result.returncode == 0 and "Traceback" not in result.stderr, result.stderr[-3000:]
     plain, *others = map(json.loads, result.stdout.splitlines())
-    assert {call.rstrip("!") for call in plain["calls"]} <= set(CALLS) and "repeated_calls" not in plain["attempt"]
+    assert {call.rstrip("!") for call in plain["calls"]} <= set(CALLS) and "retried_calls" not in plain["attempt"]
     for fault, one in zip(faults, others):
         assert (one["weights"], one["rows"]) == (plain["weights"], plain["rows"]), fault
         assert one["attempt"]["status"] == "finished" and one["attempt"]["saved_step"] == 9, fault
         if f"{fault[0]}!" in one["calls"] and fault[0] in ("open", "write", "pwrite", "fsync", "rename"):
-            assert one["attempt"]["repeated_calls"] > 0, fault
+            assert one["attempt"]["retried_calls"] > 0, fault
 
 
 @pytest.mark.limit(120)

@@ -24,6 +24,7 @@ class Place:
     role: str  # shm, tmp, home or work
     path: str
     answer: Answer
+    segments: tuple[Segment, ...] = ()  # of node memory, left by dead jobs
 
 
 def places(environ: Mapping[str, str]) -> dict[str, str]:
@@ -38,15 +39,19 @@ def gather(environ: Mapping[str, str]) -> list[Place]:
     found = places(environ)
     with ThreadPoolExecutor(len(found)) as pool:
         answers = pool.map(lambda path: ask_probe("space", path, seconds=PATIENCE, bare=True), found.values())
-        return [Place(role, path, answer) for (role, path), answer in zip(found.items(), answers)]
+        return [_place(role, path, answer) for (role, path), answer in zip(found.items(), answers)]
+
+
+def _place(role: str, path: str, answer: Answer) -> Place:
+    looks = role == "shm" and not answer.hangs
+    return Place(role, path, answer, tuple(left_over(path)) if looks else ())
 
 
 def check(found: list[Place]) -> Iterator[Finding]:
     """Yield what is to be said of each folder."""
     for place in found:
         yield _checked(place)
-        if place.role == "shm" and not place.answer.hangs:
-            yield from check_left_over(left_over(place.path))
+        yield from check_left_over(place.segments)
 
 
 def check_left_over(segments: Sequence[Segment]) -> Iterator[Finding]:
