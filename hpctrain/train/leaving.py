@@ -23,6 +23,7 @@ from hpctrain.util.text import printable_lines
 PASS_ON = 0.2  # seconds
 _PACKAGE = Path(__file__).resolve().parents[1]
 SILENCE = 1.0  # seconds that the other ranks leave to rank 0
+SILENCE_OF_SRUN = 5.0  # it ends the others, if it was told to (--kill-on-bad-exit), more slowly than other launchers
 
 
 class LeavingTogether(SystemExit):
@@ -69,11 +70,14 @@ def say_once(error: object, rank: int | None) -> None:
     Before MPI_Init ranks cannot ask each other. Rank 0 ends all ranks once it has printed its error; so a rank that is
     still there after a second, and was not told to end, is one of a few that have it, or its launcher ends no others.
     """
+    stop_request.starting = False  # this rank leaves: a SIGTERM of the launcher is noted, and raises nothing
     if not rank:
         said = printable_lines(f"hpctrain: error: {error}")
         print(said, file=sys.stderr, flush=True)
         return
-    time.sleep(SILENCE)
+    deadline = time.monotonic() + (SILENCE_OF_SRUN if "SLURM_STEP_ID" in os.environ else SILENCE)
+    while time.monotonic() < deadline and stop_request.signal is None:
+        time.sleep(0.05)
     if not _is_initialized() and stop_request.signal is None:
         said = printable_lines(f"hpctrain: error: rank {rank} on {socket.gethostname()}: {error}")
         print(said, file=sys.stderr, flush=True)
@@ -150,6 +154,7 @@ def end_if_uncaught(error: BaseException, rank: int | None, *, launched: bool = 
         if raised is not error:
             before(kind, raised, trace)
             return
+        stop_request.starting = False
         if isinstance(error, HpctrainError) and not _in_world():
             say_once(error, rank)
             leave_with(error.exit_code, lambda: None)

@@ -100,7 +100,7 @@ def test_skips_only_where_that_is_allowed(option: list[str], word: str, code: in
 
 
 def _environment() -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": f"{HERE}{os.pathsep}{HERE.parents[1]}"}
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (HERE, *HERE.parents[:2])))}
 
 
 def _processes(folder: Path) -> list[int]:
