@@ -15,6 +15,7 @@ ENLARGE = "enlarge it: docker run --shm-size=8g, apptainer --bind /dev/shm, or m
 SEGMENTS = ("mpich_shm_", "mpich_shar_tmp", "ucx_shm_posix_", "osc_rdma.", "sm_segment.", "vader_segment.", "psm2_shm.")
 AGE = 60.0  # seconds: a job that is starting has files that its ranks are about to map
 STARTING = 2**20  # bytes that MPI_Init takes per rank, at least
+STARTING_OPENMPI = 16 * 2**20  # bytes that Open MPI asks for besides
 
 
 @dataclass(frozen=True)

