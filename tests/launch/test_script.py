@@ -283,7 +283,7 @@ def test_files_get_the_rights_of_the_folder(batch: Batch, mode: int, umask: str)
 def test_nothing_outlives_a_script_that_is_killed(batch: Batch) -> None:
     """What PBS kills is the script; the ranks have a session of their own."""
     # The launcher itself ignores SIGTERM, as one that hangs does.
-    hangs = "trap 'touch ended' TERM; trap '' USR1; echo $$ >pid; touch begun; while :; do /bin/sleep 0.05; done"
+    hangs = "trap : TERM; trap '' USR1; echo $$ >pid; touch begun; while :; do /bin/sleep 0.05; done"
     batch.does("mpiexec", hangs)
     (batch.folder / "runs/a").mkdir(parents=True)
     job = batch.start(render(ASKED, PBS), PBS_JOBID="7", PBS_O_WORKDIR=str(batch.folder))
@@ -294,8 +294,7 @@ def test_nothing_outlives_a_script_that_is_killed(batch: Batch) -> None:
         assert time.monotonic() < deadline, "the script has not got to what waits for its own end"
     with job:
         job.kill()
-    wait_for(batch.folder / "ended")
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 40
     while process_started(launcher) is not None:
         assert time.monotonic() < deadline, "the launcher lives on"
         time.sleep(0.01)

@@ -105,7 +105,9 @@ def test_a_full_disk_ends_in_an_error_and_not_in_a_requeue(
         assert len(metrics_of(run)) == 20 and checkpoints_of(run) == ["step_00000005.h5"]
 
         signalled = trained(2, run, *words, env={"SIGNAL_AT": "7"})
-        assert _refused(signalled) == "step_00000012.h5" and len(metrics_of(run)) == 12
+        # A rank that is late hears of the signal one step later.
+        last = len(metrics_of(run))
+        assert last in (12, 13) and _refused(signalled) == f"step_{last:08d}.h5"
         attempts = receipt_of(run)["attempts"]
         assert [(one["status"], one["failed_saves"]) for one in attempts] == [("failed", 2), ("failed", 1)]
 
