@@ -75,7 +75,9 @@ def assemble(
 
     inside, replicas = _groups(comm, settings)
     narrow = torch.bfloat16 if settings.mixed_precision == "bfloat16" else None
-    mapped = inside.shares_memory and device.type == "cpu" and inside.has_space(_bytes_of(old, narrow))
+    # Asked of all ranks, as replicas on other nodes must make the same calls.
+    mapped = device.type == "cpu" and all(comm.all_gather_object(inside.shares_memory))
+    mapped = mapped and comm.has_space(_bytes_of(old, narrow))
     passing = settings.data == "fsdp" and not mapped
     engine = _engine(offload, device, comm, list(old.values()), inside.size)
     host = engine.host if engine else None

@@ -48,6 +48,17 @@ def test_learns_the_same_over_many_steps(comm: Any, name: str) -> None:
         check_learning(own, FORMS[name], "gpt", steps if name == "fsdp" else 10)
 
 
+@pytest.mark.parametrize("name", ["fsdp", "fsdp_in_pairs", "hybrid"])
+def test_a_node_without_space_for_whole_parameters(comm: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All replicas do without node memory: those that had it would make other calls."""
+    if not fits(name, comm.size):
+        pytest.skip("it takes more ranks")
+    if comm.rank == comm.size - 1:
+        monkeypatch.setattr("hpctrain.transport.shm_space.free_bytes", lambda: 0)
+    with communicator(comm, FORMS[name]) as own:
+        check_learning(own, FORMS[name], "mlp", 4)
+
+
 def check_learning(comm: Any, form: Form, kind: str, steps: int, **more: Any) -> None:
     make, batch, compare = KINDS[kind]
     alone, model = make(), make()
