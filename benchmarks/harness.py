@@ -19,8 +19,9 @@ RESULTS = Path(__file__).parent / "results"
 
 def guarded(run: Callable[[], object]) -> int:
     """Run a benchmark on this rank; report what is wrong in the input, and return the exit code."""
-    from hpctrain.cli.main import in_world, report
+    from hpctrain.cli.main import report
     from hpctrain.errors import HpctrainError
+    from hpctrain.train.leaving import in_world
 
     try:
         run()

@@ -31,9 +31,9 @@ from harness import RESULTS, mpi_name, mpi_slug, provenance, table, write
 from wire import receive_rate
 
 import hpctrain
-from hpctrain.cli.main import in_world
 from hpctrain.cli.main import report as report_error
 from hpctrain.errors import HpctrainError, UsageError
+from hpctrain.train.leaving import in_world
 
 TARGETS = {"wire": 1.05, LIBRARY: 1.0}  # how many times their time an all_reduce may take
 LARGE = 16 * 2**20  # bytes from which on the wire's rate is all that counts, and not its latency

@@ -11,7 +11,10 @@ from collections.abc import Collection, Sequence
 from typing import NoReturn
 
 from hpctrain._version import __version__
+from hpctrain.cluster.launcher import first_guess_of_rank, is_launched
 from hpctrain.errors import EXIT_USAGE, HpctrainError, UsageError
+from hpctrain.train.leaving import end_job, end_unstarted, in_world, say_once
+from hpctrain.train.signals import told_and_code
 from hpctrain.util.text import LINE, fitted, printable, shorten
 
 VERBS = {
@@ -87,12 +90,6 @@ def parser_with(complete: Collection[str]) -> argparse.ArgumentParser:
     return parser
 
 
-def in_world() -> bool:
-    """Tell whether this process is one of several ranks of MPI."""
-    module = sys.modules.get("mpi4py.MPI")
-    return module is not None and module.Is_initialized() and module.COMM_WORLD.Get_size() > 1
-
-
 def names_word(error: OSError, arguments: Sequence[str]) -> bool:
     """Tell whether an error of the system is about a file that the command line names."""
     name = error.filename
@@ -106,9 +103,6 @@ def values(arguments: Sequence[str]) -> list[str]:
 
 def report(error: HpctrainError, arguments: Sequence[str] = ()) -> int:
     """Print an error once: where all ranks have it, rank 0 speaks for them; return the exit code."""
-    from hpctrain.cluster.launcher import first_guess_of_rank
-    from hpctrain.train.leaving import end_unstarted, say_once
-
     say_once(fitted(str(error), values(arguments), LINE - len("hpctrain: error: ")), first_guess_of_rank())
     end_unstarted(error.exit_code)
     return error.exit_code
@@ -116,10 +110,6 @@ def report(error: HpctrainError, arguments: Sequence[str] = ()) -> int:
 
 def interrupted(error: KeyboardInterrupt) -> int:
     """Say so and return the exit code; a rank ends its job."""
-    from hpctrain.cluster.launcher import first_guess_of_rank, is_launched
-    from hpctrain.train.leaving import end_job
-    from hpctrain.train.signals import told_and_code
-
     if in_world():
         raise error
     why, code = told_and_code(type(error))

@@ -14,6 +14,7 @@ from array import array
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 from hpctrain.cluster.launcher import end_ranks, is_launched
 from hpctrain.errors import EXIT_FAILURE, EXIT_USAGE, FileSystemError, HpctrainError
@@ -78,34 +79,35 @@ def say_once(error: object, rank: int | None) -> None:
     deadline = time.monotonic() + (SILENCE_OF_SRUN if "SLURM_STEP_ID" in os.environ else SILENCE)
     while time.monotonic() < deadline and stop_request.signal is None:
         time.sleep(0.05)
-    if not _is_initialized() and stop_request.signal is None:
+    if _mpi() is None and stop_request.signal is None:
         said = printable_lines(f"hpctrain: error: rank {rank} on {socket.gethostname()}: {error}")
         print(said, file=sys.stderr, flush=True)
 
 
 def end_unstarted(code: int) -> None:
     """End the other ranks of a job, too, if this process leaves with an error before its MPI is initialized."""
-    if not _is_initialized() and is_launched():
+    if _mpi() is None and is_launched():
         let_be_read()
         end_ranks(code)
 
 
-def _is_initialized() -> bool:
+def _mpi() -> Any:
+    """Return mpi4py's module if MPI is initialized and not finalized, else None; it is never imported here."""
     module = sys.modules.get("mpi4py.MPI")
-    return module is not None and bool(module.Is_initialized())
+    return module if module is not None and module.Is_initialized() and not module.Is_finalized() else None
 
 
-def _in_world() -> bool:
-    module = sys.modules.get("mpi4py.MPI")
-    return module is not None and module.Is_initialized() and module.COMM_WORLD.Get_size() > 1
+def in_world() -> bool:
+    """Return whether this process is one of several ranks of MPI."""
+    module = _mpi()
+    return module is not None and module.COMM_WORLD.Get_size() > 1
 
 
 def end_job(code: int) -> None:
     """End all ranks of the job from one that failed on its way into it."""
     sys.stdout.flush()
     let_be_read()
-    module = sys.modules.get("mpi4py.MPI")
-    if module is not None and module.Is_initialized() and not module.Is_finalized():
+    if module := _mpi():
         module.COMM_WORLD.Abort(code)
     end_ranks(code)
     # Interrupted within the import that initializes MPI, no module is left to finalize it by. A process that leaves
@@ -136,8 +138,7 @@ def _unread(descriptor: int) -> int:
 
 def finalize() -> None:
     """Finalize MPI if it is up: a rank that skips it looks like a crash to some launchers."""
-    module = sys.modules.get("mpi4py.MPI")
-    if module is not None and module.Is_initialized() and not module.Is_finalized():
+    if module := _mpi():
         module.Finalize()
 
 
@@ -155,12 +156,12 @@ def end_if_uncaught(error: BaseException, rank: int | None, *, launched: bool = 
             before(kind, raised, trace)
             return
         stop_request.starting = False
-        if isinstance(error, HpctrainError) and not _in_world():
+        if isinstance(error, HpctrainError) and not in_world():
             say_once(error, rank)
             leave_with(error.exit_code, lambda: None)
             end_unstarted(error.exit_code)
             return
-        if not _in_world() and not launched:
+        if not in_world() and not launched:
             before(kind, raised, trace)
             return
         interrupted = issubclass(kind, KeyboardInterrupt)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -192,7 +191,7 @@ class Saves:
         pause = min(PAUSES[self._repeats], patience())
         self._repeats += 1
         if self._state.comm.rank == 0:
-            retries.note(OSError(errno.EIO, str(error)), pause)
+            retries.note(str(error), pause)
             logger.warning("%s; it is tried again in %g s", error, pause)
         time.sleep(pause)
 

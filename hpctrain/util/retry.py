@@ -46,17 +46,17 @@ class Retries:
             except OSError as error:
                 if error.errno not in PASSING or time.monotonic() - began + pause > patience():
                     raise
-                self.note(error, pause)
+                where = f" of {error.filename}" if error.filename else ""
+                self.note((error.strerror or str(error)).lower(), pause, where)
                 time.sleep(pause)
                 pause = min(2 * pause, _LONGEST)
 
-    def note(self, error: OSError, pause: float) -> None:
+    def note(self, reason: str, pause: float, where: str = "") -> None:
         """Count a call that is about to be repeated; the first one is a warning."""
-        self.last = os.strerror(error.errno or 0)
+        self.last = reason
         if not self.count:
-            where = f" of {error.filename}" if error.filename else ""
             text = "a call%s failed: %s; such calls are repeated for %g s (%s), the receipt counts them"
-            logger.warning(text, where, self.last.lower(), patience(), VARIABLE)
+            logger.warning(text, where, reason, patience(), VARIABLE)
         self.count += 1
         self.seconds += pause
 
