@@ -30,6 +30,7 @@ _GROWING = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK 
 # Some network filesystems flush folders by themselves; a folder may be writable and not readable.
 _NO_FOLDER_FSYNC = {errno.EINVAL, errno.ENOTSUP, errno.EACCES, errno.EPERM}
 _DEVICES = (("/", "dev"), ("/", "proc"), ("/", "sys"))  # /dev/stdout is a link, which must not be replaced
+_MEMORY = ("/", "dev", "shm")  # plain files in memory
 _LONGEST = 150  # bytes of a target's name in the private name: filesystems allow 255 in all
 
 
@@ -83,14 +84,15 @@ def private_file(path: str | Path, *, mode: int = 0o666, call: Call = plainly) -
 
 
 def check_target(path: Path) -> None:
-    """Raise ``OSError`` if no file may take this name: a folder, a device, a named pipe, or a name below ``/dev``."""
+    """Raise ``OSError`` if no file may take this name: that of a folder, a device, a named pipe, or one in ``/dev``."""
     try:
         mode = os.stat(path).st_mode
     except OSError:
         mode = stat.S_IFREG  # not there, or a link that leads nowhere
     if stat.S_ISDIR(mode):
         raise OSError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
-    if not stat.S_ISREG(mode) or Path(os.path.realpath(path.parent)).parts[:2] in _DEVICES:
+    parts = Path(os.path.realpath(path.parent)).parts
+    if not stat.S_ISREG(mode) or parts[:2] in _DEVICES and parts[:3] != _MEMORY:
         raise OSError(errno.EINVAL, "it is not a regular file", str(path))
 
 

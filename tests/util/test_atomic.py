@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import tempfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -78,6 +79,12 @@ def test_names_below_dev_are_refused() -> None:
         atomic.check_target(Path("/dev/stdout"))
     with pytest.raises(OSError, match="not a regular file"):
         atomic.check_target(Path("/dev/new"))
+
+
+def test_a_folder_in_memory_takes_files() -> None:
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        atomic.write_text(Path(folder) / "x", "text")
+        assert (Path(folder) / "x").read_text() == "text"
 
 
 @pytest.mark.parametrize("call", ["fsync", "rename", "body"])
