@@ -10,6 +10,7 @@ RUN      ?= runs/gpt-tiny# where make train writes
 JOBS     ?= auto# workers of make test's first part; auto: one a core, from three to four; 0: none
 TESTS    ?=# files or folders of tests; empty: all
 RANKS    ?= ranks# which of the tests of ranks: "ranks and not slow" leaves sweeps out
+COUNTS   ?=# a file to which make test-long writes how many tests passed, as JSON
 PREFIX   ?=# where make install puts hpctrain, as /apps/hpctrain/1.0
 MODULES  ?=# where it puts modulefiles: a folder of MODULEPATH
 VERSION  ?=# what people load, as hpctrain/VERSION; empty: hpctrain's own
@@ -144,7 +145,7 @@ test-jobs: env ## run the tests of one process that start jobs of ranks
 	$(PYTEST) $(TESTS) -m "jobs and not benchmark and not long" -n $(JOBS)
 
 test-long: env ## run the sweeps that make test leaves out: programs under more strategies and ranks
-	$(PYTEST) $(TESTS) -m "long and not benchmark and not pbs" -n $(JOBS)
+	$(PYTEST) $(TESTS) -m "long and not benchmark and not pbs" -n $(JOBS) $(if $(COUNTS),--counts $(COUNTS))
 
 test-%: env ## run the rank tests on N ranks: make test-3
 	$(MPIEXEC) -n $* $(PYTEST) $(TESTS) -m "$(RANKS)"

@@ -6,12 +6,14 @@ import os
 import subprocess
 import sys
 
-BURN = "while True: pass"
+# They end with their parent, however that ends.
+BURN = "import os, sys\nwhile os.getppid() == int(sys.argv[1]): sum(range(1_000_000))"
 
 
 def main(command: list[str]) -> int:
     """Return the command's exit code."""
-    burning = [subprocess.Popen([sys.executable, "-c", BURN]) for _ in range(os.cpu_count() or 1)]
+    arguments = [sys.executable, "-c", BURN, str(os.getpid())]
+    burning = [subprocess.Popen(arguments) for _ in range(os.cpu_count() or 1)]
     try:
         return subprocess.run(command).returncode
     finally:

@@ -8,6 +8,7 @@ none. Every test has a time limit, ``limit(seconds)``.
 from __future__ import annotations
 
 import gc
+import importlib
 import os
 import sys
 import tempfile
@@ -17,6 +18,7 @@ from typing import Any
 
 import pytest
 from support import pace
+from support.counts import Counts
 from support.jobs import JobStarter
 from support.limits import Watchdog
 from support.ranks import RankRun, runs_here, world
@@ -27,10 +29,12 @@ from hpctrain.cluster.launcher import detect
 _WATCHDOG = pytest.StashKey[Watchdog]()
 _COMM = pytest.StashKey[Any]()
 _DONT_WRITE = pytest.StashKey[bool]()
+_MANY = 100  # tests, among which the time to import a compiler is not noticed
 _COLLECTING = 300.0  # seconds; every rank imports every test file, on few cores
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--counts", metavar="FILE", help="write how many tests of each file passed, as JSON")
     parser.addini("test_limit", "seconds that a test may take (limit(seconds) on a test says otherwise)", default="60")
 
 
@@ -52,6 +56,8 @@ def pytest_configure(config: pytest.Config) -> None:
     watchdog = Watchdog(f"[rank {comm.rank}] " if comm else f"[{worker}] " if worker else "", descriptor)
     config.stash[_WATCHDOG] = watchdog
     config.add_cleanup(watchdog.disarm)
+    if config.option.counts and not worker and not (comm and comm.rank):
+        config.pluginmanager.register(Counts(Path(config.option.counts)), "hpctrain-counts")
     if worker:
         os.environ["OMP_NUM_THREADS"] = "1"  # before torch comes, because the workers share the cores
     if comm is not None:
@@ -85,7 +91,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     sys.dont_write_bytecode = session.config.stash[_DONT_WRITE]
-    # Tests collect garbage again and again: among what they made, not among thousands of tests and all of torch.
+    # Tests collect garbage again and again, and runs look for schedulers among all objects: those that they made, not
+    # thousands of tests and all of torch. Its compiler would come with the first optimizer.
+    if len(session.items) > _MANY:
+        importlib.import_module("torch._dynamo")
     gc.freeze()
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pbs_needs
@@ -12,22 +12,15 @@ import pytest
 from pbs_cluster import PbsCluster
 from pbs_jobs import PbsDesk
 from site_pbs import SitePbs
+from support.desks import TOLD, Told, longest_first, pytest_runtest_makereport
 from support.paced_fixtures import corpus, reference, shared
 
-__all__ = ["corpus", "reference", "shared"]
-_DESK = pytest.StashKey[PbsDesk]()
+__all__ = ["corpus", "pytest_runtest_makereport", "reference", "shared"]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with the longest, so that the workers end together."""
-    mine = sorted((item for item in items if item.get_closest_marker("pbs")), key=_limit, reverse=True)
-    rest = iter(mine)
-    items[:] = [next(rest) if item.get_closest_marker("pbs") else item for item in items]
-
-
-def _limit(item: pytest.Item) -> float:
-    marker = item.get_closest_marker("limit")
-    return float(marker.args[0]) if marker else 0.0
+    """Begin with the longest."""
+    longest_first(items, "pbs")
 
 
 @pytest.fixture(scope="session")
@@ -57,21 +50,9 @@ def _desk(cluster: PbsCluster, corpus: Path, request: pytest.FixtureRequest) -> 
     folder = cluster.work_folder(request.node.name.translate(str.maketrans("[]", "--")).strip("-"))
     data = folder / "corpus.h5"
     shutil.copyfile(corpus, data)
-    desk = request.node.stash[_DESK] = PbsDesk(cluster, folder, data)
+    desk = PbsDesk(cluster, folder, data)
+    request.node.stash[TOLD] = Told(desk.jobs, cluster.log)
     yield desk
     left = {link for job in desk.jobs for link in job.links if job.facts.get("job_state") != "F" or job.links[1:]}
     if left:
         cluster.login(f"qdel -W force {' '.join(sorted(left))}", check=False)
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(
-    item: pytest.Item, call: pytest.CallInfo[None]
-) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Tell of the jobs of a test that failed."""
-    report = yield
-    desk = item.stash.get(_DESK, None)
-    if report.failed and desk is not None:
-        report.sections += [(f"job {job.id}", job.told()) for job in desk.jobs]
-        report.sections.append(("OpenPBS", desk.cluster.log()))
-    return report

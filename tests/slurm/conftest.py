@@ -2,29 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import slurm_needs
 from batch_jobs import Desk
 from private_slurm import PrivateSlurm
+from support.desks import TOLD, Told, longest_first, pytest_runtest_makereport
 from support.paced_fixtures import corpus, reference, shared
 
-__all__ = ["corpus", "reference", "shared"]
+__all__ = ["corpus", "pytest_runtest_makereport", "reference", "shared"]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with the longest, so that the workers end together."""
-    mine = [item for item in items if item.get_closest_marker("slurm")]
-    mine.sort(key=_limit, reverse=True)
-    rest = iter(mine)
-    items[:] = [next(rest) if item.get_closest_marker("slurm") else item for item in items]
-
-
-def _limit(item: pytest.Item) -> float:
-    marker = item.get_closest_marker("limit")
-    return float(marker.args[0]) if marker else 0.0
+    """Begin with the longest."""
+    longest_first(items, "slurm")
 
 
 @pytest.fixture(scope="session")
@@ -60,22 +53,7 @@ def pbs_desk(
 
 
 def _desk(slurm: PrivateSlurm, folder: Path, corpus: Path, request: pytest.FixtureRequest) -> Iterator[Desk]:
-    desk = request.node.stash[_DESK] = Desk(slurm, folder, corpus)
+    desk = Desk(slurm, folder, corpus)
+    request.node.stash[TOLD] = Told(desk.jobs, slurm.log)
     yield desk
     slurm.restore()
-
-
-_DESK = pytest.StashKey[Desk]()
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(
-    item: pytest.Item, call: pytest.CallInfo[None]
-) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Tell of the jobs of a test that failed."""
-    report = yield
-    desk = item.stash.get(_DESK, None)
-    if report.failed and desk is not None:
-        report.sections += [(f"job {job.id}", job.told()) for job in desk.jobs]
-        report.sections.append(("Slurm", desk.slurm.log()))
-    return report
