@@ -1,0 +1,52 @@
+"""Counts of what makes the code hard to follow may fall, and not rise: ``packaging/structure.py`` says what is counted.
+
+``tests/golden/structure.json`` has the numbers that were reached. A number that has fallen is written there.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+REACHED = json.loads((ROOT / "tests" / "golden" / "structure.json").read_text())
+
+
+def _structure() -> Any:
+    spec = importlib.util.spec_from_file_location("structure", ROOT / "packaging" / "structure.py")
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_counts_are_those_that_were_reached() -> None:
+    found = _structure().counts()
+    counts = {what: found[what] for what in REACHED}
+    risen = {what: number for what, number in counts.items() if number > REACHED[what]}
+    assert not risen, "python packaging/structure.py --names shows more; make them fewer elsewhere"
+    assert counts == REACHED, "some fell: write them to tests/golden/structure.json"
+
+
+def test_cycles_names_and_reaching_inside_are_found(tmp_path: Path) -> None:
+    structure = _structure()
+    texts = {
+        "hpctrain/__init__.py": "",
+        "hpctrain/a/__init__.py": "",
+        "hpctrain/a/one.py": "from hpctrain.b.two import Thing\nclass Same: pass\n",
+        "hpctrain/b/__init__.py": "",
+        "hpctrain/b/two.py": "def f():\n    import hpctrain.a.one\nclass Same: pass\nclass Thing: pass\n",
+        "hpctrain/b/types.py": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import hpctrain.c\n",
+        "hpctrain/c.py": "import hpctrain.b.types\n",
+        "tests/test_x.py": "def test(monkeypatch, x):\n    monkeypatch.setattr(x, 'y', x._inside, x._asdict())\n",
+        "benchmarks/x.py": "",
+    }
+    for name, text in texts.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    found = structure.counts(tmp_path)
+    assert found["import cycles inside packages"] == 1 and found["class names used twice"] == 1
+    assert found["private members that tests access"] == 1 and found["attributes that tests patch"] == 1
+    assert found["modules with one importer"] == 0 and found["modules"] == 4
