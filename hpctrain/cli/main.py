@@ -15,7 +15,7 @@ from hpctrain.cluster.launcher import first_guess_of_rank, is_launched
 from hpctrain.errors import EXIT_USAGE, HpctrainError, UsageError
 from hpctrain.train.leaving import end_job, end_unstarted, in_world, say_once
 from hpctrain.train.signals import told_and_code
-from hpctrain.util.text import LINE, fitted, printable, shorten
+from hpctrain.util.text import LINE, fitted, printable, printable_lines, shorten
 
 VERBS = {
     "train": "train a model as a TOML file says",
@@ -103,7 +103,12 @@ def values(arguments: Sequence[str]) -> list[str]:
 
 def report(error: HpctrainError, arguments: Sequence[str] = ()) -> int:
     """Print an error once: where all ranks have it, rank 0 speaks for them; return the exit code."""
-    say_once(fitted(str(error), values(arguments), LINE - len("hpctrain: error: ")), first_guess_of_rank())
+    first, table = str(error), ""
+    if not any("\n" in word for word in arguments):  # else it is an argument that has lines, and not the error
+        first, colon, table = first.partition(":\n")
+        first += colon.strip()
+    told = fitted(first, values(arguments), LINE - len("hpctrain: error: "))
+    say_once("\n".join([told, *([printable_lines(table)] if table else [])]), first_guess_of_rank())
     end_unstarted(error.exit_code)
     return error.exit_code
 

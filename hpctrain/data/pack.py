@@ -69,6 +69,8 @@ def pack(
         "tokenizer": "bytes",
         "vocab_size": 256,
     }
+    if out.exists() and any(out.samefile(one.document.path) for one in measured):
+        raise DataError(f"{out} is one of the sources: choose another name to write")
     written = force or not _is_current(out, identity)
     if written:
         _write(out, splits, identity, name_sources(sources), progress)

@@ -1,4 +1,7 @@
-"""Attach the strategy that the settings name; the others are not even loaded."""
+"""Attach the strategy that the settings name; the others are not even loaded.
+
+Modules that compute something else if the samples of a batch are divided are refused, or warned of, before training.
+"""
 
 from __future__ import annotations
 
@@ -8,17 +11,22 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parameter import is_lazy
 
 from hpctrain.collectives.agreement import agreed
 from hpctrain.collectives.communicator import Communicator
+from hpctrain.errors import UsageError
+from hpctrain.log import logger
 from hpctrain.parallel.materialise import materialise
 from hpctrain.parallel.offload.check import check, tell_what_is_gained
 from hpctrain.parallel.offload.settings import OffloadSettings
+from hpctrain.parallel.plan import shape_of
 from hpctrain.parallel.server.settings import ServerSettings, at_own_pace
 from hpctrain.parallel.server.settings import check as check_server
 from hpctrain.parallel.settings import SHARDED, ParallelSettings
 from hpctrain.parallel.strategy import Strategy, trainable
-from hpctrain.parallel.sync_batchnorm import synchronise
+from hpctrain.parallel.sync_batchnorm import SYNCHRONOUS, synchronise
 
 
 def attach(
@@ -41,6 +49,7 @@ def attach(
     if offload.any_update or offload.activations:
         agreed(comm, lambda: check(offload, settings))
         tell_what_is_gained(device, comm)
+    agreed(comm, lambda: _check_modules(model, comm, settings))
     synchronise(model, comm, settings)
     strategy = _attach(model, comm, settings, device, offload, example, server)
     held = model.parameters() if strategy.adopts_frozen else (parameter for _, parameter in trainable(model))
@@ -118,3 +127,50 @@ def _recompute(model: nn.Module, settings: ParallelSettings) -> list[nn.Module]:
         units = [unit for unit in units if unit in inside]
     recompute(units)
     return units
+
+
+# Modules that divided batches do not suit -----------------------------------------------------------------------------
+
+
+def _check_modules(model: nn.Module, comm: Communicator, settings: ParallelSettings) -> None:
+    """Raise ``UsageError`` for modules that cannot be trained as in one process; warn of what differs in evaluation."""
+    if lazy := [name for name, parameter in model.named_parameters() if is_lazy(parameter)]:
+        text = f"the parameter {lazy[0]} has no shape yet: call the model once on a sample, then give it to job.wrap"
+        raise UsageError(text, everywhere=True)
+    if settings.data not in SYNCHRONOUS or shape_of(settings, comm.size).data == 1:
+        return
+    for name, module in model.named_modules():
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+            _check_embedding(name or "the model", module)
+    _warn_of_evaluation(model, comm)
+
+
+def _check_embedding(name: str, module: nn.Embedding | nn.EmbeddingBag) -> None:
+    if module.max_norm is not None:
+        text = (
+            f"{name} has max_norm, by which each forward pass changes the rows that its samples look up: ranks with "
+            "other samples would change others; leave max_norm out, or train in one process"
+        )
+        raise UsageError(text, everywhere=True)
+    if module.scale_grad_by_freq:
+        text = (
+            f"{name} has scale_grad_by_freq, which divides gradients by how often a row is looked up in the batch: a "
+            "rank counts in its share alone; leave it out, or train in one process"
+        )
+        raise UsageError(text, everywhere=True)
+
+
+def _warn_of_evaluation(model: nn.Module, comm: Communicator) -> None:
+    """Warn of batch norms without running statistics: in evaluation, too, they take those of a rank's samples."""
+    names = [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, _BatchNorm) and module.running_mean is None
+    ]
+    if names and comm.rank == 0:
+        logger.warning(
+            "%s %s no running statistics (track_running_stats=False): an evaluation normalises by the samples of each "
+            "rank, so its result depends on the number of ranks; evaluate in one process where that matters",
+            ", ".join(names[:3]) + (" ..." if len(names) > 3 else ""),
+            "has" if len(names) == 1 else "have",
+        )

@@ -45,25 +45,26 @@ def init(
     """
     signals.install()  # before torch, whose import takes seconds in which USR1 would kill
 
-    import torch
-
-    from hpctrain import log
     from hpctrain.cluster.launcher import first_guess_of_rank, is_launched
-    from hpctrain.collectives.agreement import agreed
-    from hpctrain.collectives.communicator import Communicator
-    from hpctrain.data.random_streams import draw_alike
-    from hpctrain.parallel.offload.settings import offload_settings
-    from hpctrain.parallel.server.settings import server_settings
-    from hpctrain.parallel.settings import parallel_settings
-    from hpctrain.train import compiler, hello
-    from hpctrain.train.device import check_unshared, pick
-    from hpctrain.train.guard import Guard
-    from hpctrain.train.job import Job
     from hpctrain.train.leaving import end_if_uncaught
-    from hpctrain.transport.connect import connect
 
-    compiler.put_off()
     try:
+        import torch
+
+        from hpctrain import log
+        from hpctrain.collectives.agreement import agreed
+        from hpctrain.collectives.communicator import Communicator
+        from hpctrain.data.random_streams import draw_alike
+        from hpctrain.parallel.offload.settings import offload_settings
+        from hpctrain.parallel.server.settings import server_settings
+        from hpctrain.parallel.settings import parallel_settings
+        from hpctrain.train import compiler, hello
+        from hpctrain.train.device import check_unshared, pick
+        from hpctrain.train.guard import Guard
+        from hpctrain.train.job import Job
+        from hpctrain.transport.connect import connect
+
+        compiler.put_off()
         shape = parallel_settings(parallel), offload_settings(offload), server_settings(server)
         _refuse_unread(settings or {}, {"parallel": parallel, "offload": offload, "server": server})
         transport, launch = connect(comm)

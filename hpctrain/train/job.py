@@ -135,7 +135,7 @@ class Job:
         generators, tensors; torch's learning-rate schedulers are found without being named. ``config`` is text to keep
         beside the checkpoints, ``provenance`` facts to record in them. ``options`` are the fields of ``RunOptions``.
         """
-        from hpctrain.train.options import RunOptions
+        from hpctrain.train.options import run_options
         from hpctrain.train.session import Run
 
         return Run(
@@ -144,7 +144,7 @@ class Job:
             optimizer,
             loader,
             folder=checkpoints,
-            options=RunOptions(**options),
+            options=run_options(options),
             states=states,
             config=config,
             provenance=provenance,

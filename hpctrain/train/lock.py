@@ -114,7 +114,7 @@ class FolderLock:
         """
         holder = self._read()
         if holder is None:
-            if late and self.path.exists():
+            if late and os.path.lexists(self.path):  # a link that leads nowhere is there, too
                 raise LockError(f"cannot read {self.path}: if no job works in this folder, delete that file")
             time.sleep(PAUSE)
             return

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from hpctrain.checkpoint.file.layout import ALIGNMENT
 from hpctrain.checkpoint.keep import Best, Keep
 from hpctrain.checkpoint.saver import IO, Storage
 from hpctrain.cluster.deadline import seconds_of
 from hpctrain.errors import UsageError
+from hpctrain.settings import unknown
 from hpctrain.train.health import Policy
 from hpctrain.train.settings import check_trace_steps
 
@@ -98,3 +99,12 @@ class RunOptions:
     def kept(self) -> Keep:
         """Return which checkpoints stay."""
         return Keep(self.keep, self.keep_every, self.keep_best, self.best)
+
+
+def run_options(given: Mapping[str, Any]) -> RunOptions:
+    """Return the options of a call of ``job.run``; raises ``UsageError`` for a name that there is not."""
+    known = [field.name for field in fields(RunOptions)]
+    for name in given:
+        if name not in known:
+            raise UsageError(unknown(f"option {name!r} of job.run", name, known), everywhere=True)
+    return RunOptions(**given)

@@ -82,7 +82,7 @@ def read(folder: Path) -> dict[str, Any]:
     path = folder / NAME
     try:
         content = retries.call(read_json, path, LARGEST)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return {}
     except OSError as error:
         advice = "make it readable, or move it away to begin a new history"

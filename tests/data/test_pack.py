@@ -82,6 +82,14 @@ def test_an_unchanged_corpus_is_not_packed_again(corpus: Path, tmp_path: Path) -
     assert out.stat().st_ino != before.st_ino
 
 
+def test_a_source_is_never_replaced(tmp_path: Path) -> None:
+    source = tmp_path / "text.txt"
+    source.write_text("some text " * 50)
+    with pytest.raises(DataError, match="is one of the sources: choose another name to write"):
+        pack([source], source, force=True)
+    assert source.read_text() == "some text " * 50
+
+
 def test_another_file_is_not_replaced_unless_forced(corpus: Path, tmp_path: Path) -> None:
     out = tmp_path / "out.h5"
     pack([corpus], out)

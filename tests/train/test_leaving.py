@@ -81,6 +81,28 @@ def test_one_rank_that_fails_on_its_way_into_the_job_ends_it(
     assert said in result.stderr and not result.survivors, result
 
 
+WHILE_TORCH_IS_IMPORTED = """
+import importlib.abc, signal, sys
+import hpctrain
+from hpctrain.cluster.launcher import first_guess_of_rank
+
+class Finder(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name == "torch.nn" and first_guess_of_rank() in (1, None):
+            signal.raise_signal(signal.{name})
+
+sys.meta_path.insert(0, Finder())
+hpctrain.init()
+"""
+
+
+@pytest.mark.parametrize("name, code, said", [("SIGINT", 130, "interrupted"), ("SIGTERM", 143, "terminated before")])
+def test_a_signal_while_torch_is_imported_ends_the_job(launch: Any, name: str, code: int, said: str) -> None:
+    result = launch(2, WHILE_TORCH_IS_IMPORTED.format(name=name), timeout=40)
+    assert result.returncode == code and "Traceback" not in result.stderr, result
+    assert result.stderr.count(f"rank 1 on {socket.gethostname()}") == 1 and said in result.stderr, result
+
+
 def test_an_interrupt_that_python_dropped_is_raised_again() -> None:
     code = """
 import signal, weakref, hpctrain

@@ -107,13 +107,16 @@ def test_a_zombie_is_dead(tmp_path: Path) -> None:
     process.communicate()
 
 
-@pytest.mark.parametrize("text", ["", "{", "[1]", "\0\0"])
-def test_a_lock_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+@pytest.mark.parametrize("text", ["", "{", "[1]", "\0\0", None])
+def test_a_lock_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str | None) -> None:
     monkeypatch.setattr(lock, "PATIENCE", 0.1)
-    (tmp_path / NAME).write_text(text)
+    if text is None:
+        (tmp_path / NAME).symlink_to(tmp_path / "nowhere" / "lock")
+    else:
+        (tmp_path / NAME).write_text(text)
     with pytest.raises(LockError, match=f"cannot read {tmp_path / NAME}"):
         FolderLock(tmp_path, "42").acquire()
-    assert (tmp_path / NAME).read_text() == text
+    assert text is None or (tmp_path / NAME).read_text() == text
 
 
 def test_a_lock_that_is_being_written_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

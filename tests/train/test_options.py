@@ -9,7 +9,7 @@ import pytest
 
 from hpctrain.checkpoint.keep import Keep
 from hpctrain.errors import UsageError
-from hpctrain.train.options import RunOptions
+from hpctrain.train.options import RunOptions, run_options
 
 GOOD: dict[str, Any] = {
     "steps": None,
@@ -45,3 +45,9 @@ def test_a_wrong_value_is_named(wrong: dict[str, Any], said: str) -> None:
 def test_what_stays_is_passed_on() -> None:
     options = RunOptions(keep=3, keep_every=10, keep_best="loss", best="highest")
     assert options.kept == Keep(last=3, every=10, best="loss", which="highest") and RunOptions().kept == Keep()
+
+
+def test_an_option_that_there_is_not() -> None:
+    with pytest.raises(UsageError, match="unknown option 'evry' of job.run: did you mean every[?] known are .*, keep,"):
+        run_options({"evry": 3})
+    assert run_options({"every": 3}) == RunOptions(every=3)

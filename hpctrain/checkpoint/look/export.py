@@ -21,7 +21,7 @@ from hpctrain.checkpoint.file.layout import Array, Record
 from hpctrain.checkpoint.file.reader import Reader
 from hpctrain.checkpoint.look import safetensors
 from hpctrain.checkpoint.look.curves import widened
-from hpctrain.checkpoint.look.output import put_in_place
+from hpctrain.checkpoint.look.output import check_output, put_in_place
 from hpctrain.errors import CheckpointError, UsageError
 
 Progress = Callable[[int], object]
@@ -46,8 +46,7 @@ def export(
     if kind not in SUFFIXES:
         raise UsageError(f"cannot export to {kind!r}: allowed are {', '.join(SUFFIXES)}")
     target = Path(output)
-    if target.exists() and not force:
-        raise UsageError(f"{target} exists: choose another name, or --force to replace it")
+    check_output(target, [file], force=force)
     with Reader(file) as reader:
         chosen = reader.below(layout.MODEL) if model_only else reader.below("/")
         if not chosen:

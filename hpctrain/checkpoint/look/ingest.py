@@ -21,6 +21,7 @@ from hpctrain.checkpoint.file.layout import Array
 from hpctrain.checkpoint.file.source import Source, box_of, nbytes_of
 from hpctrain.checkpoint.file.writer import write_file
 from hpctrain.checkpoint.look import safetensors
+from hpctrain.checkpoint.look.output import check_output
 from hpctrain.errors import CheckpointError, UsageError
 from hpctrain.util.reading import open_regular
 from hpctrain.util.text import shorten, shown
@@ -48,8 +49,7 @@ def ingest(
     path, target = Path(file), Path(output)
     if path.suffix not in SUFFIXES:
         raise UsageError(f"cannot import {path}: its name must end in {', '.join(SUFFIXES)}")
-    if target.exists() and not force:
-        raise UsageError(f"{target} exists: choose another name, or --force to replace it")
+    check_output(target, [path], force=force)
     tensors = _from_safetensors(path) if path.suffix == ".safetensors" else _from_torch(path)
     sources = [
         Source(box_of(layout.child(layout.MODEL, name.removeprefix(strip)), shape, dtype), read)

@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import BinaryIO
 
-from hpctrain.errors import CheckpointError
+from hpctrain.errors import CheckpointError, UsageError
 from hpctrain.util import atomic
+
+
+def check_output(target: Path, inputs: Iterable[str | Path], *, force: bool) -> None:
+    """Raise ``UsageError`` where the output exists and is not to be replaced; one of the inputs never is."""
+    if not target.name:
+        raise UsageError("the name of the output is empty: give the file to write")
+    if not target.exists():
+        return
+    if any(Path(each).exists() and target.samefile(each) for each in inputs):
+        raise UsageError(f"{target} is what is read: choose another name to write")
+    if not force:
+        raise UsageError(f"{target} exists: choose another name, or --force to replace it")
 
 
 def put_in_place(target: Path, write: Callable[[BinaryIO], object]) -> None:

@@ -16,6 +16,7 @@ from hpctrain.checkpoint.look.inspect import Contents, Entry, TensorStats
 from hpctrain.checkpoint.look.place import judge
 from hpctrain.cli.action import action
 from hpctrain.cli.checkpoint.text import chosen, columns, one_line, print_json, progress, shape, size
+from hpctrain.errors import UsageError
 from hpctrain.util.text import printable, printable_lines
 
 _LS_EPILOG = """\
@@ -71,6 +72,8 @@ def _ls(args: argparse.Namespace) -> int:
 
 
 def _best(args: argparse.Namespace) -> int:
+    if not Path(args.folder).is_dir():
+        raise UsageError(f"{args.folder} is not a folder: give that of a run")
     found = judge(args.folder, args.by, args.which)
     if args.json:
         print_json(dataclasses.asdict(found))

@@ -47,6 +47,27 @@ def test_export_beside_the_file(file: Path, capsys: pytest.CaptureFixture[str]) 
         assert loaded["w"].tolist() == list(range(6))
 
 
+def test_a_file_is_never_replaced_by_what_is_made_of_it(file: Path, tmp_path: Path) -> None:
+    before = file.read_bytes()
+    link = tmp_path / "other.h5"
+    link.symlink_to(file)
+    for output in (file, link):
+        with pytest.raises(UsageError, match="is what is read: choose another name"):
+            call("export", file, "--to", "npz", "-o", output, "--force")
+    with pytest.raises(UsageError, match="the name of the output is empty"):
+        call("export", file, "--to", "npz", "-o", "")
+    call("export", file, "--to", "torch", "-o", tmp_path / "model.pt")
+    with pytest.raises(UsageError, match="is what is read"):
+        call("import", tmp_path / "model.pt", "-o", tmp_path / "model.pt", "--force")
+    assert file.read_bytes() == before
+
+
+@pytest.mark.parametrize("kind", ["missing", "file"])
+def test_the_best_of_what_is_no_folder(file: Path, tmp_path: Path, kind: str) -> None:
+    with pytest.raises(UsageError, match="is not a folder: give that of a run"):
+        call("best", file if kind == "file" else tmp_path / "missing")
+
+
 def test_import_what_was_exported(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for kind, suffix in (("safetensors", "safetensors"), ("torch", "pt")):
         assert call("export", file, "--to", kind, "--model-only", "-o", tmp_path / f"m.{suffix}") == 0
