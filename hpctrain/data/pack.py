@@ -69,7 +69,7 @@ def pack(
         "tokenizer": "bytes",
         "vocab_size": 256,
     }
-    if out.exists() and any(out.samefile(one.document.path) for one in measured):
+    if out.exists() and not out.is_symlink() and any(out.samefile(one.document.path) for one in measured):
         raise DataError(f"{out} is one of the sources: choose another name to write")
     written = force or not _is_current(out, identity)
     if written:

@@ -16,7 +16,8 @@ def check_output(target: Path, inputs: Iterable[str | Path], *, force: bool) -> 
         raise UsageError("the name of the output is empty: give the file to write")
     if not target.exists():
         return
-    if any(Path(each).exists() and target.samefile(each) for each in inputs):
+    # A link is replaced, and what it leads to stays.
+    if not target.is_symlink() and any(Path(each).exists() and target.samefile(each) for each in inputs):
         raise UsageError(f"{target} is what is read: choose another name to write")
     if not force:
         raise UsageError(f"{target} exists: choose another name, or --force to replace it")

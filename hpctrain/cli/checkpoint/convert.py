@@ -59,7 +59,8 @@ def add_actions(actions: Any) -> None:
 
 def _export(args: argparse.Namespace) -> int:
     file = chosen(args.file)
-    output = Path(args.output or Path(file).with_suffix(export.SUFFIXES[args.to]))
+    beside = Path(file).with_suffix(export.SUFFIXES[args.to])
+    output = beside if args.output is None else Path(args.output)
     with progress([file]) as told:
         count = export.export(file, args.to, output, model_only=args.model_only, force=args.force, progress=told)
     return _written(output, args.json, tensors=count)

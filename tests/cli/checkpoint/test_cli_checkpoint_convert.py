@@ -51,9 +51,11 @@ def test_a_file_is_never_replaced_by_what_is_made_of_it(file: Path, tmp_path: Pa
     before = file.read_bytes()
     link = tmp_path / "other.h5"
     link.symlink_to(file)
-    for output in (file, link):
+    for read in (file, link):
         with pytest.raises(UsageError, match="is what is read: choose another name"):
-            call("export", file, "--to", "npz", "-o", output, "--force")
+            call("export", read, "--to", "npz", "-o", file, "--force")
+    call("export", file, "--to", "npz", "-o", link, "--force")  # replaces the link
+    assert file.read_bytes() == before and not link.is_symlink()
     with pytest.raises(UsageError, match="the name of the output is empty"):
         call("export", file, "--to", "npz", "-o", "")
     call("export", file, "--to", "torch", "-o", tmp_path / "model.pt")
