@@ -79,16 +79,22 @@ def say_once(error: object, rank: int | None) -> None:
     deadline = time.monotonic() + (SILENCE_OF_SRUN if "SLURM_STEP_ID" in os.environ else SILENCE)
     while time.monotonic() < deadline and stop_request.signal is None:
         time.sleep(0.05)
-    if _mpi() is None and stop_request.signal is None:
+    if not _has_started() and stop_request.signal is None:
         said = printable_lines(f"hpctrain: error: rank {rank} on {socket.gethostname()}: {error}")
         print(said, file=sys.stderr, flush=True)
 
 
 def end_unstarted(code: int) -> None:
     """End the other ranks of a job, too, if this process leaves with an error before its MPI is initialized."""
-    if _mpi() is None and is_launched():
+    if not _has_started() and is_launched():
         let_be_read()
         end_ranks(code)
+
+
+def _has_started() -> bool:
+    """Return whether MPI has been initialized, even if it is finalized by now."""
+    module = sys.modules.get("mpi4py.MPI")
+    return module is not None and bool(module.Is_initialized())
 
 
 def _mpi() -> Any:
