@@ -33,7 +33,7 @@ from hpctrain.parallel.agreement import broadcast_buffers, broadcast_model, chec
 from hpctrain.parallel.buckets import Bucket, group, lay_out, memory_needed
 from hpctrain.parallel.guard.gradient_hooks import GradientHooks
 from hpctrain.parallel.guard.updates import LateParameters
-from hpctrain.parallel.module_hooks import ModuleHook
+from hpctrain.parallel.module_hooks import ModuleHook, after_gradient
 from hpctrain.parallel.settings import ParallelSettings
 from hpctrain.parallel.strategy import Strategy, clip_whole_gradients, trainable
 from hpctrain.parallel.sync_batchnorm import SyncBatchNorm
@@ -210,10 +210,8 @@ class DataParallel(Strategy):
 
     def _hook(self) -> None:
         self._own_handles = []
-        # Torch's own: the parameter's defers.
-        register: Callable[..., RemovableHandle] = Tensor.register_post_accumulate_grad_hook
         for number, parameter in enumerate(self._parameters):
-            self._own_handles.append(register(parameter, self._gradient_hook(number)))
+            self._own_handles.append(after_gradient(parameter, self._gradient_came, number))
         before = ModuleHook(lambda module, args: self._before_forward())
         self._own_handles.append(self.model.register_forward_pre_hook(before))
 
@@ -226,15 +224,12 @@ class DataParallel(Strategy):
         if self._syncing and self.settings.broadcast_buffers:
             broadcast_buffers(self.model, self.comm)
 
-    def _gradient_hook(self, number: int) -> Callable[[Tensor], None]:
-        def hook(parameter: Tensor) -> None:
-            if self._syncing:
-                self._take(number, parameter)
-            else:
-                self._gradient_hooks.check_reduced(self._names[number])
-                self._note_local()
-
-        return hook
+    def _gradient_came(self, number: int, parameter: Tensor) -> None:
+        if self._syncing:
+            self._take(number, parameter)
+        else:
+            self._gradient_hooks.check_reduced(self._names[number])
+            self._note_local()
 
     def _take(self, number: int, parameter: Tensor) -> None:
         """Put one gradient into its bucket; start the buckets that are full."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch._compile import _disable_dynamo
+from torch.utils.hooks import RemovableHandle
 
 
 class ModuleHook:
@@ -34,6 +36,24 @@ class _NoHook:
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
         """Do nothing."""
+
+
+def after_gradient(parameter: Tensor, method: Callable[..., None], *args: int | str) -> RemovableHandle:
+    """Call the bound ``method`` with ``args`` and the parameter whenever autograd has accumulated its gradient.
+
+    Python's garbage collector does not see what such a hook of torch refers to. So the hook must not keep its owner,
+    nor ``args`` the parameter: a model and its strategy would never be freed.
+    """
+    owned = weakref.WeakMethod(method)
+
+    def hook(parameter: Tensor) -> None:
+        own = owned()
+        if own is not None:
+            own(*args, parameter)
+
+    # Torch's own: the parameter's defers.
+    register: Callable[..., RemovableHandle] = Tensor.register_post_accumulate_grad_hook
+    return register(parameter, hook)
 
 
 def plain_module(model: nn.Module) -> nn.Module:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 from hpctrain.errors import UsageError
@@ -29,3 +32,19 @@ def test_synchronises_batch_norms_when_asked(comm: Any) -> None:
 def test_model_that_would_have_to_be_replaced_is_refused(comm: Any) -> None:
     with pytest.raises(UsageError, match="^sync_batchnorm cannot replace a model that is itself a batch norm$"):
         attach(nn.BatchNorm1d(3), comm, ParallelSettings(sync_batchnorm=True))
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("settings", ["ddp", "zero1", "zero2", "fsdp", "hogwild", "easgd"])
+def test_a_model_that_a_program_drops_is_freed(comm: Any, settings: str) -> None:
+    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1))
+    strategy = attach(model, comm, ParallelSettings(data=settings))
+    if not strategy.loose:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model(torch.ones(2, 3)).sum().backward()
+        optimizer.step()
+        del optimizer
+    seen = weakref.ref(model), weakref.ref(strategy)
+    del model, strategy
+    gc.collect()
+    assert [one() for one in seen] == [None, None]

@@ -8,9 +8,8 @@ al., "PyTorch FSDP", VLDB 2023. How it is done stands in the notes of the files 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -22,14 +21,13 @@ from hpctrain.collectives.communicator import Communicator
 from hpctrain.errors import UsageError
 from hpctrain.parallel.agreement import broadcast_buffers
 from hpctrain.parallel.fsdp import hooks
-from hpctrain.parallel.fsdp.flow import Flow
 from hpctrain.parallel.fsdp.norm import clip_shards
 from hpctrain.parallel.fsdp.owners import Owners
 from hpctrain.parallel.fsdp.parts import Parts, assemble
 from hpctrain.parallel.fsdp.split import FlatSplit
 from hpctrain.parallel.guard.gradient_hooks import GradientHooks
 from hpctrain.parallel.guard.updates import LateParameters
-from hpctrain.parallel.module_hooks import ModuleHook
+from hpctrain.parallel.module_hooks import ModuleHook, after_gradient
 from hpctrain.parallel.offload.settings import OffloadSettings
 from hpctrain.parallel.settings import ParallelSettings
 from hpctrain.parallel.strategy import Strategy
@@ -326,10 +324,9 @@ class ShardedDataParallel(Strategy):
         if self._parts.narrow is not None:
             for unit in self._parts.units:
                 handles.append(unit.module.register_forward_pre_hook(ModuleHook(self._cast), with_kwargs=True))
-        for flow in self._reduction.flows:
+        for place, flow in enumerate(self._reduction.flows):
             for number, member in enumerate(flow.piece.members):
-                register: Callable[..., RemovableHandle] = member.whole.register_post_accumulate_grad_hook
-                handles.append(register(partial(self._take, flow, number)))
+                handles.append(after_gradient(member.whole, self._take, place, number))
         return handles
 
     def _cast(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -367,9 +364,10 @@ class ShardedDataParallel(Strategy):
         self._form.begin_backward(reduces=self._syncing)
 
     @as_parts
-    def _take(self, flow: Flow, number: int, _: Tensor) -> None:
+    def _take(self, place: int, number: int, _: Tensor) -> None:
         if self._summoned:
             return
+        flow = self._reduction.flows[place]
         self._begin_backward()
         if self._syncing:
             self._reduction.take(flow, number)

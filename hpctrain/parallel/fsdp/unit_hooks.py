@@ -9,7 +9,6 @@ the unit was given) is freed at the end.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,6 +16,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from hpctrain.parallel.fsdp import hooks
+from hpctrain.parallel.module_hooks import after_gradient
 from hpctrain.plain_tensors import as_parts
 
 if TYPE_CHECKING:
@@ -37,8 +37,7 @@ class UnitHooks:
         """Hook the unit's module and parameters."""
         handles = hooks.around_forward(self._station.module, self._before, self._after)
         for member in self._trained:
-            register: Callable[..., RemovableHandle] = member.whole.register_post_accumulate_grad_hook
-            handles.append(register(partial(self._take, member.name)))
+            handles.append(after_gradient(member.whole, self._take, member.name))
         return handles
 
     @as_parts

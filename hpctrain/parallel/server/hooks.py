@@ -6,12 +6,12 @@ import weakref
 from collections.abc import Callable
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from hpctrain.errors import UsageError
-from hpctrain.parallel.module_hooks import ModuleHook
+from hpctrain.parallel.module_hooks import ModuleHook, after_gradient
 from hpctrain.parallel.strategy import trainable
 
 Call = Callable[[], None]
@@ -34,13 +34,15 @@ class Hooks:
         """
         self.optimizer: torch.optim.Optimizer | None = None
         self._held = {id(parameter) for _, parameter in trainable(model)}
-        self._unknown_steps = unknown_steps
+        self._gradient_came, self._unknown_steps = gradient_came, unknown_steps
         self._handles: list[RemovableHandle] = [model.register_forward_pre_hook(ModuleHook(lambda *_: pass_comes()))]
         for _, parameter in trainable(model):
-            register: Callable[..., RemovableHandle] = parameter.register_post_accumulate_grad_hook
-            self._handles.append(register(lambda _: gradient_came()))
+            self._handles.append(after_gradient(parameter, self._gradient_of))
         own = weakref.WeakMethod(self._any_steps)  # the hook is torch's, and must not keep the model
         self._handles.append(register_optimizer_step_pre_hook(lambda optimizer, *_: _call(own(), optimizer)))
+
+    def _gradient_of(self, parameter: Tensor) -> None:
+        self._gradient_came()
 
     def _any_steps(self, optimizer: torch.optim.Optimizer) -> None:
         if self.optimizer is None:
