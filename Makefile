@@ -10,6 +10,7 @@ RUN      ?= runs/gpt-tiny# where make train writes
 JOBS     ?= auto# workers of make test's first part; auto: one a core, from three to four; 0: none
 TESTS    ?=# files or folders of tests; empty: all
 RANKS    ?= ranks# which of the tests of ranks: "ranks and not slow" leaves sweeps out
+CASES    ?= all# cases of tests with parameters: few (each value once) or all
 COUNTS   ?=# a file to which make test-long writes how many tests passed, as JSON
 PREFIX   ?=# where make install puts hpctrain, as /apps/hpctrain/1.0
 MODULES  ?=# where it puts modulefiles: a folder of MODULEPATH
@@ -134,21 +135,23 @@ digits: env ## write scikit-learn's digits images to runs/digits.h5, for jobs/di
 
 # Tests --------------------------------------------------------------------------------------------------------------
 
-test: env ## run all tests: of one process on JOBS workers, then on 2 ranks
-	$(PYTEST) $(TESTS) -m "not benchmark and not install and not slurm and not pbs and not long" -n $(JOBS)
-	$(MPIEXEC) -n 2 $(PYTEST) $(TESTS) -m "ranks and not slow"
+test: env ## run the tests: of one process on JOBS workers, then on 2 ranks
+	$(PYTEST) $(TESTS) -m "not benchmark and not install and not slurm and not pbs and not long" -n $(JOBS) --cases few
+	$(MPIEXEC) -n 2 $(PYTEST) $(TESTS) -m "ranks and not slow" --cases few
 
 test-busy: env ## run all tests beside processes that take all cores
 	$(BIN)/python tests/busy.py $(MAKE) --no-print-directory test TESTS="$(TESTS)"
 
 test-jobs: env ## run the tests of one process that start jobs of ranks
-	$(PYTEST) $(TESTS) -m "jobs and not benchmark and not long" -n $(JOBS)
+	$(PYTEST) $(TESTS) -m "jobs and not benchmark and not long" -n $(JOBS) --cases $(CASES)
 
-test-long: env ## run the sweeps that make test leaves out: programs under more strategies and ranks
-	$(PYTEST) $(TESTS) -m "long and not benchmark and not pbs" -n $(JOBS) $(if $(COUNTS),--counts $(COUNTS))
+test-long: env ## run what make test leaves out: sweeps, and all cases of tests with parameters
+	$(PYTEST) $(TESTS) -m "not benchmark and not install and not slurm and not pbs" -n $(JOBS) --cases rest \
+	    $(if $(COUNTS),--counts $(COUNTS))
+	$(MPIEXEC) -n 2 $(PYTEST) $(TESTS) -m ranks --cases rest
 
 test-%: env ## run the rank tests on N ranks: make test-3
-	$(MPIEXEC) -n $* $(PYTEST) $(TESTS) -m "$(RANKS)"
+	$(MPIEXEC) -n $* $(PYTEST) $(TESTS) -m "$(RANKS)" --cases $(CASES)
 
 test-benchmarks: env ## run the benchmarks, small, and check what they print and write
 	$(PYTEST) tests/benchmarks tests/cli/test_cli_bench.py -m benchmark

@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 from support import pace
+from support.cases import split_cases
 from support.counts import Counts
 from support.jobs import JobStarter
 from support.limits import Watchdog
@@ -34,6 +35,13 @@ _COLLECTING = 300.0  # seconds; every rank imports every test file, on few cores
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--cases",
+        choices=("all", "few", "rest"),
+        default="all",
+        help="few: each value of each parameter once, n cases of tests marked few(n), none marked long or slow; "
+        "rest: the others",
+    )
     parser.addoption("--counts", metavar="FILE", help="write how many tests of each file passed, as JSON")
     parser.addini("test_limit", "seconds that a test may take (limit(seconds) on a test says otherwise)", default="60")
 
@@ -80,6 +88,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if others:
         config.hook.pytest_deselected(items=others)
         items[:] = [item for item in items if runs_here(item, size)]
+    if config.option.cases != "all":
+        few, left = split_cases(items)
+        items[:], left = (few, left) if config.option.cases == "few" else (left, few)
+        config.hook.pytest_deselected(items=left)
     for item in items:
         if "launch" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.jobs)

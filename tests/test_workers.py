@@ -87,3 +87,29 @@ def test_worker_that_dies_fails_the_session(session: Sessions, place: str) -> No
 def test_workers_and_ranks_at_once_are_refused(session: Sessions) -> None:
     result = session(2, "@pytest.mark.ranks\ndef test_it(): pass\n", "-n", "2")
     assert result.returncode != 0 and result.stderr.count(f"ERROR: {WORKERS_OR_RANKS}") == 1
+
+
+CASES = """
+@pytest.mark.parametrize("x", "ab")
+@pytest.mark.parametrize("y", "cde")
+def test_two_parameters(x, y): pass
+@pytest.mark.few(2)
+@pytest.mark.parametrize("x", "fghi")
+def test_marked(x): pass
+@pytest.mark.parametrize("x", ["j", pytest.param("k", marks=pytest.mark.long)])
+def test_sweep(x): pass
+@pytest.mark.parametrize("x", "lmn")
+def test_one_parameter(x): pass
+def test_none(): pass
+"""
+
+
+def test_few_cases_show_each_value_and_the_rest_are_the_others(session: Sessions) -> None:
+    few, rest = (
+        {word.partition("::test_")[2] for word in session(0, CASES, "-v", "--cases", cases).stdout.split() if "::" in word}
+        for cases in ("few", "rest")
+    )
+    assert few == {"two_parameters[c-a]", "two_parameters[c-b]", "two_parameters[d-a]", "two_parameters[e-a]"} | {
+        "marked[f]", "marked[h]", "sweep[j]", "one_parameter[l]", "one_parameter[m]", "one_parameter[n]", "none"
+    }
+    assert rest == {"two_parameters[d-b]", "two_parameters[e-b]", "marked[g]", "marked[i]", "sweep[k]"}

@@ -138,6 +138,7 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.few(8)
 @pytest.mark.limit(120)
 @pytest.mark.parametrize("name", LEAVES)
 def test_every_word_is_taken_or_one_line(name: str, files: Path, capsys: pytest.CaptureFixture[str]) -> None:

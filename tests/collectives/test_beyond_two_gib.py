@@ -12,6 +12,7 @@ MARKS = (0, 2**31 - 1, 2**31, NUMEL - 1)
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.slow
 @pytest.mark.limit(120)
 def test_more_than_two_gib(comm: Any) -> None:
     tensor = torch.zeros(NUMEL, dtype=torch.uint8)

@@ -117,7 +117,7 @@ def check_nodes(nodes: Nodes, ranks: int) -> int:
 def run_tests(nodes: Nodes, ranks: int) -> int:
     """Run the suites of what talks between ranks."""
     os.chdir(ROOT)
-    return launch(nodes, ranks, [sys.executable, "-m", "pytest", "-m", "ranks", *SUITES])
+    return launch(nodes, ranks, [sys.executable, "-m", "pytest", "-m", "ranks and not slow", "--cases", "few", *SUITES])
 
 
 if __name__ == "__main__":

@@ -129,6 +129,7 @@ def test_served_updates_outside_of_a_run_are_refused(launch: Any, tmp_path: Path
     assert done.returncode == 2 and told in done.stderr, done
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "data, server, nodes", [("easgd", {"mode": "asynchronous"}, 2), ("server", {}, 2), ("hogwild", {}, 1)]
 )
@@ -164,6 +165,7 @@ with job.run(model, optimizer, batches, checkpoints="run") as run:
 """
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "data, call, told",
     [

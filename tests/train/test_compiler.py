@@ -78,6 +78,7 @@ assert torch._dynamo is real and sys.modules["torch._dynamo"] is real
 """
 
 
+@pytest.mark.few(2)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "code",

@@ -133,6 +133,7 @@ print(f"rank {{job.rank}} came to its end")
 """
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("names, ends", [(["SIGTERM"], True), (["SIGTERM", "SIGUSR1"], False)])
 def test_sigterm_where_sigusr1_would_have_come_too(launch: Any, names: list[str], ends: bool) -> None:
     # As srun does to those that are left when a rank has died: they wait for it, and get SIGTERM.

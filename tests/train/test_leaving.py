@@ -60,6 +60,7 @@ hpctrain.init()
 """
 
 
+@pytest.mark.few(2)
 @pytest.mark.limit(60)
 @pytest.mark.parametrize(
     "module, name, then, code, said",

@@ -293,6 +293,7 @@ MESHES = [
 ]
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 @pytest.mark.parametrize("case", CASES)
 def test_weights_are_those_of_a_plain_loop(job: Any, shared_tmp_path: Path, case: str, mesh: dict[str, Any]) -> None:

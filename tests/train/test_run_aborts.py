@@ -72,6 +72,7 @@ HARMS = {
 }
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", HARMS)
 def test_a_rank_comes_to_harm(launch: Any, tmp_path: Path, name: str) -> None:
     harm, folder = HARMS[name], tmp_path / "run"

@@ -45,6 +45,7 @@ APART = {
 }
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("mode", APART)
 def test_workers_at_their_own_pace_meet_to_save_and_to_stop(leg: Legs, project: Path, mode: str) -> None:
     """One rank is told to stop: all save after the same step, and go on from there."""

@@ -40,6 +40,7 @@ def leg(comm: Any, project: Path, monkeypatch: pytest.MonkeyPatch) -> Legs:
     return leg
 
 
+@pytest.mark.few(2)
 @pytest.mark.ranks(2, 4)
 @pytest.mark.parametrize(
     "mesh", [PIPE, TENSOR, [*PIPE, "parallel.schedule=zb-h1"], [*TENSOR, "parallel.sequence=true"]]

@@ -54,6 +54,7 @@ def _expect(job: Any, model: nn.Module, plain: nn.Module, tolerance: float = 1e-
 # torch.compile --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.few(4)
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("strategy", ["ddp", *SPLIT])
 @pytest.mark.parametrize("form", ["after", "before", "in place"])

@@ -30,6 +30,7 @@ def has_open_mpi() -> bool:
 only_mpich = pytest.mark.skipif(has_open_mpi(), reason="Open MPI needs 16 MiB to start, which leave room for a window")
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "mebibytes, places", [pytest.param(5, ["host", "host"], marks=only_mpich), (24, ["window", "host"])]
 )
@@ -65,6 +66,7 @@ if job.rank == 0:
 """
 
 
+@pytest.mark.few(1)
 @only_mpich
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_a_training_run_has_the_numbers_of_one_with_space(launch: Any, strategy: str) -> None:

@@ -43,6 +43,7 @@ def told(path: Path, capsys: pytest.CaptureFixture[str], *more: list[str]) -> No
         assert code != 2 or err.count("\n") <= 2
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("key", ROOT)
 def test_odd_values_of_the_file(key: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     other = write(tmp_path / "other.h5", {}, {})
@@ -51,6 +52,7 @@ def test_odd_values_of_the_file(key: str, tmp_path: Path, capsys: pytest.Capture
         told(path, capsys, ["diff", str(path), str(other)])
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("key", TRAIN)
 def test_odd_values_of_the_training_loop(key: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = str(tmp_path / "out.pt")
@@ -70,6 +72,7 @@ CURVES = {
 }
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("name", CURVES)
 def test_odd_curves(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = write(tmp_path / "step_$3^{.h5", {"step": "$x^{"}, {}, CURVES[name])
