@@ -1,4 +1,4 @@
-"""Cut a model's parameters into pieces, and fill them with what rank 0 has."""
+"""Division of a model's parameters into parameter groups, and their initial values from rank 0."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ from hpctrain.parallel.fsdp.piece import Memory, Piece, Places
 from hpctrain.parallel.fsdp.units import Unit
 from hpctrain.parallel.materialise import draw
 
-FIRST_BUCKET = 2**20  # bytes: the piece whose gradients come first is small, so that reducing starts early
+FIRST_BUCKET = 2**20  # bytes: the group whose gradients are complete first is small, so that reduction starts early
 
 Entry = tuple[str, nn.Parameter, Places]
 
 
 class PieceMaker:
-    """Make pieces for the ranks of ``comm``, whose memory ``flat(numel, dtype)`` gives.
+    """Factory of parameter groups (``Piece``) for the ranks of ``comm``; ``flat(numel, dtype)`` allocates their memory.
 
-    What a rank holds for good lies where ``host`` and ``host_frozen`` say for trained and frozen parameters.
+    ``host`` and ``host_frozen`` allocate the memory of a rank's shards of trained and of frozen
+    parameters. The shards are on the device if these are None.
     """
 
     def __init__(
@@ -40,11 +41,14 @@ class PieceMaker:
         self._passing, self._narrow = passing, narrow
 
     def of_unit(self, unit: Unit) -> list[Piece]:
-        """Return the pieces of a unit: one a dtype, trained and frozen parameters apart."""
+        """Return the parameter groups of a unit: one per dtype, trained and frozen parameters separately."""
         return [self._make(entries) for entries in _kinds(_entries([unit]))]
 
     def of_buckets(self, units: Sequence[Unit], names: Sequence[str], limit: int) -> list[Piece]:
-        """Return pieces of at most ``limit`` bytes, of the last of ``names`` first: their gradients come first."""
+        """Return parameter groups of at most ``limit`` bytes, in reverse order of ``names``.
+
+        The gradients of the last parameters are computed first.
+        """
         pieces = []
         place = {name: number for number, name in enumerate(names)}
         for entries in _kinds(sorted(_entries(units), key=lambda entry: -place[entry[0]])):
@@ -79,7 +83,7 @@ def _entries(units: Sequence[Unit]) -> list[Entry]:
 
 
 def _kinds(entries: Sequence[Entry]) -> list[list[Entry]]:
-    """Return the entries of each kind that can lie in one flat tensor."""
+    """Group the entries by dtype and ``requires_grad``: entries of one kind can share a flat tensor."""
     kinds: dict[tuple[torch.dtype, bool], list[Entry]] = {}
     for entry in entries:
         kinds.setdefault((entry[1].dtype, entry[1].requires_grad), []).append(entry)
@@ -87,7 +91,7 @@ def _kinds(entries: Sequence[Entry]) -> list[list[Entry]]:
 
 
 class Values:
-    """Give rank 0's values of parameters; those on the meta device are drawn, a module at a time, when asked for."""
+    """Initial values of parameters on rank 0; those on the meta device are initialised on demand, module by module."""
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         self._model, self._device = model, device
@@ -95,7 +99,7 @@ class Values:
         self._drawn: dict[str, Tensor] = {}
 
     def of(self, name: str, parameter: nn.Parameter) -> Tensor:
-        """Return the values of a parameter, which has not been asked for before."""
+        """Return the values of a parameter. Each parameter may be requested only once."""
         if not parameter.is_meta:
             return parameter.detach()
         if name not in self._drawn:

@@ -1,9 +1,10 @@
-"""Carry pieces between ranks beside the computation, where the device can do two things at once.
+"""Communication stream: collectives of parameter groups that overlap with computation, if the device supports it.
 
-Note: a lane of one's own. On a GPU collectives run on a stream beside the one that computes. Work that is handed over
-waits there for what was computed before (an event), and whoever needs its result lets the computing stream wait for it
-(another event); the host waits for neither. On the host a collective is done when it returns, or, in memory that the
-node shares, under way and carried on by whoever asks after it.
+Note: a separate stream for communication. On a GPU, collectives run on a stream next to the
+computing stream. A collective first waits on this stream for the computations that were enqueued
+before it (an event). If its result is needed, the computing stream waits for the collective
+(another event). The host waits for neither. On a CPU, a collective is complete when it returns, or,
+in memory that the node shares, still in progress. Then each call of its handle drives its progress.
 """
 
 from __future__ import annotations
@@ -16,17 +17,17 @@ from hpctrain.transport.streams import Streams
 
 
 class Ticket:
-    """Be one collective that was handed over."""
+    """Handle of one collective that was enqueued on a ``Lane``."""
 
     def __init__(self, lane: Lane, event: Any, work: Work | None) -> None:
         self._lane, self._event, self._work = lane, event, work
 
     def done(self) -> bool:
-        """Tell whether it is over for this host, and carry on what is under way."""
+        """Return whether the operation is complete for this host, and drive its progress if it is not."""
         return self._work is None or self._work.done()
 
     def wait(self) -> None:
-        """Order what is computed next behind it."""
+        """Order subsequent computations after the collective."""
         if self._work is not None:
             self._work.wait()
             self._work = None
@@ -34,15 +35,16 @@ class Ticket:
 
 
 class Lane:
-    """Run collectives in the order in which they are handed over."""
+    """Communication stream, which runs collectives in the order in which they are enqueued."""
 
     def __init__(self, streams: Streams) -> None:
-        self.beside = streams.device.type != "cpu"  # the host need not wait for one collective to hand over the next
+        # the host can enqueue a collective before the previous one is complete
+        self.beside = streams.device.type != "cpu"
         self._streams = streams
         self._stream = streams.new()
 
     def run(self, collective: Callable[[], Work | None]) -> Ticket:
-        """Hand a collective over."""
+        """Enqueue a collective, and return its handle."""
         streams = self._streams
         streams.wait(self._stream, streams.record(streams.current()))
         with streams.on(self._stream):
@@ -50,5 +52,5 @@ class Lane:
         return Ticket(self, streams.record(self._stream), work)
 
     def join(self, event: Any) -> None:
-        """Let the computing stream wait for an event of this lane."""
+        """Make the computing stream wait for an event of the communication stream."""
         self._streams.wait(self._streams.current(), event)

@@ -1,4 +1,4 @@
-"""Tell which optimizers can update a piece of a parameter as they would update the whole."""
+"""Optimizers that update a shard of a parameter exactly as they would update the whole parameter."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ import torch
 
 from hpctrain.errors import UsageError
 
-# An element's new value depends on that element's gradients and on the number of steps, on nothing else. Not so for
-# Adafactor (sums over rows and columns), Muon (a matrix as a whole), LBFGS (all parameters) and SparseAdam (sparse
-# gradients, which cannot be reduced).
+# In these optimizers, the new value of an element depends only on the gradients of that element and
+# on the number of steps. This is not true of Adafactor (sums over rows and columns), Muon (works on
+# a whole matrix), LBFGS (uses all parameters) and SparseAdam (sparse gradients, which cannot be
+# reduced).
 KNOWN: tuple[type[torch.optim.Optimizer], ...] = (
     torch.optim.ASGD,
     torch.optim.Adadelta,
@@ -28,9 +29,9 @@ KNOWN: tuple[type[torch.optim.Optimizer], ...] = (
 
 
 def check_elementwise(optimizer: torch.optim.Optimizer, trusted: Sequence[str] = ()) -> None:
-    """Raise ``UsageError`` unless an optimizer is known, or by its class's name ``trusted``, to work by elements.
+    """Raise ``UsageError`` unless an optimizer is known to update element by element, or its class name is ``trusted``.
 
-    A subclass of a known one counts as known while it has that one's ``step``.
+    A subclass of a known optimizer counts as known if it does not override ``step``.
     """
     name = type(optimizer).__name__
     if name in trusted or _step(type(optimizer)) in {_step(known) for known in KNOWN}:
@@ -44,6 +45,6 @@ def check_elementwise(optimizer: torch.optim.Optimizer, trusted: Sequence[str] =
 
 
 def _step(kind: type[torch.optim.Optimizer]) -> Callable[..., object]:
-    """Return the function that updates; torch wraps it, also anew on a subclass at its first use."""
+    """Return the original ``step`` function. Torch wraps it, and wraps it again on a subclass at its first use."""
     step: Callable[..., object] = inspect.unwrap(kind.step)
     return step

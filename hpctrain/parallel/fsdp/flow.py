@@ -1,4 +1,4 @@
-"""Follow the gradients of one piece through one backward pass."""
+"""Gradients of one parameter group during one backward pass."""
 
 from __future__ import annotations
 
@@ -13,32 +13,34 @@ from hpctrain.parallel.fsdp.piece import Piece
 
 @dataclass(eq=False)
 class Flow:
-    """Hold the whole gradients of a piece while they come and until they are reduced."""
+    """Reduction of the gradients of one parameter group: their unsharded buffer, its state, and the reduced slice."""
 
     piece: Piece
-    number: int  # among the pieces
-    first: int  # the number of its first member among those of all pieces
-    dtype: torch.dtype  # that the gradients travel in
-    arrived: set[int] = field(default_factory=set)  # numbers of members within the piece
-    waiting: set[int] = field(default_factory=set)  # of these, those whose gradient has no place yet
+    number: int  # index among the parameter groups
+    first: int  # index of the group's first parameter among the parameters of all groups
+    dtype: torch.dtype  # dtype of the gradients in communication
+    # indices within the group of the parameters whose gradient has been computed
+    arrived: set[int] = field(default_factory=set)
+    # those of ``arrived`` whose gradient is not yet copied to the flat buffer
+    waiting: set[int] = field(default_factory=set)
     flat: Tensor | None = None
     ticket: Ticket | None = None
-    target: Tensor | None = None  # what this rank's slice is reduced into
+    target: Tensor | None = None  # output of the reduce-scatter: the slice of this rank
     _views: list[Tensor] = field(default_factory=list)
-    _slice: Tensor | None = None  # this rank's gradients; their memory is kept from step to step
+    _slice: Tensor | None = None  # this rank's slice of the gradients; its memory is reused in each step
 
     @property
     def nbytes(self) -> int:
-        """Return the memory that whole gradients need."""
+        """Return the size of the unsharded gradients in bytes."""
         return self.piece.layout.numel * self.dtype.itemsize
 
     @property
     def complete(self) -> bool:
-        """Tell whether all gradients have come."""
+        """Return whether the gradients of all parameters of the group have been computed."""
         return len(self.arrived) == len(self.piece.members)
 
     def open(self, memory: Tensor) -> None:
-        """Take memory, as bytes, for the whole gradients."""
+        """Use ``memory``, given as bytes, as the buffer of the unsharded gradients."""
         layout, end = self.piece.layout, 0
         self.flat, self._views = memory.view(self.dtype), []
         for member, place, numel in zip(self.piece.members, layout.places, layout.numels):
@@ -48,9 +50,10 @@ class Flow:
         self.flat[end:].zero_()
 
     def put(self, number: int, share: float) -> None:
-        """Write ``share`` x a member's gradient to its place, in one pass, and let go of it; zeros if it has none.
+        """Write ``share`` x a parameter's gradient to its place in the buffer in one pass, then release the gradient.
 
-        A share of 0 writes zeros, whatever the gradient is: it may be infinite or NaN.
+        Writes zeros if the parameter has no gradient. A share of 0 writes zeros even if the
+        gradient is infinite or NaN.
         """
         whole, view = self.piece.members[number].whole, self._views[number]
         if whole.grad is None or share == 0:
@@ -60,7 +63,7 @@ class Flow:
         whole.grad = None
 
     def aim(self) -> Tensor:
-        """Return memory for this rank's slice: that of the last step, unless gradients are to add up there."""
+        """Return the buffer for this rank's slice: the one of the last step, or a new one if they accumulate there."""
         piece = self.piece
         if self._slice is None:
             self._slice = torch.zeros_like(piece.own)
@@ -72,14 +75,18 @@ class Flow:
         return self.target
 
     def land(self) -> None:
-        """Take note that ``target`` holds, or is about to hold, this rank's slice, reduced."""
+        """Called when ``target`` holds this rank's reduced slice, or will hold it once enqueued work is complete."""
 
     def close(self) -> None:
-        """Let go of the whole gradients."""
+        """Release the buffer of the unsharded gradients."""
         self.flat, self._views = None, []
 
     def hand_out(self, used: list[bool]) -> None:
-        """Give the shards their gradients; one that nobody ``used`` keeps what it had, as in a plain backward pass."""
+        """Assign the reduced gradients to the shards.
+
+        ``used`` marks the parameters that have a gradient on any rank. The others keep the gradient
+        that they had, as in a backward pass without sharding.
+        """
         assert self._slice is not None and self.target is not None
         for member, wanted in zip(self.piece.members, used):
             begin, end = member.held.offset, member.held.offset + member.held.numel

@@ -1,4 +1,4 @@
-"""State what a strategy asks of the form in which parameters are kept: resident, or passing by."""
+"""Interface of the residency of parameters: either kept unsharded, or unsharded on demand."""
 
 from __future__ import annotations
 
@@ -12,37 +12,37 @@ from hpctrain.collectives.communicator import Communicator
 
 
 class Form(Protocol):
-    """Let the model see whole parameters in its passes, and shards between them. Passes are calls by all ranks."""
+    """Residency of parameters: unsharded in the passes of the model, sharded between them. Passes are collective."""
 
     def hook(self, model: nn.Module, begins: Callable[[], None]) -> list[RemovableHandle]:
-        """Be told by modules inside the model when they run; call ``begins`` when backward comes to the first."""
+        """Register hooks on modules inside the model; call ``begins`` when backward reaches the first of them."""
 
     def mark(self, *, frozen: bool = False) -> None:
-        """Take note that shards have changed, maybe those of frozen parameters too."""
+        """Mark the unsharded parameters as stale after a change of shards; ``frozen``: of frozen parameters too."""
 
     def meet(self) -> None:
-        """Wait until nobody computes any more with what this rank is about to change."""
+        """Wait until no rank computes with the memory that this rank is about to change."""
 
     def begin_forward(self, *, records: bool) -> None:
         """Begin a forward pass of the whole model; ``records``: a backward pass may follow."""
 
     def end_forward(self, *, keeps: bool) -> None:
-        """End it; ``keeps``: a backward pass may follow."""
+        """End the forward pass; ``keeps``: a backward pass may follow."""
 
     def begin_backward(self, *, reduces: bool) -> None:
         """Begin a backward pass; ``reduces``: its gradients are reduced."""
 
     def end_backward(self) -> None:
-        """End it."""
+        """End the backward pass."""
 
     def settle(self, world: Communicator) -> None:
-        """Let the ranks agree on what they have learned from a pass."""
+        """Make the ranks agree on the order of collectives that a pass has recorded."""
 
     def stand_in(self, *, backward: bool) -> None:
-        """Do in a pass what concerns the other ranks, without computing."""
+        """Take part in the collectives of a pass without computing."""
 
     def summon(self) -> None:
-        """Show all parameters whole."""
+        """Unshard all parameters."""
 
     def dismiss(self) -> None:
-        """End that."""
+        """Reshard all parameters."""

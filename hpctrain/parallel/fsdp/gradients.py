@@ -1,12 +1,15 @@
-"""Reduce gradients while backward still runs, and leave each rank its slice of them.
+"""Gradient reduction for sharded data parallelism, overlapped with the backward pass; each rank keeps its slice.
 
-Note: gradients pass through. Autograd hands over a fresh gradient; its hook writes it, while it is in cache and divided
-by the number of ranks on the way, to its place in the flat gradients of its piece, and lets go of it. A piece whose
-gradients have all come is reduced into the slices of its owners, and its memory serves a later one. Pieces are reduced
-in one order on all ranks, whatever order their gradients come in: the one in which they were complete on rank 0 in the
-first backward pass. A gradient that comes before there is room for its piece waits where autograd left it.
+Note: the path of a gradient. Autograd computes a fresh gradient and calls its hook. The hook
+divides the gradient by the number of ranks and writes it to its place in the flat gradients of its
+parameter group, in one pass while the gradient is in cache. It then releases the gradient. When all
+gradients of a group are computed, the group is reduced into the slices of the owning ranks, and a
+later group reuses its memory. All ranks reduce the groups in the same order, whatever the order of
+their gradients: the order in which they were complete on rank 0 in the first backward pass. If a
+gradient is computed before there is memory for its group, it stays where autograd stored it.
 
-Which parameters anybody used is not known before the last rank has ended its backward pass: one message tells all.
+The set of parameters that any rank has used is known only after the last rank has ended its
+backward pass. One message then distributes it.
 """
 
 from __future__ import annotations
@@ -27,22 +30,24 @@ from hpctrain.transport.base import Work
 
 
 class Watcher(Protocol):
-    """Be told what becomes of pieces."""
+    """Observer of the reduction of parameter groups."""
 
     def complete(self, piece: int) -> None:
-        """Take note that all gradients of a piece have come."""
+        """Called when all gradients of a group have been computed."""
 
     def reducing(self, piece: int) -> None:
-        """Come between two collectives: a piece is about to be reduced."""
+        """Called between two collectives, just before a group is reduced."""
 
 
 class Reduction:
-    """Take gradients from the whole parameters of trained pieces, and give the shards their average over all ranks.
+    """Reduction of the gradients of trained parameter groups; the shards receive the average over all ranks.
 
-    The ranks of ``comm`` share a replica of the model; ``replicas``, if there are any, hold the same slice of others;
-    ``world`` holds all ranks. Gradients travel in ``dtype``, or in their own. Where they are not reduced ``early``, all
-    are at the end of the backward pass, so that no other collective of it comes between them. ``flow_of`` makes what
-    follows the gradients of a piece: one that takes slices elsewhere knows by its ``land`` when they are reduced.
+    The ranks of ``comm`` share one replica of the model. ``replicas``, if given, connects the ranks
+    that hold the same slice of each replica. ``world`` holds all ranks. Gradients are communicated
+    in ``dtype``, or in their own dtype if that is None. Without ``early`` all groups are reduced at
+    the end of the backward pass, so that no other collective of the pass runs between their
+    reductions. ``flow_of`` creates the object that follows the gradients of one group. A subclass
+    of ``Flow`` that stores slices elsewhere learns from its ``land`` method when they are reduced.
     """
 
     def __init__(
@@ -69,14 +74,14 @@ class Reduction:
             self.flows.append(flow_of(piece, number, count, dtype if dtype and own is torch.float32 else own))
             count += len(piece.members)
         self._used = world.empty(count, torch.uint8)
-        self._seen: list[int] = []  # numbers of pieces, as they were complete in the first pass
+        self._seen: list[int] = []  # indices of groups, in the order in which they were complete in the first pass
         self._settled = False
         self.names_given = False
-        self.given: set[str] = set()  # names of the parameters that the last pass gave a gradient, if asked for
+        self.given: set[str] = set()  # names of the parameters that received a gradient in the last pass, if requested
         self._line_up(list(range(len(self.flows))))
 
     def _line_up(self, order: Sequence[int]) -> None:
-        """Fix the order in which pieces are reduced."""
+        """Fix the order in which groups are reduced."""
         self._line = [self.flows[number] for number in order]
         self._position = {flow.number: position for position, flow in enumerate(self._line)}
         self._room.order([flow.nbytes for flow in self._line])
@@ -84,13 +89,17 @@ class Reduction:
 
     @property
     def _share(self) -> float:
-        """Return this rank's share of the average: put in with each gradient, so no pass is needed to divide."""
+        """Return this rank's factor in the average.
+
+        It is applied while a gradient is copied, so that no separate pass is needed for the
+        division.
+        """
         return self.sample_weight / self._world.size
 
-    # Gradients as they come -------------------------------------------------------------------------------------------
+    # Gradients during the backward pass -------------------------------------------------------------------------------
 
     def take(self, flow: Flow, number: int) -> None:
-        """Take the gradient that a member of a piece has just got; reduce what is complete."""
+        """Take the gradient that a parameter of a group has just received; reduce the groups that are complete."""
         self._check(flow, number)
         flow.arrived.add(number)
         if flow.flat is not None or self._open(flow):
@@ -106,7 +115,7 @@ class Reduction:
                 self._reduce_complete()
 
     def finish(self) -> None:
-        """Reduce what is left, wait for all of it, and give the shards their gradients; a call by all ranks."""
+        """Reduce the remaining groups, wait for all reductions, and assign the gradients to the shards. Collective."""
         used = self._used.numpy()
         for flow in self.flows:
             for number, member in enumerate(flow.piece.members):
@@ -129,11 +138,11 @@ class Reduction:
             self._settle()
 
     def hurry(self, number: int) -> None:
-        """Reduce up to a piece, with zeros for what nobody computes here."""
+        """Reduce the groups up to ``number``, with zeros for gradients that this rank does not compute."""
         for flow in self._line[self._next : self._position[number] + 1]:
             self._start(flow)
 
-    # How --------------------------------------------------------------------------------------------------------------
+    # Internals --------------------------------------------------------------------------------------------------------
 
     def _check(self, flow: Flow, number: int) -> None:
         member = flow.piece.members[number]
@@ -152,7 +161,7 @@ class Reduction:
             raise UsageError(f"parameter {member.name} got a sparse gradient: only dense ones can be reduced")
 
     def _open(self, flow: Flow) -> bool:
-        """Find memory for a piece; False while one that has to make room has not even been started."""
+        """Allocate memory for a group; return False if a group that uses this memory is not yet being reduced."""
         position = self._position[flow.number]
         before = self._room.before(position)
         if before > self._next:
@@ -168,10 +177,10 @@ class Reduction:
         if self._next:
             last = self._line[self._next - 1].ticket
             if last is not None:
-                last.done()  # carries on all reductions for which the others are ready
+                last.done()  # drives all reductions for which the other ranks are ready
 
     def _fill(self, flow: Flow) -> None:
-        """Complete a piece: what did not come in this pass is what was accumulated before, or nothing."""
+        """Complete a group: a gradient that this pass did not compute is an accumulated one, or zeros."""
         if flow.flat is None:
             opened = self._open(flow)
             assert opened, "every piece before has been started"
@@ -181,7 +190,7 @@ class Reduction:
         flow.waiting.clear()
 
     def _start(self, flow: Flow) -> None:
-        """Hand over the gradients of a piece, all of which have come."""
+        """Enqueue the reduction of a group whose gradients have all been computed."""
         if flow.flat is None or flow.waiting or not flow.complete:
             self._fill(flow)
         flat, target = flow.flat, flow.aim()
@@ -201,7 +210,7 @@ class Reduction:
         self._next += 1
 
     def _reduce(self, piece: Piece, target: Tensor, flat: Tensor) -> Work | None:
-        """Begin to reduce gradients of a piece into this rank's slice, which may be all of them."""
+        """Start to reduce a group's gradients into this rank's slice; on a single rank this is the whole group."""
         if not piece.alone:
             work = self._comm.reduce_scatter(target, flat, "sum", async_op=True)
             return None if isinstance(work, Tensor) else work
@@ -210,7 +219,7 @@ class Reduction:
         return None
 
     def _await(self, flow: Flow) -> None:
-        """Order what comes next behind the reduction of a piece, and take its memory back."""
+        """Order subsequent computations after the reduction of a group, and release its memory."""
         if flow.ticket is None:
             return
         flow.ticket.wait()
@@ -222,7 +231,7 @@ class Reduction:
         flow.close()
 
     def _settle(self) -> None:
-        """From now on reduce in the order in which rank 0 saw pieces complete in the first backward pass."""
+        """Switch to the order in which rank 0 saw groups complete in the first backward pass."""
         order = self._world.broadcast_object(self._seen)
         unseen = [number for number in range(len(self.flows)) if number not in set(order)]
         self._settled = True

@@ -1,4 +1,4 @@
-"""Be told when a module runs, and when its backward pass begins and ends."""
+"""Hooks on the forward pass of a module, and on the beginning and end of its backward pass."""
 
 from __future__ import annotations
 
@@ -20,14 +20,17 @@ def differentiable(values: Any) -> list[Tensor]:
 
 
 def when_backward_comes_to(outputs: Any, call: Callable[[], None]) -> None:
-    """Call once when the first gradient of what a module returned is there."""
+    """Call ``call`` once when the first gradient of a module's outputs has been computed."""
     tensors = differentiable(outputs)
     if tensors:
         register_multi_grad_hook(tensors, lambda _: call(), mode="any")
 
 
 def when_backward_has_left(inputs: Any, call: Callable[[], None]) -> None:
-    """Call once when the gradients of all that a module was given are there; never where none is wanted."""
+    """Call ``call`` once when the gradients of all inputs of a module have been computed.
+
+    It is never called if no input requires a gradient.
+    """
     tensors = differentiable(inputs)
     if tensors:
         register_multi_grad_hook(tensors, lambda _: call(), mode="all")
@@ -36,9 +39,9 @@ def when_backward_has_left(inputs: Any, call: Callable[[], None]) -> None:
 def around_forward(
     module: nn.Module, before: Callable[[Any, Any], Any], after: Callable[[Any, Any, Any], None]
 ) -> list[RemovableHandle]:
-    """Call ``before(args, kwargs)``, which may return others, and ``after(args, kwargs, result)``.
+    """Call ``before(args, kwargs)``, which may return replacements, and ``after(args, kwargs, result)``.
 
-    ``after`` is called, with None, also where the forward pass raises.
+    If the forward pass raises, ``after`` is called with None as the result.
     """
 
     def first(_: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -54,7 +57,7 @@ def around_forward(
 
 
 def cast(values: Any, dtype: torch.dtype) -> Any:
-    """Return a nest of values with its floating-point tensors in another dtype."""
+    """Return a nest of values with its floating-point tensors converted to another dtype."""
 
     def one(leaf: Any) -> Any:
         return leaf.to(dtype) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf

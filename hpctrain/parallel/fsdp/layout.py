@@ -1,9 +1,10 @@
-"""Say where parameters lie in flat memory, and what of them each rank holds: pure arithmetic.
+"""Layout of parameters in flat memory, and the part of them that each rank holds: pure arithmetic.
 
-Note: flat slices. The parameters of a piece lie behind each other, and rank r of p holds the r-th of p equal slices,
-wherever that cuts them. So every rank holds the same number of elements, gathering and reducing need no copy to bring
-tensors in order, and a parameter stays contiguous for those who compute with it (after Zhao et al., "PyTorch FSDP:
-Experiences on Scaling Fully Sharded Data Parallel", VLDB 2023, section 3.2.3).
+Note: flat slices. The parameters of a group are stored one after another. Rank r of p holds the
+r-th of p equal slices, wherever their boundaries cut the parameters. Thus every rank holds the same
+number of elements, all-gather and reduce-scatter need no copy to reorder tensors, and a parameter
+is contiguous for the computation (after Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully
+Sharded Data Parallel", VLDB 2023, section 3.2.3).
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ ALIGN = 64  # bytes: parameters and slices start on cache lines
 
 @dataclass(frozen=True)
 class Held:
-    """Say which elements of a parameter a rank holds, in C order, and where they lie in its slice."""
+    """Range of a parameter's elements that a rank holds, in C order, and its offset in the rank's slice."""
 
     begin: int
     end: int
@@ -24,18 +25,18 @@ class Held:
 
     @property
     def numel(self) -> int:
-        """Return how many they are."""
+        """Return the number of elements."""
         return self.end - self.begin
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Place parameters of ``numels`` elements at ``places`` of a flat tensor that ``ranks`` slices make up."""
+    """Layout of a flat tensor in ``ranks`` slices: parameters of ``numels`` elements at offsets ``places``."""
 
     places: tuple[int, ...]
     numels: tuple[int, ...]
     ranks: int
-    share: int  # elements of a slice
+    share: int  # elements per slice
 
     @property
     def numel(self) -> int:
@@ -43,7 +44,7 @@ class Layout:
         return self.ranks * self.share
 
     def held(self, rank: int) -> list[Held]:
-        """Return what a rank holds of each parameter; maybe nothing."""
+        """Return the range of each parameter that a rank holds; ranges may be empty."""
         low, high = rank * self.share, (rank + 1) * self.share
         found = []
         for place, numel in zip(self.places, self.numels):
@@ -53,7 +54,7 @@ class Layout:
 
 
 def lay_out(numels: Sequence[int], ranks: int, itemsize: int) -> Layout:
-    """Lay parameters out behind each other, each on a cache line; ``itemsize`` in bytes."""
+    """Place parameters one after another, each aligned to a cache line; ``itemsize`` in bytes."""
     align = max(ALIGN // itemsize, 1)
     places, end = [], 0
     for numel in numels:
@@ -65,16 +66,16 @@ def lay_out(numels: Sequence[int], ranks: int, itemsize: int) -> Layout:
 
 @dataclass(frozen=True)
 class Seat:
-    """Give one tensor its place in memory that many use in turn: ``after`` have to be done with it first."""
+    """Slot of one tensor in a ring buffer: ``after`` earlier tensors must be released before the slot may be used."""
 
     offset: int
-    after: int  # so many of the tensors before
+    after: int  # number of tensors, counted from the first
 
 
 def ring(sizes: Sequence[int], capacity: int) -> list[Seat]:
-    """Seat tensors, which come and go in order, in a ring of ``capacity`` elements that holds the largest of them."""
+    """Assign slots in a ring of ``capacity`` elements to tensors that are used in order; the largest must fit."""
     seats: list[Seat] = []
-    end, lap = 0, 0  # where the last one ends, and the first of those since the ring was last begun anew
+    end, lap = 0, 0  # end of the last tensor, and the first tensor since the last wrap-around
     for number, size in enumerate(sizes):
         if end + size > capacity:
             end, lap = 0, number

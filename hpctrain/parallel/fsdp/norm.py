@@ -1,4 +1,4 @@
-"""Clip gradients by their global norm where each rank holds a slice of them."""
+"""Gradient clipping by the global norm, for gradients of which each rank holds a slice."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from hpctrain.collectives.communicator import Communicator
 def clip_shards(shards: Sequence[nn.Parameter], comm: Communicator, max_norm: float) -> Tensor:
     """Scale the gradients of all shards so that their global norm is at most ``max_norm``; return the norm before.
 
-    The ranks of ``comm`` hold one replica of the model. Where the norm is not finite the gradients stay as they are.
+    The ranks of ``comm`` hold one replica of the model. If the norm is not finite, the gradients
+    are unchanged.
     """
     gradients = [shard.grad for shard in shards if shard.grad is not None and shard.numel()]
     norm = global_norm(gradients, comm, shards[0].device if shards else torch.device("cpu"))
@@ -24,20 +25,20 @@ def clip_shards(shards: Sequence[nn.Parameter], comm: Communicator, max_norm: fl
 
 
 def global_norm(gradients: Sequence[Tensor], comm: Communicator, device: torch.device) -> Tensor:
-    """Return the norm of all ranks' gradients, on a device; each element is counted once."""
+    """Return the norm of all ranks' gradients as a tensor on ``device``; each element is counted once. Collective."""
     squares = sum_of_squares(gradients, device)
     comm.all_reduce(squares)
     return norm_of(squares, gradients)
 
 
 def norm_of(squares: Tensor, gradients: Iterable[Tensor]) -> Tensor:
-    """Return the root of a sum of squares: in double precision if a gradient is, otherwise in single."""
+    """Return the root of a sum of squares: in float64 if a gradient is float64, otherwise in float32."""
     double = any(gradient.dtype is torch.float64 for gradient in gradients)
     return squares.sqrt()[0] if double else squares.sqrt()[0].float()
 
 
 def sum_of_squares(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Return the sum of the squares of all elements, of shape [1], on a device."""
+    """Return the sum of the squares of all elements, of shape [1], on ``device``."""
     squares = torch.zeros(1, dtype=torch.float64, device=device)
     for place in dict.fromkeys(gradient.device for gradient in gradients):
         norms = torch._foreach_norm([gradient for gradient in gradients if gradient.device == place])
@@ -46,5 +47,5 @@ def sum_of_squares(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
 
 
 def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
-    """Return what to multiply by, as torch has it: a factor for all, 1 where nothing is to be clipped."""
+    """Return the factor for all gradients, computed as in torch; it is 1 if the norm does not exceed ``max_norm``."""
     return torch.clamp(max_norm / (norm + 1e-6), max=1.0)

@@ -1,8 +1,9 @@
-"""Keep the collectives of a pass in one order on all ranks: a list of actions, and a walk along it.
+"""Order of the collectives of a pass, the same on all ranks: a list of actions, and a cursor in the list.
 
-Note: why an order. A collective that another rank does not enter never ends, and a rank that leaves out a unit (it has
-no sample, or takes another branch) would leave it out there. So the first pass writes down what it gathers and reduces,
-and all ranks keep to what rank 0 has written: who needs an action first does all those before it.
+Note: why an order is needed. A collective deadlocks if one rank does not enter it. A rank that
+skips a unit (because it has no sample, or takes another branch) would not enter the unit's
+collectives. Therefore the first pass records what it gathers and reduces, and all ranks follow the
+record of rank 0. A rank that needs an action first executes all actions before it.
 """
 
 from __future__ import annotations
@@ -11,28 +12,28 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-# What all ranks do together: gather the unit, or reduce the piece, of this number.
+# A collective action: gather the unit, or reduce the parameter group, of this index.
 Action = tuple[Literal["gather", "reduce"], int]
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Hold the actions of a forward pass, and of the backward pass that follows it."""
+    """Actions of a forward pass, and of the backward pass that follows it."""
 
     forward: list[Action]
     backward: list[Action]
 
     def knows(self, action: Action) -> bool:
-        """Tell whether an action comes in any pass."""
+        """Return whether an action is part of either pass."""
         return action in self.forward or action in self.backward
 
     def without_reductions(self) -> Plan:
-        """Return the plan of a pass whose gradients stay on their rank."""
+        """Return the plan of a pass whose gradients are not reduced."""
         return Plan(self.forward, [action for action in self.backward if action[0] == "gather"])
 
 
 def hastened(actions: Sequence[Action], depth: int) -> list[Action]:
-    """Move every gathering before the ``depth`` reductions that precede it: it is to be there when it is needed."""
+    """Move every gather before the ``depth`` reductions that precede it, so that it is complete when it is needed."""
     found: list[Action] = []
     for action in actions:
         position = len(found)
@@ -45,15 +46,15 @@ def hastened(actions: Sequence[Action], depth: int) -> list[Action]:
 
 
 class Walk:
-    """Go along a list of actions."""
+    """Cursor in a list of actions."""
 
     def __init__(self, actions: Sequence[Action]) -> None:
         self._actions = actions
-        self._done = 0  # so many have been done
-        self._wanted = 0  # so many were wanted, or came before one that was
+        self._done = 0  # number of actions that have been executed
+        self._wanted = 0  # number of actions up to the last one that was requested
 
     def until(self, action: Action) -> list[Action] | None:
-        """Return what is still to be done up to an action, this one included; None where it does not come any more."""
+        """Return the actions still to be executed up to ``action``, inclusive; None if it does not occur any more."""
         for place in range(self._wanted, len(self._actions)):
             if self._actions[place] == action:
                 self._wanted = place + 1
@@ -61,13 +62,13 @@ class Walk:
         return None
 
     def before(self, action: Action) -> list[Action]:
-        """Return what is still to be done before an action that is being done, some of it perhaps early."""
+        """Return the actions still to be executed before one that is being executed, possibly ahead of its position."""
         if action not in self._actions[self._done :]:
             return []
         return self._up_to(self._actions.index(action, self._done) + 1)[:-1]
 
     def ahead(self, depth: int) -> list[Action]:
-        """Return the gatherings that come next, as long as no more than ``depth`` are there that nobody wanted yet."""
+        """Return the next gathers, as long as at most ``depth`` units are gathered that were not requested yet."""
         place = self._done
         early = sum(kind == "gather" for kind, _ in self._actions[self._wanted : place])
         while place < len(self._actions) and self._actions[place][0] == "gather" and early < depth:
@@ -80,6 +81,6 @@ class Walk:
         return due
 
     def rest(self) -> list[Action]:
-        """Return all that is still to be done."""
+        """Return all actions still to be executed."""
         self._wanted = len(self._actions)
         return self._up_to(len(self._actions))

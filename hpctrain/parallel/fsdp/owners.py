@@ -1,4 +1,4 @@
-"""Watch the optimizers of the process: which of them updates shards, and whether it can."""
+"""Hooks on the optimizers of the process: which of them update shards, and whether they can."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from hpctrain.parallel.update_hooks import UpdateHooks
 
 
 class Owners:
-    """Call ``before`` and ``after`` around each update of ``shards``, whichever optimizer makes it.
+    """Hooks that call ``before`` and ``after`` around each update of ``shards`` by any optimizer.
 
-    ``replaced`` are the parameters that the model had before, by name: an optimizer that still holds them would update
-    what nobody computes with.
+    ``replaced`` holds the parameters that the model had before sharding, by name. An optimizer that
+    still holds them would update tensors that the model no longer uses.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class Owners:
         self._trusted, self._before, self._after = trusted, before, after
 
     def attach(self) -> UpdateHooks:
-        """Hook all optimizers of the process, as long as this object lives."""
+        """Hook all optimizers of the process; the hooks last as long as this object."""
         return UpdateHooks(self, Owners._first, Owners._last)
 
     def _first(self, optimizer: torch.optim.Optimizer) -> None:
@@ -46,7 +46,7 @@ class Owners:
             self._after(optimizer)
 
     def check(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Tell whether an optimizer updates shards; raise ``UsageError`` where it would not do so rightly."""
+        """Return whether an optimizer updates shards; raise ``UsageError`` if it cannot update them correctly."""
         for parameter in _parameters(optimizer):
             name, old = self._replaced.get(id(parameter), ("", None))
             if old is not None and old() is parameter:
@@ -61,7 +61,7 @@ class Owners:
         return True
 
     def holds(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Tell whether an optimizer updates shards."""
+        """Return whether an optimizer updates shards."""
         return any(id(parameter) in self._shards for parameter in _parameters(optimizer))
 
 

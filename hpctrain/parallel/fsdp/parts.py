@@ -1,4 +1,4 @@
-"""Choose and put together the parts of sharded data parallelism for a model, its ranks and its settings."""
+"""Setup of sharded data parallelism: its components, for a model, its ranks and its settings."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ from hpctrain.transport.streams import streams_of
 if TYPE_CHECKING:
     from hpctrain.parallel.offload.engine import Engine
 
-IN_FLIGHT = 4  # buckets of gradients for which there is room at a time, where they are not kept whole
-ON_DEVICE = 2  # the same on a GPU: one comes while another is reduced
+IN_FLIGHT = 4  # number of gradient buckets that the buffers hold at a time, if gradients are not kept unsharded
+ON_DEVICE = 2  # the same on a GPU: one bucket is filled while another is reduced
 
 
 @dataclass(frozen=True)
 class Parts:
-    """Hold what makes up a strategy. The ranks of ``comm`` share one replica of the model."""
+    """Components of a sharded strategy. The ranks of ``comm`` share one replica of the model."""
 
     units: list[Unit]
     pieces: list[Piece]
@@ -47,10 +47,10 @@ class Parts:
     reduction: Reduction
     comm: Communicator
     replicas: Communicator | None
-    narrow: torch.dtype | None  # what float32 parameters are computed in
-    replaced: dict[str, weakref.ref[nn.Parameter]]  # the parameters that the model had before, as long as they live
-    by_name: dict[str, Member]  # by all names
-    engine: Engine | None  # what updates shards that are kept on the host
+    narrow: torch.dtype | None  # compute dtype of float32 parameters
+    replaced: dict[str, weakref.ref[nn.Parameter]]  # the model's parameters before sharding, while they are alive
+    by_name: dict[str, Member]  # under every name in the model
+    engine: Engine | None  # updates the shards that are stored on the host
 
     @property
     def members(self) -> list[Member]:
@@ -65,7 +65,7 @@ def assemble(
     device: torch.device,
     offload: OffloadSettings = OffloadSettings(),
 ) -> Parts:
-    """Cut a model, give every rank its shards, and return the parts; a call by all ranks."""
+    """Shard the parameters of a model over the ranks, and return the components of the strategy. Collective."""
     _check(model, comm)
     units = find_units(model, settings.units)
     old = dict(model.named_parameters())
@@ -75,7 +75,7 @@ def assemble(
 
     inside, replicas = _groups(comm, settings)
     narrow = torch.bfloat16 if settings.mixed_precision == "bfloat16" else None
-    # Asked of all ranks, as replicas on other nodes must make the same calls.
+    # Agreed on by all ranks, because replicas on other nodes must make the same calls.
     mapped = device.type == "cpu" and all(comm.all_gather_object(inside.shares_memory))
     mapped = mapped and comm.has_space(_bytes_of(old, narrow))
     passing = settings.data == "fsdp" and not mapped
@@ -87,7 +87,7 @@ def assemble(
     stations, pieces = _cut(maker, units, list(old), settings, passing)
     members = {id(old[member.name]): member for piece in pieces for member in piece.members}
     by_name = {name: members[number] for name, number in numbers.items()}
-    units = [Unit(unit.name, unit.module, [], []) for unit in units]  # without the old parameters
+    units = [Unit(unit.name, unit.module, [], []) for unit in units]  # without references to the old parameters
     lane = Lane(streams_of(device))
     form: Form
     if passing:
@@ -95,7 +95,7 @@ def assemble(
     else:
         form = Resident(pieces, inside, lane, mapped=mapped)
     trained = [piece for piece in pieces if piece.trained]
-    whole = settings.data == "zero1" and engine is None  # which would be too much for who has to offload
+    whole = settings.data == "zero1" and engine is None  # with offload, unsharded gradients would need too much memory
     room = _room(trained, inside, settings, device, whole=whole)
     reduction = Reduction(
         trained,
@@ -119,7 +119,7 @@ def assemble(
 
 
 def _check(model: nn.Module, comm: Communicator) -> None:
-    """Raise what is wrong with a model, before it is changed."""
+    """Raise ``UsageError`` for a model that cannot be sharded, before the model is changed."""
     check_same_model(model, comm)
     if not trainable(model):
         raise UsageError("the model has no parameter that requires a gradient", everywhere=True)
@@ -129,7 +129,10 @@ def _check(model: nn.Module, comm: Communicator) -> None:
 def _engine(
     offload: OffloadSettings, device: torch.device, comm: Communicator, parameters: list[nn.Parameter], ranks: int
 ) -> Engine | None:
-    """Return what keeps this rank's slices on the host, if anything does; raises on all ranks where a disk is full."""
+    """Return the engine that keeps this rank's slices on the host; None without offload.
+
+    Raises an error on all ranks if a disk is full.
+    """
     if not offload.any_update:
         return None
     from hpctrain.parallel.offload.engine import Engine
@@ -143,7 +146,7 @@ def _engine(
 
 
 def _groups(comm: Communicator, settings: ParallelSettings) -> tuple[Communicator, Communicator | None]:
-    """Return the ranks that share a replica, and those that hold the same slice of each replica."""
+    """Return the ranks that share one replica, and the ranks that hold the same slice of each replica."""
     if settings.shard_within == "world" or comm.nodes == 1:
         return comm, None
     if not comm.uniform:
@@ -156,13 +159,13 @@ def _groups(comm: Communicator, settings: ParallelSettings) -> tuple[Communicato
 
 
 def _bytes_of(parameters: Mapping[str, nn.Parameter], narrow: torch.dtype | None) -> int:
-    """Return the bytes of whole parameters, and of their copies in a narrower type."""
+    """Return the bytes of unsharded parameters, including their copies in a narrower dtype."""
     more = narrow.itemsize if narrow else 0
     return sum(parameter.numel() * (parameter.itemsize + more) for parameter in parameters.values())
 
 
 def _memory(comm: Communicator, device: torch.device, mapped: bool) -> Callable[[int, torch.dtype], Tensor]:
-    """Return what gives memory for whole parameters: once for the node, or to each rank."""
+    """Return the allocator of unsharded parameters: memory shared by the node, or memory of each rank."""
     if mapped:
         return lambda numel, dtype: comm.common(numel, dtype, must_share=True)
     return lambda numel, dtype: torch.empty(numel, dtype=dtype, device=device)
@@ -171,7 +174,7 @@ def _memory(comm: Communicator, device: torch.device, mapped: bool) -> Callable[
 def _cut(
     maker: PieceMaker, units: list[Unit], names: list[str], settings: ParallelSettings, passing: bool
 ) -> tuple[list[Station], list[Piece]]:
-    """Return the units and all pieces, those of the last parameters first."""
+    """Return the states of the units, and all parameter groups, those of the last parameters first."""
     if not passing:
         return [], maker.of_buckets(units, names, int(settings.bucket_mib * 2**20))
     stations = []
@@ -188,7 +191,7 @@ def _fill(
     replicas: Communicator | None,
     device: torch.device,
 ) -> None:
-    """Give every rank its shards of rank 0's values, put them into the model, and let go of the ``old`` parameters."""
+    """Scatter rank 0's values, register the shards in the model, and release the ``old`` parameters."""
     values = Values(model, device)
 
     def value(member: Member) -> Tensor:
@@ -202,11 +205,12 @@ def _fill(
 
 
 def _share_buffers(model: nn.Module, undrawn: list[str], comm: Communicator, device: torch.device) -> None:
-    """Give every rank the buffers of rank 0, which draws those that were on the meta device."""
+    """Broadcast the buffers of rank 0, which initialises those that were on the meta device."""
     if comm.rank == 0:
         modules = dict(model.named_modules())
         for name in undrawn:
-            draw(model, name, modules[name], device)  # its parameters, if it has any, are drawn beside and let go
+            # parameters of the same module are initialised with them and dropped
+            draw(model, name, modules[name], device)
     for buffer in model.buffers():
         comm.broadcast(buffer)
 
@@ -214,7 +218,7 @@ def _share_buffers(model: nn.Module, undrawn: list[str], comm: Communicator, dev
 def _room(
     pieces: list[Piece], comm: Communicator, settings: ParallelSettings, device: torch.device, *, whole: bool
 ) -> Room:
-    """Return memory for the gradients of all pieces, or of a few at a time."""
+    """Return buffers for the gradients of all parameter groups, or of a few at a time."""
     if device.type != "cpu":
         return Fresh(device, len(pieces) if whole else ON_DEVICE)
     sizes = [piece.layout.numel * piece.members[0].whole.itemsize for piece in pieces]

@@ -1,9 +1,10 @@
-"""Gather a unit's parameters before it computes and free them afterwards, forward and backward (ZeRO 3).
+"""Unsharding on demand (ZeRO 3): units are gathered before they compute and freed afterwards, forward and backward.
 
-Note: a unit's life in a step. Gathered before its forward pass, freed after it; gathered again when backward comes to
-what it returned, freed when backward has left what it was given and its gradients have come (``unit_hooks`` says when).
-The model's own unit stays from the forward to the end of the backward pass. On a device with streams the next units are
-gathered while one computes: at most ``prefetch`` of them, as each takes memory.
+Note: the states of a unit in a step. A unit is gathered before its forward pass and freed after it.
+It is gathered again when the backward pass reaches its outputs. It is freed when the gradients of
+its inputs and of its parameters have been computed (see ``unit_hooks``). The model's own unit stays
+unsharded from the forward pass to the end of the backward pass. On a device with streams, the next
+units are gathered while one computes: at most ``prefetch`` of them, because each one takes memory.
 """
 
 from __future__ import annotations
@@ -24,26 +25,26 @@ from hpctrain.parallel.fsdp.unit_hooks import UnitHooks
 
 
 class Reducer(Protocol):
-    """Reduce pieces of gradients that are due in the order of a plan."""
+    """Reducer of gradients, group by group, in the order of a plan."""
 
     def hurry(self, number: int) -> None:
-        """Reduce up to a piece, with zeros for what nobody computes here."""
+        """Reduce the groups up to ``number``, with zeros for gradients that this rank does not compute."""
 
 
 @dataclass(eq=False)
 class Station:
-    """Be one unit: its pieces, and whether they are whole now."""
+    """State of one unit: its parameter groups, and whether they are unsharded."""
 
     number: int
     name: str
     module: nn.Module
     pieces: list[Piece]
-    tickets: list[Ticket] = field(default_factory=list)  # of its gathering, as long as nobody has waited for it
+    tickets: list[Ticket] = field(default_factory=list)  # handles of its all-gathers until they have been waited for
     gathered: bool = False
     shown: bool = False
 
     def show(self) -> None:
-        """Let the module see whole parameters, which have come."""
+        """Wait for the all-gathers of the unit, and register its unsharded parameters in the module."""
         for ticket in self.tickets:
             ticket.wait()
         self.tickets.clear()
@@ -53,14 +54,14 @@ class Station:
                 piece.show_whole()
 
     def hide(self) -> None:
-        """Let the module see shards."""
+        """Register the shards in the module."""
         if self.shown:
             self.shown = False
             for piece in self.pieces:
                 piece.show_shards()
 
     def release(self) -> None:
-        """Give the memory of whole parameters back."""
+        """Reshard the unit: free the memory of its unsharded parameters."""
         self.hide()
         for ticket in self.tickets:
             ticket.wait()
@@ -72,9 +73,10 @@ class Station:
 
 
 class Passing:
-    """Keep as few units whole as the passes allow (a ``Form``); every rank follows one order (see ``order``).
+    """Residency (``Form``) that unshards as few units at a time as the passes allow.
 
-    The first of ``stations`` is the model's own unit.
+    All ranks gather units in the same order (see ``order``). The first of ``stations`` is the
+    model's own unit.
     """
 
     def __init__(self, stations: Sequence[Station], comm: Communicator, lane: Lane, prefetch: int) -> None:
@@ -82,33 +84,33 @@ class Passing:
         self._depth = prefetch if lane.beside else 0
         self._plan: Plan | None = None
         self._walk: Walk | None = None
-        self._record: Plan | None = None  # of the first pass that goes forward and back
+        self._record: Plan | None = None  # recorded in the first forward and backward pass
         self._going_back = False
         self._hooks: list[UnitHooks] = []
         self.reducer: Reducer | None = None
-        self.idle = False  # while all units are summoned, those that run change nothing
+        self.idle = False  # while all units are unsharded at once, the hooks of units have no effect
 
     def mark(self, *, frozen: bool = False) -> None:
-        """Do nothing: what is gathered anew for each pass is never stale."""
+        """Do nothing: units are gathered anew for each pass, and are never stale."""
 
     def meet(self) -> None:
-        """Do nothing: nobody else computes with this rank's memory."""
+        """Do nothing: no other rank computes with this rank's memory."""
 
     def hook(self, model: nn.Module, begins: Callable[[], None]) -> list[RemovableHandle]:
-        """Let units be gathered and freed as the model runs."""
+        """Register the hooks that unshard and reshard units as the model runs."""
         self._hooks = [UnitHooks(self, station, begins) for station in self._stations[1:]]
         return [handle for unit in self._hooks for handle in unit.attach()]
 
     # Passes -----------------------------------------------------------------------------------------------------------
 
     def begin_forward(self, *, records: bool) -> None:
-        """Begin a forward pass of the whole model; with ``records`` its order is to be learned, if it is not known."""
+        """Begin a forward pass of the whole model; ``records``: learn its order of collectives, if that is unknown."""
         self._record = Plan([], []) if records and self._plan is None else None
         self._walk = Walk(self._plan.forward) if self._plan else None
         self.need(self._stations[0])
 
     def end_forward(self, *, keeps: bool) -> None:
-        """Do with the others what only they needed, and free the model's own unit unless it ``keeps`` for backward."""
+        """Execute the rest of the plan; free the model's own unit unless ``keeps``: a backward pass may follow."""
         self._do_the_rest()
         self._stations[0].hide()
         if not keeps:
@@ -123,7 +125,7 @@ class Passing:
         self.need(self._stations[0])
 
     def end_backward(self) -> None:
-        """Do with the others what only they needed, and free everything."""
+        """Execute the rest of the plan, and free all units."""
         self._do_the_rest()
         for station in self._stations:
             self.release(station)
@@ -132,13 +134,13 @@ class Passing:
         self._going_back = False
 
     def settle(self, world: Communicator) -> None:
-        """Let all ranks keep to the order that rank 0 has seen; a call by all ranks at the end of a pass."""
+        """Make all ranks use the order that rank 0 has recorded. Collective, at the end of a pass."""
         if self._plan is None and (plan := world.broadcast_object(self._record)) is not None:
             self._plan = Plan(plan.forward, hastened(plan.backward, self._depth))
         self._record = None
 
     def stand_in(self, *, backward: bool) -> None:
-        """Do in a pass what concerns the other ranks."""
+        """Take part in the collectives of a pass without computing."""
         if self._plan is None:
             raise UsageError(
                 f"rank {self._comm.rank} has no sample, but the first step needs some of every rank, because it shows "
@@ -151,14 +153,14 @@ class Passing:
             self._do_the_rest()
 
     def summon(self) -> None:
-        """Gather all units and show them whole; a call by all ranks."""
+        """Unshard all units at once. Collective."""
         self._walk = self._record = None
         for station in self._stations:
             self.need(station)
         self.idle = True
 
     def dismiss(self) -> None:
-        """Free all units."""
+        """Reshard all units."""
         self.idle = False
         for station in self._stations:
             self.release(station)
@@ -167,32 +169,32 @@ class Passing:
 
     @property
     def going_back(self) -> bool:
-        """Tell whether a backward pass is under way."""
+        """Return whether a backward pass is in progress."""
         return self._going_back
 
     def need(self, station: Station) -> None:
-        """Let a unit be whole for what is computed next."""
+        """Unshard a unit for the computation that follows."""
         if not station.gathered or station.tickets:
             self._want(("gather", station.number))
         station.show()
 
     def release(self, station: Station) -> None:
-        """Free a unit."""
+        """Reshard a unit."""
         station.release()
 
     # Reductions (a ``Watcher``) ---------------------------------------------------------------------------------------
 
     def reducing(self, piece: int) -> None:
-        """Do what comes before a reduction that is about to be done."""
+        """Execute the actions that the plan lists before a reduction that is about to start."""
         for action in self._walk.before(("reduce", piece)) if self._walk is not None else []:
             self._do(action)
 
     def complete(self, piece: int) -> None:
-        """Take note that the gradients of a piece have come."""
+        """Record that all gradients of a group have been computed."""
         if self._record is not None:
             self._record.backward.append(("reduce", piece))
 
-    # How --------------------------------------------------------------------------------------------------------------
+    # Internals --------------------------------------------------------------------------------------------------------
 
     def _want(self, action: Action) -> None:
         if self._walk is None:
@@ -212,7 +214,7 @@ class Passing:
         if due is not None:
             return due
         if self._plan is not None and not self._plan.knows(action):
-            return [action]  # nobody needed it in the first pass; now all ranks do
+            return [action]  # the first pass did not use it; now all ranks do
         name = self._stations[action[1]].name
         raise UsageError(
             f"{f'unit {name}' if name else 'the model'} runs more often, or in another order, than in the first step, "
@@ -236,7 +238,7 @@ class Passing:
             station.tickets.append(self._lane.run(piece.gather))
 
     def _pass_by(self, action: Action) -> None:
-        """Free what was gathered only because others need it."""
+        """Free a unit that was gathered only because other ranks need it."""
         if action[0] == "gather" and not self._stations[action[1]].shown:
             self._stations[action[1]].release()
 

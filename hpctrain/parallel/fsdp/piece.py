@@ -1,9 +1,11 @@
-"""Hold parameters as one flat tensor of which every rank owns a slice.
+"""Parameter groups: parameters in one flat tensor of which every rank owns a slice.
 
-Note: two faces of a parameter. The module shows its *shard* between steps: a parameter of as many elements as this rank
-holds, with the dims of the whole one (all but the first are 1, so that rules such as "decay what has two dims" still
-hold). The optimizer is made of these. For forward and backward passes the module shows the *whole* parameter, a view
-of the flat tensor. Both are made once; to change faces is to write another object into the module.
+Note: sharded and unsharded parameters. Between steps the module holds the *shard*: a parameter with
+the elements of this rank. It has the number of dims of the whole parameter, and all but the first
+are 1, so that rules such as "decay parameters with two dims" still work. The optimizer is created
+with the shards. During forward and backward passes the module holds the *unsharded* parameter, a
+view of the flat tensor. Both objects are created once. Switching between them only registers the
+other object in the module.
 """
 
 from __future__ import annotations
@@ -20,22 +22,22 @@ from hpctrain.errors import UsageError
 from hpctrain.parallel.fsdp.layout import Held, Layout, lay_out
 
 Places = list[tuple[nn.Module, str]]
-Memory = Callable[[int, torch.dtype], Tensor]  # what gives a flat tensor
+Memory = Callable[[int, torch.dtype], Tensor]  # allocates a flat tensor
 
 
 class Courier(Protocol):
-    """Bring a rank's slice of a piece, which is kept in the host's memory, to where it is gathered."""
+    """Transfer of a rank's slice of a parameter group from host memory to the buffer in which it is gathered."""
 
     def start(self) -> None:
-        """Begin, as memory for whole parameters has just been taken."""
+        """Start the transfer; called just after the memory of the unsharded parameters has been allocated."""
 
     def deliver(self) -> None:
-        """Order what is done next behind its arrival."""
+        """Order subsequent work after the transfer."""
 
 
 @dataclass(eq=False)
 class Member:
-    """Be one parameter in both its faces, under all names that it has in the model."""
+    """Sharded parameter: its shard and its unsharded form, with all modules and attributes where the model uses it."""
 
     name: str
     places: Places
@@ -46,7 +48,7 @@ class Member:
     shown: nn.Parameter | None = None
 
     def check_shown(self) -> None:
-        """Raise ``UsageError`` if the program has put another tensor in the parameter's place."""
+        """Raise ``UsageError`` if the program has replaced the parameter by another tensor."""
         for module, attribute in self.places:
             if module._parameters.get(attribute) is not self.shown and self.shown is not None:
                 raise UsageError(
@@ -58,21 +60,22 @@ class Member:
                 )
 
     def show(self, face: nn.Parameter) -> None:
-        """Register one of the faces wherever the parameter is used."""
+        """Register the shard or the unsharded parameter in all modules that use it."""
         self.shown = face
         for module, attribute in self.places:
             if type(module).__setattr__ is nn.Module.__setattr__:
                 module._parameters[attribute] = face
             else:
-                setattr(module, attribute, face)  # modules that keep further references (nn.LSTM) mend them here
+                setattr(module, attribute, face)  # modules that keep further references (nn.LSTM) update them here
 
 
 class Piece:
-    """Hold parameters of one dtype; ``trained`` or frozen, all of them.
+    """Parameter group: parameters of one dtype, either all trained or all frozen, in one flat tensor.
 
-    ``flat`` is the memory of the whole parameters and ``place`` this rank's slice of it. ``own`` is what this rank
-    holds for good: the same memory, or another where ``flat`` comes and goes or is of another dtype, or what ``host``
-    gives. From there a ``courier``, to be set by who offloads, brings it to its place.
+    ``flat`` is the memory of the unsharded parameters, and ``place`` this rank's slice of it.
+    ``own`` is the permanent memory of this rank's shards. It is the same memory as ``place`` unless
+    ``flat`` is allocated per pass or has another dtype. If ``host`` is given, it allocates ``own``.
+    The offload engine then sets the object that transfers ``own`` to ``place``.
     """
 
     def __init__(
@@ -94,7 +97,7 @@ class Piece:
         self.passing = passing
         self.device = device
         self.courier: Courier | None = None
-        self.alone = host is not None and comm.size == 1  # nothing has to travel, nor to pass through the host
+        self.alone = host is not None and comm.size == 1  # no communication is needed, and no staging through the host
         itemsize = min(first.itemsize, dtype.itemsize)
         self.layout: Layout = lay_out([each.numel() for each in parameters], comm.size, itemsize)
         self.flat = flat(self.layout.numel, dtype)
@@ -108,7 +111,7 @@ class Piece:
         self.free()
 
     def _room(self, dtype: torch.dtype) -> Tensor:
-        """Return memory of the device for what this rank holds for good."""
+        """Return device memory for this rank's shards."""
         if self.passing or self.flat.dtype is not dtype:
             return torch.empty(self.layout.share, dtype=dtype, device=self.device)
         return self.place
@@ -116,20 +119,20 @@ class Piece:
     def _member(self, number: int, name: str, parameter: nn.Parameter, places: Places) -> Member:
         held, shape = self.layout.held(self.comm.rank)[number], parameter.shape
         place = self.layout.places[number]
-        # .data: what is written into the flat tensor later must not look like a change behind autograd's back.
+        # .data: later writes to the flat tensor must not count as in-place changes in autograd.
         whole = self.flat.data[place : place + parameter.numel()].view(shape)
         shard = held_in(self.own.data, held, shape)
         faces = [nn.Parameter(tensor, requires_grad=parameter.requires_grad) for tensor in (whole, shard)]
         for face in faces:
-            face.__dict__.update(parameter.__dict__)  # marks that the user has set
+            face.__dict__.update(parameter.__dict__)  # attributes that the user has set
         return Member(name, places, shape, held, *faces)
 
     # Values -----------------------------------------------------------------------------------------------------------
 
     def fill(self, value: Callable[[Member], Tensor] | None, replicas: Communicator | None = None) -> None:
-        """Take the whole parameters of rank 0, which alone gives their values; a call by all ranks.
+        """Scatter the unsharded values of rank 0, the only rank that provides them. Collective.
 
-        ``replicas`` connects the ranks that hold this slice of other replicas of the model.
+        ``replicas`` connects the ranks that hold this slice of the other replicas of the model.
         """
         whole = None
         if self.comm.rank == 0:
@@ -142,14 +145,14 @@ class Piece:
         self.comm.scatter(self.own, whole)
 
     def make_room(self) -> None:
-        """Take memory for the whole parameters, where they only pass by."""
+        """Allocate memory for the unsharded parameters if it is not permanent, and start a transfer from the host."""
         if self.passing:
             self.flat.untyped_storage().resize_(self.flat.numel() * self.flat.itemsize)
         if self.courier is not None:
             self.courier.start()
 
     def contribute(self) -> None:
-        """Put this rank's slice in its place."""
+        """Copy this rank's slice to its place in the flat tensor."""
         storage = self.own.untyped_storage().data_ptr()
         for member in self.members:
             if member.shard.numel() and member.shard.untyped_storage().data_ptr() != storage:
@@ -164,27 +167,27 @@ class Piece:
             self.place.copy_(self.own)
 
     def stay_on_device(self) -> None:
-        """Hold from now on in the device's memory what this rank holds for good; the shards stay the same objects."""
+        """Move the memory of this rank's shards to the device for good; the shards stay the same objects."""
         own, self.courier = self._room(self.own.dtype), None
         self.own = own.copy_(self.own)
         for member in self.members:
             member.shard.data = held_in(own.data, member.held, member.shape)
 
     def gather(self) -> None:
-        """Let ``flat`` hold what all ranks own; a call by all ranks."""
+        """Gather the slices of all ranks in ``flat``. Collective."""
         self.contribute()
         if not self.alone:
             self.comm.all_gather(self.flat, self.place)
 
     def free(self) -> None:
-        """Give the memory of whole parameters back, where they only pass by."""
+        """Free the memory of the unsharded parameters if it is not permanent."""
         if self.passing:
             self.flat.untyped_storage().resize_(0)
 
-    # Faces ------------------------------------------------------------------------------------------------------------
+    # Sharded and unsharded parameters ---------------------------------------------------------------------------------
 
     def show_whole(self) -> None:
-        """Let modules see the whole parameters, frozen where the shards are."""
+        """Register the unsharded parameters in the modules, with the ``requires_grad`` of the shards."""
         for member in self.members:
             member.check_shown()
         for member in self.members:
@@ -201,11 +204,11 @@ class Piece:
         member.whole.requires_grad_(member.shard.requires_grad)
 
     def show_shards(self) -> None:
-        """Let modules see the shards."""
+        """Register the shards in the modules."""
         for member in self.members:
             member.show(member.shard)
 
 
 def held_in(memory: Tensor, held: Held, shape: torch.Size) -> Tensor:
-    """Return what a rank holds of a parameter of ``shape``, in memory that is laid out as ``Piece.own``."""
+    """Return a rank's elements of a parameter of ``shape``, as a view of memory with the layout of ``Piece.own``."""
     return memory[held.offset : held.offset + held.numel].view(held.numel, *[1] * (len(shape) - 1))

@@ -1,10 +1,11 @@
-"""Keep whole parameters in memory, and bring them up to date once after each change.
+"""Unsharded parameters that stay in memory and are gathered once after each change (ZeRO 1 and 2, or on one node).
 
-Note: shards that the node maps. Where ranks share memory, the whole parameters lie there once for all ranks of the
-node, and a rank's shards are its slices of them, which its optimizer updates in place. Then the gathering of all
-parameters is one meeting and no copy; between nodes only what other nodes own is fetched, each rank its part. Two
-meetings keep readers and writers apart: one before an update, as another rank may still compute with the old values,
-and one before the next pass. Where no memory is shared, each rank has the whole parameters for itself (ZeRO 1 and 2).
+Note: shards in memory that the node shares. If the ranks of a node share memory, the unsharded
+parameters exist once per node. The shards of a rank are its slices of them, which its optimizer
+updates in place. Then gathering all parameters is one barrier without a copy. Between nodes, each
+rank fetches its part of what other nodes own. Two barriers separate readers and writers: one before
+an update, because another rank may still compute with the old values, and one before the next pass.
+If no memory is shared, each rank has its own copy of the unsharded parameters (ZeRO 1 and 2).
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from hpctrain.parallel.fsdp.piece import Piece
 
 
 class Resident:
-    """Gather all pieces when they are stale (a ``Form``)."""
+    """Residency (``Form``) that keeps all parameters unsharded, and gathers them if they are stale."""
 
     def __init__(self, pieces: Sequence[Piece], comm: Communicator, lane: Lane, *, mapped: bool) -> None:
         self._pieces, self._comm, self._lane = pieces, comm, lane
@@ -34,15 +35,16 @@ class Resident:
             self._fence = self._near.common(64 * self._near.size, torch.uint8, must_share=True)
 
     def mark(self, *, frozen: bool = False) -> None:
-        """Take note that shards have changed, maybe those of frozen parameters too."""
+        """Mark the unsharded parameters as stale after a change of shards; ``frozen``: of frozen parameters too."""
         self._stale, self._frozen_stale = True, self._frozen_stale or frozen
         if self._lane.beside and not frozen:
-            self._start()  # beside whatever the caller does between two steps
+            self._start()  # overlaps with the work of the caller between two steps
 
     def meet(self) -> None:
-        """Wait until nobody on the node computes with the parameters any more, where they are shared.
+        """Wait until no rank on the node computes with the parameters any more, if they are in shared memory.
 
-        A gathering that is under way has to end first: it writes where an update is about to write.
+        A gather in progress has to end first, because it writes to the memory that an update is
+        about to change.
         """
         self._settle()
         if self._near is not None and self._fence is not None:
@@ -51,46 +53,46 @@ class Resident:
     # Passes -----------------------------------------------------------------------------------------------------------
 
     def begin_forward(self, *, records: bool) -> None:
-        """Bring the whole parameters up to date and show them; a call by all ranks."""
+        """Bring the unsharded parameters up to date, and register them in the modules. Collective."""
         self._gather()
         self._show(whole=True)
 
     def end_forward(self, *, keeps: bool) -> None:
-        """Show shards again."""
+        """Register the shards again."""
         self._show(whole=False)
 
     def begin_backward(self, *, reduces: bool) -> None:
-        """Show whole parameters, for activations that are computed again."""
+        """Register the unsharded parameters, for the recomputation of activations."""
         self._show(whole=True)
 
     def end_backward(self) -> None:
-        """Show shards again."""
+        """Register the shards again."""
         self._show(whole=False)
 
     def settle(self, world: Communicator) -> None:
         """Do nothing: no order has to be agreed on."""
 
     def summon(self) -> None:
-        """Bring all parameters up to date and show them whole; a call by all ranks."""
+        """Bring all unsharded parameters up to date, and register them in the modules. Collective."""
         self._gather()
         self._show(whole=True)
 
     def dismiss(self) -> None:
-        """Show shards again."""
+        """Register the shards again."""
         self._show(whole=False)
 
     def stand_in(self, *, backward: bool) -> None:
-        """Do in a pass what concerns the other ranks."""
+        """Take part in the collectives of a pass without computing."""
         self._gather()
 
     def hook(self, model: nn.Module, begins: Callable[[], None]) -> list[RemovableHandle]:
-        """Do nothing: all parameters are whole in all passes."""
+        """Do nothing: all parameters are unsharded in all passes."""
         return []
 
-    # How --------------------------------------------------------------------------------------------------------------
+    # Internals --------------------------------------------------------------------------------------------------------
 
     def _gather(self) -> None:
-        """Bring the whole parameters up to date, and order what is computed next behind it."""
+        """Bring the unsharded parameters up to date, and order subsequent computations after this."""
         if self._stale:
             self._start()
         self._settle()

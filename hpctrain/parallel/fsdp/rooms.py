@@ -1,4 +1,4 @@
-"""Find memory for whole gradients: in a ring that the node shares, or fresh for each piece."""
+"""Buffer pools for unsharded gradients: a ring in shared memory of the node, or an allocation per parameter group."""
 
 from __future__ import annotations
 
@@ -13,22 +13,23 @@ from hpctrain.parallel.fsdp.layout import ring
 
 
 class Room(Protocol):
-    """Give pieces of gradients memory in the order in which they are reduced; sizes are in bytes."""
+    """Buffer pool for the gradients of parameter groups, in the order in which they are reduced; sizes are in bytes."""
 
     def order(self, sizes: Sequence[int]) -> None:
-        """Take note of the sizes of all pieces, in the order in which they will be reduced."""
+        """Set the sizes of all groups, in the order in which they will be reduced."""
 
     def before(self, number: int) -> int:
-        """Return how many pieces have to be reduced before the one of that number finds room."""
+        """Return the number of groups that must be reduced before there is memory for the group of this number."""
 
     def open(self, number: int) -> Tensor:
-        """Return memory for the gradients of a piece, as bytes."""
+        """Return memory for the gradients of a group, as bytes."""
 
 
 class Ring:
-    """Hold memory, shared by the node, through which all pieces go, one behind the other.
+    """Ring buffer in shared memory of the node, which the groups use one after another.
 
-    Every rank finds a piece in the same place, whenever its own gradients come. A call by all ranks makes it.
+    A group has the same offset on every rank, whenever a rank computes its gradients. The
+    constructor is collective.
     """
 
     def __init__(self, comm: Communicator, capacity: int) -> None:
@@ -36,34 +37,34 @@ class Ring:
         self.order([])
 
     def order(self, sizes: Sequence[int]) -> None:
-        """Take note of the pieces' order."""
+        """Set the order of the groups."""
         self._sizes, self._seats = sizes, ring(sizes, self._memory.numel())
 
     def before(self, number: int) -> int:
-        """Return how many pieces come before: up to the last one that lies where it will lie."""
+        """Return the number of groups up to the last one whose slot overlaps the slot of this group."""
         return self._seats[number].after
 
     def open(self, number: int) -> Tensor:
-        """Return the place of a piece."""
+        """Return the slot of a group."""
         offset = self._seats[number].offset
         return self._memory[offset : offset + self._sizes[number]]
 
 
 class Fresh:
-    """Take memory on a device for each piece when its first gradient comes, for at most ``limit`` of them together."""
+    """Pool on a device that allocates a buffer per group at its first gradient, at most ``limit`` at the same time."""
 
     def __init__(self, device: torch.device, limit: int) -> None:
         self._device, self._limit = device, limit
         self.order([])
 
     def order(self, sizes: Sequence[int]) -> None:
-        """Take note of the pieces' order."""
+        """Set the order of the groups."""
         self._sizes = sizes
 
     def before(self, number: int) -> int:
-        """Return how many pieces come before: all but as many as may be there together."""
+        """Return the number of groups that must be reduced so that at most ``limit`` are in memory."""
         return max(number + 1 - self._limit, 0)
 
     def open(self, number: int) -> Tensor:
-        """Return memory for a piece."""
+        """Allocate memory for a group."""
         return torch.empty(self._sizes[number], dtype=torch.uint8, device=self._device)

@@ -1,4 +1,4 @@
-"""Tell checkpoints which boxes of the model's tensors this rank holds."""
+"""Boxes of the model's tensors that this rank holds, for checkpoints."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from hpctrain.shard import Shard
 
 
 class FlatSplit:
-    """Be the ``Split`` of a model whose parameters are cut into flat slices; ``members`` by every name they have."""
+    """``Split`` of a model whose parameters are cut into flat slices; ``members`` maps every name to its parameter."""
 
     def __init__(self, members: Mapping[str, Member]) -> None:
         self._members = members
 
     def shards(self, name: str, tensor: Tensor) -> list[Shard]:
-        """Return the boxes of a parameter, or of a state of its shape; anything else is whole on every rank."""
+        """Return the boxes of a parameter, or of an optimizer state of its shape; others are whole on every rank."""
         member = self._members.get(name)
         if member is None:
             return [Shard.whole(name, tensor)]
         shape, held, flat = tuple(member.shape), member.held, tensor.detach().view(-1)
         if 0 in shape:
-            return [Shard.whole(name, flat.view(shape))]  # nobody holds an element, and yet it is to be in the file
+            return [Shard.whole(name, flat.view(shape))]  # no rank holds an element, but the file must list the tensor
         whole = Shard(name, shape, str(tensor.dtype).removeprefix("torch."), (0,) * len(shape), shape, None)
         return [
             replace(whole, start=start, extent=extent, tensor=_cut(flat, offset, extent))

@@ -1,9 +1,10 @@
-"""Split what data parallelism would repeat: optimizer states, gradients, parameters.
+"""Sharded data parallelism: optimizer states, gradients and parameters are divided over the ranks (ZeRO 1, 2, 3).
 
-After Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", SC 2020, and Zhao et
-al., "PyTorch FSDP", VLDB 2023. How it is done stands in the notes of the files around: how parameters are cut
-(``layout``), their two faces (``piece``), when they are whole (``resident``, ``passing``) and how gradients are reduced
-(``gradients``). This file hooks all that to the model and to its optimizer.
+After Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", SC
+2020, and Zhao et al., "PyTorch FSDP", VLDB 2023. The notes of the other files describe the details:
+how parameters are cut (``layout``), sharded and unsharded parameters (``piece``), when they are
+unsharded (``resident``, ``passing``) and how gradients are reduced (``gradients``). This file
+connects these parts to the model and its optimizer by hooks.
 """
 
 from __future__ import annotations
@@ -37,12 +38,13 @@ from hpctrain.plain_tensors import as_parts, plain_tensors
 
 
 class ShardedDataParallel(Strategy):
-    """Attach ZeRO 1, 2 or 3 (``settings.data``) to a module, in place: its parameters become shards.
+    """Strategy that applies ZeRO 1, 2 or 3 (``settings.data``) to a module, in place: its parameters become shards.
 
-    With ``offload`` this rank's shards lie in the host's memory and are updated there.
+    With ``offload``, this rank's shards are stored and updated in host memory.
 
-    Make the optimizer afterwards. A call by all ranks; values are those of rank 0. Raises ``MismatchError`` where the
-    ranks' models differ, ``UsageError`` for units that cannot be (see ``units``).
+    Create the optimizer afterwards. The constructor is collective. The parameters take the values
+    of rank 0. Raises ``MismatchError`` if the ranks' models differ, ``UsageError`` for units that
+    are not possible (see ``units``).
     """
 
     def __init__(
@@ -79,15 +81,16 @@ class ShardedDataParallel(Strategy):
         ]
 
     def set_sample_weight(self, weight: float) -> None:
-        """Let this rank's gradients count with ``weight`` in the average over the data ranks, until set again."""
+        """Weight this rank's gradients by ``weight`` in the average over the data ranks, until the next call."""
         super().set_sample_weight(weight)
         self._reduction.sample_weight = self._sample_weight
 
     @as_parts
     def contribute_nothing(self, *, backward: bool = True) -> None:
-        """Take part in a forward (and ``backward``) pass of the others, with no sample of one's own.
+        """Take part in a forward (and ``backward``) pass of the other ranks without a sample.
 
-        Raises ``UsageError`` where it cannot be known what they do: before the first step of units that pass by.
+        Raises ``UsageError`` if the collectives of the pass are unknown: before the first step of
+        units that are gathered on demand.
         """
         if backward and any(isinstance(module, SyncBatchNorm) for module in self.model.modules()):
             raise UsageError(
@@ -104,7 +107,7 @@ class ShardedDataParallel(Strategy):
 
     @contextmanager
     def many_passes(self, *, reduces: bool = True) -> Iterator[None]:
-        """Gather all parameters for the ``with`` block, as ZeRO 2 would; gradients are whole until its end."""
+        """Unshard all parameters for the ``with`` block, as in ZeRO 2; gradients stay unsharded until its end."""
         if reduces:
             self._check_local()
             self._broadcast_buffers()
@@ -128,7 +131,7 @@ class ShardedDataParallel(Strategy):
 
     @as_parts
     def scale_gradients(self, factor: Tensor) -> None:
-        """Multiply the averaged gradients by a factor, a scalar; on the host not before they are used."""
+        """Multiply the averaged gradients by a scalar factor; gradients on the host are scaled at their next use."""
         if self._engine is None:
             super().scale_gradients(factor)
         else:
@@ -136,11 +139,11 @@ class ShardedDataParallel(Strategy):
 
     @property
     def _is_plain(self) -> bool:
-        """Tell whether, without offload, nothing would be split: then a norm is that of whole gradients."""
+        """Return whether nothing would be sharded without offload; then a norm is that of unsharded gradients."""
         return self.comm.size == 1 and self._parts.narrow is None
 
     def detach(self) -> None:
-        """Take all hooks off the module; its parameters stay shards."""
+        """Remove all hooks from the module; its parameters stay shards."""
         if self._engine is not None:
             self._engine.close()
         for handle in self._handles:
@@ -148,30 +151,30 @@ class ShardedDataParallel(Strategy):
         self._handles.clear()
         self._gradient_hooks.close()
 
-    # How the model is split -------------------------------------------------------------------------------------------
+    # How the model is sharded -----------------------------------------------------------------------------------------
 
     @property
     def split(self) -> FlatSplit:
-        """Return which boxes of the parameters this rank holds; an update that goes on beside the steps is ended."""
+        """Return the boxes of the parameters that this rank holds; complete an overlapped update first."""
         self.settle()
         return self._split
 
     def whole_shape(self, name: str) -> tuple[int, ...] | None:
-        """Return the shape of the whole parameter; None for a buffer."""
+        """Return the shape of the unsharded parameter; None for a buffer."""
         member = self._parts.by_name.get(name)
         return None if member is None else tuple(member.shape)
 
     @property
     def reduces_early(self) -> bool:
-        """Tell whether each backward pass of a step should be reduced by itself."""
+        """Return whether each backward pass of a step should be reduced by itself."""
         return self.settings.reduces_early
 
     @contextmanager
     def summon(self, *, write: bool = False) -> Iterator[None]:
-        """Put the whole parameters into the model for the ``with`` block, for inspection; a call by all ranks.
+        """Unshard the parameters of the model for the ``with`` block, for inspection. Collective.
 
-        They take the memory of the whole model. Change them only with ``write``: then what rank 0 has written counts.
-        No backward pass inside the block.
+        They take the memory of the whole model. Change them only with ``write``: then the values
+        that rank 0 has written are used. Backward passes are not allowed inside the block.
         """
         if write and self.settings.mixed_precision != "none":
             raise UsageError(
@@ -183,10 +186,10 @@ class ShardedDataParallel(Strategy):
         self._summon()
         try:
             if write and self.comm.rank:
-                for member in self._parts.members:  # others may write what they like: what they share stays as it is
+                for member in self._parts.members:  # writes of other ranks must not change shared memory
                     member.show(nn.Parameter(member.whole.detach().clone(), requires_grad=member.whole.requires_grad))
             if write:
-                self._form.meet()  # another rank may still read what rank 0 is about to change
+                self._form.meet()  # another rank may still read the values that rank 0 is about to change
             yield
             if write:
                 with plain_tensors():
@@ -209,7 +212,7 @@ class ShardedDataParallel(Strategy):
         self._form.dismiss()
 
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Raise ``UsageError`` unless an optimizer holds shards and updates every element by itself."""
+        """Raise ``UsageError`` unless an optimizer holds shards and updates element by element."""
         if not self._owners.check(optimizer):
             raise UsageError(
                 "the optimizer holds no parameter of the model: make it of model.parameters() after job.wrap(model)",
@@ -218,14 +221,14 @@ class ShardedDataParallel(Strategy):
 
     @as_parts
     def refresh(self) -> None:
-        """Take note that parameters were changed by other hands than the optimizer's; a call by all ranks."""
+        """Mark the parameters as changed by something other than the optimizer. Collective."""
         if self._engine is not None:
             self._engine.refresh()
         self._form.mark(frozen=True)
 
     @as_parts
     def settle(self) -> None:
-        """End an update that goes on beside the steps, and show it; a call by all ranks."""
+        """Complete an update that overlaps with the steps, and mark the parameters as changed. Collective."""
         if self._engine is not None and self._engine.settle():
             self._form.mark()
 
@@ -242,31 +245,31 @@ class ShardedDataParallel(Strategy):
         return self._engine.gradients.of(shard)
 
     def before_write(self) -> None:
-        """Wait until no rank computes with the shards any more; whole parameters are brought up to date afterwards."""
+        """Wait until no rank computes with the shards; the next pass brings unsharded parameters up to date."""
         if not self._written:
             self._written = True
             self._form.meet()
 
     def _take_writes(self) -> None:
-        """Take what the program has written into shards since the last pass."""
+        """Apply the changes that the program has made to shards since the last pass."""
         if self._written:
             self._written = False
             self.refresh()
 
     def gradients_final(self) -> None:
-        """Scale the gradients of offloaded shards that wait for it."""
+        """Apply a pending scale factor to the gradients of offloaded shards."""
         if self._engine is not None:
             self._engine.gradients.apply_scale()
 
     def partial_parameters(self) -> tuple[str, dict[str, nn.Parameter], bool]:
-        """Return the shards, if there is more than one of each parameter."""
+        """Return the shards, if each parameter has more than one."""
         if self._parts.comm.size == 1:
             return "", {}, False
         return "this rank's shard of parameter", {member.name: member.shard for member in self._parts.members}, False
 
     @property
     def replica(self) -> Communicator:
-        """Return the ranks that hold the gradients of one replica together."""
+        """Return the ranks that together hold the gradients of one replica."""
         return self._parts.comm
 
     @property
@@ -275,14 +278,14 @@ class ShardedDataParallel(Strategy):
         return self._parts.replicas
 
     def local_gradients(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the whole gradients that backward passes under ``no_sync`` have left on this rank alone, by name."""
+        """Yield the unsharded gradients that backward passes under ``no_sync`` have left on this rank only, by name."""
         for member in self._parts.members:
             if member.whole.grad is not None:
                 yield member.name, member.whole.grad
 
     @as_parts
     def drop_gradients(self) -> None:
-        """Forget all gradients, reduced or not."""
+        """Drop all gradients, reduced or not."""
         for member in self._parts.members:
             member.shard.grad = member.whole.grad = None
         self._local_weight = None
@@ -292,16 +295,16 @@ class ShardedDataParallel(Strategy):
     # Updates ----------------------------------------------------------------------------------------------------------
 
     def update_early(self, optimizer: torch.optim.Optimizer) -> None:
-        """Promise that updates need no look at the gradients, and that ``announce_update`` comes before each last pass.
+        """Allow early updates: they never read gradients, and ``announce_update`` precedes each last backward pass.
 
-        Hyperparameters are those of the time of that pass. Where shards are on the host, they are then updated while
-        the pass goes on.
+        The update uses the hyperparameters at the time of that pass. Shards on the host are then
+        updated while the pass runs.
         """
         if self._engine is not None:
             self._engine.update_early(optimizer)
 
     def announce_update(self) -> None:
-        """Say that the backward pass that comes is the last before an update."""
+        """Announce that the next backward pass is the last before an update."""
         if self._engine is not None and self._syncing:
             self._engine.announce()
 
@@ -387,7 +390,7 @@ class ShardedDataParallel(Strategy):
 
     @as_parts
     def _finish(self) -> None:
-        """Reduce what is left of the gradients; none waits on this rank alone any more."""
+        """Reduce the remaining gradients; afterwards this rank has no unreduced gradient."""
         hooked = self._reduction.names_given = self._gradient_hooks.any
         if hooked:
             self._gradient_hooks.check(lambda found: any(self.comm.all_gather_object(found)))

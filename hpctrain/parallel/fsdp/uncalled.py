@@ -1,4 +1,4 @@
-"""Find the modules that nobody calls, whose parameters others read: hooks on them would never run."""
+"""Search for modules that are never called because others read their parameters: hooks on them would never run."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from torch.nn.utils import parametrize
 
 
 def uncalled(model: nn.Module) -> dict[nn.Module, str]:
-    """Return the modules inside a model that are never called, each with what its name means and what to name instead.
+    """Return the modules inside a model that are never called, each with the reason and the name to use instead.
 
-    Those are modules without a ``forward`` (``ModuleList``, ``ModuleDict``, ``ParameterList``), what is inside a
-    ``MultiheadAttention``, which reads its projection's weight, and parametrizations, which run when a weight is read.
+    These are modules without a ``forward`` (``ModuleList``, ``ModuleDict``, ``ParameterList``), the
+    modules inside a ``MultiheadAttention``, which reads the weight of its projection, and
+    parametrizations, which run when a weight is read.
     """
     found: dict[nn.Module, str] = {}
     for name, module in model.named_modules():
@@ -22,7 +23,7 @@ def uncalled(model: nn.Module) -> dict[nn.Module, str]:
 
 
 def has_forward(module: nn.Module) -> bool:
-    """Tell whether a module can be called at all."""
+    """Return whether a module has a ``forward`` method."""
     return getattr(type(module), "forward", None) is not nn.Module.forward or "forward" in vars(module)
 
 
@@ -31,7 +32,7 @@ def _below(name: str) -> str:
 
 
 def _parts_read(module: nn.Module) -> list[nn.Module]:
-    """Return all modules inside one that reads their parameters by itself."""
+    """Return all modules inside ``module`` if it reads their parameters directly."""
     if isinstance(module, nn.MultiheadAttention):
         return [part for part in module.modules() if part is not module]
     if parametrize.is_parametrized(module):

@@ -1,9 +1,10 @@
-"""Know when a unit computes: forward by its module, backward by the gradients of what it returned and was given.
+"""Hooks that unshard and reshard a unit: forward hooks of its module, and gradient hooks of its outputs and inputs.
 
-Note: when a unit may be freed in the backward pass. When backward has left what the unit was given, all that lies on
-the way has been computed. Beside the way there may be more, that leads to gradients of the unit's own parameters: so
-they must have come, too, at least those that came in the last pass. What never leaves (no gradient is wanted for what
-the unit was given) is freed at the end.
+Note: when a unit may be freed in the backward pass. When the gradients of the unit's inputs have
+been computed, everything on the path from its outputs to its inputs has been computed. Other paths
+may still lead to gradients of the unit's own parameters. Therefore those gradients must have been
+computed too, at least for the parameters that received one in the last pass. A unit whose inputs
+require no gradient is freed at the end of the pass.
 """
 
 from __future__ import annotations
@@ -24,17 +25,17 @@ if TYPE_CHECKING:
 
 
 class UnitHooks:
-    """Let one unit be gathered and freed."""
+    """Hooks that unshard and reshard one unit."""
 
     def __init__(self, passing: Passing, station: Station, begins: Callable[[], None]) -> None:
         self._passing, self._station, self._begins = passing, station, begins
         self._trained = [member for piece in station.pieces if piece.trained for member in piece.members]
-        self._usual = {member.name for member in self._trained}  # those whose gradients came in the last pass
+        self._usual = {member.name for member in self._trained}  # parameters that received a gradient in the last pass
         self._came: set[str] = set()
         self._left = False
 
     def attach(self) -> list[RemovableHandle]:
-        """Hook the unit's module and parameters."""
+        """Register hooks on the unit's module and parameters."""
         handles = hooks.around_forward(self._station.module, self._before, self._after)
         for member in self._trained:
             handles.append(after_gradient(member.whole, self._take, member.name))
@@ -50,7 +51,7 @@ class UnitHooks:
 
     @as_parts
     def _after(self, args: Any, kwargs: Any, result: Any) -> None:
-        # Activations that are computed again do not end the unit's backward pass.
+        # The recomputation of activations does not end the unit's backward pass.
         if self._passing.idle or self._passing.going_back:
             return
         if torch.is_grad_enabled():

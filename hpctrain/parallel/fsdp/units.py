@@ -1,4 +1,4 @@
-"""Divide a model into units: parameters that are gathered together, just before the module that needs them runs."""
+"""Division of a model into units: parameters that are gathered together just before their module runs."""
 
 from __future__ import annotations
 
@@ -12,31 +12,33 @@ from hpctrain.parallel.fsdp.units_by_pattern import modules_by_pattern
 from hpctrain.parallel.fsdp.units_by_size import modules_by_size
 
 Chain = tuple[nn.Module, ...]  # the units around a parameter, from the model to the innermost
-Use = tuple[str, Chain]  # one of a parameter's names, and what is around it there
+Use = tuple[str, Chain]  # one of a parameter's names, and the units around this use
 
 
 @dataclass(frozen=True, eq=False)
 class Unit:
-    """Hold parameters that are gathered together: those of a module, less those of units inside it."""
+    """Unit: parameters that are gathered together, those of a module except those of units inside it."""
 
-    # Of the module; "" for the model itself.
+    # Name of the module; "" for the model itself.
     name: str
     module: nn.Module
-    # Each once, under the first of its names in the whole model, in the model's order.
+    # Each parameter once, under its first name in the whole model, in the model's order.
     parameters: list[tuple[str, nn.Parameter]]
-    # For each of them, all modules and attributes where it is registered (tied ones have several).
+    # For each parameter, all modules and attributes where it is registered (tied ones have
+    # several).
     places: list[list[tuple[nn.Module, str]]]
 
 
 def find_units(
     model: nn.Module, patterns: Sequence[str] = (), *, smallest: int = 2**20, largest: int = 64 * 2**20
 ) -> list[Unit]:
-    """Return the units of a model: first the model itself, with what no other holds, then the others in its order.
+    """Return the units of a model: first the model itself, with the remaining parameters, then the others in its order.
 
-    A pattern is a class's name (``Block``) or a module's (``blocks.*``, where ``*`` does not cross a dot); without
-    patterns units are found by size, given bytes of parameters (see ``modules_by_size``). A parameter belongs to the
-    innermost unit around it; one that is also used outside of that belongs to the unit around all its uses. Raises
-    ``UsageError`` for a pattern that chooses nothing, and where patterns put one parameter into two separate units.
+    A pattern is the name of a class (``Block``) or of a module (``blocks.*``, where ``*`` does not
+    cross a dot). Without patterns, units are chosen by size, in bytes of parameters (see
+    ``modules_by_size``). A parameter belongs to the innermost unit around it. A parameter that is
+    also used outside of that unit belongs to the unit around all its uses. Raises ``UsageError``
+    for a pattern that matches no module, and if patterns put one parameter into two separate units.
     """
     chosen = modules_by_pattern(model, patterns) if patterns else modules_by_size(model, smallest, largest)
     chosen.add(model)
@@ -54,7 +56,7 @@ def find_units(
 def _walk(
     module: nn.Module, chosen: set[nn.Module], prefix: str = "", chain: Chain = ()
 ) -> Iterator[tuple[str, nn.Parameter, Chain]]:
-    """Yield every use of every parameter, also of those that are reached by several ways."""
+    """Yield every use of every parameter; a module that is reachable by several paths is visited once per path."""
     if module in chosen:
         chain = (*chain, module)
     for name, parameter in module._parameters.items():
@@ -66,15 +68,15 @@ def _walk(
 
 
 def _owner(chains: list[Chain]) -> nn.Module:
-    """Return the innermost module that is around all uses of a parameter."""
+    """Return the innermost module around all uses of a parameter."""
     if len({chain[-1] for chain in chains}) == 1:
-        return chains[0][-1]  # perhaps one module that is reached by several ways
+        return chains[0][-1]  # this module may be reachable by several paths
     common: list[nn.Module] = [level[0] for level in zip(*chains) if len(set(level)) == 1]
     return common[-1]
 
 
 def _check_not_shared(uses: list[Use], names: dict[nn.Module, str]) -> None:
-    """Raise where two units, neither inside the other, use the same parameter."""
+    """Raise ``UsageError`` if two units use the same parameter and neither is inside the other."""
     for number, (name, chain) in enumerate(uses):
         for other, far in uses[number + 1 :]:
             if chain[-1] is not far[-1] and any(one is not two for one, two in zip(chain, far)):

@@ -1,4 +1,4 @@
-"""Choose units by the patterns that a user gives."""
+"""Choice of units by patterns of the user."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ EXAMPLES = 8  # module names that an error lists
 
 
 def modules_by_pattern(model: nn.Module, patterns: Sequence[str]) -> set[nn.Module]:
-    """Return the modules whose class's name or own name matches a pattern, less those that are never called.
+    """Return the modules whose class name or own name matches a pattern, except those that are never called.
 
-    Raises ``UsageError`` for a pattern that chooses no module with parameters.
+    Raises ``UsageError`` for a pattern that matches no module with parameters.
     """
     others = uncalled(model)
     named = [(name, module) for name, module in model.named_modules(remove_duplicate=False)]
@@ -31,7 +31,7 @@ def modules_by_pattern(model: nn.Module, patterns: Sequence[str]) -> set[nn.Modu
 
 
 def _matches(pattern: str, name: str, module: nn.Module) -> bool:
-    """Compare with the class's name, and part by part with the module's, where ``*`` stays within a part."""
+    """Return whether a pattern matches the class name, or each part of the module name (``*`` stays within a part)."""
     if fnmatchcase(type(module).__name__, pattern):
         return True
     parts, wanted = name.split("."), pattern.split(".")
@@ -45,7 +45,7 @@ def _holds_parameters(module: nn.Module) -> bool:
 def _nothing_chosen(
     pattern: str, matching: list[tuple[str, nn.Module]], model: nn.Module, others: dict[nn.Module, str]
 ) -> str:
-    """Return the message for a pattern that chooses nothing."""
+    """Return the error message for a pattern that matches no usable module."""
     for name, module in matching:
         if module in others and _holds_parameters(module):
             return f"unit pattern {pattern!r} matches {name}, which {others[module]}"

@@ -1,4 +1,4 @@
-"""Choose units by their size, for a model of which nothing is known."""
+"""Choice of units by their size, for a model of unknown structure."""
 
 from __future__ import annotations
 
@@ -12,14 +12,18 @@ from hpctrain.parallel.fsdp.uncalled import uncalled
 
 
 def modules_by_size(model: nn.Module, smallest: int, largest: int) -> set[nn.Module]:
-    """Return modules that make good units, given bytes of parameters; the model itself is not among them.
+    """Return modules that make good units; sizes are in bytes of parameters. The model itself is not included.
 
-    Repeated blocks are units whatever their size: the members of the outermost ``ModuleList`` or ``ModuleDict``, and
-    of a ``Sequential`` with two or more composite members of one class; but not those of a list that holds less than
-    ``smallest`` and less than a sixteenth of the model. Inside a block only one beyond ``largest`` is looked into, for
-    further lists. Elsewhere a module between the two sizes is a unit, a smaller one stays with what is around it, and
-    one that is larger, or has blocks inside, is looked into; what is left to it then makes it a unit if that is at
-    least ``smallest``. Modules that are never called are no units, their members may be.
+    Repeated blocks are units whatever their size. They are the members of the outermost
+    ``ModuleList`` or ``ModuleDict``, and of a ``Sequential`` with two or more composite members of
+    one class. A list counts as one of blocks only if it holds at least ``smallest``, or at least a
+    sixteenth of the model. A block is searched for further lists only if it is larger than
+    ``largest``.
+
+    Outside of blocks, a module between the two sizes is a unit, and a smaller one belongs to the
+    unit around it. A module that is larger, or has blocks inside, is searched. It becomes a unit
+    itself if the parameters left to it are at least ``smallest``. Modules that are never called are
+    not units, but their members may be.
     """
     search = _Search(model, smallest, largest)
     search.look_into(model, smallest)
@@ -29,7 +33,7 @@ def modules_by_size(model: nn.Module, smallest: int, largest: int) -> set[nn.Mod
 class _Search:
     def __init__(self, model: nn.Module, smallest: int, largest: int) -> None:
         self.largest = largest
-        self.short = min(smallest, size(model.parameters()) / 16)  # less than this in a list: no list of blocks
+        self.short = min(smallest, size(model.parameters()) / 16)  # a list that holds less is not a list of blocks
         self.uncalled = uncalled(model)
         self.chosen: set[nn.Module] = set()
 
@@ -42,7 +46,7 @@ class _Search:
                 self.visit(child, smallest)
 
     def add_block(self, module: nn.Module) -> None:
-        """Choose a member of a list, or where it cannot be called, its members."""
+        """Choose a member of a list, or its members if it is never called."""
         held = size(module.parameters())
         if held == 0:
             return
@@ -52,7 +56,7 @@ class _Search:
             return
         self.chosen.add(module)
         if held > self.largest:
-            self.look_into(module, math.inf)  # nothing but lists is large enough
+            self.look_into(module, math.inf)  # only lists of blocks qualify
 
     def visit(self, module: nn.Module, smallest: float) -> None:
         """Choose by size a module that is not a member of a list."""
@@ -67,7 +71,7 @@ class _Search:
             self.chosen.add(module)
 
     def repeats(self, module: nn.Module) -> bool:
-        """Tell whether a module's members are repeated blocks."""
+        """Return whether a module's members are repeated blocks."""
         if size(module.parameters()) < self.short:
             return False
         return isinstance(module, (nn.ModuleList, nn.ModuleDict)) or _has_composite_members(module)
@@ -79,7 +83,7 @@ class _Search:
 
 
 def _has_composite_members(module: nn.Module) -> bool:
-    """Tell whether a ``Sequential`` repeats a class of modules that are themselves made of modules."""
+    """Return whether a ``Sequential`` repeats a class of modules that have submodules themselves."""
     if not isinstance(module, nn.Sequential):
         return False
     kinds = Counter(type(child) for child in module if any(True for _ in child.children()) and size(child.parameters()))
