@@ -1,1 +1,1 @@
-"""Keep on the host what a device has no room for: optimizer states, parameters, activations."""
+"""CPU offload: optimizer states, parameters and activations that live in host memory."""

@@ -1,9 +1,10 @@
-"""Keep on the host what recomputed units need from the forward pass until their backward pass.
+"""Activation offload: inputs of recomputed units live in host memory between their forward and backward passes.
 
-Note: there and back. A unit that computes its activations again keeps no more than what it was given. That goes down
-while the next units compute, and its memory on the device is free. When the backward pass asks for it, it comes up
-again, and with it what the unit before was given, which will be asked for next. Memory of the host is used again: a
-copy down waits until the last copy up from the same place has been made.
+Note: the path of an activation. A unit that recomputes its activations keeps only its inputs. They
+are copied to the host while the next units compute, and their device memory is freed. When the
+backward pass requests them, they are copied back. The inputs of the previous unit, which is next in
+the backward pass, are prefetched with them. Host buffers are reused: a copy to the host waits for
+the last copy from the same buffer to the device.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from hpctrain.transport.streams import streams_of
 def offload_activations(
     units: Iterable[nn.Module], settings: OffloadSettings, device: torch.device, rank: int
 ) -> Activations:
-    """Let recomputing modules keep what they were given in the host's memory, not on the device."""
+    """Keep the inputs of recomputed units in host memory instead of device memory."""
     memory = HostMemory(replace(settings, disk=""), device, rank)
     activations = Activations(Transfer(streams_of(device)), Buffers(memory.empty), device)
     for unit in units:
@@ -36,35 +37,35 @@ def offload_activations(
 
 
 class Buffers:
-    """Lend memory of the host, and take it back; ``room`` gives more."""
+    """Pool of host buffers; ``room`` allocates new ones."""
 
     def __init__(self, room: Callable[[int, torch.dtype], Tensor]) -> None:
         self._room = room
         self._free: dict[int, list[tuple[Tensor, Arrival | None]]] = {}
 
     def lend(self, nbytes: int) -> tuple[Tensor, Arrival | None]:
-        """Return memory, and the copy that may still read from it."""
+        """Return a buffer, and the copy that may still read from it."""
         free = self._free.get(nbytes)
         return free.pop() if free else (self._room(nbytes, torch.uint8), None)
 
     def take_back(self, buffer: Tensor, read_by: Arrival | None) -> None:
-        """Take memory back from which no more copies will be begun."""
+        """Return a buffer to the pool; the caller starts no more copies from it."""
         self._free.setdefault(buffer.numel(), []).append((buffer, read_by))
 
 
 class _Given:
-    """Hold what one call of a unit was given, in order, and know what the call before it was given."""
+    """Saved tensors of one call of a unit, in order, with a reference to those of the previous call."""
 
     def __init__(self, before: _Given | None) -> None:
         self._before = weakref.ref(before) if before is not None else lambda: None
         self._kept: list[weakref.ref[_Kept]] = []
 
     def add(self, kept: _Kept) -> None:
-        """Take note of one tensor."""
+        """Add one saved tensor."""
         self._kept.append(weakref.ref(kept))
 
     def fetch(self, *, before: bool) -> None:
-        """Let all of it come up, and then what the call ``before`` was given."""
+        """Start copying all tensors to the device; with ``before``, then also those of the previous call."""
         for kept in [reference() for reference in self._kept]:
             if kept is not None:
                 kept.fetch()
@@ -74,7 +75,7 @@ class _Given:
 
 
 class _Kept:
-    """Be one tensor, in the host's memory."""
+    """One saved tensor, in host memory."""
 
     def __init__(self, tensor: Tensor, given: _Given, transfer: Transfer, buffers: Buffers) -> None:
         self.given = given
@@ -90,7 +91,7 @@ class _Kept:
         self._taken = False
 
     def fetch(self) -> None:
-        """Begin to copy it up, unless that has been done, or was done for somebody before."""
+        """Start the copy to the device, unless it was started or the tensor was already taken."""
         if self._fetched is None and not self._taken:
             self._fetched = torch.empty(self._shape, dtype=self._dtype, device=self._device)
             source = self._buffer.view(self._dtype)
@@ -98,7 +99,7 @@ class _Kept:
             self._transfer.keep(self._fetched)
 
     def take(self) -> Tensor:
-        """Return the tensor; who asks again gets another copy."""
+        """Return the tensor on the device. Each further call returns another copy."""
         self._taken = False
         self.given.fetch(before=True)
         self.fetch()
@@ -113,14 +114,14 @@ class _Kept:
 
 
 class Activations:
-    """Keep what units are given on the host, from their forward to their backward pass."""
+    """Offload of the inputs of units to the host, between their forward and backward passes."""
 
     def __init__(self, transfer: Transfer, buffers: Buffers, device: torch.device) -> None:
         self._transfer, self._buffers, self._device = transfer, buffers, device
         self._last: weakref.ref[_Given] | None = None
 
     def keeping(self) -> AbstractContextManager[object]:
-        """Return a context in which what autograd saves, for one call of a unit, goes to the host."""
+        """Return a context that copies the tensors that autograd saves, during one call of a unit, to the host."""
         given = _Given(self._last() if self._last is not None else None)
         self._last = weakref.ref(given)
 
@@ -134,7 +135,7 @@ class Activations:
         return saved_tensors_hooks(pack, _unpack)
 
     def _moves(self, tensor: Tensor) -> bool:
-        """Tell whether a tensor is one of the device's, and neither a parameter nor in an order of its own."""
+        """Return whether a tensor is to be offloaded: it is contiguous, on the device, and not a parameter."""
         here = tensor.device.type == self._device.type and tensor.layout is torch.strided
         return here and tensor.numel() > 0 and tensor.is_contiguous() and not (tensor.is_leaf and tensor.requires_grad)
 

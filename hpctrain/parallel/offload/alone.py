@@ -1,8 +1,9 @@
-"""Let an optimizer update some of its parameters, as if it had no others.
+"""Optimizer step on a subset of the parameters, as if the optimizer had no others.
 
-Note: the double. The step is made by a second object of the optimizer's class, on stand-ins that share the memory of
-the parameters and their states, and nothing else. So neither the optimizer's groups nor the parameters' gradients are
-touched, which others may read and write in the meantime: a schedule that sets the learning rate, a backward pass.
+Note: the second optimizer object. The step is made by another object of the optimizer's class, on
+substitute parameters that share only the memory of the parameters and their states. Thus the step
+touches neither the optimizer's groups nor the gradients of the parameters. Other code may read and
+write these in the meantime: a schedule that sets the learning rate, or a backward pass.
 """
 
 from __future__ import annotations
@@ -17,13 +18,14 @@ from torch import Tensor, nn
 
 from hpctrain.parallel.fsdp.elementwise import KNOWN
 
-Group = tuple[Mapping[str, Any], Sequence[nn.Parameter]]  # what a group says, and those of it that are to be updated
+# options of a group, and those of its parameters that are to be updated
+Group = tuple[Mapping[str, Any], Sequence[nn.Parameter]]
 
 
 def step_alone(
     optimizer: torch.optim.Optimizer, groups: Sequence[Group], gradients: Mapping[nn.Parameter, Tensor]
 ) -> None:
-    """Make the optimizer's own step on these parameters, with these options and gradients; no hook is called."""
+    """Run the optimizer's own step on these parameters, with these options and gradients, without calling hooks."""
     stands = {parameter: _stand_in(parameter, gradients[parameter]) for _, some in groups for parameter in some}
     state: dict[nn.Parameter, dict[str, Any]] = defaultdict(dict)
     state |= {stand: optimizer.state[parameter] for parameter, stand in stands.items() if parameter in optimizer.state}
@@ -38,12 +40,12 @@ def step_alone(
 
 
 def keeps_to_states(optimizer: torch.optim.Optimizer) -> bool:
-    """Tell whether an optimizer is known to keep nothing elsewhere than in its states; a double would lose that."""
+    """Return whether an optimizer is known to store data only in its states; a second object would lose other data."""
     return inspect.unwrap(type(optimizer).step) in {inspect.unwrap(known.step) for known in KNOWN}
 
 
 def _stand_in(parameter: nn.Parameter, gradient: Tensor) -> nn.Parameter:
     stand = nn.Parameter(parameter.detach(), requires_grad=parameter.requires_grad)
-    stand.__dict__.update(parameter.__dict__)  # marks that the user has set
+    stand.__dict__.update(parameter.__dict__)  # attributes that the user has set
     stand.grad = gradient.view_as(parameter)
     return stand

@@ -1,4 +1,4 @@
-"""Refuse what cannot be offloaded, before anything is built, and say where nothing is gained."""
+"""Checks of offload settings before anything is built, and a warning if offload has no benefit."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def check(offload: OffloadSettings, parallel: ParallelSettings) -> None:
-    """Raise ``SettingsError`` where a strategy cannot do with what is offloaded."""
+    """Raise ``SettingsError`` if the strategy does not support what is to be offloaded."""
     if offload.parameters and parallel.data != "fsdp":
         _refuse(
             f'setting offload.parameters = true: parallel.data = "{parallel.data}" keeps whole parameters on the '
@@ -51,6 +51,6 @@ def _refuse(message: str) -> None:
 
 
 def tell_what_is_gained(device: torch.device, comm: Communicator) -> None:
-    """Say on rank 0 where the device is the host itself."""
+    """Log on rank 0 that offload has no benefit if the device is the CPU itself."""
     if comm.rank == 0 and device.type == "cpu":
         logger.info("offload moves nothing on a CPU, whose memory is the host's: it costs some copies, gains nothing")

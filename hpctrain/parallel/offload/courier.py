@@ -1,9 +1,10 @@
-"""Bring parameters from the host, where they are kept and updated, to the device that computes with them.
+"""Transfer of parameters from the host, which stores and updates them, to the device that computes with them.
 
-Note: where copies of a master lie. Whole parameters that stay on the device hold the rank's slice in its place: it is
-renewed there after an update. Units that pass by are gathered from a slice that stays on the device, or, where
-parameters are offloaded too, come from the host each time. What travels is of the dtype that computes: where that is
-not the master's, or where a master is updated while it is read (``delayed``), the host keeps a ``mirror`` to send from.
+Note: where copies of a master are stored. Unsharded parameters that stay on the device contain the
+rank's slice; it is refreshed there after an update. Units that are unsharded on demand are gathered
+from a slice that stays on the device, or, if parameters are offloaded too, from the host each time.
+The transferred data has the compute dtype. If that is not the master's dtype, or if a master is
+updated while it is read (``delayed``), the host keeps a ``mirror`` as the source of transfers.
 """
 
 from __future__ import annotations
@@ -15,36 +16,36 @@ from hpctrain.parallel.offload.transfer import Arrival, Transfer
 
 
 class MasterCourier:
-    """Bring one piece up (a ``Courier``): to where it ``stays`` on the device, or each time if it stays nowhere."""
+    """Transfer (``Courier``) of one group: into ``stays``, which remains on the device, or per pass if that is None."""
 
     def __init__(self, piece: Piece, transfer: Transfer, mirror: Tensor | None, stays: Tensor | None) -> None:
         self.mirror = mirror
         self._piece, self._transfer, self._stays = piece, transfer, stays
-        self._stale = True  # the mirror, and what stays, are not what the host has
-        self._arrival: Arrival | None = None  # of the last copy up
+        self._stale = True  # the mirror and the device copy differ from the host's master
+        self._arrival: Arrival | None = None  # of the last copy to the device
         self._begun = False
 
     @property
     def resides(self) -> bool:
-        """Tell whether the device keeps this rank's slice in the dtype that computes."""
+        """Return whether the device keeps this rank's slice in the compute dtype."""
         return self._stays is not None
 
     @property
     def is_read(self) -> bool:
-        """Tell whether passes read the master itself."""
+        """Return whether transfers read the master itself."""
         return self._stays is None and self.mirror is None
 
     def mark(self) -> None:
-        """Take note that the host's master has been changed."""
+        """Mark the host's master as changed."""
         self._stale = True
 
     def quiet(self) -> None:
-        """Wait until nothing reads the host's memory of this piece any more."""
+        """Wait until no copy reads the host memory of this group."""
         if self._arrival is not None:
             self._arrival.poll()
 
     def renew(self, *, mirrored: bool = False) -> None:
-        """Send the master up where it stays on the device; the update has written the mirror if it is ``mirrored``."""
+        """Refresh the permanent copy on the device; with ``mirrored``, the update has already written the mirror."""
         if self.mirror is not None and (self._stale or not mirrored):
             self.quiet()
             self.mirror.copy_(self._piece.own)
@@ -57,14 +58,14 @@ class MasterCourier:
         return self._piece.own if self.mirror is None else self.mirror
 
     def start(self) -> None:
-        """Begin to bring up what only passes by, beside what the device computes."""
+        """Start the transfer of a slice that does not stay on the device; it overlaps with computation."""
         if self._stale:
             self.renew()
         if self._stays is None:
             self._arrival, self._begun = self._transfer.up(self._piece.place, self._source), True
 
     def deliver(self) -> None:
-        """Order what is done next behind the piece's arrival in its place."""
+        """Order subsequent work after the arrival of the slice in the flat tensor."""
         if self._stale or self._stays is None and not self._begun:
             self.start()
         self._begun = False

@@ -1,8 +1,9 @@
-"""Lend memory that a file on a disk stands behind.
+"""Memory backed by files on a disk.
 
-Note: nothing is left. A file loses its name as soon as it is mapped, so its space is free again when the process is
-gone, however that ends. Only a process killed while the file is made leaves one with a name; the next start of the
-same rank removes it, unless another job, which then holds the file's lock, is making it right now.
+Note: cleanup. A file is unlinked as soon as it is mapped. Its space is therefore freed when the
+process ends, however it ends. A file keeps its name only if its process is killed while creating
+it. The next start of the same rank removes such a file, unless another job is creating it at that
+moment and therefore holds its lock.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class Disk:
-    """Make files in a folder for one rank; a call returns so many bytes of a new one, zeros."""
+    """Allocator of file-backed memory for one rank; a call returns ``nbytes`` zero bytes of a new file in a folder."""
 
     def __init__(self, folder: str, rank: int) -> None:
         self._folder = Path(folder).expanduser()
@@ -41,7 +42,7 @@ class Disk:
             raise self._refused(error) from error
 
     def __call__(self, nbytes: int) -> Tensor:
-        """Return memory; every byte has its place on the disk, so that writing to it cannot fail for lack of space."""
+        """Return memory of a new file; all its blocks are allocated, so that later writes cannot lack space."""
         path = self._folder / f"{self._mark}{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(8)}"
         try:
             self._check_space(nbytes)
@@ -49,7 +50,8 @@ class Disk:
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX)
                 os.posix_fallocate(descriptor, 0, nbytes)
-                # mmap.mmap would keep a descriptor for each file. By the descriptor: the name may be another's by now.
+                # mmap.mmap would keep a descriptor per file. Open by descriptor: the name may
+                # belong to another file by now.
                 return torch.from_file(f"/proc/self/fd/{descriptor}", shared=True, size=nbytes, dtype=torch.uint8)
             finally:
                 path.unlink()
@@ -58,7 +60,7 @@ class Disk:
             raise self._refused(error, nbytes) from error
 
     def _check_space(self, nbytes: int) -> None:
-        """Raise ``OSError`` where the disk has less; posix_fallocate would fill it up before it says so."""
+        """Raise ``OSError`` if the disk has less free space; posix_fallocate would fill the disk before it fails."""
         system = os.statvfs(self._folder)
         if system.f_bavail * system.f_frsize < nbytes:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

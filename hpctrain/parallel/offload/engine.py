@@ -1,10 +1,11 @@
-"""Update parameters on the host: what happens around each step of an optimizer that holds offloaded shards.
+"""Update of parameters on the host: the work around each step of an optimizer that holds offloaded shards.
 
-Note: whose update it is. The user's own optimizer holds shards that lie in the host's memory. Before its step their
-gradients are taken aside, so that torch finds nothing to do for them; shards that stayed on the device it updates as
-ever. After it the engine updates what was set aside, some pieces at a time, in one pass over memory each, and sends
-them up while it updates the next. ``early`` pieces were updated while the backward pass went on; with ``delayed``
-updates are made behind the next step's passes, and shown after them.
+Note: which code makes the update. The user's own optimizer holds shards in host memory. Before its
+step, the engine sets their gradients aside, so that torch skips these shards. Torch updates the
+shards that stayed on the device as usual. After the step, the engine updates the other shards, a
+few parameter groups at a time, each in one pass over memory. It transfers groups to the device
+while it updates the next ones. Groups with an ``early`` update were updated during the backward
+pass. With ``delayed``, updates overlap with the passes of the next step and take effect after them.
 """
 
 from __future__ import annotations
@@ -35,12 +36,12 @@ from hpctrain.parallel.offload.worker import Ticket, Worker
 from hpctrain.transport.streams import streams_of
 
 MIB = 2**20
-KEPT = 3  # tensors a parameter that lie on a disk: master and two moments
-LINE = 64  # bytes that a parameter's slice may be longer, as it begins at a cache line
+KEPT = 3  # tensors per parameter on the disk: master and two moments
+LINE = 64  # bytes of padding per parameter slice, because slices start at cache lines
 
 
 class Engine:
-    """Keep masters, gradients and states of this rank in the host's memory, and update them there."""
+    """Offload engine: masters, gradients and states of this rank in host memory, and their updates."""
 
     def __init__(self, settings: OffloadSettings, device: torch.device, comm: Communicator) -> None:
         self.settings, self.device = settings, device
@@ -57,28 +58,29 @@ class Engine:
         self._by_flow: dict[int, Kept] = {}
         self._early_for: torch.optim.Optimizer | None = None
         self._announced = False  # whether the next gradients are those of the next update
-        self._pending: tuple[list[Ticket[None]], list[Kept]] | None = None  # what is updated beside the step
+        self._pending: tuple[list[Ticket[None]], list[Kept]] | None = None  # update that overlaps with the step
         self.gradients = Gradients()
         disk = self._masters.empty if settings.disk else None
         self._updates = Updates(self._kept, self.gradients, self._piece_bytes, disk)
         chooses = settings.device_fraction == CHOOSE and device.type != "cpu" and not settings.delayed
         self.finder = ShareFinder(device, self._transfer.streams) if chooses else None
 
-    # Where things are -------------------------------------------------------------------------------------------------
+    # Location of the data ---------------------------------------------------------------------------------------------
 
     def host(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Return memory for masters."""
+        """Allocate host memory for masters."""
         return self._masters.empty(numel, dtype)
 
     def reserve(self, parameters: Iterable[Tensor], ranks: int) -> None:
-        """Take the disk's room for this rank's masters of parameters, and two states each, before anything is made."""
+        """Reserve disk space for this rank's masters, and two states each, before anything is allocated."""
         if self.settings.disk:
             self._masters.reserve(sum(KEPT * (-(-each.nbytes // ranks) + LINE) for each in parameters))
 
     def adopt(self, pieces: Sequence[Piece], reduced: Sequence[Flow]) -> None:
-        """Take over pieces that were made in the host's memory; ``reduced`` follow the trained ones, in order.
+        """Take over parameter groups in host memory; ``reduced`` holds the flows of the trained ones, in order.
 
-        The last of the trained pieces, whose gradients come last, stay on the device: as large a share as was set.
+        The last trained groups, whose gradients are computed last, move to the device, up to the
+        configured share.
         """
         flows = [flow for flow in reduced if isinstance(flow, LandingFlow)]
         share = max(self.settings.device_fraction, 0.0)
@@ -110,22 +112,23 @@ class Engine:
         return courier
 
     def refresh(self) -> None:
-        """Take note that others have changed masters, and perhaps the optimizer's states."""
+        """Mark masters, and possibly optimizer states, as changed by other code."""
         self.settle()
         for courier in self._couriers:
             courier.mark()
 
     def close(self) -> None:
-        """End what is under way, and give the memory back that is not the process's own."""
+        """Complete work in progress, and stop the worker thread."""
         self.settle()
         self._worker.close()
 
     # Gradients --------------------------------------------------------------------------------------------------------
 
     def clip(self, shards: Sequence[nn.Parameter], comm: Communicator, max_norm: float, *, plain: bool) -> Tensor:
-        """Note by what to scale gradients to a global norm of at most ``max_norm``; return the norm before.
+        """Record the factor that scales gradients to a global norm of at most ``max_norm``; return the norm before.
 
-        The ranks of ``comm`` hold one replica; ``plain`` takes the norm as torch does where there is but one rank.
+        The ranks of ``comm`` hold one replica. With ``plain``, the norm is computed as torch does
+        on a single rank.
         """
         clips = math.isfinite(max_norm)
         if clips and any(kept.early is not None for kept in self._kept):
@@ -146,11 +149,11 @@ class Engine:
     # Around the optimizer's step --------------------------------------------------------------------------------------
 
     def before(self, optimizer: torch.optim.Optimizer) -> None:
-        """Take aside the gradients of the shards that the optimizer is not to update."""
+        """Set aside the gradients of offloaded shards, so that the optimizer does not update them."""
         self.gradients.set_aside({parameter for group in optimizer.param_groups for parameter in group["params"]})
 
     def after(self, optimizer: torch.optim.Optimizer) -> None:
-        """Make the update, or begin it, or see to what was made already."""
+        """Make the update, start it, or complete the updates that were made early."""
         for kept in self._kept:
             if any(member.shard.grad is not None for member in kept.piece.members):
                 kept.courier.mark()  # a closure has computed gradients, and torch has made the update
@@ -171,7 +174,7 @@ class Engine:
             self.stay_on_device(optimizer, self.finder.pieces(one_pass, nbytes))
 
     def stay_on_device(self, optimizer: torch.optim.Optimizer, numbers: Sequence[int]) -> None:
-        """Move pieces, of these numbers, to the device for good, with the optimizer's states of them."""
+        """Move the groups of these indices to the device for good, with their optimizer states."""
         moving = [self._kept[number] for number in numbers]
         for kept in moving:
             kept.courier.quiet()
@@ -187,17 +190,18 @@ class Engine:
     # Updates before the step ------------------------------------------------------------------------------------------
 
     def update_early(self, optimizer: torch.optim.Optimizer) -> None:
-        """Let pieces be updated as soon as their gradients have come, in passes that ``announce`` an update."""
+        """Allow updates of groups as soon as their gradients are complete, in passes after ``announce``."""
         self._early_for = None if self.settings.delayed else optimizer
 
     def announce(self) -> None:
-        """Take note that the next reduced gradients are those of the next update."""
+        """Record that the next reduced gradients are those of the next update."""
         self._announced = self._early_for is not None
 
     def _begin_early(self, flow: LandingFlow) -> None:
-        """Update a piece whose gradients are on their way, where that cannot be told from an update after all of them.
+        """Update a group while its gradients are copied to the host, if its result does not depend on the other groups.
 
-        What this rank has not computed may be used by nobody, and then there is no update.
+        A parameter without a gradient on this rank may be unused on all ranks, and then it must not
+        be updated. Therefore all gradients of the group must have been computed on this rank.
         """
         kept, optimizer = self._by_flow.get(id(flow)), self._early_for
         if not self._announced or kept is None or optimizer is None or not flow.complete or kept.courier.is_read:
@@ -212,7 +216,7 @@ class Engine:
         kept.updated = set(gradients)
 
     def _end_early(self, aside: dict[nn.Parameter, Tensor]) -> None:
-        """Show what was updated before the step; no others are left than those that were not."""
+        """Wait for early updates, transfer their results, and remove their gradients from ``aside``."""
         self._announced = False
         for kept in self._kept:
             if kept.early is not None:
@@ -222,7 +226,7 @@ class Engine:
                 for shard in kept.updated:
                     aside.pop(shard, None)
 
-    # Updates beside the steps -----------------------------------------------------------------------------------------
+    # Updates that overlap with the steps ------------------------------------------------------------------------------
 
     def _beside(
         self,
@@ -233,7 +237,7 @@ class Engine:
         *,
         mirrors: bool,
     ) -> Ticket[None]:
-        """Update in another thread, by the optimizer's hyperparameters of now."""
+        """Start an update in another thread, with the current hyperparameters of the optimizer."""
         options, factors = one_pass.options(), {shard: self.gradients.factor(shard) for shard in gradients}
 
         def update() -> None:
@@ -244,7 +248,10 @@ class Engine:
         return self._worker.submit(update)
 
     def _delay(self, one_pass: OnePass, aside: dict[nn.Parameter, Tensor]) -> None:
-        """Update beside the next step what can be, the rest at once; none of it is shown before the next update."""
+        """Start the updates that can overlap with the next step, and make the others at once.
+
+        The results of both take effect at the next update.
+        """
         slices = {shard: gradient for shard, gradient in aside.items() if one_pass.slices(shard)}
         others = {shard: gradient for shard, gradient in aside.items() if shard not in slices}
         batches = list(self._updates.batches(aside, one_pass))
@@ -257,7 +264,7 @@ class Engine:
         self.gradients.forget_taken()
 
     def settle(self) -> bool:
-        """End the update that goes on beside the step, and show it; tell whether there was one."""
+        """Complete an update that overlaps with the step, and transfer its results; return whether there was one."""
         if self._pending is None:
             return False
         (tickets, pieces), self._pending = self._pending, None

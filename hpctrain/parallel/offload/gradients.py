@@ -1,7 +1,8 @@
-"""Keep the gradients of offloaded shards where the optimizer does not find them, and what they are to be scaled by.
+"""Gradients of offloaded shards, hidden from the optimizer, and the factors by which they are still to be scaled.
 
-Note: a scale that waits. To clip is to read and write every gradient once more. The update reads them anyway, so the
-factor is only noted, with the very tensors that it is for; whoever wants to see those before, gets them scaled then.
+Note: deferred scaling. Clipping would read and write every gradient once more. The update reads the
+gradients anyway. Therefore only the factor is recorded, with the tensors to which it applies. A
+tensor that is read before the update is scaled at that moment.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 
 
 class Gradients:
-    """Hold the gradients of the shards ``offloaded``: as their ``grad``, or aside while an optimizer makes a step."""
+    """Gradients of the shards ``offloaded``: stored as their ``grad``, or set aside during an optimizer's step."""
 
     def __init__(self) -> None:
         self.offloaded: set[nn.Parameter] = set()
@@ -27,7 +28,7 @@ class Gradients:
         return self._aside.get(shard, shard.grad)
 
     def scale(self, shards: list[nn.Parameter], factor: Tensor) -> None:
-        """Multiply the gradients of shards: those of offloaded ones when they are used."""
+        """Multiply the gradients of shards; those of offloaded shards are multiplied when they are used."""
         self.apply_scale()
         others = [shard.grad for shard in shards if shard not in self.offloaded and shard.grad is not None]
         if others:
@@ -38,14 +39,14 @@ class Gradients:
             self._noted = {shard: gradient for shard, gradient in found.items() if gradient is not None}
 
     def apply_scale(self, shards: Iterable[nn.Parameter] | None = None) -> None:
-        """Scale now what is to be scaled, all of it or that of some shards."""
+        """Apply pending factors now, to all gradients or to those of some shards."""
         for shard in list(self._noted) if shards is None else shards:
             gradient = self._noted.pop(shard, None)
             if gradient is not None and gradient is self._present(shard):
                 gradient.mul_(self._factor)
 
     def factor(self, shard: nn.Parameter) -> float:
-        """Return what the gradient of a shard is still to be multiplied by."""
+        """Return the factor by which the gradient of a shard is still to be multiplied."""
         noted = self._noted.get(shard)
         return self._factor if noted is not None and noted is self._present(shard) else 1.0
 
@@ -53,14 +54,14 @@ class Gradients:
         return self._taken.get(shard, self.of(shard))
 
     def leave(self, shard: nn.Parameter, device: torch.device) -> None:
-        """Let go of a shard that has moved to the device, and let its gradient follow it."""
+        """Remove a shard that has moved to the device, and move its gradient there."""
         self.apply_scale([shard])
         self.offloaded.discard(shard)
         if shard.grad is not None:
             shard.grad = shard.grad.to(device)
 
     def drop(self) -> None:
-        """Forget what is aside."""
+        """Drop the gradients that are set aside."""
         self._aside, self._noted = {}, {}
 
     # Around an update -------------------------------------------------------------------------------------------------
@@ -73,17 +74,17 @@ class Gradients:
                 self._aside[shard], shard.grad = shard.grad, None
 
     def taken(self) -> dict[nn.Parameter, Tensor]:
-        """Return what was set aside, but for shards that a closure has given other gradients since."""
+        """Return the gradients that were set aside, except for shards that a closure has given new gradients since."""
         self._taken = {shard: gradient for shard, gradient in self._aside.items() if shard.grad is None}
         self._aside = {}
         return dict(self._taken)
 
     def forget_taken(self) -> None:
-        """Leave what was taken to who took it."""
+        """Drop the references to the gradients that ``taken`` returned; the caller owns them."""
         self._taken, self._noted = {}, {}
 
     def give_back(self) -> None:
-        """Show the gradients again, as they are there after any step."""
+        """Restore the ``grad`` of shards, which exists after a step of any optimizer."""
         for shard, gradient in self._taken.items():
             if shard.grad is None:
                 shard.grad = gradient

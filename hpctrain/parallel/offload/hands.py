@@ -1,8 +1,9 @@
-"""Have slices of memory worked on by several threads at once, each of which takes the next one when it is done.
+"""Thread pool for slices of memory: each thread takes the next slice when it has finished one.
 
-Note: why not torch's own threads. They meet after every call, and a slice that fits into a cache takes a call some 50
-microseconds: where a core is busy otherwise, all wait for it each time, and an update that should take 40 ms has been
-seen to take 1000. Here threads meet once, at the end, and each computes its calls by itself.
+Note: why torch's own threads are not used. They synchronise after every call, and a slice that fits
+into a cache takes about 50 microseconds per call. If one core is busy with other work, all threads
+wait for it in each call. An update that should take 40 ms has been observed to take 1000. The
+threads of this pool synchronise once, at the end, and each computes its calls alone.
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ T = TypeVar("T")
 
 
 class Hands:
-    """Be ``count`` threads, by default as many as torch computes with."""
+    """Pool of ``count`` threads, by default as many as torch uses for computations."""
 
     def __init__(self, count: int | None = None) -> None:
         self.count = count or torch.get_num_threads()
         self._workers = [Worker(f"hpctrain-hand-{number}", compute_alone) for number in range(self.count)]
 
     def each(self, do: Callable[[T], None], items: Sequence[T]) -> None:
-        """Call ``do`` with every item, in no certain order; raise what the first failing call raised."""
+        """Call ``do`` with every item, in no particular order; raise the error of the first failed call."""
         if min(self.count, len(items)) < 2:
             for item in items:
                 do(item)
@@ -36,7 +37,7 @@ class Hands:
         left = deque(items)
         tickets = [worker.submit(lambda: _take(left, do)) for worker in self._workers[: len(items)]]
         errors = []
-        for ticket in tickets:  # all of them, for nobody may write any more when this returns
+        for ticket in tickets:  # wait for all of them: no thread may write any more after the return
             try:
                 ticket.wait()
             except Exception as error:
@@ -47,30 +48,31 @@ class Hands:
 
 @cache
 def shared(count: int | None = None) -> Hands:
-    """Return the hands of this process: there are no more cores, however many optimizers there are."""
+    """Return the thread pool of this process. There is one pool for all optimizers, because they share the cores."""
     return Hands(count)
 
 
 def _take(left: deque[T], do: Callable[[T], None]) -> None:
-    """Do what is left, item by item; without gradients, as each thread has to say for itself."""
+    """Process the remaining items one by one, without gradients; that mode is per thread."""
     torch.set_grad_enabled(False)
     while left:
         try:
             item = left.popleft()
         except IndexError:
-            return  # another hand was faster
+            return  # another thread took it
         try:
             do(item)
         except BaseException:
-            left.clear()  # nobody can use the rest
+            left.clear()  # the remaining results would be useless
             raise
 
 
 def compute_alone() -> None:
-    """Let torch use no other threads for what this thread calls.
+    """Make torch use no further threads for calls from this thread.
 
-    ``torch.set_num_threads`` would change the number for threads to come and for MKL in the whole process; OpenMP's own
-    call is about the calling thread alone. Without OpenMP everything stays right, and slices are shared out twice.
+    ``torch.set_num_threads`` would change the number for future threads and for MKL in the whole
+    process. OpenMP's own call affects only the calling thread. Without OpenMP, results stay
+    correct, but slices are divided over threads a second time.
     """
     torch.get_num_threads()  # at its first call in a thread torch sets the number, which would undo this
     try:

@@ -1,8 +1,9 @@
-"""Bring gradients down to the host as they are reduced, and show them there as the shards' gradients.
+"""Gradient offload: reduced gradients are copied to the host and become the gradients of the shards there.
 
-Note: two parts under way. A reduced slice is copied on the device into one of two small rooms, in the shards' dtype,
-and from there to the host; who wants a room that is still being emptied waits for it on the device. So a slice's own
-memory is free at once, and no more than two parts lie on the device, however far the host's link is behind.
+Note: two chunks in flight. A reduced slice is copied on the device to one of two small staging
+buffers, in the dtype of the shards, and from there to the host. If a buffer is still being copied
+to the host, its next use waits on the device. Thus the memory of the slice itself is free at once.
+At most two chunks occupy device memory, however slow the link to the host is.
 """
 
 from __future__ import annotations
@@ -23,16 +24,17 @@ Memory = Callable[[int, torch.dtype], Tensor]
 
 @dataclass(eq=False)
 class _Room:
-    """Be memory of the device, and the copy that empties it."""
+    """Staging buffer on the device, and the copy to the host that empties it."""
 
     memory: Tensor
     leaving: Arrival | None = None
 
 
 class Landing:
-    """Copy slices of gradients to memory that ``host`` gives, in parts of ``nbytes``; ``twice``: each into two in turn.
+    """Offload of gradient slices to memory from ``host``, in chunks of ``nbytes``; ``twice``: two buffers per slice.
 
-    ``landed`` is called with each slice that is on its way, ``before_adding`` before one is added to another.
+    ``landed`` is called for each slice whose copy has started, ``before_adding`` before a slice is
+    added to another.
     """
 
     def __init__(self, transfer: Transfer, host: Memory, device: torch.device, nbytes: int, *, twice: bool) -> None:
@@ -41,20 +43,24 @@ class Landing:
         self._rooms: list[_Room] = []
         self._spare: list[Tensor] = []
         self._users: list[LandingFlow | None] = [None] * ROOMS
-        self._largest = 0  # bytes of a slice
+        self._largest = 0  # bytes per slice
         self._next_room = self._next_spare = 0
         self.landed: Callable[[LandingFlow], None] = lambda flow: None
         self.before_adding: Callable[[], None] = lambda: None
 
     def flow(self, piece: Piece, number: int, first: int, dtype: torch.dtype) -> LandingFlow:
-        """Return what follows the gradients of a piece."""
+        """Return the flow of a group's gradients."""
         flow = LandingFlow(piece, number, first, dtype)
         flow.landing = self
         self._largest = max(self._largest, piece.layout.share * piece.own.itemsize)
         return flow
 
     def bring(self, target: Tensor, source: Tensor) -> Arrival:
-        """Copy down, in the dtype of ``target``; the current stream is done with ``source`` when it has gone on."""
+        """Copy a slice to the host, in the dtype of ``target``.
+
+        The memory of ``source`` may be reused by work that is enqueued on the current stream
+        afterwards.
+        """
         step, arrival = max(self._nbytes // target.itemsize, 1), None
         for begin in range(0, target.numel(), step):
             part = target[begin : begin + step]
@@ -66,7 +72,7 @@ class Landing:
         return arrival
 
     def _room(self) -> _Room:
-        """Return the room whose turn it is, once it is empty."""
+        """Return the next staging buffer; subsequent work waits until it is empty."""
         if not self._rooms:
             size = -(-min(self._nbytes, self._largest) // 8) * 8
             self._rooms = [_Room(torch.empty(size, dtype=torch.uint8, device=self._device)) for _ in range(ROOMS)]
@@ -77,7 +83,7 @@ class Landing:
         return room
 
     def spare(self, flow: LandingFlow) -> Tensor:
-        """Return host memory for a slice that is to be added to another; who had it has to be done first."""
+        """Return host memory for a slice to be added to another; the previous user first completes its addition."""
         number, self._next_spare = self._next_spare, (self._next_spare + 1) % ROOMS
         if (user := self._users[number]) is not None and user.adds:
             user.absorb()
@@ -90,17 +96,17 @@ class Landing:
 
 
 class LandingFlow(Flow):
-    """Follow the gradients of one piece to the host; of one that stays on the device, do as any other does."""
+    """Flow of one group's gradients to the host; for a group that stays on the device, the behaviour of ``Flow``."""
 
     landing: Landing
     arrival: Arrival | None = None
     _other: Tensor | None = None
-    _adding: Tensor | None = None  # a slice that is to be added to what the shards have
-    _leaving: Tensor | None = None  # the device's memory of a slice, until the caller's stream has been joined
+    _adding: Tensor | None = None  # a slice that is to be added to the gradients of the shards
+    _leaving: Tensor | None = None  # device memory of a slice, until the caller's stream has been joined
 
     @property
     def adds(self) -> bool:
-        """Tell whether a slice is to be added to gradients that were there before."""
+        """Return whether a slice is to be added to existing gradients."""
         return self._adding is not None
 
     @property
@@ -108,7 +114,7 @@ class LandingFlow(Flow):
         return self.piece.courier is not None
 
     def aim(self) -> Tensor:
-        """Return memory of the device for this rank's slice: on one rank the whole gradients themselves."""
+        """Return device memory for this rank's slice; on a single rank, the unsharded gradients themselves."""
         if not self._lands:
             return super().aim()
         self.arrival = None
@@ -120,7 +126,7 @@ class LandingFlow(Flow):
         return self.target
 
     def land(self) -> None:
-        """Begin to copy the slice to the host, and let go of it."""
+        """Start copying the slice to the host, and release it."""
         if not self._lands or self.target is None:
             return
         source, self.target = self.target, None
@@ -134,24 +140,24 @@ class LandingFlow(Flow):
             self.landing.landed(self)
 
     def close(self) -> None:
-        """Let go of the device's memory, as what comes next is ordered behind its use."""
+        """Release the device memory; subsequent work is ordered after its use."""
         super().close()
         self._leaving = None
 
     @property
     def slice(self) -> Tensor:
-        """Return the host's memory of this piece's gradients."""
+        """Return the host memory of this group's gradients."""
         if self._slice is None:
             self._slice = self.landing.host(self.piece.layout.share, self.piece.own.dtype)
         return self._slice
 
     def turn(self) -> None:
-        """Let the next gradients come to other memory, where each has two: these are still being read."""
+        """Switch to the other host buffer, if there are two: the current one is still being read."""
         if self.landing.twice:
             self._slice, self._other = self._other, self._slice
 
     def absorb(self) -> None:
-        """Wait for the slice, and add it where gradients add up."""
+        """Wait for the slice, and add it to existing gradients."""
         assert self.arrival is not None
         self.arrival.wait()
         if self._adding is None:
@@ -165,7 +171,7 @@ class LandingFlow(Flow):
                 held_in(self.slice, member.held, member.shape).copy_(part)
 
     def hand_out(self, used: list[bool]) -> None:
-        """Give the shards their gradients, which have come; one that nobody ``used`` keeps what it had."""
+        """Assign the gradients to the shards; parameters not ``used`` on any rank keep the gradient that they had."""
         if not self._lands:
             super().hand_out(used)
             return
@@ -176,5 +182,5 @@ class LandingFlow(Flow):
         self.arrived.clear()
 
     def stay_on_device(self) -> None:
-        """Give the host's memory back: from now on gradients stay on the device."""
+        """Release the host memory; from now on gradients stay on the device."""
         self._slice = self._other = None

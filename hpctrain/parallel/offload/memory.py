@@ -1,9 +1,11 @@
-"""Give memory of the host for masters, gradients and states: plain, pinned, or a file's.
+"""Host memory for masters, gradients and states: pageable, pinned, or file-backed.
 
-Note: pinned memory and files come in chunks, of which tensors are cut. torch rounds pinned memory up to powers of two,
-which would double what many a tensor takes; and a file is extended and mapped a chunk at a time. Plain memory is taken
-tensor by tensor: a chunk that is not filled would cost a rank up to 64 MiB. Plain and pinned memory is written to at
-once, by the rank that asks for it: so it lies by its cores, and what is missing is missed at the start.
+Note: pinned memory and files are allocated in chunks that are divided into tensors. Torch rounds
+pinned allocations up to powers of two, which would double the memory of many tensors; and a file is
+extended and mapped one chunk at a time. Pageable memory is allocated per tensor, because a partly
+filled chunk would cost a rank up to 64 MiB. Pageable and pinned memory is written at once by the
+rank that allocates it. Therefore it is placed on the rank's NUMA node, and a lack of memory shows
+at the start.
 """
 
 from __future__ import annotations
@@ -23,9 +25,9 @@ _LINE = 64  # bytes; tensors begin at cache lines
 
 
 class HostMemory:
-    """Give out memory for what this rank keeps for a device, of the kind that settings and device call for.
+    """Allocator of host memory for data of a device; settings and device determine the kind of memory.
 
-    Raises ``UsageError`` where the folder ``offload.disk`` cannot take the files.
+    Raises ``UsageError`` if the folder ``offload.disk`` cannot hold the files.
     """
 
     def __init__(self, settings: OffloadSettings, device: torch.device, rank: int, chunk: int = CHUNK) -> None:
@@ -34,21 +36,21 @@ class HostMemory:
             self._allocate = Disk(settings.disk, rank)
         self._chunk = 0 if self._allocate is _plain else chunk
         self._left = torch.empty(0, dtype=torch.uint8)
-        self.nbytes = 0  # taken from the system
+        self.nbytes = 0  # allocated from the system
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Return memory for so many elements; what it holds is not defined."""
+        """Return uninitialised memory for ``numel`` elements."""
         nbytes = numel * dtype.itemsize
         taken = -(-nbytes // _LINE) * _LINE
         if taken > self._left.numel():
-            if not self._chunk:  # what is reserved stays for others
+            if not self._chunk:  # reserved memory is kept for other tensors
                 return self._take(taken)[:nbytes].view(dtype)
             self.reserve(taken)
         memory, self._left = self._left[:nbytes], self._left[taken:]
         return memory.view(dtype)
 
     def reserve(self, nbytes: int) -> None:
-        """Take memory for so many bytes more from the system now, in one piece."""
+        """Allocate at least ``nbytes`` of contiguous memory from the system now, unless that much is left."""
         if nbytes > self._left.numel():
             self._left = self._take(max(nbytes, self._chunk))
 
@@ -63,7 +65,7 @@ def _plain(nbytes: int) -> Tensor:
 
 
 def _pinned(nbytes: int) -> Tensor:
-    """Return memory from which a GPU copies by itself, as much as torch takes anyway; plain where there is none."""
+    """Return pinned memory, of the size that torch rounds up to; pageable memory if pinning fails."""
     whole = 1 << (nbytes - 1).bit_length()
     try:
         return torch.empty(whole, dtype=torch.uint8, pin_memory=True).zero_()
@@ -74,5 +76,5 @@ def _pinned(nbytes: int) -> Tensor:
 
 @cache
 def _tell(why: str) -> None:
-    """Say once what pinned memory failed of."""
+    """Log once why the allocation of pinned memory failed."""
     logger.warning("offload: no more pinned memory (%s): copies from and to the device will be slower", why)

@@ -1,4 +1,4 @@
-"""Hold the settings of offload."""
+"""Settings of offload."""
 
 from __future__ import annotations
 
@@ -11,26 +11,28 @@ from hpctrain.errors import SettingsError
 from hpctrain.settings import check as check_fields
 from hpctrain.settings import check_most, section_of
 
-CHOOSE = -1.0  # device_fraction: by the balance of device, host and the link between them
+CHOOSE = -1.0  # device_fraction: chosen by the balance of device, host and the link between them
 
 
 @dataclass(frozen=True)
 class OffloadSettings:
-    """Say what lives in the host's memory instead of the device's."""
+    """Data that lives in host memory instead of device memory."""
 
-    # Master weights, gradients and states of the optimizer; the host's cores make the update.
+    # Master weights, gradients and optimizer states; the host's cores make the update.
     optimizer: bool = False
-    # Parameters too: a unit visits the device when it computes (parallel.data = "fsdp").
+    # Parameters too: a unit is on the device only while it computes (parallel.data = "fsdp").
     parameters: bool = False
-    # What is kept of recomputed units between forward and backward (parallel.recompute).
+    # Inputs of recomputed units between forward and backward (parallel.recompute).
     activations: bool = False
-    # A folder for files that hold masters and states, where the host's memory is short too; empty: memory.
+    # Folder for files with masters and states, if host memory is too small for them; empty: memory.
     disk: str = ""
-    # Share of the update that stays on the device; -1: as much as keeps the device from waiting for the host.
+    # Share of the update that stays on the device; -1: as much as keeps the device from waiting for
+    # the host.
     device_fraction: float = CHOOSE
-    # Apply each update one step late, behind the next step's passes: other results, and no waiting.
+    # Apply each update one step late, overlapped with the next step's passes: results differ, and
+    # steps do not wait.
     delayed: bool = False
-    # Size of the pieces that travel, in MiB.
+    # Size of the chunks that are transferred, in MiB.
     piece_mib: float = 32.0
 
     def __post_init__(self) -> None:
@@ -49,10 +51,10 @@ class OffloadSettings:
 
     @property
     def any_update(self) -> bool:
-        """Tell whether the host makes updates; offloaded parameters are updated where they live."""
+        """Return whether the host makes updates; offloaded parameters are updated where they are stored."""
         return self.optimizer or self.parameters
 
 
 def offload_settings(value: OffloadSettings | Mapping[str, Any] | None) -> OffloadSettings:
-    """Return the settings that a program gave: themselves, or a dict of them; raise ``SettingsError`` otherwise."""
+    """Return the settings that a program gave: an object, or a dict of them; raise ``SettingsError`` otherwise."""
     return section_of(OffloadSettings, value, "offload")

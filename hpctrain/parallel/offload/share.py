@@ -1,9 +1,10 @@
-"""Find the share of the update that stays on the device, by what the first steps took.
+"""Choice of the share of the update that stays on the device, from measurements of the first steps.
 
-Note: when it is found. How long backward passes take, and how fast this host updates, shows in a step or two; the very
-first tell nothing, as libraries warm up and states come into being. So the run begins with all of it on the host, and
-after the third step moves what is to be on the device there, as far as there is room; results do not depend on it but
-for the device's rounding.
+Note: when the share is chosen. The time of backward passes and the update rate of this host show
+within one or two steps. The very first steps are not representative, because libraries warm up and
+states are created. Therefore all updates begin on the host. After the third step, the chosen share
+moves to the device, as far as there is memory. The choice affects results only by the rounding of
+the device.
 """
 
 from __future__ import annotations
@@ -18,28 +19,28 @@ from hpctrain.parallel.offload.balance import last_pieces, share_on_device
 from hpctrain.parallel.offload.update import OnePass
 from hpctrain.transport.streams import Streams
 
-WARM, STEPS = 2, 3  # steps that tell nothing, and after which it is decided
-ROOM = 0.8  # of what is free on the device may be used: passes of other sizes are to come
-FLOATS = 4  # a parameter: master, gradient, two moments
+WARM, STEPS = 2, 3  # steps that are not representative, and the step after which the share is chosen
+ROOM = 0.8  # usable share of the free device memory: passes of other sizes may follow
+FLOATS = 4  # per parameter: master, gradient, two moments
 
 
 class ShareFinder:
-    """Watch the passes and updates of the first steps."""
+    """Measurement of the passes and updates of the first steps."""
 
     def __init__(self, device: torch.device, streams: Streams) -> None:
         self._device, self._streams = device, streams
         self._steps, self._backward, self._began = 0, 0.0, 0.0
-        self._before = 0, 0.0  # elements and seconds of the updates that tell nothing
+        self._before = 0, 0.0  # elements and seconds of the updates before the measurement
         self.decided = False
 
     def begin(self) -> None:
-        """Take note that a backward pass begins."""
+        """Record the beginning of a backward pass."""
         if not self.decided:
             self._finish()
             self._began = time.perf_counter()
 
     def end(self) -> None:
-        """Take note that it has ended."""
+        """Record the end of a backward pass."""
         if not self.decided:
             self._finish()
             self._backward += time.perf_counter() - self._began
@@ -48,9 +49,10 @@ class ShareFinder:
         self._streams.synchronize(self._streams.record(self._streams.current()))
 
     def pieces(self, one_pass: OnePass, nbytes: Sequence[int]) -> list[int]:
-        """Return the numbers of the pieces that move to the device after this step; none while it is too early.
+        """Return the indices of the groups that move to the device after this step; none if it is too early.
 
-        ``nbytes`` are those of the pieces' masters, in the order in which their gradients come.
+        ``nbytes`` are the sizes of the groups' masters, in the order in which their gradients are
+        computed.
         """
         self._steps += 1
         if self._steps == WARM:
@@ -60,13 +62,13 @@ class ShareFinder:
         self.decided = True
         elements, seconds = one_pass.elements - self._before[0], one_pass.seconds - self._before[1]
         if not elements or not seconds:
-            return []  # an optimizer that is not updated in slices: nothing was measured
+            return []  # the optimizer does not update in slices: nothing was measured
         backward = self._backward / (STEPS - WARM)
         share = share_on_device(elements, backward, elements / seconds, host_bytes=1, link_bytes=0)
         return fitting(last_pieces(nbytes, share), nbytes, self.room())
 
     def room(self) -> int:
-        """Return the bytes of the device that may be taken."""
+        """Return the bytes of device memory that may be used."""
         free, total = torch.cuda.mem_get_info(self._device)
         cap = int(torch.cuda.get_per_process_memory_fraction(self._device) * total)
         reserved, most = torch.cuda.memory_reserved(self._device), torch.cuda.max_memory_allocated(self._device)
@@ -74,7 +76,7 @@ class ShareFinder:
 
 
 def fitting(numbers: Sequence[int], nbytes: Sequence[int], room: int) -> list[int]:
-    """Return as many of the last pieces as find room with their gradients and moments."""
+    """Return as many of the last groups as fit into ``room`` bytes with their gradients and moments."""
     found, taken = [], 0
     for number in reversed(numbers):
         taken += FLOATS * nbytes[number]
@@ -85,7 +87,7 @@ def fitting(numbers: Sequence[int], nbytes: Sequence[int], room: int) -> list[in
 
 
 def move_states(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, device: torch.device) -> None:
-    """Bring an optimizer's states of a parameter to a device, as the optimizer would have made them there."""
+    """Move an optimizer's states of a parameter to a device, as the optimizer would have created them there."""
     group = next((group for group in optimizer.param_groups if any(each is parameter for each in group["params"])), {})
     counts_there = bool(group.get("fused") or group.get("capturable"))
     for name, value in optimizer.state.get(parameter, {}).items():

@@ -1,9 +1,11 @@
-"""Cut what belongs to parameters into slices that a cache holds, and update a few of them at a time.
+"""Cache-sized slices of parameters, gradients and states, and updates of a few slices at a time.
 
-Note: why slices. By separate passes over all of memory a parameter of float32 costs 8 bytes for clipping its gradient,
-28 for the update by AdamW and 6 for its copy in bfloat16. In slices that stay in a core's cache, what one call leaves
-the next one finds: the scaled gradient never goes to memory, and the copy is made of what the update has just written.
-What Python does for a slice must be little beside what its bytes take, so views are made once and kept.
+Note: why slices. Separate passes over all of memory cost, per float32 parameter, 8 bytes to clip
+its gradient, 28 for the update by AdamW and 6 for its copy in bfloat16. With slices that stay in a
+core's cache, each call finds the result of the previous call there: the scaled gradient never
+reaches main memory, and the copy reads the values that the update has just written. The Python
+overhead per slice must be small compared with the time for its bytes. Therefore views are created
+once and kept.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ _own = threading.local()
 
 @dataclass(slots=True)
 class Row:
-    """Hold a parameter with what belongs to it; ``step`` counts the update to be made."""
+    """A parameter with its gradient, copy and states; ``step`` counts the update to be made."""
 
     parameter: Tensor
     gradient: Tensor
@@ -32,7 +34,7 @@ class Row:
     step: Tensor | None
 
     def fits(self) -> bool:
-        """Tell whether all of it can be cut alike: float32 on the host, one element after the other."""
+        """Return whether all tensors can be cut alike: on the host, contiguous, parameter and states in float32."""
         numel, columns = self.parameter.numel(), [self.parameter, *self.columns]
         copies = [] if self.copy is None else [self.copy]
         return (
@@ -47,13 +49,13 @@ class Row:
 
     @property
     def place(self) -> tuple[object, ...]:
-        """Return what tells memory that is kept from update to update from other memory."""
+        """Return a key that distinguishes the memory that is kept between updates from other memory."""
         copy = () if self.copy is None else (self.copy.data_ptr(), self.copy.dtype)
         return self.parameter.data_ptr(), copy, *(one.data_ptr() for one in self.columns)
 
 
 class Cut:
-    """Hold the slices of what is kept from update to update: a parameter, its copy, its states."""
+    """Slices of the data that is kept between updates: a parameter, its copy, its states."""
 
     def __init__(self, row: Row, numel: int) -> None:
         self.made_for = numel, row.place
@@ -65,19 +67,19 @@ class Cut:
 
 @dataclass(slots=True)
 class Batch:
-    """Hold slices that a thread updates together, a list of each kind."""
+    """Slices that a thread updates together, one list per kind."""
 
     kernel: Kernel
-    columns: list[list[Tensor]]  # a list for each kind of states
+    columns: list[list[Tensor]]  # one list per kind of state
     parameters: list[Tensor] = field(default_factory=list)
     gradients: list[Tensor] = field(default_factory=list)
     copies: list[Tensor | None] = field(default_factory=list)
     steps: list[Tensor] = field(default_factory=list)
-    room: int = 0  # elements, with what aligns the slices
+    room: int = 0  # elements, including the alignment of the slices
     exact: bool = True  # whether all gradients are float32
 
     def update(self, scale: Tensor | None, numel: int) -> None:
-        """Update the slices by their gradients times ``scale``, if there is one; write the copies."""
+        """Update the slices by their gradients times ``scale``, if given, and write the copies."""
         gradients = self.gradients if self.exact and scale is None else _scaled(self.gradients, scale, numel)
         self.kernel(self.parameters, gradients, self.columns, self.steps)
         for copy, parameter in zip(self.copies, self.parameters):

@@ -1,4 +1,4 @@
-"""Move an optimizer's states to where they are to be kept."""
+"""Placement of optimizer states in other memory."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor, nn
 
-Room = Callable[[int, torch.dtype], Tensor]  # gives memory for so many elements
+Room = Callable[[int, torch.dtype], Tensor]  # allocates memory for a number of elements
 
 
 def place(optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter], room: Room) -> None:
-    """Move those states of some parameters that have the parameter's shape into memory that ``room`` gives.
+    """Move the states of parameters that have the parameter's shape into memory that ``room`` allocates.
 
-    Values stay; the rest (counts of steps) stays where it is. States come into being with the first update.
+    Values are unchanged. Other states (step counts) stay where they are. States are created by the
+    first update.
     """
     for parameter in parameters:
         for name, value in _shaped_like(optimizer, parameter):
@@ -22,9 +23,9 @@ def place(optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter], 
 
 
 class States:
-    """Keep the states of an optimizer's parameters in memory that ``room`` gives, also when others are loaded.
+    """States of an optimizer's parameters in memory that ``room`` allocates, also after ``load_state_dict``.
 
-    A state gets its memory once. What ``load_state_dict`` puts in its place is copied there.
+    Each state gets its memory once. The tensors that ``load_state_dict`` assigns are copied there.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter], room: Room) -> None:
@@ -41,7 +42,7 @@ class States:
         self.settle()
 
     def settle(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
-        """Move what has come into being, or was replaced, since the last call; of all parameters, or of some."""
+        """Move states that were created or replaced since the last call, of all parameters or of some."""
         for parameter in self._parameters if parameters is None else parameters:
             for name, value in _shaped_like(self._optimizer, parameter):
                 place = self._places.get((parameter, name))

@@ -1,9 +1,10 @@
-"""Copy between the device and the host beside what the device computes: a stream for each direction.
+"""Copies between device and host that overlap with computation, on one stream per direction.
 
-Note: two orders. What a copy reads must have been computed, so its stream waits for the stream of the caller; and who
-reads what it has written waits in turn: the device by ``join``, which costs the host nothing, the host by ``wait``.
-Copies of one direction are done one after the other. On a CPU a copy has been made when it is asked for, and nobody
-waits; tests put a device there that is as late as it may be.
+Note: two orders. The source of a copy must have been computed, so the stream of the copy waits for
+the stream of the caller. A reader of the target waits for the copy: the device by ``join``, which
+does not block the host, and the host by ``wait``. Copies in one direction run one after another. On
+a CPU a copy is complete when the call returns, and waiting has no effect. Tests substitute a device
+whose copies complete as late as possible.
 """
 
 from __future__ import annotations
@@ -16,53 +17,53 @@ from torch import Tensor
 
 from hpctrain.transport.streams import Streams
 
-PAUSE = 5e-5  # seconds between two looks at a copy
+PAUSE = 5e-5  # seconds between two polls of a copy
 
 
 @dataclass(frozen=True)
 class Arrival:
-    """Be a copy under way."""
+    """Handle of a copy in progress."""
 
     streams: Streams
     event: Any
 
     def join(self) -> None:
-        """Let what the device does next on the current stream come after the copy."""
+        """Order subsequent work on the current stream after the copy."""
         self.streams.wait(self.streams.current(), self.event)
 
     def wait(self) -> None:
-        """Wait here until the copy has been made."""
+        """Block the host until the copy is complete."""
         self.streams.synchronize(self.event)
 
     def poll(self) -> None:
-        """Wait as ``wait`` does, in any thread: what is noted of waiting is the thread's that computes."""
+        """Wait like ``wait``, but from any thread: ``wait`` records a wait of the computing thread."""
         while not self.streams.done(self.event):
             time.sleep(PAUSE)
 
 
 class Transfer:
-    """Copy down to the host and up to the device; host memory has to be pinned for a GPU to do so by itself."""
+    """Copies to the host (down) and to the device (up); on a GPU they are asynchronous only with pinned host memory."""
 
     def __init__(self, streams: Streams) -> None:
         self.streams = streams
         self._down, self._up = streams.new(), streams.new()
 
     def down(self, target: Tensor, source: Tensor) -> Arrival:
-        """Copy to the host what the current stream has computed into ``source`` by now."""
+        """Copy ``source`` to the host after the work that is already enqueued on the current stream."""
         return self._copy(target, source, self._down)
 
     def up(self, target: Tensor, source: Tensor, after: Arrival | None = None) -> Arrival:
-        """Copy to the device, once the current stream is done with what ``target`` holds, ``after`` another copy."""
+        """Copy to the device, after enqueued work of the current stream on ``target``, and ``after`` another copy."""
         if after is not None:
             self.streams.wait(self._up, after.event)
         return self._copy(target, source, self._up)
 
     def down_after(self, arrival: Arrival) -> None:
-        """Let the next copies down wait for a copy up, whose source they overwrite."""
+        """Make later copies to the host wait for a copy to the device whose source they overwrite."""
         self.streams.wait(self._down, arrival.event)
 
     def keep(self, tensor: Tensor) -> None:
-        """Keep memory of the device, which its owner may let go any time, until it has been copied."""
+        """Keep device memory, which its owner may release at any time, until its copies are complete."""
         self.streams.keep(tensor, self._down)
         self.streams.keep(tensor, self._up)
 

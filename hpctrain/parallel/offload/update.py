@@ -1,4 +1,4 @@
-"""Update parameters in one pass over the host's memory: scale the gradient, update, write the master and its copy."""
+"""Update of parameters in one pass over host memory: scale the gradient, update, write the master and its copy."""
 
 from __future__ import annotations
 
@@ -19,14 +19,16 @@ from hpctrain.parallel.offload.slices import Batch, Cut, Row, batches
 SLICE_BYTES = 2 << 20  # of float32 parameters, which a thread takes at a time
 _ITEM = 4
 
-_Job = tuple[nn.Parameter, Tensor, Tensor | None]  # a parameter, its gradient, and where its copy goes
+_Job = tuple[nn.Parameter, Tensor, Tensor | None]  # a parameter, its gradient, and the target of its copy
 
 
 class OnePass:
-    """Update an optimizer's parameters, in the host's memory, to the very bits that the optimizer itself would give.
+    """Update of an optimizer's parameters in host memory, bitwise equal to the optimizer's own.
 
-    In the main thread torch's own threads compute; in others, beside a main thread that does, ``threads`` of this
-    module, and where their number is given, always. ``elements`` and ``seconds`` add up what was updated in slices.
+    In the main thread, torch's own threads compute. In other threads, while the main thread
+    computes, the thread pool of this process is used (see ``hands``). If ``threads`` is given, the
+    pool is always used, with that number of threads. ``elements`` and ``seconds`` accumulate the
+    updates that were made in slices.
     """
 
     def __init__(
@@ -36,11 +38,11 @@ class OnePass:
         self._optimizer = optimizer
         self._numel = max(slice_bytes // _ITEM // LINE, 1) * LINE
         self._hands, self._hands_always = shared(threads), threads is not None
-        self._places: dict[int, int] = {}  # parameter: number of its group
+        self._places: dict[int, int] = {}  # maps the id of a parameter to the index of its group
         self._cuts: dict[int, Cut] = {}
 
     def options(self) -> list[Options]:
-        """Return what the optimizer's groups say now, for an update to be made later."""
+        """Return the current options of the optimizer's groups, for an update to be made later."""
         return [
             {name: _kept(value) for name, value in group.items() if name != "params"}
             for group in self._optimizer.param_groups
@@ -54,10 +56,11 @@ class OnePass:
         copies: Sequence[Tensor | None] = (),
         options: Sequence[Options] | None = None,
     ) -> None:
-        """Update parameters with gradients times ``scale``, by what ``options`` say, or the optimizer's groups do now.
+        """Update parameters with gradients times ``scale``, by ``options``, or by the current options of the optimizer.
 
-        Gradients are as large as their parameters; those in bfloat16 are taken as float32. What they hold afterwards is
-        not defined. ``copies[i]`` gets the new values of ``parameters[i]``, in its own dtype.
+        Gradients have the sizes of their parameters; those in bfloat16 are converted to float32.
+        Their contents are undefined afterwards. ``copies[i]`` receives the new values of
+        ``parameters[i]``, in its own dtype.
         """
         said = self.options() if options is None else options
         kernels = [kernel_for(self._optimizer, each) for each in said]
@@ -78,26 +81,28 @@ class OnePass:
 
     @property
     def runs_beside(self) -> bool:
-        """Tell whether a step may be made in another thread beside whatever is done with model and optimizer.
+        """Return whether a step may run in another thread, concurrently with any use of the model and the optimizer.
 
-        Not so where the optimizer may keep more than states, which is updated for all parameters at once.
+        This is false if the optimizer may store more than states; such data is updated for all
+        parameters at once.
         """
         return keeps_to_states(self._optimizer)
 
     def slices(self, parameter: nn.Parameter) -> bool:
-        """Tell whether a parameter can be updated in slices now.
+        """Return whether a parameter can be updated in slices now.
 
-        Then neither its ``grad`` nor what holds the gradient is touched, so that it can be done in another thread.
+        Such an update touches neither its ``grad`` nor the object that holds the gradient, so it
+        may run in another thread.
         """
         kernel = kernel_for(self._optimizer, self._optimizer.param_groups[self._group(parameter)])
         return self._row(kernel, (parameter, parameter.detach(), None)) is not None
 
     def forget(self, parameter: nn.Parameter) -> None:
-        """Let go what is kept of a parameter that is updated elsewhere from now on, and its memory with it."""
+        """Release the cached slices of a parameter that is updated elsewhere from now on, and their memory."""
         self._cuts.pop(id(parameter), None)
 
     def _group(self, parameter: nn.Parameter) -> int:
-        """Return the number of the group that a parameter is in."""
+        """Return the index of the group of a parameter."""
         if id(parameter) not in self._places:
             groups = self._optimizer.param_groups
             self._places = {id(each): number for number, group in enumerate(groups) for each in group["params"]}
@@ -106,7 +111,7 @@ class OnePass:
         return self._places[id(parameter)]
 
     def _row(self, kernel: Kernel | None, job: _Job) -> Row | None:
-        """Return what belongs to a parameter; none where it cannot be updated in slices."""
+        """Return the tensors of a parameter; None if it cannot be updated in slices."""
         parameter, gradient, copy = job
         state = self._optimizer.state.get(parameter, {})
         columns = None if kernel is None else kernel.columns(state)
@@ -116,14 +121,14 @@ class OnePass:
         return row if row.fits() else None
 
     def _cut_of(self, parameter: nn.Parameter, row: Row) -> Cut:
-        """Return the slices of a parameter, those of its last update where they lie in the same place."""
+        """Return the slices of a parameter; those of its last update are reused if the memory is the same."""
         cut = self._cuts.get(id(parameter))
         if cut is None or cut.made_for != (self._numel, row.place):
             cut = self._cuts[id(parameter)] = Cut(row, self._numel)
         return cut
 
     def _cut(self, kernel: Kernel | None, rows: Sequence[tuple[Row, Cut]]) -> Sequence[Batch]:
-        """Count the update, and cut it into what a thread does at a time."""
+        """Increment the step counts, and divide the update into batches of one thread each."""
         assert kernel is not None, "rows were made by it"
         steps = [row.step for row, _ in rows if row.step is not None]
         if steps:
@@ -132,13 +137,14 @@ class OnePass:
 
     def _update(self, cut: Sequence[Batch], scale: float) -> None:
         began = time.perf_counter()
-        # As a tensor, because a number would cost each call twice as much.
+        # A tensor, because a Python number would double the cost of each call.
         factor = torch.tensor(scale, dtype=torch.float32) if scale != 1 else None
 
         def update(batch: Batch) -> None:
             batch.update(factor, self._numel)
 
-        # While others compute, torch's threads wait for each other at every call (see hands); alone they are faster.
+        # While other threads compute, torch's threads wait for each other in every call (see
+        # hands). Otherwise torch's threads are faster.
         if self._hands_always or threading.current_thread() is not threading.main_thread():
             self._hands.each(update, cut)
         else:
@@ -148,7 +154,7 @@ class OnePass:
         self.elements += sum(parameter.numel() for batch in cut for parameter in batch.parameters)
 
     def _alone(self, said: Sequence[Options], jobs: dict[int, list[_Job]], scale: float) -> None:
-        """Let the optimizer update what it alone can, in passes over all of memory."""
+        """Run the optimizer's own step on parameters that cannot be sliced, in passes over all of memory."""
         gradients = {}
         for parameter, gradient, _ in (job for group in jobs.values() for job in group):
             gradient = _as_laid_out(gradient.view_as(parameter), parameter)
@@ -163,12 +169,12 @@ class OnePass:
 
 
 def _as_laid_out(gradient: Tensor, parameter: Tensor) -> Tensor:
-    """Return a gradient whose elements lie as the parameter's do: torch's fused kernels look at memory alone."""
+    """Return a gradient with the memory layout of the parameter: torch's fused kernels ignore strides."""
     if gradient.dtype is parameter.dtype and gradient.stride() == parameter.stride():
         return gradient
     return torch.empty_like(parameter).copy_(gradient)
 
 
 def _kept(value: Any) -> Any:
-    """Return a value that stays when the group's is changed in place."""
+    """Return a value that does not change if the group's value is changed in place."""
     return value.clone() if isinstance(value, Tensor) else value

@@ -1,4 +1,4 @@
-"""Make the update of pieces that are kept on the host, some at a time, by whatever optimizer holds their shards."""
+"""Update of parameter groups that are stored on the host, some at a time, by any optimizer that holds their shards."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from hpctrain.parallel.offload.worker import Ticket
 
 @dataclass(eq=False)
 class Kept:
-    """Be one trained piece whose master is kept on the host."""
+    """One trained parameter group whose master is stored on the host."""
 
     piece: Piece
     courier: MasterCourier
     flow: LandingFlow
-    early: Ticket[None] | None = None  # of an update before the optimizer's step
-    updated: set[nn.Parameter] = field(default_factory=set)  # by it
+    early: Ticket[None] | None = None  # handle of an update before the optimizer's step
+    updated: set[nn.Parameter] = field(default_factory=set)  # the shards that this update covers
 
 
 class Updates:
-    """Update the pieces ``kept`` by their gradients, some ``nbytes`` at a time; ``disk`` gives memory for states."""
+    """Update of the groups ``kept`` by their gradients, ``nbytes`` at a time; ``disk`` allocates memory for states."""
 
     def __init__(
         self,
@@ -45,9 +45,10 @@ class Updates:
         self._states: dict[int, States] = {}
 
     def batches(self, gradients: dict[nn.Parameter, Tensor], one_pass: OnePass) -> Iterator[list[Kept]]:
-        """Yield the pieces that have gradients, as many at a time as are to travel together."""
+        """Yield the groups that have gradients, in batches of groups that are transferred together."""
         batch: list[Kept] = []
-        limit = self._nbytes if one_pass.runs_beside else math.inf  # some optimizers make one step of all or none
+        # some optimizers can only update all parameters in one step
+        limit = self._nbytes if one_pass.runs_beside else math.inf
         for kept in self._kept:
             if any(member.shard in gradients for member in kept.piece.members):
                 batch.append(kept)
@@ -67,7 +68,7 @@ class Updates:
         *,
         mirrors: bool,
     ) -> None:
-        """Update what has gradients in some pieces, and write what their mirrors are to hold."""
+        """Update the parameters with gradients in some groups, and write the new contents of their mirrors."""
         by_factor: dict[float, list[tuple[Kept, Member]]] = {}
         for kept in batch:
             kept.courier.quiet()
@@ -81,19 +82,19 @@ class Updates:
             one_pass.step(shards, [gradients[shard] for shard in shards], factor, copies, options)
 
     def _factor(self, one_pass: OnePass, shard: nn.Parameter) -> float:
-        """Return what a gradient is to be scaled by on the way; 1 where it had to be scaled before."""
+        """Return the factor for a gradient during the update; 1 if it had to be scaled beforehand."""
         if not one_pass.slices(shard):
             self._gradients.apply_scale([shard])
         return self._gradients.factor(shard)
 
     def pass_of(self, optimizer: torch.optim.Optimizer) -> OnePass:
-        """Return what updates by an optimizer, always the same."""
+        """Return the ``OnePass`` of an optimizer, always the same object."""
         if id(optimizer) not in self._passes:
             self._passes[id(optimizer)] = OnePass(optimizer)
         return self._passes[id(optimizer)]
 
     def settle_states(self, optimizer: torch.optim.Optimizer, batch: Sequence[Kept]) -> None:
-        """Move states that have just come to be, or were loaded, to the disk."""
+        """Move states that were just created or loaded to the disk."""
         if self._disk is None:
             return
         if id(optimizer) not in self._states:

@@ -1,8 +1,9 @@
-"""Do work in a thread of its own, in the order in which it is handed in.
+"""Worker thread that runs jobs in the order of their submission.
 
-Note: how a thread ends. It is a daemon, so that it never keeps a process alive, but one that is inside of torch while
-the interpreter goes away brings the process down. So the end of the program, and of the worker, first lets the job
-under way come to its end and drops the others. A child made by ``fork`` has no threads: its first job starts one anew.
+Note: how a thread ends. It is a daemon, so that it never keeps a process alive. But a thread that
+executes torch code while the interpreter shuts down crashes the process. Therefore the end of the
+program, and of the worker, first waits for the job in progress and drops the others. A child
+created by ``fork`` has no threads: its first job starts a new one.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ from hpctrain.errors import DeadlineError, UsageError
 from hpctrain.transport.activity import timeout_seconds
 
 T = TypeVar("T")
-FAREWELL = 10.0  # seconds that the job under way gets when the program ends
+FAREWELL = 10.0  # seconds to wait for the job in progress when the program ends
 
 
 class Ticket(Generic[T]):
-    """Stand for a job that was handed in."""
+    """Handle of a submitted job."""
 
     def __init__(self, job: Callable[[], T], name: str) -> None:
         self._job: Callable[[], T] | None = job
@@ -33,11 +34,11 @@ class Ticket(Generic[T]):
 
     @property
     def done(self) -> bool:
-        """Tell whether the job has come to its end, well or not."""
+        """Return whether the job has ended, with or without an error."""
         return self._ended.is_set()
 
     def wait(self) -> T:
-        """Return what the job returned, or raise what it raised; ``DeadlineError`` where it takes too long."""
+        """Return the result of the job, or raise its error; ``DeadlineError`` after a timeout."""
         if not self.done and os.getpid() != self._process:
             raise UsageError(f"a job of the thread {self._name} was under way when this process was forked")
         limit = timeout_seconds()
@@ -48,21 +49,21 @@ class Ticket(Generic[T]):
         return self._results[0]
 
     def run(self) -> None:
-        """Do the job, and keep what came of it."""
+        """Run the job, and store its result or error."""
         assert self._job is not None, "a job is done once"
         try:
             self._results.append(self._job())
-        except BaseException as error:  # whoever waits has to know, whatever it is
+        except BaseException as error:  # the waiting thread must get any kind of error
             self._error = error
         self._end()
 
     def drop(self) -> None:
-        """Leave the job undone."""
+        """End the job without running it, with an error."""
         self._error = UsageError(f"the thread {self._name} was closed before it came to this job")
         self._end()
 
     def _end(self) -> None:
-        self._job = None  # with all that it holds
+        self._job = None  # and all objects that it references
         self._ended.set()
 
 
@@ -70,7 +71,7 @@ Jobs = SimpleQueue[Ticket[Any] | None]
 
 
 class Worker:
-    """Be a thread that works; there is none before the first job. ``prepare`` is called in it, before everything."""
+    """Worker thread, started by its first job. It calls ``prepare`` before all jobs."""
 
     def __init__(self, name: str = "hpctrain-worker", prepare: Callable[[], object] | None = None) -> None:
         self.name, self._prepare = name, prepare
@@ -78,7 +79,7 @@ class Worker:
         self._leave: weakref.finalize[..., Worker]
 
     def submit(self, job: Callable[[], T]) -> Ticket[T]:
-        """Hand a job in, which is done when all before it are."""
+        """Submit a job, which runs after all earlier jobs."""
         if self._process != os.getpid():
             self._start()
         ticket = Ticket(job, self.name)
@@ -86,7 +87,7 @@ class Worker:
         return ticket
 
     def close(self) -> None:
-        """Let all jobs come to their end, and the thread too; a later job starts another."""
+        """Wait for all jobs, then end the thread; a later job starts another thread."""
         if self._process != os.getpid():
             return
         self._jobs.put(None)
@@ -104,16 +105,16 @@ class Worker:
 
 
 def _work(jobs: Jobs, prepare: Callable[[], object] | None) -> None:
-    """Be the thread; it knows nothing of the worker, which may be forgotten."""
+    """Run jobs until None is received. The thread does not reference the ``Worker``, which may be garbage-collected."""
     if prepare is not None:
         prepare()
     while (ticket := jobs.get()) is not None:
         ticket.run()
-        del ticket  # while this waits for the next
+        del ticket  # so that its objects are freed while this waits
 
 
 def _leave(jobs: Jobs, thread: threading.Thread) -> None:
-    """Drop the jobs that have not begun, and wait for the one under way."""
+    """Drop the jobs that have not started, and wait for the job in progress."""
     try:
         while (ticket := jobs.get_nowait()) is not None:
             ticket.drop()
