@@ -1,1 +1,1 @@
-"""Guards against computing with parts of parameters as if they were whole."""
+"""Guards against computations that use parts of parameters as if they were whole."""

@@ -1,10 +1,11 @@
-"""Hooks that a program sets on parameters, called with averaged gradients.
+"""Gradient hooks that a program registers on parameters, called with averaged gradients.
 
-With one process ``f`` of ``parameter.register_hook(f)`` gets the gradient of the whole batch. On several ranks
-autograd would call it on each rank with the gradient of that rank's share, which gives another result unless ``f`` is
-linear (a clamp is not). If modules compute with other tensors than the program holds (zero1, zero2, fsdp), it would not
-call it at all. So the hooks stay where torch keeps them, in wrappers that do nothing in the backward pass and are
-called after the reduction.
+With one process, ``f`` of ``parameter.register_hook(f)`` receives the gradient of the whole batch.
+On several ranks, autograd would call it on each rank with the gradient of that rank's share. The
+result would differ unless ``f`` is linear (a clamp is not). If modules compute with other tensors
+than the program holds (zero1, zero2, fsdp), autograd would not call it at all. Therefore the hooks
+stay where torch stores them, in wrappers. A wrapper does nothing in the backward pass and is called
+after the reduction.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ INSTEAD = "change the gradients behind the backward pass: with torch.no_grad(): 
 
 
 class GradientHooks:
-    """Hooks on the ``parameters`` (by name) of a synchronous strategy, from when they are attached on.
+    """Hooks on the ``parameters`` (by name) of a synchronous strategy, from the time of attachment.
 
-    ``refused`` says why a strategy cannot call any.
+    ``refused`` states why a strategy cannot call hooks; it is empty if it can.
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], refused: str = "") -> None:
@@ -54,13 +55,13 @@ class GradientHooks:
                 setattr(parameter, attribute, hooks)  # so that handle.remove() of the program still works
 
     def close(self) -> None:
-        """Let torch call hooks that are registered from now on."""
+        """Restore torch's own ``register_hook`` for later registrations."""
         for parameter in self._parameters.values():
             for method in _METHODS:
                 parameter.__dict__.pop(method, None)
 
     def register(self, parameter: nn.Parameter, method: str, hook: Callable[..., Any]) -> Any:
-        """Register a hook as torch does, to be called later."""
+        """Register a hook as torch does; it is called after the reduction."""
         self._check()
         name = self._names[id(parameter)]
         self._hooked[name] = parameter
@@ -74,9 +75,9 @@ class GradientHooks:
             raise UsageError(f"hook on a parameter: {self._refused}; {INSTEAD}", everywhere=True)
 
     def check(self, agreed: Callable[[bool], bool]) -> None:
-        """Raise ``UsageError`` on all ranks if gradients of hooked parameters wait for others to be added to them.
+        """Raise ``UsageError`` on all ranks if a hooked parameter already has a gradient that others will be added to.
 
-        ``agreed`` tells whether a thing is so on any rank. A call by all ranks of them.
+        ``agreed`` returns whether a condition is true on any rank. Collective among these ranks.
         """
         for name, parameter in self._hooked.items():
             waits = parameter.grad is not None and _deferred(parameter._backward_hooks)
@@ -84,7 +85,7 @@ class GradientHooks:
                 raise _adds_up(name)
 
     def check_reduced(self, name: str) -> None:
-        """Raise ``UsageError`` if a gradient stays on this rank that hooks wait for."""
+        """Raise ``UsageError`` if the gradient of a hooked parameter stays unreduced on this rank."""
         if name in self._hooked and _deferred(self._hooked[name]._backward_hooks):
             raise _adds_up(name)
 
@@ -94,7 +95,7 @@ class GradientHooks:
         return bool(self._hooked)
 
     def call(self, got: Callable[[str], bool]) -> None:
-        """Call the hooks of the parameters that ``got`` a gradient in this pass, which is averaged now."""
+        """Call the hooks of the parameters that ``got`` a gradient in this pass; the gradients are averaged by now."""
         for name, parameter in self._hooked.items():
             if parameter.grad is None or not got(name):
                 continue
@@ -112,7 +113,7 @@ class GradientHooks:
 
 
 class _Registers:
-    """What ``register_hook`` of a parameter is while its strategy is attached."""
+    """Replacement of ``register_hook`` of a parameter while its strategy is attached."""
 
     def __init__(self, hooks: GradientHooks, parameter: nn.Parameter, method: str) -> None:
         self._hooks, self._parameter, self._method = hooks, weakref.ref(parameter), method
@@ -127,7 +128,7 @@ class _Registers:
 
 
 class _Deferred:
-    """A hook that does nothing in a backward pass."""
+    """Wrapper of a hook that does nothing in a backward pass."""
 
     def __init__(self, hook: Callable[..., Any], parameter: nn.Parameter, name: str, *, accumulates: bool) -> None:
         self.call, self._parameter, self._name = hook, weakref.ref(parameter), name
@@ -161,4 +162,4 @@ def _after(parameter: nn.Parameter) -> Any:
 
 
 def _nothing() -> None:
-    """Stand for a bound function in a copy that no strategy has."""
+    """Return None, the value of a copied ``_Registers``: the copy of a parameter has no strategy."""

@@ -1,4 +1,4 @@
-"""Switch parameters between the class that refuses sums of parts and the one that optimizers take."""
+"""Switch of parameters between ``ShardParameter``, which refuses sums over parts, and plain ``nn.Parameter``."""
 
 from __future__ import annotations
 
@@ -24,9 +24,10 @@ if TYPE_CHECKING:
 
 
 class Guard:
-    """Guard of the parameters (by name) of a strategy, each a part of ``what`` the program takes it for.
+    """Guard of the parameters (by name) of a strategy; ``what`` describes the part of a parameter in errors.
 
-    They are ``ShardParameter`` but during updates, and during passes if those use them (``in_passes``).
+    The parameters are ``ShardParameter`` except during updates, and during passes if the passes use
+    them (``in_passes``).
     """
 
     def __init__(
@@ -34,8 +35,9 @@ class Guard:
     ) -> None:
         self._parameters = list(parameters.values())
         self._held = {id(parameter) for parameter in self._parameters}
-        self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # whose states are marked
-        self._off = 0  # blocks and passes that are under way
+        # optimizers whose states are marked
+        self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self._off = 0  # number of active ``off`` blocks and passes
         self._going_back = self._updating = False
         self._handles: list[RemovableHandle | UpdateHooks] = []
         owner = weakref.ref(strategy)
@@ -48,7 +50,7 @@ class Guard:
         self._show(ShardParameter)
 
     def close(self) -> None:
-        """Let the parameters be plain ones for good."""
+        """Make the parameters plain ``nn.Parameter`` for good."""
         for handle in self._handles:
             handle.remove()
         if self._handles:
@@ -60,7 +62,7 @@ class Guard:
 
     @contextmanager
     def off(self) -> Iterator[None]:
-        """Let the parameters be plain ones for the ``with`` block."""
+        """Make the parameters plain ``nn.Parameter`` for the ``with`` block."""
         self._begin()
         try:
             yield
@@ -93,7 +95,7 @@ class Guard:
             self._optimizers.add(optimizer)
             self._handles.append(optimizer.register_state_dict_post_hook(self._mark_states))
             self._handles.append(optimizer.register_load_state_dict_post_hook(_unmark_states))
-        if not self._updating:  # still so if the last update has raised
+        if not self._updating:  # still True if the last update has raised
             self._updating = True
             self._begin()
         self._unmark_gradients()
@@ -107,7 +109,7 @@ class Guard:
         return any(not self._held.isdisjoint(map(id, group["params"])) for group in optimizer.param_groups)
 
     def _mark_states(self, optimizer: torch.optim.Optimizer, found: dict[str, Any]) -> None:
-        """Let the tensors of an optimizer's ``state_dict()`` that are parts refuse to be written."""
+        """Mark the tensors of an optimizer's ``state_dict()`` that are parts, so that writing them raises an error."""
         parameters = [each for group in optimizer.param_groups for each in group["params"]]
         numbers = [number for group in found["param_groups"] for number in group["params"]]
         with plain_tensors():
@@ -132,7 +134,7 @@ class Guard:
         self._end()
 
     def _begin_backward(self) -> None:
-        """Let modules that compute their activations again find plain parameters."""
+        """Switch to plain parameters for modules that recompute their activations."""
         if not self._going_back:
             self._going_back = True
             self._begin()

@@ -1,14 +1,16 @@
-"""Tensors that hold one rank's part of a parameter, and refuse what would need the other parts.
+"""Tensors that hold one rank's part of a parameter; operations that need the other parts raise an error.
 
-Between the passes a program sees parameters of which this rank holds a part: a slice (zero1, zero2, fsdp, tensor
-parallelism) or those of one pipeline stage. Element-wise work on them gives what one process gives. A sum, a norm or a
-product gives this rank's share of it, without any error. So these parameters are of the class ``ShardParameter`` then.
-Element-wise functions run and give a ``ShardTensor``; all others raise.
+Between the passes, a program sees parameters of which this rank holds a part: a slice (zero1,
+zero2, fsdp, tensor parallelism) or those of one pipeline stage. Element-wise operations on them
+give the same result as one process. A sum, a norm or a product gives only this rank's share,
+without any error. Therefore these parameters have the class ``ShardParameter`` at that time.
+Element-wise functions run and return a ``ShardTensor``; all others raise.
 
-Note: why the class is switched. An optimizer must find plain ``nn.Parameter``: a subclass doubles the time of fused
-AdamW on 200 small parameters and turns foreach off on CUDA, where ``type(p)`` is tested. To assign ``__class__`` takes
-40 ns per parameter, so classes are switched around each update. A function of a ``ShardParameter`` takes 2 us more.
-A ``TorchFunctionMode`` would cost that for every function of the program, those of its data included.
+Note: why the class is switched. An optimizer must find plain ``nn.Parameter``: a subclass doubles
+the time of fused AdamW on 200 small parameters, and disables foreach on CUDA, where ``type(p)`` is
+tested. Assigning ``__class__`` takes 40 ns per parameter, so classes are switched around each
+update. A function of a ``ShardParameter`` takes 2 us more. A ``TorchFunctionMode`` would add that
+to every function of the program, including those on its data.
 """
 
 from __future__ import annotations
@@ -27,15 +29,16 @@ from hpctrain.plain_tensors import plain_tensors
 if TYPE_CHECKING:
     from hpctrain.parallel.strategy import Strategy
 
-ATTRIBUTE = "_hpctrain_part"  # of parameters, and of tensors computed from them
+ATTRIBUTE = "_hpctrain_part"  # attribute of parameters, and of tensors computed from them
 
-# Element-wise, though their operators are not tagged so, or with other names than these.
+# Element-wise functions whose operators are not tagged as such, or have other names.
 _ELEMENTWISE = frozenset(
     "add and copy_ detach detach_ div eq fill_ float half double bfloat16 floor_divide floordiv ge gt iadd iand imul "
     "int invert ior ipow isub itruediv le long lt masked_fill_ mod mul ne neg nextafter or pos pow radd rdiv rfloordiv "
     "rmod rmul rpow rsub rtruediv sub to truediv type type_as xor zero_ bool constant_ ones_ zeros_".split()
 )
-# Same elements in another order or memory, or new memory of the same form.
+# Functions that return the same elements in another order or memory, or new memory of the same
+# shape.
 _MOVES = frozenset(
     "T H mT mH data grad real imag as_strided cat chunk concat concatenate contiguous cpu cuda empty_like flatten "
     "full_like getitem index_select narrow new_empty new_full new_ones new_tensor new_zeros ones_like permute "
@@ -43,7 +46,7 @@ _MOVES = frozenset(
     "transpose unbind unflatten unsqueeze view view_as expand expand_as reshape_as zeros_like requires_grad_ to_dense "
     "resolve_conj resolve_neg __setitem__ setitem hsplit vsplit dsplit tensor_split".split()
 )
-# What asks for no number: of these only the tensors among the results are marked.
+# Functions that return no element values: only tensors among their results are marked.
 _FACTS = frozenset(
     "as_subclass backward data_ptr dim ndimension element_size get_device hash has_names is_coalesced is_complex "
     "is_conj is_contiguous is_distributed is_floating_point is_inference is_neg is_nonzero is_pinned is_same_size "
@@ -52,12 +55,12 @@ _FACTS = frozenset(
     "untyped_storage dir is_tensor is_storage contains iter result_type can_cast promote_types retains_grad "
     "_is_view _make_subclass".split()
 )
-# What finds elements by their place in the tensor, which differs between a part and the whole.
+# Functions that select elements by position, which differs between a part and the whole.
 _BY_POSITION = frozenset(
     "getitem setitem select narrow slice chunk split unbind hsplit vsplit dsplit tensor_split iter len diagonal tril "
     "triu index_select index_fill_ index_add_ index_copy_ take gather scatter_".split()
 )
-_REDUCES_TOO = frozenset({"max", "min"})  # element-wise with a second tensor only
+_REDUCES_TOO = frozenset({"max", "min"})  # element-wise only with a second tensor
 _FILLS = frozenset(
     "normal_ uniform_ bernoulli_ exponential_ random_ cauchy_ log_normal_ geometric_ trunc_normal_".split()
 )
@@ -68,7 +71,7 @@ _KNOWN: dict[str, bool] = {}
 
 @dataclass(frozen=True)
 class Part:
-    """What a tensor holds: part of the parameter ``name`` of a model with a ``strategy``."""
+    """Description of the content of a tensor: part of the parameter ``name`` of a model with a ``strategy``."""
 
     name: str
     strategy: weakref.ref[Strategy]
@@ -80,13 +83,13 @@ class Part:
 
 
 def part_of(tensor: object) -> Part | None:
-    """Return of what a tensor is a part, None if it is whole or computed from several parameters."""
+    """Return the ``Part`` of a tensor; None if it is whole or computed from several parameters."""
     found = getattr(tensor, "__dict__", {}).get(ATTRIBUTE)
     return found if isinstance(found, Part) else None
 
 
 class ShardTensor(Tensor):
-    """A tensor that was computed from parts of parameters."""
+    """Tensor that was computed from parts of parameters."""
 
     @classmethod
     def __torch_function__(
@@ -96,7 +99,7 @@ class ShardTensor(Tensor):
         return _call(func, args, kwargs or {})
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Refuse to be written: a file would hold this rank's part only."""
+        """Raise ``UsageError``: a file would contain only this rank's part."""
         raise _not_written(self)
 
     def __deepcopy__(self, memo: Any) -> Any:
@@ -106,7 +109,7 @@ class ShardTensor(Tensor):
 
 
 class ShardParameter(nn.Parameter):
-    """A parameter of which this rank holds a part; an exact ``nn.Parameter`` during updates."""
+    """Parameter of which this rank holds a part; an exact ``nn.Parameter`` during updates."""
 
     @classmethod
     def __torch_function__(
@@ -116,11 +119,11 @@ class ShardParameter(nn.Parameter):
         return _call(func, args, kwargs or {})
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Refuse to be written: a file would hold this rank's part only."""
+        """Raise ``UsageError``: a file would contain only this rank's part."""
         raise _not_written(self)
 
     def __deepcopy__(self, memo: Any) -> Any:
-        """Refuse to be copied with its module: the copy would have no strategy that makes it whole."""
+        """Raise ``UsageError``: a copy of the module would have no strategy that unshards the parameter."""
         part = part_of(self)
         raise UsageError(
             f"deepcopy of {part.text if part else 'a part of a parameter'}: the copy of a model that is split over "
@@ -154,7 +157,7 @@ def _call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _indexed(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Part | None:
-    """Return the parameter whose part is indexed by place; None for masks and for all elements."""
+    """Return the parameter whose part is indexed by position; None for masks and for all elements."""
     first = args[0] if args else kwargs.get("input")
     part = part_of(first)
     strategy = part.strategy() if part is not None else None
@@ -184,7 +187,7 @@ def _position_error(name: str, part: Part) -> UsageError:
 
 
 def _check_converted(parameter: Tensor, converted: Tensor) -> None:
-    """Raise for a module's conversion to another dtype or device (``model.to``); others leave parts as they are."""
+    """Raise ``UsageError`` if ``model.to`` converts a part to another dtype or device; other conversions change nothing."""
     with plain_tensors():
         before, after = (parameter.dtype, parameter.device), (converted.dtype, converted.device)
     if before != after:
@@ -198,7 +201,7 @@ def _check_converted(parameter: Tensor, converted: Tensor) -> None:
 
 
 def _name(func: Any) -> str:
-    """Return the name of a function; that of a property which is read."""
+    """Return the name of a function; for a property access, the name of the property."""
     name: str = getattr(func, "__name__", "")
     if name == "__get__":
         return str(getattr(func.__self__, "__name__", ""))
@@ -221,7 +224,7 @@ def _allowed(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 
 def _is_elementwise(name: str) -> bool:
-    """Tell whether a function works element by element, or moves elements only."""
+    """Return whether a function works element by element, or only moves elements."""
     if name in _ELEMENTWISE or name in _MOVES or name in _FACTS:
         return True
     if name.startswith("_foreach_"):
@@ -233,7 +236,7 @@ def _is_elementwise(name: str) -> bool:
 
 
 def _changes(func: Any, kwargs: dict[str, Any]) -> bool:
-    """Tell whether a function changes a tensor in place."""
+    """Return whether a function changes a tensor in place."""
     name = getattr(func, "__name__", "")
     if name.startswith("__"):
         return name.startswith("__i") and name not in ("__int__", "__index__", "__invert__") or name == "__setitem__"
@@ -241,7 +244,7 @@ def _changes(func: Any, kwargs: dict[str, Any]) -> bool:
 
 
 def _announce_write(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Let strategies know that parameters are about to be changed by other hands than an optimizer's."""
+    """Notify strategies that code other than an optimizer is about to change parameters."""
     changed = kwargs.get("out", args[0] if args else kwargs.get("tensor"))
     for tensor in _tensors(changed):
         part = part_of(tensor)
@@ -253,7 +256,7 @@ def _announce_write(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
 
 
 def _writes_parameter(args: tuple[Any, ...]) -> bool:
-    """Tell whether the first tensor is a parameter, or shares its memory."""
+    """Return whether the first tensor is a parameter, or shares its memory."""
     first = args[0] if args else None
     if isinstance(first, ShardParameter):
         return True
@@ -284,7 +287,7 @@ def _marked(name: str, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 def _check_shapes(name: str, result: Tensor, parts: Sequence[Tensor]) -> None:
-    """Raise if a part was broadcast against something of another shape, such as a whole mask."""
+    """Raise ``UsageError`` if a part was broadcast against a tensor of another shape, such as a whole mask."""
     for one in parts:
         with plain_tensors():
             differs = one.numel() != result.numel() and one.dim() > 0
@@ -293,7 +296,7 @@ def _check_shapes(name: str, result: Tensor, parts: Sequence[Tensor]) -> None:
 
 
 def _mismatched(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> UsageError | None:
-    """Return the error for a function that found a part and another tensor of another shape, None if it has none."""
+    """Return the error for a function of a part and a tensor of another shape; None if all shapes are equal."""
     given = list(_tensors((args, kwargs)))
     with plain_tensors():
         for one in given:
@@ -315,7 +318,7 @@ def _shape_error(name: str, tensor: Tensor, other: Tensor) -> UsageError:
 
 
 def mark(result: Tensor, part: Any) -> Tensor:
-    """Let a tensor be a part of a parameter."""
+    """Mark a tensor as a part of a parameter."""
     if type(result) in (Tensor, nn.Parameter):
         result.__class__ = ShardTensor if type(result) is Tensor else ShardParameter
         result.__dict__[ATTRIBUTE] = part
@@ -323,7 +326,7 @@ def mark(result: Tensor, part: Any) -> Tensor:
 
 
 def mark_gradient(parameter: nn.Parameter) -> Tensor:
-    """Return the gradient of a parameter, marked as its part if the parameter is one."""
+    """Return the gradient of a parameter, marked as a part if the parameter is one."""
     with plain_tensors():
         gradient = parameter.grad
     assert gradient is not None
@@ -332,7 +335,7 @@ def mark_gradient(parameter: nn.Parameter) -> Tensor:
 
 
 def unmark(tensor: Tensor | None) -> None:
-    """Let a gradient be a plain tensor again: for an optimizer."""
+    """Make a gradient a plain tensor again, for an optimizer."""
     if type(tensor) is ShardTensor:
         tensor.__class__ = Tensor  # type: ignore[assignment]
 

@@ -1,12 +1,13 @@
-"""Functions of torch that see all gradients at once, made right for parameters that are split over ranks.
+"""Replacements of torch functions that read all gradients at once, for parameters that are split over ranks.
 
-``torch.nn.utils.clip_grad_norm_``, ``get_total_norm`` and ``clip_grads_with_norm_`` compute norms over the ranks;
-``clip_grad_value_`` and ``zero_grad`` work on the parts as they are. Tensors that no strategy splits are left to torch.
+``torch.nn.utils.clip_grad_norm_``, ``get_total_norm`` and ``clip_grads_with_norm_`` compute norms
+over the ranks. ``clip_grad_value_`` and ``zero_grad`` work on the parts without communication.
+Tensors that no strategy splits are left to torch.
 
-Note: how they are replaced. A program may have imported a function before the model was wrapped, so it is not enough to
-put another one into the module. Torch wraps each of these in a closure that switches gradients off; its cell is what is
-exchanged here, and so every name leads to the new function. Where torch has no such cell, the names in torch's modules
-are replaced.
+Note: how they are replaced. A program may have imported a function before the model was wrapped, so
+replacing the name in the module is not enough. Torch wraps each of these functions in a closure
+that disables gradients. The content of its cell is replaced, so every name leads to the new
+function. If a torch version has no such cell, the names in torch's modules are replaced.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Give torch its functions back with the last of the calls."""
+    """Restore torch's functions at the last call."""
     global _installed
     _installed -= 1
     while not _installed and _undo:
@@ -85,7 +86,7 @@ def _set(owner: Any, name: str, new: Any) -> None:
 
 
 def _agreed_unscale(unscale: Callable[..., Any]) -> Callable[..., Any]:
-    """Let a GradScaler find infinities in the parts of all ranks: each would see its own only, and skip alone."""
+    """Make a GradScaler find infinities in the parts of all ranks; otherwise a rank would skip a step alone."""
 
     @functools.wraps(unscale)
     def called(scaler: Any, optimizer: Any, inv_scale: Tensor, found_inf: Tensor, *args: Any) -> Any:
@@ -154,7 +155,7 @@ def _required_part(tensor: Tensor) -> Part | None:
 def _norm(
     held: Sequence[tuple[Tensor, Part | None]], norm_type: float, error_if_nonfinite: bool, foreach: bool | None
 ) -> Tensor:
-    """Return the norm of whole tensors and of parts together; a call by all ranks that share the parts."""
+    """Return the norm of whole tensors and of parts together. Collective over the ranks that share the parts."""
     strategies = {id(one): one for _, part in held if part is not None and (one := part.strategy()) is not None}
     if not held:
         waiting = _pipelined()
@@ -200,7 +201,7 @@ def _over_ranks(strategy: Strategy, own: Sequence[tuple[Tensor, Part]], order: f
 
 
 def _powers(tensors: Sequence[Tensor], order: float, device: torch.device) -> Tensor:
-    """Return the sum of the powers of all elements; for an infinite order their largest (or smallest) size."""
+    """Return the sum of the powers of all elements; for an infinite order, their largest (or smallest) absolute value."""
     filled = [tensor for tensor in tensors if tensor.numel()]
     if not filled:
         return torch.tensor(_neutral(order), dtype=torch.float64, device=device)

@@ -1,4 +1,4 @@
-"""Checks before each update of an optimizer: mistakes that would let replicas diverge."""
+"""Checks before each update of an optimizer for mistakes that would let replicas diverge."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from hpctrain.errors import UsageError
 
 
 class LateParameters:
-    """Parameters that a program has made after its model was wrapped: no strategy reduces their gradients."""
+    """Parameters that a program has created after its model was wrapped: no strategy reduces their gradients."""
 
     def __init__(self, model: nn.Module, held: Iterable[nn.Parameter]) -> None:
         self._model = weakref.ref(model)
         self._known = {id(parameter) for parameter in held}
 
     def add(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Take note of parameters that the strategy has adopted."""
+        """Add parameters that the strategy has adopted."""
         self._known |= {id(parameter) for parameter in parameters}
 
     def check(self, optimizer: torch.optim.Optimizer) -> None:
-        """Raise ``UsageError`` for a parameter of the model that the optimizer has and the strategy has not."""
+        """Raise ``UsageError`` for a parameter of the model that the optimizer holds and the strategy does not."""
         model = self._model()
         if model is None or all(self._known.issuperset(map(id, group["params"])) for group in optimizer.param_groups):
             return

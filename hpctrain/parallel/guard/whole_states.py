@@ -1,4 +1,4 @@
-"""Whole tensors for ``model.load_state_dict``: each rank takes its part of them."""
+"""Whole tensors in ``model.load_state_dict``: each rank copies its part of them."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 class WholeStates:
     """Hooks that let every module of a split model load whole tensors, on all ranks that hold parts of them.
 
-    ``model.load_state_dict(whole)`` and that of each submodule copy this rank's elements. Names that a pipeline has
-    taken to other stages are passed over.
+    ``model.load_state_dict(whole)``, also of a submodule, copies this rank's elements. Names that a
+    pipeline has moved to other stages are ignored.
     """
 
     def __init__(self, strategy: Strategy) -> None:
@@ -32,7 +32,7 @@ class WholeStates:
             self._handles.append(module.register_load_state_dict_pre_hook(hook))
 
     def close(self) -> None:
-        """Take the hooks off."""
+        """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -49,14 +49,14 @@ class WholeStates:
             for name, tensor in _own(module):
                 key = prefix + name
                 if tensor is None and self._strategy.pipelined:
-                    given.pop(key, None)  # another stage's
+                    given.pop(key, None)  # held by another stage
                 elif tensor is not None and isinstance(given.get(key), Tensor):
                     given[key] = self._part(path + name, tensor, given[key])
 
         return hook
 
     def _part(self, name: str, held: Tensor, whole: Tensor) -> Tensor:
-        """Return this rank's part of a whole tensor; what has another shape than that as it is."""
+        """Return this rank's part of a whole tensor; a tensor of another shape is returned unchanged."""
         split = self._strategy.split
         if split is None or whole.shape == held.shape:
             return whole
