@@ -29,7 +29,7 @@ KNOWN: tuple[type[torch.optim.Optimizer], ...] = (
 
 
 def check_elementwise(optimizer: torch.optim.Optimizer, trusted: Sequence[str] = ()) -> None:
-    """Raise ``UsageError`` unless an optimizer is known to update element by element, or its class name is ``trusted``.
+    """Raise ``UsageError`` unless an optimizer is known to update element by element, or is ``trusted`` by class name.
 
     A subclass of a known optimizer counts as known if it does not override ``step``.
     """

@@ -75,7 +75,7 @@ class Flow:
         return self.target
 
     def land(self) -> None:
-        """Called when ``target`` holds this rank's reduced slice, or will hold it once enqueued work is complete."""
+        """Process this rank's slice, which ``target`` holds or will hold after enqueued work; does nothing here."""
 
     def close(self) -> None:
         """Release the buffer of the unsharded gradients."""

@@ -1,12 +1,13 @@
 """Gradient reduction for sharded data parallelism, overlapped with the backward pass; each rank keeps its slice.
 
 Note: the path of a gradient. Autograd computes a fresh gradient and calls its hook. The hook
-divides the gradient by the number of ranks and writes it to its place in the flat gradients of its
-parameter group, in one pass while the gradient is in cache. It then releases the gradient. When all
-gradients of a group are computed, the group is reduced into the slices of the owning ranks, and a
-later group reuses its memory. All ranks reduce the groups in the same order, whatever the order of
-their gradients: the order in which they were complete on rank 0 in the first backward pass. If a
-gradient is computed before there is memory for its group, it stays where autograd stored it.
+divides the gradient by the number of ranks while copying it to the flat gradients of its parameter
+group. This takes one pass, with the gradient still in cache. The hook then releases the gradient.
+When all gradients of a group are computed, the group is reduced into the slices of the owning
+ranks, and a later group reuses its memory. All ranks reduce the groups in the same order: the order
+in which they were complete on rank 0 in the first backward pass. The order of the gradients on a
+rank does not matter. If a gradient is computed before there is memory for its group, it stays in
+the tensor that autograd returned.
 
 The set of parameters that any rank has used is known only after the last rank has ended its
 backward pass. One message then distributes it.
@@ -33,10 +34,10 @@ class Watcher(Protocol):
     """Observer of the reduction of parameter groups."""
 
     def complete(self, piece: int) -> None:
-        """Called when all gradients of a group have been computed."""
+        """Record that all gradients of a group have been computed."""
 
     def reducing(self, piece: int) -> None:
-        """Called between two collectives, just before a group is reduced."""
+        """Prepare for the reduction of a group; called between two collectives."""
 
 
 class Reduction:

@@ -2,7 +2,7 @@
 
 Note: flat slices. The parameters of a group are stored one after another. Rank r of p holds the
 r-th of p equal slices, wherever their boundaries cut the parameters. Thus every rank holds the same
-number of elements, all-gather and reduce-scatter need no copy to reorder tensors, and a parameter
+number of elements. All-gather and reduce-scatter need no copy to reorder tensors, and a parameter
 is contiguous for the computation (after Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully
 Sharded Data Parallel", VLDB 2023, section 3.2.3).
 """
@@ -66,7 +66,7 @@ def lay_out(numels: Sequence[int], ranks: int, itemsize: int) -> Layout:
 
 @dataclass(frozen=True)
 class Seat:
-    """Slot of one tensor in a ring buffer: ``after`` earlier tensors must be released before the slot may be used."""
+    """Slot of one tensor in a ring buffer; the first ``after`` tensors must be released before its use."""
 
     offset: int
     after: int  # number of tensors, counted from the first

@@ -1,4 +1,4 @@
-"""Gradient clipping by the global norm, for gradients of which each rank holds a slice."""
+"""Gradient clipping by the global norm, with each rank holding a slice of the gradients."""
 
 from __future__ import annotations
 

@@ -119,7 +119,7 @@ def assemble(
 
 
 def _check(model: nn.Module, comm: Communicator) -> None:
-    """Raise ``UsageError`` for a model that cannot be sharded, before the model is changed."""
+    """Raise an error for a model that cannot be sharded, before the model is changed."""
     check_same_model(model, comm)
     if not trainable(model):
         raise UsageError("the model has no parameter that requires a gradient", everywhere=True)

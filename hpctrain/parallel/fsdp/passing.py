@@ -91,7 +91,7 @@ class Passing:
         self.idle = False  # while all units are unsharded at once, the hooks of units have no effect
 
     def mark(self, *, frozen: bool = False) -> None:
-        """Do nothing: units are gathered anew for each pass, and are never stale."""
+        """Do nothing: units are gathered again for each pass, and are never stale."""
 
     def meet(self) -> None:
         """Do nothing: no other rank computes with this rank's memory."""

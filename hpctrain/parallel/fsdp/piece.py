@@ -1,8 +1,8 @@
-"""Parameter groups: parameters in one flat tensor of which every rank owns a slice.
+"""Parameter groups: parameters in one flat tensor that is divided into one slice per rank.
 
 Note: sharded and unsharded parameters. Between steps the module holds the *shard*: a parameter with
-the elements of this rank. It has the number of dims of the whole parameter, and all but the first
-are 1, so that rules such as "decay parameters with two dims" still work. The optimizer is created
+the elements of this rank. It has as many dims as the whole parameter, and all but the first have
+size 1. Thus rules such as "decay parameters with two dims" still work. The optimizer is created
 with the shards. During forward and backward passes the module holds the *unsharded* parameter, a
 view of the flat tensor. Both objects are created once. Switching between them only registers the
 other object in the module.

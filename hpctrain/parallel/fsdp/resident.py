@@ -1,4 +1,4 @@
-"""Unsharded parameters that stay in memory and are gathered once after each change (ZeRO 1 and 2, or on one node).
+"""Unsharded parameters that stay in memory and are gathered once after each change.
 
 Note: shards in memory that the node shares. If the ranks of a node share memory, the unsharded
 parameters exist once per node. The shards of a rank are its slices of them, which its optimizer

@@ -295,7 +295,7 @@ class ShardedDataParallel(Strategy):
     # Updates ----------------------------------------------------------------------------------------------------------
 
     def update_early(self, optimizer: torch.optim.Optimizer) -> None:
-        """Allow early updates: they never read gradients, and ``announce_update`` precedes each last backward pass.
+        """Allow early updates: the caller reads no gradients, and calls ``announce_update`` before each last pass.
 
         The update uses the hyperparameters at the time of that pass. Shards on the host are then
         updated while the pass runs.

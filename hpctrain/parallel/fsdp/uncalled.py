@@ -1,4 +1,7 @@
-"""Search for modules that are never called because others read their parameters: hooks on them would never run."""
+"""Search for modules that are never called: hooks on them would never run.
+
+Such modules have no ``forward``, or other modules read their parameters.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +12,9 @@ from torch.nn.utils import parametrize
 def uncalled(model: nn.Module) -> dict[nn.Module, str]:
     """Return the modules inside a model that are never called, each with the reason and the name to use instead.
 
-    These are modules without a ``forward`` (``ModuleList``, ``ModuleDict``, ``ParameterList``), the
-    modules inside a ``MultiheadAttention``, which reads the weight of its projection, and
-    parametrizations, which run when a weight is read.
+    These are modules without a ``forward`` (``ModuleList``, ``ModuleDict``, ``ParameterList``), and
+    the modules inside a ``MultiheadAttention``, which reads the weight of its projection.
+    Parametrizations are included too, because they run when a weight is read.
     """
     found: dict[nn.Module, str] = {}
     for name, module in model.named_modules():

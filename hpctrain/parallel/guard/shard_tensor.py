@@ -1,10 +1,10 @@
 """Tensors that hold one rank's part of a parameter; operations that need the other parts raise an error.
 
-Between the passes, a program sees parameters of which this rank holds a part: a slice (zero1,
-zero2, fsdp, tensor parallelism) or those of one pipeline stage. Element-wise operations on them
-give the same result as one process. A sum, a norm or a product gives only this rank's share,
-without any error. Therefore these parameters have the class ``ShardParameter`` at that time.
-Element-wise functions run and return a ``ShardTensor``; all others raise.
+Between the passes, a program sees only this rank's part of the parameters: a slice of each (zero1,
+zero2, fsdp, tensor parallelism), or the parameters of one pipeline stage. Element-wise operations
+on them give the same result as in one process. A sum, a norm or a product gives only this rank's
+share, without any error. Therefore these parameters have the class ``ShardParameter`` between the
+passes. Element-wise functions run and return a ``ShardTensor``; all others raise ``UsageError``.
 
 Note: why the class is switched. An optimizer must find plain ``nn.Parameter``: a subclass doubles
 the time of fused AdamW on 200 small parameters, and disables foreach on CUDA, where ``type(p)`` is
@@ -109,7 +109,7 @@ class ShardTensor(Tensor):
 
 
 class ShardParameter(nn.Parameter):
-    """Parameter of which this rank holds a part; an exact ``nn.Parameter`` during updates."""
+    """This rank's part of a parameter; an exact ``nn.Parameter`` during updates."""
 
     @classmethod
     def __torch_function__(
@@ -187,7 +187,7 @@ def _position_error(name: str, part: Part) -> UsageError:
 
 
 def _check_converted(parameter: Tensor, converted: Tensor) -> None:
-    """Raise ``UsageError`` if ``model.to`` converts a part to another dtype or device; other conversions change nothing."""
+    """Raise ``UsageError`` if a conversion (``model.to``) changes the dtype or device of a part."""
     with plain_tensors():
         before, after = (parameter.dtype, parameter.device), (converted.dtype, converted.device)
     if before != after:

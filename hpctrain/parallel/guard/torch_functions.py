@@ -201,7 +201,7 @@ def _over_ranks(strategy: Strategy, own: Sequence[tuple[Tensor, Part]], order: f
 
 
 def _powers(tensors: Sequence[Tensor], order: float, device: torch.device) -> Tensor:
-    """Return the sum of the powers of all elements; for an infinite order, their largest (or smallest) absolute value."""
+    """Return the sum of the powers of all elements; for an infinite order, the largest (or smallest) magnitude."""
     filled = [tensor for tensor in tensors if tensor.numel()]
     if not filled:
         return torch.tensor(_neutral(order), dtype=torch.float64, device=device)

@@ -3,8 +3,8 @@
 Note: bitwise equality. Torch's fused kernels compute 16 floats (a cache line) at a time from the
 beginning of a tensor, and compute the remainder at its end in another way. If a slice begins at a
 multiple of 16 floats, its result equals that of the whole tensor. Loops of plain calls give every
-element the same bits wherever it is. State of the whole tensor (the step count) is shared by the
-slices. The first update, which creates the states, is made by torch.
+element the same bits wherever it is in memory. State of the whole tensor (the step count) is shared
+by the slices. The first update, which creates the states, is made by torch.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ CHOOSE = -1.0  # device_fraction: chosen by the balance of device, host and the 
 
 @dataclass(frozen=True)
 class OffloadSettings:
-    """Data that lives in host memory instead of device memory."""
+    """Settings of offload: which data lives in host memory instead of device memory."""
 
     # Master weights, gradients and optimizer states; the host's cores make the update.
     optimizer: bool = False

@@ -49,7 +49,7 @@ class ShareFinder:
         self._streams.synchronize(self._streams.record(self._streams.current()))
 
     def pieces(self, one_pass: OnePass, nbytes: Sequence[int]) -> list[int]:
-        """Return the indices of the groups that move to the device after this step; none if it is too early.
+        """Return the indices of the groups that move to the device after this step; an empty list if it is too early.
 
         ``nbytes`` are the sizes of the groups' masters, in the order in which their gradients are
         computed.

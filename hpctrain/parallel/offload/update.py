@@ -128,7 +128,7 @@ class OnePass:
         return cut
 
     def _cut(self, kernel: Kernel | None, rows: Sequence[tuple[Row, Cut]]) -> Sequence[Batch]:
-        """Increment the step counts, and divide the update into batches of one thread each."""
+        """Increment the step counts, and divide the update into batches for the threads."""
         assert kernel is not None, "rows were made by it"
         steps = [row.step for row, _ in rows if row.step is not None]
         if steps:
@@ -144,7 +144,7 @@ class OnePass:
             batch.update(factor, self._numel)
 
         # While other threads compute, torch's threads wait for each other in every call (see
-        # hands). Otherwise torch's threads are faster.
+        # ``hands``). Otherwise torch's threads are faster.
         if self._hands_always or threading.current_thread() is not threading.main_thread():
             self._hands.each(update, cut)
         else:

@@ -2,8 +2,8 @@
 
 Note: how a thread ends. It is a daemon, so that it never keeps a process alive. But a thread that
 executes torch code while the interpreter shuts down crashes the process. Therefore the end of the
-program, and of the worker, first waits for the job in progress and drops the others. A child
-created by ``fork`` has no threads: its first job starts a new one.
+program, and the garbage collection of the worker, first waits for the job in progress and drops the
+others. A child created by ``fork`` has no threads: its first job starts a new one.
 """
 
 from __future__ import annotations
