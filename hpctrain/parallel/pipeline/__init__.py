@@ -1,1 +1,1 @@
-"""Cut a model into stages that work on microbatches one behind the other."""
+"""Pipeline parallelism: model partition, schedules, communication between stages, and the engine."""

@@ -1,4 +1,4 @@
-"""Name what a rank of a pipeline does: one kind of work, for one chunk of the model and one microbatch."""
+"""Actions of a pipeline rank: one kind of pass for one chunk of the model and one microbatch."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ from enum import Enum
 
 
 class Kind(Enum):
-    """Be a kind of work; the letter stands in texts and pictures."""
+    """Kind of an action; its letter is used in texts and plots."""
 
     FORWARD = "F"
     BACKWARD = "B"  # gradients of inputs and weights
     INPUT = "I"  # gradients of inputs only
     WEIGHT = "W"  # gradients of weights, after those of the inputs
-    UPDATE = "U"  # the optimizer's step
+    UPDATE = "U"  # the optimizer step
 
     @property
     def word(self) -> str:
-        """Return the name that traces and pictures have for it."""
+        """Return the name of the kind in traces and plots."""
         return self.name.lower()
 
 
 @dataclass(frozen=True)
 class Action:
-    """Be one piece of work; ``chunk`` counts through the whole model, from its input."""
+    """One action of a schedule; chunks are numbered through the whole model, from its input."""
 
     kind: Kind
     chunk: int
@@ -33,14 +33,14 @@ class Action:
         return f"{self.kind.value}{self.microbatch}"
 
 
-Actions = list[Action]  # of one rank, in the order in which it carries them out
+Actions = list[Action]  # of one rank, in execution order
 
 
 def forward(chunk: int, microbatch: int) -> Action:
-    """Return a forward pass."""
+    """Return the forward pass of a microbatch on a chunk."""
     return Action(Kind.FORWARD, chunk, microbatch)
 
 
 def backward(chunk: int, microbatch: int) -> Action:
-    """Return a whole backward pass."""
+    """Return the whole backward pass of a microbatch on a chunk."""
     return Action(Kind.BACKWARD, chunk, microbatch)

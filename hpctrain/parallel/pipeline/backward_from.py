@@ -1,8 +1,9 @@
-"""Backward pass from tensors whose gradients are given.
+"""Backward pass from tensors with given gradients.
 
-``torch.autograd.backward`` with gradients imports ``torch.fx.experimental.symbolic_shapes``, and with it sympy, to
-compare shapes: 34 MB and seconds of a core on every rank (torch 2.13). From a number it imports nothing. So the tensors
-are made the inputs of one number, whose backward pass hands them the gradients that were given.
+``torch.autograd.backward`` with gradients imports ``torch.fx.experimental.symbolic_shapes``, and
+with it sympy, to compare shapes. This costs 34 MB and seconds of CPU time on every rank (torch
+2.13). From a scalar it imports nothing. The tensors are therefore made the inputs of one scalar,
+whose backward pass returns the given gradients.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from torch import Tensor
 
 
 def backward_from(outputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
-    """Add to the leaves' gradients what the ``gradients`` of these outputs make; each output requires one."""
+    """Backpropagate ``gradients`` from these outputs into the leaves; each output requires a gradient."""
     for output, gradient in zip(outputs, gradients, strict=True):
         if output.shape != gradient.shape:
             raise ValueError(f"gradient of shape {tuple(gradient.shape)} for an output of {tuple(output.shape)}")
@@ -23,16 +24,16 @@ def backward_from(outputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> Non
 
 
 class _Root(torch.autograd.Function):
-    """A number whose inputs get gradients that were given."""
+    """Scalar whose inputs receive given gradients."""
 
     @staticmethod
     def forward(ctx: Any, gradients: list[Tensor], *outputs: Tensor) -> Tensor:
-        """Return a number."""
+        """Return a scalar."""
         ctx.gradients = gradients
         return torch.zeros((), device=outputs[0].device)
 
     @staticmethod
     def backward(ctx: Any, *_: Tensor) -> Any:
-        """Return the gradients, and let go of them."""
+        """Return the gradients and release them."""
         gradients, ctx.gradients = ctx.gradients, ()
         return (None, *gradients)

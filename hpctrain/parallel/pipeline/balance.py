@@ -1,4 +1,4 @@
-"""Choose the stages of a row of layers, by what the layers cost or by what the user says."""
+"""Partition of a sequence of layers into stages, by the costs of the layers or as the user specifies."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ def balance(
     example: Any = None,
     device: torch.device = torch.device("cpu"),
 ) -> list[range]:
-    """Return the layers of each part: numbers into ``layers``.
+    """Return the layers of each part as ranges of indices into ``layers``.
 
-    ``how`` is a measure of ``costs``, the number of layers of each part, or names of layers at which parts begin. Time
-    is measured on this rank: let one rank do so and the others take its result.
+    ``how`` is a measure of ``costs``, the number of layers of each part, or the names of the layers
+    at which parts begin. Time is measured on the calling rank. Call this on one rank and broadcast
+    the result.
     """
     check_parts(len(layers), parts)
     if not isinstance(how, str):

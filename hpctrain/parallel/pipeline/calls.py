@@ -1,12 +1,13 @@
-"""How a call of a model becomes calls of its layers, one after the other.
+"""Distribution of the arguments of a model to the calls of its layers.
 
-What a layer returns is the first argument of the next one; a tuple is spread over its arguments if its ``forward``
-takes several. An argument of the model goes to every layer whose ``forward`` has a parameter of that name, on whatever
-stage that layer is, and so does the default of one that is not given; arguments whose names no layer has go to the
-first layer, in order.
+The return value of a layer is the first argument of the next layer. If the next ``forward`` takes
+several arguments, a tuple is unpacked. An argument of the model goes to every layer whose
+``forward`` has a parameter of that name, on whatever stage that layer is. The same holds for the
+default of an argument that is not given. Arguments whose names no layer has go to the first layer,
+in order.
 
-Layers of an ``nn.Sequential`` keep its meaning, by which each takes one argument: there only parameters without a
-default count, without which the layer cannot be called in one process either.
+Layers of an ``nn.Sequential`` take one argument each. There, only parameters without a default
+count; with more than one of these, the layer cannot be called in a single process either.
 """
 
 from __future__ import annotations
@@ -34,16 +35,16 @@ _RULE = (
 
 @dataclass(frozen=True)
 class Takes:
-    """What a layer's ``forward`` takes; only required parameters if the layer is in an ``nn.Sequential``."""
+    """Parameters of a layer's ``forward``; only the required ones if the layer is in an ``nn.Sequential``."""
 
     positional: tuple[str, ...]
-    names: frozenset[str]  # that may be given by keyword
-    several: bool  # whether a tuple is spread over the arguments
+    names: frozenset[str]  # names that may be given by keyword
+    several: bool  # whether a tuple is unpacked
     signature: inspect.Signature | None
 
     @classmethod
     def of(cls, call: Any, *, required: bool = False) -> Takes:
-        """Describe a callable; what has no signature, as functions of C have not, takes one argument."""
+        """Return the parameters of a callable; one without a signature, such as a C function, takes one argument."""
         signature = signature_of(call)
         if signature is None:
             return cls((), frozenset(), False, None)
@@ -56,11 +57,11 @@ class Takes:
         return cls(positional, names, variadic or len(positional) > 1, signature)
 
     def later(self) -> frozenset[str]:
-        """Return the names that the layer may get by keyword if another layer comes before it."""
+        """Return the names that the layer may receive by keyword if another layer precedes it."""
         return self.names - set(self.positional[:1])
 
     def fits(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
-        """Say why a call does not fit; empty if it does."""
+        """Return why a call does not fit; empty if it does."""
         if self.signature is not None:
             try:
                 self.signature.bind(*args, **kwargs)
@@ -81,12 +82,12 @@ def signature_of(call: Any) -> inspect.Signature | None:
 
 
 def spread(layer: Layer, x: Any) -> tuple[Any, ...]:
-    """Return the positional arguments that a layer gets for what the one before it returned."""
+    """Return a layer's positional arguments for the return value of the previous layer."""
     return x if type(x) is tuple and layer.takes.several else (x,)
 
 
 def call_layer(layer: Layer, x: Any, named: Mapping[str, Any]) -> Any:
-    """Call a layer with what the one before it returned, and with the model's arguments that it names."""
+    """Call a layer with the return value of the previous layer, and with the model's arguments that it names."""
     takes, args = layer.takes, spread(layer, x)
     filled = takes.positional[: len(args)]
     kwargs = {name: value for name, value in named.items() if name in takes.names and name not in filled}
@@ -109,7 +110,7 @@ def _called(layer: Layer, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> A
 
 @dataclass(frozen=True)
 class Call:
-    """The arguments of one microbatch: those of the first layer, and those that later layers name."""
+    """Arguments of one microbatch: those of the first layer, and those that later layers name."""
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any] = field(default_factory=dict)
@@ -117,7 +118,7 @@ class Call:
 
     @classmethod
     def of(cls, example: Any) -> Call:
-        """Return the call in which the first layer gets one argument."""
+        """Return the call that passes one argument to the first layer."""
         return example if isinstance(example, Call) else cls((example,))
 
     def first(self, layer: Layer) -> Any:
@@ -129,7 +130,7 @@ class Call:
 
 
 class Caller:
-    """Distributor of a model's arguments to its layers; made while the model has its own ``forward``."""
+    """Distributor of a model's arguments to its layers; create it while the model has its own ``forward``."""
 
     def __init__(self, model: nn.Module, layers: Sequence[Layer]) -> None:
         self._kind, self._first = type(model).__name__, layers[0]
@@ -139,12 +140,12 @@ class Caller:
         self._later = frozenset(name for layer in layers[1:] for name in layer.takes.later())
 
     def bind(self, arguments: Arguments) -> Call:
-        """Return which arguments go where. Raises ``UsageError`` for arguments that the model does not take."""
+        """Return the distribution of arguments. Raises ``UsageError`` if the model does not take them."""
         entries = self._entries(arguments)
         takes = self._first.takes
         by_name = {name: value for name, value in entries if name is not None and name in takes.names}
         args = tuple(value for name, value in entries if name not in by_name and name not in self._later)
-        if by_name:  # the others fill the parameters that are left
+        if by_name:  # the others fill the remaining parameters
             free = [name for name in takes.positional if name in takes.names and name not in by_name]
             by_name |= dict(zip(free, args))
             args = args[len(free) :]
@@ -194,7 +195,7 @@ class Caller:
 
 
 def run_layers(layers: Sequence[Layer], call: Call) -> Any:
-    """Return what a row of layers makes of a call, as the stages of a pipeline do."""
+    """Return the result of a sequence of layers for a call, as the stages of a pipeline compute it."""
     x = call.first(layers[0])
     for layer in layers[1:]:
         x = call_layer(layer, x, call.named)

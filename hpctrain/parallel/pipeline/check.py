@@ -1,4 +1,4 @@
-"""Hold a schedule to what every schedule promises; none that ``make`` returns can fail here."""
+"""Validation of a pipeline schedule against the rules of every schedule; schedules from ``make`` always pass."""
 
 from __future__ import annotations
 
@@ -7,16 +7,17 @@ from hpctrain.parallel.pipeline.action import Action, Kind
 from hpctrain.parallel.pipeline.order import playable
 from hpctrain.parallel.pipeline.schedule import Schedule
 
-# Together they leave no pass out: what has no whole backward pass has both halves.
+# Together these leave no pass out: an action without a whole backward pass has both halves.
 _ONCE = ((Kind.FORWARD,), (Kind.BACKWARD, Kind.INPUT), (Kind.BACKWARD, Kind.WEIGHT))
 
 
 def check(schedule: Schedule) -> None:
-    """Raise ``UsageError`` unless a schedule computes everything once, in order, and comes to its end.
+    """Raise ``UsageError`` unless a schedule computes every pass once, in order, and without deadlock.
 
-    Every chunk takes each microbatch forwards once and back once, in one piece or in two, in the order of the
-    microbatches; updates follow their backward pass at once and leave the last one out. Where receives block and sends
-    do not, no rank waits for ever.
+    Every chunk computes one forward and one backward pass per microbatch, in the order of the
+    microbatches. A backward pass is one action, or an input pass and a weight pass. Updates
+    directly follow their backward pass and omit the last one. With blocking receives and buffered
+    sends, no rank waits forever.
     """
     if len(schedule.actions) != schedule.ranks or schedule.chunks % schedule.ranks:
         raise _refused(schedule, f"{len(schedule.actions)} lists of actions, {schedule.chunks} chunks")

@@ -1,13 +1,15 @@
-"""Comparison of what a model's layers compute with what its ``forward`` computes, once, before the first step.
+"""Comparison of a model's ``layers()`` with its ``forward``, once, before the first step.
 
-A model that is cut runs by its ``layers()``; its ``forward`` runs without a pipeline. If the two differ, the pipeline
-trains another model, without any error. Both run here on one microbatch, in one process, before the first pass.
+A partitioned model runs by its ``layers()``; its ``forward`` runs without a pipeline. If the two
+differ, the pipeline trains another model, without any error. Both run here on one microbatch, in
+one process, before the first pass.
 
-Inputs are known at the first step, when the parameters have been cut. So the first stage keeps the whole model, as it
-was built on this rank anyway, until then. To gather the parameters instead would need them whole at that moment, beside
-what the data and tensor axes have made of them, and messages of all stages. What is compared is the code, not the
-values, so it does not matter if a checkpoint has been loaded since. Models that were never whole, on the meta device,
-and those that are large against the free memory are left out.
+Inputs are known only at the first step, when the parameters have already been partitioned. The
+first stage therefore keeps the whole model until then; this rank has built it anyway. Gathering the
+parameters instead would need all of them at that moment, in addition to the sharded parameters of
+the data and tensor axes, and messages of all stages. The comparison covers the code and not the
+values, so a checkpoint loaded in between does not matter. Models that were never materialised (meta
+device), and models that are large relative to the free memory, are not compared.
 """
 
 from __future__ import annotations
@@ -34,8 +36,9 @@ from hpctrain.parallel.pipeline.layers import Layer, find_layers
 from hpctrain.parallel.pipeline.skip import carrying
 from hpctrain.parallel.sync_batchnorm import SyncBatchNorm
 
-SHARE = 0.25  # of the free memory that the whole models of a node, or one on a GPU, may take
-# The largest difference against the largest output. Layers that are called in the same order give the same bits.
+SHARE = 0.25  # fraction of the free memory that the whole models of a node, or one on a GPU, may take
+# Largest allowed difference relative to the largest output. Layers called in the same order give the same
+# bits.
 CLOSE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.complex64: 1e-4, torch.complex128: 1e-9}
 HALF_CLOSE = 0.02
 CGROUP = (
@@ -43,14 +46,15 @@ CGROUP = (
     ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
 )
 FAILED = "forward() fails:"
-OWN = "hpctrain.models."  # compared by our tests
+OWN = "hpctrain.models."  # compared by the tests of this project
 
 
 class LayersCheck:
-    """Check of ``layers()`` against ``forward()`` on the first microbatch; collective over ``comm``, the stages.
+    """Comparison of ``layers()`` with ``forward()`` on the first microbatch. Collective over ``comm``, the stages.
 
-    Make it before the model is cut; the first stage keeps the whole model until the check has run. ``held`` are the
-    tensors that stay in the model on this rank, by id, of which there is a copy.
+    Create it before the model is partitioned. The first stage keeps the whole model until the check
+    has run. ``held`` contains the ids of the tensors that stay in the model on this rank; these are
+    copied.
     """
 
     def __init__(self, model: nn.Module, comm: Communicator, near: int, device: torch.device, held: set[int]) -> None:
@@ -70,11 +74,11 @@ class LayersCheck:
                 self._skip(why)
 
     def drop(self) -> None:
-        """Let go of the whole model; there will be no comparison."""
+        """Free the whole model and skip the comparison."""
         self._due, self._whole = False, None
 
     def __call__(self, arguments: Arguments) -> None:
-        """Compare, the first time, on a microbatch. Raises ``UsageError`` on all stages if the results differ."""
+        """Compare on the first microbatch only. Raises ``UsageError`` on all stages if the results differ."""
         if not self._due:
             return
         self._due = False
@@ -105,7 +109,7 @@ class LayersCheck:
                 "or make what it does besides a layer",
                 everywhere=True,
             )
-        elif trains and not any(isinstance(module, SyncBatchNorm) for module in modes):  # which would communicate
+        elif trains and not any(isinstance(module, SyncBatchNorm) for module in modes):  # would communicate
             for module, training in modes.items():
                 module.training = training
             trained = self._both(whole, layers, arguments, call)
@@ -119,7 +123,7 @@ class LayersCheck:
                 )
 
     def _both(self, whole: nn.Module, layers: Sequence[Layer], arguments: Arguments, call: Call) -> str:
-        """Run both with the same random numbers; say how they differ, or that forward fails; empty if they agree."""
+        """Run both with the same random numbers; return how they differ or that forward fails, empty if they agree."""
         buffers = {name: buffer.clone() for name, buffer in whole.named_buffers()}
         with torch.no_grad(), torch.autocast(self._device.type, enabled=False):
             try:
@@ -138,7 +142,7 @@ class LayersCheck:
 
 
 def _kept(model: nn.Module, held: set[int]) -> nn.Module:
-    """Return a whole model of which only the tensors of this stage are copies."""
+    """Return a whole model in which only the tensors of this stage are copies."""
     memo: dict[int, Any] = {}
     for tensor in _tensors(model):
         mine = tensor.detach().clone() if id(tensor) in held else tensor.detach()
@@ -147,7 +151,7 @@ def _kept(model: nn.Module, held: set[int]) -> nn.Module:
 
 
 def _too_large(model: nn.Module, near: int) -> str:
-    """Say why a model is not kept; ``near`` ranks of this node may keep one each."""
+    """Return why a model is not kept, empty if it is; up to ``near`` ranks of this node keep one each."""
     tensors = _tensors(model)
     if any(tensor.is_meta for tensor in tensors):
         return "the model is on the meta device"
@@ -158,7 +162,7 @@ def _too_large(model: nn.Module, near: int) -> str:
 
 
 def free_memory() -> int:
-    """Return the bytes of the host's memory that are free, within the limit of the job's cgroup."""
+    """Return the free bytes of host memory, within the limit of the job's cgroup."""
     rows = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
     free = next((int(row.split()[1]) * 1024 for row in rows if row.startswith("MemAvailable:")), 0)
     for most, used in CGROUP:
@@ -176,7 +180,7 @@ def _tensors(model: nn.Module) -> list[Tensor]:
 
 @contextmanager
 def _same_draws(device: torch.device) -> Iterator[None]:
-    """Put the generators of torch, NumPy and Python back after the ``with`` block to where they were."""
+    """Restore the generators of torch, NumPy and Python after the ``with`` block."""
     numpy, python = np.random.get_state(), random.getstate()
     try:
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
@@ -187,7 +191,7 @@ def _same_draws(device: torch.device) -> Iterator[None]:
 
 
 def _difference(forward: Any, layers: Any) -> str:
-    """Say how two results differ; empty if they are equal up to rounding."""
+    """Return how two results differ; empty if they are equal up to rounding."""
     (one, mine), (other, theirs) = take_apart(forward), take_apart(layers)
     if one != other or len(mine) != len(theirs):
         return f"forward returned {_told(one, mine)}, layers() {_told(other, theirs)}"
@@ -202,7 +206,7 @@ def _difference(forward: Any, layers: Any) -> str:
 
 
 def _largest(a: Tensor, b: Tensor) -> tuple[float, str]:
-    """Return the largest difference against what rounding allows, and what to say of it if that is above 1."""
+    """Return the largest difference relative to the tolerance, and its description if that is above 1."""
     if torch.equal(a, b) or not a.numel():
         return 0.0, ""
     wide = torch.complex128 if a.is_complex() else torch.float64

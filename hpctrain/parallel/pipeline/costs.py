@@ -1,12 +1,17 @@
-"""Say what the layers of a row cost, so that stages can be made equal.
+"""Costs of layers, from which stages of equal cost are formed.
 
-``compute`` counts multiplications and additions. With an example it runs the layers on the meta device, where nothing
-is computed, and counts every matrix product, convolution and attention. Without one it goes by the weights: each number
-in a weight of a linear layer or convolution is used once for every position, so it counts twice (multiply and add); of
-an embedding a row is looked up, which costs next to nothing; other parameters count once each. A module whose products
-are not in its weights, as those of attention are not, may say what they come to for one position by a method
-``flops_beside_weights()``. So a head as wide as the vocabulary counts in full, and the embedding before it does not.
-How many positions an image has after which layer is not in the weights: a model with convolutions needs an example.
+``compute`` counts multiplications and additions. With an example, it runs the layers on the meta
+device, where nothing is computed, and counts every matrix product, convolution and attention.
+
+Without an example, it estimates from the weights. Each element of a weight of a linear layer or
+convolution is used once per position, so it counts twice (multiply and add). An embedding only
+looks up a row, which costs next to nothing. Other parameters count once per element. The products
+of some modules, such as attention, are not visible in their weights. Such a module may return their
+number for one position from a method ``flops_beside_weights()``.
+
+A head as wide as the vocabulary therefore counts in full, and the embedding does not. The number of
+positions of an image after a layer does not follow from the weights: a model with convolutions
+needs an example.
 """
 
 from __future__ import annotations
@@ -33,7 +38,7 @@ from hpctrain.parallel.pipeline.skip import carrying
 Running = Callable[[Any], Any]
 MEASURES = ("compute", "time", "parameters")
 _LOOKED_UP = (nn.Embedding, nn.EmbeddingBag)
-_MULTIPLIED = 2  # dims that a parameter has at least where it is multiplied with what comes in
+_MULTIPLIED = 2  # a parameter with at least this many dims is multiplied with the input
 
 
 def costs(
@@ -41,7 +46,8 @@ def costs(
 ) -> list[float]:
     """Return the cost of each layer by ``how``: compute, time (in seconds) or parameters.
 
-    ``example`` is a ``Call`` with a microbatch, or what the first layer takes; only time needs one.
+    ``example`` is a ``Call`` with a microbatch, or the input of the first layer. Only time requires
+    it.
     """
     if how == "parameters":
         return [float(sum(one.numel() for one in layer.module.parameters())) for layer in layers]
@@ -61,7 +67,7 @@ def costs(
 
 
 def estimated(module: nn.Module) -> float:
-    """Return the operations of a module's forward pass for one position, by its weights."""
+    """Return the operations of a module's forward pass for one position, estimated from its weights."""
     total = 0.0
     for part in module.modules():
         beside = getattr(part, "flops_beside_weights", None)
@@ -73,7 +79,7 @@ def estimated(module: nn.Module) -> float:
 
 
 def counted(layers: Sequence[Layer], example: Any) -> list[float]:
-    """Return the operations of each layer's forward pass on an example, which only lends its shape and dtype."""
+    """Return the operations of each layer's forward pass on an example, of which only shape and dtype are used."""
     found = []
 
     def run(call: Running, x: Any) -> Any:
@@ -87,15 +93,15 @@ def counted(layers: Sequence[Layer], example: Any) -> list[float]:
 
 
 def measured(layers: Sequence[Layer], example: Any, device: torch.device, repeats: int = 5) -> list[float]:
-    """Return the seconds of each layer's forward and backward pass on an example: medians of several.
+    """Return the seconds of each layer's forward and backward pass on an example, as a median of ``repeats`` passes.
 
-    Each layer is copied to the device for that, one after the other, so that a model on the meta device never has all
-    its memory, and nothing is left behind in the model or in torch's generators.
+    The layers are copied to the device one after the other, so a model on the meta device never
+    needs all its memory. The model and torch's generators are left unchanged.
     """
     found = []
 
     def run(call: Running, x: Any) -> Any:
-        result, _ = _timed(call, x, device)  # warms up
+        result, _ = _timed(call, x, device)  # warm-up
         found.append(statistics.median(_timed(call, x, device)[1] for _ in range(repeats)))
         return result
 
@@ -108,7 +114,7 @@ def measured(layers: Sequence[Layer], example: Any, device: torch.device, repeat
 def _walk(
     layers: Sequence[Layer], example: Any, device: torch.device, run: Callable[[Running, Any], Any]
 ) -> None:
-    """Let ``run`` call a copy of every layer, as often as it likes, on what the one before it returned."""
+    """Pass ``run`` a callable for a copy of each layer, and the output of the previous layer."""
     given = mapped(Call.of(example), lambda one: one.detach().to(device))
     x: Any = given
     kept: dict[str, Tensor] = {}
@@ -122,7 +128,7 @@ def _walk(
 
 
 def _calling(layer: Layer, given: Call, kept: dict[str, Tensor]) -> Running:
-    """Return what runs a layer, each time among the same tensors that layers before it have kept."""
+    """Return a function that runs a layer; each run sees the same tensors stored by earlier ``Keep`` layers."""
     before = {name: one.detach() for name, one in kept.items()}
 
     def call(x: Any) -> Any:
@@ -153,7 +159,7 @@ def _finish(device: torch.device) -> None:
 
 
 def _copy(module: nn.Module, device: torch.device) -> nn.Module:
-    """Return a copy on a device; what had no memory gets small numbers, whose size does not change what they cost."""
+    """Return a copy on a device; tensors without memory get small numbers, whose magnitude does not change the cost."""
     memo: dict[int, Any] = {}
     with _without_gradients(module):
         for tensor in [*module.parameters(), *module.buffers()]:
@@ -173,7 +179,7 @@ def _on(tensor: Tensor, device: torch.device) -> Tensor:
 
 @contextmanager
 def _without_gradients(module: nn.Module) -> Iterator[None]:
-    """Keep gradients out of copies for the ``with`` block."""
+    """Exclude gradients from copies for the ``with`` block."""
     gradients = [(parameter, parameter.grad) for parameter in module.parameters()]
     for parameter, _ in gradients:
         parameter.grad = None

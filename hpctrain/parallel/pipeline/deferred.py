@@ -1,13 +1,15 @@
-"""Part the backward pass of linear layers: gradients of their inputs at once, those of their weights when asked for.
+"""Split backward pass of linear layers: input gradients at once, weight gradients on request.
 
-After Qi et al., "Zero Bubble Pipeline Parallelism", 2023: what a stage's neighbour waits for is the gradient of the
-stage's input; gradients of weights can fill the time in which the stage would wait itself.
+After Qi et al., "Zero Bubble Pipeline Parallelism", 2023: a stage's neighbour waits only for the
+gradient of the stage's input. Gradients of weights can fill the time in which the stage itself
+would wait.
 
-Note: within ``putting_off``, ``torch.nn.functional.linear`` computes with detached weights, through which autograd
-finds the gradient of the input alone, and the result passes a node that puts what comes to it into the store. ``flush``
-then multiplies as autograd would have (same products, same order, same bits) and hands the result to the parameter as
-autograd does, so that hooks on it run. Norms, embeddings, convolutions and all else are not deferred, nor is what is
-inside of a ``torch.utils.checkpoint`` of the user's.
+Note: within ``putting_off``, ``torch.nn.functional.linear`` computes with detached weights, so
+autograd computes the gradient of the input only. The result passes an autograd node that stores its
+incoming gradient. ``flush`` then multiplies as autograd would (same products, same order, same
+bits). It accumulates the result in the parameter through autograd, so that the parameter's hooks
+run. Norms, embeddings, convolutions and all other functions are not deferred. Neither are layers
+inside a ``torch.utils.checkpoint`` of the user's code.
 """
 
 from __future__ import annotations
@@ -30,19 +32,19 @@ from hpctrain.parallel.pipeline.backward_from import backward_from
 
 @dataclass(frozen=True, eq=False)
 class _Call:
-    """Remember one call of a linear layer: whose gradients are due, and how autograd would have computed them."""
+    """One call of a linear layer: the parameters whose gradients are due, and how autograd would have computed them."""
 
     store: Deferred
     key: Hashable
-    weight: Tensor | None  # None where it is frozen
+    weight: Tensor | None  # None if it is frozen
     bias: Tensor | None
-    columns: bool  # whether autograd lays the weight's gradient out by columns
-    rows: bool  # whether the bias has been added to a matrix of rows
+    columns: bool  # whether autograd stores the weight's gradient in column-major order
+    rows: bool  # whether the bias was added to a matrix of rows
 
 
 @dataclass(frozen=True, eq=False)
 class _Due:
-    """Hold what the gradients of one call are computed from."""
+    """Operands from which the weight gradients of one call are computed."""
 
     call: _Call
     x: Tensor
@@ -50,9 +52,10 @@ class _Due:
 
 
 class Deferred:
-    """Store what gradients of weights are computed from, by a key: one for each microbatch of each chunk.
+    """Store of deferred weight gradients, by a key: one key per microbatch of each chunk.
 
-    Parameters in ``whole`` are not deferred: those that something else than a linear layer uses as well, so that their
+    It corresponds to the ``WeightGradStore`` of Zero Bubble. Parameters in ``whole`` are not
+    deferred. These are parameters that other functions than a linear layer also use. Their
     gradients would not add up in autograd's order.
     """
 
@@ -62,7 +65,10 @@ class Deferred:
 
     @contextmanager
     def putting_off(self, key: Hashable) -> Iterator[None]:
-        """Let linear layers that this thread calls put their part into the store, when backward comes to them."""
+        """Defer the weight gradients of linear layers that this thread calls in the ``with`` block.
+
+        The operands are stored when the backward pass reaches the layer.
+        """
         mode = _Mode(self, key)
         _ACTIVE.modes.append(mode)
         try:
@@ -72,7 +78,7 @@ class Deferred:
             _ACTIVE.modes.pop()
 
     def flush(self, key: Hashable) -> None:
-        """Compute the gradients of weights that are due for a key, add them to those of the parameters and let go."""
+        """Compute the deferred weight gradients of a key, add them to the parameters' own, and free the operands."""
         due = deque(self._due.pop(key, ()))
         uses = Counter(parameter for one in due for parameter in _parameters(one.call))
         sums: dict[Tensor, Tensor] = {}
@@ -84,26 +90,26 @@ class Deferred:
                     backward_from([parameter], [sums.pop(parameter)])
 
     def drop(self) -> None:
-        """Forget everything that is due."""
+        """Drop all deferred gradients."""
         self._due.clear()
 
     @property
     def keys(self) -> Collection[Hashable]:
-        """Return the keys for which something is due."""
+        """Return the keys with deferred gradients."""
         return tuple(self._due)
 
     def defers(self, weight: Any, bias: Any) -> bool:
-        """Tell whether the gradients of these two can be computed later."""
+        """Return whether the gradients of a weight and a bias can be deferred."""
         wanted = [one for one in (weight, bias) if one is not None and one.requires_grad]
         return bool(wanted) and all(one.is_leaf and id(one) not in self._whole for one in wanted)
 
     def put(self, due: _Due) -> None:
-        """Remember what has come to a call."""
+        """Store the operands of a call."""
         self._due.setdefault(due.call.key, []).append(due)
 
 
 class _Active(threading.local):
-    """Hold what the thread defers to, the innermost last."""
+    """Active modes of the thread, the innermost last."""
 
     def __init__(self) -> None:
         self.modes: list[_Mode] = []
@@ -113,9 +119,10 @@ _ACTIVE = _Active()
 
 
 def again() -> Callable[[], AbstractContextManager[None]]:
-    """Return what makes layers that run twice, perhaps in another thread, defer in both runs as is done here.
+    """Return a context factory for layers that run twice, perhaps in another thread, so that both runs defer as here.
 
-    Each of the two runs must be in what this returns, or none of their gradients is deferred.
+    Each of the two runs must be inside such a context; otherwise none of their gradients is
+    deferred.
     """
     if not _ACTIVE.modes:
         return nullcontext
@@ -124,7 +131,7 @@ def again() -> Callable[[], AbstractContextManager[None]]:
 
 
 class _Mode(TorchFunctionMode):
-    """Replace linear layers as they are called."""
+    """Torch function mode that replaces calls of linear layers."""
 
     def __init__(self, store: Deferred, key: Hashable) -> None:
         super().__init__()
@@ -138,7 +145,7 @@ class _Mode(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
     def _runs_elsewhere(self) -> bool:
-        """Tell whether what is called now will be called again where this mode is not known, and must then be plain."""
+        """Return whether the current call will be recomputed outside this mode, and must therefore not be deferred."""
         hooks = _hooks()
         return hooks is not None and hooks != self._hooks and hooks[0].__module__ == checkpoint.__module__
 
@@ -147,9 +154,9 @@ class _Mode(TorchFunctionMode):
             return F.linear(input, weight, bias)
         x, narrow, narrow_bias = (_cast(one, input.device.type) for one in (input, weight, bias))
         assert x is not None and narrow is not None
-        # Of a matrix, and of what can be seen as one, torch adds the bias while it multiplies.
+        # For a matrix, and for a tensor that can be viewed as one, torch adds the bias while it multiplies.
         rows = x.ndim == 2 or x.is_contiguous()
-        x = x if rows else x.reshape(-1, x.shape[-1])  # as it would for a weight that wants a gradient
+        x = x if rows else x.reshape(-1, x.shape[-1])  # as torch does for a weight that requires a gradient
         call = _Call(
             self.store,
             self.key,
@@ -169,7 +176,7 @@ class _Mode(TorchFunctionMode):
 
 
 def _hooks() -> tuple[Callable[..., Any], ...] | None:
-    """Return what autograd calls to keep a tensor and to get it back, which checkpoints replace."""
+    """Return the hooks by which autograd packs and unpacks saved tensors; checkpoints replace them."""
     found: tuple[Callable[..., Any], ...] | None = torch._C._autograd._top_saved_tensors_default_hooks(False)
     return found
 
@@ -186,18 +193,18 @@ def _by_columns(matrix: Tensor) -> bool:
 
 
 class _Tap(torch.autograd.Function):
-    """Be where the gradient of a linear layer's result passes."""
+    """Autograd node that stores the gradient of a linear layer's result."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, anchor: Tensor, x: Tensor, call: _Call) -> Tensor:
-        """Return ``y``; ``anchor`` makes it need a gradient where the layer's input does not."""
+        """Return ``y``; ``anchor`` makes it require a gradient even if the layer's input does not."""
         ctx.call = call
-        ctx.save_for_backward(x)  # not kept where it is computed again
+        ctx.save_for_backward(x)  # freed if a checkpoint recomputes it
         return y.detach()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
-        """Put what has come into the store, and pass it on."""
+        """Store the incoming gradient and pass it on."""
         (x,) = ctx.saved_tensors
         ctx.call.store.put(_Due(ctx.call, x, gradients[0]))
         return gradients[0], None, None, None

@@ -1,7 +1,8 @@
-"""Play a schedule: what a rank of a pipeline computes, receives and sends in one step.
+"""Execution of a schedule: what a rank of a pipeline computes, receives and sends in one step.
 
-Note: what a stage keeps of a microbatch between its forward and its backward pass is the input that came, made a leaf
-of a graph of its own, and the outputs. The gradients that autograd leaves in the inputs are what the stage before gets.
+Note: between the forward and the backward pass of a microbatch, a stage keeps its outputs and its
+received input. The input is made a leaf of its own autograd graph. The previous stage receives the
+gradients that autograd accumulates in the inputs.
 """
 
 from __future__ import annotations
@@ -27,13 +28,13 @@ from hpctrain.parallel.pipeline.stage import Chunk, backward
 
 
 class Versions(Protocol):
-    """Let passes see the weights that they are to see, where these change between a forward pass and its backward."""
+    """Interface to weight stashing: the weights that passes use if they change between forward and backward."""
 
     def forward(self, microbatch: int) -> AbstractContextManager[None]:
         """Compute forward with the newest weights."""
 
     def backward(self, microbatch: int) -> AbstractContextManager[None]:
-        """Compute backward with the weights of the forward pass, and give the gradients to the parameters."""
+        """Compute backward with the weights of the forward pass, and add the gradients to the parameters."""
 
     def update(self) -> None:
         """Make an update."""
@@ -41,7 +42,7 @@ class Versions(Protocol):
 
 @dataclass(frozen=True)
 class Work:
-    """What one step is given: microbatches of inputs and targets, and how they are to be compared."""
+    """Input of one step: microbatches of inputs and targets, their objective, and the weight of the loss."""
 
     inputs: Sequence[Call]
     targets: Sequence[Any]
@@ -50,7 +51,7 @@ class Work:
 
 
 class Engine:
-    """Play schedules with the chunks that this rank holds, by their numbers; the last of ``count`` makes the loss."""
+    """Executor of schedules on this rank's chunks, by chunk number; the last of ``count`` chunks computes the loss."""
 
     def __init__(
         self, chunks: Mapping[int, Chunk], count: int, device: torch.device, versions: Versions | None = None
@@ -60,7 +61,7 @@ class Engine:
         self._deferred = Deferred(used_twice(layers))
 
     def train(self, schedule: Schedule, route: Route, work: Work, rank: int) -> Tensor:
-        """Leave the gradients in the parameters of this rank; return the loss where it is made, elsewhere 0."""
+        """Accumulate gradients in this rank's parameters; return the loss on the rank that computes it, elsewhere 0."""
         play = _Play(self, schedule, route, work)
         route.begin(schedule.microbatches)
         for action in schedule.actions[rank]:
@@ -71,7 +72,7 @@ class Engine:
 
     @torch.no_grad()
     def measure(self, schedule: Schedule, route: Route, work: Work, rank: int) -> Tensor:
-        """Return the loss where it is made, elsewhere 0."""
+        """Return the loss on the rank that computes it, elsewhere 0."""
         play = _Play(self, schedule, route, work)
         route.begin(schedule.microbatches)
         for action in schedule.actions[rank]:
@@ -89,19 +90,19 @@ class _Kept:
 
 
 class _Play:
-    """Carry out the actions of one step."""
+    """Execution state of one step."""
 
     def __init__(self, engine: Engine, schedule: Schedule, route: Route, work: Work) -> None:
         self._engine, self._route, self._work = engine, route, work
         self._splits = schedule.splits_backward
-        # Where every microbatch has an update of its own its gradient counts in full; the loss is a mean in any case.
+        # If every microbatch has its own update, its gradient counts in full; the loss is a mean in any case.
         self._count = schedule.microbatches
         self._share = work.weight if engine._versions is not None else work.weight / self._count
         self._kept: dict[tuple[int, int], _Kept] = {}
         self.total = torch.zeros((), device=engine._device)
 
     def do(self, action: Action) -> None:
-        """Carry out one action."""
+        """Execute one action."""
         {
             Kind.FORWARD: self._forward,
             Kind.BACKWARD: self._backward,
@@ -111,7 +112,7 @@ class _Play:
         }[action.kind](action)
 
     def forget(self, action: Action) -> None:
-        """Let go of what a backward pass would have needed."""
+        """Release the tensors that a backward pass would have needed."""
         del self._kept[action.chunk, action.microbatch]
         if action.chunk:
             self._route.activations_in[action.chunk].release()
@@ -138,7 +139,7 @@ class _Play:
 
     def _inputs(self, action: Action) -> tuple[Tensor, ...]:
         if action.chunk == 0:
-            return ()  # it begins with the arguments of the model
+            return ()  # the first chunk starts from the arguments of the model
         came = self._receive(self._route.activations_in[action.chunk], action, "activations")
         graded = torch.is_grad_enabled()
         return tuple(each.detach().requires_grad_(graded and each.is_floating_point()) for each in came)

@@ -1,9 +1,10 @@
-"""Generators of torch that differ between pipeline stages and data ranks while a batch is computed.
+"""Random generators of torch that differ between pipeline stages and data ranks during a batch.
 
-Programs seed all ranks alike, which shuffling and initial weights need. The stages would then draw the same dropout
-masks for different layers. So the passes of a batch draw from a stream of their own, seeded by the state of the host's
-generator, a counter, the stage and the data rank (Megatron-LM seeds by the stage, too). Tensor ranks of one stage draw
-alike. The program's own stream is where it was afterwards, so all ranks go on drawing alike, as in one process.
+Programs seed all ranks alike, which shuffling and initial weights need. The stages would then draw
+the same dropout masks for different layers. The passes of a batch therefore draw from a separate
+stream. Its seed combines the state of the host's generator, a counter, the stage and the data rank
+(Megatron-LM also seeds by the stage). Tensor ranks of one stage draw alike. Afterwards the
+program's own stream is restored, so all ranks continue to draw alike, as in one process.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ class PassGenerators:
 
     @contextmanager
     def drawing(self) -> Iterator[None]:
-        """Draw from this stage's stream in the ``with`` block, another one each time."""
+        """Draw from this stage's stream in the ``with`` block, from a new one each time."""
         generators = [generator_of(device) for device in self._devices]
         states = [generator.get_state() for generator in generators]
         number = int(torch.randint(2**62, (), dtype=torch.int64, device="cpu"))
@@ -43,7 +44,7 @@ class PassGenerators:
 
     @contextmanager
     def untouched(self) -> Iterator[None]:
-        """Put the generators back after the ``with`` block to where they were."""
+        """Restore the generators after the ``with`` block."""
         generators = [generator_of(device) for device in self._devices]
         states = [generator.get_state() for generator in generators]
         try:

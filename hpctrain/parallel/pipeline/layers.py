@@ -1,8 +1,9 @@
-"""Find the row of layers that a model is, so that it can be cut between any two of them.
+"""Layers of a model in order, so that the model can be cut between any two of them.
 
-A model is a row where ``model(x)`` is its layers applied one after the other. It says so by a method ``layers()``
-that returns them in order, or by being an ``nn.Sequential``. A model that merely holds such a row is none: what its
-own ``forward`` does besides cannot be known. ``calls`` says what each layer is called with.
+A model is a sequence of layers if ``model(x)`` applies its layers one after the other. It declares
+this by a method ``layers()`` that returns them in order, or by being an ``nn.Sequential``. A model
+that only contains such a sequence does not qualify: what its own ``forward`` does besides cannot be
+known. ``calls`` determines the arguments of each layer.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _WRITE = "write a method layers() that returns its layers in order, such that ca
 
 @dataclass(frozen=True, eq=False)
 class Layer:
-    """One layer of the row: a module and its dotted name in the model, or a function and what it is called."""
+    """Layer of the sequence: a module with its dotted name in the model, or a function with its name."""
 
     name: str
     module: nn.Module
@@ -30,13 +31,13 @@ class Layer:
 
     @cached_property
     def takes(self) -> Takes:
-        """What the layer's ``forward`` takes."""
+        """Return what the layer's ``forward`` takes."""
         called = self.module.function if isinstance(self.module, Function) else self.module
         return Takes.of(called, required=self.sequential)
 
 
 class Function(nn.Module):
-    """Module for a layer that is a function, without parameters."""
+    """Module that wraps a layer which is a function without parameters."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__()
@@ -47,15 +48,16 @@ class Function(nn.Module):
         return self.function(*args, **kwargs)
 
     def extra_repr(self) -> str:
-        """Name the function."""
+        """Return the name of the function."""
         return _called(self.function)
 
 
 def find_layers(model: nn.Module) -> list[Layer]:
-    """Return the row of layers that a model is.
+    """Return the layers of a model in order.
 
-    Sequentials and module lists in the row stand for what is in them. Raises ``UsageError`` for a model that is not a
-    row, for one with parameters or buffers outside of it, and for a module with such that stands in it twice.
+    Sequentials and module lists are replaced by their contents. Raises ``UsageError`` if the model
+    is not a sequence of layers, if parameters or buffers are outside its layers, or if a module
+    with parameters or buffers occurs twice.
     """
     members = _members(model)
     layers = _named(model, members)
@@ -65,7 +67,7 @@ def find_layers(model: nn.Module) -> list[Layer]:
 
 
 def _members(model: nn.Module) -> list[tuple[Any, bool]]:
-    """Return the modules and functions of the row, and whether each is in an ``nn.Sequential``."""
+    """Return the modules and functions of the sequence, each with whether it is in an ``nn.Sequential``."""
     kind = type(model).__name__
     write = getattr(type(model), "layers", None)
     if callable(write):
@@ -73,7 +75,7 @@ def _members(model: nn.Module) -> list[tuple[Any, bool]]:
         if not isinstance(row, Iterable):
             raise _refused(f"layers() of {kind} returned {type(row).__name__}: it must return modules in order")
     elif isinstance(model, nn.Sequential) and type(model).forward is nn.Sequential.forward:
-        row = list(model)  # with those that stand in it again
+        row = list(model)  # including modules that occur again
     else:
         other = ", which its layers is not (rename that)" if hasattr(model, "layers") else ""
         raise _refused(f"a model of class {kind} cannot be cut into stages: {_WRITE}{other}")
@@ -86,7 +88,7 @@ def _members(model: nn.Module) -> list[tuple[Any, bool]]:
 
 
 def _flat(part: Any, sequential: bool) -> Iterator[tuple[Any, bool]]:
-    """Yield what a container stands for; one with hooks or a forward of its own is a layer itself."""
+    """Yield the contents of a container; a container with hooks or its own ``forward`` is itself a layer."""
     plain = isinstance(part, nn.Sequential) and type(part).forward is nn.Sequential.forward and not _hooked(part)
     if isinstance(part, nn.ModuleList) or plain and "forward" not in vars(part):
         for child in part:
@@ -102,7 +104,7 @@ def _hooked(module: nn.Module) -> bool:
 
 
 def _named(model: nn.Module, members: list[tuple[Any, bool]]) -> list[Layer]:
-    """Give every member its name; one that stands in the row again takes the next of its names in the model."""
+    """Name every member; a module that occurs again takes the next of its names in the model."""
     names: dict[nn.Module, list[str]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         names.setdefault(module, []).append(name)
@@ -145,7 +147,7 @@ def _state(module: nn.Module) -> list[Tensor]:
 
 
 def _check_once(layers: list[Layer]) -> None:
-    """Refuse a layer with parameters or buffers that stands in the row again, or inside another."""
+    """Raise ``UsageError`` if a layer with parameters or buffers occurs again, or inside another layer."""
     seen: dict[nn.Module, str] = {}
     for layer in layers:
         if not _state(layer.module):
@@ -165,7 +167,7 @@ def _check_once(layers: list[Layer]) -> None:
 
 
 def _check_whole(model: nn.Module, layers: list[Layer]) -> None:
-    """Refuse parameters and buffers that no layer would bring to its stage."""
+    """Raise ``UsageError`` if parameters or buffers belong to no layer, and so to no stage."""
     inside = {id(tensor) for layer in layers for tensor in _state(layer.module)}
     named = [*model.named_parameters(), *model.named_buffers()]
     outside = [name for name, tensor in named if id(tensor) not in inside]

@@ -1,8 +1,8 @@
-"""Carry tensors from one chunk of a pipeline to its neighbour, in the order of the microbatches.
+"""Point-to-point channels between neighbouring chunks of a pipeline; microbatches arrive in order.
 
-Note: nobody waits to send. A sender that finds no room keeps its tensors and goes on computing; what is kept leaves
-when this rank next comes to wait for something (``Links.wait``). Only receiving waits, so a schedule that is sound
-cannot hang for want of room, however few slots there are.
+Note: sending never blocks. If a sender finds no free slot, it keeps its tensors and continues to
+compute. The kept tensors leave when this rank next waits (``Links.wait``). Only receiving blocks,
+so a valid schedule cannot deadlock for lack of slots, however few there are.
 """
 
 from __future__ import annotations
@@ -23,72 +23,72 @@ from hpctrain.transport.patience import CROWDED_SPINS, SPINS, until
 
 
 class Link(Protocol):
-    """Be one end of a way from one chunk to another."""
+    """Interface of one end of a channel between two chunks."""
 
     def begin(self, count: int) -> None:
-        """Take note that so many messages are to come through."""
+        """Announce the number of messages to come."""
 
     def send(self, tensors: Sequence[Tensor]) -> None:
-        """Send the next message, or keep it until there is room."""
+        """Send the next message, or keep it until a slot is free."""
 
     def progress(self) -> None:
-        """Send what is kept, as far as there is room."""
+        """Send kept messages while slots are free."""
 
     def sent(self) -> bool:
-        """Tell whether all that was sent has left this rank's memory."""
+        """Return whether all sent messages have left this rank's memory."""
 
     def arrived(self) -> bool:
-        """Tell whether the next message is here."""
+        """Return whether the next message has arrived."""
 
     def take(self) -> tuple[Tensor, ...]:
-        """Return the next message, which has arrived; it stays as it is until it is released."""
+        """Return the next message, which has arrived; it stays unchanged until it is released."""
 
     def release(self) -> None:
-        """Give the memory of the oldest message back."""
+        """Release the memory of the oldest message."""
 
 
 class SlotLink:
-    """Go through memory that both ranks share: written once by the one, read there by the other."""
+    """Channel through memory that both ranks share: one rank writes once, the other reads in place."""
 
     def __init__(self, slots: Slots, parcel: Parcel) -> None:
         self._slots, self._parcel = slots, parcel
         self._kept: deque[Sequence[Tensor]] = deque()
 
     def begin(self, count: int) -> None:
-        """Do nothing: nothing has to be prepared."""
+        """Do nothing: no preparation is needed."""
 
     def send(self, tensors: Sequence[Tensor]) -> None:
-        """Write the next message into a slot, or keep it until there is one."""
+        """Write the next message into a slot, or keep it until one is free."""
         self._parcel.check(tensors)
         self._kept.append(tensors)
         self.progress()
 
     def progress(self) -> None:
-        """Write what is kept, as far as there is room."""
+        """Write kept messages while slots are free."""
         while self._kept and self._slots.room():
             for view, tensor in zip(self._parcel.views(self._slots.next()), self._kept.popleft()):
                 view.copy_(tensor)
             self._slots.fill()
 
     def sent(self) -> bool:
-        """Tell whether all that was sent has left this rank's memory."""
+        """Return whether all sent messages have left this rank's memory."""
         return not self._kept
 
     def arrived(self) -> bool:
-        """Tell whether the next message is here."""
+        """Return whether the next message has arrived."""
         return self._slots.ready()
 
     def take(self) -> tuple[Tensor, ...]:
-        """Return the next message where it lies."""
+        """Return views of the next message in its slot."""
         return self._parcel.views(self._slots.take())
 
     def release(self) -> None:
-        """Give the oldest message's slot back."""
+        """Release the slot of the oldest message."""
         self._slots.free()
 
 
 class MessageLink:
-    """Go by messages; room for those that are to come is given to the transport before they do."""
+    """Channel by point-to-point messages; receives are posted before the messages arrive."""
 
     def __init__(self, comm: Communicator, peer: int, tag: int, parcel: Parcel, depth: int) -> None:
         self._comm, self._peer, self._tag, self._parcel = comm, peer, tag, parcel
@@ -99,7 +99,7 @@ class MessageLink:
         self._depth, self._due = depth, 0
 
     def begin(self, count: int) -> None:
-        """Post receives for so many messages, as far as there are buffers for them."""
+        """Post receives for ``count`` messages, as far as there are buffers."""
         if not self._free and not self._posted and not self._taken:
             for _ in range(self._depth):
                 flat = torch.empty(self._parcel.nbytes, dtype=torch.uint8)
@@ -121,20 +121,20 @@ class MessageLink:
         self._sending.append(([self._comm.isend(tensor, self._peer, self._tag) for tensor in ready], ready))
 
     def progress(self) -> None:
-        """Let go of messages that have left."""
+        """Release messages that have left."""
         while self._sending and all(work.done() for work in self._sending[0][0]):
             self._sending.popleft()
 
     def sent(self) -> bool:
-        """Tell whether all that was sent has left this rank's memory."""
+        """Return whether all sent messages have left this rank's memory."""
         return not self._sending
 
     def arrived(self) -> bool:
-        """Tell whether the next message is here."""
+        """Return whether the next message has arrived."""
         return all(work.done() for work in self._posted[0][0])
 
     def take(self) -> tuple[Tensor, ...]:
-        """Return the next message in the buffer that it came to."""
+        """Return the next message in its receive buffer."""
         works, buffers = self._posted.popleft()
         for work in works:
             work.wait()
@@ -142,60 +142,60 @@ class MessageLink:
         return buffers
 
     def release(self) -> None:
-        """Use the oldest message's buffer for one that is to come."""
+        """Reuse the buffer of the oldest message for a message to come."""
         self._free.append(self._taken.popleft())
         self._post()
 
 
 class StagedLink:
-    """Go through host memory to and from a device: what works with any MPI, on any number of GPUs."""
+    """Channel that stages through host memory to and from a device; works with any MPI, on any number of GPUs."""
 
     def __init__(self, link: Link, device: torch.device) -> None:
         self._link, self._device = link, device
         self.begin, self.progress, self.sent, self.arrived = link.begin, link.progress, link.sent, link.arrived
 
     def send(self, tensors: Sequence[Tensor]) -> None:
-        """Copy the next message to the host, and send it there."""
+        """Copy the next message to the host and send it from there."""
         self._link.send([tensor.to("cpu") for tensor in tensors])
 
     def take(self) -> tuple[Tensor, ...]:
-        """Return the next message on the device; its place on the host is free at once."""
+        """Return the next message on the device; its host buffer is released at once."""
         tensors = tuple(tensor.to(self._device, copy=True) for tensor in self._link.take())
         self._link.release()
         return tensors
 
     def release(self) -> None:
-        """Do nothing: what was taken is a copy."""
+        """Do nothing: ``take`` returns copies."""
 
 
 class Links:
-    """Hold this rank's ends of all links, and wait for all of them at once."""
+    """This rank's ends of all channels, and waits that progress all of them."""
 
     def __init__(self, crowded: bool = False) -> None:
         self._links: list[Link] = []
         self._spins = CROWDED_SPINS if crowded else SPINS
 
     def add(self, link: Link) -> Link:
-        """Take care of one more."""
+        """Add a channel and return it."""
         self._links.append(link)
         return link
 
     def receive(self, link: Link, what: str) -> tuple[Tensor, ...]:
-        """Wait for the next message of a link and return it; ``what`` says what is waited for."""
+        """Wait for the next message of a link and return it; ``what`` names it in errors."""
         self.wait(link.arrived, what)
         return link.take()
 
     def progress(self) -> None:
-        """Send on what is kept, without waiting."""
+        """Send kept messages, without waiting."""
         for link in self._links:
             link.progress()
 
     def finish(self) -> None:
-        """Wait until all that was sent has left."""
+        """Wait until all sent messages have left."""
         self.wait(lambda: all(link.sent() for link in self._links), "send to another stage")
 
     def wait(self, ready: Callable[[], bool], what: str) -> None:
-        """Wait until ``ready()``, and send on meanwhile; ``DeadlineError`` says what was waited for."""
+        """Wait until ``ready()`` and send kept messages meanwhile. Raises ``DeadlineError`` naming ``what``."""
 
         def look() -> bool:
             self.progress()

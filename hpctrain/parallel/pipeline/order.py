@@ -1,7 +1,7 @@
-"""Say which actions of a pipeline wait for which others, and in what order they can be carried out.
+"""Dependencies between the actions of a pipeline, and an order in which they can be executed.
 
-Receives block and sends do not, so the order in which ranks are looked at makes no difference: an action that can be
-carried out stays so.
+Receives block and sends do not. The order in which ranks are visited therefore makes no difference:
+once an action can be executed, it stays executable.
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ from dataclasses import dataclass
 from hpctrain.parallel.pipeline.action import Action, Kind
 from hpctrain.parallel.pipeline.schedule import Schedule
 
-Done = tuple[str, int, int]  # what others wait for: "activations" or "gradients" of a chunk's inputs, chunk, microbatch
+Done = tuple[str, int, int]  # dependency: "activations" or "gradients" of a chunk's inputs, chunk, microbatch
 
 
 @dataclass(frozen=True)
 class Order:
-    """Hold the actions in an order in which they can be carried out, and at which actions ranks are ``stuck``."""
+    """Actions in an executable order, and the actions at which ranks are ``stuck``."""
 
     actions: list[tuple[int, Action]]
     stuck: dict[int, Action]
 
 
 def needs(action: Action, chunks: int) -> Iterator[Done]:
-    """Yield what an action waits for: its chunk's neighbours, and its own earlier passes."""
+    """Yield the dependencies of an action: passes of the neighbouring chunks, and earlier passes of its own chunk."""
     chunk, microbatch = action.chunk, action.microbatch
     if action.kind is Kind.FORWARD and chunk:
         yield "activations", chunk - 1, microbatch
@@ -37,7 +37,7 @@ def needs(action: Action, chunks: int) -> Iterator[Done]:
 
 
 def gives(action: Action) -> Done | None:
-    """Return what others may have waited for."""
+    """Return the dependency that an action satisfies."""
     if action.kind is Kind.FORWARD:
         return "activations", action.chunk, action.microbatch
     if action.kind in (Kind.BACKWARD, Kind.INPUT):
@@ -46,7 +46,7 @@ def gives(action: Action) -> Done | None:
 
 
 def playable(schedule: Schedule) -> Order:
-    """Carry a schedule out as far as it goes."""
+    """Execute a schedule symbolically, as far as possible, and return the order."""
     done: set[Done | None] = set()
     places = [0] * schedule.ranks
     order: list[tuple[int, Action]] = []

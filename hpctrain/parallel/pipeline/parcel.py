@@ -1,4 +1,4 @@
-"""Describe the tensors that go from one chunk of a model to the next: their shapes and where they lie in one memory."""
+"""Message format between two chunks of a model: shapes of the tensors and their offsets in one buffer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from hpctrain.errors import UsageError
 from hpctrain.parallel.nest import ONE_TENSOR, Slot, named_leaves
 
-_BLOCK = 64  # bytes: tensors begin where vector loads like it
+_BLOCK = 64  # bytes: alignment of tensors for vector loads
 
 _NONE = object()
 Spec = tuple[tuple[int, ...], torch.dtype]
@@ -21,27 +21,27 @@ Spec = tuple[tuple[int, ...], torch.dtype]
 
 @dataclass(frozen=True)
 class Parcel:
-    """Shape and dtype of each tensor of a message, and the skeleton of what a layer returned."""
+    """Message format: shape and dtype of each tensor, and the skeleton of what a layer returned."""
 
     specs: tuple[Spec, ...]
     structure: Any = ONE_TENSOR
 
     @classmethod
     def of(cls, tensors: Sequence[Tensor], structure: Any = ONE_TENSOR) -> Parcel:
-        """Describe tensors."""
+        """Return the format of a message with these tensors."""
         return cls(tuple((tuple(tensor.shape), tensor.dtype) for tensor in tensors), structure)
 
     def gradients(self) -> Parcel:
-        """Describe what comes back: a gradient for each tensor that can have one."""
+        """Return the format of the message back: a gradient for each floating-point tensor."""
         return Parcel(tuple(spec for spec in self.specs if spec[1].is_floating_point))
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of a memory that holds all of them."""
+        """Return the bytes of a buffer that holds all tensors."""
         return self._places()[-1]
 
     def views(self, flat: Tensor) -> tuple[Tensor, ...]:
-        """Return the tensors that lie in a memory of ``nbytes`` bytes."""
+        """Return views of the tensors in a buffer of ``nbytes`` bytes."""
         places = self._places()
         return tuple(
             flat[place : place + prod(shape) * dtype.itemsize].view(dtype).view(shape)
@@ -49,7 +49,7 @@ class Parcel:
         )
 
     def check(self, tensors: Sequence[Tensor]) -> None:
-        """Raise ``UsageError`` where tensors are not those that were agreed on."""
+        """Raise ``UsageError`` if tensors do not have the agreed shapes and dtypes."""
         found = Parcel.of(tensors)
         if found.specs != self.specs:
             raise UsageError(
@@ -58,7 +58,7 @@ class Parcel:
             )
 
     def check_structure(self, structure: Any, layer: str) -> None:
-        """Raise ``UsageError`` where what a layer returned has another form, or other numbers in it."""
+        """Raise ``UsageError`` if a layer returned another structure, or other values that are not tensors."""
         if structure == self.structure:
             return
         before, now = (dict(named_leaves(each, "output")) for each in (self.structure, structure))

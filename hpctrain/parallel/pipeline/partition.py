@@ -1,4 +1,4 @@
-"""Divide a row of layers into stages; pure, so that it can be planned where no torch is."""
+"""Division of a sequence of layers into stages; imports no torch, so that planning works without it."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from hpctrain.errors import UsageError
 
 
 def partition(costs: Sequence[float], parts: int) -> list[range]:
-    """Cut a row into contiguous parts, each of one layer at least, so that the largest sum of costs is smallest.
+    """Cut a sequence into contiguous parts of at least one layer each, and minimise the largest sum of costs.
 
-    Of all ways to do so it takes one whose parts are closest to each other (smallest sum of squares), and of those the
-    one with the latest cuts, so that what costs nothing stays with what comes before it. Exact, by dynamic programming
-    in ``parts * len(costs)**2`` steps. Raises ``UsageError`` for more parts than layers.
+    Among the optimal partitions, choose the one with the most equal parts (smallest sum of
+    squares). Among those, choose the one with the latest cuts, so that layers of cost zero stay
+    with the layers before them. The result is exact, by dynamic programming in ``parts *
+    len(costs)**2`` steps. Raises ``UsageError`` if there are more parts than layers.
     """
     check_parts(len(costs), parts)
     if any(not 0 <= cost < float("inf") for cost in costs):
@@ -21,9 +22,9 @@ def partition(costs: Sequence[float], parts: int) -> list[range]:
     before = [0.0, *accumulate(costs)]
     limit = _smallest_largest(before, parts)
     count = len(costs)
-    # squares[end]: of the best way to cut what lies before `end` into the parts so far
+    # squares[end]: smallest sum of squares for cutting the layers before `end` into the parts so far
     squares = [0.0] + [float("inf")] * count
-    starts: list[list[int]] = []  # where the last of those parts begins
+    starts: list[list[int]] = []  # index at which the last of those parts begins
     for _ in range(parts):
         best, start_of = [float("inf")] * (count + 1), [0] * (count + 1)
         for end in range(1, count + 1):
@@ -42,9 +43,9 @@ def partition(costs: Sequence[float], parts: int) -> list[range]:
 
 
 def _smallest_largest(before: Sequence[float], parts: int) -> float:
-    """Return the least that the most expensive part can cost; ``before`` are sums of costs."""
+    """Return the smallest possible cost of the most expensive part; ``before`` are cumulative costs."""
     count = len(before) - 1
-    largest = [0.0] + [float("inf")] * count  # [end]: of what lies before `end`, in the parts so far
+    largest = [0.0] + [float("inf")] * count  # [end]: for the layers before `end`, in the parts so far
     for _ in range(parts):
         best = [float("inf")] * (count + 1)
         for end in range(1, count + 1):
@@ -58,9 +59,10 @@ def _smallest_largest(before: Sequence[float], parts: int) -> float:
 
 
 def by_hand(names: Sequence[str], parts: int, chosen: Sequence[int | str]) -> list[range]:
-    """Cut a row of named layers as the user says: by the number of layers of each part, or where parts begin.
+    """Cut a sequence of named layers as the user specifies: by numbers of layers, or by the names at which parts begin.
 
-    Names are those of the layers at which the second and later parts begin; the first layer may be named too.
+    The names are those of the layers at which the second and later parts begin. The first layer may
+    be named too.
     """
     check_parts(len(names), parts)
     if all(isinstance(one, str) for one in chosen) and chosen:
@@ -92,7 +94,7 @@ def _sums(names: Sequence[str], parts: int, chosen: list[int]) -> list[int]:
 
 
 def check_parts(layers: int, parts: int) -> None:
-    """Raise ``UsageError`` where a row has too few layers for its parts."""
+    """Raise ``UsageError`` if there are fewer layers than parts."""
     if parts < 1:
         raise UsageError(f"a model in {parts} stages: must be at least 1", everywhere=True)
     if layers < parts:

@@ -1,4 +1,4 @@
-"""Draw a timeline: a row a rank, a box a pass with the number of its microbatch, as in the papers on pipelines."""
+"""Plot of a timeline as in the papers on pipelines: one row per rank, one box per pass with its microbatch number."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from hpctrain.parallel.pipeline.timeline import WAITS, Span, Timeline
 from hpctrain.util.text import without_math
 
 KINDS = (".png", ".svg", ".pdf")
-# Blue forwards and green backwards, as in the figures of PipeDream; the halves of a backward pass are two other greens.
+# Forward passes are blue and backward passes green, as in the figures of PipeDream; the halves of a backward
+# pass have two other greens.
 COLOURS = {
     "forward": "#3b6fb6",
     "backward": "#5fa55a",
@@ -21,21 +22,22 @@ COLOURS = {
     "update": "#e0812b",
     "optimizer": "#e0812b",
 }
-_SIZED = ("forward", "backward", "input", "weight")  # whose numbers should be legible
+_SIZED = ("forward", "backward", "input", "weight")  # passes whose numbers should be legible
 _IDLE, _WAIT, _INK = "#ececec", "#c9c9c9", "#333333"
-_ROW, _BAR = 0.42, 0.86  # inches from row to row; share of it that a box takes
-_NARROWEST, _WIDTHS = 0.17, (7.0, 26.0)  # inches: of the shortest pass, of the picture
+_ROW, _BAR = 0.42, 0.86  # inches between rows; fraction of the row height that a box takes
+_NARROWEST, _WIDTHS = 0.17, (7.0, 26.0)  # inches: width of the shortest pass; limits of the width of the plot
 _MARGINS = 2.1  # inches beside the rows
-_SMALLEST = 3.5  # points of a number that is still written
+_SMALLEST = 3.5  # points: smallest size of a number; smaller ones are omitted
 
 
 def figure(
     timeline: Timeline, title: str, *, names: Sequence[str] | None = None, unit: str = "", live: bool = True
 ) -> Any:
-    """Return the picture as a figure of matplotlib; raises ``UsageError`` without it.
+    """Return the plot as a matplotlib figure. Raises ``UsageError`` without matplotlib.
 
-    The title gets the idle share of all ranks, each row its own, and, unless ``live`` is off, the most microbatches
-    that it holds. ``names`` are those of the rows, stages unless told; ``unit`` names that of the time.
+    The title shows the idle fraction of all ranks. Each row shows its own idle fraction and, unless
+    ``live`` is off, the largest number of microbatches that the rank holds. ``names`` are the names
+    of the rows, by default the stages; ``unit`` is the name of the unit of time.
     """
     try:
         from matplotlib.figure import Figure
@@ -44,7 +46,7 @@ def figure(
     width = _width(timeline)
     found = Figure(figsize=(width + _MARGINS, _ROW * len(timeline.rows) + 1.25), layout="constrained")
     axis = found.subplots()
-    scale = 72 * width / (timeline.makespan or 1.0)  # points a unit of time
+    scale = 72 * width / (timeline.makespan or 1.0)  # points per unit of time
     for rank, row in enumerate(timeline.rows):
         _draw_row(axis, row, rank, timeline, scale)
     _draw_frame(axis, timeline, names or [f"stage {rank}" for rank in range(len(timeline.rows))], unit, live)
@@ -54,10 +56,10 @@ def figure(
 
 
 def _width(timeline: Timeline) -> float:
-    """Return how many inches the rows take, so that numbers fit into most boxes."""
+    """Return the width of the rows in inches, chosen so that numbers fit into most boxes."""
     times = sorted(span.end - span.start for row in timeline.rows for span in row if span.name in _SIZED)
     times = [time for time in times if time > 0]
-    typical = times[len(times) // 10] if times else 1.0  # measured ones have a few that are very short
+    typical = times[len(times) // 10] if times else 1.0  # measured times contain a few very short ones
     low, high = _WIDTHS
     return min(max(timeline.makespan / typical * _NARROWEST, low), high)
 
@@ -66,7 +68,7 @@ def _draw_row(axis: Any, row: tuple[Span, ...], rank: int, timeline: Timeline, s
     chunks = chunks_of(row)
     origin = timeline.start
     axis.broken_barh([(0, timeline.makespan)], (rank - _BAR / 2, _BAR), facecolor=_IDLE, linewidth=0)
-    painted: dict[str, list[Span]] = {}  # by colour: one call a box would take seconds
+    painted: dict[str, list[Span]] = {}  # by colour: one call per box would take seconds
     for span in row:
         if span.name in COLOURS and span.end > span.start:
             painted.setdefault(_colour(span, chunks), []).append(span)
@@ -77,7 +79,7 @@ def _draw_row(axis: Any, row: tuple[Span, ...], rank: int, timeline: Timeline, s
         axis.broken_barh(places, band, facecolor=colour, edgecolor="white", linewidth=edges, zorder=2)
         for span in spans:
             _write_number(axis, span, rank, origin, scale, "white" if _is_dark(colour) else _INK)
-    # Over the boxes: a wait inside a pass is idle time.
+    # Drawn over the boxes: a wait inside a pass is idle time.
     waits = [(span.start - origin, span.end - span.start) for span in row if span.name in WAITS]
     axis.broken_barh(waits, (rank - _BAR / 2, _BAR), facecolor=_WAIT, linewidth=0, zorder=3)
 
@@ -124,7 +126,7 @@ def _draw_frame(axis: Any, timeline: Timeline, names: Sequence[str], unit: str, 
 
 
 def _draw_legend(axis: Any, timeline: Timeline) -> None:
-    """Name the colours that occur, below the rows."""
+    """Add a legend of the colours that occur, below the rows."""
     from matplotlib.patches import Patch
 
     names = {span.name for row in timeline.rows for span in row}

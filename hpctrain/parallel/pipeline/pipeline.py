@@ -1,4 +1,4 @@
-"""Cut a model into chunks, keep this rank's, and train and measure them as a schedule says."""
+"""Pipeline parallelism: partition of a model into chunks; training and evaluation by a schedule."""
 
 from __future__ import annotations
 
@@ -38,9 +38,10 @@ from hpctrain.parallel.settings import ParallelSettings
 class Pipeline:
     """This rank's chunks of a model. Collective over ``comm``, the stages, with the same model.
 
-    The model loses, in place, what other stages hold. Called with inputs it computes forward through all stages, and
-    every rank gets the outputs; gradients are for ``train``. ``replica`` is this rank's number on the data axis,
-    ``near`` the number of ranks on this node.
+    Parameters and buffers of other stages are removed from the model, in place. A call with inputs
+    computes forward through all stages, and every rank gets the outputs; ``train`` computes
+    gradients. ``replica`` is this rank's index on the data axis, ``near`` the number of ranks on
+    this node.
     """
 
     def __init__(
@@ -56,7 +57,7 @@ class Pipeline:
     ) -> None:
         self.model, self.comm, self.settings, self.device = model, comm, settings, device
         count = comm.size * settings.chunks_a_rank
-        make(settings.schedule, comm.size, comm.size * count, settings.chunks_a_rank)  # whether there is such a one
+        make(settings.schedule, comm.size, comm.size * count, settings.chunks_a_rank)  # validates the schedule
         layers = find_layers(model)
         self._caller = Caller(model, layers)
         shown = None if example is None else Arguments.of(example)
@@ -84,14 +85,14 @@ class Pipeline:
         self._compares = True  # the inputs of the stages
 
     def skip_checks(self) -> None:
-        """Leave out the checks of the first pass."""
+        """Skip the checks of the first pass."""
         self._compares = False
         self.check.drop()
 
     # Passes -----------------------------------------------------------------------------------------------------------
 
     def train(self, inputs: Any, targets: Any, objective: Objective, weight: float) -> Tensor:
-        """Leave the gradients of weight x loss in this rank's parameters; return that loss on every rank."""
+        """Accumulate the gradients of weight x loss in this rank's parameters; return that loss on every rank."""
         arguments = Arguments.of(inputs)
         pieces = microbatches_for(self.settings, arguments.samples)
         schedule = make(self.settings.schedule, self.comm.size, pieces, self.settings.chunks_a_rank)
@@ -136,9 +137,10 @@ class Pipeline:
         return put_together(parcel.structure, values)
 
     def watch(self, after: Callable[[int, Tensors, Tensors, Run], None]) -> None:
-        """Call ``after(chunk, inputs, outputs, run)`` behind each forward pass of a chunk that this rank holds.
+        """Call ``after(chunk, inputs, outputs, run)`` after each forward pass of a chunk that this rank holds.
 
-        ``run(layers, inputs)`` returns what other layers make of inputs, with the same arguments of the model.
+        ``run(layers, inputs)`` returns the result of other layers for inputs, with the same
+        arguments of the model.
         """
         for number, chunk in self._chunks.items():
             chunk.after = partial(after, number)
@@ -148,7 +150,7 @@ class Pipeline:
         return self._chunks[chunk].layers
 
     def _spread(self, values: tuple[Tensor, ...], parcel: Parcel, root: int) -> tuple[Tensor, ...]:
-        """Give every rank what a chunk returned: more than is needed, by passes that are not in a hurry."""
+        """Broadcast a chunk's outputs to all ranks: more than is needed, in passes that are not time-critical."""
         if self.comm.rank != root:
             values = tuple(torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype in parcel.specs)
         return tuple(self.comm.broadcast(value.contiguous(), root) for value in values)
@@ -158,7 +160,7 @@ class Pipeline:
     def _prepare(
         self, schedule: Schedule, arguments: Arguments, targets: Any, objective: Objective, weight: float
     ) -> tuple[Route, Work]:
-        """Cut a batch, and return the links for microbatches of its shape, made when the first of them comes."""
+        """Split a batch into microbatches; return it with the links for their shape, created on first use."""
         samples = samples_of({"targets": targets}, "targets")
         if samples != arguments.samples:
             raise UsageError(
@@ -177,7 +179,7 @@ class Pipeline:
         return self._routes[key], work
 
     def _check_alike(self, arguments: Arguments) -> None:
-        """Raise ``MismatchError`` if the stages are given different inputs in the first pass."""
+        """Raise ``MismatchError`` if the stages get different inputs in the first pass."""
         if not self._compares:
             return
         self._compares = False
@@ -193,7 +195,7 @@ class Pipeline:
 
     @torch.no_grad()
     def _parcels(self, call: Call, objective: Objective) -> list[Parcel]:
-        """Find out what chunks give to each other, by a pass that computes with zeros."""
+        """Return the message formats between chunks, from a forward pass on zeros."""
         parcels: list[Parcel] = []
         values: tuple[Tensor, ...] = ()
         with self._judging(), self._generators.untouched():
@@ -211,21 +213,21 @@ class Pipeline:
         return parcels
 
     def _agree(self, found: Parcel | None, chunk: int) -> Parcel:
-        """Let all stages know what a chunk gives, which the one that holds it has found."""
+        """Broadcast the message format that the holder of a chunk has found."""
         parcel: Parcel = self.comm.broadcast_object(found, root=chunk % self.comm.size)
         return parcel
 
     def _cuts(self, layers: Sequence[Layer], count: int, example: Call | None) -> list[range]:
-        """Return the layers of each chunk: what rank 0 finds, because measured times differ."""
+        """Return the layers of each chunk: the result of rank 0, because measured times differ between ranks."""
         how = by_hand_or(self.settings.partition)
-        # Counting takes torch's compiler, which takes seconds; where there are no convolutions weights tell enough.
+        # Counting loads torch's compiler, which takes seconds; without convolutions the weights suffice.
         convolves = any(isinstance(module, _ConvNd) for layer in layers for module in layer.module.modules())
         shown = example if how == "time" or convolves else None
         return on_first_rank(self.comm, lambda: balance(layers, count, how, shown, self.device))
 
     @contextmanager
     def _judging(self) -> Iterator[None]:
-        """Let modules compute without dropout, and without changing their statistics."""
+        """Set modules to evaluation mode for the ``with`` block: no dropout, and no change of statistics."""
         training = {module: module.training for module in self.model.modules()}
         self.model.eval()
         try:
@@ -235,7 +237,7 @@ class Pipeline:
                 module.training = before
 
     def _tell(self, total: Tensor) -> Tensor:
-        """Give every rank what the last stage knows."""
+        """Broadcast a value of the last stage to every rank."""
         self.comm.broadcast(total, root=self.comm.size - 1)
         return total
 
@@ -249,7 +251,7 @@ class Pipeline:
 
 
 def by_hand_or(partition: str) -> str | list[int | str]:
-    """Return what ``parallel.partition`` says: a measure, or numbers or names that stand between commas."""
+    """Return the value of ``parallel.partition``: a measure, or its comma-separated numbers or names."""
     words = [word.strip() for word in partition.split(",")]
     if words == [partition] and partition in MEASURES:
         return partition

@@ -1,8 +1,9 @@
-"""Take out of a model what this rank does not hold, without changing a name.
+"""Removal of the parameters and buffers that this rank does not hold; names stay unchanged.
 
-A parameter or buffer that goes becomes None in its module, where ``state_dict``, ``parameters()`` and ``to()`` pass
-over it. One that goes from the meta device is remembered there, without memory: ``materialise`` then draws its module's
-first values as it would in the whole model, as what a module draws may depend on what was drawn before.
+A removed parameter or buffer becomes None in its module; ``state_dict``, ``parameters()`` and
+``to()`` skip it. If it was on the meta device, its module remembers it, which takes no memory.
+``materialise`` then draws the module's initial values as in the whole model, because the values
+that a module draws may depend on what was drawn before.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from hpctrain.parallel.pipeline.layers import Layer
 
 @dataclass(frozen=True, eq=False)
 class TiedParameter:
-    """Name a parameter that several chunks of a model share: all its names, and the chunks that have one of them."""
+    """Parameter that several chunks of a model share: all its names, and the chunks that contain one of them."""
 
     names: tuple[str, ...]
     chunks: tuple[int, ...]
@@ -26,9 +27,10 @@ class TiedParameter:
 
 
 def prune(model: nn.Module, layers: Sequence[Layer], held: Collection[int]) -> None:
-    """Take parameters and buffers of all layers but the ``held`` ones out of their modules, in place.
+    """Remove the parameters and buffers of all layers except the ``held`` ones from their modules, in place.
 
-    Those that a held layer has too stay wherever they are. ``layers`` is the row that ``find_layers`` gave.
+    Tensors that a held layer shares stay in every module. ``layers`` is the result of
+    ``find_layers``.
     """
     stay = {id(tensor) for number in held for tensor in _tensors(layers[number].module)}
     for module in model.modules():
@@ -41,11 +43,11 @@ def prune(model: nn.Module, layers: Sequence[Layer], held: Collection[int]) -> N
 def _take_out(module: nn.Module, name: str, tensor: Tensor) -> None:
     if tensor.is_meta:
         vars(module).setdefault(GONE, {})[name] = tensor
-    setattr(module, name, None)  # not in the dictionary: recurrent layers keep a list of their own
+    setattr(module, name, None)  # not through the dictionary: recurrent layers keep their own list
 
 
 def tied(layers: Sequence[Layer], chunks: Sequence[Collection[int]]) -> list[TiedParameter]:
-    """Return the parameters that layers of different chunks share, in the model's order; before anything is pruned."""
+    """Return the parameters that layers of different chunks share, in the model's order; call it before ``prune``."""
     uses: dict[nn.Parameter, list[tuple[str, int]]] = {}
     home = {number: chunk for chunk, numbers in enumerate(chunks) for number in numbers}
     for number, layer in enumerate(layers):

@@ -1,4 +1,4 @@
-"""Lay the ways between the chunks of a pipeline for microbatches of one shape."""
+"""Links between the chunks of a pipeline for microbatches of one shape."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ from hpctrain.parallel.pipeline.links import Link, Links, MessageLink, SlotLink,
 from hpctrain.parallel.pipeline.parcel import Parcel
 from hpctrain.parallel.pipeline.schedule import Kind, Schedule
 
-AHEAD = 1  # messages that may lie ready beyond those that are needed at once
-# When a chunk begins to need what came to it, and when it does so no more: activations, and gradients.
+AHEAD = 1  # messages that may be ready beyond those that are needed at once
+# Kinds of pass at which a chunk begins and stops to need a received message: for activations, and for
+# gradients.
 ACTIVATIONS = ({Kind.FORWARD}, {Kind.BACKWARD, Kind.WEIGHT})
 GRADIENTS = ({Kind.BACKWARD, Kind.INPUT}, {Kind.BACKWARD, Kind.WEIGHT})
 
 
 class Route:
-    """Hold this rank's ends of all links, by the chunk that they belong to.
+    """This rank's ends of all links, per chunk. Collective over all ranks of the pipeline.
 
-    A call by all ranks of the pipeline. ``parcels[c]`` describes what chunk c gives to chunk c + 1.
+    ``parcels[c]`` is the format of the messages from chunk c to chunk c + 1.
     """
 
     def __init__(
@@ -58,18 +59,18 @@ class Route:
                 side[chunk] = self.links.add(link if device.type == "cpu" else StagedLink(link, device))
 
     def begin(self, microbatches: int) -> None:
-        """Prepare for one step: every link will carry each microbatch once."""
+        """Prepare for one step, in which every link carries each microbatch once."""
         for link in (*self.activations_in.values(), *self.gradients_in.values()):
             link.begin(microbatches)
 
 
 def goes_back(schedule: Schedule) -> bool:
-    """Tell whether a schedule has backward passes."""
+    """Return whether a schedule has backward passes."""
     return any(action.kind is not Kind.FORWARD for action in schedule.actions[0])
 
 
 def most_held(schedule: Schedule, chunk: int, begins: set[Kind], ends: set[Kind]) -> int:
-    """Return for how many microbatches at once a chunk needs what came to it."""
+    """Return the largest number of microbatches whose received message a chunk needs at once."""
     if not goes_back(schedule):
         return 1
     most = now = 0

@@ -1,4 +1,4 @@
-"""Make schedules: who computes which microbatch when, as plain lists that an engine plays and a picture shows."""
+"""Pipeline schedules: plain lists of actions per rank, which the engine executes and a plot shows."""
 
 from __future__ import annotations
 
@@ -31,10 +31,11 @@ _SEVERAL_CHUNKS = ("interleaved",)
 
 @dataclass(frozen=True)
 class Schedule:
-    """Hold the actions of each rank for one step.
+    """Actions of each rank in one step.
 
-    ``chunks`` are all of the model, as many on each rank. Of every chunk the forward passes come in the order of the
-    microbatches, and so do its backward, input and weight passes.
+    ``chunks`` is the number of chunks of the whole model; each rank holds equally many. Within a
+    chunk, the forward passes are in the order of the microbatches. The same holds for its backward,
+    input and weight passes.
     """
 
     name: str
@@ -49,11 +50,11 @@ class Schedule:
 
     @property
     def splits_backward(self) -> bool:
-        """Tell whether gradients of inputs and of weights come apart."""
+        """Return whether gradients of inputs and gradients of weights are computed in separate passes."""
         return any(action.kind is Kind.INPUT for actions in self.actions for action in actions)
 
     def live(self, rank: int) -> int:
-        """Return the most microbatches whose activations a rank holds at once, each counted once a chunk."""
+        """Return the largest number of microbatches whose activations a rank holds at once, counted per chunk."""
         most = now = 0
         for action in self.actions[rank]:
             now += CHANGE.get(action.kind, 0)
@@ -61,14 +62,14 @@ class Schedule:
         return most
 
 
-# What an action does to the number of microbatches whose activations are held.
+# Change that an action makes to the number of microbatches whose activations are held.
 CHANGE = {Kind.FORWARD: 1, Kind.BACKWARD: -1, Kind.WEIGHT: -1}
 
-_MOST_PASSES = 2**20  # a schedule is a list of them: more take minutes, and memory without end
+_MOST_PASSES = 2**20  # a schedule lists its passes; more would take minutes and unbounded memory
 
 
 def make(name: str, ranks: int, microbatches: int, chunks_per_rank: int = 1) -> Schedule:
-    """Return the schedule of that name in ``SCHEDULES``. Raises ``UsageError`` on every rank alike."""
+    """Return the named schedule of ``SCHEDULES``. Raises ``UsageError`` on every rank if an argument is not allowed."""
     if name not in SCHEDULES:
         raise UsageError(unknown(f"schedule {shown(name)}", name, list(SCHEDULES)), everywhere=True)
     for what, number in {"stages": ranks, "microbatches": microbatches, "chunks a stage": chunks_per_rank}.items():
@@ -84,7 +85,7 @@ def make(name: str, ranks: int, microbatches: int, chunks_per_rank: int = 1) -> 
 
 
 def forward_only(ranks: int, microbatches: int, chunks_per_rank: int = 1) -> Schedule:
-    """Return what the ranks do where nothing goes back, for any number of microbatches."""
+    """Return a schedule of forward passes only, for any number of microbatches."""
     actions = tuple(
         tuple(
             forward(chunk, microbatch)

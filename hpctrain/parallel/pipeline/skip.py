@@ -1,10 +1,12 @@
-"""Carry a tensor past layers: ``Keep`` remembers it, ``Join`` joins it with what has become of it.
+"""Skip connections across layers: ``Keep`` stores a tensor, and ``Join`` combines it with a later activation.
 
-Both are layers like any other, in a row or inside of modules. Alone in one process they meet in a store of the thread;
-inside ``carrying`` they meet in the caller's dictionary, which is how stages of a pipeline hand on what they keep.
+Both are ordinary layers, in a sequence or inside modules. In a single process without ``carrying``,
+they exchange tensors through a thread-local store. Inside ``carrying`` they use the caller's
+dictionary, from which pipeline stages send the stored tensors on.
 
-Note: a pass without ``carrying`` that fails between the two leaves its tensor in the thread's store until a layer of
-the same name replaces it, since nothing tells a module that the pass around it has ended. ``carrying`` lets go at once.
+Note: if a pass without ``carrying`` fails between the two, its tensor stays in the thread-local
+store until a layer of the same name replaces it. A module cannot detect that the pass around it has
+ended. ``carrying`` frees the tensors at once.
 """
 
 from __future__ import annotations
@@ -26,15 +28,15 @@ KEEP_TWICE = "keep it under two names (one Keep after the other) to join it twic
 
 
 class _Store(threading.local):
-    """Hold what the passes of a thread have kept."""
+    """Tensors that the passes of a thread have stored."""
 
     def __init__(self) -> None:
-        self.carried: list[dict[str, Tensor]] = []  # one for each ``carrying`` around, the innermost last
+        self.carried: list[dict[str, Tensor]] = []  # one per enclosing ``carrying``, the innermost last
         self.alone: dict[str, tuple[Keep, Tensor]] = {}
 
 
 class Keep(nn.Module):
-    """Return the input, and remember it under a name for the one ``Join`` of that name further on."""
+    """Layer that returns its input and stores it under a name for the one later ``Join`` of that name."""
 
     def __init__(self, name: str) -> None:
         super().__init__()
@@ -44,18 +46,21 @@ class Keep(nn.Module):
         """Return the same tensor."""
         if not isinstance(x, Tensor):
             raise UsageError(f"Keep({self.name!r}) can keep a tensor, not a {type(x).__name__}", everywhere=True)
-        # Each way has a node of its own in autograd's graph. So x gets the sum of two gradients, each of them complete,
-        # and a cut between the two adds up the same numbers in the same order.
+        # Each branch has its own node in autograd's graph. The gradient of x is then the sum of two complete
+        # gradients, and a cut between the two layers adds the same numbers in the same order.
         _keep(self, x.view_as(x))
         return x.view_as(x)
 
     def extra_repr(self) -> str:
-        """Show the name."""
+        """Return the name."""
         return repr(self.name)
 
 
 class Join(nn.Module):
-    """Join the input with what was kept: add it, append it along ``dim``, or call ``how(input, kept)``."""
+    """Layer that combines the input with a stored tensor: adds it, concatenates it along ``dim``, or calls ``how``.
+
+    ``how`` is "add", "concat" or a function that is called with the input and the stored tensor.
+    """
 
     def __init__(self, name: str, how: How = "add", dim: int = 1) -> None:
         super().__init__()
@@ -66,7 +71,7 @@ class Join(nn.Module):
         self.dim = dim
 
     def forward(self, x: Tensor) -> Tensor:
-        """Take what was kept, and return both joined."""
+        """Take the stored tensor and return the combination."""
         kept = _take(self.name)
         if callable(self.how):
             return self.how(x, kept)
@@ -75,7 +80,7 @@ class Join(nn.Module):
         return x + kept
 
     def extra_repr(self) -> str:
-        """Show the name and how the two are joined."""
+        """Return the name and how the two tensors are combined."""
         how = getattr(self.how, "__name__", "a function") if callable(self.how) else repr(self.how)
         return f"{self.name!r}, {how}" + (f", dim={self.dim}" if self.how == "concat" else "")
 
@@ -85,7 +90,7 @@ _STORE = _Store()
 
 @contextmanager
 def carrying(kept: dict[str, Tensor]) -> Iterator[dict[str, Tensor]]:
-    """Let layers of this thread keep into ``kept`` and take out of it, for one pass; it is emptied if that fails."""
+    """Let this thread's ``Keep`` and ``Join`` layers use ``kept`` for one pass; clear it if the pass fails."""
     _STORE.carried.append(kept)
     try:
         yield kept
@@ -97,7 +102,7 @@ def carrying(kept: dict[str, Tensor]) -> Iterator[dict[str, Tensor]]:
 
 
 def again() -> Callable[[], AbstractContextManager[object]]:
-    """Return what makes a second run of layers find what the first finds from here on, whatever happens meanwhile."""
+    """Return a context factory for a second run of layers; in it they find the tensors that are stored now."""
     kept = dict(_STORE.carried[-1]) if _STORE.carried else {name: one for name, (_, one) in _STORE.alone.items()}
     return lambda: carrying(dict(kept))
 
@@ -111,7 +116,7 @@ def _keep(keep: Keep, x: Tensor) -> None:
         kept[name] = x
         return
     earlier = _STORE.alone.get(name)
-    # From the same layer it is a rest of a pass that failed, or that took no part of what follows.
+    # A tensor from the same layer is left from a pass that failed, or that did not reach the Join.
     if earlier is not None and earlier[0] is not keep:
         _STORE.alone.clear()
         raise _twice(name, " (or a pass has failed between the two: call the model again)")
@@ -138,14 +143,14 @@ def _twice(name: str, perhaps: str = "") -> UsageError:
 
 @dataclass(frozen=True)
 class Needed:
-    """Tell which names a layer keeps for later ones, and which it takes that earlier ones have kept, in order."""
+    """Names that a layer stores for later layers, and names it takes from earlier layers, in order."""
 
     kept: tuple[str, ...]
     joined: tuple[str, ...]
 
 
 def needed(layers: Sequence[Layer]) -> list[Needed]:
-    """Return what each layer keeps and joins; raise ``UsageError`` where the two do not go together."""
+    """Return what each layer stores and takes. Raises ``UsageError`` if Keep and Join layers do not match."""
     waiting: list[str] = []
     found = []
     for layer in layers:
@@ -176,7 +181,7 @@ def needed(layers: Sequence[Layer]) -> list[Needed]:
 
 
 def carried(layers: Sequence[Layer]) -> list[tuple[str, ...]]:
-    """Return the names that are carried into each layer, in the order in which they were kept, and out of the last."""
+    """Return the names of the stored tensors that enter each layer and leave the last, in the order of storing."""
     waiting: list[str] = []
     found: list[tuple[str, ...]] = [()]
     for layer in needed(layers):

@@ -1,4 +1,4 @@
-"""Run some layers of a row as one chunk, forward and backward, on tensors that came from elsewhere."""
+"""Forward and backward pass of a chunk (contiguous layers of a model) on tensors from the previous chunk."""
 
 from __future__ import annotations
 
@@ -20,23 +20,24 @@ from hpctrain.parallel.pipeline.skip import carried, carrying
 Tensors = tuple[Tensor, ...]
 CONSTANTS = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, type(None))
 
-Run = Callable[[Sequence[Layer], Tensors], Any]  # what other layers make of other inputs of a pass
-After = Callable[[Tensors, Tensors, Run], None]  # called with inputs and outputs of each pass
+Run = Callable[[Sequence[Layer], Tensors], Any]  # computes other layers and inputs with the same arguments
+After = Callable[[Tensors, Tensors, Run], None]  # called with the inputs and outputs of each pass
 
 
 @dataclass(frozen=True)
 class Outputs:
-    """What a chunk gives: tensors, and the skeleton of what its last layer returned, without what is carried."""
+    """Outputs of a chunk: tensors, and the skeleton of the last layer's result, without skip tensors."""
 
     tensors: Tensors
     structure: Any = ONE_TENSOR
 
 
 class Chunk:
-    """Contiguous layers of a row, with the names of tensors that are carried into the first and out of the last.
+    """Contiguous layers of a model, with the names of the skip tensors that enter and leave them.
 
-    What travels between chunks is flat: the tensors of what the layer before returned, then what is carried, in the
-    order of the names (``skip.carried`` gives them). Their skeleton must be known on the other side.
+    Chunks exchange flat tuples of tensors: first the tensors that the previous layer returned, then
+    the skip tensors in the order of their names (see ``skip.carried``). The receiver must know
+    their skeleton.
     """
 
     def __init__(
@@ -48,10 +49,10 @@ class Chunk:
         self.after: After | None = None
 
     def forward(self, inputs: Tensors, structure: Any = ONE_TENSOR, call: Call | None = None) -> Outputs:
-        """Return what the layers make of ``inputs``, then what is carried on; integers stay as they are.
+        """Return the outputs of the layers for ``inputs``, then the outgoing skip tensors; integers stay unchanged.
 
-        ``structure`` is the skeleton of what the chunk before gave. ``call`` holds the arguments of the model; a chunk
-        without inputs begins with it.
+        ``structure`` is the skeleton of the previous chunk's result. ``call`` holds the arguments
+        of the model. A chunk without inputs starts from ``call``.
         """
         own = len(inputs) - len(self.carried_in)
         entered = tuple(enter(one) for one in inputs)
@@ -73,7 +74,7 @@ class Chunk:
     __call__ = forward
 
     def _check(self, x: Any, tensors: Tensors) -> None:
-        """Raise ``UsageError`` for what cannot be sent from stage to stage."""
+        """Raise ``UsageError`` for values that cannot be sent from stage to stage."""
         last = self.layers[-1].name
         for name, leaf in named_leaves(x, "output"):
             if not isinstance(leaf, (Tensor, *CONSTANTS)):
@@ -91,7 +92,7 @@ class Chunk:
 
 
 def _run(layers: Sequence[Layer], inputs: Tensors, structure: Any, call: Call | None) -> Any:
-    """Return what layers make of what the chunk before gave, or of the arguments of the model."""
+    """Return the result of layers for the tensors of the previous chunk, or for the arguments of the model."""
     if call is not None and not inputs:
         x, rest = call.first(layers[0]), layers[1:]
     else:
@@ -102,7 +103,7 @@ def _run(layers: Sequence[Layer], inputs: Tensors, structure: Any, call: Call | 
 
 
 def make_chunks(layers: Sequence[Layer], cuts: Sequence[range]) -> list[Chunk]:
-    """Cut a row of layers into chunks; raise ``UsageError`` where what is kept and what is joined do not fit."""
+    """Divide layers into chunks. Raises ``UsageError`` if Keep and Join layers do not match."""
     names = carried(layers)
     return [Chunk([layers[number] for number in cut], names[cut.start], names[cut.stop]) for cut in cuts]
 
@@ -110,10 +111,11 @@ def make_chunks(layers: Sequence[Layer], cuts: Sequence[range]) -> list[Chunk]:
 def backward(
     outputs: Sequence[Tensor], gradients: Sequence[Tensor] | None, inputs: Sequence[Tensor]
 ) -> tuple[Tensor, ...]:
-    """Take a chunk's backward pass: add to its parameters' gradients, and return those of its inputs.
+    """Run a chunk's backward pass: accumulate the gradients of its parameters, and return those of its inputs.
 
-    ``gradients`` has one for each floating-point output; None stands for that of a loss, which is 1. One is returned
-    for each input that requires a gradient: inputs are leaves of the graph. It is zero where none has come.
+    ``gradients`` has one element per floating-point output. None means the gradient of a loss,
+    which is 1. The result has one gradient per input that requires one; inputs are leaves of the
+    graph. A gradient is zero if none has arrived.
     """
     floating = [output for output in outputs if output.is_floating_point()]
     given = [torch.ones_like(one) for one in floating] if gradients is None else gradients
@@ -129,7 +131,7 @@ def backward(
 
 
 class _Enter(torch.autograd.Function):
-    """Give a leaf a node of its own, behind which layers may write in place."""
+    """Autograd node behind a leaf, so that layers may write in place."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, x: Tensor) -> Tensor:
@@ -143,7 +145,7 @@ class _Enter(torch.autograd.Function):
 
 
 def enter(x: Tensor) -> Tensor:
-    """Return a tensor that a layer may change in place, as it may what the layer before it returned."""
+    """Return a tensor that a layer may change in place, like the result of a previous layer."""
     if not (x.requires_grad and torch.is_grad_enabled()):
         return x
     entered: Tensor = _Enter.apply(x)  # type: ignore[no-untyped-call]

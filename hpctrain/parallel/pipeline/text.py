@@ -1,4 +1,4 @@
-"""Write a timeline as lines of text, for a terminal: ``F0 F1 . . B0----``."""
+"""Text rendering of a timeline for a terminal: ``F0 F1 . . B0----``."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ from hpctrain.parallel.pipeline.timeline import Span, Timeline
 
 _LETTERS = {**{kind.word: kind.value for kind in Kind}, "optimizer": Kind.UPDATE.value}
 _SHORT = ("update", "optimizer")
-_FINEST = 240  # columns of the whole timeline, where nothing asks for more
+_FINEST = 240  # columns of the whole timeline, unless more are requested
 
 
 def lines(timeline: Timeline, width: int = 120) -> list[str]:
-    """Return a line a rank, cut into as many blocks as it takes not to be wider than ``width``.
+    """Return one line per rank, divided into blocks that are at most ``width`` columns wide.
 
-    The shortest pass is one column, unless that made more than 240 of them; a dot is an idle one. Letters are those of
-    ``Kind``, numbers are microbatches; where a rank has several chunks, a small letter tells them apart.
+    The shortest pass is one column, unless that gives more than 240 columns; a dot is an idle
+    column. Letters are those of ``Kind``, numbers are microbatches. If a rank has several chunks, a
+    lowercase letter distinguishes them.
     """
     rows = [_columns(row, timeline, _unit(timeline)) for row in timeline.rows]
     cell = 1 + max((len(text.rstrip("-")) for row in rows for text in row), default=1)
@@ -35,7 +36,7 @@ def lines(timeline: Timeline, width: int = 120) -> list[str]:
 
 
 def fitted(timeline: Timeline, width: int = 120) -> list[str]:
-    """Return a line a rank, as wide as may be, for measured times: passes as long as they took, dots for idle time."""
+    """Return one line per rank, ``width`` columns wide, for measured times: passes to scale, dots for idle time."""
     names = [f"{rank}: " for rank in range(len(timeline.rows))]
     margin = max(map(len, names), default=0)
     count = max(1, width - margin)
@@ -51,7 +52,7 @@ def fitted(timeline: Timeline, width: int = 120) -> list[str]:
 
 
 def label(span: Span, chunks: list[int]) -> str:
-    """Return letter, microbatch and, among several, chunk of a pass."""
+    """Return the letter and microbatch of a pass, and its chunk if the rank has several."""
     number = "" if span.microbatch is None else str(span.microbatch)
     several = len(chunks) > 1 and span.chunk is not None
     return _LETTERS[span.name] + number + (ascii_lowercase[chunks.index(span.chunk or 0) % 26] if several else "")
@@ -63,7 +64,7 @@ def chunks_of(row: tuple[Span, ...]) -> list[int]:
 
 
 def _unit(timeline: Timeline) -> float:
-    """Return the time of a column; updates, which may be far shorter than passes, get one only where they fit."""
+    """Return the time per column; updates, which may be far shorter than passes, get a column only if they fit."""
     rows = timeline.rows
     times = [span.end - span.start for row in rows for span in row if span.name in _LETTERS and span.name not in _SHORT]
     shortest = min((time for time in times if time > 0), default=1.0)
@@ -71,7 +72,7 @@ def _unit(timeline: Timeline) -> float:
 
 
 def _columns(row: tuple[Span, ...], timeline: Timeline, unit: float) -> list[str]:
-    """Return what stands in each column of a rank: a label, ``-`` where that pass goes on, ``.`` where it is idle."""
+    """Return the content of each column of a rank: a label, ``-`` for the rest of that pass, ``.`` for idle time."""
     chunks = chunks_of(row)
     found = ["."] * round(timeline.makespan / unit)
     for span, (first, last) in _places(row, timeline.start, unit):
@@ -87,5 +88,5 @@ def _places(row: tuple[Span, ...], start: float, unit: float) -> Iterator[tuple[
 
 
 def _padded(text: str, cell: int) -> str:
-    """Fill a column; what goes on from the one before is drawn through."""
+    """Pad a column; a pass that continues from the column before is drawn through."""
     return "-" * (cell - 1) + " " if text == "-" else text.ljust(cell)

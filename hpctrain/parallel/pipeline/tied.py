@@ -1,4 +1,4 @@
-"""Add up the gradients of parameters that several stages share, such as an embedding that is the head, too."""
+"""Gradient reduction for parameters tied across stages, such as an embedding that is also the output layer."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from hpctrain.parallel.pipeline.prune import TiedParameter
 
 
 class TiedGradients:
-    """Know which parameters this stage shares; a call by all stages.
+    """Tied parameters of this stage. Collective over all stages.
 
-    Every stage that has one updates it alike, by the sum of the gradients, so the copies stay equal bit for bit.
+    Every stage that holds a tied parameter updates it alike, with the sum of the gradients. The
+    copies therefore stay equal bit for bit.
     """
 
     def __init__(
@@ -21,7 +22,7 @@ class TiedGradients:
     ) -> None:
         self._model = model
         self._groups: list[tuple[str, Communicator]] = []
-        self._elsewhere: set[str] = set()  # names that a stage before counts
+        self._elsewhere: set[str] = set()  # names that an earlier stage counts
         for each in shared:
             owners = sorted({chunk % comm.size for chunk in each.chunks})
             if len(owners) == 1:
@@ -35,7 +36,7 @@ class TiedGradients:
                 self._elsewhere |= set(each.names)
 
     def reduce(self) -> None:
-        """Put the sum of the gradients into each of the stages; they must be whole. A call by all stages."""
+        """Sum the gradients of tied parameters over their stages; the gradients must be complete. Collective."""
         for name, part in self._groups:
             parameter = self._model.get_parameter(name)
             if any(part.all_gather_object(parameter.grad is not None)):
@@ -44,5 +45,5 @@ class TiedGradients:
                 part.all_reduce(parameter.grad)
 
     def counts(self, name: str) -> bool:
-        """Tell whether this stage is the one that counts a parameter where each counts once."""
+        """Return whether this stage is the one that counts a parameter, where each parameter counts once."""
         return name not in self._elsewhere

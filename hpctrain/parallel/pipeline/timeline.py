@@ -1,4 +1,4 @@
-"""Work out when each rank of a pipeline is at work, from a schedule and the time of each pass."""
+"""Timeline of each rank of a pipeline, measured or simulated from a schedule and the time of each pass."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hpctrain.parallel.pipeline.order import Done, gives, needs, playable
 from hpctrain.parallel.pipeline.schedule import CHANGE, Schedule
 
 WORK = (*(kind.word for kind in Kind), "loss", "optimizer")
-WAITS = ("send", "receive", "reduce", "wait")  # idle, even in the middle of work
+WAITS = ("send", "receive", "reduce", "wait")  # idle time, even inside work
 _LIVE = {kind.word: change for kind, change in CHANGE.items()}
 
 Interval = tuple[float, float]
@@ -19,7 +19,7 @@ Interval = tuple[float, float]
 
 @dataclass(frozen=True)
 class Span:
-    """Say what a rank did from ``start`` to ``end``: a word of ``Kind`` in a simulation, any name of a trace."""
+    """Activity of a rank from ``start`` to ``end``: a word of ``Kind`` in a simulation, any name in a trace."""
 
     name: str
     start: float
@@ -30,40 +30,41 @@ class Span:
 
 @dataclass(frozen=True)
 class Timeline:
-    """Hold the spans of each rank, those of a rank in the order in which they began."""
+    """Spans of each rank, ordered by their start."""
 
     rows: tuple[tuple[Span, ...], ...]
 
     @property
     def start(self) -> float:
-        """Return when the first rank began."""
+        """Return the time at which the first rank started."""
         return min((span.start for row in self.rows for span in row), default=0.0)
 
     @property
     def makespan(self) -> float:
-        """Return the time from the first rank's begin to the last one's end."""
+        """Return the time from the start of the first rank to the end of the last one."""
         return max((span.end for row in self.rows for span in row), default=0.0) - self.start
 
     def busy(self, rank: int) -> float:
-        """Return how long a rank was at work, without what it waited in the middle of it."""
+        """Return the time that a rank worked, without waits inside its work."""
         work = _merged((span.start, span.end) for span in self.rows[rank] if span.name in WORK)
         waits = _merged((span.start, span.end) for span in self.rows[rank] if span.name in WAITS)
         return _length(work) - _length(_common(work, waits))
 
     def idle(self, rank: int) -> float:
-        """Return how long a rank was idle."""
+        """Return the time that a rank was idle."""
         return self.makespan - self.busy(rank)
 
     @property
     def bubble(self) -> float:
-        """Return the share of the time of all ranks that they were idle."""
+        """Return the idle fraction of the time of all ranks."""
         whole = self.makespan * len(self.rows)
         return sum(map(self.idle, range(len(self.rows)))) / whole if whole else 0.0
 
     def live(self, rank: int) -> list[tuple[float, int]]:
         """Return when the number of microbatches whose activations a rank holds changes, and to what.
 
-        Activations count from the begin of the forward pass to the end of the last pass that needs them.
+        Activations count from the start of the forward pass to the end of the last pass that needs
+        them.
         """
         found: list[tuple[float, int]] = []
         now = 0
@@ -75,13 +76,13 @@ class Timeline:
         return found
 
     def most_live(self, rank: int) -> int:
-        """Return the most microbatches that a rank holds at once."""
+        """Return the largest number of microbatches that a rank holds at once."""
         return max((count for _, count in self.live(rank)), default=0)
 
 
 @dataclass(frozen=True)
 class Costs:
-    """Hold the time of each pass for each chunk, of an update, and of a message from one rank to another."""
+    """Times of the passes of each chunk, of an update per chunk, and of a message from one rank to another."""
 
     forward: Sequence[float]
     backward: Sequence[float]
@@ -111,7 +112,7 @@ def equal_costs(
     update: float = 0.0,
     send: float = 0.0,
 ) -> Costs:
-    """Return the same times for every chunk; the halves of a backward pass take half of it each unless told."""
+    """Return equal times for every chunk; each half of a backward pass takes half its time by default."""
     input, weight = _halves(backward, input, weight)
     whole = [forward] * chunks, [backward] * chunks
     return Costs(*whole, [input] * chunks, [weight] * chunks, [update] * chunks, send)
@@ -124,14 +125,15 @@ def _halves(backward: float, input: float | None, weight: float | None) -> tuple
 
 
 def simulate(schedule: Schedule, costs: Costs) -> Timeline:
-    """Return when everything happens if every rank does its next action as soon as it can.
+    """Return the timeline in which every rank executes each action as soon as possible.
 
-    A message takes its time and keeps nobody from working. Raises ``UsageError`` where ranks wait for each other.
+    A message has a latency and does not keep any rank from working. Raises ``UsageError`` if the
+    ranks deadlock.
     """
     order = playable(schedule)
     if order.stuck:
         raise UsageError(f"the schedule {schedule.name} cannot be played: ranks wait for each other", everywhere=True)
-    ready: dict[Done | None, tuple[float, int]] = {}  # when, and on which rank
+    ready: dict[Done | None, tuple[float, int]] = {}  # time and rank at which it is ready
     free = [0.0] * schedule.ranks
     rows: list[list[Span]] = [[] for _ in range(schedule.ranks)]
     for rank, action in order.actions:
@@ -146,7 +148,7 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
 
 
 def _merged(intervals: Iterable[Interval]) -> list[Interval]:
-    """Return the same points in time as intervals that do not touch, in order."""
+    """Return the same points in time as ordered, disjoint intervals."""
     found: list[Interval] = []
     for start, end in sorted(intervals):
         if found and start <= found[-1][1]:
@@ -157,7 +159,7 @@ def _merged(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def _common(one: Sequence[Interval], two: Sequence[Interval]) -> Iterator[Interval]:
-    """Yield what two lists of ordered intervals have in common."""
+    """Yield the intersection of two lists of ordered intervals."""
     first = second = 0
     while first < len(one) and second < len(two):
         (a, b), (c, d) = one[first], two[second]

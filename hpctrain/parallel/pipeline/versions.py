@@ -1,8 +1,8 @@
-"""Keep the weights that a forward pass used until its backward pass, where updates come between (PipeDream).
+"""Weight stashing: the weights of a forward pass are kept until its backward pass (PipeDream).
 
-Harlap et al., "PipeDream: Fast and Efficient Pipeline Parallel DNN Training", 2018; Narayanan et al., SOSP 2019: weight
-stashing. A version is a copy of this stage's parameters that lives as long as a microbatch that used it; a stage that
-has only one microbatch at a time computes with the parameters themselves.
+See Harlap et al., "PipeDream: Fast and Efficient Pipeline Parallel DNN Training", 2018, and
+Narayanan et al., SOSP 2019. A version is a copy of this stage's parameters. It lives as long as a
+microbatch that used it. A stage with only one microbatch at a time uses the parameters themselves.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Update = Callable[[torch.optim.Optimizer, float], None]
 
 
 class StashedWeights:
-    """Hold the versions of one stage's weights (``engine.Versions``); ``live`` microbatches are under way at once."""
+    """Weight versions of one stage (``engine.Versions``); ``live`` is the number of microbatches in flight."""
 
     def __init__(self, model: nn.Module, live: int) -> None:
         self._model, self._copies = model, live > 1
@@ -32,7 +32,7 @@ class StashedWeights:
         self.make_update: Update = lambda optimizer, max_norm: optimizer.step()
 
     def begin(self, objective: Objective) -> None:
-        """Begin a step: parameters may have been changed since the last one."""
+        """Begin a step: parameters may have changed since the last one."""
         if self.optimizer is None:
             raise UsageError(
                 "pipedream makes updates inside a step: tell it the optimizer, by job.run or by "
@@ -43,7 +43,7 @@ class StashedWeights:
 
     @contextmanager
     def forward(self, microbatch: int) -> Iterator[None]:
-        """Compute forward with the newest weights, and remember them for the backward pass."""
+        """Compute forward with the newest weights, and keep them for the backward pass."""
         if not self._copies:
             yield
             return
@@ -55,7 +55,7 @@ class StashedWeights:
 
     @contextmanager
     def backward(self, microbatch: int) -> Iterator[None]:
-        """Compute backward with the weights of the forward pass, and hand their gradients to the parameters."""
+        """Compute backward with the weights of the forward pass, and add their gradients to the parameters."""
         version = self._used.pop(microbatch, None)
         with version.shown() if version is not None else nullcontext():
             yield
@@ -80,7 +80,7 @@ class StashedWeights:
 
 
 class _Version:
-    """Be a copy of parameters, which modules can be made to see."""
+    """Copy of the parameters that can replace them in their modules."""
 
     def __init__(self, homes: list[tuple[nn.Module, str, nn.Parameter]]) -> None:
         self._homes = homes
@@ -91,7 +91,7 @@ class _Version:
 
     @contextmanager
     def shown(self) -> Iterator[None]:
-        """Let modules see the copies."""
+        """Put the copies into the modules for the ``with`` block."""
         for module, name, parameter in self._homes:
             module._parameters[name] = self._copies[parameter]
         try:
@@ -101,7 +101,7 @@ class _Version:
                 module._parameters[name] = parameter
 
     def hand_over(self) -> None:
-        """Give the gradients of the copies to the parameters."""
+        """Add the gradients of the copies to the parameters."""
         for parameter, copy in self._copies.items():
             if copy.grad is None:
                 continue

@@ -1,1 +1,1 @@
-"""Hold the schedules, a family a file: pure functions from ranks, microbatches, chunks a rank to lists of actions."""
+"""Pipeline schedules, one per file: pure functions of ranks, microbatches and chunks per rank that return actions."""

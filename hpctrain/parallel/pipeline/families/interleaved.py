@@ -1,7 +1,8 @@
-"""Give each rank several chunks of the model, which shrinks the bubble (Narayanan et al., Megatron-LM, SC 2021).
+"""Interleaved 1F1B: several chunks of the model per rank shrink the bubble (Narayanan et al., Megatron-LM, SC 2021).
 
-Rank r of p holds the chunks r, r + p, r + 2p, ...; microbatches pass in groups of p through one chunk after the other.
-With v of them a rank, (p - 1) / (v m + p - 1) of the time is idle, and stage 0 has up to p (v + 1) - 1 passes live.
+Rank r of p holds the chunks r, r + p, r + 2p, ... Microbatches pass in groups of p through one
+chunk after the other. With v chunks per rank and m microbatches, the idle fraction is
+(p - 1) / (v m + p - 1). Stage 0 has up to p (v + 1) - 1 live passes.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from hpctrain.parallel.pipeline.action import Action, Actions, backward, forward
 
 
 def interleaved(ranks: int, microbatches: int, chunks_per_rank: int) -> list[Actions]:
-    """Return the actions of interleaved 1F1B. Raises ``UsageError`` where the groups would not be full."""
+    """Return the actions of interleaved 1F1B. Raises ``UsageError`` if ``ranks`` does not divide ``microbatches``."""
     if microbatches % ranks:
         below = microbatches // ranks * ranks
         others = f"{below} or {below + ranks}" if below else f"{ranks} or {2 * ranks}"
@@ -45,7 +46,7 @@ def _of(rank: int, ranks: int, microbatches: int, chunks: int) -> Actions:
 
 
 def _place(number: int, ranks: int, chunks: int) -> tuple[int, int]:
-    """Return the chunk of the rank and the microbatch of its pass of that number: groups, chunks, microbatches."""
+    """Return the local chunk and the microbatch of the pass with a number: groups, then chunks, then microbatches."""
     group, within = divmod(number, ranks * chunks)
     local, place = divmod(within, ranks)
     return local, group * ranks + place

@@ -1,4 +1,4 @@
-"""Take one microbatch through the whole model and back before the next begins: one stage is busy at a time."""
+"""Naive schedule: each microbatch passes forward and backward before the next one; one stage is busy at a time."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from hpctrain.parallel.pipeline.action import Action, Actions, backward, forward
 
 
 def naive(ranks: int, microbatches: int, chunks_per_rank: int) -> list[Actions]:
-    """Return the actions of plain model parallelism, with which the others are compared."""
+    """Return the actions of naive model parallelism, the baseline of the other schedules."""
     return [_of(rank, microbatches) for rank in range(ranks)]
 
 

@@ -1,6 +1,7 @@
-"""Follow each forward pass by a backward pass as soon as there is one (PipeDream-Flush, Narayanan et al., ICML 2021).
+"""1F1B schedule: one forward pass, one backward pass (PipeDream-Flush, Narayanan et al., ICML 2021).
 
-Idle time is that of GPipe, but stage s of p holds the activations of p - s microbatches, however many there are.
+The idle time equals that of GPipe. Stage s of p holds the activations of at most p - s
+microbatches, whatever the number of microbatches.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from hpctrain.parallel.pipeline.action import Actions, backward, forward
 
 
 def one_f_one_b(ranks: int, microbatches: int, chunks_per_rank: int) -> list[Actions]:
-    """Return the actions of 1F1B: p - 1 - s forward passes ahead on stage s, then one forward, one backward."""
+    """Return the actions of 1F1B: on stage s, p - 1 - s warm-up forward passes, then one forward, one backward."""
     return [_of(rank, min(ranks - 1 - rank, microbatches), microbatches) for rank in range(ranks)]
 
 

@@ -1,8 +1,8 @@
-"""Update each stage after every backward pass (Narayanan, Harlap et al., PipeDream, SOSP 2019).
+"""PipeDream schedule: each stage updates after every backward pass (Narayanan, Harlap et al., PipeDream, SOSP 2019).
 
-The order is that of 1F1B, but nobody waits until all gradients are there: a microbatch's backward pass runs with the
-weights of its forward pass, which have been updated meanwhile. The pipeline drains at the end of a step, and the last
-update of a step is the caller's own ``optimizer.step()``.
+The order is that of 1F1B, but no stage waits for all gradients. The backward pass of a microbatch
+runs with the weights of its forward pass, although they have been updated since. The pipeline
+drains at the end of a step, and the last update of a step is the caller's own ``optimizer.step()``.
 """
 
 from __future__ import annotations

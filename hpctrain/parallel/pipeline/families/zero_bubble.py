@@ -1,9 +1,12 @@
-"""Fill the bubble with gradients of weights, for which nobody waits (Qi et al., Zero Bubble, ICLR 2024: ZB-H1).
+"""ZB-H1 schedule: weight gradients, on which no stage waits, fill the bubble (Qi et al., Zero Bubble, ICLR 2024).
 
-The order of forward and input passes is that of 1F1B. Stage s puts off its weight passes by s microbatches, so they are
-left for the end, where it would be idle: with F, B and W the times of the three, W the least of them, and at least as
-many microbatches as stages, (p - 1) (F + B - W) of bubble are left of the (p - 1) (F + B + W) of 1F1B. What is put off
-stays live: every stage holds min(p, m) microbatches, as the first one of 1F1B does.
+The order of forward and input passes is that of 1F1B. Stage s defers its weight passes by s
+microbatches, so they run at the end, where the stage would be idle.
+
+Let F, B and W be the times of a forward, an input and a weight pass. If W is the smallest and there
+are at least as many microbatches as stages, the bubble is (p - 1) (F + B - W). The bubble of 1F1B
+is (p - 1) (F + B + W). Deferred microbatches stay live: every stage holds min(p, m) microbatches,
+as the first stage of 1F1B does.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ def zb_h1(ranks: int, microbatches: int, chunks_per_rank: int) -> list[Actions]:
 
 
 def _split(rank: int, actions: Actions) -> Actions:
-    """Take backward passes apart; the weights of a microbatch come ``rank`` input passes later, or at the end."""
+    """Split backward passes; the weight pass of a microbatch follows ``rank`` input passes later, or at the end."""
     found: Actions = []
     waiting: list[Action] = []
     for action in actions:
