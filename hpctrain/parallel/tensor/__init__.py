@@ -1,1 +1,1 @@
-"""Split layers over the tensor axis, as Megatron-LM does (Shoeybi et al. 2019; Korthikanti et al. 2022)."""
+"""Tensor parallelism: layers split over the tensor axis as in Megatron-LM (Shoeybi 2019, Korthikanti 2022, et al.)."""

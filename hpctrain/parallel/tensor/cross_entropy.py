@@ -1,4 +1,4 @@
-"""Compute the cross entropy of logits that are split over the ranks along the vocabulary; none ever holds them all."""
+"""Cross entropy of logits split along the vocabulary over the ranks; no rank ever holds all logits."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ IGNORED = -100
 def cross_entropy(
     logits: Tensor, targets: Tensor, vocabulary: int, comm: Communicator, *, ignore_index: int = IGNORED
 ) -> Tensor:
-    """Return the mean loss over all targets but ignored ones, in float32; the same number on all ranks.
+    """Return the mean loss over all targets except ignored ones, in float32; equal on all ranks.
 
-    ``logits`` are this rank's piece (``bounds`` of the vocabulary) of ``[..., vocabulary]``, ``targets`` ``[...]``
-    are those of the whole batch on all ranks. Two small messages forward, none backward. Raises ``UsageError`` for a
-    target outside of the vocabulary.
+    ``logits`` are this rank's slice (``bounds`` of the vocabulary) of ``[..., vocabulary]``.
+    ``targets``, of shape ``[...]``, are those of the whole batch on all ranks. Sends two small
+    messages in the forward pass, none in the backward pass. Raises ``UsageError`` for a target
+    outside the vocabulary.
     """
     begin, end = bounds(vocabulary, comm.rank, comm.size)
     if logits.shape[-1] != end - begin or logits.shape[:-1] != targets.shape:
@@ -33,13 +34,13 @@ def cross_entropy(
             everywhere=True,
         )
     flat = targets.reshape(-1)
-    if targets.device.type == "cpu":  # elsewhere looking would mean to wait for the device
+    if targets.device.type == "cpu":  # on a device the check would need synchronisation
         check_tokens(flat[flat != ignore_index], vocabulary, "target")
     return _apply(logits.reshape(-1, logits.shape[-1]), flat, begin, comm, ignore_index)
 
 
 def check_tokens(tokens: Tensor, vocabulary: int, what: str) -> None:
-    """Raise ``UsageError`` where a token is not of the vocabulary: split, it would count as nobody's."""
+    """Raise ``UsageError`` if a token is not in the vocabulary; in a split vocabulary it would match no rank."""
     if not tokens.numel():
         return
     low, high = (int(value) for value in tokens.aminmax())
@@ -51,7 +52,7 @@ def check_tokens(tokens: Tensor, vocabulary: int, what: str) -> None:
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """Keep the softmax of this rank's logits; the gradient is that, less one at the target."""
+    """Autograd node that saves the softmax of this rank's logits; the gradient is that minus one at the target."""
 
     varies = False
 

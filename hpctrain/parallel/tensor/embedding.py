@@ -1,4 +1,4 @@
-"""Be an embedding of which each tensor rank holds some rows."""
+"""Embedding split by rows over the tensor ranks."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ from hpctrain.parallel.tensor.pieces import bounds
 
 
 class ParallelEmbedding(Parallel, nn.Embedding):
-    """Be an embedding of which each rank holds some rows; others count as zeros, and the ranks add up.
+    """Embedding of which each rank holds some rows; other rows count as zeros, and the ranks' results are summed.
 
-    Shares may be unequal. A token outside of the vocabulary is refused, where looking costs no waiting for a device.
+    The slices may be unequal. A token outside the vocabulary raises ``UsageError`` on the CPU,
+    where checking needs no device synchronisation.
     """
 
     plain = nn.Embedding

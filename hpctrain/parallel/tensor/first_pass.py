@@ -1,10 +1,11 @@
-"""Errors of the first forward pass of a split model, which name modules and entries of the plan.
+"""Error messages of the first forward pass of a split model, with module names and entries of the plan.
 
-A plan that forgets a ``row`` lets the next layer fail with torch's "mat1 and mat2 shapes cannot be multiplied". While a
-model has not computed yet, its ``forward`` is watched: an error of that kind behind a column-parallel layer becomes a
-``UsageError``.
+If a plan omits a ``row``, the next layer fails with torch's "mat1 and mat2 shapes cannot be
+multiplied". Until a model's first pass is complete, its ``forward`` is watched. An error of that
+kind after a column-parallel layer becomes a ``UsageError``.
 
-Note: the model gets a subclass of its own class (``forward_subclass``), and has its class back after the first pass.
+Note: the model gets a subclass of its own class (``forward_subclass``) and gets its class back
+after the first pass.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ _WATCHED: weakref.WeakKeyDictionary[nn.Module, Trail] = weakref.WeakKeyDictionar
 
 
 class Trail:
-    """Which modules of a model run, and which split ones have run, in a forward pass."""
+    """Record of the modules that run, and of the last split layer that has run, in a forward pass."""
 
     def __init__(self, model: nn.Module, chosen: Sequence[Change], *, sequence: bool = False) -> None:
         self._model, self._sequence = model, sequence
@@ -40,12 +41,12 @@ class Trail:
         self._chosen = {change.module: change for change in chosen}
         self.running: list[nn.Module] = []
         self.open: nn.Module | None = None  # the last layer whose outputs are split, until a row takes them
-        self.scattered: nn.Module | None = None  # the module behind which sequences are split, until they are joined
+        self.scattered: nn.Module | None = None  # the module after which sequences are split, until they are gathered
         self._handles: list[Any] = []
 
     @contextmanager
     def explaining(self, *, everywhere: bool = True) -> Iterator[None]:
-        """Raise ``UsageError`` for errors in the ``with`` block that come from the plan, perhaps on all ranks."""
+        """Convert errors in the ``with`` block that come from the plan to ``UsageError``, by default on all ranks."""
         self._attach()
         try:
             yield
@@ -59,10 +60,10 @@ class Trail:
             self._detach()
 
     def _attach(self) -> None:
-        """Follow the modules that are called."""
+        """Register hooks that follow the module calls."""
         for module in self._names:
             self._handles.append(module.register_forward_pre_hook(self._enter, prepend=True))
-            self._handles.append(module.register_forward_hook(self._leave))  # not if it raises
+            self._handles.append(module.register_forward_hook(self._leave))  # not called if the module raises
 
     def _detach(self) -> None:
         for handle in self._handles:
@@ -84,7 +85,7 @@ class Trail:
             self.scattered = module if kind == "scatter" else None
 
     def explained(self, error: Exception) -> UsageError | None:
-        """Return what an error in the pass means for the plan; None if the plan has nothing to do with it."""
+        """Return the ``UsageError`` for an error in the pass; None if the plan is not the cause."""
         at = self.running[-1] if self.running else None
         known = _SHAPES.search(str(error)) and not isinstance(error, (HpctrainError, NotImplementedError))
         from_plan = self.open is not None or self.scattered is not None or _is_row(at)
@@ -129,7 +130,7 @@ class Trail:
         )
 
     def _beside(self, split: nn.Module) -> list[str]:
-        """Return the layers beside a split one that take the same features and are not split, as one half of a gate."""
+        """Return the unsplit layers next to a split one that take the same features, such as one half of a gate."""
         path = self._plain(split).rpartition(".")[0]
         change = self._chosen[split]
         return [
@@ -159,7 +160,7 @@ def _is_row(module: nn.Module | None) -> bool:
 
 
 def watch(model: nn.Module, chosen: Sequence[Change], *, sequence: bool = False) -> None:
-    """Explain errors of a split model's forward passes, until the first one is done."""
+    """Explain errors of a split model's forward passes, until the first pass with gradients is complete."""
     if isinstance(model, torch.jit.ScriptModule) or "forward" in vars(model):
         return
     _WATCHED[model] = Trail(model, chosen, sequence=sequence)
@@ -167,7 +168,7 @@ def watch(model: nn.Module, chosen: Sequence[Change], *, sequence: bool = False)
 
 
 def unwatch(model: nn.Module) -> None:
-    """Give a model its own class back."""
+    """Restore the model's own class."""
     plain = getattr(type(model), "_watched_class", None)
     if plain is not None:
         model.__class__ = plain

@@ -1,14 +1,17 @@
-"""Gradients that are partial on each tensor rank, found in autograd's graph and summed.
+"""Gradients that are partial on each tensor rank: detection in autograd's graph, and summation.
 
-A tensor is *replicated* if all tensor ranks hold the same, and *varies* if each holds its own: what a column-parallel
-layer returns varies, what a row-parallel layer returns is replicated, any other function of something that varies
-varies. Where such a function takes a replicated operand as well (the weight of a norm over each head, keys that all
-heads share), each rank computes the operand's gradient from its own part only: the gradient is the sum over the ranks.
-These are the typing rules of JAX's ``shard_map`` ("varying manual axes"), where the missing sum is called ``pvary``.
+A tensor is *replicated* if all tensor ranks hold the same values, and *varies* if each rank holds
+its own. The output of a column-parallel layer varies. The output of a row-parallel layer is
+replicated. Any other function of a varying operand varies. Such a function may also take a
+replicated operand (the weight of a norm over each head, keys that all heads share). Each rank then
+computes the operand's gradient from its own part only: the gradient is the sum over the ranks.
+These are the typing rules of JAX's ``shard_map`` ("varying manual axes"), in which the missing sum
+is called ``pvary``.
 
-Note: autograd's graph has one node per function, with an edge to the node of each differentiable operand. So the
-gradients that need a sum are those on edges from a node that varies to one that does not. A hook on the node sums them
-there. All ranks have the same graph and run its nodes in the same order, so their collectives match.
+Note: autograd's graph has one node per function, with an edge to the node of each differentiable
+operand. The gradients that need a sum are those on edges from a varying node to a replicated one. A
+hook on the varying node sums them. All ranks have the same graph and run its nodes in the same
+order, so their collectives match.
 """
 
 from __future__ import annotations
@@ -36,9 +39,10 @@ _MARK = "hpctrain.summed"
 class PartialGradients:
     """Sums over the tensor ranks of gradients that no split layer and no module of kind ``replicated`` sums.
 
-    ``split`` are the modules whose parameters are slices. The graphs of forward passes are searched until one has
-    nothing to sum. So if it is only parameters that meet split features, the search ends: their modules sum them then.
-    If activations do, too, it goes on. A module that is called for the first time later starts it again.
+    ``split`` contains the modules whose parameters are slices. The graphs of forward passes are
+    searched until a pass needs no sum. If only parameters meet split features, the search ends,
+    because their modules then sum the gradients. If activations meet split features too, the search
+    continues in every pass. A module that is called for the first time later restarts the search.
     """
 
     def __init__(
@@ -66,10 +70,11 @@ class PartialGradients:
             self._uncalled.pop(module).remove()
 
     def after_forward(self, result: Any, varying: Collection[Tensor] = (), *, ends: bool = True) -> None:
-        """Sum in the backward pass what is partial; ``varying`` are inputs of the model that vary.
+        """Register sums of partial gradients for the backward pass; ``varying`` contains inputs of the model that vary.
 
-        ``ends`` tells whether the result is that of the whole model. Raises ``UsageError`` if a column-parallel layer,
-        or the program, gets split features where it takes whole ones.
+        ``ends`` is true if the result is that of the whole model. Raises ``UsageError`` if a
+        column-parallel layer, or the program, receives split features where whole ones are
+        required.
         """
         if not (self._searches and torch.is_grad_enabled()):
             return
@@ -93,13 +98,13 @@ class PartialGradients:
         self._tell(found)
 
     def _settle(self, found: Sequence[Node], states: Mapping[Node, bool]) -> bool:
-        """Let modules sum the gradients of their own parameters from the next pass on, if that is all there is to sum.
+        """Let modules sum the gradients of their own parameters from the next pass on, if no other sums are needed.
 
-        Tell whether it is: then the search ends with the first pass in which it finds nothing.
+        Return whether that is the case; then the search ends with the first pass that needs no sum.
         """
         leaves = {id(leaf.variable) for leaf in found if hasattr(leaf, "variable")}
         owners = {id(one): module for module in self._model.modules() for one in module._parameters.values()}
-        kept = {  # parameters that functions of replicated operands use as well
+        kept = {  # parameters that functions of replicated operands also use
             id(child.variable)
             for node, varying in states.items()
             if not varying
@@ -117,7 +122,7 @@ class PartialGradients:
         return True
 
     def _check(self, states: Mapping[Node, bool]) -> None:
-        """Raise for a column-parallel layer whose inputs vary: it would sum their gradients over the ranks."""
+        """Raise ``UsageError`` if inputs of a column-parallel layer vary: it would sum their gradients over ranks."""
         for node in states:
             fed = node.next_functions[0][0] if node.next_functions else None
             layer = getattr(node, "layer", None)
@@ -130,7 +135,7 @@ class PartialGradients:
                 )
 
     def _check_result(self, node: Node, states: Mapping[Node, bool]) -> None:
-        """Raise if the model returns split features, unless they are logits that a split loss takes."""
+        """Raise ``UsageError`` if the model returns split features, unless they are logits for a split loss."""
         heads = [one for one in self._split if self._entries.get(one, "").endswith("=vocabulary)")]
         if all(getattr(head, "gathers", True) for head in heads):
             raise UsageError(
@@ -160,14 +165,15 @@ class PartialGradients:
 
 
 def replicate(module: nn.Module, comm: Communicator) -> None:
-    """Sum the gradients of a whole module's parameters over the ranks, and those of inputs that all ranks hold alike.
+    """Sum over the ranks the gradients of a whole module's parameters, and of its replicated inputs.
 
-    Whether inputs vary is a property of the model: it is found in the graph of the first pass that has one.
+    Whether an input varies is a property of the model. It is determined from the graph of the first
+    pass that has one.
     """
     for inner in module.modules():
         if any(parameter is not None for parameter in inner._parameters.values()):
             sum_gradients(inner, comm)
-    same: dict[int, bool] = {}  # whether all ranks hold an input alike, by its place among the leaves
+    same: dict[int, bool] = {}  # whether all ranks hold an input alike, by its index among the leaves
 
     def spread(_: nn.Module, args: Any, kwargs: Any) -> Any:
         leaves, structure = tree_flatten((args, kwargs))
@@ -185,9 +191,9 @@ def replicate(module: nn.Module, comm: Communicator) -> None:
 
 
 def varies(nodes: Iterable[Node], leaves: Collection[int] = ()) -> dict[Node, bool]:
-    """Return of each node below some whether what its function returned varies over the tensor ranks.
+    """Return, for each node reachable from ``nodes``, whether its function's result varies over the tensor ranks.
 
-    ``leaves`` are the ids of leaves of the graph that do.
+    ``leaves`` contains the ids of the varying leaves of the graph.
     """
     states: dict[Node, bool] = {}
     stack = list(nodes)
@@ -208,7 +214,7 @@ def varies(nodes: Iterable[Node], leaves: Collection[int] = ()) -> dict[Node, bo
 
 
 def _nearest(node: Node, states: Mapping[Node, bool]) -> nn.Module | None:
-    """Return the column-parallel layer that is nearest below a node that varies."""
+    """Return the nearest column-parallel layer below a varying node."""
     near, seen = deque([node]), {node}
     while near:
         each = near.popleft()
@@ -223,7 +229,7 @@ def _nearest(node: Node, states: Mapping[Node, bool]) -> nn.Module | None:
 
 
 def _mark(node: Node) -> bool | None:
-    """Tell what a function of this package says of its result; None for any other function."""
+    """Return whether a function of this package declares its result varying; None for any other function."""
     kind = getattr(type(node), "_forward_cls", None)
     if kind is None:
         return None
@@ -232,12 +238,12 @@ def _mark(node: Node) -> bool | None:
 
 
 def _partial(node: Node, states: dict[Node, bool]) -> list[int]:
-    """Return which operands of a function whose result varies do not."""
+    """Return the indices of the replicated operands of a function with a varying result."""
     places = []
     for place, (child, _) in enumerate(node.next_functions):
         if child is not None and not states[child]:
             leaf = getattr(child, "variable", None)
-            if leaf is None or leaf.numel():  # a leaf without elements only makes autograd come by (``deferred``)
+            if leaf is None or leaf.numel():  # a leaf without elements only triggers a backward node (``deferred``)
                 places.append(place)
     return places
 

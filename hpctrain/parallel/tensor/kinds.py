@@ -1,4 +1,4 @@
-"""Name what can become of a module, and check whether it can."""
+"""Kinds of split that a tensor plan can assign to a module, and their validation."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _CLASSES: dict[str, type[Parallel]] = {
     "embedding": ParallelEmbedding,
     "vocabulary": ColumnParallel,
 }
-# What attention modules call them: heads, key and value heads, the width of a head, query heads per key head.
+# Attribute names in attention modules: heads, key and value heads, width of a head, query heads per key head.
 _COUNTS = ("num_heads", "heads", "n_heads", "n_head", "num_attention_heads")
 _SHARED_COUNTS = ("num_kv_heads", "n_kv_heads", "kv_heads", "n_kv_head", "num_key_value_heads")
 _WIDTHS = ("head_width", "head_dim", "head_size", "d_head")
@@ -40,7 +40,7 @@ _REPEATS = ("num_key_value_groups", "n_rep")
 
 @dataclass
 class Change:
-    """What a module becomes; ``counters`` are attributes of its parent that count heads, as they will be."""
+    """Change of a module by the plan; ``counters`` are the new values of its parent's head counts."""
 
     name: str
     module: nn.Module
@@ -60,7 +60,7 @@ class Change:
         return SharedHeads if self.shares else _CLASSES[self.kind]
 
     def check(self, size: int, beside: Sequence[Change] = ()) -> None:
-        """Raise ``UsageError`` if the module cannot be split over ``size`` ranks; ``beside`` are all changes."""
+        """Raise ``UsageError`` if the module cannot be split over ``size`` ranks; ``beside`` contains all changes."""
         if self.kind == "vocabulary":
             self.options["gathers"] = True
         try:
@@ -103,7 +103,7 @@ class Change:
             self.counters |= {name: count // size for name, count in few.items()}
 
     def count_heads(self) -> int:
-        """Return how many heads the outputs are: as the parent counts them, or by the width of one that it knows."""
+        """Return the number of heads of the outputs: from the parent's count, or from its width of a head."""
         width, counted = self._of_parent(_WIDTHS), self._of_parent(_COUNTS)
         if width is None and counted is None:
             raise UsageError(
@@ -122,7 +122,8 @@ class Change:
             return counted
         if width is None:
             raise UsageError(f"{outputs} outputs are no whole number of {counted} heads")
-        # As many as the inputs, or some times as many (query, key and value); else heads of one kind, perhaps fewer.
+        # If the outputs are a multiple of the inputs (such as query, key and value in one layer), count the
+        # heads of the inputs. Otherwise count the outputs: heads of one kind, perhaps fewer.
         shared = inputs if outputs % inputs == 0 else outputs
         if shared % width:
             raise UsageError(f"{shared} features are no whole number of heads of width {width}")
@@ -132,7 +133,7 @@ class Change:
         try:
             return self.count_heads()
         except UsageError:
-            return 0  # its own check says why
+            return 0  # its own check reports the reason
 
     def _of_parent(self, names: tuple[str, ...]) -> int | None:
         for name in names:

@@ -1,7 +1,8 @@
-"""Be linear layers of which each tensor rank holds a slice.
+"""Linear layers split over the tensor ranks; each rank holds a slice.
 
-They are made like torch's own, with a communicator more, or of torch's own in place (``convert``), whose names in
-``state_dict`` stay. ``in_features`` and ``out_features`` go on saying how large the whole is.
+They are constructed like torch's own layers, with a communicator in addition, or converted from
+torch's layers in place (``convert``). Their names in ``state_dict`` stay. ``in_features`` and
+``out_features`` remain the sizes of the whole layer.
 """
 
 from __future__ import annotations
@@ -22,17 +23,17 @@ from hpctrain.parallel.tensor.rng import Region
 
 
 class Parallel(nn.Module, ABC):
-    """Be a module whose parameters are cut along one dim each, ``dims`` by name; others are whole on all ranks."""
+    """Module whose parameters in ``dims`` are each split along one dim; the others are whole on all ranks."""
 
     dims: dict[str, int]
-    plain: type[nn.Module]  # the class of torch's own
+    plain: type[nn.Module]  # torch's own class
     comm: Communicator | None = None
 
     @classmethod
     def convert(cls, module: nn.Module, comm: Communicator, **options: Any) -> Self:
-        """Turn a module of torch's own into this rank's slice of it, in place; ``options`` as for a new one.
+        """Convert torch's own module to this rank's slice of it, in place; ``options`` as for a new one.
 
-        Parameters stay the objects that they are. Those on the meta device get no memory.
+        The parameter objects stay. Parameters on the meta device get no memory.
         """
         cls.check(module, comm.size, **options)
         for name, parameter in module._parameters.items():
@@ -42,7 +43,7 @@ class Parallel(nn.Module, ABC):
 
     @classmethod
     def adopt(cls, module: nn.Module, comm: Communicator, **options: Any) -> Self:
-        """Make a module one of this class, in place, whose parameters are cut already."""
+        """Convert a module whose parameters are already split to this class, in place."""
         module.__class__ = cls
         parallel = cast(Self, module)
         parallel._set(comm, **options)
@@ -50,7 +51,7 @@ class Parallel(nn.Module, ABC):
 
     @classmethod
     def cut(cls, comm: Communicator, name: str, whole: Tensor) -> Tensor:
-        """Return this rank's slice of a whole parameter, in memory of its own."""
+        """Return this rank's slice of a whole parameter, in its own memory."""
         if name not in cls.dims:
             return whole
         dim = cls.dims[name]
@@ -59,7 +60,7 @@ class Parallel(nn.Module, ABC):
 
     @classmethod
     def check(cls, module: nn.Module, size: int, **options: Any) -> None:
-        """Raise ``UsageError`` for a module that cannot be split over ``size`` ranks."""
+        """Raise ``UsageError`` if a module cannot be split over ``size`` ranks."""
         if not isinstance(module, cls.plain) or type(module).forward is not cls.plain.forward:
             raise UsageError(f"{_article(type(module))} is not {_article(cls.plain)}", everywhere=True)
         cls._check_sizes(module, size, **options)
@@ -80,8 +81,8 @@ class Parallel(nn.Module, ABC):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draw the whole module as torch does, and keep this rank's slice."""
-        if self.comm is None:  # torch's constructor: still whole
+        """Initialise the whole module as torch does, and keep this rank's slice."""
+        if self.comm is None:  # in torch's constructor: not split yet
             cast(Any, self.plain).reset_parameters(self)
             return
         whole = self._whole()
@@ -99,9 +100,9 @@ def _article(kind: type) -> str:
 
 class _ParallelLinear(Parallel, nn.Linear):
     plain = nn.Linear
-    overlaps = True  # whether talking and computing are one function; else a backward pass can take them apart
-    sequence = False  # whether activations outside of split regions are split along the sequence
-    region: Region | None = None  # in which dropout draws for each rank, where anything drops
+    overlaps = True  # whether one function overlaps communication and computation; else a backward pass can be split
+    sequence = False  # whether activations outside split regions are split along the sequence
+    region: Region | None = None  # in which dropout draws per rank, if the model has dropout
 
     def __init__(
         self,
@@ -126,7 +127,7 @@ class _ParallelLinear(Parallel, nn.Linear):
         return nn.Linear(self.in_features, self.out_features, bias, weight.device, weight.dtype)
 
     def _arguments(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return input, weight and bias in the dtype in which autocast wants them multiplied."""
+        """Return input, weight and bias in the dtype that autocast uses for the product."""
         bias: Tensor | None = self.bias
         kind = x.device.type
         if not torch.is_autocast_enabled(kind) or torch.float64 in (x.dtype, self.weight.dtype):
@@ -136,16 +137,17 @@ class _ParallelLinear(Parallel, nn.Linear):
 
 
 class ColumnParallel(_ParallelLinear):
-    """Be a linear layer of which each rank computes a slice of the outputs (the columns of A in x A).
+    """Linear layer of which each rank computes a slice of the outputs (the columns of A in x A).
 
-    ``gathers``: give all ranks all outputs, which may then be unequal shares; an attribute that can be switched. Else
-    outputs stay where they are, for a ``RowParallel`` behind. The gradient of the input is summed over the ranks while
-    that of the weight is computed.
+    ``gathers`` gives all outputs to all ranks; the slices may then be unequal. It is an attribute
+    that can be switched. Otherwise the outputs stay split, for a following ``RowParallel``. In the
+    backward pass, the sum of the input's gradient over the ranks overlaps with the computation of
+    the weight's gradient.
     """
 
     dims = {"weight": 0, "bias": 0}
     gathers = False
-    uneven = False  # whether shares may be unequal although they are not gathered
+    uneven = False  # whether slices may be unequal without gathering
 
     @classmethod
     def _check_sizes(cls, module: Any, size: int, **options: Any) -> None:
@@ -160,7 +162,7 @@ class ColumnParallel(_ParallelLinear):
         if self.overlaps:
             result = column_linear(*self._arguments(x), self._comm, self.sequence)
             if result.grad_fn is not None:
-                result.grad_fn.layer = self  # type: ignore[attr-defined]  # for messages about the graph
+                result.grad_fn.layer = self  # for messages about the graph
         else:
             x = moves.gather_sequence(x, self._comm) if self.sequence else moves.spread(x, self._comm)
             result = F.linear(x, self.weight, self.bias)
@@ -172,10 +174,11 @@ class ColumnParallel(_ParallelLinear):
 
 
 class SharedHeads(_ParallelLinear):
-    """A linear layer that computes fewer heads than there are tensor ranks (keys and values of grouped queries).
+    """Linear layer with fewer heads than tensor ranks (keys and values of grouped-query attention).
 
-    Each rank holds the whole layer and computes the one head that its query heads use; ``heads`` divides the number of
-    ranks, which of neighbours share a head. The gradients of weight, bias and input are summed over the ranks.
+    Each rank holds the whole layer and computes the one head that its query heads use. ``heads``
+    divides the number of ranks; neighbouring ranks share a head. The gradients of weight, bias and
+    input are summed over the ranks.
     """
 
     dims: dict[str, int] = {}
@@ -208,9 +211,9 @@ class SharedHeads(_ParallelLinear):
 
 
 class RowParallel(_ParallelLinear):
-    """Be a linear layer of which each rank takes a slice of the inputs; their products are summed over the ranks.
+    """Linear layer of which each rank takes a slice of the inputs; the partial products are summed over the ranks.
 
-    The bias is whole on all ranks, and added once, to the sum.
+    The bias is whole on all ranks, and is added once, to the sum.
     """
 
     dims = {"weight": 1}
@@ -243,7 +246,7 @@ def _check_divides(length: int, size: int, what: str) -> None:
 
 
 def check_enough(length: int, size: int, what: str) -> None:
-    """Raise ``UsageError`` where a dim is too short for each rank to hold something of it."""
+    """Raise ``UsageError`` if a dim is too short for each rank to hold a part of it."""
     if length < size:
         raise UsageError(
             f"{length} {what} cannot be split over {size} tensor ranks: allowed are up to {length}", everywhere=True

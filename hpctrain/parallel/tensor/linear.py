@@ -1,8 +1,9 @@
-"""Multiply by a split weight and talk about it while, or where, the product is made.
+"""Products with split weights, overlapped with communication.
 
-Note: what the two functions save over ``F.linear`` and a collective behind it. Products that are summed over the ranks
-are written straight to where they are reduced, and copied out with the bias. While the gradient of a column-parallel
-layer's input is being summed, the gradient of its weight is computed: a rank that comes first does not wait.
+Note: the two functions save work compared with ``F.linear`` followed by a collective. Products that
+are summed over the ranks are written directly to the reduction buffer, and copied out with the
+bias. The gradient of a column-parallel layer's weight is computed while the gradient of its input
+is summed, so a rank that arrives early does not wait.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ def _rows(tensor: Tensor) -> Tensor:
 
 
 class _Column(torch.autograd.Function):
-    varies = True  # whether each rank goes on with something else (``flow``)
+    varies = True  # whether each rank uses the result differently (``flow``)
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Any, comm: Communicator, sequence: bool) -> Tensor:
         ctx.comm, ctx.sequence = comm, sequence
-        ctx.save_for_backward(x, weight)  # with sequences the part: the whole is gathered once more
+        ctx.save_for_backward(x, weight)  # with sequence parallelism only the part: backward gathers again
         return torch.nn.functional.linear(whole_sequence(x, comm) if sequence else x, weight, bias)
 
     @staticmethod
@@ -54,7 +55,7 @@ class _Column(torch.autograd.Function):
 
 
 def _start_sum(rows: Tensor, weight: Tensor, shape: Any, comm: Communicator) -> tuple[Work, Tensor]:
-    """Start to sum the gradient of the input, in a room."""
+    """Start to sum the gradient of the input, in a buffer."""
     room = take(comm, shape, rows)
     torch.mm(rows, weight, out=_rows(room))
     work = comm.all_reduce(room, async_op=True)
@@ -63,7 +64,7 @@ def _start_sum(rows: Tensor, weight: Tensor, shape: Any, comm: Communicator) -> 
 
 
 def _start_parts(rows: Tensor, weight: Tensor, shape: Any, comm: Communicator) -> tuple[Work, Tensor]:
-    """Start to sum the gradient of the input, of which this rank keeps its part of the sequence."""
+    """Start a reduce_scatter of the input's gradient; this rank keeps its part of the sequence."""
     room, part = into_parts(rows.mm(weight).view(shape), comm)
     work = comm.reduce_scatter(part, room, async_op=True)
     assert not isinstance(work, Tensor)
@@ -91,7 +92,7 @@ class _Row(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Any:
         x, weight = ctx.saved_tensors
         for_x, for_weight, for_bias, *_ = ctx.needs_input_grad
-        # With sequences a rank adds the bias to its part alone.
+        # With sequence parallelism, a rank adds the bias only to its part.
         grad_bias = _rows(grad).sum(0) if for_bias else None
         if grad_bias is not None and ctx.sequence:
             ctx.comm.all_reduce(grad_bias)

@@ -1,4 +1,4 @@
-"""Move tensors between ranks such that gradients move the other way."""
+"""Communication functions of tensor parallelism, with and without autograd (Megatron-LM's ``mappings``)."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def part_of_sequence(tensor: Tensor, comm: Communicator) -> Tensor:
 
 
 def whole_sequence(part: Tensor, comm: Communicator) -> Tensor:
-    """Return ``[batch, length, ...]`` of which each rank has a part along the length."""
+    """Return the whole ``[batch, length, ...]``; each rank passes its part along the length."""
     _check_dims(part)
     room = take(comm, (comm.size, *part.shape), part)
     room[comm.rank].copy_(part)
@@ -45,7 +45,7 @@ def whole_sequence(part: Tensor, comm: Communicator) -> Tensor:
 
 
 def into_parts(tensor: Tensor, comm: Communicator) -> tuple[Tensor, Tensor]:
-    """Return a room with the parts of ``[batch, length, ...]`` rank by rank, and a new tensor for one of them."""
+    """Return a buffer with the parts of ``[batch, length, ...]`` in rank order, and a new tensor for one of them."""
     _bounds_of_sequence(tensor, comm)
     batch, length, *rest = tensor.shape
     parts = tensor.view(batch, comm.size, length // comm.size, *rest).transpose(0, 1)
@@ -62,9 +62,9 @@ def total_part(tensor: Tensor, comm: Communicator) -> Tensor:
 
 
 def whole_outputs(piece: Tensor, features: int, comm: Communicator) -> Tensor:
-    """Return ``[..., features]`` of which each rank has a piece, of the length that ``bounds`` gives it."""
+    """Return the whole ``[..., features]``; each rank passes its slice, with the length from ``bounds``."""
     own, *rest = sizes = lengths(features, comm.size)
-    # Shares are equal: the pieces that are one shorter leave the last place of each row as it is.
+    # The buffer has equal slots. A slice that is one shorter leaves the last element of each row unset.
     room = take(comm, (comm.size, *piece.shape[:-1], own), piece)
     room[comm.rank][..., : piece.shape[-1]].copy_(piece)
     comm.all_gather(room, room[comm.rank])
@@ -95,12 +95,12 @@ def _check_dims(tensor: Tensor) -> None:
 
 
 class _Move(torch.autograd.Function):
-    """Move a tensor one way and its gradient another; each is a function of a tensor and what the layer knows."""
+    """Communication of a tensor forward and of its gradient backward, by two functions with common arguments."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, there: Move, back: Move, *known: Any) -> Tensor:
         ctx.back, ctx.known = back, known
-        ctx.varies = back in (total, total_part)  # what is summed backward, ranks go on with differently
+        ctx.varies = back in (total, total_part)  # ranks use a result differently if its gradient is summed
         return there(tensor, *known)
 
     @staticmethod
@@ -110,7 +110,7 @@ class _Move(torch.autograd.Function):
 
 
 class _Summed(torch.autograd.Function):
-    """Hand tensors on; their gradients are summed over the ranks, in one message."""
+    """Identity forward; sums the gradients over the ranks backward, in one message."""
 
     varies = True
 
@@ -143,32 +143,32 @@ _summed: Callable[..., tuple[Tensor, ...]] = _Summed.apply
 
 
 def spread(tensor: Tensor, comm: Communicator) -> Tensor:
-    """Hand on what all ranks have; the gradient is the sum of theirs."""
+    """Return a tensor that all ranks hold alike, unchanged; the gradient is summed over the ranks."""
     return _move(tensor, _same, total, comm)
 
 
 def reduce(tensor: Tensor, comm: Communicator) -> Tensor:
-    """Return the sum over the ranks, which each needs for itself; the gradient is the same for all."""
+    """Return the sum over the ranks, which all ranks use alike; the gradient passes unchanged."""
     return _move(tensor, total, _same, comm)
 
 
 def gather_outputs(piece: Tensor, features: int, comm: Communicator) -> Tensor:
-    """Return all ranks' pieces along the last dim; the gradient of each is its piece."""
+    """Return all ranks' slices along the last dim; the gradient of each is its slice."""
     return _move(piece, whole_outputs, _own_outputs, features, comm)
 
 
 def split_sequence(tensor: Tensor, comm: Communicator) -> Tensor:
-    """Keep this rank's part of what all ranks have; the gradients are gathered."""
+    """Return this rank's part of a sequence that all ranks hold; the gradients are gathered."""
     return _move(tensor, part_of_sequence, whole_sequence, comm)
 
 
 def join_sequence(part: Tensor, comm: Communicator) -> Tensor:
-    """Return the whole sequence, with which all ranks do the same: the gradient is this rank's part."""
+    """Return the whole sequence, which all ranks use alike: the gradient is this rank's part."""
     return _move(part, whole_sequence, part_of_sequence, comm)
 
 
 def gather_sequence(part: Tensor, comm: Communicator) -> Tensor:
-    """Return the whole sequence, with which each rank does something else: the gradient is the sum of theirs."""
+    """Return the whole sequence, which each rank uses differently: the gradient is this rank's part of the sum."""
     return _move(part, whole_sequence, total_part, comm)
 
 
@@ -178,5 +178,5 @@ def scatter_sequence(tensor: Tensor, comm: Communicator) -> Tensor:
 
 
 def summed(tensors: list[Tensor], comm: Communicator) -> tuple[Tensor, ...]:
-    """Hand on parameters that each rank applies to its part of the batch; gradients are summed in one message."""
+    """Return parameters that each rank applies to its part of the batch; the gradients are summed in one message."""
     return _summed(comm, *tensors)

@@ -1,4 +1,4 @@
-"""Split the layers of a model over the tensor ranks, by patterns of their names."""
+"""Tensor plan: split of a model's layers over the tensor ranks, by patterns of module names."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ _UNCUT = ("scatter", "gather", "replicated", "whole")
 
 
 def parse(lines: Sequence[str]) -> dict[str, str]:
-    """Return the plan that ``["*.fc=column", ...]`` says; raise ``UsageError`` for what says none."""
+    """Return the plan of lines such as ``["*.fc=column", ...]``. Raises ``UsageError`` if a line is not valid."""
     plan: dict[str, str] = {}
     for line in lines:
         pattern, equals, kind = (word.strip() for word in line.partition("="))
         if not (pattern and equals and kind):
             raise UsageError(f"tensor plan {line!r}: allowed are pattern=kind, as in '*.fc=column'", everywhere=True)
         _check_kind(pattern, kind)
-        plan.pop(pattern, None)  # what is said last stands last
+        plan.pop(pattern, None)  # the last entry of a pattern wins
         plan[pattern] = kind
     return plan
 
 
 def plan_of(model: nn.Module, lines: Sequence[str] = ()) -> dict[str, str]:
-    """Return a model's own plan, its attribute ``tensor_plan``, and behind it, so that they win, those of settings."""
+    """Return the model's own plan (attribute ``tensor_plan``), then the settings' lines, which take precedence."""
     own = getattr(model, "tensor_plan", None)
     if own is None and not lines:
         raise UsageError(
@@ -59,14 +59,17 @@ def apply(
     device: torch.device = torch.device("cpu"),
     layers: Sequence[nn.Module] = (),
 ) -> TensorSplit:
-    """Split a model over the ranks of ``comm``, in place; a call by all ranks, which take rank 0's values.
+    """Split a model over the ranks of ``comm``, in place. Collective; the values of rank 0 are used.
 
-    ``plan`` maps patterns of module names (``fnmatch``; a later one wins) to kinds (``KINDS``). Modules whose
-    parameters are None, pruned by a pipeline, stay as they are. Those on the meta device are drawn on ``device``, one
-    at a time, and cut; others only where those cannot be drawn without them. With ``sequence`` what lies between split
-    layers is split along the sequence; ``layers`` is the row of layers that the stages of a pipeline call. Raises
-    ``UsageError``, with the model as it was, for a pattern that matches nothing and a module that cannot be split;
-    ``MismatchError`` where the ranks hold different models.
+    ``plan`` maps patterns of module names (``fnmatch``; a later one wins) to kinds (``KINDS``).
+    Modules whose parameters are None, pruned by a pipeline, stay unchanged. Modules on the meta
+    device are initialised on ``device``, one at a time, and then split. Other modules on the meta
+    device are initialised only if the values of the split ones depend on their draws.
+
+    With ``sequence``, the activations between split layers are split along the sequence. ``layers``
+    is the sequence of layers that the stages of a pipeline call. Raises ``UsageError``, with the
+    model unchanged, for a pattern without a match and for a module that cannot be split. Raises
+    ``MismatchError`` if the ranks hold different models.
     """
     chosen = choose(model, plan)
     changes = check(chosen, comm.size)
@@ -75,7 +78,7 @@ def apply(
         _check_sequence(chosen)
     check_drawable(model)
     check_same_model(model, comm)
-    # Dropout, and modules that are drawn yet, must go on alike.
+    # Dropout, and modules that are still to be initialised, must draw alike on all ranks.
     agree(comm, *dict.fromkeys((torch.device("cpu"), device)))
     region = Region(comm.rank) if can_drop(model) else None
     places = _places(changes, model, comm)
@@ -101,7 +104,7 @@ def apply(
 
 
 def check(chosen: Sequence[Change], size: int) -> list[Change]:
-    """Return those of ``choose`` that cut parameters; raise ``UsageError`` for one that ``size`` ranks cannot share."""
+    """Return the changes that split parameters. Raises ``UsageError`` if ``size`` ranks cannot share a module."""
     changes = [change for change in chosen if change.kind not in _UNCUT and not _is_pruned(change.module)]
     for change in changes:
         change.check(size, changes)
@@ -118,11 +121,11 @@ def check(chosen: Sequence[Change], size: int) -> list[Change]:
     return changes
 
 
-# What is meant --------------------------------------------------------------------------------------------------------
+# Interpretation of the plan -------------------------------------------------------------------------------------------
 
 
 def choose(model: nn.Module, plan: Plan) -> list[Change]:
-    """Return what each module that a plan names becomes; raise ``UsageError`` for a pattern that names none."""
+    """Return the change of each module that a plan names. Raises ``UsageError`` for a pattern without a match."""
     modules = {name: module for name, module in model.named_modules(remove_duplicate=False) if name}
     chosen: dict[nn.Module, Change] = {}
     for pattern, kind in plan.items():
@@ -156,7 +159,7 @@ def _is_pruned(module: nn.Module) -> bool:
 
 
 def _check_shared(model: nn.Module, changes: Sequence[Change]) -> None:
-    """Raise ``UsageError`` where modules that share a parameter would cut it differently, or not all of them."""
+    """Raise ``UsageError`` if modules that share a parameter would split it differently, or not all of them."""
     cuts = {change.module: change.become.dims for change in changes}
     owners: dict[nn.Parameter, tuple[str, int | None]] = {}
     for name, module in model.named_modules():
@@ -183,11 +186,11 @@ def _check_sequence(chosen: Sequence[Change]) -> None:
         )
 
 
-# What is done ---------------------------------------------------------------------------------------------------------
+# Application of the plan ----------------------------------------------------------------------------------------------
 
 
 def _places(changes: Sequence[Change], model: nn.Module, comm: Communicator) -> dict[str, Place]:
-    """Return of every name in ``state_dict`` what whole tensor this rank will hold a slice of."""
+    """Return the shape and offset of this rank's slice for every split tensor, by its names in ``state_dict``."""
     cuts = {change.module: change.become.dims for change in changes}
     places = {}
     for path, module in model.named_modules(remove_duplicate=False):
@@ -203,7 +206,7 @@ def _places(changes: Sequence[Change], model: nn.Module, comm: Communicator) -> 
 
 @torch.no_grad()
 def _cut(model: nn.Module, changes: Sequence[Change], comm: Communicator, device: torch.device) -> None:
-    """Let parameters be their slices; the objects stay, for those who share them."""
+    """Replace parameters by their slices; the parameter objects stay, because modules may share them."""
     for tensor in (*model.parameters(), *model.buffers()):
         if not tensor.is_meta:
             comm.broadcast(tensor)

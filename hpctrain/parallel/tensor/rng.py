@@ -1,10 +1,13 @@
-"""Let dropout draw alike on all tensor ranks where they hold the same, and apart where each holds its own.
+"""Random numbers of dropout: equal on all tensor ranks for replicated values, different for each rank's own values.
 
-Note: tensor ranks share one seed, so their generators go the same way. Between a column-parallel layer and the next
-row-parallel one each rank holds other numbers and must draw others: on entering, a number is drawn, the generator's
-state is kept, and the generator is seeded with the number and the rank; on leaving, the state comes back. Where a
-generator stands is written in its seed alone. So when activations are computed again, with the generator set back to
-where it was, everything happens once more by itself, wherever in between that begins or ends.
+Note: tensor ranks share one seed, so their generators advance alike. Between a column-parallel
+layer and the next row-parallel one, each rank holds different values and must draw different random
+numbers. On entry to this region, a number is drawn, the generator's state is saved, and the
+generator is seeded with the number and the rank. On exit, the state is restored.
+
+Whether a generator is inside a region is encoded in its seed alone. If activations are recomputed
+with the generator reset to its earlier state, the same random numbers therefore result, wherever
+the recomputation begins or ends.
 """
 
 from __future__ import annotations
@@ -20,19 +23,19 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from hpctrain.collectives.communicator import Communicator
 
-KEPT = 256  # states: only for regions that are computed again from their middle
+KEPT = 256  # states: needed only for regions that are recomputed from their middle
 
 
 class Region:
-    """Be the part of a model in which tensor rank ``rank`` draws for itself."""
+    """Region of a model in which tensor rank ``rank`` draws its own random numbers."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
-        self._states: OrderedDict[int, Tensor] = OrderedDict()  # before generators entered, by their seeds since
+        self._states: OrderedDict[int, Tensor] = OrderedDict()  # states before entry, by the seeds since then
         self._devices: set[torch.device] = set()
 
     def enter(self, device: torch.device) -> bool:
-        """Let the generator of a device draw for this rank alone; tell whether it did not already."""
+        """Make the generator of a device draw for this rank only; return whether it did not already."""
         generator = generator_of(device)
         if generator.initial_seed() in self._states:
             return False
@@ -46,20 +49,20 @@ class Region:
         return True
 
     def leave(self, device: torch.device) -> None:
-        """Let the generator of a device go on as if this rank had not drawn for itself."""
+        """Restore the generator of a device to its state before entry."""
         generator = generator_of(device)
         state = self._states.get(generator.initial_seed())
         if state is not None:
             generator.set_state(state)
 
     def end(self) -> None:
-        """Leave wherever this rank is inside: a forward pass may have been broken off."""
+        """Leave the region on all devices: a forward pass may have been aborted inside."""
         for device in self._devices:
             self.leave(device)
 
     @contextmanager
     def inside(self, device: torch.device) -> Iterator[None]:
-        """Enter for the length of a ``with`` block, unless that has happened."""
+        """Enter the region for the ``with`` block, unless already inside."""
         entered = self.enter(device)
         try:
             yield
@@ -69,7 +72,7 @@ class Region:
 
 
 def generator_of(device: torch.device) -> torch.Generator:
-    """Return the generator that dropout on a device draws from."""
+    """Return the generator that dropout on a device uses."""
     if device.type == "cuda":
         index = torch.cuda.current_device() if device.index is None else device.index
         return torch.cuda.default_generators[index]
@@ -77,14 +80,14 @@ def generator_of(device: torch.device) -> torch.Generator:
 
 
 def agree(comm: Communicator, *devices: torch.device) -> None:
-    """Let the generators of devices go on from where those of rank 0 are."""
+    """Set the generators of devices to the state of rank 0. Collective."""
     for device in devices:
         generator = generator_of(device)
         generator.set_state(comm.broadcast(generator.get_state()))
 
 
 def can_drop(model: nn.Module) -> bool:
-    """Tell whether anything in a model draws: a dropout module, or a number called ``dropout``, above 0."""
+    """Return whether a model has dropout: a dropout module, or a number called ``dropout``, above 0."""
     for module in model.modules():
         rate = module.p if isinstance(module, _DropoutNd) else getattr(module, "dropout", 0.0)
         if isinstance(rate, (int, float)) and rate > 0:
@@ -93,14 +96,14 @@ def can_drop(model: nn.Module) -> bool:
 
 
 def _number(generator: torch.Generator) -> int:
-    """Return 32 bits of a generator, which goes on, without waiting for its device."""
+    """Return 32 bits from a generator and advance it, without waiting for its device."""
     if generator.device.type == "cpu":
         return int(torch.randint(2**32, (), dtype=torch.int64, generator=generator))
     offset = generator.get_offset()
-    generator.set_offset(offset + 4)  # it counts in fours
+    generator.set_offset(offset + 4)  # the offset counts in fours
     return mixed(generator.initial_seed(), offset)
 
 
 def mixed(*numbers: int) -> int:
-    """Return 32 bits that follow from numbers; a generator of the host takes no more of a seed."""
+    """Return a 32-bit hash of numbers; a generator of the host uses no more bits of a seed."""
     return int.from_bytes(hashlib.blake2b(repr(numbers).encode(), digest_size=4).digest(), "little")

@@ -1,4 +1,4 @@
-"""Check before the first update that all tensor ranks hold the same gradients of parameters that are not split."""
+"""Comparison of the gradients of unsplit parameters between tensor ranks, before the first update."""
 
 from __future__ import annotations
 
@@ -12,20 +12,21 @@ from hpctrain.errors import MismatchError
 from hpctrain.plain_tensors import as_parts
 
 SIGNS = 4  # projections of each gradient
-SAMPLE = 2**20  # elements of each gradient that are looked at, about
-NAMED = 4  # parameters that a message names
+SAMPLE = 2**20  # approximate number of elements sampled from each gradient
+NAMED = 4  # parameters named in an error
 Sums = dict[str, tuple[float, ...]]
 
 
 @as_parts
 @torch.no_grad()
 def sums_of(gradients: Sequence[tuple[str, Tensor]]) -> Sums:
-    """Return of each gradient, or of elements of it, the norm, its tolerance, and sums with fixed signs.
+    """Return for each gradient, or a sample of its elements: the norm, its tolerance, and sums with fixed signs.
 
-    The norm of the difference of two gradients is about that of the difference of such sums. All ranks compute a
-    replicated gradient from the same bits by the same functions, so on a CPU nothing differs; on a GPU functions that
-    add in any order do, by rounding errors. A sum over the ranks that is missing changes a gradient by a part of
-    itself. Between the two is the square root of the precision.
+    The norm of the difference of two gradients is about that of the difference of such sums. All
+    ranks compute a replicated gradient from the same bits by the same functions, so on a CPU there
+    is no difference. On a GPU, functions that add in nondeterministic order differ by rounding
+    errors. A missing sum over the ranks changes a gradient by a fraction of itself. The tolerance
+    is between the two: the square root of the precision.
     """
     found: Sums = {}
     for name, gradient in gradients:
@@ -46,10 +47,11 @@ def sums_of(gradients: Sequence[tuple[str, Tensor]]) -> Sums:
 def check_same(everyone: Sequence[Mapping[str, tuple[float, ...]]]) -> None:
     """Raise ``MismatchError`` if tensor ranks have different gradients of parameters that they hold alike.
 
-    Names may be followed by a blank and the piece that a rank holds; what only one rank holds is not compared.
+    A name may be followed by a space and the slice that a rank holds. Names of a single rank are
+    not compared.
     """
     first = everyone[0]
-    # Of a gradient that is zero but for rounding, every digit may differ.
+    # If a gradient is zero except for rounding, every digit may differ.
     negligible = 1e-6 * math.sqrt(sum(values[0] ** 2 for values in first.values()))
     for rank, other in enumerate(everyone):
         differing = [
@@ -71,6 +73,6 @@ def check_same(everyone: Sequence[Mapping[str, tuple[float, ...]]]) -> None:
 def _differ(values: tuple[float, ...], other: tuple[float, ...], negligible: float) -> bool:
     norm, tolerance, *_ = values
     if not all(map(math.isfinite, (*values, *other))):
-        return False  # which other checks report
+        return False  # reported by other checks
     allowed = tolerance * max(norm, other[0]) + negligible
     return any(abs(one - two) > allowed for one, two in zip(values, other))

@@ -1,9 +1,9 @@
-"""Split what lies between split layers along the sequence: norms and dropout are then computed once, not on all ranks.
+"""Sequence parallelism: between split layers, norms and dropout compute on a part of the sequence per rank.
 
-After Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", 2022. The sum over the ranks
-behind a row-parallel layer becomes a reduce_scatter along the sequence, and an all_gather comes before the next
-column-parallel one: the same bytes. A parameter outside of split layers sees a part of the tokens on each rank, so its
-gradient is summed over the ranks.
+After Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", 2022. The
+all_reduce after a row-parallel layer becomes a reduce_scatter along the sequence, followed by an
+all_gather before the next column-parallel layer: the same bytes. A parameter outside split layers
+sees a part of the tokens on each rank, so its gradient is summed over the ranks.
 """
 
 from __future__ import annotations
@@ -21,37 +21,38 @@ from hpctrain.errors import UsageError
 from hpctrain.parallel.tensor import moves
 from hpctrain.parallel.tensor.rng import Region
 
-_BEGINS = {"scatter": True, "gather": False, "vocabulary": False}  # whether sequences are split behind the module
+_BEGINS = {"scatter": True, "gather": False, "vocabulary": False}  # whether sequences are split after the module
 
 
 class Extent:
-    """Where in a forward pass sequences are split, and which modules see a part of them.
+    """Parts of a forward pass in which sequences are split, and the modules that see a part of them.
 
-    The first pass decides for each module. Stages of a pipeline do not call the model: there ``layers``, the row of
-    layers that the stages call, and ``kinds``, of the modules that a plan names, tell where each layer begins.
+    The first pass determines this per module. Stages of a pipeline do not call the model. For them,
+    ``layers`` (the sequence of layers that the stages call) and ``kinds`` (of the modules that a
+    plan names) determine the state at each layer.
     """
 
     def __init__(self, model: nn.Module, layers: Sequence[nn.Module], kinds: Mapping[nn.Module, str]) -> None:
-        self.split: bool | None = None  # at the present place of a pass; None: not known
+        self.split: bool | None = None  # at the current point of a pass; None: unknown
         self.changes = 0
         self.sees_part: dict[nn.Module, bool] = {}
         self._names = {module: name for name, module in model.named_modules()}
         model.register_forward_pre_hook(lambda *_: self._begin(False), prepend=True)
         for layer, split in zip(layers, split_before(layers, kinds)):
-            if any(True for _ in layer.parameters()):  # such a layer stands in the row once
+            if any(True for _ in layer.parameters()):  # a layer with parameters occurs once in the sequence of layers
                 layer.register_forward_pre_hook(lambda *_, split=split: self._begin(split), prepend=True)
 
     def _begin(self, split: bool) -> None:
         self.split = split
 
     def change(self, split: bool) -> None:
-        """Take note that sequences are split, or whole, from here on."""
+        """Record that sequences are split, or whole, from here on."""
         self.changes += 1
         if self.split is not None:
             self.split = split
 
     def check_not_inside(self, module: nn.Module, changes: int) -> None:
-        """Raise ``UsageError`` if sequences were split or joined while a module with parameters of its own ran."""
+        """Raise ``UsageError`` if sequences were split or gathered while a module with its own parameters ran."""
         if self.split is None or changes == self.changes:
             return
         parameters = [name for name, one in module._parameters.items() if one is not None]
@@ -65,7 +66,7 @@ class Extent:
 
 
 def split_before(layers: Iterable[nn.Module], kinds: Mapping[nn.Module, str]) -> list[bool]:
-    """Return whether sequences are split before each layer of a row, and at its end."""
+    """Return whether sequences are split before each layer, and after the last one."""
     found, split = [False], False
     for layer in layers:
         for module in layer.modules():
@@ -75,12 +76,12 @@ def split_before(layers: Iterable[nn.Module], kinds: Mapping[nn.Module, str]) ->
 
 
 def join(values: Sequence[Tensor], comm: Communicator) -> tuple[Tensor, ...]:
-    """Return the activations among tensors with whole sequences, for all ranks."""
+    """Return tensors with the sequences of all activations gathered, for all ranks."""
     return tuple(moves.join_sequence(one, comm) if _is_activation(one) else one for one in values)
 
 
 def begin_behind(module: nn.Module, comm: Communicator, extent: Extent) -> None:
-    """Let each rank go on with its part of what a module returns."""
+    """Register a hook that splits a module's outputs along the sequence; each rank keeps its part."""
 
     def split(_: nn.Module, args: Any, result: Any) -> Any:
         extent.change(True)
@@ -90,7 +91,7 @@ def begin_behind(module: nn.Module, comm: Communicator, extent: Extent) -> None:
 
 
 def end_before(module: nn.Module, comm: Communicator, extent: Extent) -> None:
-    """Let all ranks give a module the whole sequence."""
+    """Register a hook that gathers the sequences of a module's inputs on all ranks."""
 
     def join(_: nn.Module, args: Any) -> Any:
         extent.change(False)
@@ -100,10 +101,10 @@ def end_before(module: nn.Module, comm: Communicator, extent: Extent) -> None:
 
 
 def sum_gradients(module: nn.Module, comm: Communicator, extent: Extent | None = None) -> None:
-    """Sum the gradients of a module's own parameters, if this rank applies them to its part alone.
+    """Sum the gradients of a module's own parameters over the ranks, if this rank applies them to a part only.
 
-    ``extent`` tells where that is so; without it, everywhere. By hooks around ``forward``, which find whatever the
-    strategy of the data axis has made of the parameters.
+    ``extent`` determines where that is the case; without it, always. The sum uses hooks around
+    ``forward``, so it works with the parameters of any strategy of the data axis.
     """
     before: list[tuple[Any, int]] = []
 
@@ -127,7 +128,7 @@ def sum_gradients(module: nn.Module, comm: Communicator, extent: Extent | None =
 
 
 def draw_apart(module: nn.Module, region: Region) -> None:
-    """Let a dropout draw for each rank's own part."""
+    """Make a dropout module draw per rank, for each rank's own part."""
     entered: list[torch.device] = []
 
     def enter(_: nn.Module, args: tuple[Tensor, ...]) -> None:
@@ -151,7 +152,7 @@ def prepare(
     region: Region | None,
     extent: Extent,
 ) -> None:
-    """Prepare all modules that see a part of the sequence: those that are neither split nor see the ``whole`` of it."""
+    """Prepare all modules that see a part of the sequence: modules neither split nor in ``whole``."""
     apart = {inner for module in whole for inner in module.modules()} | set(split)
     for module in model.modules():
         if module in apart:

@@ -1,4 +1,4 @@
-"""Tell checkpoints which slice of each tensor a tensor rank holds, and compute a loss of split logits."""
+"""Slices of a split model for checkpoints, and losses of split logits."""
 
 from __future__ import annotations
 
@@ -19,16 +19,17 @@ from hpctrain.shard import Shard, Split
 
 @dataclass(frozen=True)
 class Place:
-    """Say of which whole tensor a rank holds a slice, and where that starts."""
+    """Shape of a whole tensor, and the offset of this rank's slice in it."""
 
     shape: tuple[int, ...]
     start: tuple[int, ...]
 
 
 class TensorSplit:
-    """Be a model that is split over the ranks of ``comm``: ``modules`` by name, ``places`` by names of ``state_dict``.
+    """Model that is split over the ranks of ``comm``: ``modules`` by name, ``places`` by names of ``state_dict``.
 
-    It is the ``Split`` of a model that nothing else splits; ``over`` composes it with that of the data axis.
+    It is the ``Split`` of a model that is not split otherwise. ``over`` composes it with the split
+    of the data axis.
     """
 
     def __init__(
@@ -43,18 +44,18 @@ class TensorSplit:
         self.partial_gradients = partial_gradients
         self.modules = dict(modules)
         self.places = dict(places)
-        self._heads = dict(heads)  # whose outputs are the vocabulary
+        self._heads = dict(heads)  # layers whose outputs are the vocabulary
 
     def is_split(self, name: str) -> bool:
-        """Tell whether this rank holds but a slice of a tensor; others are the same on all tensor ranks."""
+        """Return whether this rank holds only a slice of a tensor; other tensors are equal on all tensor ranks."""
         return name in self.places
 
     def shards(self, name: str, tensor: Any) -> list[Shard]:
-        """Return this rank's box of a tensor, or of a state of the optimizer of its shape."""
+        """Return this rank's shard of a tensor, or of an optimizer state of its shape."""
         return [self._shifted(name, Shard.whole(name, tensor))]
 
     def over(self, inner: Split | None) -> Split:
-        """Return the split of tensors whose local slice is itself split as ``inner`` says."""
+        """Return the split of tensors whose local slice is itself split by ``inner``."""
         return self if inner is None else _Composed(self, inner)
 
     def _shifted(self, name: str, shard: Shard) -> Shard:
@@ -68,12 +69,12 @@ class TensorSplit:
 
     @property
     def has_head(self) -> bool:
-        """Tell whether this rank's part of the model ends in logits that can be left split."""
+        """Return whether this rank's part of the model ends in logits that can stay split."""
         return bool(self._heads)
 
     @contextmanager
     def split_outputs(self) -> Iterator[None]:
-        """Leave logits split for the ``with`` block: for ``cross_entropy``."""
+        """Leave logits split for the ``with`` block, for ``cross_entropy``."""
         before = {head: head.gathers for head in self._heads.values()}
         for head in before:
             head.gathers = False
@@ -84,7 +85,7 @@ class TensorSplit:
                 head.gathers = gathers
 
     def cross_entropy(self, logits: Tensor, targets: Tensor, *, ignore_index: int = IGNORED) -> Tensor:
-        """Return the mean loss of logits ``[..., piece of the vocabulary]`` that were left split, in float32."""
+        """Return the mean loss, in float32, of split logits ``[..., slice of the vocabulary]``."""
         sizes = {head.out_features for head in self._heads.values()}
         if len(sizes) != 1:
             raise UsageError(
@@ -97,17 +98,17 @@ class TensorSplit:
     # Backward passes in two parts -------------------------------------------------------------------------------------
 
     def separate_backward(self) -> None:
-        """Let gradients of inputs and of weights be computed apart, neither doing the work of both."""
+        """Make gradients of inputs and of weights separately computable, without repeated work."""
         for module in self.modules.values():
             module.overlaps = False  # type: ignore[assignment]
 
 
 class _Composed:
-    """Be the ``Split`` of slices that are split once more."""
+    """``Split`` of slices that are split again."""
 
     def __init__(self, outer: TensorSplit, inner: Split) -> None:
         self._outer, self._inner = outer, inner
 
     def shards(self, name: str, tensor: Any) -> list[Shard]:
-        """Return boxes of the whole tensor."""
+        """Return shards with offsets in the whole tensor."""
         return [self._outer._shifted(name, shard) for shard in self._inner.shards(name, tensor)]

@@ -1,10 +1,12 @@
-"""Check of a split model against the whole one, in the first training pass.
+"""Comparison of a split model with the unsplit one, in the first training pass.
 
-A function over split features that needs all of them (a softmax, a mean, a norm) raises nothing and trains another
-model. So before the first training pass rank 0 of the tensor ranks gathers the parameters into a copy of the unsplit
-model and computes the same batch forward, once; then the outputs are compared, and the copy is dropped. Where anything
-drops, both compute in evaluation mode, the split model an additional time. Models that draw otherwise, or have hooks of
-the program, or of which a copy takes more than a quarter of the free memory, are not compared.
+A function over split features that needs all of them (a softmax, a mean, a norm) raises no error
+and trains another model. Before the first training pass, rank 0 of the tensor ranks therefore
+gathers the parameters into a copy of the unsplit model and computes the same batch forward, once.
+Then the outputs are compared and the copy is freed. If the model has dropout, both compute in
+evaluation mode, and the split model runs one additional pass. Three kinds of model are not
+compared: models that draw other random numbers, models with hooks of the program, and models whose
+copy takes more than a quarter of the free memory.
 """
 
 from __future__ import annotations
@@ -31,16 +33,16 @@ from hpctrain.parallel.tensor.layers import Parallel, RowParallel
 from hpctrain.parallel.tensor.rng import can_drop, generator_of
 from hpctrain.parallel.tensor.split import TensorSplit
 
-SHARE = 0.25  # of the free memory that the whole model may take
-# The largest difference of outputs, relative to their norm, that rounding explains.
+SHARE = 0.25  # fraction of the free memory that the whole model may take
+# Largest difference of outputs, relative to their norm, that rounding explains.
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 0.1, torch.float16: 0.05}
 TF32 = 1e-2
-SAMPLE = 4096  # numbers that are kept of what a module returns
-Trace = list[tuple[str, Tensor]]  # what modules returned, in order
+SAMPLE = 4096  # elements that are kept of a module's output
+Trace = list[tuple[str, Tensor]]  # outputs of modules, in order
 
 
 def blank_copy(model: nn.Module) -> nn.Module | None:
-    """Return a copy of a whole model whose parameters and buffers have no memory; None if it cannot be compared."""
+    """Return a copy of a whole model with parameters and buffers on the meta device; None if it cannot be compared."""
     for module in model.modules():
         if isinstance(module, SyncBatchNorm):
             return None
@@ -53,13 +55,13 @@ def blank_copy(model: nn.Module) -> nn.Module | None:
         memo[id(buffer)] = torch.empty_like(buffer, device="meta")
     try:
         return copy.deepcopy(model, memo)
-    except Exception as error:  # of the program's own classes: anything
+    except Exception as error:  # classes of the program may raise any exception
         logger.debug("tensor parallelism: no comparison with the whole model, as it cannot be copied: %s", error)
         return None
 
 
 def _free_memory() -> int:
-    """Return the bytes that the host has for new processes; 0 if it does not say."""
+    """Return the available bytes of host memory; 0 if unknown."""
     try:
         with open("/proc/meminfo") as lines:
             return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
@@ -68,7 +70,7 @@ def _free_memory() -> int:
 
 
 def _has_own_hooks(model: nn.Module) -> bool:
-    """Tell whether the program has set forward hooks, which a copy must not call."""
+    """Return whether the program has registered forward hooks, which a copy must not call."""
     for module in model.modules():
         for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values()):
             owner = getattr(hook, "func", hook)  # of a partial
@@ -78,17 +80,18 @@ def _has_own_hooks(model: nn.Module) -> bool:
 
 
 def fits(model: nn.Module, comm: Communicator, device: torch.device) -> bool:
-    """Tell whether all ranks have room for the whole model. Collective."""
+    """Return whether all ranks have enough memory for the whole model. Collective."""
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else _free_memory() // comm.local_size
     needed = sum(tensor.numel() * tensor.itemsize for tensor in (*model.parameters(), *model.buffers()))
     return bool(needed <= SHARE * min(comm.all_gather_object(free)))
 
 
 class WholeModel:
-    """Comparison of the first training pass of ``model`` with ``whole``, a ``blank_copy`` of it before it was split.
+    """Comparison of the first training pass of ``model`` with ``whole``, its ``blank_copy`` from before the split.
 
-    ``summon`` makes the parameters whole that the data axis splits. The passes that call ``before`` and ``after`` are
-    those of all ranks of the data axis, or they call ``stand_in``.
+    A context manager argument unshards the parameters that the data axis shards. All ranks of the
+    data axis make the passes that call ``before`` and ``after``; a rank without samples calls
+    ``stand_in``.
     """
 
     def __init__(
@@ -106,7 +109,7 @@ class WholeModel:
         self._names = {module: name for name, module in model.named_modules()}
         self._expected: list[Tensor] | None = None
         self._traces: tuple[Trace, Trace] = ([], [])  # of the split model and the whole one
-        self._rows: tuple[Trace, Trace] = ([], [])  # what layers of kind row were given
+        self._rows: tuple[Trace, Trace] = ([], [])  # inputs of layers of kind row
         self._kinds = {change.name: change.kind for change in chosen}
         self._handles: list[Any] = []
         self._drops = can_drop(model)
@@ -147,16 +150,16 @@ class WholeModel:
             self._let_go()
 
     def after(self, result: Any) -> None:
-        """Compare the outputs of the pass; raise ``MismatchError`` if they differ. Collective."""
+        """Compare the outputs of the pass. Raises ``MismatchError`` if they differ. Collective."""
         self.done = True
         self._judge(result)
 
     def drop(self) -> None:
-        """Give the memory of the whole model back."""
+        """Free the memory of the whole model."""
         self._whole = nn.Module()
 
     def stand_in(self, contribute: Callable[[], None]) -> None:
-        """Take part for a rank without samples; ``contribute`` does so in a forward pass."""
+        """Take part in the comparison on a rank without samples; ``contribute`` does so in a forward pass."""
         self.done = True
         with self._summon():
             pass
@@ -167,9 +170,9 @@ class WholeModel:
     def compare_layers(
         self, layers: Sequence[Layer], run: Callable[[Sequence[Layer]], Any], outputs: Sequence[Tensor]
     ) -> None:
-        """Compare what a stage's layers have made of a microbatch. Collective over the tensor ranks of the stage.
+        """Compare the outputs of a stage's layers for a microbatch. Collective over the tensor ranks of the stage.
 
-        ``outputs`` and what ``run(layers)`` returns, computed with other layers, have whole sequences.
+        ``outputs``, and the return value of ``run(layers)`` for other layers, have whole sequences.
         """
         self._fill()
         with _generators(outputs, {}) as drew:
@@ -186,11 +189,11 @@ class WholeModel:
                     logger.debug("tensor parallelism: no comparison of a stage with the whole model: %s", error)
         self._judge(outputs, f"layers {layers[0].name} to {layers[-1].name}, which are split")
 
-    # How --------------------------------------------------------------------------------------------------------------
+    # Implementation ---------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def _fill(self) -> None:
-        """Give the copy its values, on rank 0."""
+        """Fill the copy with the values of the model, on rank 0."""
         held = dict(self._model.named_parameters(remove_duplicate=False))
         filled: dict[int, nn.Parameter] = {}
         comm = self._split.comm
@@ -229,11 +232,11 @@ class WholeModel:
         self._follow(self._whole, 1)
         try:
             self._expected = _floating(self._whole(*args, **kwargs))
-        except Exception as error:  # the split model's own pass shows it, if it is the batch's fault
+        except Exception as error:  # if the batch is the cause, the split model's own pass raises
             logger.debug("tensor parallelism: no comparison with the whole model: %s", error)
 
     def _follow(self, model: nn.Module, which: int) -> None:
-        """Keep samples of what modules return, and of what rows are given, on rank 0."""
+        """Record samples of the outputs of modules, and of the inputs of rows, on rank 0."""
         if self._split.comm.rank:
             return
         names = {module: name for name, module in model.named_modules() if name}
@@ -264,11 +267,11 @@ class WholeModel:
             raise MismatchError(text, everywhere=True)
 
     def _difference(self, results: list[Tensor], expected: list[Tensor], what: str) -> str:
-        """Say how outputs differ, and behind which module; empty if they do not."""
+        """Return how outputs differ, and after which module; empty if they do not."""
         for result, wanted in zip(results, expected):
             given = tuple(result.shape)
             if self._split.has_head and given[:-1] == wanted.shape[:-1]:
-                wanted = wanted[..., : given[-1]]  # rank 0's logits
+                wanted = wanted[..., : given[-1]]  # the logits of rank 0
             if given != wanted.shape:
                 return (
                     f"outputs of {what} in the first pass: shape {given}, of the whole model {tuple(wanted.shape)}; "
@@ -283,7 +286,10 @@ class WholeModel:
         return ""
 
     def _different_rows(self) -> str:
-        """Say which row is given other features than in the whole model, which weights of zeros would hide."""
+        """Return how the input of a row differs from that in the whole model; empty if it does not.
+
+        Weights of zeros would hide such a difference in the outputs.
+        """
         for (name, mine), (other, wanted) in zip(*self._rows):
             if name != other:
                 break
@@ -336,7 +342,7 @@ class WholeModel:
 
 
 def _sample(values: Any, name: str, trace: Trace) -> None:
-    """Keep the features of the first position of the first tensor among values."""
+    """Record the features of the first position of the first tensor in ``values``."""
     found = _floating(values)
     if found and found[0].dim() and found[0].numel():
         trace.append((name, found[0].detach()[(0,) * (found[0].dim() - 1)][:SAMPLE].clone()))
@@ -347,7 +353,7 @@ def _floating(result: Any) -> list[Tensor]:
 
 
 def _distance(one: Tensor, other: Tensor) -> float:
-    """Return how far two tensors are from each other, relative to the norm of the second; 0 if that is not finite."""
+    """Return the norm of the difference relative to the norm of the second tensor; 0 if that is not finite."""
     one, other = one.detach().to(torch.float64), other.detach().to(torch.float64)
     norm = float(other.norm())
     far = float((one - other).norm())
@@ -374,7 +380,7 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _generators(args: Any, kwargs: Any) -> Iterator[Callable[[], bool]]:
-    """Set torch's generators back behind the block; give a function that tells whether they have moved."""
+    """Restore torch's generators after the block; yield a function that returns whether they were used."""
     devices = {leaf.device for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)} | {torch.device("cpu")}
     generators = [generator_of(device) for device in devices if device.type in ("cpu", "cuda")]
     states = [generator.get_state() for generator in generators]
