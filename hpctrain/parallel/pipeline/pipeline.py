@@ -155,7 +155,7 @@ class Pipeline:
             values = tuple(torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype in parcel.specs)
         return tuple(self.comm.broadcast(value.contiguous(), root) for value in values)
 
-    # How --------------------------------------------------------------------------------------------------------------
+    # Implementation ---------------------------------------------------------------------------------------------------
 
     def _prepare(
         self, schedule: Schedule, arguments: Arguments, targets: Any, objective: Objective, weight: float

@@ -1,1 +1,1 @@
-"""Let every worker make updates of its own: parameter server, Hogwild, elastic averaging."""
+"""Asynchronous data parallelism, with updates per worker: parameter server, Hogwild, elastic averaging (EASGD)."""

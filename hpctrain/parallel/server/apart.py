@@ -1,11 +1,12 @@
-"""Let each worker exchange with the centre at its own pace, without the others: EASGD, asynchronous or by turns.
+"""Asynchronous EASGD: each worker exchanges with the centre at its own pace, or by turns (round-robin).
 
-Zhang, Choromanska and LeCun, "Deep learning with Elastic Averaging SGD", NIPS 2015, algorithm 1. The centre lies in
-memory that all ranks expose, a piece with each, so no rank is spent on it. A worker that exchanges takes the lock of a
-piece, reads it, adds its pull and lets go: no pull is lost, and the others wait for no more than a pass over a piece.
+Zhang, Choromanska and LeCun, "Deep learning with Elastic Averaging SGD", NIPS 2015, algorithm 1.
+The centre is in memory that all ranks expose, one part per rank, so no rank is dedicated to it. For
+an exchange, a worker locks a part, reads it, adds its pull and unlocks. No pull is lost, and other
+workers wait at most for the processing of one part.
 
-Note: turns. The first version of the method lets worker t mod p exchange in round t, and no other: a counter says whose
-turn it is, and all wait for theirs. That is kept to be compared with.
+Note: turns. In the first version of the method, only worker t mod p exchanges in round t. A counter
+holds the current turn, and every worker waits for its own. This mode is kept for comparison.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ from hpctrain.transport.onesided.expose import expose
 from hpctrain.transport.onesided.lock import WORDS, Lock
 from hpctrain.transport.patience import SPINS, until
 
-_TURN = WORDS  # the counter of rank 0 behind those of its lock
+_TURN = WORDS  # the counter of rank 0 after those of its lock
 
 
 class ElasticAveragingApart(Replica):
-    """Exchange with the centre whenever this worker is ready, or when it is its turn."""
+    """EASGD strategy in which a worker exchanges with the centre when it is ready, or when it has its turn."""
 
     loose = True
 
@@ -39,8 +40,8 @@ class ElasticAveragingApart(Replica):
         self._centre = expose(comm.transport, own.stop - own.start, self._flat.values.dtype, WORDS + 1)
         self._lock = Lock(self._centre)
         self._stale = Histogram()
-        self._last = -1  # the number of this worker's last exchange, among all at its own piece
-        # Each begins with its own piece: so they are not all at the same lock.
+        self._last = -1  # index of this worker's last exchange, among all exchanges of its own part
+        # Each worker begins with its own part, so that they do not all contend for the same lock.
         self._order = [(comm.rank + step) % size for step in range(size)]
         self.move_centre(self._flat.host())
 
@@ -48,7 +49,7 @@ class ElasticAveragingApart(Replica):
         self._centre.progress()
 
     def _before_move(self) -> None:
-        """Pull worker and centre, where this step has an exchange."""
+        """Pull worker and centre, if this step has an exchange."""
         if not self._due:
             return
         if self.settings.mode == "round-robin":
@@ -57,7 +58,7 @@ class ElasticAveragingApart(Replica):
         values = self._flat.host()
         for owner in self._order:
             self._exchange(owner, alpha, values[self._cuts[owner]])
-        if values is not self._flat.values:  # a step copies once each way
+        if values is not self._flat.values:  # a step makes one copy in each direction
             self._flat.values.copy_(values)
         if self.settings.mode == "round-robin":
             self._centre.fetch_add(0, _TURN, 1)
@@ -71,7 +72,7 @@ class ElasticAveragingApart(Replica):
             pull = (own - centre).mul_(alpha)
             self._centre.add(owner, pull)
         own.sub_(pull)
-        if owner == self.comm.rank:  # all exchanges come to all pieces: what is counted here takes no message
+        if owner == self.comm.rank:  # every exchange includes every part, so counting at the own part needs no message
             self._stale.note(number - self._last - 1)
             self._last = number
 
@@ -94,31 +95,31 @@ class ElasticAveragingApart(Replica):
         return clip_whole_gradients(self.model, max_norm)
 
     def centre(self) -> Tensor:
-        """Return the centre; a call by all ranks."""
+        """Return the centre. Collective."""
         self._centre.barrier()
         whole = torch.empty(self._flat.values.shape, dtype=self._flat.values.dtype)
         for owner, cut in enumerate(self._cuts):
             self._centre.get(owner, whole[cut])
-        self._centre.barrier()  # nobody pulls at it before all have it
+        self._centre.barrier()  # no rank changes the centre before all have read it
         return whole
 
     def figures(self) -> Figures:
-        """Return the distance, the share, and how many exchanges of others came between two of a worker's own."""
+        """Return the metrics of ``Replica``, and the number of others' exchanges between two own ones. Collective."""
         return {**super().figures(), **self._stale.figures(self.comm)}
 
     def settle(self) -> None:
-        """Wait until all ranks have come here, and serve them meanwhile. Collective."""
+        """Wait for all ranks, and serve their accesses meanwhile. Collective."""
         super().settle()
         self._centre.barrier()
 
     def move_centre(self, values: Tensor) -> None:
-        """Put the centre where these values are; a call by all ranks."""
+        """Set the centre to these values. Collective."""
         self._centre.barrier()
         self._centre.put(self.comm.rank, values[self._cuts[self.comm.rank]])
         self._centre.barrier()
 
     def detach(self) -> None:
-        """Take all hooks off the module, leave the centre in it, and give its memory back; a call by all ranks."""
+        """Remove all hooks from the module, leave the centre in it, and free the centre's memory. Collective."""
         attached = self._hooks.attached
         super().detach()
         if attached:

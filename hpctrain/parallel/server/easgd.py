@@ -1,12 +1,13 @@
-"""Train a replica on every rank, and let replicas and a centre pull at each other: EASGD, all workers at the same time.
+"""Synchronous EASGD: a replica on every rank, and elastic averaging of all workers with a centre at the same time.
 
-After You, Buluc and Demmel, "Scaling Deep Learning on GPU and Knights Landing clusters", SC 2017: all parameters travel
-as one message, their sum is taken by all ranks together, and it is under way while the passes compute.
+After You, Buluc and Demmel, "Scaling Deep Learning on GPU and Knights Landing clusters", SC 2017:
+all parameters are sent as one message, an all_reduce sums them, and it overlaps with the passes.
 
-Note: what runs beside what. The pull on a worker depends on its parameters before the step, not on its gradient. So a
-step begins by writing the parameters into the window and starting their sum; hooks of the backward pass carry it on,
-and just before the optimizer makes its move the sum is there, and worker and centre are pulled. Every rank holds the
-centre and moves it by the same numbers, so it is the same everywhere, and no rank is spent on it.
+Note: what overlaps. The pull on a worker depends on its parameters before the step, and not on its
+gradient. A step therefore begins with a copy of the parameters into the window and the start of
+their all_reduce. Hooks of the backward pass make progress on it. The result is available just
+before the optimizer's update, and worker and centre are pulled. Every rank holds the centre and
+moves it by the same numbers. It is therefore the same everywhere, and no rank is dedicated to it.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from hpctrain.transport.base import Work
 
 
 class ElasticAveraging(Replica):
-    """Exchange with the centre together with all other workers, or take their average every so many steps."""
+    """EASGD strategy: all workers exchange with the centre together, or take their average every ``period`` steps."""
 
     def __init__(self, model: nn.Module, comm: Communicator, settings: ServerSettings = ServerSettings()) -> None:
         super().__init__(model, comm, settings)
@@ -33,7 +34,7 @@ class ElasticAveraging(Replica):
         self._work: Work | None = None
 
     def _begin(self) -> None:
-        """Start the mean of all workers' parameters, where this step has an exchange."""
+        """Start the mean of all workers' parameters, if this step has an exchange."""
         if self._due and not self.settings.average:
             self._mean.copy_(self._flat.values)
             work = self.comm.all_reduce(self._mean, "average", async_op=True)
@@ -55,13 +56,13 @@ class ElasticAveraging(Replica):
         rules.pull_centre(self._centre, self._mean, self.comm.size, alpha)
 
     def _after_move(self) -> None:
-        """Take the average of all workers where local SGD is due."""
+        """Replace the parameters by the average of all workers if local SGD is due."""
         if self.settings.average and self._due:
             self._flat.values.copy_(self._average())
             self._centre.copy_(self._mean)
 
     def _end_exchange(self) -> None:
-        """Wait for the mean that is under way, and drop it."""
+        """Wait for the pending mean, and drop it."""
         if self._work is not None:
             self._work.wait()
             self._work = None
@@ -74,7 +75,7 @@ class ElasticAveraging(Replica):
     def clip_grad_norm(self, max_norm: float) -> Tensor:
         """Scale this worker's gradients so that their norm is at most ``max_norm``; return their norm before, a scalar.
 
-        Where any worker's is not finite, all of them return NaN.
+        If the norm of any worker is not finite, all workers return NaN.
         """
         norm = clip_whole_gradients(self.model, max_norm)
         self._finite[0] = float(not bool(torch.isfinite(norm)))
@@ -83,10 +84,10 @@ class ElasticAveraging(Replica):
         return norm if not float(self._finite[0]) else torch.full_like(norm, float("nan"))
 
     def centre(self) -> Tensor:
-        """Return the centre; of local SGD the average of workers as they are now."""
+        """Return the centre; for local SGD, the current average of the workers."""
         return self._average() if self.settings.average else self._centre
 
     def move_centre(self, values: Tensor) -> None:
-        """Put the centre where these values are."""
+        """Set the centre to these values."""
         self._centre.copy_(values)
         self._work = None

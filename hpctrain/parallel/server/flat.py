@@ -1,4 +1,4 @@
-"""Lay the parameters of a model behind each other, so that all of them travel as one."""
+"""Flat vector of a model's parameters, so that they are communicated as one tensor."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from hpctrain.parallel.strategy import trainable
 
 
 def on_host(values: Tensor) -> bool:
-    """Tell whether parameters lie in the host's memory, where other ranks can be let see them."""
+    """Return whether parameters are in host memory, where other ranks can access them."""
     return values.device.type == "cpu"
 
 
 class Flat:
-    """Hold the parameters that a model trains as one vector, ``values``; the model's own become views of it."""
+    """Trained parameters of a model as one vector, ``values``; the model's parameters become views of it."""
 
     def __init__(
         self, model: nn.Module, order: Sequence[nn.Parameter] = (), without: Collection[nn.Parameter] = ()
     ) -> None:
-        """Lay them in an ``order``, or as the model names them; those that it is to be ``without`` stay as they are."""
+        """Flatten in an ``order``, or in the model's order; parameters in ``without`` stay unchanged."""
         rank = {parameter: number for number, parameter in enumerate(order)}
         named = sorted(trainable(model), key=lambda item: rank.get(item[1], 0))
         if not named:
@@ -50,13 +50,13 @@ class Flat:
             at += parameter.numel()
 
     def move_to(self, values: Tensor) -> None:
-        """Let the parameters be views of another vector, which holds their values already."""
+        """Make the parameters views of another vector, which already holds their values."""
         self.values = values
         for parameter, place in zip(self._parameters, self.places):
             parameter.data = values[place].view(parameter.shape)
 
     def host(self) -> Tensor:
-        """Return the values in the host's memory: themselves, where they lie there."""
+        """Return the values in host memory: the vector itself if it is there, else a copy."""
         if on_host(self.values):
             return self.values
         return torch.empty(self.values.shape, dtype=self.values.dtype).copy_(self.values)

@@ -1,13 +1,15 @@
-"""Let all workers of a node update one copy of the parameters, without any lock: Hogwild.
+"""Hogwild: all workers of a node update one copy of the parameters, without a lock.
 
-Recht, Re, Wright and Niu, "HOGWILD!: A Lock-Free Approach to Parallelizing Stochastic Gradient Descent", NIPS 2011. The
-copy lies in memory that the node shares, and the parameters of models are views of it: passes read what is there at the
-moment, the optimizer of each worker writes in place, and of what two write at the same moment one may be lost.
+Recht, Re, Wright and Niu, "HOGWILD!: A Lock-Free Approach to Parallelizing Stochastic Gradient
+Descent", NIPS 2011. The copy is in memory shared by the node, and the parameters of the models are
+views of it. Passes read the current values, and the optimizer of each worker writes in place. If
+two workers write at the same time, one update may be lost.
 
-Note: several nodes. Each has a copy. A worker then makes its move on parameters of its own, adds what has changed to
-the copy of its node and, by messages or one-sided MPI, to those of the others; sums do not depend on who came first, so
-the copies stay together but for what is under way. Moves are counted for their staleness: those of a node by a counter,
-those that come from others by one more element of the copy, which is added to by the same message.
+Note: with several nodes, each node has a copy. A worker then updates its own parameters. It adds
+the change to the copy of its node and, by messages or one-sided MPI, to the copies of the other
+nodes. Sums do not depend on the order of arrival, so the copies differ only by updates in flight.
+Updates are counted for their staleness: those of a node by a counter, those of other nodes by an
+additional element of the copy, which the same message increments.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ from hpctrain.transport.onesided.expose import expose
 
 
 class Hogwild(Strategy):
-    """Attach a worker to a module, whose parameters all workers of its node have in common."""
+    """Hogwild strategy of one worker, whose parameters are shared by all workers of its node."""
 
     loose = True
 
@@ -46,7 +48,7 @@ class Hogwild(Strategy):
         self._keepers = _keepers(comm)
         self._home = self._keepers[comm.node]
         named = trainable(model)
-        # In place where that is all there is to do; else moves are made apart, to know what has changed.
+        # In place if nothing else is needed. Otherwise updates are made separately, to determine the change.
         self._in_place = len(self._keepers) == 1 and all(flat.on_host(parameter) for _, parameter in named)
         tables = [] if self._in_place else find_tables(model)
         order = {table.parameter for table in tables}
@@ -60,8 +62,8 @@ class Hogwild(Strategy):
         memory = self._memory.view(self._home)
         assert memory is not None, "the ranks of a node share memory"
         self._copy, self._far = memory[:-1], memory[-1:]
-        self._seen = 0  # moves, when this worker read the copy
-        self._moves = False  # this worker, in the present step
+        self._seen = 0  # number of updates when this worker read the copy
+        self._moves = False  # whether this worker updates in the present step
         self._stale, self._exchanging = Histogram(), CommunicationTime()
         if keeps:
             self._copy.copy_(self._flat.values)
@@ -74,14 +76,14 @@ class Hogwild(Strategy):
     # A step -----------------------------------------------------------------------------------------------------------
 
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Take the optimizer whose moves are this worker's; raise ``UsageError`` for a second one."""
+        """Register this worker's optimizer. Raises ``UsageError`` for a second one."""
         if not self._hooks.is_new(optimizer):
             return
         self._tables.check(optimizer)
         self._hooks.take(optimizer, self._move_comes, self._move_was)
 
     def _begin(self) -> None:
-        """Note how many moves there have been, once a step; read the node's copy where moves are made apart."""
+        """Record the number of updates, once per step; read the node's copy unless updates are made in place."""
         if self._began or not (self.model.training and torch.is_grad_enabled()):
             return
         self._began = True
@@ -103,7 +105,7 @@ class Hogwild(Strategy):
             self._tables.remember()
 
     def _move_was(self) -> None:
-        """Share the move, and count it with its staleness; without a gradient none was made."""
+        """Share the update, and count it with its staleness; without a gradient there was no update."""
         if self._moves:
             with self._exchanging:
                 if not self._in_place:
@@ -113,7 +115,7 @@ class Hogwild(Strategy):
         self._began = False
 
     def _share(self) -> None:
-        """Add what the move has changed to every copy: of tables, which come first, the rows that it has touched."""
+        """Add the change of the update to every copy; of tables, which come first, only the rows it changed."""
         first = self._tables.numel
         change = torch.ones(self._copy.numel() - first + 1, dtype=self._copy.dtype)
         change[:-1] = self._flat.values[first:] - self._before
@@ -124,7 +126,7 @@ class Hogwild(Strategy):
                 self._memory.add(keeper, change, first)
 
     def _count_moves(self, own: int = 0) -> int:
-        """Return how many moves this node's copy has seen, before one's ``own``."""
+        """Return the number of updates that this node's copy has received, before this worker's ``own``."""
         return self._memory.fetch_add(self._home, 0, own) + int(self._far)
 
     def clip_grad_norm(self, max_norm: float) -> Tensor:
@@ -132,13 +134,13 @@ class Hogwild(Strategy):
         return clip_whole_gradients(self.model, max_norm)
 
     def contribute_nothing(self, *, backward: bool = True) -> None:
-        """Have no part in a pass of the others: every worker makes its own."""
+        """Do nothing: every worker makes its own passes."""
 
-    # What all workers have come to ------------------------------------------------------------------------------------
+    # Common state of all workers --------------------------------------------------------------------------------------
 
     @contextmanager
     def meeting(self) -> Iterator[None]:
-        """Have the copy of the first node in every model, and in every copy, for the ``with`` block and after it."""
+        """Put the first node's copy into every model and copy, for the ``with`` block and after it. Collective."""
         self._exchanging.pause()
         self.met += 1
         self._memory.barrier()
@@ -148,17 +150,17 @@ class Hogwild(Strategy):
         self._memory.barrier()
         if self.comm.rank in self._keepers:
             self._copy.copy_(first)
-            self._far.zero_()  # as a number of single precision it counts to 16 million
+            self._far.zero_()  # in single precision it counts exactly up to 16 million
         if not self._in_place:
             self._flat.values.copy_(first)
             self._lookup.know_all()
         self._memory.barrier()
         yield
-        self._memory.barrier()  # nobody goes on while another still reads
+        self._memory.barrier()  # no rank continues while another still reads
 
     @contextmanager
     def summon(self, *, write: bool = False) -> Iterator[None]:
-        """Let all ranks write with ``write``, the same values, as they share memory. Collective."""
+        """Let all ranks write the same values with ``write``, as they share memory. Collective."""
         if not write:
             yield
             return
@@ -168,7 +170,7 @@ class Hogwild(Strategy):
             self.refresh()
 
     def settle(self) -> None:
-        """Wait until all ranks have come here, and serve them meanwhile. Collective."""
+        """Wait for all ranks, and serve their accesses meanwhile. Collective."""
         self._exchanging.pause()
         self._memory.barrier()
 
@@ -178,29 +180,29 @@ class Hogwild(Strategy):
             broadcast_buffers(self.model, self.comm)
 
     def refresh(self) -> None:
-        """Take the parameters that were put into the model as those of all; a call by all ranks."""
+        """Make the model's current parameters those of all ranks. Collective."""
         self._memory.barrier()
         if self.comm.rank in self._keepers:
             self._copy.copy_(self._flat.values)
         self._memory.barrier()
 
     def figures(self) -> Figures:
-        """Return how many moves of others came between reading and moving, and the share of communication."""
+        """Return the staleness of updates, and the fraction of time spent on communication. Collective."""
         self._exchanging.pause()
-        self._memory.barrier()  # who still makes a move may need us for it
+        self._memory.barrier()  # ranks that still update may need this rank's progress
         return {**self._stale.figures(self.comm), **self._exchanging.figures(self.comm)}
 
     @property
     def split(self) -> Split | None:
-        """Return that rank 0 speaks for what workers hold alike, and for their optimizers."""
+        """Return the split in which rank 0 writes what all workers hold alike, and their optimizer states."""
         return FirstRank(self.comm.rank)
 
     def own_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-        """Return this worker's buffers and moments, to be saved and filled in place."""
+        """Return this worker's buffers and optimizer states, to be saved and filled in place."""
         return own_states(self.model, optimizer)
 
     def detach(self) -> None:
-        """Take all hooks off, leave what ``conclude`` does in memory of the model's own. Collective."""
+        """Remove all hooks; leave the result of ``conclude`` in the model's own memory. Collective."""
         attached = self._hooks.remove()
         if attached:
             self.conclude()

@@ -1,4 +1,4 @@
-"""Let a worker come at the moments of a step: by hooks of its module, and of its one optimizer."""
+"""Hooks of a worker's module and its one optimizer, at the phases of a step."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Call = Callable[[], None]
 
 
 class Hooks:
-    """Hold the hooks of one worker; ``optimizer`` is the one that moves it, once it is known."""
+    """Hooks of one worker; ``optimizer`` is the worker's optimizer, once it is known."""
 
     def __init__(
         self,
@@ -29,8 +29,8 @@ class Hooks:
     ) -> None:
         """Call ``pass_comes`` before each forward pass, and ``gradient_came`` after each parameter's gradient.
 
-        ``unknown_steps`` is called before the first step of an optimizer of the model that ``take`` was not given: a
-        script without a run. Without that its workers would never exchange.
+        ``unknown_steps`` is called before the first step of an optimizer of the model that was not
+        passed to ``take``: a script without a run. Otherwise its workers would never exchange.
         """
         self.optimizer: torch.optim.Optimizer | None = None
         self._held = {id(parameter) for _, parameter in trainable(model)}
@@ -38,7 +38,7 @@ class Hooks:
         self._handles: list[RemovableHandle] = [model.register_forward_pre_hook(ModuleHook(lambda *_: pass_comes()))]
         for _, parameter in trainable(model):
             self._handles.append(after_gradient(parameter, self._gradient_of))
-        own = weakref.WeakMethod(self._any_steps)  # the hook is torch's, and must not keep the model
+        own = weakref.WeakMethod(self._any_steps)  # the hook is global in torch and must not keep the model alive
         self._handles.append(register_optimizer_step_pre_hook(lambda optimizer, *_: _call(own(), optimizer)))
 
     def _gradient_of(self, parameter: Tensor) -> None:
@@ -51,7 +51,7 @@ class Hooks:
                 self._unknown_steps(optimizer)
 
     def is_new(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Tell whether an optimizer is the first one; raise ``UsageError`` for a second."""
+        """Return whether an optimizer is the first one. Raises ``UsageError`` for a second one."""
         if self.optimizer is optimizer:
             return False
         if self.optimizer is not None:
@@ -59,7 +59,7 @@ class Hooks:
         return True
 
     def take(self, optimizer: torch.optim.Optimizer, move_comes: Call, move_was: Call) -> None:
-        """Call ``move_comes`` before each of the optimizer's moves, and ``move_was`` after it."""
+        """Call ``move_comes`` before each of the optimizer's steps, and ``move_was`` after it."""
         self.optimizer = optimizer
         self._handles += [
             optimizer.register_step_pre_hook(lambda *_: move_comes()),
@@ -67,7 +67,7 @@ class Hooks:
         ]
 
     def remove(self) -> bool:
-        """Take all hooks off; tell whether there were any."""
+        """Remove all hooks; return whether there were any."""
         attached = bool(self._handles)
         for handle in self._handles:
             handle.remove()
@@ -76,7 +76,7 @@ class Hooks:
 
     @property
     def attached(self) -> bool:
-        """Tell whether the hooks are on."""
+        """Return whether the hooks are registered."""
         return bool(self._handles)
 
 

@@ -1,4 +1,4 @@
-"""Hold what every worker with a replica of its own is: parameters as one vector, an optimizer, a centre."""
+"""Base class of strategies with a replica per worker: flat parameters, an optimizer, a centre."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from hpctrain.shard import Split
 
 
 class Replica(Strategy):
-    """Attach a worker to a module; the centre is what checkpoints and evaluations see."""
+    """Strategy of one worker with its own replica; checkpoints and evaluations use the centre."""
 
     def __init__(self, model: nn.Module, comm: Communicator, settings: ServerSettings) -> None:
         self.model, self.comm, self.settings = model, comm, settings
@@ -32,42 +32,42 @@ class Replica(Strategy):
         broadcast_model(model, comm)
         self._flat = Flat(model)
         self._distance = comm.empty(1, torch.float64)
-        self._steps = torch.zeros((), dtype=torch.int64)  # a tensor, so that a checkpoint brings it back
-        self._began = False  # the present step has
+        self._steps = torch.zeros((), dtype=torch.int64)  # a tensor, so that a checkpoint restores it
+        self._began = False  # whether the present step has begun
         self._exchanging = CommunicationTime()
         self._aside: Tensor | None = None  # this worker's parameters, while the model holds the centre
         self._hooks = Hooks(model, self._forward_comes, self._gradient_came, self.check_optimizer)
         self._writes = Writes(model, "the centre of the workers")
 
-    # What an exchange is ----------------------------------------------------------------------------------------------
+    # Interface of an exchange -----------------------------------------------------------------------------------------
 
     @abstractmethod
     def centre(self) -> Tensor:
-        """Return the centre, in the host's memory; a call by all ranks, none of which changes it meanwhile."""
+        """Return the centre, in host memory. Collective; no rank changes it meanwhile."""
 
     @abstractmethod
     def move_centre(self, values: Tensor) -> None:
-        """Put the centre where these values are, the same on all ranks; a call by all of them."""
+        """Set the centre to these values, which are the same on all ranks. Collective."""
 
     def _begin(self) -> None:
         """Begin a step, before its first pass."""
 
     def _carry_on(self) -> None:
-        """Carry on what is under way, between pieces of a backward pass."""
+        """Make progress on a pending exchange, during the backward pass."""
 
     def _before_move(self) -> None:
-        """Come before the optimizer's move: parameters are still those that the gradient was taken at."""
+        """Exchange before the optimizer's step: the parameters are still those of the gradient."""
 
     def _after_move(self) -> None:
-        """Come after the optimizer's move; the step is counted."""
+        """Exchange after the optimizer's step; the step is already counted."""
 
     def _end_exchange(self) -> None:
-        """End the exchange of a step that has begun and makes no move. Collective."""
+        """End the exchange of a step that has begun and makes no update. Collective."""
 
     # A step -----------------------------------------------------------------------------------------------------------
 
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Take the optimizer whose moves are this worker's; raise ``UsageError`` for a second one."""
+        """Register this worker's optimizer. Raises ``UsageError`` for a second one."""
         if not self._hooks.is_new(optimizer):
             return
         self._hooks.take(optimizer, self._move_comes, self._move_was)
@@ -87,7 +87,7 @@ class Replica(Strategy):
             self._carry_on()
 
     def _move_comes(self) -> None:
-        if not self._began:  # where no sample came, no pass has
+        if not self._began:  # without samples there was no pass
             self._begin_step()
         with self._exchanging:
             self._before_move()
@@ -100,7 +100,7 @@ class Replica(Strategy):
 
     @property
     def _due(self) -> bool:
-        """Tell whether the present step, not counted yet, has an exchange."""
+        """Return whether the present step, which is not counted yet, has an exchange."""
         return int(self._steps) % self.settings.period == 0
 
     @property
@@ -113,15 +113,15 @@ class Replica(Strategy):
         return rules.moving_rate(self.settings.rho, rates.pop(), self.comm.size)
 
     def contribute_nothing(self, *, backward: bool = True) -> None:
-        """Have no part in a pass of the others: every worker makes its own."""
+        """Do nothing: every worker makes its own passes."""
 
-    # What all workers have come to ------------------------------------------------------------------------------------
+    # Common state of all workers --------------------------------------------------------------------------------------
 
     @contextmanager
     def meeting(self) -> Iterator[None]:
-        """Put the centre, and rank 0's buffers, into the model for the ``with`` block; a call by all ranks."""
+        """Put the centre, and rank 0's buffers, into the model for the ``with`` block. Collective."""
         if self._aside is not None:
-            yield  # it is there
+            yield  # the model already holds the centre
             return
         self._exchanging.pause()
         self.met += 1
@@ -139,7 +139,7 @@ class Replica(Strategy):
 
     @contextmanager
     def summon(self, *, write: bool = False) -> Iterator[None]:
-        """Let all ranks write with ``write``: centre and workers go on from what rank 0 has written. Collective."""
+        """Let all ranks write with ``write``; centre and workers continue from rank 0's values. Collective."""
         if not write:
             yield
             return
@@ -151,20 +151,21 @@ class Replica(Strategy):
             if self._aside is not None:
                 self._aside.copy_(self._flat.values)
             buffers = {name: one.clone() for name, one in buffers_of(self.model).items()}
-        for name, one in buffers_of(self.model).items():  # the meeting has brought back this worker's own
+        for name, one in buffers_of(self.model).items():  # the meeting has restored this worker's own buffers
             one.copy_(buffers[name])
 
     def settle(self) -> None:
-        """Count the time until the next step to none."""
+        """Exclude the time until the next step from the measured time."""
         self._exchanging.pause()
 
     def conclude(self) -> None:
         """Leave the centre, and rank 0's buffers, in the model of every rank. Collective.
 
-        The next step begins from there: a worker's own parameters are in the run's last checkpoint only.
+        The next step starts from these values; a worker's own parameters are only in the run's last
+        checkpoint.
         """
         if self._aside is not None:
-            return  # it is there
+            return  # the model already holds the centre
         self.settle()
         self._end_exchange()
         self._began = False
@@ -172,7 +173,7 @@ class Replica(Strategy):
         broadcast_buffers(self.model, self.comm)
 
     def figures(self) -> Figures:
-        """Return how far the workers are from the centre, and what share of its time a worker exchanges: means."""
+        """Return the mean distance from the centre, and the mean fraction of time for exchanges. Collective."""
         self._exchanging.pause()
         self._distance[0] = torch.dist(self._flat.host(), self.centre())
         self.comm.all_reduce(self._distance, "average")
@@ -180,7 +181,7 @@ class Replica(Strategy):
 
     @property
     def split(self) -> Split | None:
-        """Return that rank 0 speaks for all of what workers hold alike, and for their optimizers."""
+        """Return the split in which rank 0 writes what all workers hold alike, and their optimizer states."""
         return FirstRank(self.comm.rank)
 
     def own_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
@@ -189,12 +190,12 @@ class Replica(Strategy):
         return {"parameters": values, "steps": self._steps, **own_states(self.model, optimizer)}
 
     def refresh(self) -> None:
-        """Take the parameters that were put into the model as the centre's; a call by all ranks."""
+        """Set the centre to the model's current parameters. Collective."""
         self.move_centre(self._flat.host())
         self._began = False
 
     def detach(self) -> None:
-        """Take all hooks off the module, and leave the centre and rank 0's buffers in it. Collective."""
+        """Remove all hooks from the module, and leave the centre and rank 0's buffers in it. Collective."""
         if self._hooks.attached:
             self.conclude()
         self._hooks.remove()

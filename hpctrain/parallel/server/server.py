@@ -1,9 +1,9 @@
-"""Serve parameters from memory that all ranks reach: workers read them, and update them, at their own pace.
+"""Parameter server in memory that all ranks can access: workers read and update the parameters at their own pace.
 
-After Dean et al., "Large Scale Distributed Deep Networks", NIPS 2012 (Downpour SGD), and Ho et al., "More Effective
-Distributed ML via a Stale Synchronous Parallel Parameter Server", NIPS 2013 (the bound). Nobody serves: owners of a
-piece are workers themselves, or ranks that do nothing else (``server.ranks``), and a worker makes its update where the
-piece lies (``store``).
+After Dean et al., "Large Scale Distributed Deep Networks", NIPS 2012 (Downpour SGD), and Ho et al.,
+"More Effective Distributed ML via a Stale Synchronous Parallel Parameter Server", NIPS 2013 (the
+bound). There is no server process. The owners of a part are workers, or ranks without other work
+(``server.ranks``). A worker makes its update in the memory of the part (``store``).
 """
 
 from __future__ import annotations
@@ -38,9 +38,10 @@ from hpctrain.transport.onesided.expose import expose
 
 
 class ParameterServer(Strategy):
-    """Attach a worker, or a rank that only holds parameters, to a module.
+    """Parameter-server strategy of a worker, or of a rank that only holds parameters.
 
-    In synchronous mode gradients are averaged at the end of the backward pass, and each owner updates its own piece.
+    In synchronous mode, gradients are averaged at the end of the backward pass, and each owner
+    updates its own part.
     """
 
     def __init__(self, model: nn.Module, comm: Communicator, settings: ServerSettings = ServerSettings()) -> None:
@@ -58,17 +59,17 @@ class ParameterServer(Strategy):
         self._began = self._pushes = self._averages = False
         self._hooks = Hooks(model, self._begin, self._gradient_came, _refuse_unknown)
         self._writes = Writes(model, "the parameter server")
-        self._writes.open = True  # until a run begins, which serves what is here
+        self._writes.open = True  # until a run begins, which then serves the current values
 
     @property
     def data(self) -> Communicator:
-        """Return the workers, who share out the samples; of a rank that only holds parameters those like it."""
+        """Return the communicator of the workers, which share the samples; on parameter-only ranks, theirs."""
         return self._data
 
     # A step -----------------------------------------------------------------------------------------------------------
 
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Take the optimizer whose updates are served; raise ``UsageError`` for one that cannot be."""
+        """Register the optimizer whose updates are served. Raises ``UsageError`` for one that cannot be served."""
         if not self._hooks.is_new(optimizer):
             return
         self._vector = ServedVector(self.model, optimizer)
@@ -77,7 +78,7 @@ class ParameterServer(Strategy):
         owners = range(first, size)
         self._store = Store(self.comm.transport, optimizer, self._vector, owners)
         self._lookup = Lookup(self._vector.tables, self._read_rows)
-        # Each begins with another piece: so they are not all at the same.
+        # Each rank begins with another part, so that they do not all access the same one.
         self._order = [owners[(self.comm.rank + step) % len(owners)] for step in range(len(owners))]
         self._store.write_own(self._vector.give_host())
         self._board.barrier()
@@ -86,17 +87,17 @@ class ParameterServer(Strategy):
         self._hooks.take(optimizer, self._collect, self._move_was)
 
     def forward_backward(self, inputs: Any, targets: Any, objective: Objective, *, weight: float = 1.0) -> Tensor:
-        """Leave gradients in the parameters, if this rank works; return the loss."""
+        """Accumulate gradients in the parameters, if this rank is a worker; return the loss."""
         if not self.works:
             return torch.zeros((), device=Arguments.of(inputs).device)
         return super().forward_backward(inputs, targets, objective, weight=weight)
 
     def _begin(self) -> None:
-        """Read the parameters, once a step."""
+        """Read the parameters, once per step."""
         if self._began or not (self.model.training and torch.is_grad_enabled()):
             return
         if self._hooks.optimizer is None:
-            return  # no run has begun: all ranks hold what they began with
+            return  # no run has begun: all ranks hold the initial values
         self._began = True
         self._writes.check()
         self._exchanging.begin_step()
@@ -105,7 +106,7 @@ class ParameterServer(Strategy):
             self._read()
 
     def _read(self, *, tables: bool = False) -> None:
-        """Read the dense parameters; whole ``tables`` too, of which passes else read the rows that they look up."""
+        """Read the dense parameters, and whole tables with ``tables``; otherwise passes read the rows they look up."""
         self._store.read(self._vector.host)
         self._vector.take_host()
         self._writes.note()
@@ -128,13 +129,13 @@ class ParameterServer(Strategy):
             Variable._execution_engine.queue_callback(self._average)
 
     def _average(self) -> None:
-        """Give all workers the mean of their gradients, where they are."""
+        """Replace all workers' gradients by their mean, in place."""
         self._averages = False
         with self._exchanging:
             self._share_gradients()
 
     def _share_gradients(self) -> None:
-        self._board.barrier()  # who reads from us is served here, and not in a collective
+        self._board.barrier()  # serves remote reads here, outside a collective
         if self._sum.numel():
             self._vector.copy_gradients(self._sum)
             self.comm.all_reduce(self._sum, "average")
@@ -143,7 +144,7 @@ class ParameterServer(Strategy):
             average_rows(self._vector.tables, self.comm)
 
     def _collect(self) -> None:
-        """Take the gradients away, so that the optimizer has nothing to do here."""
+        """Move the gradients out of the parameters, so that the local optimizer step does nothing."""
         self._pushes = self._vector.collect()
 
     def _move_was(self) -> None:
@@ -151,7 +152,7 @@ class ParameterServer(Strategy):
             self._push()
 
     def _push(self) -> None:
-        """Make the update where the parameters are, unless somebody has dropped it."""
+        """Make the update of the served parameters, unless the gradients were dropped."""
         if self._pushes and not self.loose:
             self._bound.leave()
             self._store.update_own()
@@ -165,27 +166,27 @@ class ParameterServer(Strategy):
         self._began = self._pushes = False
 
     def drop_gradients(self) -> None:
-        """Forget all gradients, also those that wait to be pushed."""
+        """Drop all gradients, including those not pushed yet."""
         super().drop_gradients()
         self._pushes = False
 
     def clip_grad_norm(self, max_norm: float) -> Tensor:
         """Scale this worker's gradients so that their norm is at most ``max_norm``; return their norm before."""
-        if self._pushes:  # the optimizer's move has begun: nothing but the norm is asked for
+        if self._pushes:  # the optimizer's step has begun: only the norm is requested
             return self._vector.norm()
         return clip_whole_gradients(self.model, max_norm)
 
     def contribute_nothing(self, *, backward: bool = True) -> None:
-        """Have no part in a pass of the others; where gradients are averaged, a share of none."""
+        """Take no part in a pass of the others; contribute zeros if gradients are averaged."""
         if backward and not self.loose:
             self._begin()
             self._average()
 
-    # What all workers have come to ------------------------------------------------------------------------------------
+    # Common state of all workers --------------------------------------------------------------------------------------
 
     @contextmanager
     def meeting(self) -> Iterator[None]:
-        """Have the served parameters in the model, and their states in the optimizer, for the ``with`` block."""
+        """Put served parameters into the model, and their states into the optimizer, for the block. Collective."""
         assert self._hooks.optimizer is not None
         self._exchanging.pause()
         self.met += 1
@@ -201,7 +202,7 @@ class ParameterServer(Strategy):
 
     @contextmanager
     def summon(self, *, write: bool = False) -> Iterator[None]:
-        """Let all ranks write with ``write``: what rank 0 has written is served from then on. Collective."""
+        """Let all ranks write with ``write``; rank 0's values are served from then on. Collective."""
         if not write or self._hooks.optimizer is None:
             yield
             return
@@ -211,7 +212,7 @@ class ParameterServer(Strategy):
             self.refresh()
 
     def settle(self) -> None:
-        """Wait until all ranks have come here, and serve them meanwhile. Collective."""
+        """Wait for all ranks, and serve their accesses meanwhile. Collective."""
         self._exchanging.pause()
         self._board.barrier()
 
@@ -222,7 +223,7 @@ class ParameterServer(Strategy):
                 broadcast_buffers(self.model, self.comm)
 
     def refresh(self) -> None:
-        """Take parameters and states that were put into model and optimizer as those to serve; a call by all ranks."""
+        """Serve the current parameters of the model and states of the optimizer. Collective."""
         if self._hooks.optimizer is None:
             return
         self._board.barrier()
@@ -234,18 +235,18 @@ class ParameterServer(Strategy):
         self._board.barrier()
 
     def figures(self) -> Figures:
-        """Return how many updates of others came between reading and updating, and the share of communication."""
+        """Return the staleness of updates, and the fraction of time spent on communication. Collective."""
         self._exchanging.pause()
-        self._board.barrier()  # who still makes an update may need us for it
+        self._board.barrier()  # ranks that still update may need this rank's progress
         return {**self._stale.figures(self.comm), **self._exchanging.figures(self.comm, works=self.works)}
 
     @property
     def split(self) -> Split | None:
-        """Return that rank 0 speaks for what all ranks hold alike in a meeting."""
+        """Return the split in which rank 0 writes what all ranks hold alike in a meeting."""
         return FirstRank(self.comm.rank)
 
     def detach(self) -> None:
-        """Take all hooks off, leave the served parameters in the model, give the memory back; a call by all ranks."""
+        """Remove all hooks, leave the served parameters in the model, and free the memory. Collective."""
         attached = self._hooks.remove()
         self._writes.close()
         if attached:
@@ -257,7 +258,7 @@ class ParameterServer(Strategy):
 
 
 def _refuse_unknown(optimizer: torch.optim.Optimizer) -> None:
-    """Raise ``UsageError``: memory for what is served is made when a run begins, and is not there."""
+    """Raise ``UsageError``: memory for served parameters is allocated when a run begins, and does not exist yet."""
     raise UsageError(
         f'{type(optimizer).__name__}.step() outside of a run under parallel.data = "server": updates are served in the '
         "loop of a run only; write `with job.run(model, optimizer, loader, ...) as run`",

@@ -1,4 +1,4 @@
-"""Hold the settings of workers with replicas of their own."""
+"""Settings of asynchronous data parallelism."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ from hpctrain.parallel.settings import ParallelSettings
 from hpctrain.settings import check as check_fields
 from hpctrain.settings import section_of
 
-APART = ("easgd", "server", "hogwild")  # parallel.data: strategies under which every worker makes its own updates
+APART = ("easgd", "server", "hogwild")  # values of parallel.data under which every worker makes its own updates
 _OF = {"mode": ("easgd", "server"), "lock": ("server",), "max_staleness": ("server",), "ranks": ("server",)}
 _OF |= {"period": ("easgd",), "rho": ("easgd",), "average": ("easgd",)}
 
 
 @dataclass(frozen=True)
 class ServerSettings:
-    """Say how workers exchange what they have learnt (parallel.data = "server", "hogwild", "easgd")."""
+    """Settings of the exchange between workers (parallel.data = "server", "hogwild", "easgd")."""
 
-    # All workers exchange together (synchronous), each with the centre at its own pace (asynchronous), or each when it
-    # is its turn (round-robin, easgd), as in the first version of the method; auto: synchronous for easgd, asynchronous
-    # for server.
+    # synchronous: all workers exchange together. asynchronous: each exchanges with the centre at its own
+    # pace. round-robin (easgd): workers take turns, as in the first version of the method. auto: synchronous
+    # for easgd, asynchronous for server.
     mode: Literal["auto", "synchronous", "asynchronous", "round-robin"] = "auto"
-    # server: one worker at a time at each piece of the parameters; without, updates may overtake each other.
+    # server: one worker at a time per part of the parameters; without it, concurrent updates may overlap.
     lock: bool = False
-    # server: updates of others that may come between a worker's reading and its own; 0: any number.
+    # server: updates of others allowed between a worker's read and its own update; 0: no limit.
     max_staleness: int = 0
-    # server: ranks that do nothing but hold the parameters; 0: every worker holds a piece.
+    # server: ranks that only hold parameters; 0: every worker holds a part.
     ranks: int = 0
-    # Steps of its own that a worker makes from one exchange to the next.
+    # Local steps of a worker between two exchanges.
     period: int = 1
-    # How strongly workers and centre pull at each other: by learning rate x rho of what lies between them; 0: so that
-    # all workers together move the centre by 0.9 of it.
+    # Strength of the pull between workers and centre: learning rate x rho times their distance; 0: all
+    # workers together move the centre by 0.9 of the distance.
     rho: float = 0.0
     # Replace the parameters of all workers by their average instead: local SGD.
     average: bool = False
@@ -60,14 +60,14 @@ class ServerSettings:
 
 
 def at_own_pace(settings: ServerSettings, parallel: ParallelSettings) -> bool:
-    """Tell whether workers make their steps without waiting for each other."""
+    """Return whether workers step without waiting for each other."""
     if parallel.data == "easgd":
         return settings.mode not in ("auto", "synchronous")
     return parallel.data == "hogwild" or parallel.data == "server" and settings.mode != "synchronous"
 
 
 def check(settings: ServerSettings, parallel: ParallelSettings, offload: OffloadSettings) -> None:
-    """Raise ``SettingsError`` for what workers with replicas of their own cannot do, or what is for them alone."""
+    """Raise ``SettingsError`` for settings that asynchronous strategies do not support, or that only they support."""
     for name, strategies in _OF.items():
         if getattr(settings, name) != getattr(ServerSettings(), name) and parallel.data not in strategies:
             raise SettingsError(
@@ -99,5 +99,5 @@ def check(settings: ServerSettings, parallel: ParallelSettings, offload: Offload
 
 
 def server_settings(value: ServerSettings | Mapping[str, Any] | None) -> ServerSettings:
-    """Return the settings that a program gave: themselves, or a dict of them; raise ``SettingsError`` otherwise."""
+    """Return settings given as ``ServerSettings`` or as a dict. Raises ``SettingsError`` for anything else."""
     return section_of(ServerSettings, value, "server")

@@ -1,10 +1,14 @@
-"""Bound how many updates of others may come between a worker's reading of the parameters and its own update.
+"""Bounded staleness: limit on the updates of other workers between a worker's read of the parameters and its update.
 
-Note: why nobody waits for ever. Let u be the updates made, v_j what u was when worker j read, for each of those that
-have read and not updated yet. Worker j is at its bound when u - v_j, and one for each other worker that read no later,
-make the bound s. That sum never exceeds s: a worker that reads now finds at most p - 1 others, and s is at least that;
-the one that read first may always update, since for every other one update more comes, and one worker less to wait for;
-and any other is let through only where all sums stay within s. So the first is never held up, and the rest follow.
+Note: why no worker waits forever. Let u be the number of updates made. For each worker j that has
+read and not updated yet, let v_j be the value of u when it read. The sum of worker j is u - v_j,
+plus one for each other such worker that read no later. Worker j is at its bound if its sum equals
+the bound s.
+
+No sum ever exceeds s. A worker that reads now finds at most p - 1 others, and s is at least p - 1.
+The worker that read first may always update: in every other sum, one update is added and one worker
+is removed. Any other worker may update only if all sums stay within s. The first worker is
+therefore never blocked, and the others follow.
 """
 
 from __future__ import annotations
@@ -20,7 +24,7 @@ from hpctrain.transport.patience import SPINS, until
 
 
 def may_update(updates: int, read: Mapping[int, int], worker: int, most: int) -> bool:
-    """Tell whether a worker may update now, where ``read`` says what each worker under way has read."""
+    """Return whether a worker may update now; ``read`` maps each worker with a pending update to its version."""
     others = {other: version for other, version in read.items() if other != worker}
     return all(
         updates + 1 - version + sum(1 for rank, own in others.items() if rank != other and own <= version) <= most
@@ -29,7 +33,7 @@ def may_update(updates: int, read: Mapping[int, int], worker: int, most: int) ->
 
 
 def check_bound(most: int, workers: int) -> None:
-    """Raise ``SettingsError`` for a bound at which workers that take turns would already wait for each other."""
+    """Raise ``SettingsError`` for a bound at which even workers that take turns would wait for each other."""
     if most and most < workers - 1:
         raise SettingsError(
             f"setting server.max_staleness = {most}: with {workers} workers that take turns it is {workers - 1} "
@@ -39,26 +43,26 @@ def check_bound(most: int, workers: int) -> None:
 
 
 class Bound:
-    """Count the updates of all workers, and let each through when its time has come; counters lie with rank 0.
+    """Counters of all workers' updates, which admit each worker's update within the bound; rank 0 stores them.
 
-    Note: without a bound no lock is taken. Counters alone tell how stale an update is, and a worker that is stopped in
-    the middle of anything here holds nobody up.
+    Note: without a bound no lock is taken, so a worker that stops inside these methods blocks no
+    other worker. The counters alone give the staleness of an update.
     """
 
     def __init__(self, exposed: Exposed, first: int, workers: int, most: int) -> None:
         self._exposed, self._first, self._workers, self._most = exposed, first, workers, most
         self._lock = Lock(exposed, first)
         self._rank = exposed.rank
-        self._version: int | None = None  # as this worker has read it
+        self._version: int | None = None  # that this worker has read
         self._stale = 0
 
     @staticmethod
     def words(workers: int) -> int:
-        """Return how many counters it takes."""
+        """Return the number of counters needed."""
         return LOCK_WORDS + 1 + workers
 
     def read(self) -> None:
-        """Note that this worker reads the parameters now."""
+        """Record that this worker reads the parameters now."""
         if not self._most:
             self._version = self._updates()
             return
@@ -67,7 +71,7 @@ class Bound:
             self._set(self._rank, self._version + 1)
 
     def admit(self) -> None:
-        """Wait until this worker may update; where there is a bound, its update counts from here on."""
+        """Wait until this worker may update; with a bound, its update counts from here on."""
         if not self._most:
             return
         operation = "the others, at the bound of staleness"
@@ -75,16 +79,16 @@ class Bound:
             until(self._let_through, operation, lambda: self._late(operation), SPINS, period=1)
 
     def count(self) -> int:
-        """Count the update that this worker has made; return how many of others came since it read.
+        """Count this worker's update; return the number of updates by others since it read.
 
-        One that has not read has missed nothing.
+        The result is 0 if the worker has not read.
         """
         if not self._most:
             self._note(self._word(LOCK_WORDS, 1))
         return self._stale
 
     def leave(self) -> None:
-        """Note that this worker makes no update of what it has read."""
+        """Record that this worker makes no update from what it read."""
         self._version = None
         if not self._most:
             return

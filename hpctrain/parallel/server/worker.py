@@ -1,4 +1,4 @@
-"""Say which tensors of a worker are its own, and who speaks for the others in a checkpoint."""
+"""State of a worker in checkpoints: its own tensors, and shared tensors that rank 0 writes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hpctrain.shard import Shard
 
 
 class FirstRank:
-    """Let rank 0 write what every rank holds in full, under the same names, and every rank read it."""
+    """Split in which rank 0 writes tensors that every rank holds in full, under equal names; every rank reads them."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
@@ -25,13 +25,13 @@ class FirstRank:
 
 
 def buffers_of(model: nn.Module) -> dict[str, Tensor]:
-    """Return the buffers that a checkpoint keeps, by name."""
+    """Return the buffers that a checkpoint contains, by name."""
     kept = model.state_dict(keep_vars=True)
     return {name: one for name, one in model.named_buffers() if name in kept}
 
 
 def own_states(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Return a worker's buffers and the tensors of its optimizer's states, under names of their own."""
+    """Return a worker's buffers and the tensors of its optimizer states, under separate names."""
     found = {f"buffer.{name}": one for name, one in buffers_of(model).items()}
     names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
     for parameter, states in optimizer.state.items():

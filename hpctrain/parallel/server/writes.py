@@ -1,7 +1,7 @@
-"""Writes of a program into parameters that come from servers or from a centre.
+"""Detection of a program's writes to parameters that come from servers or from a centre.
 
-The next step, or the end of the run, puts other values there, so that what a program writes would be lost without a
-word. ``job.unshard(model, write=True)`` is the way to write.
+The next step, or the end of the run, overwrites such parameters, so a program's writes would be
+lost silently. ``job.unshard(model, write=True)`` is the supported way to write.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ _HOW = "allowed is, on all ranks, with job.unshard(model, write=True): ..., in w
 
 
 class Writes:
-    """Check that a program writes into the parameters of a model where that counts only; ``where`` they come from."""
+    """Guard against a program's writes to parameters where they would be lost; ``where`` names their source."""
 
     def __init__(self, model: nn.Module, where: str) -> None:
         self._where = where
         self._parameters = trainable(model)
         self._versions: list[int] = []
-        self.open = False  # whether what is written counts
+        self.open = False  # whether writes count
         modules: list[Any] = list(model.modules())
         self._handles: list[RemovableHandle] = [
             module.register_load_state_dict_pre_hook(ModuleHook(self._load_comes)) for module in modules
         ]
 
     def close(self) -> None:
-        """Take the hooks off."""
+        """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -49,11 +49,11 @@ class Writes:
             self.open = before
 
     def note(self) -> None:
-        """Take note that the parameters are as they should be."""
+        """Record the current versions of the parameters as valid."""
         self._versions = [parameter._version for _, parameter in self._parameters]
 
     def check(self) -> None:
-        """Raise ``UsageError`` if the program has changed parameters in place since they were noted."""
+        """Raise ``UsageError`` if the program has changed parameters in place since ``note``."""
         now = [parameter._version for _, parameter in self._parameters]
         if not self._versions or now == self._versions:
             return

@@ -1,1 +1,1 @@
-"""Measure how stale updates are, and what exchanges take."""
+"""Metrics of asynchronous training: staleness of updates, and time spent on exchanges."""

@@ -1,11 +1,11 @@
-"""Measure which share of its time a worker spends on what it has in common with the others.
+"""Fraction of a worker's time that it spends on exchanges with other workers.
 
     with exchanging:
         ...
 
-Note: which time. It runs from the first pass of a step to that of the next one, so a wait for samples is part of it. A
-meeting stops it until the first pass after it: waits for the slowest worker there, evaluations and the writing of
-checkpoints are no part of a step.
+Note: which time is measured. It runs from the first pass of a step to the first pass of the next
+step, so it includes waits for samples. A meeting pauses it until the next pass. Waits for the
+slowest worker in a meeting, evaluations and checkpoint writes are therefore excluded.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ _monotonic = time.monotonic
 
 
 class CommunicationTime:
-    """Add up the seconds inside ``with`` blocks, which stand around every exchange, and those that passed in all."""
+    """Seconds inside ``with`` blocks, which enclose every exchange, and total seconds of steps."""
 
     __slots__ = ("_entered", "_since", "_spent", "_passed")
 
     def __init__(self) -> None:
         self._entered = 0.0
-        self._since: float | None = None  # when the present step began; None while no step does
+        self._since: float | None = None  # start of the current step; None outside a step
         self._spent = self._passed = 0.0
 
     def begin_step(self) -> None:
-        """Note that the first pass of a step comes."""
+        """Record that the first pass of a step begins."""
         now = _monotonic()
         if self._since is not None:
             self._passed += now - self._since
         self._since = now
 
     def pause(self) -> None:
-        """Note that no step goes on until the next one begins."""
+        """Stop the measurement until the next step begins."""
         if self._since is not None:
             self._passed += _monotonic() - self._since
         self._since = None
@@ -51,7 +51,7 @@ class CommunicationTime:
         self._spent += _monotonic() - self._entered
 
     def figures(self, comm: Communicator, *, works: bool = True) -> Figures:
-        """Return the share, from 0 to 1, as the mean of all workers, and begin anew; a call by all ranks."""
+        """Return the fraction, from 0 to 1, as the mean of all workers, and reset it. Collective."""
         self.pause()
         own = self._spent / self._passed if works and self._passed else None
         self._spent = self._passed = 0.0

@@ -1,4 +1,4 @@
-"""Count how stale updates were: how many of others came between what a worker had read and what it made of that."""
+"""Histogram of staleness: the number of updates by others between a worker's read and its update."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections import Counter
 from hpctrain.collectives.communicator import Communicator
 from hpctrain.parallel.strategy import Figures
 
-LONGEST = 100  # bars that are handed out: the last one counts all that is as stale or staler
+LONGEST = 100  # maximum number of bars; the last one counts all updates of at least its staleness
 
 
 class Histogram:
-    """Hold the staleness of this worker's updates since anybody asked: ``counts`` has how many there were of each."""
+    """Staleness of this worker's updates since the last query: ``counts`` has the number of updates per staleness."""
 
     def __init__(self) -> None:
         self.counts: Counter[int] = Counter()
@@ -21,7 +21,7 @@ class Histogram:
         self.counts[staleness] += 1
 
     def figures(self, comm: Communicator) -> Figures:
-        """Return mean, most and histogram of the updates of all workers, and begin anew; a call by all ranks."""
+        """Return mean, maximum and histogram of all workers' updates, and reset them. Collective."""
         total: Counter[int] = Counter()
         for one in comm.all_gather_object(dict(self.counts)):
             total.update(one)
@@ -36,7 +36,7 @@ class Histogram:
 
 
 def bars(counts: Counter[int]) -> list[int]:
-    """Return how many updates had the staleness 0, 1, 2, ... up to the most that there was, or to ``LONGEST`` bars."""
+    """Return the numbers of updates with staleness 0, 1, 2, ... up to the maximum, in at most ``LONGEST`` bars."""
     found = [0] * min(max(counts, default=-1) + 1, LONGEST)
     for staleness, count in counts.items():
         found[min(staleness, LONGEST - 1)] += count

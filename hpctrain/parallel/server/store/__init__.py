@@ -1,1 +1,1 @@
-"""Hold served parameters, and make updates of them where they lie."""
+"""Storage of served parameters and optimizer states, with updates in place."""

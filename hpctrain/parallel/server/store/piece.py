@@ -1,4 +1,4 @@
-"""Update the parameters of one owner where they lie, by torch's own optimizer of the worker's class."""
+"""In-place updates of an owner's parameters, by torch's own optimizer of the worker's class."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from hpctrain.parallel.server.store.states import States, hyperparameters, like
 
 @dataclass(frozen=True)
 class Part:
-    """Be a stretch of parameters, or rows of a table, and the states that lie beside them."""
+    """Contiguous parameters, or rows of a table, with their optimizer states."""
 
-    group: int  # of the worker's optimizer
+    group: int  # index into the parameter groups of the worker's optimizer
     values: Tensor
     states: dict[str, Tensor]
     kept: States
 
 
 class Piece:
-    """Hold parts that are updated at the same time."""
+    """Parts that are updated in one optimizer step."""
 
     def __init__(self, parts: Sequence[Part], optimizer: torch.optim.Optimizer) -> None:
         self._source, self._parts = optimizer, parts
@@ -40,7 +40,7 @@ class Piece:
             self._own.state[parameter] = state
 
     def step(self, gradients: Sequence[Tensor | None], seen: Sequence[int]) -> None:
-        """Make an update of the parts that have a gradient, for each the one after so many."""
+        """Update the parts that have a gradient; ``seen`` has the number of earlier updates of each part."""
         for number, group in zip(self._numbers, self._own.param_groups):
             group.update(hyperparameters(self._source.param_groups[number]))
         for part, parameter, gradient, count in zip(self._parts, self._parameters, gradients, seen):

@@ -1,6 +1,6 @@
-"""Lay a model's parameters behind each other, as an optimizer groups them, with a place for their gradients.
+"""Flat vectors of a model's parameters and gradients, in the order of the optimizer's groups.
 
-Tables, whose gradients are sparse, stay where they are, and their gradients are kept row by row.
+Tables, whose gradients are sparse, are not moved; their gradients are kept as rows.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ from hpctrain.parallel.strategy import trainable
 
 
 class ServedVector:
-    """Hold dense parameters as one vector on the model's device, and their gradients as one in the host's memory.
+    """Dense parameters as one vector on the model's device, and their gradients as one in host memory.
 
-    Note: staging. On a GPU both go through vectors of their own, so that a step copies once each way: ``host`` is what
-    the memory of others is read into, and gradients are first laid behind each other where they are.
+    Note: staging. On a GPU, both have an additional staging vector, so that a step makes one copy
+    in each direction. Remote memory is read into ``host``. Gradients are first flattened on the
+    device.
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -50,18 +51,18 @@ class ServedVector:
     # Parameters -------------------------------------------------------------------------------------------------------
 
     def take_host(self) -> None:
-        """Let the parameters be what ``host`` holds."""
+        """Set the parameters to the contents of ``host``."""
         if self._staged:
             self.values.copy_(self.host)
 
     def give_host(self) -> Tensor:
-        """Return the parameters in the host's memory."""
+        """Return the parameters in host memory."""
         return self.host.copy_(self.values) if self._staged else self.values
 
     # Gradients --------------------------------------------------------------------------------------------------------
 
     def collect(self) -> bool:
-        """Take the gradients out of the parameters; tell whether there was any."""
+        """Move the gradients out of the parameters; return whether there were any."""
         found = any(parameter.grad is not None for parameter in self.parameters)
         self.copy_gradients(self.gradient)
         for parameter in self.parameters:
@@ -70,13 +71,13 @@ class ServedVector:
         return found or any(rows is not None for rows in self.rows)
 
     def norm(self) -> Tensor:
-        """Return the norm of what was collected."""
+        """Return the norm of the collected gradients."""
         pieces = [self.gradient, *(rows.values() for rows in self.rows if rows is not None)]
         norm: Tensor = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(piece) for piece in pieces]))
         return norm
 
     def copy_gradients(self, out: Tensor) -> None:
-        """Copy the dense gradients out, to the host's memory, zeros where there is none."""
+        """Copy the dense gradients to host memory, with zeros for missing ones."""
         there = self._device_gradient if self._staged else out
         for parameter, view in zip(self.parameters, self.views(there)):
             if parameter.grad is None:
@@ -92,11 +93,11 @@ class ServedVector:
             out.copy_(there)
 
     def give_gradients(self, gradients: Tensor) -> None:
-        """Let dense gradients, in the host's memory, be those of the parameters."""
+        """Set the parameters' gradients to dense gradients from host memory."""
         there = self._device_gradient.copy_(gradients) if self._staged else gradients
         for parameter, view in zip(self.parameters, self.views(there)):
             parameter.grad = view
 
     def views(self, vector: Tensor) -> list[Tensor]:
-        """Return the parts of a vector that belong to each parameter, in their shapes."""
+        """Return the views of a vector that belong to each parameter, in their shapes."""
         return [vector[place].view(parameter.shape) for parameter, place in zip(self.parameters, self.places)]

@@ -1,8 +1,9 @@
-"""Say where in an owner's memory its piece of the parameters lies: stretches of a vector, rows of tables, states.
+"""Memory layout of an owner's part: a section of the dense vector, rows of tables, and optimizer states.
 
-Note: the layout. First the owner's stretch of the dense parameters, behind it each of their states in the same order.
-Then, table by table, a matrix as wide as the table: the owner's rows, behind them each of their states in the same
-order. So row r of state s is row r + s x rows of one matrix, and one list of rows reaches a row with all its states.
+Note: the layout. First comes the owner's section of the dense parameters, followed by each of their
+states in the same order. Then each table has a matrix as wide as the table: the owner's rows,
+followed by each of their states in the same order. Row r of state s is therefore row r + s x rows
+of one matrix, and one list of rows addresses a row with all its states.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from hpctrain.parallel.server.store.states import States
 
 @dataclass(frozen=True)
 class Block:
-    """Be the rows ``first`` to ``last`` of a table, whose matrix begins at the element ``start``."""
+    """Rows ``first`` to ``last`` of a table, whose matrix begins at the element ``start``."""
 
     first: int
     last: int
@@ -30,12 +31,12 @@ class Block:
 
     @property
     def rows(self) -> int:
-        """Return how many rows of the table the owner has."""
+        """Return the number of table rows that the owner holds."""
         return self.last - self.first
 
     @property
     def height(self) -> int:
-        """Return how many rows the matrix has, with those of states."""
+        """Return the number of rows of the matrix, including those of states."""
         return self.rows * (1 + len(self.kept.tensors))
 
     def matrix(self, memory: Tensor) -> Tensor:
@@ -43,37 +44,37 @@ class Block:
         return memory[self.start : self.start + self.height * self.width].view(self.height, self.width)
 
     def with_states(self, rows: Tensor) -> Tensor:
-        """Return where rows of the table, and their states, are in the matrix."""
+        """Return the indices in the matrix of table rows and of their states."""
         firsts = torch.arange(1 + len(self.kept.tensors)) * self.rows
         return (firsts[:, None] + (rows - self.first)).view(-1)
 
 
 @dataclass(frozen=True)
 class Share:
-    """Be what one owner has: the stretch ``cut`` of all dense parameters, and a block of each table."""
+    """Part of one owner: the section ``cut`` of all dense parameters, and a block of each table."""
 
     cut: slice
-    stretches: Sequence[tuple[int, slice]]  # group, and where within the cut
+    stretches: Sequence[tuple[int, slice]]  # group, and slice within the cut
     kept: States  # of dense parameters
     blocks: Sequence[Block]
 
     @property
     def dense(self) -> int:
-        """Return how many dense parameters the owner has."""
+        """Return the number of dense parameters that the owner holds."""
         return int(self.cut.stop - self.cut.start)
 
     @property
     def dense_length(self) -> int:
-        """Return how many elements they and their states take."""
+        """Return the number of elements of the dense parameters and their states."""
         return self.dense * (1 + len(self.kept.tensors))
 
     @property
     def length(self) -> int:
-        """Return how many elements all takes."""
+        """Return the total number of elements."""
         return self.dense_length + sum(block.height * block.width for block in self.blocks)
 
     def dense_parts(self, memory: Tensor) -> list[Part]:
-        """Return the stretches with their states, in memory that begins as the owner's does."""
+        """Return the sections with their states, in memory with the owner's layout."""
         return [
             Part(
                 group,
@@ -85,7 +86,7 @@ class Share:
         ]
 
     def set_first_values(self, memory: Tensor) -> None:
-        """Fill all states with the values that they begin with."""
+        """Fill all states with their initial values."""
         for number, (_, first) in enumerate(self.kept.tensors, 1):
             memory[number * self.dense : (number + 1) * self.dense].fill_(first)
         for block in self.blocks:
@@ -94,7 +95,7 @@ class Share:
 
 
 def table_part(matrix: Tensor, group: int, kept: States) -> Part:
-    """Return the rows of a table with their states, which lie behind them in one matrix."""
+    """Return the rows of a table with their states, which follow them in one matrix."""
     rows = matrix.shape[0] // (1 + len(kept.tensors))
     states = {key: matrix[number * rows :][:rows] for number, (key, _) in enumerate(kept.tensors, 1)}
     return Part(group, matrix[:rows], states, kept)
@@ -107,10 +108,11 @@ def share_of(
     kept: States,
     tables: Sequence[tuple[int, int, int, States]],
 ) -> Share:
-    """Return what the owner ``place`` of ``count`` has.
+    """Return the part of owner ``place`` of ``count``.
 
-    ``groups`` are the elements of each group of the optimizer, which lie one after the other in the whole vector: so a
-    piece has at most one stretch of each. ``tables`` are rows, width, group and states of each: they are cut by rows.
+    ``groups`` are the numbers of elements of the optimizer's groups, which are consecutive in the
+    whole vector. A part therefore has at most one section per group. ``tables`` are the rows,
+    width, group and states of each table; tables are partitioned by rows.
     """
     total = sum(groups)
     cut = slice(total * place // count, total * (place + 1) // count)
@@ -123,7 +125,7 @@ def share_of(
 
 
 def _stretches(groups: Sequence[int], cut: slice) -> list[tuple[int, slice]]:
-    """Return the parts of a piece that belong to each group, whose sizes in the whole vector are given."""
+    """Return the sections of a part that belong to each group; ``groups`` are sizes in the whole vector."""
     found, at = [], 0
     for number, size in enumerate(groups):
         first, last = max(at, cut.start), min(at + size, cut.stop)

@@ -1,4 +1,4 @@
-"""Find out what an optimizer keeps of a parameter, and make others like it."""
+"""Optimizer states per parameter: detection by a probe, and optimizers of the same class for other parameters."""
 
 from __future__ import annotations
 
@@ -18,16 +18,17 @@ SPARSE = "SGD and Adagrad without momentum and weight decay, and SparseAdam, tak
 
 @dataclass(frozen=True)
 class States:
-    """Say what an optimizer keeps of a parameter: tensors of its shape, each with a first value; a count of steps."""
+    """Optimizer states of a parameter: tensors of its shape with their initial values, and a step count."""
 
     tensors: tuple[tuple[str, float], ...] = ()
     step: Literal["", "tensor", "number"] = ""
 
 
 def states_of(optimizer: torch.optim.Optimizer, group: int = 0, *, table: str = "") -> States:
-    """Find out by updates of a small matrix; raise ``UsageError`` for what a server cannot hold or torch refuses.
+    """Return the states of an optimizer, found by an update of a small matrix.
 
-    With the name of a ``table``, find out what becomes of gradients that have some rows alone.
+    With the name of a ``table``, the probe has a gradient of some rows only. Raises ``UsageError``
+    for states that a server cannot hold and for gradients that torch refuses.
     """
     probe = nn.Parameter(torch.zeros(2, 2))
     twin = like(optimizer, [[probe] if number == group else [] for number in range(len(optimizer.param_groups))])
@@ -65,25 +66,25 @@ def _refusal(kind: str, key: str, table: str) -> str:
 
 
 def together(several: Sequence[States]) -> States:
-    """Return what has room for the states of all."""
+    """Return the union of several states."""
     tensors = {key: first for each in several for key, first in each.tensors}
     return States(tuple(tensors.items()), next((each.step for each in several if each.step), ""))
 
 
 def hyperparameters(group: dict[str, Any]) -> dict[str, Any]:
-    """Return those of a group of a worker's optimizer, for updates in the host's memory."""
+    """Return the hyperparameters of a parameter group, for updates in host memory."""
     chosen = {key: value for key, value in group.items() if key not in ("params", "param_names")}
     if "capturable" in chosen:
-        chosen["capturable"] = False  # is for graphs of a device
+        chosen["capturable"] = False  # is for CUDA graphs
     return {key: value.item() if isinstance(value, Tensor) else value for key, value in chosen.items()}
 
 
 def like(optimizer: torch.optim.Optimizer, groups: Sequence[Sequence[nn.Parameter]]) -> torch.optim.Optimizer:
-    """Return an optimizer of the same class and hyperparameters over other parameters."""
+    """Return an optimizer of the same class and hyperparameters for other parameters."""
     chosen = []
     for own, parameters in zip(optimizer.param_groups, groups):
         chosen.append({**hyperparameters(own), "params": list(parameters)})
     kind: Any = type(optimizer)
-    known = inspect.signature(kind.__init__).parameters  # some arguments count when states are made, not later
+    known = inspect.signature(kind.__init__).parameters  # some arguments take effect when states are created, not later
     options = {key: value for key, value in hyperparameters(optimizer.defaults).items() if key in known}
     return kind([group for group in chosen if group["params"]], **options)  # type: ignore[no-any-return]

@@ -1,10 +1,10 @@
-"""Keep parameters and the states of their optimizer in memory that all workers reach, a piece with each owner.
+"""Store of parameters and optimizer states in memory that all workers can access, partitioned over owners.
 
-Note: what an update is. torch's own optimizer of the worker's class makes it, on the owner's piece: in place where the
-worker shares that memory, on a copy that is read and written back where it does not. Hyperparameters are those of the
-worker's optimizer at that moment, states lie behind the parameters in the same memory, and how many updates a piece has
-seen is a counter of its owner. Of a table nothing is touched, and nothing travels, but the rows that have a gradient,
-with their states.
+Note: how an update is made. torch's own optimizer of the worker's class updates the owner's part:
+in place if the worker shares that memory, otherwise on a copy that is read and written back. The
+hyperparameters are the current ones of the worker's optimizer. States follow the parameters in the
+same memory. A counter of the owner counts the updates of its part. For a table, only the rows that
+have a gradient are communicated and changed, with their states.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from hpctrain.transport.onesided.expose import expose
 from hpctrain.transport.onesided.lock import WORDS as LOCK_WORDS
 from hpctrain.transport.onesided.lock import Lock
 
-# Counters of an owner: its lock's, how many updates its dense piece has seen, and how many each table.
+# Counters of an owner: those of its lock, the updates of its dense part, and the updates of each table.
 VERSION, TABLES = LOCK_WORDS, LOCK_WORDS + 1
 
 
 class Store:
-    """Hold the pieces of all owners, and make updates of them; made and freed by all ranks together."""
+    """Parts of all owners, and their updates. Created and freed collectively."""
 
     def __init__(
         self, transport: Transport, optimizer: torch.optim.Optimizer, vector: ServedVector, owners: Sequence[int]
@@ -57,18 +57,19 @@ class Store:
             own.set_first_values(memory)
         parts = {owner: part for owner in self.owners if (part := self._parts(owner))}
         self._near = {owner: Piece(part, optimizer) for owner, part in parts.items()}
-        # What takes no lock makes one update of them all: torch's rules cost more by the call than by the tensor.
+        # Without locks, one optimizer step updates all parts: its cost grows with calls more than with
+        # tensors.
         self._node = Piece([part for parts_of in parts.values() for part in parts_of], optimizer) if parts else None
 
     def _parts(self, owner: int) -> list[Part]:
-        """Return what is to be updated of an owner's piece in place, where this rank shares its memory."""
+        """Return the parts of an owner that this rank can update in place, if it shares the owner's memory."""
         memory, share = self.exposed.view(owner), self.shares[owner]
         if memory is None or not share.length:
             return []
         tables = [table_part(block.matrix(memory), block.group, block.kept) for block in share.blocks]
         return [*share.dense_parts(memory), *tables]
 
-    # Reading and writing ----------------------------------------------------------------------------------------------
+    # Reads and writes -------------------------------------------------------------------------------------------------
 
     def read(self, out: Tensor) -> None:
         """Read all dense parameters."""
@@ -77,7 +78,7 @@ class Store:
                 self.exposed.get(owner, out[share.cut])
 
     def read_rows(self, table: int, rows: Tensor) -> Tensor:
-        """Return rows of a table, which are given in order and each once."""
+        """Return rows of a table; the indices are sorted and unique."""
         out = torch.empty(rows.numel(), self._vector.tables[table].shape[1], dtype=self.exposed.dtype)
         for owner, share in self.shares.items():
             block = share.blocks[table]
@@ -87,7 +88,7 @@ class Store:
         return out
 
     def read_table(self, table: int, state: int = 0) -> Tensor:
-        """Return a whole table, or one of its states, counted from 1 on."""
+        """Return a whole table, or one of its states (counted from 1)."""
         out = torch.empty(self._vector.tables[table].shape, dtype=self.exposed.dtype)
         for owner, share in self.shares.items():
             block = share.blocks[table]
@@ -96,7 +97,7 @@ class Store:
         return out
 
     def write_own(self, values: Tensor) -> None:
-        """Put the dense parameters of this rank's piece where these values are, its rows where those of the model."""
+        """Write this rank's part: dense parameters from ``values``, table rows from the model."""
         share, memory = self.shares.get(self.rank), self.exposed.view(self.rank)
         if share is None or memory is None:
             return
@@ -107,7 +108,7 @@ class Store:
     # Updates ----------------------------------------------------------------------------------------------------------
 
     def update(self, order: Sequence[int], *, locked: bool) -> None:
-        """Make one update of all pieces, by the gradients that were collected, in an order of owners."""
+        """Make one update of all parts with the collected gradients, in an order of owners."""
         seen = [self._count(self._first(number), number) for number in range(len(self._vector.tables))]
         if not locked:
             self._update_node(seen)
@@ -124,7 +125,7 @@ class Store:
                 self._update(owner, gradients, seen)
 
     def _update_node(self, seen: Sequence[int]) -> None:
-        """Make one update of all pieces that lie in this node's memory."""
+        """Make one update of all parts in this node's memory."""
         gradients: list[Tensor | None] = []
         counts: list[int] = []
         for owner in self._near:
@@ -135,26 +136,27 @@ class Store:
             self._node.step(gradients, counts)
 
     def update_own(self) -> None:
-        """Make one update of this rank's piece, while each other owner makes the same of its own."""
+        """Make one update of this rank's part, while each other owner does the same."""
         if self.rank in self.shares:
             seen = [self._count(self.rank, number) for number in range(len(self._vector.tables))]
             self._update(self.rank, self._rows_at(self.rank), seen)
 
     def _first(self, table: int) -> int:
-        """Return the owner who counts the updates of a table: not the same for all."""
+        """Return the owner that counts the updates of a table; different tables have different owners."""
         return self.owners[table % len(self.owners)]
 
     def _count(self, owner: int, table: int) -> int:
-        """Count an update of a table, where its rule asks for that and it has a gradient; return how many came before.
+        """Count an update of a table, if its optimizer counts steps and it has a gradient; return the earlier updates.
 
-        As torch counts: rows that a worker leaves alone grow older, a table without any gradient does not.
+        This is how torch counts: rows without a gradient age, a table without any gradient does
+        not.
         """
         if self._vector.rows[table] is None or not self._table_states[table].step:
             return 0
         return self.exposed.fetch_add(owner, TABLES + table, 1)
 
     def _rows_at(self, owner: int) -> list[Tensor | None]:
-        """Return the gradients of the rows that an owner has, counted from its first; None where there are none."""
+        """Return the gradients of an owner's rows, indexed from its first row; None without a gradient."""
         found: list[Tensor | None] = []
         for gradient, block in zip(self._vector.rows, self.shares[owner].blocks):
             where = slice(0, 0) if gradient is None else _within(rows_of(gradient), block)
@@ -175,7 +177,7 @@ class Store:
             self._update_far(owner, dense, tables, counts, alone)
 
     def _dense(self, owner: int) -> tuple[list[Tensor], list[int]]:
-        """Count an update of an owner's dense parameters; return their gradients, and how many came before each."""
+        """Count an update of an owner's dense parameters; return the gradients and earlier updates of each section."""
         share = self.shares[owner]
         version = self.exposed.fetch_add(owner, VERSION, 1) if share.dense else 0
         dense = [self._vector.gradient[share.cut][where] for _, where in share.stretches]
@@ -193,11 +195,11 @@ class Store:
                 seen.append(count)
         update.make(self._optimizer, gradients, seen, alone=alone)
 
-    # States of the optimizer, for checkpoints -------------------------------------------------------------------------
+    # Optimizer states for checkpoints ---------------------------------------------------------------------------------
 
     def give_states(self, optimizer: torch.optim.Optimizer) -> None:
-        """Put all states, as they are now, into an optimizer: as if it had made the updates."""
-        count = self.exposed.fetch_add(self.owners[-1], VERSION)  # the one who has dense parameters if any has
+        """Put the current states into an optimizer, as if it had made the updates."""
+        count = self.exposed.fetch_add(self.owners[-1], VERSION)  # the last owner has dense parameters if any owner has
         vector = self._vector
         if count:
             for number, (key, _) in enumerate(self._states.tensors, 1):
@@ -214,7 +216,7 @@ class Store:
                 optimizer.state[table.parameter]["step"] = _step(kept, seen)
 
     def take_states(self, optimizer: torch.optim.Optimizer) -> None:
-        """Put this rank's piece of the states where an optimizer has them."""
+        """Set this rank's part of the states from an optimizer."""
         share, memory = self.shares.get(self.rank), self.exposed.view(self.rank)
         if share is None or memory is None or not optimizer.state:
             return
@@ -243,14 +245,14 @@ class Store:
         return whole
 
     def free(self) -> None:
-        """Give the memory back; a call by all ranks."""
+        """Free the memory. Collective."""
         self._near.clear()
         self._node = None
         self.exposed.free()
 
 
 def _within(rows: Tensor, block: Block) -> slice:
-    """Return which of some rows, in order, a block has."""
+    """Return the slice of sorted rows that a block contains."""
     first, last = torch.searchsorted(rows, torch.tensor([block.first, block.last])).tolist()
     return slice(first, last)
 

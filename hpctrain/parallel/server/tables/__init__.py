@@ -1,1 +1,1 @@
-"""Take tables by the rows that a worker looks up and updates."""
+"""Sparse embedding tables: only the rows that a worker looks up and updates are communicated."""

@@ -1,4 +1,4 @@
-"""Bring the rows of tables that a pass needs, before it looks them up."""
+"""Reads of the table rows that a forward pass needs, before the lookup."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from torch.utils.hooks import RemovableHandle
 
 from hpctrain.parallel.server.tables.table import Table
 
-Read = Callable[[int, Tensor], Tensor]  # the rows of a table of that number, in the host's memory
+Read = Callable[[int, Tensor], Tensor]  # returns the rows of the table with that index, in host memory
 
 
 class Lookup:
-    """Read rows into the parameters of a model, each once a step, so that all passes of a step see the same."""
+    """Hooks that read table rows into a model, each once per step, so that all passes of a step see the same values."""
 
     def __init__(self, tables: Sequence[Table], read: Read) -> None:
         self._tables, self._read = tables, read
         self._known = [torch.zeros(table.shape[0], dtype=torch.bool) for table in tables]
-        self._brought: list[tuple[Tensor, Tensor]] = []  # what is known of which, to be forgotten
+        self._brought: list[tuple[Tensor, Tensor]] = []  # marks of valid rows per read, to be cleared
         self._all = False
         self._handles: list[RemovableHandle] = []
         for number, table in enumerate(tables):
@@ -28,14 +28,14 @@ class Lookup:
                 self._handles.append(module.register_forward_pre_hook(self._hook(number), with_kwargs=True))
 
     def forget(self) -> None:
-        """Begin a step: what was read before is old."""
+        """Begin a step: rows read before are outdated."""
         for known, rows in self._brought:
             known[rows] = False
         self._brought.clear()
         self._all = False
 
     def know_all(self) -> None:
-        """Note that whole tables have been read."""
+        """Record that whole tables have been read."""
         self._all = True
 
     def _hook(self, number: int) -> Callable[..., None]:
@@ -46,9 +46,9 @@ class Lookup:
 
     def _bring(self, number: int, indices: Tensor) -> None:
         table, known = self._tables[number], self._known[number]
-        rows = torch.unique(indices.detach()).cpu().long()  # in order
+        rows = torch.unique(indices.detach()).cpu().long()  # sorted
         if self._all or not rows.numel() or rows[0] < 0 or rows[-1] >= table.shape[0]:
-            return  # of indices that there are not, torch tells
+            return  # torch reports indices that are out of range
         rows = rows[~known[rows]]
         if not rows.numel():
             return
@@ -58,7 +58,7 @@ class Lookup:
         values.index_copy_(0, rows.to(values.device), self._read(number, rows).to(values.device))
 
     def detach(self) -> None:
-        """Take all hooks off."""
+        """Remove all hooks."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()

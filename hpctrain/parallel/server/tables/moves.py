@@ -1,4 +1,4 @@
-"""Share the moves that a worker has made of tables of its own: of each the rows that have changed."""
+"""Updates of tables that a worker makes locally and adds to all copies: only the changed rows."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from hpctrain.transport.onesided.exposed import Exposed
 
 
 class TableMoves:
-    """Know where tables lie in the copies that all workers add to: behind each other, from the first element on."""
+    """Local table updates; in the copies, tables are stored one after the other, from the first element."""
 
     def __init__(self, tables: Sequence[Table]) -> None:
         self._tables = tables
         sizes = [table.parameter.numel() for table in tables]
         self._starts = [sum(sizes[:number]) for number in range(len(sizes))]
         self.numel = sum(sizes)
-        self._before: list[tuple[int, Tensor, Tensor]] = []  # which table, rows, and their values before the move
+        self._before: list[tuple[int, Tensor, Tensor]] = []  # table index, rows, and their values before the update
 
     def check(self, optimizer: torch.optim.Optimizer) -> None:
-        """Raise ``UsageError`` for an optimizer whose moves are not those of rows with a gradient alone."""
+        """Raise ``UsageError`` for an optimizer that changes rows without a gradient."""
         for table in self._tables:
             states_of(optimizer, table.group_in(optimizer), table=table.name)
 
@@ -33,7 +33,7 @@ class TableMoves:
         return copy[start : start + shape[0] * shape[1]].view(shape).index_select(0, rows)
 
     def remember(self) -> None:
-        """Keep the rows that have a gradient, as they are before a move."""
+        """Save the rows that have a gradient, before an update."""
         self._before.clear()
         for number, table in enumerate(self._tables):
             gradient = table.coalesce()
@@ -42,7 +42,7 @@ class TableMoves:
                 self._before.append((number, rows, table.parameter.data[rows]))
 
     def share(self, memory: Exposed, keepers: Sequence[int]) -> None:
-        """Add what has changed to every copy."""
+        """Add the changes to every copy."""
         for number, rows, before in self._before:
             change = (self._tables[number].parameter.data[rows] - before).cpu()
             for keeper in keepers:

@@ -1,4 +1,4 @@
-"""Average gradients of tables over all workers: each gives the rows that it has, and gets those of all."""
+"""Average of table gradients over all workers: each sends its own rows and receives those of all."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from torch import Tensor
 from hpctrain.collectives.communicator import Communicator
 from hpctrain.parallel.server.tables.table import Table, by_rows, rows_of
 
-_NONE = -1  # rows of a worker without a gradient; one that has looked up nothing has 0
+_NONE = -1  # count of a worker without a gradient; a worker without lookups has 0
 
 
 def average_rows(tables: Sequence[Table], comm: Communicator) -> None:
-    """Let the gradient of each table be the mean of all ranks', who count as zeros where they have no row.
+    """Replace the gradient of each table by the mean over all ranks; missing rows count as zeros. Collective.
 
-    Rows are summed up in rank order, so all ranks hold the same bits. Where no rank has a gradient there is none.
+    Rows are summed in rank order, so all ranks hold the same bits. If no rank has a gradient, there
+    is no gradient afterwards.
     """
     own = [table.gradient() for table in tables]
     everyone = comm.all_gather_object([_NONE if each is None else int(each.values().shape[0]) for each in own])

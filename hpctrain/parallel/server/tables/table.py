@@ -1,4 +1,4 @@
-"""Find the tables of a model: parameters of which a pass reads some rows, and whose gradients are sparse."""
+"""Embedding tables of a model: parameters with sparse gradients, of which a pass reads only some rows."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Lookups = (nn.Embedding, nn.EmbeddingBag)
 
 @dataclass(frozen=True)
 class Table:
-    """Be the weight of one ``nn.Embedding(sparse=True)`` or ``nn.EmbeddingBag(sparse=True)``, or of several."""
+    """Weight of one or several ``nn.Embedding(sparse=True)`` or ``nn.EmbeddingBag(sparse=True)``."""
 
     name: str
     parameter: nn.Parameter
@@ -24,17 +24,17 @@ class Table:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Return how many rows there are, and how wide they are."""
+        """Return the number of rows and their width."""
         rows, width = self.parameter.shape
         return rows, width
 
     def group_in(self, optimizer: torch.optim.Optimizer) -> int:
-        """Return the number of the group that it is in."""
+        """Return the index of the optimizer's parameter group that contains the table."""
         groups = enumerate(optimizer.param_groups)
         return next(number for number, group in groups if any(one is self.parameter for one in group["params"]))
 
     def coalesce(self) -> Tensor | None:
-        """Sum up what came for the same row of the gradient, and return it; None where there is none."""
+        """Sum duplicate rows of the gradient and return it; None without a gradient."""
         gradient = self.parameter.grad
         if gradient is None:
             return None
@@ -47,24 +47,24 @@ class Table:
         return self.parameter.grad
 
     def gradient(self) -> Tensor | None:
-        """Take the gradient out of the parameter: in the host's memory, each row once; None where there is none."""
+        """Remove the gradient from the parameter; return it in host memory with each row once, None without one."""
         gradient = self.coalesce()
         self.parameter.grad = None
         return None if gradient is None else gradient.detach().cpu()
 
 
 def rows_of(gradient: Tensor) -> Tensor:
-    """Return which rows a gradient of a table has, in order."""
+    """Return the row indices of a table's gradient, in order."""
     return gradient.indices()[0]
 
 
 def by_rows(rows: Tensor, values: Tensor, shape: tuple[int, int]) -> Tensor:
-    """Return a gradient that has these rows, each once and in order."""
+    """Return a sparse gradient with these rows, each once and in order."""
     return torch.sparse_coo_tensor(rows[None], values, shape, is_coalesced=True)
 
 
 def find_tables(model: nn.Module) -> list[Table]:
-    """Return the tables that are trained; raise ``UsageError`` for one that its own passes change."""
+    """Return the tables that are trained. Raises ``UsageError`` for a table that its own forward passes change."""
     users: dict[nn.Parameter, list[nn.Module]] = {}
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
@@ -83,5 +83,5 @@ def find_tables(model: nn.Module) -> list[Table]:
             )
     checks: Any = torch.sparse.check_sparse_tensor_invariants
     if tables and not checks.is_enabled():
-        checks.disable()  # as it is; but torch warns of who never said so
+        checks.disable()  # the default; torch warns unless a program has chosen explicitly
     return tables
