@@ -7,7 +7,7 @@ from hpctrain.parallel.pipeline.action import Action, Kind
 from hpctrain.parallel.pipeline.order import playable
 from hpctrain.parallel.pipeline.schedule import Schedule
 
-# Together these leave no pass out: an action without a whole backward pass has both halves.
+# Together these leave no pass out: a microbatch without a whole backward pass has both halves.
 _ONCE = ((Kind.FORWARD,), (Kind.BACKWARD, Kind.INPUT), (Kind.BACKWARD, Kind.WEIGHT))
 
 
@@ -16,8 +16,8 @@ def check(schedule: Schedule) -> None:
 
     Every chunk computes one forward and one backward pass per microbatch, in the order of the
     microbatches. A backward pass is one action, or an input pass and a weight pass. Updates
-    directly follow their backward pass and omit the last one. With blocking receives and buffered
-    sends, no rank waits forever.
+    directly follow their backward pass; the last microbatch has none. With blocking receives and
+    buffered sends, no rank waits forever.
     """
     if len(schedule.actions) != schedule.ranks or schedule.chunks % schedule.ranks:
         raise _refused(schedule, f"{len(schedule.actions)} lists of actions, {schedule.chunks} chunks")

@@ -37,8 +37,7 @@ from hpctrain.parallel.pipeline.skip import carrying
 from hpctrain.parallel.sync_batchnorm import SyncBatchNorm
 
 SHARE = 0.25  # fraction of the free memory that the whole models of a node, or one on a GPU, may take
-# Largest allowed difference relative to the largest output. Layers called in the same order give the same
-# bits.
+# Largest allowed difference relative to the largest output. Layers called in the same order give equal bits.
 CLOSE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.complex64: 1e-4, torch.complex128: 1e-9}
 HALF_CLOSE = 0.02
 CGROUP = (

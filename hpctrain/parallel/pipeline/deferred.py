@@ -199,7 +199,7 @@ class _Tap(torch.autograd.Function):
     def forward(ctx: Any, y: Tensor, anchor: Tensor, x: Tensor, call: _Call) -> Tensor:
         """Return ``y``; ``anchor`` makes it require a gradient even if the layer's input does not."""
         ctx.call = call
-        ctx.save_for_backward(x)  # freed if a checkpoint recomputes it
+        ctx.save_for_backward(x)  # not stored if a checkpoint recomputes it
         return y.detach()
 
     @staticmethod

@@ -2,8 +2,8 @@
 
 A model is a sequence of layers if ``model(x)`` applies its layers one after the other. It declares
 this by a method ``layers()`` that returns them in order, or by being an ``nn.Sequential``. A model
-that only contains such a sequence does not qualify: what its own ``forward`` does besides cannot be
-known. ``calls`` determines the arguments of each layer.
+that only contains such a sequence does not qualify, because the other operations of its ``forward``
+are unknown. ``calls`` determines the arguments of each layer.
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ class Timeline:
         return sum(map(self.idle, range(len(self.rows)))) / whole if whole else 0.0
 
     def live(self, rank: int) -> list[tuple[float, int]]:
-        """Return when the number of microbatches whose activations a rank holds changes, and to what.
+        """Return the times at which a rank's number of microbatches with held activations changes, and the new numbers.
 
         Activations count from the start of the forward pass to the end of the last pass that needs
         them.

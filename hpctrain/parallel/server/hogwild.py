@@ -160,7 +160,7 @@ class Hogwild(Strategy):
 
     @contextmanager
     def summon(self, *, write: bool = False) -> Iterator[None]:
-        """Let all ranks write the same values with ``write``, as they share memory. Collective."""
+        """Let all ranks write the same values if ``write`` is set, because they share memory. Collective."""
         if not write:
             yield
             return

@@ -139,7 +139,7 @@ class Replica(Strategy):
 
     @contextmanager
     def summon(self, *, write: bool = False) -> Iterator[None]:
-        """Let all ranks write with ``write``; centre and workers continue from rank 0's values. Collective."""
+        """Let all ranks write if ``write`` is set; centre and workers continue from rank 0's values. Collective."""
         if not write:
             yield
             return

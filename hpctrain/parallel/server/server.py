@@ -202,7 +202,7 @@ class ParameterServer(Strategy):
 
     @contextmanager
     def summon(self, *, write: bool = False) -> Iterator[None]:
-        """Let all ranks write with ``write``; rank 0's values are served from then on. Collective."""
+        """Let all ranks write if ``write`` is set; rank 0's values are served from then on. Collective."""
         if not write or self._hooks.optimizer is None:
             yield
             return
