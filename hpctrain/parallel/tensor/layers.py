@@ -162,7 +162,7 @@ class ColumnParallel(_ParallelLinear):
         if self.overlaps:
             result = column_linear(*self._arguments(x), self._comm, self.sequence)
             if result.grad_fn is not None:
-                result.grad_fn.layer = self  # for messages about the graph
+                result.grad_fn.layer = self  # type: ignore[attr-defined]  # for messages about the graph
         else:
             x = moves.gather_sequence(x, self._comm) if self.sequence else moves.spread(x, self._comm)
             result = F.linear(x, self.weight, self.bias)
