@@ -105,10 +105,8 @@ def test_none(): pass
 
 
 def test_few_cases_show_each_value_and_the_rest_are_the_others(session: Sessions) -> None:
-    few, rest = (
-        {word.partition("::test_")[2] for word in session(0, CASES, "-v", "--cases", cases).stdout.split() if "::" in word}
-        for cases in ("few", "rest")
-    )
+    outputs = (session(0, CASES, "-v", "--cases", cases).stdout.split() for cases in ("few", "rest"))
+    few, rest = ({word.partition("::test_")[2] for word in words if "::" in word} for words in outputs)
     assert few == {"two_parameters[c-a]", "two_parameters[c-b]", "two_parameters[d-a]", "two_parameters[e-a]"} | {
         "marked[f]", "marked[h]", "sweep[j]", "one_parameter[l]", "one_parameter[m]", "one_parameter[n]", "none"
     }
