@@ -1,1 +1,1 @@
-"""Run a training job: settings, bootstrap, the loop, its life and its end."""
+"""Training jobs: settings, startup, the training loop, monitoring and shutdown."""

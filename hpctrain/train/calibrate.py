@@ -1,4 +1,4 @@
-"""Calibrate: measure the algorithms on the ranks at hand, try MPI on GPUs, keep both for the jobs to come."""
+"""Calibration: measures the algorithms on the present ranks, tests MPI on GPUs, and stores both for later jobs."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ _NO_CANARY = None, "not tried (--no-canary)"
 
 @dataclass(frozen=True)
 class Report:
-    """Say what a calibration found, and where it is kept."""
+    """Results of a calibration and the file that contains them."""
 
     machine: Machine
     measured: Measured
-    measurement: Measurement | None  # None where one rank had nothing to choose
+    measurement: Measurement | None  # None for a single rank, which has no choice of algorithms
     verdict: Verdict | None
     canary: str  # the verdict in words, or why there is none
-    path: Path | None  # None where there was nothing to keep
+    path: Path | None  # None if there was nothing to store
 
 
 def calibrate(
@@ -45,15 +45,15 @@ def calibrate(
     try_canary: bool = True,
     progress: Callable[[float, str], None] = lambda seconds, what: None,
 ) -> Report:
-    """Measure for about so many seconds, and keep what was found; a call by all ranks, who return the same.
+    """Measure for about ``seconds`` and store the results; all ranks return the same report. Collective.
 
-    ``output`` is the file to keep it in, by default the one that jobs on this machine look into. Raises ``UsageError``
-    before anything is measured where that file cannot be written or holds something else.
+    ``output`` is the file to write; the default is the file that jobs on this machine read. Raises
+    ``UsageError`` before the measurement if this file cannot be written or is not a calibration.
     """
     if wanted():
         raise UsageError("HPCTRAIN_CHECK slows every collective: unset it to calibrate", everywhere=True)
     comm = job.comm
-    # First, because a minute of measuring shall not be lost to a folder that cannot be written.
+    # Checked first: a minute of measuring must not be lost because the folder is not writable.
     earlier, path = on_first_rank(comm, lambda: _prepare(output))
     load = load_now()
     measured = measure(comm, sizes, seconds, job.device, progress)
@@ -67,7 +67,7 @@ def calibrate(
 
 
 def _prepare(output: Path | None) -> tuple[Calibration, Path]:
-    """Return what is kept already, to be added to, and the file to keep it in."""
+    """Return the stored calibration to extend, and the file to write."""
     machine = this_machine(mpi_name())
     path = output or place(machine)
     if path is None:
@@ -84,7 +84,7 @@ def _prepare(output: Path | None) -> tuple[Calibration, Path]:
 
 
 def _of_this_machine(path: Path, machine: Machine) -> Calibration:
-    """Return what a file holds that the user named; refuse to write over anything else."""
+    """Return the calibration in a file that the user named; refuse to overwrite anything else."""
     advice = "name another file with --output, or delete this one"
     try:
         found = read(path)
@@ -97,7 +97,7 @@ def _of_this_machine(path: Path, machine: Machine) -> Calibration:
 
 
 def _check_writable(path: Path) -> None:
-    """Raise ``UsageError`` where a file cannot be put; leave none behind."""
+    """Raise ``UsageError`` if a file cannot be created; leave no file behind."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         private = atomic.private_name(path)
@@ -108,25 +108,25 @@ def _check_writable(path: Path) -> None:
 
 
 def _canary(machine: Machine) -> tuple[Verdict | None, str]:
-    """Try in a job of its own whether MPI takes device pointers; return the verdict, and in words how it went."""
+    """Test in a separate job whether MPI accepts device pointers; return the verdict and a description."""
     if not torch.cuda.is_available():
         return None, "not tried: no GPU is visible"
     try:
         verdict = probe(timeout=min(TIMEOUT, timeout_seconds() / 2))
     except (CommunicationError, OSError) as error:
         return None, f"not tried: {error}"
-    if not verdict.library:  # it died before it could say which MPI it was: that of this environment
+    if not verdict.library:  # it died before it reported its MPI: assume that of this environment
         verdict = replace(verdict, library=machine.mpi)
     return verdict, verdict_in_words(verdict)
 
 
 def verdict_in_words(verdict: Verdict) -> str:
-    """Return whether MPI gets device pointers, and why."""
+    """Return whether MPI receives device pointers, and why."""
     return f"MPI {'takes' if verdict.cuda_aware else 'gets no'} device pointers: {verdict.reason}"
 
 
 def load_now() -> float:
-    """Return the load average of the last minute, per core of this node."""
+    """Return the load average of the last minute per core of this node."""
     return float(f"{os.getloadavg()[0] / (os.cpu_count() or 1):.2g}")
 
 

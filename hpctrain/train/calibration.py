@@ -1,8 +1,9 @@
-"""Keep what was measured on a machine, and find it again: a JSON file for each type of node, MPI and set of versions.
+"""Calibration files: measurements of a machine in JSON, one file per node type, MPI library and set of versions.
 
-``HPCTRAIN_CALIBRATION`` names the file, or the folder of such files; else they lie in ``hpctrain/calibration`` of
-``$XDG_CACHE_HOME`` (``~/.cache``). A file holds tables of several layouts of ranks, and whether its MPI takes device
-pointers. One that is damaged or of another machine is not used, which is said once: a run never fails of it.
+``HPCTRAIN_CALIBRATION`` names the file, or the folder of such files. The default is
+``hpctrain/calibration`` in ``$XDG_CACHE_HOME`` (``~/.cache``). A file contains tables for several
+layouts of ranks, and whether its MPI accepts device pointers. A file that is damaged or from
+another machine is ignored with one warning: a calibration never makes a run fail.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ from hpctrain.util.reading import read_json
 
 VARIABLE = "HPCTRAIN_CALIBRATION"
 FORMAT = "hpctrain-calibration 1"
-LARGEST = 2**24  # bytes; what is larger was not written here
+LARGEST = 2**24  # bytes; a larger file was not written by this module
 
 
 class Ranks(Protocol):
-    """Say what of a communicator or transport is needed here."""
+    """Part of the interface of a communicator or transport that this module needs."""
 
     rank: int
     size: int
@@ -41,28 +42,28 @@ class Ranks(Protocol):
 
 @dataclass(frozen=True)
 class Measurement:
-    """Hold the table of one layout, and what it was made of: seconds, by rule, algorithm and bytes."""
+    """Table of one layout and its raw data: seconds by rule, algorithm and bytes."""
 
     table: Table
     times: Mapping[str, Mapping[str, Mapping[str, float]]]
     date: str
-    load: float | None = None  # of the last minute, per core, when it began; None in files from before that was kept
+    load: float | None = None  # load average per core at the start, over the last minute; None in older files
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """Hold what one file holds."""
+    """Content of one calibration file."""
 
     machine: Machine
     measurements: Mapping[Layout, Measurement] = field(default_factory=dict)
     verdict: Verdict | None = None
 
     def with_measurement(self, measurement: Measurement) -> Calibration:
-        """Return this with the measurement of one layout put in, or in place of an earlier one."""
+        """Return a copy with the measurement of one layout added or replaced."""
         return replace(self, measurements={**self.measurements, measurement.table.layout: measurement})
 
     def with_verdict(self, verdict: Verdict) -> Calibration:
-        """Return this with what the canary found out."""
+        """Return a copy with the verdict of the canary."""
         return replace(self, verdict=verdict)
 
     def to_json(self) -> dict[str, Any]:
@@ -79,7 +80,7 @@ class Calibration:
 
     @classmethod
     def from_json(cls, tree: Any) -> Calibration:
-        """Return the calibration of plain values; raise ``SettingsError`` where they are none."""
+        """Return the calibration from plain values. Raises ``SettingsError`` if they are not a calibration."""
         if not isinstance(tree, dict) or tree.get("format") != FORMAT:
             raise SettingsError(f"its format is not {FORMAT!r}")
         parts = members(tree, "a calibration", ("format", "machine", "cuda_aware", "measurements"))
@@ -91,23 +92,23 @@ class Calibration:
         return cls(machine, {one.table.layout: one for one in found}, verdict)
 
 
-# Where ----------------------------------------------------------------------------------------------------------------
+# Location -------------------------------------------------------------------------------------------------------------
 
 
 def folder(environ: Mapping[str, str] = os.environ) -> Path | None:
-    """Return the folder of the files; None where a single file is named, or there is no home."""
+    """Return the folder of the files; None if a single file is named or there is no home directory."""
     named = environ.get(VARIABLE, "")
     if named:
         return None if _names_file(Path(named)) else Path(named)
     cache = environ.get("XDG_CACHE_HOME", "")
-    if not os.path.isabs(cache):  # the standard says: a relative one counts for nothing
+    if not os.path.isabs(cache):  # the XDG standard says to ignore a relative path
         home = os.path.expanduser("~")
         cache = os.path.join(home, ".cache") if os.path.isabs(home) else ""
     return Path(cache, "hpctrain", "calibration") if cache else None
 
 
 def place(machine: Machine, environ: Mapping[str, str] = os.environ) -> Path | None:
-    """Return the file for a machine; None where there is no home to keep one in."""
+    """Return the calibration file of a machine; None if there is no home directory."""
     named = environ.get(VARIABLE, "")
     if named and _names_file(Path(named)):
         return Path(named)
@@ -116,7 +117,7 @@ def place(machine: Machine, environ: Mapping[str, str] = os.environ) -> Path | N
 
 
 def file_name(machine: Machine) -> str:
-    """Return the name of a machine's file: machines that differ in anything have different ones."""
+    """Return the file name for a machine; machines that differ in any field have different names."""
     digest = hashlib.sha256(json.dumps(asdict(machine), sort_keys=True).encode()).hexdigest()
     return f"{digest[:16]}.json"
 
@@ -129,7 +130,7 @@ def _names_file(path: Path) -> bool:
 
 
 def read(path: Path) -> Calibration:
-    """Return what a file holds; raise ``DataError`` where it is missing, damaged or something else."""
+    """Return the calibration in a file. Raises ``DataError`` if it is missing, damaged or another kind of file."""
     try:
         if not path.is_file():
             raise DataError(f"there is no file {path}: hpctrain bench calibrate makes one")
@@ -147,7 +148,7 @@ def read(path: Path) -> Calibration:
 
 
 def keep(calibration: Calibration, path: Path) -> None:
-    """Write a calibration in one step: who reads meanwhile finds the old file or the new one."""
+    """Write a calibration atomically: a concurrent reader finds either the old file or the new one."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         atomic.write_text(path, json.dumps(calibration.to_json(), indent=1))
@@ -156,7 +157,7 @@ def keep(calibration: Calibration, path: Path) -> None:
 
 
 def find(machine: Machine, environ: Mapping[str, str] = os.environ) -> Calibration | None:
-    """Return what is kept for a machine; None, with a warning where that is strange, if nothing of use is."""
+    """Return the calibration of a machine, or None. Logs a warning if a file exists but cannot be used."""
     path = place(machine, environ)
     if path is None or not path.exists() and folder(environ) is not None:
         return None
@@ -176,9 +177,9 @@ def find(machine: Machine, environ: Mapping[str, str] = os.environ) -> Calibrati
 
 
 def stored(ranks: Ranks) -> Calibration | None:
-    """Return what rank 0 finds for its machine, on all ranks, since all must choose alike; a call by all of them."""
+    """Return rank 0's calibration on all ranks, because all ranks must choose the same algorithms. Collective."""
     if ranks.size == 1:
-        return None  # nothing to choose, and perhaps no MPI
+        return None  # no algorithms to choose, and possibly no MPI
     found: Calibration | None = ranks.broadcast_object(_find_own() if ranks.rank == 0 else None)
     return found
 
@@ -186,13 +187,13 @@ def stored(ranks: Ranks) -> Calibration | None:
 def _find_own() -> Calibration | None:
     try:
         return find(this_machine(mpi_name()))
-    except Exception as error:  # whatever it is: the other ranks wait for an answer, and none is needed to train
+    except Exception as error:  # any error: the other ranks wait for an answer, and training needs no calibration
         logger.warning("cannot look for a calibration: %s: %s", type(error).__name__, error)
         return None
 
 
 def stored_table(ranks: Ranks, layout: Layout) -> Table | None:
-    """Return the table that was measured with rank 0's layout, the same on all ranks; a call by all of them."""
+    """Return the table measured with rank 0's layout, the same on all ranks. Collective."""
     found = stored(ranks)
     layout = ranks.broadcast_object(layout)
     measurement = found.measurements.get(layout) if found else None
@@ -200,7 +201,7 @@ def stored_table(ranks: Ranks, layout: Layout) -> Table | None:
 
 
 def stored_verdict(ranks: Ranks) -> Verdict | None:
-    """Return what the canary found out about this MPI, the same on all ranks; a call by all of them."""
+    """Return the canary's verdict on this MPI, the same on all ranks. Collective."""
     found = stored(ranks)
     verdict = found.verdict if found else None
     return verdict if verdict and found and verdict.holds_for(found.machine.mpi) else None
@@ -210,7 +211,7 @@ def stored_verdict(ranks: Ranks) -> Verdict | None:
 
 
 def _record(kind: Any, tree: Any, what: str) -> Any:
-    """Return a dataclass of plain fields, each of its type."""
+    """Return a dataclass of plain fields after checking the type of each field."""
     kinds = get_type_hints(kind)
     parts = members(tree, what, tuple(kinds))
     for name, value in parts.items():

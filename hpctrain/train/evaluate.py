@@ -1,4 +1,4 @@
-"""Measure the loss on the validation split, the same whatever the number of ranks."""
+"""Loss on the validation split; the result does not depend on the number of ranks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def evaluate(
     limit: int | None,
     device: torch.device,
 ) -> float:
-    """Return the mean loss over the split's samples (at most ``limit``); a call by all ranks."""
+    """Return the mean loss over at most ``limit`` samples of the split. Collective."""
     model, data = strategy.model, strategy.data
     training = model.training
     model.eval()

@@ -1,8 +1,9 @@
-"""Measurements over all ranks: each measures its share of the samples, sums and counts are added up exactly.
+"""Evaluation over all ranks: each rank measures its share of the samples; sums and counts are added exactly.
 
-Outside of steps a loader draws from the program's generators what it draws in a plain loop: a seed for workers, and
-an order if it shuffles. So a training loader that shuffles by the same generator goes on as in a plain program. In
-a step, all generators are as before afterwards. What ``compute`` draws is not taken from the program's generators.
+Outside of steps, a loader draws from the program's generators the same numbers as in a plain loop:
+a seed for its workers, and an order if it shuffles. A training loader that shuffles with the same
+generator therefore continues as in a plain program. Within a step, all generators are restored
+after the evaluation. Random numbers drawn by ``compute`` do not come from the program's generators.
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ from hpctrain.train.loader_feed import feed_for
 
 Value = float | Tensor | tuple[float | Tensor, float | Tensor]
 Measure = Callable[[Any], "Value | Mapping[str, Value]"]
-_ONLY = ""  # the name of a measurement that has none
+_ONLY = ""  # the key of a measurement without a name
 
 
 class Evaluation:
-    """What ``run.evaluate`` and ``job.evaluate`` do; the strategies are those of the models that are measured."""
+    """Implementation of ``run.evaluate`` and ``job.evaluate``; ``strategies`` belong to the models to evaluate."""
 
     def __init__(
         self, comm: Communicator, strategies: Mapping[Any, Strategy], streams: RandomStreams | None = None
@@ -53,7 +54,7 @@ class Evaluation:
                 "evaluate(loader, compute)",
                 everywhere=True,
             )
-        ALLOCATOR.settle()  # memory of passes comes and goes; a program that only evaluates makes no update
+        ALLOCATOR.settle()  # memory of passes is short-lived; a program that only evaluates makes no update
         totals: dict[str, list[float]] = {}
         uneven: list[str] = []
         with self._outer.untouched() if self._outer.inside else nullcontext(), _measuring(strategies):
@@ -67,7 +68,7 @@ class Evaluation:
         return _means([each for each, _ in told])
 
     def _warn(self, uneven: list[str]) -> None:
-        """Say once that means over targets were averaged as if they were means over samples."""
+        """Warn once if means over targets were averaged as if they were means over samples."""
         if not uneven or self._has_warned:
             return
         self._has_warned = True
@@ -90,7 +91,8 @@ class Evaluation:
                     feed.streams.leave_step()
                 feed.took()
                 samples = samples_in(item.batch) if item.share is None else item.share.samples
-                # A rank without a share computes on a stand-in: passes of a sharded model take all ranks.
+                # A rank without a share computes on a placeholder: all ranks must run a sharded
+                # model.
                 _add(totals, result, samples, counts=samples > 0)
         finally:
             feed.end_pass()
@@ -105,7 +107,7 @@ class Evaluation:
 
 @contextmanager
 def _measuring(strategies: list[Strategy]) -> Iterator[None]:
-    """Let models measure: the same buffers on all ranks, evaluation mode, no gradients."""
+    """Prepare models for measurement: the same buffers on all ranks, evaluation mode, no gradients."""
     modes: dict[nn.Module, bool] = {}
     with ExitStack() as stack:
         for strategy in strategies:
@@ -123,7 +125,7 @@ def _measuring(strategies: list[Strategy]) -> Iterator[None]:
 
 
 def _add(totals: dict[str, list[float]], result: Any, samples: int | None, *, counts: bool) -> None:
-    """Add one measurement: means with the number of samples, sums with their counts, or several of these by name."""
+    """Add one measurement: a mean with its sample count, a sum with its count, or several of these by name."""
     named = result if isinstance(result, Mapping) else {_ONLY: result}
     for name, value in named.items():
         total = totals.setdefault(str(name), [0.0, 0.0])

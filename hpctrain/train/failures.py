@@ -1,4 +1,4 @@
-"""Count the checkpoints that could not be written, and say each time what there is to go back to."""
+"""Counter of checkpoints that could not be written; each failure is logged with the newest existing checkpoint."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from hpctrain.log import logger
 
 
 class FailedSaves:
-    """Hold how many saves failed, ``total`` and ``in_a_row``; ``logs`` is for the rank that speaks."""
+    """Number of failed saves, ``total`` and ``in_a_row``; ``logs`` is true on the rank that writes the log."""
 
     def __init__(self, *, logs: bool) -> None:
         self.total = self.in_a_row = 0
         self._logs = logs
 
     def failed(self, reason: str, step: int, folder: Path, again: int) -> None:
-        """Note a save into ``folder`` that failed after ``step``; the next one is tried after the step ``again``."""
+        """Record that a save into ``folder`` failed after ``step``; the next save is tried after step ``again``."""
         self.total += 1
         self.in_a_row += 1
         if self._logs:
@@ -32,7 +32,7 @@ class FailedSaves:
             )
 
     def succeeded(self, step: int) -> None:
-        """Note a save that went well."""
+        """Record a successful save."""
         if self.in_a_row and self._logs:
             logger.warning("step %d is saved again, after %d failures", step, self.in_a_row)
         self.in_a_row = 0

@@ -1,7 +1,7 @@
-"""Checks of a run's first step: mistakes that train a wrong model without any error.
+"""Checks of a run's first step for mistakes that train a wrong model without raising an error.
 
-What each rank sees in its first forward and backward passes is gathered once, before the first update; what the update
-left is compared once, after it. A later step costs nothing.
+Each rank records its first forward and backward passes. The records are gathered once, before the
+first update. The parameters are compared once, after the update. Later steps have no overhead.
 """
 
 from __future__ import annotations
@@ -48,29 +48,30 @@ LOSSES = (
     "soft_margin_loss",
     "triplet_margin_loss",
 )
-BY_CLASS = ("cross_entropy", "nll_loss")  # whose mean is over the targets, by their class weights
-NAMED = 4  # parameters that a message names
+BY_CLASS = ("cross_entropy", "nll_loss")  # the mean of these is over the targets, weighted by the class weights
+NAMED = 4  # parameters that a message lists
 WRITE = "write loss = run.backward(batch, compute) with compute(batch) returning"
-WHOLE = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}  # by bytes; the widest adds up fastest
+WHOLE = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}  # by bytes; the widest is summed fastest
 
 
 @dataclass
 class _Notes:
-    """What one rank saw in its first step."""
+    """Record of one rank's first step."""
 
     inputs: dict[str, tuple[int, int, int]] = field(default_factory=dict)  # by model: digest, data rank, data ranks
     sums: list[str] = field(default_factory=list)  # loss functions called with reduction="sum"
-    uneven: list[str] = field(default_factory=list)  # those whose mean is not over the number of samples, and why
+    uneven: list[str] = field(default_factory=list)  # losses whose mean is not over the number of samples, and why
 
 
 class FirstStepChecks:
-    """Checks of the first step after a start, for models and strategies by the same keys.
+    """Checks of the first step after a start; models and strategies have the same keys.
 
-    ``splits_loader`` tells whether the run divides the loader's batches over the data ranks: False if the caller has
-    asked for the same batches on all ranks, None if the loader is taken as it is. ``loader`` names it in messages.
+    ``splits_loader`` tells whether the run splits the loader's batches over the data ranks: False
+    if the caller requested the same batches on all ranks, None if the loader is used unchanged.
+    ``loader`` is the loader's name in messages.
 
-    Call ``check_held`` and ``attach`` before the loop, ``before_update`` and ``compare_copies`` around the first
-    update, and ``close`` in any case.
+    Call ``check_held`` and ``attach`` before the loop, ``before_update`` and ``compare_copies``
+    around the first update, and ``close`` in any case.
     """
 
     def __init__(
@@ -89,14 +90,14 @@ class FirstStepChecks:
         self._handles: list[RemovableHandle] = []
         self._plain: dict[str, Callable[..., Any]] = {}
         self._weighted = 0
-        self.compiled = False  # whether a model was given as torch.compile has returned it
-        # Ranks that update at their own pace must not wait for each other, and hold parameters of their own.
+        self.compiled = False  # whether a model was passed as returned by torch.compile
+        # Asynchronous ranks must not wait for each other, and each has its own parameters.
         self._compares = not any(strategy.loose for strategy in strategies.values())
 
     # Before the loop --------------------------------------------------------------------------------------------------
 
     def check_held(self) -> None:
-        """Raise ``UsageError`` for trained parameters unknown to their strategy; warn of those in no optimizer."""
+        """Raise ``UsageError`` if a strategy lacks trainable parameters; warn if no optimizer has them."""
         groups = [group for one in self._optimizers.values() for group in one.param_groups]
         updated = {id(parameter) for group in groups for parameter in group["params"]}
         missing = []
@@ -119,7 +120,8 @@ class FirstStepChecks:
     def attach(self) -> None:
         """Record the inputs and the loss functions of the first step until ``before_update`` or ``close``.
 
-        Compiled models are left alone: a hook, or another function in torch.nn.functional, would compile them again.
+        Compiled models are skipped: a hook, or a replaced function in torch.nn.functional, would
+        cause a recompilation.
         """
         if self.compiled or any(_is_compiled(model) for model in self._models.values()):
             return
@@ -131,7 +133,7 @@ class FirstStepChecks:
             setattr(functional, name, self._watching(name, plain))
 
     def close(self) -> None:
-        """Take off all that ``attach`` put on."""
+        """Remove all hooks and replaced functions that ``attach`` installed."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -141,19 +143,19 @@ class FirstStepChecks:
 
     @contextmanager
     def weighted(self) -> Iterator[None]:
-        """Accept any loss in the ``with`` block, as its gradients are weighted by the number of targets."""
+        """Accept any loss in the ``with`` block: its gradients are weighted by the number of targets."""
         self._weighted += 1
         try:
             yield
         finally:
             self._weighted -= 1
 
-    # What is seen -----------------------------------------------------------------------------------------------------
+    # Recording --------------------------------------------------------------------------------------------------------
 
     def _record(self, key: str, model: nn.Module, args: Any, kwargs: Any) -> None:
         strategy = self._strategies[key]
-        # A rank without a sample computes on a stand-in of weight 0, which may be that of another rank, too.
-        counts = strategy.sample_weight > 0 and bool(self._handles)  # else a compiled graph still calls
+        # A rank without samples computes on a placeholder of weight 0, possibly that of another rank.
+        counts = strategy.sample_weight > 0 and bool(self._handles)  # else a compiled graph calls a removed hook
         if key in self._notes.inputs or not (model.training and torch.is_grad_enabled() and counts):
             return
         tensors = [each for each in _tensors((args, kwargs), set()) if each.numel()]
@@ -176,7 +178,7 @@ class FirstStepChecks:
         try:
             bound = signature.bind(*args, **kwargs)
         except TypeError:
-            return  # which the function itself will say
+            return  # the function itself will raise this error
         bound.apply_defaults()
         given = bound.arguments
         if given.get("reduction") == "sum":
@@ -187,9 +189,9 @@ class FirstStepChecks:
     # Around the first update ------------------------------------------------------------------------------------------
 
     def before_update(self) -> None:
-        """Compare what the ranks saw, and stop recording; a call by all ranks.
+        """Compare the records of all ranks and stop recording. Collective.
 
-        Raises ``MismatchError`` on all ranks if ranks that hold parts of one replica got different inputs.
+        Raises ``MismatchError`` on all ranks if ranks of one model replica got different inputs.
         """
         self.close()
         if not self._compares:
@@ -217,8 +219,8 @@ class FirstStepChecks:
             )
 
     def _compare_inputs(self, key: str, found: Mapping[int, tuple[int, int, int]]) -> None:
-        """Raise if ranks of one replica got different inputs; warn if ranks of two got the same ones."""
-        replicas: dict[int, tuple[int, int]] = {}  # by data rank: one of its ranks, and the digest there
+        """Raise if ranks of one replica got different inputs; warn if two replicas got the same inputs."""
+        replicas: dict[int, tuple[int, int]] = {}  # by data rank: one of its ranks, and the digest on that rank
         for rank, (digest, number, _) in found.items():
             first, other = replicas.setdefault(number, (rank, digest))
             if other != digest:
@@ -248,7 +250,7 @@ class FirstStepChecks:
         )
 
     def compare_copies(self, when: str) -> None:
-        """Compare parameters that several ranks hold. Collective.
+        """Compare parameters that are replicated on several ranks. Collective.
 
         Raises ``MismatchError`` on all ranks if any bit differs.
         """
@@ -262,7 +264,7 @@ class FirstStepChecks:
 
     @torch.no_grad()
     def warn_of_buffers(self) -> None:
-        """Warn of buffers that the first step has left different on data ranks. Collective."""
+        """Warn of buffers that differ between data ranks after the first step. Collective."""
         if not self._compares:
             return
         for key, model in self._models.items():
@@ -288,7 +290,7 @@ class FirstStepChecks:
 
     @torch.no_grad()
     def _difference(self, key: str, model: nn.Module, when: str) -> str:
-        """Say where the parameters of this rank's copies differ first; empty if they are equal."""
+        """Return a message about the first parameter whose replicas differ; empty if all are equal."""
         copies = self._strategies[key].copies
         if copies is None or copies.size == 1:
             return ""
@@ -308,7 +310,7 @@ class FirstStepChecks:
 
 @contextmanager
 def watching_means(found: list[str]) -> Iterator[None]:
-    """Note losses in the ``with`` block that are means over something else than the samples."""
+    """Record losses in the ``with`` block whose mean is not over the samples."""
     plain = {name: getattr(functional, name) for name in BY_CLASS}
 
     def watched(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -336,7 +338,7 @@ def watching_means(found: list[str]) -> Iterator[None]:
 
 
 def _not_over_samples(name: str, given: Mapping[str, Any]) -> str:
-    """Say by what a call of a loss function divides, if it is not the number of samples."""
+    """Return what a loss function's mean is over, if not the number of samples; empty otherwise."""
     if name not in BY_CLASS or given.get("reduction") != "mean":
         return ""
     target, ignored = given["target"], given["ignore_index"]
@@ -357,7 +359,7 @@ def _is_compiled(model: nn.Module) -> bool:
 
 
 def _tensors(values: Any, seen: set[int]) -> Iterator[Tensor]:
-    """Yield the tensors of a nest of tuples, lists, mappings and objects, each object once."""
+    """Yield the tensors in nested tuples, lists, mappings and objects; each object is visited once."""
     if isinstance(values, Tensor):
         yield values
         return
@@ -386,7 +388,7 @@ def _digest(tensors: Iterable[Tensor]) -> int:
 
 
 def _sum_of_bits(tensor: Tensor) -> int:
-    """Return the sum of the elements, taken as integers: a pass over memory on the tensor's own device."""
+    """Return the sum of the elements as integers: one pass over memory on the tensor's own device."""
     flat = _flat(tensor)
     start, size = flat.storage_offset() * flat.element_size(), flat.nbytes
     width = next(width for width in WHOLE if start % width == 0 and size % width == 0)
@@ -399,7 +401,7 @@ def _flat(tensor: Tensor) -> Tensor:
 
 
 def _known(lists: Iterable[list[str]]) -> list[str]:
-    """Return what lists have in them, each once, in order."""
+    """Return the items of all lists without duplicates, in order."""
     return list(dict.fromkeys(each for one in lists for each in one))
 
 

@@ -1,4 +1,4 @@
-"""An iteration of a run's loop, what the loop tells of it, and the wait of a rank that has left the loop within one."""
+"""Iteration of a run's loop, the loop's callbacks, and the wait of a rank that left the loop by ``break``."""
 
 from __future__ import annotations
 
@@ -13,43 +13,44 @@ from hpctrain.collectives.communicator import Communicator
 from hpctrain.errors import UsageError
 from hpctrain.train.feed import Item
 
-PATIENCE = 10.0  # seconds that a rank which has left the loop within a step waits for the others
+PATIENCE = 10.0  # seconds that a rank which has left the loop within a step waits for the other ranks
 
 
 @dataclass
 class Iteration:
-    """An iteration under way."""
+    """Iteration in progress."""
 
     item: Item
     started: float
-    waited: float  # seconds in communication before it
+    waited: float  # seconds in communication before this iteration
     updated: bool = False
 
 
 @dataclass(frozen=True)
 class Around:
-    """What the loop tells of its progress, and asks for its orders."""
+    """Callbacks with which the loop reports its progress and asks whether to save or stop."""
 
-    record: Callable[[dict[str, Any]], None]  # a row of metrics
-    figures: Callable[[], Mapping[str, Any]]  # numbers of the strategies for a row; collective
-    save: Callable[[], object]  # a checkpoint now
-    save_due: Callable[[], object]  # a checkpoint on the way
-    advance: Callable[[], object]  # a checkpoint that is being written
-    saved: Callable[[], object]  # a wish to save has been fulfilled
-    look: Callable[[], tuple[bool, bool]]  # reasons to stop, and to save, that this rank knows
-    reason: Callable[[], str]  # why the run leaves
-    busy: Callable[[], bool]  # whether this rank's writer is at work
-    timed: Callable[[float], None]  # seconds of a step
-    go_back: Callable[[], None]  # to the last checkpoint
-    meet: Callable[[str], None]  # ranks at their own pace, before a collective
+    record: Callable[[dict[str, Any]], None]  # write a row of metrics
+    figures: Callable[[], Mapping[str, Any]]  # metrics of the strategies for a row; collective
+    save: Callable[[], object]  # write a checkpoint now
+    save_due: Callable[[], object]  # write a periodic checkpoint that is due
+    advance: Callable[[], object]  # advance a checkpoint that is being written
+    saved: Callable[[], object]  # a save request has been fulfilled
+    look: Callable[[], tuple[bool, bool]]  # whether this rank has a reason to stop, and one to save
+    reason: Callable[[], str]  # why the run stops
+    busy: Callable[[], bool]  # whether this rank's checkpoint writer is active
+    timed: Callable[[float], None]  # report the seconds of a step
+    go_back: Callable[[], None]  # roll back to the last checkpoint
+    meet: Callable[[str], None]  # synchronize asynchronous ranks before a collective
     begin_step: Callable[[int], None]
     end_step: Callable[[], None]
 
 
 def await_others(comm: Communicator, step: int, seconds: float = PATIENCE) -> None:
-    """Return when all ranks have come here, that is, have left the loop within a step; raise if some have not.
+    """Return when all ranks have left the loop within a step; raise ``UsageError`` if some have not.
 
-    By messages, which need no other rank to wait: one that stays in its loop waits for this one elsewhere.
+    Point-to-point messages are used instead of a collective: a rank that is still in its loop waits
+    for this rank in another operation.
     """
     others = [rank for rank in range(comm.size) if rank != comm.rank]
     word = torch.zeros(1)

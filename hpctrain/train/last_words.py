@@ -1,4 +1,5 @@
-"""Leave word in a run's folder of why a job ends: the rank that ends it is seldom the one that keeps the books."""
+"""Failure record in a run folder: why a job ended. The rank that ends a job is rarely the one that writes the receipt.
+"""
 
 from __future__ import annotations
 
@@ -15,29 +16,29 @@ from hpctrain.util import atomic
 from hpctrain.util.reading import read_json
 
 NAME = "failure.json"
-PATIENCE = 1.0  # seconds: a file system that does not answer must not keep the job from ending
+PATIENCE = 1.0  # seconds: a hanging filesystem must not keep the job from ending
 
 
 class LastWords:
-    """Be what a rank says when it ends the job; ``folder`` is that of the run, ``rank`` who speaks."""
+    """Failure record that a rank writes when it ends the job; ``folder`` is the run folder, ``rank`` the writer."""
 
     def __init__(self, folder: Path, rank: int, *, call: atomic.Call = atomic.plainly) -> None:
         self._path, self._rank, self._call = folder / NAME, rank, call
 
     def say(self, why: str, step: int | None) -> None:
-        """Write why the job ends, or give up after a second."""
+        """Write why the job ends; give up after one second."""
         facts = {"reason": first_line(why), "rank": self._rank, "host": socket.gethostname(), "step": step}
         writing = threading.Thread(target=self._write, args=({**facts, "unix_time": time.time()},), daemon=True)
         writing.start()
         writing.join(PATIENCE)
 
     def _write(self, facts: Mapping[str, Any]) -> None:
-        with suppress(OSError):  # the job ends for a reason of its own, which has been printed
+        with suppress(OSError):  # the reason why the job ends has already been printed
             atomic.write_text(self._path, json.dumps(facts) + "\n", call=self._call)
 
 
 def read(folder: Path) -> dict[str, Any]:
-    """Return what a rank has left; empty where none has."""
+    """Return the failure record of a folder; empty if there is none."""
     try:
         found = read_json(folder / NAME)
     except (OSError, ValueError):
@@ -46,11 +47,11 @@ def read(folder: Path) -> dict[str, Any]:
 
 
 def forget(folder: Path) -> None:
-    """Remove what was left: it has been written down."""
+    """Remove the failure record after it has been copied into the receipt."""
     (folder / NAME).unlink(missing_ok=True)
 
 
 def first_line(text: str, longest: int = 300) -> str:
-    """Return the first line of what an error says, cut where it is too long."""
+    """Return the first non-empty line of an error message, truncated to ``longest`` characters."""
     line = next((line.strip() for line in text.splitlines() if line.strip()), "")
     return line if len(line) <= longest else line[: longest - 3] + "..."

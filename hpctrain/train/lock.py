@@ -1,4 +1,4 @@
-"""Lock of a run's folder, without flock: clusters mount filesystems on which that does nothing."""
+"""Lock of a run folder, without flock: some filesystems on clusters ignore flock."""
 
 from __future__ import annotations
 
@@ -19,20 +19,21 @@ from hpctrain.util.reading import read_json
 from hpctrain.util.retry import retries
 
 NAME = "lock.json"
-PATIENCE = 2.0  # seconds that another job may take to write its lock, or to clear away a dead one
+PATIENCE = 2.0  # seconds that another job may take to write its lock or to remove a stale one
 PAUSE = 0.02
 _NO_LINKS = {errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP}
 
 
 class FolderLock:
-    """Lock of a folder for one job: a file that only one process can put there.
+    """Lock that gives one job exclusive use of a folder: a file that only one process can create.
 
-    It is written under a private name and linked to its own, so that it is never seen half written, whenever its
-    writer is killed; where a filesystem knows no links, it is created with ``O_CREAT | O_EXCL``.
+    The lock is written under a private name and then hard-linked to its final name. Readers
+    therefore never see a partial file, even if the writer is killed. On filesystems without hard
+    links, the file is created with ``O_CREAT | O_EXCL``.
 
-    A lock that is left over is taken over at once if its holder has ended for certain, or is an earlier start of the
-    same job or chain of jobs; see ``lock_holder``. Otherwise the user is asked. The holder calls ``check`` before it
-    writes.
+    A stale lock is taken over at once in two cases: its holder has certainly ended, or its holder
+    is an earlier start of the same job or chain of jobs (see ``lock_holder``). In all other cases
+    the user has to decide. The holder calls ``check`` before it writes.
     """
 
     def __init__(self, folder: Path, job_id: str | None) -> None:
@@ -41,7 +42,7 @@ class FolderLock:
         self.held = False
 
     def acquire(self) -> None:
-        """Take the lock; raise ``LockError`` naming who holds it."""
+        """Acquire the lock. Raises ``LockError``, which names the holder, if another job has it."""
         deadline = time.monotonic() + PATIENCE
         while True:
             try:
@@ -56,31 +57,31 @@ class FolderLock:
 
     @property
     def claim(self) -> Claim:
-        """Return what those who write into the folder check before."""
+        """Return the claim that writers verify before they write into the folder."""
         return Claim(str(self.path), self._own["token"])
 
     def check(self) -> None:
-        """Raise ``LockError`` if another start has taken the folder over; then nothing may be written any more."""
+        """Raise ``LockError`` if another start has taken over the folder; then this job must not write."""
         if self.held:
             self.claim.check()
 
     def release(self) -> None:
-        """Give the lock back; one that somebody else has taken over stays."""
+        """Release the lock; a lock that another job has taken over stays."""
         if self.held and self._read() == self._own:
             try:
                 retries.call(os.unlink, self.path)
-            except OSError as error:  # the next start finds its holder ended
+            except OSError as error:  # the next start finds that the holder has ended
                 logger.warning("cannot delete %s: %s", self.path, error.strerror)
         self.held = False
 
     def _create(self) -> None:
-        """Put the lock there whole; raise ``FileExistsError`` where there is one."""
+        """Create the lock file with its full content. Raises ``FileExistsError`` if a lock exists."""
         private = atomic.private_name(self.path)
         try:
             self._write(private)
             os.link(private, self.path)
         except OSError as error:
-            # A network filesystem may repeat a call that has succeeded, and then says that there is one.
+            # A network filesystem may repeat a call that has succeeded and then report EEXIST.
             if isinstance(error, FileExistsError) and private.exists() and private.stat().st_nlink == 2:
                 return
             if error.errno not in _NO_LINKS:
@@ -92,7 +93,7 @@ class FolderLock:
     def _write(self, path: Path) -> None:
         handle = atomic.create(path, 0o644)
         try:
-            os.write(handle, json.dumps(self._own).encode())  # less than a page: in one piece or not at all
+            os.write(handle, json.dumps(self._own).encode())  # less than a page: written completely or not at all
             os.fsync(handle)
         except OSError:
             atomic.discard(path)
@@ -108,13 +109,14 @@ class FolderLock:
         return found if isinstance(found, dict) else None
 
     def _clear_stale(self, late: bool) -> None:
-        """Remove a lock whose holder is dead; raise ``LockError`` where it may be alive.
+        """Remove a lock whose holder is dead. Raises ``LockError`` if the holder may be alive.
 
-        A lock that cannot be read may be one that is just being written, so that is an error only when it is ``late``.
+        An unreadable lock may still be in the middle of being written. It is an error only if
+        ``late``.
         """
         holder = self._read()
         if holder is None:
-            if late and os.path.lexists(self.path):  # a link that leads nowhere is there, too
+            if late and os.path.lexists(self.path):  # true for a dangling symbolic link, too
                 raise LockError(f"cannot read {self.path}: if no job works in this folder, delete that file")
             time.sleep(PAUSE)
             return
@@ -129,11 +131,12 @@ class FolderLock:
             logger.warning("took over the lock on %s: %s", self.path.parent, over)
 
     def _remove(self, holder: dict[str, Any], late: bool) -> bool:
-        """Remove the lock of this holder and no other; tell whether it was done here.
+        """Remove the lock of this holder only; return whether this process removed it.
 
-        Of several that found the same dead holder, one removes it; the others must not remove what that one then
-        puts in its place. So the removal has a lock of its own, named after the dead holder, under which the holder is
-        read again: whoever holds it knows that the lock is still the dead one's.
+        If several processes find the same dead holder, exactly one may remove its lock. The others
+        must not remove the new lock that this process creates next. Therefore the removal has its
+        own lock file, named after the dead holder. The process that created this file reads the
+        holder again before it removes anything.
         """
         digest = hashlib.sha256(json.dumps(holder, sort_keys=True).encode()).hexdigest()[:16]
         mark = self.path.with_name(f".{NAME}.removing-{digest}")

@@ -1,8 +1,8 @@
-"""Identity of the process that holds a run's folder, and whether another start may take the folder from it.
+"""Identity of the process that holds a run folder, and the rules for taking the folder over.
 
-A process id says something on one machine, since one boot, in one namespace of process ids. A job id says something
-only together with the count of its starts: steps of one start may run side by side, and a scheduler starts a job again
-under the same id. So a lock records all of these.
+A process id is unique only on one machine, since one boot, in one PID namespace. A job id is unique
+only together with its restart count: steps of one start may run at the same time, and a scheduler
+may restart a job under the same id. A lock therefore records all of these values.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-CHAIN = "HPCTRAIN_CHAIN"  # set by job scripts: the id of the first of the jobs that go on from one another
-START = "HPCTRAIN_START"  # set by job scripts: another one in each start
+CHAIN = "HPCTRAIN_CHAIN"  # set by job scripts: the id of the first job in a chain of continuation jobs
+START = "HPCTRAIN_START"  # set by job scripts: a different value in each start
 
 Holder = Mapping[str, Any]
 
 
 def identity(job_id: str | None, environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
-    """Return what this process writes into a lock."""
+    """Return the identity that this process writes into a lock."""
     return {
         "job_id": job_id,
         "chain": environ.get(CHAIN) or None,
@@ -42,10 +42,10 @@ def identity(job_id: str | None, environ: Mapping[str, str] = os.environ) -> dic
 
 
 def why_over(holder: Holder, own: Holder) -> str | None:
-    """Return why a start may take the folder from its holder; None if that may be alive and is a stranger.
+    """Return why this start may take the folder over; None if the holder may be alive and is unrelated.
 
-    An earlier start of the same job or chain may be alive, too: a node without network computes on. It checks the lock
-    before each checkpoint and leaves.
+    An earlier start of the same job or chain may still be alive: a node that lost its network
+    continues to compute. It checks the lock before each checkpoint and then exits.
     """
     if is_over(holder, own):
         return f"its process {holder.get('pid')} on this host is no more"
@@ -59,14 +59,14 @@ def why_over(holder: Holder, own: Holder) -> str | None:
 
 
 def is_over(holder: Holder, own: Holder) -> bool:
-    """Return whether the process of a holder has ended for certain: it was one of this machine, in sight from here."""
+    """Return whether the holder has certainly ended: it ran on this machine and is visible from here."""
     names = ("boot_id", "pid_namespace")
     in_sight = holder.get("host") == own["host"] and all(_same(holder, own, name) for name in names)
     return in_sight and not is_running(holder)
 
 
 def is_running(holder: Holder) -> bool:
-    """Return whether the process of a holder on this host, in this namespace of process ids, is running."""
+    """Return whether the holder's process is running; the holder must be on this host and in this PID namespace."""
     pid = holder.get("pid")
     if not isinstance(pid, int) or not 0 < pid < 2**31:
         return False
@@ -74,7 +74,7 @@ def is_running(holder: Holder) -> bool:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
-    except PermissionError:  # another user's; /proc may hide it (hidepid)
+    except PermissionError:  # process of another user; /proc may hide it (hidepid)
         pass
     try:
         found = _state(pid)
@@ -84,9 +84,9 @@ def is_running(holder: Holder) -> bool:
 
 
 def process_started(pid: int) -> int | None:
-    """Return when a process of this host started, in clock ticks since boot; None where none runs.
+    """Return the start time of a process on this host in clock ticks since boot; None if it does not run.
 
-    The process id alone is not enough: after a reboot or a long day it belongs to somebody else.
+    The process id alone is not sufficient: ids are reused after a reboot or after a long time.
     """
     try:
         return _state(pid)
@@ -95,34 +95,36 @@ def process_started(pid: int) -> int | None:
 
 
 def _state(pid: int) -> int | None:
-    """Return when a process started; None for a zombie, which stays in a container that collects no orphans."""
+    """Return the start time of a process; None for a zombie, which remains if a container reaps no orphans."""
     text = Path(f"/proc/{pid}/stat").read_text()
-    # Fields 3 and 22; the second field is a name in brackets that may hold anything, brackets too.
+    # Fields 3 and 22. Field 2 is the command name in parentheses, which may contain any character.
     fields = text.rpartition(")")[2].split()
     return None if fields[0] in "ZX" else int(fields[19])
 
 
 def _is_earlier(holder: Holder, own: Holder) -> bool:
-    """Return whether a holder of the same job or chain is of another start; a start that is not known may be any."""
+    """Return whether the holder, of the same job or chain, is from another start; an unknown start counts as another.
+    """
     return holder.get("start") is None or own["start"] is None or holder["start"] != own["start"]
 
 
 def _start(environ: Mapping[str, str]) -> str | None:
-    """Return what differs between the starts of a job and is the same for all processes of one.
+    """Return a value that differs between starts of a job and is equal for all processes of one start.
 
-    PBS has no count of starts, and its cookies are only mostly different: two nodes may draw the same one.
+    PBS has no restart count. Its job cookies are not guaranteed to differ: two nodes may draw the
+    same one.
     """
     if start := environ.get(START):
         return start[:100]
     if job := environ.get("SLURM_JOB_ID"):
         return f"{job}.{environ.get('SLURM_RESTART_COUNT') or 0}"
-    if cookie := environ.get("PBS_JOBCOOKIE"):  # the daemons of a job know each other by it: it stays secret
+    if cookie := environ.get("PBS_JOBCOOKIE"):  # a secret of the job's daemons: stored only as a hash
         return hashlib.sha256(f"hpctrain {cookie}".encode()).hexdigest()[:16]
     return None
 
 
 def _same(holder: Holder, own: Holder, name: str) -> bool:
-    """Return whether a value is the same, or that of a lock from before it was written there."""
+    """Return whether a value is equal in both, or missing in a lock written by an older version."""
     return holder.get(name) is None or holder[name] == own[name]
 
 

@@ -1,4 +1,4 @@
-"""Parameters of optimizers and the models that own them: without one, a parameter has no name in a checkpoint."""
+"""Check that every optimizer parameter belongs to a model: a checkpoint names parameters by their model."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import nn
 from hpctrain.errors import UsageError
 
 SINGLE = "model"  # the key of a run's one model, if other modules join it
-_SHOWN = 8  # parameters named in an error; the rest is counted
+_SHOWN = 8  # parameters that an error message names; the rest are counted
 
 
 def adoptable(
@@ -21,10 +21,11 @@ def adoptable(
     models: Mapping[str, nn.Module],
     wrapped_modules: Iterable[nn.Module],
 ) -> dict[str, nn.Module]:
-    """Return the wrapped modules that own parameters which an optimizer holds and no model has, by name.
+    """Return, by name, the wrapped modules that own parameters which an optimizer has and no model has.
 
-    A name is that of the class (``center_loss``), numbered from the second of a class on (``center_loss_1``) in the
-    order in which they were wrapped. See ``joined`` for the mapping of all.
+    The name is the class name in snake case (``center_loss``). The second and later modules of a
+    class are numbered (``center_loss_1``) in the order in which they were wrapped. ``joined``
+    merges the result with the models.
     """
     lost = {id(parameter) for _, parameter in _without_owner(optimizers, models.values())}
     known = {id(module) for module in models.values()}
@@ -38,14 +39,14 @@ def adoptable(
 
 
 def joined(models: Mapping[str, nn.Module], more: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
-    """Return the models of a run with those that ``adoptable`` found; a single one gets the key ``model``."""
+    """Return the models of a run plus those that ``adoptable`` found; a single model gets the key ``model``."""
     if not more:
         return dict(models)
     return {**{key or SINGLE: module for key, module in models.items()}, **more}
 
 
 def check_owned(optimizers: Mapping[str, torch.optim.Optimizer], models: Mapping[str, nn.Module]) -> None:
-    """Raise ``UsageError`` on all ranks if an optimizer holds parameters of no model; the error names all of them."""
+    """Raise ``UsageError`` on all ranks if optimizer parameters belong to no model; the message lists them."""
     lost = list(_without_owner(optimizers, models.values()))
     if not lost:
         return
@@ -66,7 +67,7 @@ def check_owned(optimizers: Mapping[str, torch.optim.Optimizer], models: Mapping
 def _without_owner(
     optimizers: Mapping[str, torch.optim.Optimizer], models: Iterable[nn.Module]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield parameters that no model has, each with where it is."""
+    """Yield the optimizer parameters that belong to no model, each with its position in the optimizer."""
     owned = set().union(*map(_ids, models))
     for key, optimizer in optimizers.items():
         of = f'optimizer "{key}", ' if key else ""
@@ -90,7 +91,7 @@ def _name(module: nn.Module, taken: set[str]) -> str:
 
 
 def _origin(parameter: torch.Tensor) -> str:
-    """Return which attribute of which module a parameter is, as the program would write it."""
+    """Return the attribute and module class of a parameter, e.g. ``Linear.weight``, for an error message."""
     tables = [one for one in gc.get_referrers(parameter) if type(one) is dict]
     for table, holder in ((table, holder) for table in tables for holder in gc.get_referrers(table)):
         module: Any = holder

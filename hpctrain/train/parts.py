@@ -1,8 +1,8 @@
-"""Things besides models and optimizers that a run saves: how the state of each is taken, and given back.
+"""State of objects other than models and optimizers that a run saves: how it is read and restored.
 
-Note: what a state is. Of an object with ``state_dict`` and ``load_state_dict`` it is what these say. A tensor, a NumPy
-array and a generator of torch or NumPy are states themselves, and are filled in place. Lists, tuples and dicts may hold
-any of these.
+The state of an object with ``state_dict`` and ``load_state_dict`` is what these methods exchange. A
+tensor, a NumPy array, and a torch or NumPy generator is its own state and is filled in place.
+Lists, tuples and dicts may contain any of these.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from hpctrain.errors import CheckpointError
 
 @runtime_checkable
 class Stateful(Protocol):
-    """Object that returns its state and takes it back: a loader, a scheduler, an averaged model."""
+    """Object that returns and restores its state: a loader, a scheduler, an averaged model."""
 
     def state_dict(self) -> Mapping[str, Any]:
         """Return the state."""
 
     def load_state_dict(self, state: Any) -> Any:
-        """Take a state back."""
+        """Restore a state."""
 
 
 def state_of(thing: Any) -> Any:
-    """Return the state of a thing; plain values are their own state."""
+    """Return the state of an object; plain values are their own state."""
     if isinstance(thing, (torch.Tensor, np.ndarray)):
         return thing.detach() if isinstance(thing, torch.Tensor) else thing
     if isinstance(thing, torch.Generator):
@@ -49,9 +49,9 @@ def state_of(thing: Any) -> Any:
 
 
 def restore(thing: Any, state: Any, where: str) -> Any:
-    """Give a thing its state; return the thing, or the value to put in its place if it is a plain one.
+    """Restore the state of an object; return the object, or the new value if it is a plain value.
 
-    Raises ``CheckpointError``, which names the place, if the state does not fit.
+    Raises ``CheckpointError``, which names ``where``, if the state does not fit.
     """
     if isinstance(thing, torch.Tensor):
         return _fill_tensor(thing, state, where)
@@ -77,7 +77,7 @@ def restore(thing: Any, state: Any, where: str) -> Any:
 
 
 def _restore_items(thing: Any, state: Any, where: str) -> Any:
-    """Restore what a list, tuple or dict holds; of a plain value return the state itself."""
+    """Restore the items of a list, tuple or dict; for a plain value, return the state itself."""
     if isinstance(thing, dict):
         lost = [key for key, item in thing.items() if key not in state and not is_plain(item)]
         if lost:
@@ -120,14 +120,14 @@ def _misfit(where: str, state: Any, thing: Any) -> CheckpointError:
 
 
 def is_plain(item: Any) -> bool:
-    """Tell whether a thing is a value that cannot be filled in place."""
+    """Return whether an item is a value that cannot be filled in place."""
     return item is None or isinstance(item, (bool, int, float, str))
 
 
 def like(saved: Any, present: Any) -> Any:
-    """Return a saved state in the form of the present one: tensors on its devices, its tuples, keys and counters.
+    """Convert a saved state to the structure of the present one: its devices, tuples, keys and Counters.
 
-    Files of format 1.2 have lists for tuples, and text for all keys.
+    Files of format 1.2 store tuples as lists, and all keys as text.
     """
     if isinstance(saved, torch.Tensor):
         return saved.to(present.device) if isinstance(present, torch.Tensor) else saved

@@ -1,4 +1,4 @@
-"""Print where all threads of this process are, in one piece, so that the stacks of several ranks do not mix."""
+"""Stack dump of all threads of this process, written in one call so that the output of several ranks does not mix."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import tempfile
 
 
 def print_stacks(whose: str) -> None:
-    """Write the stacks of all threads to standard error, under a heading that says whose they are."""
+    """Write the stacks of all threads to standard error, under a heading that contains ``whose``."""
     with tempfile.TemporaryFile() as file:
         faulthandler.dump_traceback(file, all_threads=True)
         file.seek(0)

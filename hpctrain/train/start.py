@@ -1,4 +1,4 @@
-"""Begin a new run with the model of another run's checkpoint."""
+"""Start of a new run with the model of another run's checkpoint."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from hpctrain.parallel.strategy import Strategy
 if TYPE_CHECKING:
     from hpctrain.collectives.communicator import Communicator
 
-# What a checkpoint's provenance says of the one that its run began with; passed on from resume to resume.
+# Provenance keys that describe the checkpoint from which the run started; each resume keeps them.
 FACTS = ("start_from", "start_step", "start_skip")
 
 
@@ -31,14 +31,15 @@ def start_from(
     skip: Sequence[str],
     strategy: Strategy | Mapping[str, Strategy] | None = None,
 ) -> dict[str, Any]:
-    """Fill a model from a checkpoint and return what the provenance is to say of it; a call by all ranks.
+    """Load a model from a checkpoint and return the provenance entries that record it. Collective.
 
-    Of a run's folder it is the newest valid checkpoint. Several models, and their strategies, are mappings with the
-    keys that the file has. Tensors whose names match a pattern of ``skip`` (as ``fnmatch`` has it) need not fit and
-    stay as they were built. No optimizer, position or generator is taken from it.
+    If ``path`` is a run folder, its newest valid checkpoint is used. Several models, and their
+    strategies, are mappings with the keys of the file. Tensors whose names match a pattern of
+    ``skip`` (``fnmatch`` syntax) need not fit and keep their initial values. Optimizer state, data
+    position and generator states are not loaded.
 
-    Raises on all ranks ``CheckpointError`` if the file is missing, damaged or does not fit, ``UsageError`` if a pattern
-    matches no name.
+    Raises on all ranks: ``CheckpointError`` if the file is missing, damaged or does not fit;
+    ``UsageError`` if a pattern matches no name.
     """
     given = Path(path)
     path = on_first_rank(comm, lambda: _newest(given))
@@ -58,13 +59,13 @@ def start_from(
 
 
 def carried(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the provenance of a run that goes on: where its model began is what the resumed checkpoint says."""
+    """Return the provenance of a resumed run: the origin of its model is copied from the checkpoint."""
     rest = {name: value for name, value in now.items() if name not in FACTS}
     return {**rest, **{name: before[name] for name in FACTS if name in before}}
 
 
 def _newest(path: Path) -> Path:
-    """Return the file, or the newest valid checkpoint of a folder."""
+    """Return the file, or the newest valid checkpoint if ``path`` is a folder."""
     try:
         found = newest_of(path)
     except UsageError as error:

@@ -1,4 +1,4 @@
-"""Do the forward and backward passes of one step."""
+"""Forward and backward passes of one training step."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hpctrain.train.settings import TrainSettings
 
 
 class Stepper:
-    """Run a batch through the model and back, in as many pieces as the settings say."""
+    """Callable that runs a batch forward and backward in ``accumulate`` microbatches."""
 
     def __init__(self, strategy: Strategy, settings: TrainSettings, device: torch.device) -> None:
         self.strategy, self.device = strategy, device

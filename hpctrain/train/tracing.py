@@ -1,4 +1,4 @@
-"""Record some steps of a run on every rank, and have them written when the last of them has ended."""
+"""Trace of selected steps of a run on every rank, written to a file after the last of these steps."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from hpctrain.train import trace_file, trace_read
 
 
 class Tracing:
-    """Record the steps from ``first`` to ``last``, counted from this start of the run.
+    """Recorder of the steps ``first`` to ``last``, counted from this start of the run.
 
-    ``begin_step`` and ``end_step`` stand around every step, on all ranks; ``close`` writes what a run recorded that
-    ended before, a call by all ranks, too. ``abandon`` is for a rank alone. ``place`` tells
-    where in the mesh this rank is, ``meet`` is called before the ranks write together.
+    Every rank calls ``begin_step`` and ``end_step`` around every step. ``close`` writes the
+    recording of a run that ended early. Collective. ``abandon`` is local to a rank. ``place``
+    describes the coordinates of this rank in the mesh. ``meet`` is called before the ranks write
+    together.
     """
 
     def __init__(
@@ -35,7 +36,7 @@ class Tracing:
         self._began: tuple[int, float] | None = None
 
     def begin_step(self, step: int) -> None:
-        """Begin the update number ``step``, counted over all resumes."""
+        """Begin update number ``step``, counted over all resumes."""
         self._count += 1
         if self._count == self._first:
             trace.start()
@@ -44,7 +45,7 @@ class Tracing:
             self._began = step, time.monotonic()
 
     def end_step(self) -> None:
-        """End the step; after the last one that was asked for, write."""
+        """End the step; after the last requested step, write the file."""
         if self._began is not None:
             step, began = self._began
             self._began = None
@@ -53,14 +54,14 @@ class Tracing:
             self.close()
 
     def close(self) -> None:
-        """Write what was recorded and not written yet."""
+        """Write the recording if it has not been written."""
         if self._recording:
             self._recording = False
             self._meet("the writing of the trace")
             trace_file.merge(self._comm, trace.take(), self._path, place=self._place, host=socket.gethostname())
 
     def abandon(self) -> None:
-        """Forget what was recorded."""
+        """Discard the recording."""
         if self._recording:
             self._recording = False
             trace.take()
