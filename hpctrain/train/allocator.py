@@ -1,13 +1,14 @@
-"""Settings of the C library's malloc, which torch takes the memory of tensors on the CPU from.
+"""Settings of the C library's malloc, from which torch allocates CPU tensors.
 
-By default glibc raises the size from which an allocation gets pages of its own (mmap) up to 32 MiB as such memory is
-freed. From then on tensors that live for the whole run and those of a single layer lie in one heap, between each
-other: memory that is free there is neither used nor given back. If all large tensors had pages of their own, each
-allocation would have them zeroed anew: a ResNet's step takes 1.8 times as long at a threshold of 1 MiB, 1.4 times at 4
-MiB (benchmarks/README.md).
+glibc serves large allocations by mmap. By default it raises this threshold to up to 32 MiB as such
+memory is freed. From then on, tensors that live for the whole run and tensors of a single layer
+share one heap. Free memory between them is neither used nor returned to the system. If all large
+tensors used mmap, every allocation would have to zero its pages: a ResNet step takes 1.8 times as
+long at a threshold of 1 MiB, and 1.4 times at 4 MiB (benchmarks/README.md).
 
-So the threshold is low while a run allocates what stays: parameters, buckets, the optimizer's states. After the second
-update it is high: tensors that come and go share a heap that holds little else, and its pages stay.
+The threshold is therefore low while a run allocates what is permanent: parameters, buckets and
+optimizer states. After the second update it is high: short-lived tensors share a heap that contains
+little else, and the heap keeps its pages.
 """
 
 from __future__ import annotations
@@ -19,16 +20,16 @@ from collections.abc import Mapping
 from typing import Any
 
 VARIABLE = "HPCTRAIN_MALLOC"
-UPDATES = 2  # after which all that stays has been allocated
-LOW, HIGH = 2**17, 2**25  # bytes: the threshold at first and afterwards; glibc allows no more than 32 MiB
-KEPT = 2**30  # bytes that may be free at the top of the heap before they are given back
+UPDATES = 2  # updates after which all permanent tensors have been allocated
+LOW, HIGH = 2**17, 2**25  # bytes: the threshold at first and later; glibc allows at most 32 MiB
+KEPT = 2**30  # free bytes at the top of the heap that are kept before memory is returned
 # malloc.h
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _TUNED_BY_USERS = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "MALLOC_TOP_PAD_", "MALLOC_MMAP_MAX_")
 
 
 class Allocator:
-    """The process's malloc; ``libc`` is None where it is left alone."""
+    """Control of the process's malloc; ``libc`` is None if malloc must not be changed."""
 
     def __init__(self, libc: Any) -> None:
         self._libc = libc
@@ -37,7 +38,7 @@ class Allocator:
         self._settled = libc is None
 
     def start(self) -> None:
-        """Give large allocations pages of their own, until the optimizer has made its first updates."""
+        """Use mmap for large allocations until the optimizer has made its first updates."""
         if self._settled or self._handle is not None:
             return
         from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -46,7 +47,7 @@ class Allocator:
         self._handle = register_optimizer_step_post_hook(self._count)
 
     def settle(self) -> None:
-        """Let allocations share the heap from now on; give back what is free in it."""
+        """Allocate from the shared heap from now on; return its free memory to the system."""
         if self._settled:
             return
         self._settled = True
@@ -54,7 +55,7 @@ class Allocator:
         self._libc.malloc_trim(0)
 
     def _count(self, *_: Any) -> None:
-        self._updates += 1  # torch iterates over its hooks: this one cannot be removed here
+        self._updates += 1  # torch is iterating over its hooks, so this hook cannot be removed here
         if self._updates == UPDATES:
             self.settle()
 
@@ -64,7 +65,7 @@ class Allocator:
 
 
 def library(environ: Mapping[str, str] = os.environ) -> Any:
-    """Return glibc, or None: there is another C library or allocator, or the user has set it or switched this off."""
+    """Return glibc, or None if another C library or allocator is used, or the user tuned or disabled this."""
     tuned = [name for name in _TUNED_BY_USERS if name in environ]
     if environ.get(VARIABLE, "1") == "0" or tuned or "glibc.malloc" in environ.get("GLIBC_TUNABLES", ""):
         return None

@@ -1,4 +1,4 @@
-"""Start a job: signals first, then MPI, then what the ranks must agree on before anything is computed."""
+"""Start of a job: signal handlers first, then MPI, then the values on which the ranks must agree."""
 
 from __future__ import annotations
 
@@ -30,20 +30,22 @@ def init(
     settings: Mapping[str, Any] | None = None,
     verbose: bool = False,
 ) -> Job:
-    """Join the world that the launcher started, and return this rank's ``Job``. Collective.
+    """Join the ranks that the launcher started, and return this rank's ``Job``. Collective.
 
-    ``comm`` is any mpi4py communicator to train in, ``COMM_WORLD`` by default. A process that no launcher started is a
-    world of one and needs no MPI. ``device`` is ``auto`` (a GPU if one is visible), ``cpu`` or ``cuda``; two ranks
-    share a GPU only with ``oversubscribe``. ``parallel``, ``offload`` and ``server`` are the settings of these
-    sections, or dicts of them; ``parallel="fsdp"`` names a strategy. They hold for each model that ``Job.wrap`` is
-    given no others for. ``settings`` are any values that all ranks must share: they are compared over the ranks and not
-    read. ``verbose`` prints which cores and devices each rank has.
+    ``comm`` is the mpi4py communicator to train in, ``COMM_WORLD`` by default. A process without a
+    launcher is a job of one rank and needs no MPI. ``device`` is ``auto`` (a GPU if one is
+    visible), ``cpu`` or ``cuda``. Two ranks share a GPU only with ``oversubscribe``. ``parallel``,
+    ``offload`` and ``server`` are the settings of these sections, or dicts of them;
+    ``parallel="fsdp"`` names a strategy. They are the defaults for every model that ``Job.wrap``
+    gets without its own settings. ``settings`` are values that all ranks must share: they are
+    compared over the ranks and not interpreted. ``verbose`` prints the cores and devices of each
+    rank.
 
-    From here on, a rank that fails ends the job. Raises ``SettingsError`` for a wrong setting, ``LaunchError`` if the
-    launcher started ranks that MPI does not see, ``MismatchError`` if ranks disagree on versions or settings,
-    ``DeviceError`` if ranks would share a GPU.
+    After this call, a rank that fails ends the job. Raises ``SettingsError`` for a wrong setting,
+    ``LaunchError`` if the launcher started ranks that MPI does not see, ``MismatchError`` if ranks
+    disagree on versions or settings, ``DeviceError`` if ranks would share a GPU.
     """
-    signals.install()  # before torch, whose import takes seconds in which USR1 would kill
+    signals.install()  # before the import of torch, which takes seconds in which USR1 would kill this process
 
     from hpctrain.cluster.launcher import first_guess_of_rank, is_launched
     from hpctrain.train.leaving import end_if_uncaught
@@ -82,7 +84,7 @@ def init(
         check_unshared([(one.host, one.device_identity) for one in hellos], hello.table(hellos))
     torch.set_num_threads(hello.threads(hellos, world.rank))
     _equip(world, own)
-    draw_alike(world)  # a program that seeds nothing would split its data otherwise on every rank
+    draw_alike(world)  # otherwise a program without a seed would split its data differently on every rank
     if verbose and world.rank == 0:
         log.logger.info("%s", hello.table(hellos))
     return Job(world, own, launch, guard, *shape, resources=hello.resources(hellos))
@@ -99,7 +101,7 @@ def _refuse_unread(settings: Mapping[str, Any], sections: Mapping[str, Any]) -> 
 
 
 def _equip(world: Communicator, device: torch.device) -> None:
-    """Tell the communicator what was measured on machines like this, and of the GPUs of its ranks."""
+    """Give the communicator the calibration of this machine type and the GPUs of its ranks."""
     from hpctrain.train.calibration import stored
 
     calibration = stored(world)

@@ -1,9 +1,11 @@
-"""The batches of a run: what kinds of loaders there are, where a run stands in them, and how it resumes there.
+"""Batches of a run: the kinds of loaders, the position in a loader, and how a run resumes at it.
 
-A position is a pass over the loader (``epoch``, from 0) and the batches of it that were trained on. It is written with
-the generators' states from the beginning of that pass: to resume, they are set, the loader is started again, and what
-was trained on is read over; of a ``DataLoader`` only the indices. So the order of the samples is the same, bit for bit,
-also where workers had prefetched other batches. A loader that has a state of its own is asked for that instead.
+A position is a pass over the loader (``epoch``, from 0) and the number of its batches that were
+trained on. It is saved with the generator states from the beginning of that pass. On resume, these
+states are set, the loader is started again, and the batches that were trained on are skipped. For a
+``DataLoader`` only their indices are read. The order of the samples is therefore the same, bit for
+bit, even if workers had prefetched other batches. A loader with a state of its own resumes from
+that state instead.
 """
 
 from __future__ import annotations
@@ -25,31 +27,31 @@ Rng = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Item:
-    """A batch as the loop gets it; ``share`` says how it relates to the batch of all ranks, where that is known."""
+    """Batch for the loop; ``share`` is its part of the global batch, if known."""
 
     batch: Any
     share: Share | None = None
 
 
 class Feed:
-    """Batches of a loader that every rank reads for itself: lists, generators, and what deals out samples by rank."""
+    """Batches of a loader that every rank reads by itself: a list, a generator, or a loader that splits by rank."""
 
-    splits = False  # whether the batches of this loader are shared out to the ranks
-    looks_ahead = True  # whether a batch is fetched before the iteration before it has ended
+    splits = False  # whether the batches of this loader are split over the ranks
+    looks_ahead = True  # whether a batch is fetched before the previous iteration has ended
 
     def __init__(self, loader: Iterable[Any], streams: RandomStreams) -> None:
         self.loader, self.streams = loader, streams
         self.epoch = 0
-        self.batches = 0  # of this pass, that the loop has had
-        self.total = 0  # of all passes
+        self.batches = 0  # batches of this pass that the loop has consumed
+        self.total = 0  # batches of all passes
         self._source: Iterator[Any] | None = None
-        self._at_begin: Rng | None = None  # the generators' states when this pass began
-        self._old: tuple[Rng, Rng] | None = None  # of a file that does not know where passes begin
+        self._at_begin: Rng | None = None  # the generator states at the beginning of this pass
+        self._old: tuple[Rng, Rng] | None = None  # from an older file, which does not record where passes begin
 
-    # A pass -----------------------------------------------------------------------------------------------------------
+    # Pass -------------------------------------------------------------------------------------------------------------
 
     def begin_pass(self) -> None:
-        """Start the loader, behind the batches that the loop has had already."""
+        """Start the loader after the batches that the loop has already consumed."""
         set_epoch(self.loader, self.epoch)
         old, self._old = self._old, None
         if old is not None:
@@ -70,32 +72,32 @@ class Feed:
             return None
 
     def took(self) -> None:
-        """Count a batch that the loop has had."""
+        """Count a batch that the loop has consumed."""
         self.batches += 1
         self.total += 1
 
     def end_pass(self) -> None:
-        """Go on to the next pass."""
+        """Advance to the next pass."""
         self.epoch, self.batches = self.epoch + 1, 0
         self._source = self._at_begin = None
 
     def close(self) -> None:
-        """Let go of what loads: workers end at once, while the garbage collector would wait five seconds for each."""
+        """Release the loader's iterator: its workers end now; the garbage collector would wait 5 seconds for each."""
         self._source = None
 
     @property
     def is_one_shot(self) -> bool:
-        """Whether there is no second pass over the loader: it is an iterator."""
+        """Whether the loader is an iterator, which allows no second pass."""
         return isinstance(self.loader, Iterator)
 
     @property
     def is_endless(self) -> bool:
-        """Whether the loader is known to have no end."""
+        """Whether the loader is known to be endless."""
         return isinstance(self.loader, (itertools.cycle, itertools.count, itertools.repeat))
 
     @property
     def length(self) -> int | None:
-        """The batches of a pass, where the loader tells."""
+        """Number of batches per pass; None if the loader does not report it."""
         try:
             return len(self.loader)  # type: ignore[arg-type]
         except (TypeError, NotImplementedError):
@@ -103,7 +105,7 @@ class Feed:
 
     @property
     def passes(self) -> int | None:
-        """How many passes the loader itself asks for."""
+        """Number of passes that the loader itself requests."""
         count = getattr(self.loader, "epochs", None)
         return count if isinstance(count, int) else None
 
@@ -119,7 +121,7 @@ class Feed:
         return None
 
     def _agree(self) -> None:
-        """Let all ranks draw alike from here on; ranks that load for themselves may draw what they like."""
+        """Synchronize the generators of all ranks; not needed if every rank loads by itself."""
 
     def _remember(self) -> None:
         self._at_begin = rng.capture_rng()
@@ -128,15 +130,15 @@ class Feed:
 
     @property
     def generators(self) -> Rng:
-        """The states of the generators to be saved: those of the beginning of a pass that is under way."""
+        """Generator states to save: those from the beginning of the current pass."""
         return self._at_begin if self._at_begin is not None else rng.capture_rng()
 
     def position(self) -> dict[str, Any]:
-        """Return where the run stands, in plain values."""
+        """Return the position of the run as plain values."""
         return {"epoch": self.epoch, "batches": self.batches, "total": self.total, "seed": self.streams.seed}
 
     def resume(self, position: Mapping[str, Any]) -> None:
-        """Go on where a run stood; torch's, NumPy's and Python's generators are set by the caller."""
+        """Continue at a position; the caller sets the generators of torch, NumPy and Python."""
         try:
             self.epoch, self.batches = int(position["epoch"]), int(position["batches"])
             self.total, self.streams.seed = int(position["total"]), int(position["seed"])
@@ -145,7 +147,7 @@ class Feed:
         self._source = self._at_begin = None
 
     def resume_old(self, batches: int, fresh: Rng, saved: Rng | None) -> None:
-        """Go on by the count of batches of a file from before positions were kept."""
+        """Continue at the batch count of an older file without positions."""
         self.epoch, self.batches, self.total = 0, batches, batches
         self._source = self._at_begin = None
         if batches and saved is not None:
@@ -156,17 +158,17 @@ class StatefulFeed(Feed):
     """Batches of a loader with ``state_dict`` and ``load_state_dict``, which resumes by itself."""
 
     loader: Any
-    is_one_shot = True  # a second pass goes on where the first has ended
+    is_one_shot = True  # a second pass continues where the first ended
 
     def __init__(self, loader: Any, streams: RandomStreams) -> None:
         super().__init__(loader, streams)
-        self.looks_ahead = not isinstance(loader, Loader)  # which ends alike on all ranks
-        self._before: tuple[Mapping[str, Any], Rng] | None = None  # the states before the batch that was fetched last
-        self._fetched = 0  # batches, as total counts those that the loop has had
-        self._had = True  # whether the loop has had all of them
+        self.looks_ahead = not isinstance(loader, Loader)  # a Loader ends at the same batch on all ranks
+        self._before: tuple[Mapping[str, Any], Rng] | None = None  # the states before the last fetched batch
+        self._fetched = 0  # fetched batches; total counts the consumed ones
+        self._had = True  # whether the loop has consumed all of them
 
     def fetch(self) -> Item | None:
-        """Return the next batch, and keep what is to be saved as long as the loop has not come to it."""
+        """Return the next batch; keep the state before it, to be saved until the loop consumes the batch."""
         if self.looks_ahead:
             self._before, self._had = (dict(self.loader.state_dict()), rng.capture_rng()), False
         item = super().fetch()
@@ -174,46 +176,46 @@ class StatefulFeed(Feed):
         return item
 
     def took(self) -> None:
-        """Count a batch that the loop has had; unless another one was fetched meanwhile, it is the last one."""
+        """Count a batch that the loop has consumed; it is the last fetched one unless another was fetched since."""
         super().took()
         self._had = self._fetched == self.total
 
     @property
     def is_endless(self) -> bool:
-        """Whether the loader is known to have no end."""
+        """Whether the loader is known to be endless."""
         return isinstance(self.loader, Loader) and self.loader.epochs is None
 
     def _start(self, skip: int) -> Iterator[Any]:
         return iter(self.loader)
 
     def _remember(self) -> None:
-        """Keep nothing: the loader does."""
+        """Store no state: the loader keeps its own."""
 
     @property
     def generators(self) -> Rng:
-        """The states of the generators to be saved."""
+        """Generator states to save."""
         return rng.capture_rng() if self._before is None or self._had else self._before[1]
 
     def state_dict(self) -> Mapping[str, Any]:
-        """Return the loader's state behind the batches that the loop has had."""
+        """Return the loader's state after the batches that the loop has consumed."""
         state: Mapping[str, Any] = (
             self.loader.state_dict() if self._before is None or self._had else self._before[0]
         )
         return state
 
     def load_state_dict(self, state: Any) -> None:
-        """Set the loader to a saved state."""
+        """Restore a saved state of the loader."""
         self._before = None
         self.loader.load_state_dict(state)
 
     def begin_pass(self) -> None:
-        """Start the loader where it is."""
+        """Start the loader at its current position."""
         self._fetched = self.total
         super().begin_pass()
 
 
 class FeedPart:
-    """The position of a feed as a part of a checkpoint."""
+    """Position of a feed as an item of a checkpoint."""
 
     def __init__(self, feed: Feed) -> None:
         self._feed = feed
@@ -221,7 +223,7 @@ class FeedPart:
 
     @property
     def has_moved(self) -> bool:
-        """Whether the position is another one than was saved or loaded last."""
+        """Whether the position differs from the last one saved or loaded."""
         return self._saved is not None and self._saved != self._feed.position()
 
     def state_dict(self) -> Mapping[str, Any]:
@@ -230,6 +232,6 @@ class FeedPart:
         return self._saved
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a position."""
+        """Continue at a position."""
         self._feed.resume(state)
         self._saved = self._feed.position()

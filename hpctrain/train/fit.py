@@ -1,4 +1,4 @@
-"""Find out before a run begins whether its data, its model and its loss fit together."""
+"""Check before a run begins that its data, its model and its loss fit together."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ from hpctrain.train.settings import Settings
 
 
 def check_loss(settings: Settings, model: nn.Module, dataset: FileDataset) -> None:
-    """Raise ``UsageError`` where the loss cannot compare the model's outputs with the targets.
+    """Raise ``SettingsError`` if the loss cannot compare the model's outputs with the targets.
 
-    Targets are checked by their dtype. A factory's model, and a function's loss, are tried on one sample of the model
-    in evaluation mode, where the model is whole on this rank; if the forward pass fails there, that is left to the run.
+    Targets are checked by dtype. A model from a factory, and a loss function of the user, are
+    called on one sample in evaluation mode if the whole model is on this rank. If that forward pass
+    fails, the error is left to the run.
     """
     inputs, targets = dataset.batch(np.arange(1))
     name = settings.train.loss
@@ -57,13 +58,13 @@ def _check_dtype(name: str, targets: Tensor, path: str) -> None:
 
 
 def _is_apart(model: nn.Module) -> bool:
-    """Tell whether a model has parameters or buffers without values yet."""
+    """Return whether a model has parameters or buffers without values: meta tensors or lazy parameters."""
     held: Sequence[Tensor] = [*model.parameters(), *model.buffers()]
     return any(each.is_meta or is_lazy(each) for each in held)
 
 
 def _outputs(model: nn.Module, inputs: Tensor) -> Tensor | None:
-    """Return what a model makes of one sample; None where it makes no tensor, or only elsewhere than here."""
+    """Return the model's output for one sample; None if it is not a tensor or the model cannot run here."""
     training = model.training
     try:
         with torch.no_grad(), torch.random.fork_rng(devices=[]):

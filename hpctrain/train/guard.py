@@ -1,10 +1,14 @@
-"""End the whole job when one rank fails: an exception, an early exit, a thread that dies, a wait without end.
+"""Failure detection: ends the job if a rank raises, exits early, loses a thread or waits without end.
 
-Note: why a rank that raises must abort. Left alone it would wait in ``MPI_Finalize`` for the others, who wait for it in
-a collective: no launcher ends that. So uncaught exceptions print once and call ``MPI_Abort``. A rank that leaves early
-without an error (``sys.exit(0)``) may be right to do so, if the others need nothing more of it; only who waits for it
-knows. So a leaving rank tells the others, and a watchdog thread aborts a rank that has been waiting since. The same
-thread enforces ``HPCTRAIN_TIMEOUT`` on waits inside the MPI library. It sleeps; it polls MPI only while its rank waits.
+A rank that raises must abort. Otherwise it would wait in ``MPI_Finalize`` for the other ranks,
+which wait for it in a collective, and no launcher would end the job. Uncaught exceptions are
+therefore printed once, followed by ``MPI_Abort``.
+
+A rank that exits early without an error (``sys.exit(0)``) may be correct, if the other ranks need
+no more data from it. Only a rank that waits for it can tell. A leaving rank therefore notifies the
+others, and a watchdog thread aborts a rank that keeps waiting after that. The same thread enforces
+``HPCTRAIN_TIMEOUT`` on waits inside the MPI library. It sleeps, and polls MPI only while its rank
+waits.
 """
 
 from __future__ import annotations
@@ -36,16 +40,16 @@ if TYPE_CHECKING:
     from hpctrain.transport.farewell import Farewell
     from hpctrain.transport.vitals import Vitals
 
-LOOK_EVERY = 0.5  # seconds between two looks of the watchdog
-PATIENCE = 2.0  # seconds of waiting after which a rank asks whether somebody has left
-ALONE = 3.0  # seconds after SIGTERM in which SIGUSR1 would have come, too
-CLAIM = 0.2  # seconds in which a rank that failed first may say so
-MOST = 4  # other ranks that an error tells of
-SILENCE = 5.0  # seconds that a rank leaves to the one that failed first, before it ends the job itself
+LOOK_EVERY = 0.5  # seconds between two checks of the watchdog
+PATIENCE = 2.0  # seconds of waiting after which a rank checks whether another rank has left
+ALONE = 3.0  # seconds after SIGTERM within which SIGUSR1 would have arrived, too
+CLAIM = 0.2  # seconds that a claim to report the failure first may take
+MOST = 4  # maximum number of other ranks that an error message lists
+SILENCE = 5.0  # seconds that a rank waits for the first failed rank to end the job, before it does so itself
 
 
 class Guard:
-    """Watch one rank of a job until ``close``; one per process. A rank that is alone needs no watching."""
+    """Monitor of one rank of a job until ``close``; one per process. A job of one rank needs no monitoring."""
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
@@ -55,7 +59,7 @@ class Guard:
         self._ending = threading.Lock()
         self._stacks_printed = threading.Lock()
         self.step: int | None = None
-        self.last_words: LastWords | None = None  # to a run that is under way
+        self.last_words: LastWords | None = None  # failure record of the current run
         self._hooks = (sys.excepthook, threading.excepthook)
         if transport.size > 1:
             self._farewell, self._vitals = _instruments(transport)
@@ -70,7 +74,7 @@ class Guard:
             faulthandler.enable(all_threads=True)
 
     def close(self) -> None:
-        """Stop watching and give the hooks back."""
+        """Stop monitoring and restore the exception hooks."""
         self._closed.set()
         sys.excepthook, threading.excepthook = self._hooks
         atexit.unregister(self._on_exit)
@@ -87,14 +91,14 @@ class Guard:
             why, code = told_and_code(kind)
             self._end(why, "", code)
         if isinstance(error, LockError):
-            self.last_words = None  # the folder is another start's by now
+            self.last_words = None  # another start has taken over the folder
         text = told(error) or "".join(traceback.format_exception(kind, error, trace))
         late = issubclass(kind, DeadlineError)
         elsewhere = self._elsewhere(str(error)) if late else ""
         self._end(f"{kind.__name__}: {error}{elsewhere}", text, exit_code(error), stacks=late)
 
     def _on_lone_exception(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        """Print as Python does, and leave with the error's code: a job script tells by it what is worth repeating."""
+        """Print the error as Python does and exit with its code, by which a job script decides whether to retry."""
         self._print(kind, error, trace)
         if isinstance(error, HpctrainError):
             leave_with(error.exit_code, lambda: None)
@@ -122,8 +126,8 @@ class Guard:
         silence: float = SILENCE,
         leave: Callable[[int], object] | None = None,
     ) -> None:
-        """Say once why the job ends, with the stacks of all ranks of the node if asked to, and end it."""
-        # Another thread of this rank may be here already; then it has the word.
+        """Print once why the job ends, with the stacks of all ranks of the node if requested, and end it."""
+        # If another thread of this rank is already ending the job, that thread reports it.
         alone = self._ending.acquire(blocking=False)
         if alone and (self._vitals is None or self._vitals.claim(CLAIM)):
             if stacks:
@@ -142,7 +146,7 @@ class Guard:
     # A rank that leaves early -----------------------------------------------------------------------------------------
 
     def _on_exit(self) -> None:
-        """Wait until all ranks leave; tell those that may wait for this one."""
+        """Wait until all ranks leave; notify ranks that may wait for this one."""
         if self._farewell is not None:
             self._farewell.leave()
             _release_windows(self._transport)
@@ -165,7 +169,7 @@ class Guard:
                 continue
             if alone > ALONE:
                 why = f"a rank is gone, says SIGTERM without SIGUSR1 ({ASKED_BY}), this one waits in {operation}"
-                # srun is ending the job already; MPI_Abort would wait for it.
+                # srun is already ending the job; MPI_Abort would wait for it.
                 self._end(why, "", EXIT_FAILURE, silence=CLAIM, leave=os._exit)
             if left:
                 ranks = f"rank {left[0]} has" if len(left) == 1 else f"ranks {', '.join(map(str, left))} have"
@@ -175,12 +179,13 @@ class Guard:
                 self._end(why, "", EXIT_FAILURE, stacks=True)
 
     def _others(self) -> str:
-        """Tell who is late, or, where everybody waits, what for: they may have come to different collectives."""
+        """Describe the late ranks, or all ranks if all wait: they may be in different collectives."""
         vitals = self._vitals.look() if self._vitals is not None else []
         return "".join(f"; {vital}" for vital in ([vital for vital in vitals if vital.late] or vitals))
 
     def _elsewhere(self, own: str) -> str:
-        """Tell what other ranks of the node wait in, if it is not the operation that this rank's error begins with."""
+        """Describe the operations of the node's other ranks, if they differ from the one that this rank's error names first.
+        """
         vitals = self._vitals.look() if self._vitals is not None else []
         others = [one for one in vitals if one.rank != self._transport.rank and one.operation]
         found = [one for one in others if not own.startswith(one.operation)]
@@ -190,7 +195,7 @@ class Guard:
         if self._vitals is not None:
             self._vitals.ask_for_stacks()
         self._print_stacks()
-        time.sleep(2 * LOOK_EVERY)  # in which the watchdogs of the others look up
+        time.sleep(2 * LOOK_EVERY)  # the watchdogs of the other ranks check within this time
 
     def _print_stacks(self) -> None:
         if self._stacks_printed.acquire(blocking=False):
@@ -198,9 +203,10 @@ class Guard:
 
 
 def _release_windows(transport: Transport) -> None:
-    """Free the windows of memory that ranks still expose to each other. Collective, when all ranks leave.
+    """Free the MPI windows that ranks still expose to each other. Collective, when all ranks leave.
 
-    MPI libraries warn of windows that they find in MPI_Finalize: a program need not call ``job.close``.
+    MPI libraries warn of windows that exist in MPI_Finalize. Programs are not required to call
+    ``job.close``.
     """
     from hpctrain.transport.mpi import MpiTransport
     from hpctrain.transport.onesided.served import release
@@ -210,7 +216,7 @@ def _release_windows(transport: Transport) -> None:
 
 
 def _instruments(transport: Transport) -> tuple[Farewell | None, Vitals | None]:
-    """Return what ranks take leave by, where MPI lets a second thread read it, and what shows that they live."""
+    """Return the exit notifier, if MPI allows a second thread to use it, and the heartbeat."""
     from mpi4py import MPI
 
     from hpctrain.transport.farewell import Farewell

@@ -1,4 +1,6 @@
-"""Failure record in a run folder: why a job ended. The rank that ends a job is rarely the one that writes the receipt.
+"""Failure record in a run folder: the reason why a job ended.
+
+The rank that ends a job is rarely the one that writes the receipt, so it writes a file of its own.
 """
 
 from __future__ import annotations

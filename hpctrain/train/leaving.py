@@ -1,4 +1,4 @@
-"""Leave a job: with the exit code that all ranks have agreed on, MPI finalized, and the last words heard."""
+"""Exit of a job: agreed exit code, MPI finalized, and error messages delivered to the launcher."""
 
 from __future__ import annotations
 
@@ -21,25 +21,26 @@ from hpctrain.errors import EXIT_FAILURE, EXIT_USAGE, FileSystemError, HpctrainE
 from hpctrain.train.signals import stop_request, told_and_code
 from hpctrain.util.text import printable_lines
 
-PASS_ON = 0.2  # seconds
+PASS_ON = 0.2  # seconds in which the launcher may pass on the output
 _PACKAGE = Path(__file__).resolve().parents[1]
-SILENCE = 1.0  # seconds that the other ranks leave to rank 0
-SILENCE_OF_SRUN = 5.0  # it ends the others, if it was told to (--kill-on-bad-exit), more slowly than other launchers
+SILENCE = 1.0  # seconds that the other ranks wait for rank 0 to report
+SILENCE_OF_SRUN = 5.0  # srun ends the other ranks, if told to (--kill-on-bad-exit), more slowly than other launchers
 
 
 class LeavingTogether(SystemExit):
-    """End the process with an exit code, as every rank does just now: what takes all of them can be given back."""
+    """Exit with an exit code on every rank at the same time, so that collective resources can be released."""
 
 
 def exit_code(error: BaseException) -> int:
-    """Return the code with which a job ends that ended by this error."""
+    """Return the exit code of a job that ended by this error."""
     return error.exit_code if isinstance(error, HpctrainError) else EXIT_FAILURE
 
 
 def told(error: BaseException) -> str:
-    """Return a mistake of the program's as the lines of the program that led to it; empty for other errors.
+    """Return an error of the program as a traceback of the program's own frames; empty for other errors.
 
-    The frames of this package say nothing of it, nor do any of a file system that fails.
+    Frames of this package do not help to locate such an error. A filesystem error is printed
+    without frames.
     """
     if isinstance(error, FileSystemError):
         return f"hpctrain: error: {error}\n"
@@ -52,7 +53,7 @@ def told(error: BaseException) -> str:
 
 
 def leave_with(code: int, farewell: Callable[[], object]) -> None:
-    """Make this process, which is about to end by an exception, end with a code of ours; Python's own is always 1."""
+    """Exit with ``code`` when this process ends by an exception; Python's own exit code would be 1."""
 
     def leave() -> None:
         farewell()
@@ -66,12 +67,13 @@ def leave_with(code: int, farewell: Callable[[], object]) -> None:
 
 
 def say_once(error: object, rank: int | None) -> None:
-    """Print an error that every process has, or may have: rank 0 at once, the others if that one has not got it.
+    """Print an error that may occur on every process: rank 0 at once, others only if rank 0 does not have it.
 
-    Before MPI_Init ranks cannot ask each other. Rank 0 ends all ranks once it has printed its error; so a rank that is
-    still there after a second, and was not told to end, is one of a few that have it, or its launcher ends no others.
+    Before MPI_Init, ranks cannot communicate. Rank 0 ends all ranks after it has printed its error.
+    If a rank is still running after one second and was not told to end, either only a few ranks
+    have the error or the launcher does not end the others.
     """
-    stop_request.starting = False  # this rank leaves: a SIGTERM of the launcher is noted, and raises nothing
+    stop_request.starting = False  # this rank is exiting: record a SIGTERM of the launcher, and do not raise
     if not rank:
         said = printable_lines(f"hpctrain: error: {error}")
         print(said, file=sys.stderr, flush=True)
@@ -85,7 +87,7 @@ def say_once(error: object, rank: int | None) -> None:
 
 
 def end_unstarted(code: int) -> None:
-    """End the other ranks of a job, too, if this process leaves with an error before its MPI is initialized."""
+    """End the other ranks of the job, too, if this process exits with an error before MPI is initialized."""
     if not _has_started() and is_launched():
         let_be_read()
         end_ranks(code)
@@ -98,33 +100,33 @@ def _has_started() -> bool:
 
 
 def _mpi() -> Any:
-    """Return mpi4py's module if MPI is initialized and not finalized, else None; it is never imported here."""
+    """Return mpi4py's module if MPI is initialized and not finalized, otherwise None; never imports it."""
     module = sys.modules.get("mpi4py.MPI")
     return module if module is not None and module.Is_initialized() and not module.Is_finalized() else None
 
 
 def in_world() -> bool:
-    """Return whether this process is one of several ranks of MPI."""
+    """Return whether this process is one of several MPI ranks."""
     module = _mpi()
     return module is not None and module.COMM_WORLD.Get_size() > 1
 
 
 def end_job(code: int) -> None:
-    """End all ranks of the job from one that failed on its way into it."""
+    """End all ranks of the job from a rank that failed while joining it."""
     sys.stdout.flush()
     let_be_read()
     if module := _mpi():
         module.COMM_WORLD.Abort(code)
     end_ranks(code)
-    # Interrupted within the import that initializes MPI, no module is left to finalize it by. A process that leaves
-    # without MPI_Finalize is taken as failed by every launcher.
+    # After an interrupt within the import that initializes MPI, there is no module to finalize MPI
+    # with. Every launcher treats a process that exits without MPI_Finalize as failed.
     os._exit(code)
 
 
 def let_be_read(descriptor: int = 2, seconds: float = 1.0) -> None:
-    """Wait until the launcher has taken what was printed, and a moment more in which it may pass that on.
+    """Wait until the launcher has read the output, plus a moment in which it can pass the output on.
 
-    A launcher that is told to abort kills its helpers, and what they had not passed on by then is never seen.
+    A launcher that aborts kills its helpers. Output that they have not passed on by then is lost.
     """
     deadline = time.monotonic() + seconds
     while _unread(descriptor) and time.monotonic() < deadline:
@@ -133,7 +135,7 @@ def let_be_read(descriptor: int = 2, seconds: float = 1.0) -> None:
 
 
 def _unread(descriptor: int) -> int:
-    """Return the bytes that wait in a pipe; 0 for what is none."""
+    """Return the number of unread bytes in a pipe; 0 if the descriptor is not a pipe."""
     count = array("i", [0])
     try:
         fcntl.ioctl(descriptor, termios.FIONREAD, count)
@@ -143,17 +145,18 @@ def _unread(descriptor: int) -> int:
 
 
 def finalize() -> None:
-    """Finalize MPI if it is up: a rank that skips it looks like a crash to some launchers."""
+    """Finalize MPI if it is active: some launchers report a rank that skips this as crashed."""
     if module := _mpi():
         module.Finalize()
 
 
 def end_if_uncaught(error: BaseException, rank: int | None, *, launched: bool = True) -> None:
-    """End the whole job if nobody catches an error that this rank met on its way into it.
+    """End the whole job if an error that this rank met while joining the job is not caught.
 
-    Without that, Python would finalize MPI, which waits for the other ranks, which wait for this one in a collective.
-    An error that every process has is printed by rank 0: the processes cannot talk yet, but their launcher has numbered
-    them. A process that no launcher has started (``launched``) leaves as any other program does.
+    Otherwise Python would finalize MPI, which waits for the other ranks, which wait for this one in
+    a collective. If every process has the error, rank 0 prints it: the processes cannot communicate
+    yet, but their launcher has numbered them. A process without a launcher (``launched``) exits as
+    any other program does.
     """
     before = sys.excepthook
 

@@ -1,4 +1,4 @@
-"""The batches of a run from a DataLoader, and the choice among the kinds of loaders."""
+"""Batches of a run from a ``DataLoader``, and the selection among the kinds of feeds."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from hpctrain.train.parts import Stateful
 
 
 class LoaderFeed(Feed):
-    """Batches of a ``DataLoader``, shared out to the data ranks, or of one that deals out samples by rank itself."""
+    """Batches of a ``DataLoader``, which is split over the data ranks unless it splits by rank itself."""
 
     loader: DataLoader[Any]
 
@@ -40,11 +40,11 @@ class LoaderFeed(Feed):
 
     @property
     def length(self) -> int | None:
-        """The batches of a pass, where the loader tells."""
+        """Number of batches per pass; None if the loader does not report it."""
         return None if self._reads_samples else super().length
 
     def position(self) -> dict[str, Any]:
-        """Return where the run stands, in plain values."""
+        """Return the position of the run as plain values."""
         now = [one.get_state() for one in self._generators] if self._at_begin is None else self._generators_at_begin
         states = [state.numpy().tobytes().hex() for state in now]
         mine = {"parts": self._parts, "batch": self.loader.batch_size or 0, "generators": states}
@@ -52,7 +52,7 @@ class LoaderFeed(Feed):
         return {**super().position(), **mine}
 
     def resume(self, position: Mapping[str, Any]) -> None:
-        """Go on where a run stood; on another number of ranks, behind the same samples."""
+        """Continue at a position; on another number of ranks, after the same samples."""
         super().resume(position)
         for generator, state in zip(self._generators, position.get("generators", [])):
             generator.set_state(torch.frombuffer(bytearray.fromhex(state), dtype=torch.uint8))
@@ -81,12 +81,12 @@ class LoaderFeed(Feed):
             )
 
     def close(self) -> None:
-        """End the workers, those that persist too."""
+        """End the workers, including persistent ones."""
         super().close()
         vars(self._twin)["_iterator"] = None
 
     def _samples(self) -> int:
-        """Return the number of samples of a pass over all ranks, 0 if it is not known."""
+        """Return the number of samples per pass over all ranks, 0 if unknown."""
         try:
             return 0 if self._reads_samples else len(self.loader.dataset)  # type: ignore[arg-type]
         except (TypeError, NotImplementedError):
@@ -103,7 +103,7 @@ class LoaderFeed(Feed):
         return source
 
     def _iterator(self) -> Iterator[Any]:
-        """Start the loader as in a run without an interruption: workers that persist have got their seed before."""
+        """Start the loader as in an uninterrupted run: persistent workers got their seed in an earlier pass."""
         inside, first = vars(self._twin), not self._started
         self._started = True
         if not (self._twin.persistent_workers and first and self.epoch):
@@ -147,9 +147,10 @@ def feed_for(
     *,
     tells: bool = True,
 ) -> Feed:
-    """Return the batches of a loader; ``split=False`` lets every rank read all of it.
+    """Return the feed for a loader; with ``split=False``, every rank reads all batches.
 
-    Raises ``UsageError`` for what is no loader, and for ``DataLoader``s that cannot be shared out.
+    Raises ``UsageError`` for an object that is not a loader, and for a ``DataLoader`` that cannot
+    be split.
     """
     if isinstance(loader, DataLoader):
         itself = splits_itself(loader)

@@ -1,8 +1,9 @@
-"""The loop of a run: passes, iterations and steps, what the ranks agree on between them, and what is written down.
+"""Training loop of a run: passes, iterations and steps, the agreement between the ranks, and the metrics rows.
 
-An iteration is one batch. A step is one update: it ends with the iteration in which an optimizer has stepped, or in
-which a ``GradScaler`` has left out a step. Rows of metrics, checkpoints and stops fall on the ends of steps. The row of
-a pass's last step is held back until the code behind the loop has run, so that what is logged there belongs to it.
+An iteration processes one batch. A step is one update: it ends with the iteration in which an
+optimizer has stepped, or in which a ``GradScaler`` has skipped a step. Metrics rows, checkpoints
+and stops occur at the end of a step. The row of the last step of a pass is held back until the code
+after the loop has run, so that it includes what is logged there.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ from hpctrain.train.loose import LooseExchange
 from hpctrain.train.state import TrainState
 from hpctrain.transport.activity import waiting
 
-_IDLE_PASSES = 2  # passes without an update after which a loop is taken for one that trains nothing
+_IDLE_PASSES = 2  # consecutive passes without an update after which the loop is assumed not to train
 
 
 class Loop:
-    """The iterations of a run; ``steps`` is where it ends, ``every`` how often a checkpoint is due."""
+    """Iterations of a run; ``steps`` is the total number of steps, ``every`` the steps between checkpoints."""
 
     def __init__(
         self,
@@ -50,21 +51,21 @@ class Loop:
         self.strategies, self.healths, self.exchange, self._around = strategies, healths, exchange, around
         self.steps, self.every = steps, every
         self.log = StepLog()
-        self.stopped_by: str | None = None  # why the run leaves before its end
+        self.stopped_by: str | None = None  # why the run stops before its end
         self.leaving: LeavingTogether | None = None
         self.saved_position: dict[str, Any] | None = None
         self.in_epochs = False
-        self._asked: str | None = None  # this rank's call of run.stop
+        self._asked: str | None = None  # the reason that this rank gave to run.stop
         self._now: Iteration | None = None
         self._ahead: Item | None = None
-        self._held: dict[str, Any] | None = None  # the row of a step that is not written yet
+        self._held: dict[str, Any] | None = None  # the row of a step that has not been written yet
         self._pending = 0  # iterations since the last update
-        self._partial: dict[str, list[float]] = {}  # what they have logged
-        self._wanted = False  # a checkpoint, at the end of the step
+        self._partial: dict[str, list[float]] = {}  # the values that they have logged
+        self._wanted = False  # whether a checkpoint is requested at the end of the step
         self._idle = 0  # passes without an update
         self._claimed = False
-        self._fetched_ahead = False  # because the program has asked whether the batch is the last one
-        self._exhausted = self._ended_ahead = False  # whether the pass is at its end
+        self._fetched_ahead = False  # because the program has read run.last
+        self._exhausted = self._ended_ahead = False  # whether the pass has ended
         self._left_epochs = False
         self._loose = any(strategy.loose for strategy in strategies.values())
 
@@ -72,13 +73,13 @@ class Loop:
 
     @property
     def weight(self) -> float:
-        """What a mean over this rank's samples counts in this iteration."""
+        """Weight of a mean over this rank's samples in this iteration."""
         share = None if self._now is None else self._now.item.share
         return 1.0 if share is None else share.weight
 
     @property
     def last(self) -> bool:
-        """Whether the batch of this iteration is the last one of its pass; the next is fetched for that if need be."""
+        """Whether this batch is the last one of its pass; fetches the next batch if that is needed to know."""
         if self._now is None:
             return self._exhausted
         length = self.feed.length
@@ -92,7 +93,7 @@ class Loop:
 
     @property
     def inside(self) -> bool:
-        """Whether the loop's body is running."""
+        """Whether the body of the loop is running."""
         return self._now is not None
 
     @property
@@ -102,24 +103,24 @@ class Loop:
 
     @property
     def over(self) -> bool:
-        """Whether no iteration will come."""
+        """Whether no further iteration follows."""
         return self.finished or self.stopped_by is not None
 
     def stop(self, reason: str) -> None:
-        """Ask all ranks to end the run for good, after this step."""
+        """Request on all ranks that the run ends for good after this step."""
         self._asked = reason
 
     def want_save(self) -> None:
-        """Have a checkpoint written at the end of the step, or of the code behind the loop."""
+        """Request a checkpoint at the end of the step, or after the code behind the loop."""
         self._wanted = True
 
     @property
     def may_save(self) -> bool:
-        """Whether weights and position fit together: no step is under way."""
+        """Whether the weights and the data position are consistent: no step is in progress."""
         return self._now is None and not self._pending
 
     def begin_update(self) -> int:
-        """Return the number of the update that is about to be made; raise ``UsageError`` outside of an iteration."""
+        """Return the number of the next update. Raises ``UsageError`` outside of an iteration."""
         if self._now is None:
             raise UsageError(
                 "an optimizer of the run steps outside of the run's loop: its batches are not those of the run, and "
@@ -129,14 +130,14 @@ class Loop:
         return self.state.step + 1
 
     def note_update(self) -> None:
-        """Take note that an optimizer has stepped, or that a GradScaler has left out its step."""
+        """Record that an optimizer has stepped, or that a GradScaler has skipped its step."""
         if self._now is not None:
             self._now.updated = True
 
     # Passes -----------------------------------------------------------------------------------------------------------
 
     def iterate(self) -> Iterator[tuple[int, Any]]:
-        """Yield ``(step, batch)``: of one pass within ``epochs``, else until the steps or passes are done."""
+        """Yield ``(step, batch)``: one pass within ``epochs``, otherwise until all steps or passes are done."""
         if self.in_epochs:
             if self._claimed:
                 message = "the run was iterated over twice in one epoch; write one loop per epoch"
@@ -164,7 +165,7 @@ class Loop:
             self.feed.end_pass()
 
     def epochs(self, count: int) -> Iterator[int]:
-        """Yield the numbers of the epochs that are left of ``count``."""
+        """Yield the numbers of the remaining epochs of ``count``."""
         if self.in_epochs or self._claimed:
             raise UsageError("run.epochs comes before any loop over the run, and once", everywhere=True)
         if self.feed.is_endless:
@@ -184,13 +185,13 @@ class Loop:
                 return
 
     def _end_pass(self) -> None:
-        """Go on to the next pass, unless the run ends in the middle of this one."""
+        """Advance to the next pass, unless the run ends in the middle of this one."""
         if self._exhausted or not self.over:
             self.feed.end_pass()
         self._ahead = None
 
     def _ended_early(self) -> bool:
-        """Tell whether there is no further pass over the loader, and say so."""
+        """Return whether the loader cannot be read again; log it."""
         if not self.feed.is_one_shot:
             return False
         if self.comm.rank == 0:
@@ -198,7 +199,7 @@ class Loop:
         return True
 
     def _one_pass(self) -> Iterator[tuple[int, Any]]:
-        if self._loose and self.feed.splits:  # which lets all ranks draw alike
+        if self._loose and self.feed.splits:  # a splitting loader synchronizes the generators of all ranks
             self._around.meet(f"the start of pass {self.feed.epoch} over the loader")
         self.feed.begin_pass()
         self._exhausted = False
@@ -228,7 +229,7 @@ class Loop:
             )
 
     def _tell_of_leftovers(self, began: int) -> None:
-        """Warn where a resumed epoch ends without the update that an index of the program may have missed."""
+        """Warn if a resumed epoch ends with unused gradients: the program's index may have skipped an update."""
         if self.comm.rank == 0:
             logger.warning(
                 "epoch %d was resumed behind batch %d and ends with gradients of %d batches that no update has used; "
@@ -256,7 +257,7 @@ class Loop:
         self.streams.enter_step(self.feed.total)
 
     def complete(self) -> None:
-        """Bring an iteration to its end that the program has left by ``break``."""
+        """Complete an iteration that the program has left by ``break``."""
         if self._now is None:
             return
         if self._now.updated:
@@ -268,11 +269,11 @@ class Loop:
             await_others(self.comm.twin(), self.state.step + 1)
 
     def _end(self, *, left: bool) -> None:
-        """End an iteration: fetch the next batch, exchange with the other ranks, and count a step if one has ended."""
+        """End an iteration: fetch the next batch, exchange data with the other ranks, count a step if one has ended."""
         now = self._now
         assert now is not None
         self.streams.leave_step()
-        # Behind the last step only an epoch wants to know whether it is at its end.
+        # After the last step, only an epoch needs to know whether the pass has ended.
         ends = now.updated and self.steps is not None and self.state.step + 1 >= self.steps and not self.in_epochs
         if self.feed.looks_ahead and not ends and not left and not self._fetched_ahead:
             self._ahead = self._fetch()
@@ -294,7 +295,7 @@ class Loop:
             self.leave()
 
     def _agree(self, *, left: bool) -> tuple[dict[str, float], Wishes]:
-        """Exchange with the other ranks at the end of an iteration."""
+        """Exchange data with the other ranks at the end of an iteration."""
         now = self._now
         assert now is not None
         share = now.item.share
@@ -332,12 +333,13 @@ class Loop:
         if not (self._ended_ahead or self.over or wishes.stop):
             self._flush(busy=wishes.busy)
 
-    # What is written down ---------------------------------------------------------------------------------------------
+    # Metrics rows -----------------------------------------------------------------------------------------------------
 
     def _flush(self, *, busy: bool = False, last: bool = False) -> None:
-        """Write the row of the last step, and its checkpoint if one is due or wanted.
+        """Write the row of the last step, and its checkpoint if one is due or requested.
 
-        A row with a checkpoint, and the ``last`` one of the run, has the strategies' figures.
+        A row with a checkpoint, and the ``last`` row of the run, contain the metrics of the
+        strategies.
         """
         row, self._held = self._held, None
         wanted = self._wanted and not self._pending
@@ -350,7 +352,7 @@ class Loop:
         if row is not None:
             self._record(row)
         if self._pending or row is None and not wanted:
-            return  # what is wanted is written when the step has ended
+            return  # a requested checkpoint is written when the step has ended
         self._wanted = False
         if wanted:
             self._around.save()
@@ -365,14 +367,14 @@ class Loop:
         self._around.record(row)
 
     def abandon(self) -> None:
-        """Write down the last step's row, if one is held: this rank ends by an error, perhaps alone."""
+        """Write the row of the last step if it is held back: this rank ends by an error, possibly alone."""
         row, self._held = self._held, None
         self.streams.leave_step()
         if row is not None:
             self._record(row)
 
     def close(self) -> None:
-        """End what the loop has begun; a call by all ranks."""
+        """End the loop and write its last row. Collective."""
         self.complete()
         for strategy in self.strategies.values():
             strategy.set_sample_weight(1.0)
@@ -383,7 +385,7 @@ class Loop:
         self._flush(last=True)
 
     def _take_tail(self) -> None:
-        """Add what was logged behind the loop to the row of the last step; a call by all ranks."""
+        """Add the values logged after the loop to the row of the last step. Collective."""
         averages: Mapping[str, float] = self.log.averaged
         if not self._loose:
             standing = Standing(updated=False, left=self._left_epochs, saves=self._wanted)
@@ -393,7 +395,7 @@ class Loop:
         self.log.clear()
 
     def _end_tail(self) -> None:
-        """End the code behind the loop of an epoch: the ranks agree whether the run goes on."""
+        """End the code after the loop of an epoch: the ranks agree on whether the run continues."""
         if self._loose:
             self._held = None if self._held is None else {**self._held, **self.log.averaged, **self.log.same}
             self.log.clear()
@@ -415,14 +417,14 @@ class Loop:
     # Leaving ----------------------------------------------------------------------------------------------------------
 
     def leave(self) -> None:
-        """Leave the program's loops with the exit code that asks to be started again; the run saves on its way out."""
+        """Leave the program's loops with the exit code that requests a restart; the run saves on its way out."""
         self.stopped_by = self._around.reason()
         self._flush(last=True)
         self.leaving = LeavingTogether(EXIT_REQUEUE)
         raise self.leaving
 
     def _settle_stop(self) -> None:
-        """Let all ranks know why the run ends for good."""
+        """Share with all ranks the reason why the run ends for good."""
         if self._loose:
             self._around.meet(f"the end by run.stop after step {self.state.step + 1}")
         reasons = self.comm.all_gather_object(self._asked)

@@ -1,4 +1,4 @@
-"""Say what a measurement depends on besides the ranks: the node, its MPI, and the versions of what was measured."""
+"""Machine description that makes measurements comparable: node type, MPI library and software versions."""
 
 from __future__ import annotations
 
@@ -13,38 +13,38 @@ from hpctrain._version import __version__
 from hpctrain.util.child import python
 
 _CPUINFO = Path("/proc/cpuinfo")
-_NAMES = ("model name", "cpu model", "cpu", "Model")  # what processors of several kinds call themselves there
-# Asked in a process of its own, since MPI must not start in one that only wants to know which it is.
+_NAMES = ("model name", "cpu model", "cpu", "Model")  # keys of the processor's name on various architectures
+# Runs in a subprocess, because MPI must not start in a process that only needs the library's name.
 _ASK_MPI = "import mpi4py; mpi4py.rc.initialize = False; import mpi4py.MPI as m; print(m.Get_library_version())"
 
 
 @dataclass(frozen=True)
 class Machine:
-    """Name a type of node and the software on it; what was measured on one holds for its like and for no other."""
+    """Type of node and its software; a measurement is valid only on an equal machine."""
 
     processor: str
     cores: int
-    gpu: str  # empty where none is visible
+    gpu: str  # empty if no GPU is visible
     gpus: int
     mpi: str
     torch: str
     hpctrain: str
 
     def differences(self, other: Machine) -> list[str]:
-        """Return in what another machine differs: ``torch 2.11.0 (here 2.13.0)``."""
+        """Return the differences of another machine: ``torch 2.11.0 (here 2.13.0)``."""
         pairs = [(field.name, getattr(self, field.name), getattr(other, field.name)) for field in fields(self)]
         return [f"{name} {there or 'none'} (here {here or 'none'})" for name, here, there in pairs if here != there]
 
     def __str__(self) -> str:
         gpus = f", {self.gpus} x {self.gpu}" if self.gpus else ""
         cores = "1 core" if self.cores == 1 else f"{self.cores} cores"
-        # Open MPI goes on with who built it, and when.
+        # Open MPI's version string continues with the builder and the date.
         software = f"{self.mpi.partition(',')[0] or 'no MPI'}, torch {self.torch}, hpctrain {self.hpctrain}"
         return f"{self.processor}, {cores}{gpus}; {software}"
 
 
 def this_machine(mpi: str) -> Machine:
-    """Return this node as this process sees it, with the MPI of that name."""
+    """Return the description of this node as seen by this process; ``mpi`` is the name of its MPI library."""
     import torch
 
     gpus = torch.cuda.device_count()
@@ -60,7 +60,7 @@ def this_machine(mpi: str) -> Machine:
 
 
 def processor(cpuinfo: Path = _CPUINFO) -> str:
-    """Return the name of the processor, its architecture where the system does not tell."""
+    """Return the name of the processor, or its architecture if the system does not report a name."""
     try:
         pairs = [line.partition(":") for line in cpuinfo.read_text(errors="replace").splitlines()]
     except OSError:
@@ -70,7 +70,7 @@ def processor(cpuinfo: Path = _CPUINFO) -> str:
 
 
 def mpi_name() -> str:
-    """Return the MPI that ranks of this environment load, without starting it; empty where there is none."""
+    """Return the MPI library of this environment without starting MPI; empty if there is none."""
     module = sys.modules.get("mpi4py.MPI")
     if module is not None:
         from hpctrain.transport.canary import library_name

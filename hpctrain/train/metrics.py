@@ -1,4 +1,4 @@
-"""Write what happened, one JSON object a step, and keep the curves for the checkpoint."""
+"""Metrics log with one JSON object per step, and the curves that checkpoints contain."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from hpctrain.util.retry import retries
 
 NAME = "metrics.jsonl"
 CURVES = ("loss", "learning_rate", "grad_norm")
-HISTOGRAMS = ("staleness_histogram",)  # lists of counts that are added up over the run
-# Numbers of a row that are no curve of their own, or have one already.
+HISTOGRAMS = ("staleness_histogram",)  # lists of counts that are summed over the run
+# Values of a row without a curve of their own, or with a curve that is added separately.
 _APART = (*CURVES, *HISTOGRAMS, "step", "validation_loss", "tokens", "skipped", "step_seconds", "communication_seconds")
-LONGEST = 10_000  # points of a curve that a checkpoint carries: more than any picture shows, less than 1 MB in all
-_STEPS = 2**53  # no run comes so far
+LONGEST = 10_000  # points per curve in a checkpoint: more than a plot shows, less than 1 MB in total
+_STEPS = 2**53  # more steps than any run makes
 
 
 class Metrics:
-    """Append to ``metrics.jsonl`` of a run's folder; on resume, drop what came after the resumed step.
+    """Writer of ``metrics.jsonl`` in a run folder; on resume, rows after the resumed step are removed.
 
-    So no step stands there twice, however often a run was killed.
+    Each step therefore has at most one row, however often the run was killed.
     """
 
     def __init__(self, folder: Path, last_step: int, rows: Sequence[Mapping[str, Any]] | None = None) -> None:
@@ -34,12 +34,12 @@ class Metrics:
         self._handle = self._reopen(last_step, rows)
 
     def write(self, row: dict[str, Any]) -> None:
-        """Append one object; a NaN is written as null, which JSON has."""
+        """Append one object; NaN is written as null, because JSON has no NaN."""
         line = json.dumps({key: _finite(value) for key, value in row.items()})
         atomic.append_line(self._handle, line, call=retries.call)
 
     def rewind(self, last_step: int, rows: Sequence[Mapping[str, Any]] | None = None) -> None:
-        """Drop the objects of all steps after ``last_step``; ``rows`` are those of the file, where they are known."""
+        """Remove the rows of all steps after ``last_step``; ``rows`` is the content of the file if known."""
         self.close()
         self._handle = self._reopen(last_step, rows)
 
@@ -58,7 +58,7 @@ class Metrics:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """Return the objects of a metrics file, without a last line that a kill cut off; raises ``OSError``."""
+    """Return the objects of a metrics file without an incomplete last line. Raises ``OSError``."""
     rows = []
     try:
         for line in retries.call(lambda: list(read_lines(path))):
@@ -80,18 +80,19 @@ def _finite(value: Any) -> Any:
 class Curves:
     """Curves of a run as plain lists, to be plotted from its checkpoint, and the sums of its histograms.
 
-    Every number that is logged has a curve. One that is not in ``CURVES`` may be missing in some steps: those that it
-    has are the curve ``NAME_step``. A name that ends so has none.
+    Every logged number has a curve. A name that is not in ``CURVES`` may be missing in some steps;
+    the steps that have it are the curve ``NAME_step``. Names that end in ``_step`` have no curve.
 
-    A curve has at most ``LONGEST`` points: one that would be longer keeps the last of each of half as many stretches
-    of steps. ``metrics.jsonl`` has them all.
+    A curve has at most ``LONGEST`` points. A longer curve is thinned: its range of steps is divided
+    into ``LONGEST // 2`` equal intervals, and the last point of each interval is kept.
+    ``metrics.jsonl`` contains all points.
     """
 
     def __init__(self) -> None:
         self.columns: dict[str, list[float]] = {}
 
     def add(self, row: dict[str, Any]) -> None:
-        """Take a step's numbers."""
+        """Add the numbers of a step."""
         for name in ("step", *CURVES):
             self.columns.setdefault(name, []).append(float(row.get(name, math.nan)))
         self._thin("step", *CURVES)
@@ -107,13 +108,13 @@ class Curves:
                 _add_up(self.columns.setdefault(name, []), row[name])
 
     def _add_sparse(self, name: str, step: float, value: float) -> None:
-        """Take a number that need not be there in every step; its steps are a curve of their own."""
+        """Add a number that may be missing in some steps; its steps are a curve of their own."""
         self.columns.setdefault(f"{name}_step", []).append(step)
         self.columns.setdefault(name, []).append(value)
         self._thin(f"{name}_step", name)
 
     def _thin(self, by: str, *others: str) -> None:
-        """Drop points where there are too many; what stays follows from the points alone, so a resumed run agrees."""
+        """Remove points if there are too many; the result depends on the points only, so a resumed run agrees."""
         steps = self.columns[by]
         if len(steps) <= LONGEST:
             return
@@ -121,7 +122,7 @@ class Curves:
         width = (steps[-1] - first) / stretches or 1.0
         last = {min(int((step - first) / width), stretches - 1): index for index, step in enumerate(steps)}
         for name in (by, *others):
-            if len(self.columns[name]) == len(steps):  # a curve that an older file lacks began later: it stays
+            if len(self.columns[name]) == len(steps):  # missing in an older file: it began later and is not thinned
                 self.columns[name] = [self.columns[name][index] for index in last.values()]
 
 

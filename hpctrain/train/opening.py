@@ -1,4 +1,4 @@
-"""How a run begins: it takes its folder, resumes from the newest checkpoint there, and says what has changed since."""
+"""Start of a run: locks its folder, resumes from the newest checkpoint and logs changed settings."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class Opening:
-    """The beginning of a run; its methods are called in their order here."""
+    """Start of a run; the methods are defined in the order in which they must be called."""
 
     def __init__(
         self, job: Job, folder: Path, options: RunOptions, state: TrainState, feed: Feed, books: Books
@@ -40,16 +40,16 @@ class Opening:
         self._fresh = rng.capture_rng()
 
     def agree_on_seed(self) -> None:
-        """Let all ranks share the run's seed, and draw alike outside of steps if the loader is split. Collective."""
+        """Broadcast the run's seed; if the loader is split, synchronize the generators outside of steps. Collective."""
         streams = self._feed.streams
         streams.seed = int(self._job.comm.broadcast_object(streams.seed)) % 2**63
         if self._feed.splits:
             draw_alike(self._job.comm)
 
     def start_from_another(self) -> dict[str, Any]:
-        """Take another run's model, unless there is something to resume; return what the provenance says of it.
+        """Load another run's model, unless there is a checkpoint to resume from; return the provenance entries.
 
-        Collective. Nothing is written if the model does not fit.
+        Collective. Writes nothing if the model does not fit.
         """
         options, state = self._options, self._state
         if not options.start_from or on_first_rank(self._job.comm, state.newest) is not None:
@@ -57,7 +57,7 @@ class Opening:
         return start_from(options.start_from, state.models, self._job.comm, options.start_skip, state.strategies)
 
     def take_folder(self) -> None:
-        """Lock the folder, on rank 0; what can be refused without writing is refused before."""
+        """Lock the folder on rank 0; all checks that need no writing are made first."""
         folder, resume = self._state.folder, self._options.resume
         if resume == "must" and not files.list_checkpoints(folder):
             raise CheckpointError(f"{self._folder} holds no checkpoint to resume from and run.resume is must")
@@ -70,7 +70,7 @@ class Opening:
         self._books.lock()
 
     def resume(self, config: str | None, provenance: dict[str, Any]) -> dict[str, Any]:
-        """Restore the newest valid checkpoint, if there is one; return the provenance of the run. Collective."""
+        """Restore the newest valid checkpoint if there is one; return the run's provenance. Collective."""
         state, feed, first = self._state, self._feed, self._job.rank == 0
         found = state.find(strict=self._options.strict)
         if found is None:
@@ -88,13 +88,13 @@ class Opening:
             logger.info('the run was ended after step %d: %s; resume="reopen" goes on', state.step, state.stopped)
         elif first and not finished:
             logger.info("resuming after step %d from %s", state.step, found)
-            # A run from a file sets its hyperparameters by the config in every step.
+            # A run from a TOML file sets its hyperparameters from the config in every step.
             for line in state.changed if config is None else changed_settings(loaded.config, config):
                 logger.info("changed since: %s", line)
         return carried(loaded.provenance, provenance)
 
     def open_books(self, stops: Stops, config: str | None, facts: Mapping[str, Any]) -> None:
-        """Begin an attempt in the run's records, on rank 0."""
+        """Begin an attempt in the run's records on rank 0."""
         files.remove_leftovers(self._state.folder)
         warn_if_unwatched(self._folder, os.environ.get(FOLDER))
         saves = [number(attempt, "last_save_seconds") for attempt in self._books.attempts]

@@ -1,4 +1,4 @@
-"""Make the optimizer of the settings, and its learning rate, a pure function of the step."""
+"""Optimizer from the settings, and its learning rate as a pure function of the step."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _REFUSED = {
     "LBFGS": "it computes the loss several times per update, hpctrain train once",
     "SparseAdam": "it takes sparse gradients alone; parameters that are none need another optimizer",
 }
-# In one pass over the states: five times faster than the loop on a CPU. These options choose another way.
+# Fused versions make one pass over the states: five times faster than the loop on a CPU. These options conflict.
 _FUSED = (torch.optim.Adam, torch.optim.AdamW)
 _NOT_FUSED = ("fused", "foreach", "differentiable")
 
-_PROBE = 64  # rows and columns
+_PROBE = 64  # rows and columns of the test matrix
 _KEPT: dict[str, float] = {}
 
 Maker = Callable[..., torch.optim.Optimizer]
@@ -39,9 +39,10 @@ def classes() -> dict[str, type[torch.optim.Optimizer]]:
 
 
 def resolve(settings: OptimizerSettings) -> Maker:
-    """Return the class or the factory of the settings, checked with their options; needs no model.
+    """Return the optimizer class or factory of the settings after checking its options; needs no model.
 
-    Raises ``SettingsError`` for an unknown name, an option that it does not take, or a factory that is not there.
+    Raises ``SettingsError`` for an unknown name, an option that the optimizer does not have, or a
+    missing factory.
     """
     if settings.factory is not None:
         what, maker = f"optimizer.factory {settings.factory}", function_named(settings.factory, "optimizer.factory")
@@ -58,9 +59,10 @@ def resolve(settings: OptimizerSettings) -> Maker:
 
 
 def make(model: nn.Module, settings: OptimizerSettings) -> torch.optim.Optimizer:
-    """Return the optimizer of the settings over a model's parameters; weight decay on those of two or more dims only.
+    """Return the optimizer of the settings for a model; weight decay applies to parameters of two or more dims.
 
-    Raises ``SettingsError`` for values that the optimizer refuses, or a factory that returns something else.
+    Raises ``SettingsError`` for values that the optimizer refuses, or a factory that returns
+    another type.
     """
     maker = resolve(settings)
     given = arguments(maker, settings)
@@ -79,7 +81,7 @@ def make(model: nn.Module, settings: OptimizerSettings) -> torch.optim.Optimizer
 
 
 def kept_per_element(settings: OptimizerSettings) -> float:
-    """Return how many numbers an optimizer keeps of each element of a matrix: 2 for AdamW, found out by one update."""
+    """Return the state elements per parameter element of a matrix, measured by one update: 2 for AdamW."""
     kept = _KEPT.get(repr(settings))
     if kept is None:
         matrix = nn.Linear(_PROBE, _PROBE, bias=False, device="meta").to_empty(device="cpu")  # draws no random numbers
@@ -92,7 +94,7 @@ def kept_per_element(settings: OptimizerSettings) -> float:
 
 
 def arguments(maker: Maker, settings: OptimizerSettings) -> dict[str, Any]:
-    """Return the keyword arguments of a class or a factory."""
+    """Return the keyword arguments for the class or factory."""
     takes = _parameters(maker)
     given = _set(settings)
     if maker is torch.optim.AdamW:
@@ -106,7 +108,7 @@ def arguments(maker: Maker, settings: OptimizerSettings) -> dict[str, Any]:
 
 
 def _groups(model: nn.Module, maker: Maker, given: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the parameters in groups: those with weight decay, those without; in one, if there is no such thing."""
+    """Return the parameter groups with and without weight decay; one group if the optimizer has no weight decay."""
     parameters = [parameter for _, parameter in trainable(model)]
     takes = _parameters(maker)
     if takes is not None and "weight_decay" not in takes:
@@ -123,7 +125,7 @@ def _groups(model: nn.Module, maker: Maker, given: dict[str, Any]) -> list[dict[
 def _check_arguments(what: str, maker: Maker, settings: OptimizerSettings) -> None:
     takes = _parameters(maker)
     if takes is None:
-        return  # it takes any: calling it will tell
+        return  # it accepts any keyword: errors appear in the call
     known = [name for name in takes if name not in ("params", "lr")]
     for name in settings.options:
         if name not in takes:
@@ -134,13 +136,13 @@ def _check_arguments(what: str, maker: Maker, settings: OptimizerSettings) -> No
 
 
 def _set(settings: OptimizerSettings) -> dict[str, Any]:
-    """Return what is set beside the learning rate, by the names of torch."""
+    """Return the settings that are set, except the learning rate, by their torch names."""
     found = {name: getattr(settings, setting) for setting, name in OPTIMIZER_ARGUMENTS.items() if name != "lr"}
     return {name: value for name, value in found.items() if value is not None}
 
 
 def _parameters(maker: Maker) -> Mapping[str, inspect.Parameter] | None:
-    """Return what may be given by name, after the parameters; None for a function that takes any name."""
+    """Return the keyword arguments after the parameters; None for a function with ``**kwargs``."""
     try:
         found = list(inspect.signature(maker).parameters.values())
     except (TypeError, ValueError):
@@ -166,6 +168,6 @@ def learning_rate(step: int, steps: int, settings: OptimizerSettings) -> float:
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
-    """Give all groups of an optimizer the same learning rate."""
+    """Set the same learning rate in all groups of an optimizer."""
     for group in optimizer.param_groups:
         group["lr"] = rate

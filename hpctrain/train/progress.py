@@ -1,4 +1,4 @@
-"""Show how a run goes: a bar on a terminal, a line now and then elsewhere, on rank 0 only."""
+"""Progress display of a run, on rank 0 only: a bar on a terminal, otherwise a log line every few seconds."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from typing import Any
 
 from hpctrain.log import logger
 
-SAMPLES = "samples"  # since the beginning of the run: what a row holds of data that are no tokens
-LINE_EVERY = 10.0  # seconds between two lines where there is no terminal
+SAMPLES = "samples"  # since the beginning of the run: in rows of data without tokens
+LINE_EVERY = 10.0  # seconds between two lines without a terminal
 
 
 def shown(row: Mapping[str, Any]) -> dict[str, str]:
-    """Return what of a step's numbers is shown, by short name."""
+    """Return the displayed values of a step's row, by short name."""
     labels = {"loss": "loss", "validation_loss": "validation"}
     found = {label: f"{row[name]:.4f}" for name, label in labels.items() if name in row}
     return found | ({SAMPLES: str(row[SAMPLES])} if SAMPLES in row else {})
 
 
 class Progress:
-    """Show steps done, what was measured, tokens/s or samples/s, and the time left."""
+    """Display of the steps done, metrics, tokens/s or samples/s, and the remaining time."""
 
     def __init__(self, first: int, last: int | None, tokens: int, *, shown: bool) -> None:
         self._first, self._last, self._tokens = first, last, tokens
@@ -35,9 +35,10 @@ class Progress:
             self._bar = tqdm(total=last, initial=first, unit="step", dynamic_ncols=True, smoothing=0.05)
 
     def update(self, step: int, tokens: int, facts: dict[str, str]) -> None:
-        """Show that a step is done; facts stay until they change.
+        """Display a completed step; each fact stays until it changes.
 
-        ``tokens`` counts from the beginning of the run, as the fact ``samples`` does; either becomes a rate.
+        ``tokens`` counts from the beginning of the run, as does the fact ``samples``. Either is
+        displayed as a rate.
         """
         self._kept.update(facts)
         if not self._shown:
@@ -57,13 +58,13 @@ class Progress:
             logger.info("%s", self._line(step, now, shown))
 
     def expect(self, last: int) -> None:
-        """Learn the number of the last step."""
+        """Set the number of the last step."""
         self._last = last
         if self._bar is not None:
             self._bar.total = last
 
     def close(self) -> None:
-        """Leave the bar where it is."""
+        """Close the bar and leave it on the screen."""
         if self._bar is not None:
             self._bar.close()
 

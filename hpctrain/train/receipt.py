@@ -1,8 +1,9 @@
-"""Write ``run.json``: who ran it, where, with which versions, how every attempt ended, and what its time went into.
+"""Receipt of a run (``run.json``): user, machine, versions, and the end and times of every attempt.
 
-Note: what a killed attempt leaves. It never comes to say how it ended, so the receipt is written on the way, by rank 0:
-when the attempt begins, after its first step and at each checkpoint. What came after that stands in ``metrics.jsonl``,
-and is added when the next attempt begins (``receipt_settle``), before that drops the steps that it will do again.
+A killed attempt cannot record how it ended. Rank 0 therefore writes the receipt during the run:
+when the attempt begins, after its first step and at each checkpoint. Later steps are recorded in
+``metrics.jsonl``. The next attempt adds them to the receipt when it begins (``receipt_settle``),
+before it drops the steps that it will repeat.
 """
 
 from __future__ import annotations
@@ -29,9 +30,10 @@ LARGEST = 2**26  # bytes
 
 
 class Receipt:
-    """Hold the attempts of a run; written whole under a temporary name, so that it never tears.
+    """Attempts of a run; each write replaces the whole file by a rename, so readers never see a partial file.
 
-    ``rows`` is what ``metrics.jsonl`` holds as the attempt begins; ``first_step`` of its facts is where it goes on.
+    ``rows`` is the content of ``metrics.jsonl`` when the attempt begins. ``first_step`` in
+    ``facts`` is the first step of the attempt.
     """
 
     def __init__(
@@ -54,18 +56,18 @@ class Receipt:
         last_words.forget(folder)
 
     def update(self, **facts: Any) -> None:
-        """Add facts to the present attempt."""
+        """Add facts to the current attempt."""
         self._attempt.update(facts)
         self._write()
 
     def rewind(self, rows: Sequence[Mapping[str, Any]], last_step: int) -> None:
-        """Count the steps after ``last_step`` as done again: the present attempt goes back, and stays."""
+        """Count the steps after ``last_step`` as repeated: the current attempt rolls back and continues."""
         drop(self.content["attempts"], rows, last_step)
         first = self._attempt.get("first_step", 1)
         self.update(step=last_step, first_step=min(first, last_step + 1))
 
     def end(self, status: str, **facts: Any) -> None:
-        """Say how the attempt ended: finished, stopped or failed."""
+        """Record how the attempt ended: finished, stopped or failed."""
         self._attempt.update(facts, status=status, ended=clock(time.time()))
         self.content["status"] = status
         self._write()
@@ -75,9 +77,10 @@ class Receipt:
 
 
 def read(folder: Path) -> dict[str, Any]:
-    """Return what ``run.json`` of a folder says; empty only if there is none.
+    """Return the content of ``run.json`` in a folder; empty only if the file does not exist.
 
-    Raises ``UsageError`` if it cannot be read, and ``DamagedReceipt`` if it is not what a run writes.
+    Raises ``UsageError`` if the file cannot be read, and ``DamagedReceipt`` if its content is not
+    valid.
     """
     path = folder / NAME
     try:
@@ -97,14 +100,15 @@ def read(folder: Path) -> dict[str, Any]:
 
 
 def attempts_of(content: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the attempts that a receipt tells of."""
+    """Return the attempts in a receipt."""
     return list(content.get("attempts", ()))
 
 
 def history(folder: Path) -> list[dict[str, Any]]:
-    """Return the attempts of a run that is about to write; a damaged receipt is moved aside, and named in a warning.
+    """Return the earlier attempts of a run that is about to write; move a damaged receipt aside with a warning.
 
-    Raises ``UsageError`` if the receipt cannot be read: it may be whole, so nothing is begun in its place.
+    Raises ``UsageError`` if the receipt cannot be read: it may be valid, so it must not be
+    replaced.
     """
     try:
         return attempts_of(read(folder))
@@ -115,11 +119,11 @@ def history(folder: Path) -> list[dict[str, Any]]:
 
 
 class DamagedReceipt(UsageError):
-    """A receipt is there, and is not what a run writes."""
+    """Error: the receipt exists, but its content is not valid."""
 
 
 def clock(seconds: float) -> str:
-    """Return seconds since the epoch as a receipt writes them."""
+    """Return seconds since the epoch in the receipt's format."""
     return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(seconds))
 
 

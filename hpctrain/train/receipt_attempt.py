@@ -1,4 +1,4 @@
-"""Work out what every attempt of a run came to, from its receipt: what the time went into, and how much counted.
+"""Accounting of every attempt of a run from its receipt: where the time was spent, and how much of it counted.
 
 Pure functions; no torch, no MPI.
 """
@@ -27,12 +27,12 @@ Facts = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Attempt:
-    """Hold what one start of a run came to; times in seconds, of the whole attempt.
+    """Accounting of one start of a run; times in seconds, of the whole attempt.
 
     ``startup``, ``useful``, ``repeated``, ``saves`` and ``other`` add up to ``elapsed``.
     """
 
-    index: int  # from 1 on
+    index: int  # from 1
     status: str  # running, finished, stopped, failed or killed
     why: str  # in words
     started: float | None  # since the epoch
@@ -46,7 +46,7 @@ class Attempt:
     restart_count: int | None
     first_step: int
     last_step: int
-    steps: int  # that counted
+    steps: int  # steps that counted
     repeated_steps: int
     tokens: int | None
     samples: int | None
@@ -58,7 +58,7 @@ class Attempt:
 
     @property
     def other(self) -> float:
-        """Return the seconds that are nobody's: going back after a NaN, hanging, leaving."""
+        """Return the seconds in no other category: rollback after a NaN, hangs, shutdown."""
         return max(self.elapsed - self.startup - self.useful - self.repeated - self.saves, 0.0)
 
     @property
@@ -68,13 +68,13 @@ class Attempt:
 
 
 def saved_step(attempt: Facts) -> int:
-    """Return the step of the newest checkpoint that an attempt has written, or else come from."""
+    """Return the step of the newest checkpoint that an attempt has written, or the step from which it resumed."""
     before = number(attempt, "first_step", 1) - 1
     return int(number(attempt, "saved_step", number(attempt, "step", before)))
 
 
 def attempts_from(attempts: Sequence[dict[str, Any]], rows: Sequence[Row]) -> list[Attempt]:
-    """Return the attempts of a receipt that has been brought up to date; ``rows`` are those of the metrics."""
+    """Return the attempts of an up-to-date receipt; ``rows`` are the rows of the metrics."""
     counted = _tokens(attempts, rows)
     mine = rows_of(attempts, rows)
     return [_attempt(index + 1, one, mine[index], counted[index]) for index, one in enumerate(attempts)]
@@ -112,9 +112,10 @@ def _attempt(index: int, facts: Facts, rows: Sequence[Row], tokens: int | None) 
 
 
 def _counted(facts: Facts, rows: Sequence[Row]) -> tuple[float, int]:
-    """Return the seconds in steps that counted, and how many these were.
+    """Return the seconds in steps that counted, and the number of these steps.
 
-    An earlier version noted no times; those of the steps that stayed are in the metrics.
+    Receipts of an earlier version contain no times. For these, the times of the steps that were
+    kept are taken from the metrics.
     """
     if maybe(facts, "step_seconds") is None:
         kept = [row for row in rows if row["step"] <= saved_step(facts)]
@@ -135,7 +136,7 @@ def _whole(facts: Facts, name: str) -> int | None:
 
 
 def _tokens(attempts: Sequence[Facts], rows: Sequence[Row]) -> list[int | None]:
-    """Return the tokens of each attempt that counted: up to where the attempts after it went on."""
+    """Return the tokens of each attempt that counted: up to the point from which later attempts resumed."""
     last = attempts[-1]
     end = maybe(last, "tokens")
     if last.get("status") in ("failed", "killed"):
@@ -152,7 +153,7 @@ def _tokens(attempts: Sequence[Facts], rows: Sequence[Row]) -> list[int | None]:
 
 
 def _why(facts: Facts) -> str:
-    """Say how an attempt ended, in a line."""
+    """Return in one line how an attempt ended."""
     reason, status = text(facts, "reason") or "", text(facts, "status")
     if status == "stopped":
         return f"saved: {reason}" if reason else "saved"

@@ -1,4 +1,4 @@
-"""Draw the attempts of runs along the clock: what the time of each went into. Needs neither torch nor MPI."""
+"""Timeline chart of the attempts of runs: where the time of each was spent. Needs neither torch nor MPI."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _COLOURS = {
     "saves": "#3b6fb6",
     "other": "#c9c9c9",
     "repeated": "#c0504d",
-}  # in the order in which they are drawn: what was done again is what came last
+}  # in drawing order: repeated steps were the last ones of an attempt
 _INK, _BAR = "#333333", 0.7
 _ROW, _TALLEST = 0.34, 20.0  # inches
 _UNITS = {"days": 86400.0, "hours": 3600.0, "minutes": 60.0, "seconds": 1.0}
 
 
 def draw(receipts: Sequence[RunReceipt], path: str | Path) -> None:
-    """Draw the attempts into a file, whose name says its kind; raises ``UsageError`` where that cannot be."""
+    """Draw the attempts into a file; the suffix selects the format. Raises ``UsageError`` if this fails."""
     path = Path(path)
     if path.suffix not in KINDS:
         raise UsageError(f"cannot draw {path}: a picture's name ends in {', '.join(KINDS)}")
@@ -40,9 +40,10 @@ def draw(receipts: Sequence[RunReceipt], path: str | Path) -> None:
 
 
 def figure(receipts: Sequence[RunReceipt]) -> Any:
-    """Return the picture as a figure of matplotlib; raises ``UsageError`` without it.
+    """Return the chart as a matplotlib figure. Raises ``UsageError`` if matplotlib is not installed.
 
-    Within an attempt its parts stand one after another, each as long as it was in all, not where it was.
+    Within an attempt, the categories are drawn one after another. Each bar has the category's total
+    length; its position does not show when the time was spent.
     """
     try:
         from matplotlib.figure import Figure

@@ -1,4 +1,4 @@
-"""Read a run's receipt back: what every attempt's time went into, and how much of it counted. No torch, no MPI."""
+"""Reader of run receipts: where every attempt's time was spent, and how much of it counted. No torch, no MPI."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hpctrain.train.receipt_attempt import Attempt, attempts_from, saved_step
 from hpctrain.train.receipt_settle import Row, catch_up, close_unfinished, drop, maybe, rows_of, text
 from hpctrain.util.reading import read_json
 
-# Ids of jobs as the schedulers write them: other text is not passed on to their commands.
+# Job ids in the schedulers' formats: no other text is passed to their commands.
 _JOBS = {
     "slurm": re.compile(r"[0-9]+(?:_[0-9]+)?", re.ASCII),
     "pbs": re.compile(r"[0-9]+(?:\[[0-9]*\])?(?:\.[A-Za-z0-9][A-Za-z0-9.-]*)?", re.ASCII),
@@ -28,7 +28,7 @@ _ASKED: Mapping[str, Ask] = {"slurm": ask_slurm, "pbs": ask_pbs}
 
 @dataclass(frozen=True)
 class RunReceipt:
-    """Hold the receipt of a run, and what is known of its energy."""
+    """Receipt of a run, and its energy if known."""
 
     folder: Path
     status: str
@@ -37,10 +37,11 @@ class RunReceipt:
 
 
 def load(folders: Sequence[str | Path], ask: Mapping[str, Ask] = _ASKED) -> list[RunReceipt]:
-    """Return the receipts of some runs' folders; raises ``UsageError`` where there is none.
+    """Return the receipts in some run folders. Raises ``UsageError`` if a folder has none.
 
-    An attempt that has not said how it ended is told from one that is running by what is in the folder, and by what its
-    scheduler knows: ``ask`` holds who is asked, once for all jobs, by the scheduler's name.
+    If the end of an attempt is not recorded, the files in the folder and the scheduler tell whether
+    it is still running. ``ask`` maps a scheduler's name to its query function, which is called once
+    for all jobs.
     """
     found = {Path(folder): copy.deepcopy(attempts_of(read(Path(folder)))) for folder in folders}
     for folder, attempts in found.items():
@@ -70,7 +71,7 @@ def _jobs(attempts: Sequence[Mapping[str, Any]], scheduler: str) -> set[str]:
 
 
 def runs_in(folder: str | Path) -> list[Path]:
-    """Return the folders of runs that a folder stands for: itself, or the tasks of an array below it."""
+    """Return the run folders in a folder: the folder itself, or the tasks of a job array below it."""
     folder = Path(folder)
     if (folder / NAME).is_file():
         return [folder]
@@ -87,7 +88,7 @@ def _hint(folder: Path) -> str:
 def _bring_up_to_date(
     folder: Path, attempts: list[dict[str, Any]], rows: Sequence[Row], accounts: Mapping[str, Account]
 ) -> None:
-    """Do what the next start of the run would do: see to an attempt that did not close its books."""
+    """Apply the changes that the next start of the run would make: complete an attempt without an end."""
     last = attempts[-1]
     if last.get("status") == "running":
         said = last_words.read(folder)
@@ -101,7 +102,7 @@ def _bring_up_to_date(
 
 
 def is_over(folder: Path, attempt: Mapping[str, Any]) -> bool:
-    """Tell whether an attempt is seen to be gone: the lock is, or another's, or its process is, on this host."""
+    """Return whether an attempt has ended: its lock is missing or another's, or its process on this host has ended."""
     try:
         holder = read_json(folder / lock.NAME)
     except FileNotFoundError:

@@ -1,6 +1,7 @@
-"""Settle what earlier attempts of a run came to: how one ended that was killed, which steps have to be done again.
+"""Completion of the records of earlier attempts: the end of a killed attempt, and the steps that must be repeated.
 
-Pure functions of a receipt's attempts and the rows of ``metrics.jsonl``; they change the attempts that they are given.
+Pure functions of a receipt's attempts and the rows of ``metrics.jsonl``. They modify the attempts
+that they are given.
 """
 
 from __future__ import annotations
@@ -15,16 +16,17 @@ from hpctrain.util.text import shorten
 
 Row = Mapping[str, Any]
 Attempts = Sequence[dict[str, Any]]
-_LARGEST = 1e15  # of a number that a run writes; tokens come closest
+_LARGEST = 1e15  # largest absolute value of a number in a receipt; token counts come closest
 LATEST = 2.5e11  # seconds since the epoch: the year 9892
-_LONGEST = 300  # characters of a text
-_SLACK = 1.0  # seconds: clocks are set, and old receipts have whole seconds only
+_LONGEST = 300  # maximum characters of a text
+_SLACK = 1.0  # seconds: clocks are adjusted, and old receipts contain whole seconds only
 
 
 def rows_of(attempts: Attempts, rows: Sequence[Row]) -> list[list[Row]]:
-    """Return the rows of each attempt: a step's is by the last attempt that began with it or an earlier one.
+    """Return the rows of each attempt: a step belongs to the last attempt that began at or before this step.
 
-    A row older than that attempt is left over from one before, which has been settled, and is nobody's.
+    A row older than that attempt is left over from an attempt whose record is complete. Such a row
+    belongs to no attempt.
     """
     firsts = [number(attempt, "first_step", 1) for attempt in attempts]
     for index in range(len(firsts) - 2, -1, -1):
@@ -39,7 +41,7 @@ def rows_of(attempts: Attempts, rows: Sequence[Row]) -> list[list[Row]]:
 
 
 def drop(attempts: Attempts, rows: Sequence[Row], last_step: int) -> None:
-    """Count as repeated, in the attempts that did them, the steps after ``last_step``."""
+    """Count the steps after ``last_step`` as repeated, each in the attempt that computed it."""
     for attempt, mine in zip(attempts, rows_of(attempts, rows)):
         gone = [row for row in mine if row["step"] > last_step]
         if gone:
@@ -48,7 +50,7 @@ def drop(attempts: Attempts, rows: Sequence[Row], last_step: int) -> None:
 
 
 def close_unfinished(attempts: Attempts, rows: Sequence[Row], said: Mapping[str, Any]) -> None:
-    """Close every attempt that never came to say how it ended; ``said`` is what a rank left that ended the job."""
+    """Complete every attempt without an end; ``said`` is the failure record of a rank that ended the job."""
     for attempt, mine in zip(attempts, rows_of(attempts, rows)):
         if attempt.get("status") == "running":
             catch_up(attempt, mine)
@@ -57,7 +59,7 @@ def close_unfinished(attempts: Attempts, rows: Sequence[Row], said: Mapping[str,
 
 
 def catch_up(attempt: dict[str, Any], rows: Sequence[Row]) -> None:
-    """Add to an attempt the steps that it did after it was last written down."""
+    """Add the steps that an attempt computed after its last update of the receipt."""
     tail = [row for row in rows if row["step"] > number(attempt, "step", number(attempt, "first_step", 1) - 1)]
     if not tail:
         return
@@ -66,7 +68,7 @@ def catch_up(attempt: dict[str, Any], rows: Sequence[Row]) -> None:
     if (tokens := maybe(last, "tokens")) is not None:
         attempt["tokens"] = tokens
     if maybe(attempt, "step_seconds") is None:
-        return  # written by an earlier version: what its steps took is in the metrics alone
+        return  # written by an earlier version: only the metrics contain the times of its steps
     attempt["steps"] = int(number(attempt, "steps")) + len(tail)
     attempt["step_seconds"] = round(number(attempt, "step_seconds") + seconds_in(tail), 3)
     elapsed = number(attempt, "elapsed_seconds") + seconds_in(tail)
@@ -92,26 +94,26 @@ def _close(attempt: dict[str, Any], said: Mapping[str, Any]) -> None:
 
 
 def seconds_in(rows: Sequence[Row]) -> float:
-    """Return what some steps have taken."""
+    """Return the total seconds of some steps."""
     return sum(number(row, "step_seconds") for row in rows)
 
 
 def number(facts: Mapping[str, Any], name: str, default: float = 0.0) -> float:
-    """Return a number of some facts; the default where there is none."""
+    """Return a number from ``facts``; the default if it is missing."""
     found = maybe(facts, name)
     return default if found is None else found
 
 
 def maybe(facts: Mapping[str, Any], name: str) -> float | None:
-    """Return a number of some facts; None if there is none, or something that no run writes."""
+    """Return a number from ``facts``; None if it is missing or a value that no run writes."""
     value = facts.get(name)
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
-    return value if -_LARGEST < value < _LARGEST else None  # neither holds for NaN
+    return value if -_LARGEST < value < _LARGEST else None  # both comparisons are false for NaN
 
 
 def text(facts: Mapping[str, Any], name: str) -> str | None:
-    """Return a text of some facts, cut if it is long; None if there is none, or something else than text or number."""
+    """Return a text from ``facts``, truncated if it is long; None if it is missing or neither text nor number."""
     value = facts.get(name)
     if isinstance(value, str):
         return shorten(value, _LONGEST) or None
@@ -119,14 +121,14 @@ def text(facts: Mapping[str, Any], name: str) -> str | None:
 
 
 def began(attempt: Mapping[str, Any]) -> float | None:
-    """Return when an attempt began, in seconds since the epoch."""
+    """Return the start of an attempt in seconds since the epoch."""
     exact = maybe(attempt, "unix_time")
     begun = seconds_since_epoch(attempt.get("started")) if exact is None else exact
     return begun if begun is not None and 0 <= begun < LATEST else None
 
 
 def seconds_since_epoch(text: Any) -> float | None:
-    """Return the moment that a receipt writes as ``2026-01-31T12:00:00Z``."""
+    """Return the seconds since the epoch of a time such as ``2026-01-31T12:00:00Z``."""
     try:
         return float(calendar.timegm(time.strptime(str(text), "%Y-%m-%dT%H:%M:%SZ")))
     except (ValueError, OverflowError):

@@ -1,4 +1,4 @@
-"""Count what the time of an attempt goes into, as it goes: start-up, steps, waiting for checkpoints."""
+"""Running totals of an attempt's time: startup, steps, waits for checkpoints."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from hpctrain.util.retry import retries
 
 
 class Tally:
-    """Be told of every step and every wait; ``age`` is how many seconds ago the attempt began.
+    """Time accounting of the current attempt; ``age`` is the number of seconds since the attempt began.
 
-    Without one, the attempt began with its process, as the import of a large library is a part of what a start costs;
-    but a process that makes several runs has started up for the first of them alone.
+    By default, the attempt began when its process started, because the import of a large library is
+    part of the startup cost. If a process makes several runs, only the first one has this startup
+    time.
     """
 
     _first_taken: ClassVar[bool] = False
@@ -39,11 +40,11 @@ class Tally:
 
     @property
     def is_starting(self) -> bool:
-        """Tell whether no step has been done yet."""
+        """Return whether no step has been completed yet."""
         return self._startup is None
 
     def step(self, row: Mapping[str, Any]) -> None:
-        """Note the numbers of a step that has just ended."""
+        """Add the metrics of a step that has just ended."""
         seconds = row.get("step_seconds", 0.0)
         if self._startup is None:
             self._startup = max(self.elapsed - self._save_seconds - seconds, 0.0)
@@ -52,15 +53,15 @@ class Tally:
         self._step_seconds += seconds
 
     def rewind(self, last_step: int) -> None:
-        """Go back to a step; the time that was spent is spent."""
+        """Roll back to a step; the time already spent is kept."""
         self._step = last_step
 
     def waited(self, seconds: float) -> None:
-        """Note how long the run has just waited for a checkpoint."""
+        """Add the seconds of a wait for a checkpoint."""
         self._save_seconds += seconds
 
     def facts(self) -> dict[str, Any]:
-        """Return what a receipt says of it; before the first step, all time is start-up."""
+        """Return the facts for the receipt; before the first step, all time is startup."""
         elapsed = self.elapsed
         startup = elapsed - self._save_seconds if self._startup is None else self._startup
         seconds = {
@@ -79,7 +80,7 @@ class Tally:
 
 
 def process_age() -> float:
-    """Return how many seconds ago this process started; 0 where the system does not say."""
+    """Return the seconds since this process started; 0 if the system does not report it."""
     ticks = process_started(os.getpid())
     if ticks is None:
         return 0.0

@@ -1,4 +1,4 @@
-"""Put receipts of runs into words: a table of the attempts, the totals, and a sentence on what the time went into."""
+"""Text form of run receipts: a table of the attempts, the totals, and a sentence on where the time was spent."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hpctrain.errors import UsageError
 from hpctrain.train.receipt_attempt import Attempt
 from hpctrain.train.receipt_read import RunReceipt, load
 
-# What an attempt's time goes into: the name in JSON, and in words.
+# Categories of an attempt's time: the name in JSON, and the label in text.
 PARTS = {
     "useful": "steps that count",
     "startup": "start-up",
@@ -25,7 +25,7 @@ _WH = 3600.0  # joules
 
 @dataclass(frozen=True)
 class Totals:
-    """Hold what some attempts came to together; ``node_seconds`` are of each part, and of all."""
+    """Totals over several attempts; ``node_seconds`` is by category."""
 
     attempts: int
     node_seconds: dict[str, float]
@@ -43,12 +43,12 @@ class Totals:
         return sum(self.node_seconds.values()) / 3600
 
     def share(self, part: str) -> float:
-        """Return which part of the node-hours went into something, from 0 to 1."""
+        """Return the fraction of the node-hours in a category, from 0 to 1."""
         return self.node_seconds[part] / (sum(self.node_seconds.values()) or 1.0)
 
 
 def totals(receipts: Sequence[RunReceipt]) -> Totals:
-    """Add up the attempts of some runs; what is unknown of one of them is unknown of all."""
+    """Return the totals over all attempts of some runs; a count that is unknown for one attempt is unknown in total."""
     attempts = [attempt for receipt in receipts for attempt in receipt.attempts]
     joules = [receipt.joules for receipt in receipts if receipt.joules is not None]
     stepped = [attempt for attempt in attempts if attempt.steps]
@@ -76,7 +76,7 @@ def _hours(attempts: Sequence[Attempt], count: Callable[[Attempt], int | None]) 
 
 
 def text(receipts: Sequence[RunReceipt]) -> list[str]:
-    """Return the lines that people read: a run's attempts, or a line for each of several runs, and the totals."""
+    """Return the text output: the attempts of one run, or one line per run if there are several, and the totals."""
     together = totals(receipts)
     if len(receipts) == 1:
         (receipt,) = receipts
@@ -90,21 +90,21 @@ def text(receipts: Sequence[RunReceipt]) -> list[str]:
 
 
 def sentence(together: Totals) -> str:
-    """Say how much of the time counted."""
+    """Return a sentence on the fraction of the time that counted."""
     return f"{together.share('useful'):.0%} of {_amount(together.node_hours)} node-hours went into steps that count"
 
 
 def summary(folder: Path) -> str | None:
-    """Return a run's receipt in a line, None where there is none; what a scheduler may know is not asked for."""
+    """Return a run's receipt in one line, None if there is none; the scheduler is not queried."""
     try:
         together = totals(load([folder], {}))
     except UsageError:
-        return None  # the disk had no room for it, and the run was to go on without
+        return None  # the disk was full, and the run continued without a receipt
     return f"{sentence(together)}, in {_count(together.attempts, 'attempt')}"
 
 
 def to_json(receipts: Sequence[RunReceipt]) -> dict[str, Any]:
-    """Return the same as plain values; times in seconds, energy in joules."""
+    """Return the receipts as plain values; times in seconds, energy in joules."""
     together = totals(receipts)
     facts = asdict(together)
     parts = facts.pop("node_seconds")
@@ -124,7 +124,7 @@ def to_json(receipts: Sequence[RunReceipt]) -> dict[str, Any]:
 
 
 def duration(seconds: float) -> str:
-    """Return a time as people read it: 12.3 s, 4:05, 12:04:05."""
+    """Return a duration in readable form: 12.3 s, 4:05, 12:04:05."""
     if seconds < 60:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
@@ -165,7 +165,7 @@ def _totals(together: Totals) -> list[str]:
 
 
 def _amount(number: float) -> str:
-    """Return a number with three digits that say something."""
+    """Return a number with three significant digits, or as an integer from 100 on."""
     return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
 
 

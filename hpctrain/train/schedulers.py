@@ -1,13 +1,14 @@
-"""Learning-rate schedulers of a program, found without being named, so that a checkpoint never lacks one.
+"""Learning-rate schedulers of a program, found automatically so that every checkpoint includes them.
 
-Note: the search. A scheduler refers to its optimizer, so it is among ``gc.get_referrers(optimizer)``. That takes 26
-ms with 290,000 objects alive (torch imported, 600 parameters; Python 3.11, one core of a cloud machine), against 96 ms
-for a look at the type of everything in ``gc.get_objects()``. One pass serves all optimizers. A second one, over what
-the first found, is made only if a scheduler's ``__dict__`` was asked for, as ``state_dict`` does: then that dict is
-what refers to the optimizer.
+A scheduler refers to its optimizer, so it is among ``gc.get_referrers(optimizer)``. This search
+takes 26 ms with 290,000 live objects (torch imported, 600 parameters; Python 3.11, one core of a
+cloud machine). A check of the type of every object in ``gc.get_objects()`` takes 96 ms. One pass
+serves all optimizers. A second pass, over the results of the first, is made only if a scheduler's
+``__dict__`` has been accessed, as ``state_dict`` does: then this dict is the object that refers to
+the optimizer.
 
-Found are torch's classes and what derives from them. A schedule written by hand, such as a function that sets ``lr``,
-is not found: name it in ``states`` if it has a state.
+The search finds torch's classes and their subclasses. A hand-written schedule, such as a function
+that sets ``lr``, is not found: if it has a state, name it in ``states``.
 """
 
 from __future__ import annotations
@@ -26,25 +27,26 @@ from hpctrain.errors import UsageError
 
 NAME = "scheduler"
 SCALER = "scaler"
-_KINDS = (LRScheduler, ReduceLROnPlateau)  # in older versions of torch the second does not derive from the first
+_KINDS = (LRScheduler, ReduceLROnPlateau)  # in older versions of torch, the second is not a subclass of the first
 _ENDS = (torch.Tensor, torch.nn.Module, torch.optim.Optimizer, type, ModuleType, FunctionType, MethodType, str, bytes)
-_MOST = 100_000  # objects looked at inside of what is saved already
+_MOST = 100_000  # objects visited inside objects that are already saved
 
 
 def find_schedulers(
     optimizers: Mapping[str, torch.optim.Optimizer], states: Mapping[str, object]
 ) -> dict[str, Any]:
-    """Return the schedulers of the optimizers that are neither in ``states`` nor inside of an object there, by name.
+    """Return, by name, the optimizers' schedulers that are neither in ``states`` nor inside an object there.
 
-    That of the only optimizer is called ``scheduler``, of several ``scheduler.KEY``. Several independent ones of one
-    optimizer are numbered from the second on (``scheduler.1``), in an order that follows from their classes and
-    settings: it is the same in every process. Parts of a SequentialLR or ChainedScheduler are left to it. Schedulers
-    written by hand are not found.
+    The scheduler of a single optimizer is named ``scheduler``; with several optimizers, the names
+    are ``scheduler.KEY``. If one optimizer has several independent schedulers, the second and later
+    ones are numbered (``scheduler.1``). Their order follows from their classes and settings, so it
+    is the same in every process. Parts of a SequentialLR or ChainedScheduler are saved by it and
+    not returned. Hand-written schedulers are not found.
     """
     found = _holders(optimizers.values())
     if len(found) > len(optimizers):
         found.clear()
-        gc.collect()  # drop those of unreachable cycles: the program has replaced them
+        gc.collect()  # drop unreachable cycles: the program has replaced these schedulers
         found = _holders(optimizers.values())
     inside = _reachable([*states.values(), *(part for one in found for part in getattr(one, "_schedulers", ()))])
     named: dict[str, Any] = {}
@@ -57,15 +59,16 @@ def find_schedulers(
 
 
 def find_scalers(states: Mapping[str, object]) -> list[Any]:
-    """Return the enabled GradScalers of the process that no object in ``states`` holds.
+    """Return the enabled GradScalers of the process that no object in ``states`` contains.
 
-    A scaler refers to no optimizer, so this looks at the types of all objects: 15 ms with 290,000 of them alive.
+    A scaler does not refer to an optimizer, so this checks the types of all objects: 15 ms with
+    290,000 live objects.
     """
     kinds = _with_subclasses(torch.amp.GradScaler)
     found = [one for one in gc.get_objects() if type(one) in kinds and one.is_enabled()]
     if found:
         found.clear()
-        gc.collect()  # drop those of unreachable cycles: the program has replaced them
+        gc.collect()  # drop unreachable cycles: the program has replaced these scalers
         found = [one for one in gc.get_objects() if type(one) in kinds and one.is_enabled()]
     inside = _reachable(list(states.values())) if found else set()
     return [one for one in found if id(one) not in inside]
@@ -76,10 +79,10 @@ def _with_subclasses(kind: type[Any]) -> set[type[Any]]:
 
 
 def check_saved(saved: Collection[str], present: Mapping[str, object], found: Collection[str], path: object) -> None:
-    """Compare the names of states in a file with those of the program, before anything is restored.
+    """Compare the names of states in a file with those of the program before anything is restored.
 
-    ``found`` are the names of ``present`` that ``find_schedulers`` gave. Raises ``UsageError`` for a scheduler that one
-    side lacks.
+    ``found`` contains the names in ``present`` that ``find_schedulers`` returned. Raises
+    ``UsageError`` if a scheduler is missing on one side.
     """
     lost = [name for name in saved if re.fullmatch(rf"{NAME}(\..+)?", name) and name not in present]
     if lost:
@@ -105,11 +108,11 @@ def _listed(names: Iterable[str]) -> str:
 
 
 def _holders(optimizers: Iterable[torch.optim.Optimizer]) -> list[Any]:
-    """Return the schedulers that hold one of the optimizers, in no particular order."""
+    """Return the schedulers that refer to one of the optimizers, in no particular order."""
     wanted = list(optimizers)
     referrers = gc.get_referrers(*wanted) if wanted else []
     found = {id(one): one for one in referrers if isinstance(one, _KINDS)}
-    # Their dict, not they, may be what refers to the optimizer; others have no such pair of keys.
+    # The dict of a scheduler may be the referrer instead; no other dict has this pair of keys.
     dicts = [one for one in referrers if type(one) is dict and "optimizer" in one and "_last_lr" in one]
     for one in gc.get_referrers(*dicts) if dicts else []:
         if isinstance(one, _KINDS):
@@ -118,7 +121,7 @@ def _holders(optimizers: Iterable[torch.optim.Optimizer]) -> list[Any]:
 
 
 def _reachable(roots: Iterable[object]) -> set[int]:
-    """Return the ids of all objects that attributes, lists, tuples, sets and dicts lead to from the roots."""
+    """Return the ids of all objects that are reachable from the roots by attributes, lists, tuples, sets and dicts."""
     seen: set[int] = set()
     waiting = list(roots)
     while waiting and len(seen) < _MOST:

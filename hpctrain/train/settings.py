@@ -1,4 +1,4 @@
-"""Hold the settings of a run: one section a room, each beside what it sets."""
+"""Settings of a run: one dataclass per section, most of them defined next to the code that they configure."""
 
 from __future__ import annotations
 
@@ -22,36 +22,37 @@ from hpctrain.settings import check as check_fields
 from hpctrain.settings import check_most, meant, names_function, read_toml, unknown
 from hpctrain.util.text import shown
 
-# The losses that have a name; train.step's are those of parallel.objective, which loads torch.
+# The losses with a name. parallel.objective implements them, but it loads torch.
 LOSSES = ("cross_entropy", "mse")
-_MOST_TOKENS = 2**36  # per step over all ranks: so that bytes of activations can be counted
-# What the settings of an optimizer are called by the classes of torch.optim.
+_MOST_TOKENS = 2**36  # per step over all ranks: limits the computed sizes of activations in bytes
+# Argument names of the classes of torch.optim for the optimizer settings.
 OPTIMIZER_ARGUMENTS = {"learning_rate": "lr", "betas": "betas", "epsilon": "eps", "weight_decay": "weight_decay"}
-# What a run from a file logs: in every step, and where it evaluates. A checkpoint may be kept for any of it.
+# Values that a run from a file logs: in every step, and at evaluations. Any of them may select the best checkpoint.
 LOGGED_EACH_STEP = ("loss", "learning_rate", "grad_norm")
 LOGGED_EVALUATING = ("validation_loss", "centre_distance", "communication", "staleness", "staleness_most")
-# Of the numbers of a step, what a checkpoint has by itself, and what differs between two runs that are otherwise equal.
+# Values of a step that cannot select the best checkpoint: a checkpoint contains them anyway, or
+# they differ between two otherwise equal runs.
 NOT_JUDGED = ("step", "tokens", "samples", "skipped", "step_seconds", "communication_seconds")
 
 
 @dataclass(frozen=True)
 class RunSettings:
-    """Say where a run lives and on what it runs."""
+    """Location of a run and the device that it uses."""
 
     # Everything the run writes goes here.
     folder: str = "runs/run"
-    # auto: go on from the newest valid checkpoint if there is one; never: start anew in an empty folder; must: refuse
-    # to start anew.
+    # auto: resume from the newest valid checkpoint if there is one; never: start in a folder
+    # without checkpoints; must: fail if there is no checkpoint.
     resume: Literal["auto", "never", "must"] = "auto"
-    # A damaged newest checkpoint is an error instead of a warning and the one before.
+    # Raise an error if the newest checkpoint is damaged, instead of a warning and the use of the one before.
     strict: bool = False
-    # How long the job may take, from its start, as 04:00:00 or 4h; empty: as HPCTRAIN_DEADLINE or the scheduler says.
+    # Time limit of the job from its start, as 04:00:00 or 4h; empty: HPCTRAIN_DEADLINE or the scheduler's limit.
     walltime: str = ""
-    # Seconds before the end of the job at which the run saves and leaves; 0: two of the slowest saves, the slowest step
-    # and a minute.
+    # Seconds before the end of the job at which the run saves and exits; 0: twice the slowest save,
+    # plus the slowest step, plus one minute.
     margin: float = 0.0
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    # Let ranks share a GPU.
+    # Allow ranks to share a GPU.
     oversubscribe: bool = False
 
     def __post_init__(self) -> None:
@@ -64,41 +65,41 @@ class RunSettings:
 
 @dataclass(frozen=True)
 class TrainSettings:
-    """Say how long and how carefully to train."""
+    """Length, precision and checks of the training."""
 
-    # Optimizer updates in all, over all resumes.
+    # Optimizer updates in total, over all resumes.
     steps: int = 1000
-    # Samples a step over all ranks.
+    # Samples per step over all ranks.
     batch: int = 32
-    # Backward passes a step; each takes batch / accumulate samples over all ranks.
+    # Backward passes per step; each takes batch / accumulate samples over all ranks.
     accumulate: int = 1
-    # Decides initial weights, order of samples and dropout.
+    # Determines initial weights, order of samples and dropout.
     seed: int = 0
-    # Refuse operations that may give other bits on a rerun.
+    # Refuse operations that may give different bits when repeated.
     deterministic: bool = False
-    # Precision of forward and backward; parameters and updates stay in float32.
+    # Precision of forward and backward passes; parameters and updates stay in float32.
     precision: Literal["float32", "bfloat16"] = "float32"
-    # What the model's output and the targets are compared by: cross_entropy (targets are classes), mse (targets are
-    # floats), or a function of yours, "package.module:function": of outputs and targets, returning the mean over the
-    # samples.
+    # Loss of the model's outputs and the targets: cross_entropy (targets are classes), mse (targets
+    # are floats), or "package.module:function" for a user function, called with outputs and
+    # targets, that returns the mean over the samples.
     loss: str = "cross_entropy"
-    # Largest global norm of the gradients; 0 does not clip.
+    # Largest global norm of the gradients; 0: no clipping.
     clip: float = 1.0
-    # Steps between evaluations on the validation split; 0 evaluates at the end only.
+    # Steps between evaluations on the validation split; 0: evaluate at the end only.
     evaluate_every: int = 100
-    # A NaN or infinite gradient: stop the job, leave out the update, or go back to the last checkpoint.
+    # Reaction to a NaN or infinite gradient: stop the job, skip the update, or roll back to the last checkpoint.
     on_nonfinite: Literal["abort", "skip", "rollback"] = "abort"
-    # A checkpoint of another run whose model this one begins with; the optimizer starts fresh. A run that resumes does
-    # not look at it.
+    # Checkpoint of another run from which the model is loaded; the optimizer starts with a new
+    # state. Ignored when the run resumes.
     start_from: str = ""
-    # Patterns (fnmatch): names of tensors that need not fit it, and stay as they were built.
+    # Patterns (fnmatch) of tensor names that need not fit this checkpoint and keep their initial values.
     start_skip: tuple[str, ...] = ()
-    # Write trace.json into the run's folder: what every rank did when, for Perfetto and hpctrain plan --measured.
+    # Write trace.json into the run folder: a timeline of every rank, for Perfetto and hpctrain plan --measured.
     trace: bool = False
-    # The first and the last step to trace, counted from this start; few, so that the file stays small. The first two
-    # take longer than all others.
+    # First and last step to trace, counted from this start. Few steps keep the file small. The
+    # first two steps are slower than all others.
     trace_steps: tuple[int, ...] = (3, 12)
-    # What a byte-level language model goes on from when training ends; empty for none.
+    # Prompt that a byte-level language model continues when training ends; empty: none.
     prompt: str = ""
 
     def __post_init__(self) -> None:
@@ -119,28 +120,28 @@ class TrainSettings:
 
 
 def check_trace_steps(steps: Sequence[int], where: str) -> None:
-    """Raise ``SettingsError`` unless these are a first and a last step."""
+    """Raise ``SettingsError`` unless the steps are a first and a last step."""
     if not (len(steps) == 2 and 1 <= steps[0] <= steps[1]):
         raise SettingsError(f"{where} = {list(steps)}: give the first and the last step to trace, as in [3, 12]")
 
 
 @dataclass(frozen=True)
 class OptimizerSettings:
-    """Name the optimizer, and set the learning rate over the steps."""
+    """Optimizer, and learning rate over the steps."""
 
-    # A class of torch.optim, in any case: adamw (Loshchilov and Hutter, ICLR 2019), sgd, ...
+    # A class of torch.optim, in upper or lower case: adamw (Loshchilov and Hutter, ICLR 2019), sgd, ...
     name: str = "adamw"
-    # Your own optimizer: "package.module:function" or a class, called with the parameter groups and the options.
+    # Custom optimizer: "package.module:function" or a class, called with the parameter groups and the options.
     factory: str | None = None
-    # More keyword arguments of the class or the factory, as in {momentum = 0.9, nesterov = true}.
+    # Additional keyword arguments of the class or the factory, as in {momentum = 0.9, nesterov = true}.
     options: dict[str, Any] = field(default_factory=dict)
     learning_rate: float = 1e-3
-    # Steps of linear rise from 0 to the learning rate.
+    # Steps of linear warmup from 0 to the learning rate.
     warmup: int = 0
-    # What follows: half a cosine down to learning_rate x final, or no change.
+    # After the warmup: half a cosine period down to learning_rate x final, or a constant rate.
     schedule: Literal["cosine", "constant"] = "cosine"
     final: float = 0.1
-    # Where these are not set, adamw takes 0.9 and 0.95, 1e-8, and 0.1; others have torch's defaults.
+    # Defaults: 0.9 and 0.95, 1e-8 and 0.1 for adamw; torch's defaults for other optimizers.
     betas: tuple[float, ...] | None = None
     epsilon: float | None = None
     # Applied to matrices only, not to biases and norms.
@@ -164,29 +165,30 @@ class OptimizerSettings:
 
 @dataclass(frozen=True)
 class CheckpointSettings:
-    """Say when to save and what to keep."""
+    """When to save, and which checkpoints to keep."""
 
     # Steps between checkpoints; the last step is always saved.
     every: int = 100
-    # The newest ones that stay.
+    # Number of newest checkpoints to keep.
     keep: int = 2
-    # Steps: a checkpoint whose step is a multiple stays, too; 0: none for that.
+    # Also keep checkpoints whose step is a multiple of this number; 0: no such checkpoints.
     keep_every: int = 0
-    # The checkpoint in whose step this number was the best stays, too: any number that the run logs; empty: none for
-    # that.
+    # Also keep the checkpoint of the step with the best value of this metric: any number that the
+    # run logs; empty: none.
     keep_best: str = ""
-    # Which value is the best.
+    # Whether the lowest or the highest value is the best.
     best: Best = "lowest"
-    # One cannot be written: end the run, or warn, go on, and try again when the next is due. At the end of the run it
-    # is an error in any case.
+    # Reaction to a failed save: end the run, or warn, continue, and try again when the next
+    # checkpoint is due. At the end of the run, a failed save is always an error.
     on_error: Literal["stop", "continue"] = "stop"
-    # Copy the state and let a process beside each rank write it while training goes on.
+    # Copy the state, and write it in a separate process per rank while training continues.
     background: bool = False
-    # posix: every rank writes its share by itself; mpiio: by collective calls of MPI, which get the hints.
+    # posix: every rank writes its shard independently; mpiio: collective MPI-IO calls, which receive the hints.
     io: Literal["posix", "mpiio"] = "posix"
-    # Bytes: tensors of that size and more start at multiples of it; a power of two, at best the filesystem's stripe.
-    alignment: int = 1 << 20  # layout.ALIGNMENT, whose module loads NumPy
-    # What MPI is told about the filesystem, as in ["striping_factor=16", "striping_unit=4194304", "cb_nodes=8"].
+    # Bytes: tensors of this size or larger start at multiples of it; a power of two, ideally the
+    # filesystem's stripe size.
+    alignment: int = 1 << 20  # layout.ALIGNMENT; its module would load NumPy
+    # MPI-IO hints about the filesystem, as in ["striping_factor=16", "striping_unit=4194304", "cb_nodes=8"].
     hints: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -207,7 +209,10 @@ class CheckpointSettings:
         self._check_judge()
 
     def _check_judge(self) -> None:
-        """Refuse what no checkpoint is judged by, and a probable misspelling; a strategy may log other names."""
+        """Refuse metrics that cannot select the best checkpoint, and likely misspellings.
+
+        Other names are accepted, because a strategy may log them.
+        """
         known, name = [*LOGGED_EVALUATING, *LOGGED_EACH_STEP], self.keep_best
         if name in NOT_JUDGED:
             text = f"setting checkpoint.keep_best = {shown(name)}: no checkpoint is judged by that"
@@ -219,7 +224,7 @@ class CheckpointSettings:
 
 @dataclass(frozen=True)
 class Settings:
-    """Hold all sections."""
+    """All sections."""
 
     run: RunSettings = RunSettings()
     data: DataSettings = DataSettings()
@@ -244,7 +249,7 @@ class Settings:
 def load(path: str | Path, assignments: Sequence[str] = ()) -> Settings:
     """Return the settings of a TOML file with ``section.key=value`` assignments on top.
 
-    Where nothing names the run's folder, it is ``runs/`` and the file's name. Raises ``SettingsError``.
+    If neither sets the run folder, it is ``runs/`` plus the file's name. Raises ``SettingsError``.
     """
     tree: dict[str, Any] = read_toml(path)
     for assignment in assignments:

@@ -1,6 +1,6 @@
-"""Turn signals into a wish that the ranks agree on at the end of a step. Standard library only.
+"""Signal handlers that set a stop request, on which the ranks agree at the end of a step. Standard library only.
 
-Installed before torch is imported: until then a signal's default action would kill the rank.
+They are installed before torch is imported: before that, a signal's default action kills the rank.
 """
 
 from __future__ import annotations
@@ -16,35 +16,37 @@ from types import FrameType
 
 from hpctrain.errors import EXIT_INTERRUPTED, EXIT_TERMINATED
 
-# The batch system's early warning (``--signal=USR1@300``), and its last one.
+# The batch system's early warning (``--signal=USR1@300``), and its final one.
 SIGNALS = (signal.SIGUSR1, signal.SIGTERM)
-ASKED_BY = "HPCTRAIN_ASKED_BY"  # USR1: whoever ends the job, SIGUSR1 comes to the ranks, too
+ASKED_BY = "HPCTRAIN_ASKED_BY"  # USR1: the job script passes every end of the job to the ranks as SIGUSR1, too
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM before a run has begun: there is nothing to save, and the start may take minutes."""
+    """SIGTERM before a run has begun: no state can be saved yet, and the start may take minutes."""
 
 
 def told_and_code(kind: type[BaseException]) -> tuple[str, int]:
-    """Return what is said of a ``KeyboardInterrupt`` that ends a rank, and the exit code."""
+    """Return the message for a ``KeyboardInterrupt`` that ends a rank, and the exit code."""
     if issubclass(kind, Terminated):
         return "terminated before the run has begun, nothing to save", EXIT_TERMINATED
     return "interrupted", EXIT_INTERRUPTED
 
 
 class StopRequest:
-    """Hold whether a signal has asked this rank to save and leave; handlers only set this flag.
+    """Request by a signal that this rank saves and exits; the signal handlers only set this flag.
 
-    Note: a SIGTERM that comes alone. ``srun --kill-on-bad-exit`` sends it when a rank has died; SIGKILL follows half a
-    minute later (KillWait). The others wait in MPI for the dead one, where Python runs no handler, and nothing tells
-    this from the SIGTERM of ``scancel``, after which there is time to save. So our job scripts pass on every end of the
-    job as SIGUSR1, say so (``HPCTRAIN_ASKED_BY``), and a SIGTERM without it means that a rank is gone. The watchdog
-    reads the signals from a pipe, which they reach wherever the main thread is.
+    SIGTERM without SIGUSR1: ``srun --kill-on-bad-exit`` sends SIGTERM when a rank has died, and
+    SIGKILL half a minute later (KillWait). The other ranks wait in MPI for the dead rank, where
+    Python runs no handlers. This SIGTERM cannot be distinguished from the SIGTERM of ``scancel``,
+    after which there is time to save. The job scripts therefore pass on every end of the job as
+    SIGUSR1 and announce this in ``HPCTRAIN_ASKED_BY``. A SIGTERM without SIGUSR1 then means that a
+    rank has died. The watchdog reads the signals from a pipe, which receives them wherever the main
+    thread is.
     """
 
     def __init__(self) -> None:
         self.signal: int | None = None
-        self.starting = False  # while there is nothing to save: SIGTERM ends the job at once
+        self.starting = False  # while there is no state to save, SIGTERM ends the job at once
         self._raised: type[KeyboardInterrupt] | None = None
         self._pipe: int | None = None
         self._terminated: float | None = None
@@ -52,11 +54,11 @@ class StopRequest:
 
     @property
     def name(self) -> str | None:
-        """Return the signal's name, None where none has come."""
+        """Return the signal's name, None if no signal has arrived."""
         return signal.Signals(self.signal).name if self.signal else None
 
     def alone(self) -> float:
-        """Return for how many seconds SIGTERM has been there without SIGUSR1; 0.0 where it has not come, or may."""
+        """Return the seconds since SIGTERM arrived without SIGUSR1; 0.0 if none arrived or SIGUSR1 is not passed on."""
         if self._pipe is None:
             return 0.0
         for number in self._arrived(self._pipe):
@@ -66,7 +68,7 @@ class StopRequest:
         return 0.0 if self._asked or self._terminated is None else time.monotonic() - self._terminated
 
     def listen(self) -> None:
-        """Note signals in a pipe as they come, unless somebody else does."""
+        """Write arriving signals to a pipe, unless the program already uses a wakeup descriptor."""
         if self._pipe is not None:
             return
         self._pipe, write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -94,10 +96,11 @@ class StopRequest:
         raise kind
 
     def raise_lost_interrupt(self) -> None:
-        """Raise ``KeyboardInterrupt`` if one was raised before and got lost.
+        """Raise ``KeyboardInterrupt`` if one was raised earlier and was lost.
 
-        Python drops exceptions in callbacks of weak references and in ``__del__``, which run while modules are imported
-        and models built: this rank would train on, though it was told to end.
+        Python drops exceptions in weak reference callbacks and in ``__del__``, which run while
+        modules are imported and models are built. Without this check, the rank would continue to
+        train after an interrupt.
         """
         if self._raised is not None:
             raise self._raised
@@ -107,9 +110,9 @@ stop_request = StopRequest()
 
 
 def install() -> StopRequest:
-    """Catch the signals from now on; a process whose main thread runs elsewhere keeps its own handlers.
+    """Install the signal handlers. If this is not the main thread, the process keeps its own handlers.
 
-    SIGINT raises ``KeyboardInterrupt`` as ever, and is noted.
+    SIGINT raises ``KeyboardInterrupt`` as usual, and the interrupt is recorded.
     """
     if threading.current_thread() is threading.main_thread():
         for number in SIGNALS:
@@ -125,7 +128,7 @@ def install() -> StopRequest:
 
 @contextmanager
 def starting() -> Iterator[None]:
-    """Let SIGTERM end the job at once: nothing that is computed here could be saved."""
+    """Let SIGTERM end the job at once in the ``with`` block: no state computed there could be saved."""
     before, stop_request.starting = stop_request.starting, True
     try:
         yield
@@ -135,10 +138,11 @@ def starting() -> Iterator[None]:
 
 
 def _ignore() -> None:
-    """Ignore the signals in the last part of this process, in which Python would let them kill.
+    """Ignore the signals during interpreter shutdown, when Python would restore their default action.
 
-    srun and others end all ranks as soon as one has left with a code that is not 0. A rank that is just leaving with
-    the same code (2: bad input, 75: saved) must not die of that: the job's exit code would be that of a signal.
+    srun and other launchers end all ranks as soon as one rank has exited with a nonzero code. A
+    rank that is exiting with the same code (2: bad input, 75: saved) must not be killed by that
+    signal: the job's exit code would be that of the signal.
     """
     for number in SIGNALS:
         if signal.getsignal(number) == stop_request._on_signal:

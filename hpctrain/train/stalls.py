@@ -1,10 +1,14 @@
-"""Say of workers at their own pace which ones stand still while others go on: nobody waits for them, so nobody would.
+"""Straggler detection for asynchronous ranks: finds ranks that make no steps while others do.
 
-Note: who is taken to stand still. Whoever is behind this rank, and has made no step for a tenth of ``HPCTRAIN_TIMEOUT``
-in which this one made several: who waits at a meeting is not behind, who is only slower makes a step in that time, and
-in a job that was stopped as a whole nobody has made any. What was seen before a meeting is forgotten, since all were
-there. Ranks look within their node alone, where a look is one at memory: another node's would be a message that a
-stopped rank does not answer.
+Synchronous ranks would notice such a rank because they wait for it. Asynchronous ranks do not wait,
+so they must check.
+
+A rank is a straggler if it is behind this rank and has made no step for a tenth of
+``HPCTRAIN_TIMEOUT``, while this rank has made several. A rank that waits at a synchronization is
+not behind. A rank that is only slower makes a step in that time. In a job that was suspended as a
+whole, no rank has made a step. Observations from before a synchronization are discarded, because
+all ranks took part in it. A rank checks only the ranks of its node, where a check is one read of
+shared memory. Another node would need a message, which a stopped rank does not answer.
 """
 
 from __future__ import annotations
@@ -16,14 +20,14 @@ from dataclasses import dataclass
 from hpctrain.log import logger
 from hpctrain.transport.activity import timeout_seconds
 
-PART = 0.1  # of HPCTRAIN_TIMEOUT that a rank may take for a step
-STEPS = 10  # that this rank must have made meanwhile
-PAUSE = 1.0  # seconds between two looks
+PART = 0.1  # fraction of HPCTRAIN_TIMEOUT that a rank may take for a step
+STEPS = 10  # steps that this rank must have made in that time
+PAUSE = 1.0  # seconds between two checks
 
 
 @dataclass(frozen=True)
 class _Seen:
-    """Say at which step a rank was first seen, when that was, and at which step this one was then."""
+    """First observation of a rank at its current step: the step, the time, and this rank's step at that time."""
 
     step: int
     when: float
@@ -31,9 +35,9 @@ class _Seen:
 
 
 class Stalls:
-    """Look at the ranks of a node now and then, as one of them: the first that does not stand still itself speaks.
+    """Periodic check of the ranks of a node; the lowest rank that is not a straggler itself logs the warning.
 
-    ``step_of`` tells a rank's step, ``met`` how many meetings this one has been to.
+    ``step_of`` returns a rank's step. ``met`` returns the number of synchronizations of this rank.
     """
 
     def __init__(
@@ -50,10 +54,10 @@ class Stalls:
         self._pause = min(PAUSE, self._limit / 4)
         self._meetings, self._next = met(), 0.0
         self._seen: dict[int, _Seen] = {}
-        self._said: dict[int, float] = {}  # who stands still, since when
+        self._said: dict[int, float] = {}  # stragglers, and the time of their last step
 
     def look(self, step: int) -> None:
-        """Come after a step, about to make this one."""
+        """Check the other ranks; ``step`` is the step that this rank is about to make."""
         now = self._clock()
         if now < self._next:
             return

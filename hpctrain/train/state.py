@@ -1,4 +1,4 @@
-"""Save and restore everything that a run needs to go on bit for bit."""
+"""Saving and restoring of the complete state of a run: a resumed run continues bit for bit."""
 
 from __future__ import annotations
 
@@ -46,18 +46,18 @@ if TYPE_CHECKING:
 __all__ = ["LOADER", "Stateful", "TrainState"]
 T = TypeVar("T")
 
-LOADER = "loader"  # the part that holds the position in the data, of a loader that has one
-FEED = "feed"  # the part that says which pass over the loader it is, and how much of it is done
+LOADER = "loader"  # the state that contains the data position, for a loader with a state of its own
+FEED = "feed"  # the state that contains the pass over the loader and the progress in it
 SAVED_FOR = "best"  # the name under which run.save(best=...) logs its value
-STOPPED = "stopped"  # of a checkpoint's values: why the program has ended the run for good
+STOPPED = "stopped"  # the key of a checkpoint's reason why the program has ended the run for good
 
 
 class TrainState:
-    """State of a run that is saved: models, optimizers, position in the data, step, curves, generators, the user's own.
+    """Saved state of a run: models, optimizers, data position, step, curves, generators, objects of the user.
 
-    ``models``, ``optimizers`` and ``strategies`` (how each model is split over the ranks) are by key; a single one has
-    the key ``""``. ``parts`` are the other things with a state, by name (see ``train.parts``); ``keep`` says which
-    checkpoints of the folder stay.
+    ``models``, ``optimizers`` and ``strategies`` (how each model is split over the ranks) are by
+    key; a single one has the key ``""``. ``parts`` are other objects with a state, by name (see
+    ``train.parts``). ``keep`` is the retention rule for the folder's checkpoints.
     """
 
     def __init__(
@@ -75,28 +75,28 @@ class TrainState:
         self.strategies = {key: strategies[key] for key in self.models if key in strategies}
         self.parts: dict[str, Any] = dict(parts)
         self.comm = comm
-        self.schedulers: set[str] = set()  # names of the parts that were found, not named by the program
-        self.found_scaler = False  # whether a GradScaler was found, not named by the program
-        self.changed: list[str] = []  # hyperparameters that the last restore has overwritten, a line each
+        self.schedulers: set[str] = set()  # names of schedulers that were found, not passed by the program
+        self.found_scaler = False  # whether a GradScaler was found, not passed by the program
+        self.changed: list[str] = []  # hyperparameters that the last restore has overwritten, one line each
         self.folder = folder
         self.keeper = files.Keeper(folder, keep)
         self.step = 0
-        self.batches = 0  # taken from the loader; more than steps where the run went back past some
+        self.batches = 0  # consumed from the loader; more than the steps if a rollback skipped some
         self.tokens = 0
         self.curves = Curves()
-        self.logged: dict[str, float] = {}  # in the present step, by name
-        self.capture: Callable[[], Mapping[str, Any]] = rng.capture_rng  # what to save of the generators
+        self.logged: dict[str, float] = {}  # in the current step, by name
+        self.capture: Callable[[], Mapping[str, Any]] = rng.capture_rng  # returns the generator states to save
         self.stopped: str | None = None  # why the program has ended the run for good
-        self._unjudged = False  # a checkpoint was written that cannot be the best, and it was said
+        self._unjudged = False  # whether a warning about a checkpoint that cannot be the best was logged
 
     @property
     def model(self) -> nn.Module:
-        """Return the model of a run that has one."""
+        """Return the model of a run with one model."""
         return _only(self.models, "models")
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        """Return the optimizer of a run that has one."""
+        """Return the optimizer of a run with one optimizer."""
         return _only(self.optimizers, "optimizers")
 
     @property
@@ -106,15 +106,15 @@ class TrainState:
 
     @property
     def splits(self) -> dict[str, Split | None]:
-        """Return how each model is split over the ranks, by key."""
+        """Return the layout of each model over the ranks, by key."""
         return {key: strategy.split for key, strategy in self.strategies.items()}
 
     def path(self, step: int) -> Path:
-        """Return where the checkpoint of a step lies."""
+        """Return the path of a step's checkpoint."""
         return self.folder / f"step_{step:08d}.h5"
 
     def note(self, row: Mapping[str, Any]) -> None:
-        """Take what was logged in the present step: a checkpoint carries it, and may be kept for it."""
+        """Record the values logged in the current step: a checkpoint contains them, and may be kept because of them."""
         self.curves.add(dict(row))
         self.logged = {
             name: float(value)
@@ -123,7 +123,7 @@ class TrainState:
         }
 
     def save(self, saver: Saver, path: Path, *, config: str | None, provenance: Mapping[str, Any]) -> None:
-        """Have the present step written; a call by all ranks."""
+        """Save the current step. Collective."""
         self._judge()
         train = {
             "step": self.step,
@@ -152,9 +152,10 @@ class TrainState:
             )
 
     def find_schedulers(self) -> list[str]:
-        """Add learning-rate schedulers that the program did not name to what is saved; return their names.
+        """Add learning-rate schedulers that the program did not pass to the saved states; return their names.
 
-        A call by all ranks; before the run resumes, and again before the first save for those made meanwhile.
+        Collective. Called before the run resumes, and again before the first save, for schedulers
+        created in between.
         """
         found = schedulers.find_schedulers(self.optimizers, self.parts)
         everyone = self.comm.all_gather_object([(name, type(one).__name__) for name, one in found.items()])
@@ -171,7 +172,7 @@ class TrainState:
         return list(found)
 
     def _find_scaler(self) -> None:
-        """Add the program's GradScaler to what is saved, if it is one and was not named; a call by all ranks."""
+        """Add the program's GradScaler to the saved states if there is only one and it was not passed. Collective."""
         found = schedulers.find_scalers(self.parts)
         counts = self.comm.all_gather_object(len(found))
         if max(counts) > 1 and self.comm.rank == 0:
@@ -186,10 +187,10 @@ class TrainState:
 
     @as_parts
     def check_storable(self) -> None:
-        """Refuse states that a checkpoint cannot hold; a call by all ranks, before the first step.
+        """Refuse states that a checkpoint cannot contain. Collective, before the first step.
 
-        Raises ``UsageError`` on all ranks for a value of no storable type, and for tensors that differ between the
-        ranks: a checkpoint stores those of rank 0.
+        Raises ``UsageError`` on all ranks for a value of a type that cannot be stored, and for
+        tensors that differ between the ranks: a checkpoint stores those of rank 0.
         """
         for name, part in self.parts.items():
             if parts.is_plain(part):
@@ -214,15 +215,15 @@ class TrainState:
         return {name: parts.state_of(part) for name, part in self.parts.items()}
 
     def keep_best(self) -> None:
-        """Keep the checkpoint that ``run.save(best=...)`` was given the best value for."""
+        """Keep the checkpoint with the best value given to ``run.save(best=...)``."""
         if not self.keeper.keep.best:
             self.keeper.keep = replace(self.keeper.keep, best=SAVED_FOR)
 
     def _judge(self) -> None:
-        """Say once on rank 0 where the best is to be kept and there is nothing to tell it by."""
+        """Warn once on rank 0 if the metric that selects the best checkpoint was not logged in this step."""
         name = self.keeper.keep.best
         if name == SAVED_FOR:
-            return  # given with some checkpoints only
+            return  # given for some checkpoints only
         if name and name not in self.logged and not self._unjudged and self.comm.rank == 0:
             self._unjudged = True
             logger.warning(
@@ -232,23 +233,23 @@ class TrainState:
             )
 
     def tidy(self, written: Path) -> None:
-        """Drop old checkpoints; a folder that cannot be looked into is no reason to lose the run."""
+        """Delete old checkpoints; an unreadable folder logs a warning and does not end the run."""
         try:
             self.keeper.tidy(verified=written)
         except CheckpointError as error:
             logger.warning("older checkpoints are kept: %s", error)
 
     def newest(self) -> Path | None:
-        """Return the newest checkpoint that rank 0 sees, sound or not."""
+        """Return the newest checkpoint that rank 0 sees, valid or not."""
         found = files.list_checkpoints(self.folder)
         return found[-1] if found else None
 
     def find(self, *, strict: bool) -> Path | None:
-        """Return the newest valid checkpoint, on all ranks what rank 0 sees."""
+        """Return on all ranks the newest valid checkpoint that rank 0 sees."""
         return on_first_rank(self.comm, lambda: files.newest_valid(self.folder, strict=strict))
 
     def _own(self) -> dict[str, torch.Tensor]:
-        """Return what this rank holds alone, the names of several models behind their keys."""
+        """Return the rank-local state of this rank; if there are several models, names begin with the model's key."""
         found: dict[str, torch.Tensor] = {}
         for key, strategy in self.strategies.items():
             if type(strategy).own_state is Strategy.own_state:
@@ -258,7 +259,7 @@ class TrainState:
         return found
 
     def _optimizer_of(self, key: str) -> torch.optim.Optimizer:
-        """Return the one optimizer of a model whose workers keep states of their own."""
+        """Return the only optimizer of a model whose ranks have rank-local state."""
         parameters = {id(parameter) for parameter in self.models[key].parameters()}
         found = [one for one in self.optimizers.values() if parameters & _held_by(one)]
         if len(found) != 1 or not _held_by(found[0]) <= parameters:
@@ -270,16 +271,17 @@ class TrainState:
         return found[0]
 
     def _restore_own(self, path: Path) -> None:
-        """Bring back what each rank holds alone, where as many ranks as now have saved it."""
+        """Restore the rank-local states if they were saved by the same number of ranks."""
         own = self._own()
         if own and not load_own(path, own, comm=self.comm) and self.comm.rank == 0:
             logger.warning("%s holds no such workers: all of them begin where the centre is", path)
 
     @as_parts
     def restore(self, path: Path, *, rewind_data: bool = True) -> Loaded:
-        """Go back to a checkpoint; without ``rewind_data``, the position in the data stays where it is.
+        """Restore a checkpoint; without ``rewind_data``, the data position does not change.
 
-        Raises ``UsageError`` on all ranks if it holds a learning-rate scheduler and the program none, or the reverse.
+        Raises ``UsageError`` on all ranks if only one of the checkpoint and the program has a
+        learning-rate scheduler.
         """
         saved, groups = on_first_rank(self.comm, lambda: _names_and_groups(path))
         schedulers.check_saved(saved, self.parts, sorted(self.schedulers), path)
@@ -316,7 +318,7 @@ class TrainState:
             strategy.agree_on_generators()
         self.step = loaded.step
         if train.get(files.KEEP_BEST) == SAVED_FOR and not self.keeper.keep.best:
-            self.keep_best()  # as the program asked for by run.save(best=...)
+            self.keep_best()  # as the program requested by run.save(best=...)
         stopped = train.get(STOPPED)
         self.stopped = None if stopped is None else str(stopped)
         self.tokens, self.logged, self.curves.columns = tokens, logged, curves
@@ -325,7 +327,7 @@ class TrainState:
 
 @contextmanager
 def _plain_values(path: Path) -> Iterator[None]:
-    """Raise ``CheckpointError``, alike on all ranks, if what a file holds of a run is not what runs write."""
+    """Raise ``CheckpointError`` on all ranks if a file contains values that no run writes."""
     try:
         yield
     except (AttributeError, OverflowError, TypeError, ValueError) as error:
@@ -335,14 +337,14 @@ def _plain_values(path: Path) -> Iterator[None]:
 
 
 def _count(value: Any) -> int:
-    """Return a count of batches or tokens; raises ``ValueError`` for other values."""
+    """Return a count of batches or tokens. Raises ``ValueError`` for other values."""
     if isinstance(value, bool) or not 0 <= (found := int(value)) < 2**63 or found != value:
         raise ValueError(f"{str(value)[:40]!r} is no count")
     return found
 
 
 def _names_and_groups(path: Path) -> tuple[list[str], dict[str, Any]]:
-    """Return the names of a file's states, and the groups of its optimizers by key."""
+    """Return the names of a file's states, and the param_groups of its optimizers by key."""
     with Reader(path) as reader:
         keys = keys_in(reader, layout.OPTIMIZER)
         groups = {key: reader.values(group_of(layout.OPTIMIZER, key)).get("param_groups", ()) for key in keys}
@@ -355,7 +357,7 @@ def _place(name: str) -> str:
 
 
 def _fingerprint(leaf: Leaf) -> tuple[object, ...]:
-    """Return what tells tensors apart: type, shape and a checksum."""
+    """Return a tuple that identifies a tensor: dtype, shape and checksum."""
     array = to_numpy(leaf) if isinstance(leaf, torch.Tensor) else leaf
     data = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
     return str(leaf.dtype), tuple(leaf.shape), crc32(data)

@@ -1,4 +1,4 @@
-"""What happens around every update of a run's optimizers: gradients are looked at before, the step is counted after."""
+"""Hooks around every update of a run's optimizers: gradients are checked before it, the step is counted after it."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ Optimizers = Mapping[str, torch.optim.Optimizer]
 
 
 class Updates:
-    """Hooks on the optimizers of a run; ``healths`` and ``strategies`` are by the keys of the models.
+    """Hooks on the optimizers of a run; ``healths`` and ``strategies`` have the keys of the models.
 
-    ``checks`` look at the first update of this start, unless it is switched off.
+    ``checks`` inspects the first update of this start unless it is disabled.
     """
 
     def __init__(
@@ -42,13 +42,13 @@ class Updates:
         for strategy in strategies.values():
             check_policy(strategy, policy)
         self.healths = {key: Health(one, strategies[key], comm, policy) for key, one in models.items()}
-        self.checks: FirstStepChecks | None = None  # of the first update, while that is to come
+        self.checks: FirstStepChecks | None = None  # for the first update, until it is done
         self._handles: list[RemovableHandle] = []
         self._unwatch: Callable[[], None] = lambda: None
         self._began = 0.0
 
     def attach(self, begin: Callable[[], int], note: Callable[[], None]) -> None:
-        """Begin: ``begin`` is called before each update and returns its number, ``note`` is called after it."""
+        """Attach the hooks: ``begin`` is called before each update and returns its number, ``note`` after it."""
         for key, optimizer in self._optimizers.items():
             healths = [self.healths[name] for name in self._held[key]]
             self._handles += [
@@ -60,7 +60,7 @@ class Updates:
             self.checks.attach()
 
     def detach(self) -> None:
-        """Take all hooks off."""
+        """Remove all hooks."""
         self._unwatch()
         for handle in self._handles:
             handle.remove()
@@ -69,7 +69,7 @@ class Updates:
 
     @property
     def _one_ranks_own(self) -> bool:
-        """Whether the update under way is one that a strategy makes by itself: nothing is asked of the other ranks."""
+        """Whether a strategy makes the current update by itself, without the other ranks."""
         return any(strategy.updates_itself for strategy in self._strategies.values())
 
     @as_parts
@@ -96,6 +96,6 @@ class Updates:
 
 
 def _models_of(optimizer: torch.optim.Optimizer, models: Mapping[str, nn.Module]) -> list[str]:
-    """Return the keys of the models of which an optimizer holds parameters."""
+    """Return the keys of the models whose parameters an optimizer has."""
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     return [key for key, model in models.items() if any(id(one) in held for one in model.parameters())]
