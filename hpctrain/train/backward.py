@@ -1,4 +1,4 @@
-"""The backward pass of a step over parts of a batch: exact weights, one reduction, pipelines too."""
+"""Backward pass of a step in several parts of a batch: exact weights, one gradient reduction, pipelines included."""
 
 from __future__ import annotations
 
@@ -27,23 +27,23 @@ from hpctrain.plain_tensors import as_parts
 if TYPE_CHECKING:
     from hpctrain.train.session import Run
 
-ROUNDING = 1e-9  # of a part's share
+ROUNDING = 1e-9  # tolerance for a part's share
 Compute = Callable[[Any], "Tensor | tuple[Tensor, Tensor | float]"]
 
 
 @dataclass(frozen=True)
 class Part:
-    """Samples of a batch; ``share`` is what their mean counts in the mean of this rank's samples."""
+    """Samples of a batch; ``share`` is the weight of their mean in the mean over this rank's samples."""
 
     samples: Any
     share: float
 
 
 def parts_of(batch: Any, count: int) -> list[Part]:
-    """Cut a batch into ``count`` parts whose sizes differ by at most one sample.
+    """Split a batch into ``count`` parts whose sizes differ by at most one sample.
 
-    If there are fewer samples than parts, some parts are a sample of another one that counts nothing: ranks whose
-    passes communicate must make equally many.
+    If there are fewer samples than parts, the empty parts contain a sample of another part with
+    share 0: if passes communicate, all ranks must make the same number of them.
     """
     samples = samples_in(batch)
     if count == 1:
@@ -57,11 +57,11 @@ def parts_of(batch: Any, count: int) -> list[Part]:
 
 
 class Backward:
-    """What ``run.backward`` does."""
+    """Implementation of ``run.backward``."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
-        self._known: set[Any] = set()  # forms of inputs of pipelines that have been checked
+        self._known: set[Any] = set()  # pipeline input signatures that have been checked
 
     def __call__(self, batch: Any, compute: Compute, accumulate: int) -> Tensor:
         """Leave the gradient of the loss over all ranks in the parameters; return that loss, a scalar."""
@@ -70,7 +70,7 @@ class Backward:
         strategies = list(self._run.strategies.values())
         weight = self._run.sample_weight
         for strategy in strategies:
-            strategy.set_sample_weight(float(weight > 0))  # the losses are weighted here; a stand-in counts nothing
+            strategy.set_sample_weight(float(weight > 0))  # losses are weighted here; placeholders count 0
         try:
             parts = parts_of(batch, accumulate)
             with self._run.checks.weighted():
@@ -98,15 +98,16 @@ class Backward:
 
 
 class _Sums:
-    """Losses that are sums over a count: the divisor is known when all parts have been computed forward.
+    """Losses that are a sum and a count: the divisor is known only after the forward passes of all parts.
 
-    The parts are divided by a first estimate; before the last backward pass the gradients so far, which are this rank's
-    own, are corrected. Gradients from before are put aside meanwhile.
+    The parts are divided by a first estimate. Before the last backward pass, the gradients
+    accumulated so far, which are local to this rank, are rescaled. Earlier gradients are set aside
+    during this time.
     """
 
     def __init__(self, strategies: list[Strategy], compute: Compute, weight: float) -> None:
         self._strategies, self._compute = strategies, compute
-        self._counts = weight > 0  # a stand-in does not
+        self._counts = weight > 0  # false for a placeholder
 
     def __call__(self, parts: list[Part], first: Any) -> Tensor:
         data, aside = self._strategies[0].data, _take_gradients(self._strategies) if len(parts) > 1 else {}
@@ -120,7 +121,7 @@ class _Sums:
                 count = count + (here if counts else 0.0)
                 if number == 0 or last:
                     everywhere, ranks = count.clone(), 1
-                    if not self._strategies[0].loose:  # there an update has the gradient of one rank's targets
+                    if not self._strategies[0].loose:  # asynchronous: an update has the gradient of one rank's targets
                         ranks = data.size
                         data.all_reduce(everywhere)
                     exact = float(everywhere) / ranks
@@ -140,19 +141,19 @@ class _Sums:
 
 
 class _Captured(Exception):
-    """The end of a call of ``compute`` that was made to see what it gives to the model."""
+    """Exception that ends a call of ``compute`` after its inputs to the model have been captured."""
 
 
 class _Pipelined:
-    """Parts that go through a pipeline: ``compute`` shows the inputs first, and turns outputs into losses then.
+    """Backward pass of parts in a pipeline: ``compute`` first yields the inputs, and later the losses of outputs.
 
-    The mean of each microbatch counts by its share of the samples of all ranks. Sums are divided when all of them are
-    known.
+    The mean of each microbatch is weighted by its share of the samples of all ranks. Sums are
+    divided after all counts are known.
     """
 
     def __init__(self, strategy: Strategy, compute: Compute, known: set[Any], checks: bool) -> None:
         self._strategy, self._compute, self._known, self._checks = strategy, compute, known, checks
-        self._counted: list[tuple[float, float]] = []  # sum and count of each microbatch that the last stage has seen
+        self._counted: list[tuple[float, float]] = []  # sum and count of each microbatch in the last stage
 
     def __call__(self, parts: list[Part], weight: float) -> Tensor:
         strategy = self._strategy
@@ -162,7 +163,7 @@ class _Pipelined:
         if weight != 1.0 or any(abs(part.share * len(parts) - 1.0) > ROUNDING for part in parts):
             differ = weight != 1.0 or not all(part.share for part in parts)
             self._check_uneven([arguments for arguments, _ in calls], differ)
-        aside = _take_gradients([strategy])  # sums are scaled when all are known, gradients from before are not
+        aside = _take_gradients([strategy])  # the scaling of sums must not include earlier gradients
         total = torch.zeros(())
         for number, (part, (arguments, dtype)) in enumerate(zip(parts, calls)):
             rows = torch.arange(samples_in(part.samples), device=arguments.device)
@@ -176,9 +177,10 @@ class _Pipelined:
         return found
 
     def _check_uneven(self, calls: list[Arguments], differ: bool) -> None:
-        """Raise on all ranks if the schedule cannot take the samples of any rank.
+        """Raise on all ranks if the schedule cannot process the samples of any rank.
 
-        ``differ`` tells whether ranks have different numbers of samples, or parts have none. Collective.
+        ``differ`` tells whether ranks have different numbers of samples, or some parts have none.
+        Collective.
         """
         strategy = self._strategy
         settings = getattr(strategy, "settings", None)
@@ -198,10 +200,12 @@ class _Pipelined:
         agreed(strategy.comm, check)
 
     def _check_samples(self, samples: Any, arguments: Arguments) -> None:
-        """Raise ``UsageError`` for inputs that are not those of each sample alone; once for inputs of one form.
+        """Raise ``UsageError`` if inputs do not depend on each sample alone; checked once per input signature.
 
-        ``compute`` calls the model with fewer rows if it is given fewer samples, but not of a matrix that happens to
-        have as many rows. It draws other random numbers then, as the last stage does, which calls it for microbatches.
+        ``compute`` is called again with half of the samples. It must then call the model with fewer
+        rows. The first dim of an input that has as many rows by chance, such as a matrix, would not
+        change. ``compute`` also draws different random numbers in such a call, as in the last
+        stage, which calls it for microbatches.
         """
         count, key = samples_in(samples), arguments.key()
         if key in self._known or count == 1:
@@ -217,7 +221,7 @@ class _Pipelined:
             _check_values(arguments, fewer, count // 2)
 
     def _inputs(self, samples: Any, *, whole: bool = True) -> tuple[Arguments, torch.dtype | None]:
-        """Return what ``compute`` calls the model with, and the precision in which it does."""
+        """Return the arguments with which ``compute`` calls the model, and the autocast dtype of the call."""
         found: list[tuple[Arguments, torch.dtype | None]] = []
 
         def capture(*args: Any, **kwargs: Any) -> None:
@@ -247,7 +251,7 @@ class _Pipelined:
     def _loss(
         self, part: Part, share: float, shapes: Mapping[str, tuple[int, ...]], outputs: Any, rows: Tensor
     ) -> Tensor:
-        """Return the mean of a microbatch; of a sum, what leaves the sum's own gradient."""
+        """Return the mean of a microbatch; for a sum, a value whose gradient in the pipeline is that of the sum."""
         called: list[bool] = []
 
         def answer(*args: Any, **kwargs: Any) -> Any:
@@ -272,21 +276,21 @@ class _Pipelined:
             return loss * 0.0
         self._counted.append((float(loss.detach()), float(count)))
         pieces = samples_in(part.samples) // len(rows)
-        return loss * (pieces / share)  # of which the pipeline takes share / pieces
+        return loss * (pieces / share)  # the pipeline scales this by share / pieces
 
     def _any_sums(self) -> bool:
         pipe = self._strategy.pipe
         return any(pipe.all_gather_object(bool(self._counted)))
 
     def _as_sums(self) -> Tensor:
-        """Divide the gradients, which are those of the sums, and return the loss."""
+        """Divide the gradients, which are gradients of sums, by the count; return the loss."""
         strategy = self._strategy
         told = strategy.pipe.all_gather_object(self._counted)
         counted = next(rows for rows in told if rows)
         sums = torch.tensor([[*row] for row in counted], dtype=torch.float64).sum(dim=0)
         strategy.data.all_reduce(sums)
         total, count = float(sums[0]), float(sums[1])
-        # The gradient is that of the mean of the sums of the data ranks.
+        # The reduced gradient is the mean over the data ranks of the gradients of their sums.
         strategy.scale_gradients(torch.tensor(strategy.data.size / count if count else float("nan")))
         return torch.tensor(total / count if count else float("nan"))
 
@@ -308,7 +312,7 @@ def _check_cut(
 
 
 def _check_values(whole: Arguments, fewer: Arguments, samples: int) -> None:
-    """Raise ``UsageError`` if ``compute`` gives the model other values for some samples than for them among others."""
+    """Raise ``UsageError`` if ``compute`` gives the model different inputs when it gets only some of the samples."""
     for name, own in fewer.tensors().items():
         wanted = whole.tensors()[name]
         wanted = wanted[:samples] if wanted.dim() else wanted
@@ -329,7 +333,7 @@ def _check_values(whole: Arguments, fewer: Arguments, samples: int) -> None:
 
 @contextmanager
 def _forward(model: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """Give a model another ``forward`` for the ``with`` block."""
+    """Replace the model's ``forward`` in the ``with`` block."""
     inside = vars(model)
     before = inside.get("forward")
     inside["forward"] = forward
@@ -344,7 +348,7 @@ def _forward(model: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
 
 @contextmanager
 def _not_reduced(strategies: list[Strategy], *, until: bool) -> Iterator[None]:
-    """Let gradients accumulate on this rank in the ``with`` block, unless they are to be reduced in it."""
+    """Accumulate gradients on this rank in the ``with`` block, unless ``until`` requests a reduction."""
     with ExitStack() as stack:
         if not until:
             for strategy in strategies:
@@ -401,7 +405,7 @@ def _give_gradients(aside: dict[nn.Parameter, Tensor]) -> None:
 
 @as_parts
 def _scale_local(strategies: list[Strategy], factor: float) -> None:
-    """Scale the gradients that this rank has accumulated alone."""
+    """Scale the gradients that this rank has accumulated locally."""
     if factor == 1.0:
         return
     for strategy in strategies:

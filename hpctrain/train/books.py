@@ -1,4 +1,4 @@
-"""Keep the books of a run in its folder: the lock on it, metrics, the receipt, the settings as used."""
+"""Files of a run folder: its lock, the metrics, the receipt, and the settings as used."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from hpctrain.util import atomic
 from hpctrain.util.claim import Claim
 from hpctrain.util.retry import patience, retries
 
-CHECK_EVERY = 1.0  # seconds between two looks at the lock while steps are recorded
+CHECK_EVERY = 1.0  # seconds between two checks of the lock while steps are recorded
 _RECORDS = ("run.json", rows.NAME, "config.toml", "failure.json", "trace.json")
 
 
 class Books:
-    """Be written by rank 0 alone; on the other ranks nothing here is opened, and notes go nowhere.
+    """Records in a run folder, written by rank 0 only; the other ranks open no files, and calls have no effect.
 
-    ``lenient`` books are those of a run that goes on without checkpoints, too: what the disk refuses is left out, with
-    a warning.
+    ``lenient`` records belong to a run that continues without checkpoints, too: if a write fails,
+    it is skipped with a warning.
     """
 
     def __init__(self, folder: Path, job_id: str | None, *, lenient: bool = False) -> None:
@@ -37,32 +37,32 @@ class Books:
         self._metrics: Metrics | None = None
         self._receipt: Receipt | None = None
         self._tally = Tally()
-        self._checked = 0.0  # when the lock was found to be this run's, in monotonic seconds
+        self._checked = 0.0  # last time the lock was found to be this run's, in monotonic seconds
         self._lost = False
 
     def lock(self) -> None:
-        """Take the folder, or raise ``LockError``."""
+        """Lock the folder. Raises ``LockError`` if another job has it."""
         self._lock.acquire()
 
     @property
     def claim(self) -> Claim | None:
-        """Return what is checked before a file is written into the folder; None on ranks that do not hold it."""
+        """Return the claim to verify before a file is written into the folder; None on ranks without the lock."""
         return self._lock.claim if self._lock.held else None
 
     @property
     def elapsed(self) -> float:
-        """Return the seconds since this attempt began, with its process."""
+        """Return the seconds since this attempt, and its process, began."""
         return self._tally.elapsed
 
     @property
     def attempts(self) -> list[dict[str, Any]]:
-        """Return what is known of the attempts before this one."""
+        """Return the records of the earlier attempts."""
         return history(self.folder)
 
     def open(self, last_step: int, config: str | None, facts: Mapping[str, Any]) -> None:
-        """Begin an attempt that goes on after ``last_step``."""
+        """Begin an attempt that continues after ``last_step``."""
         atomic.remove_leftovers(self.folder, _RECORDS)
-        # The receipt first: it accounts for the steps after that one, which the metrics then lose.
+        # The receipt first: it accounts for the steps after last_step, which are then removed from the metrics.
         begun = {**facts, "first_step": last_step + 1, "saved_step": last_step, **self._tally.facts()}
         before, started = rows.read(self.folder / rows.NAME), time.time() - self.elapsed
         self._receipt = Receipt(self.folder, begun, rows=before, started=started)
@@ -71,7 +71,7 @@ class Books:
             retries.call(atomic.write_text, self.folder / "config.toml", config)
 
     def record(self, row: dict[str, Any]) -> None:
-        """Note the numbers of a step."""
+        """Record the metrics of a step."""
         if self._metrics is None or self._receipt is None:
             return
         metrics, receipt, is_first = self._metrics, self._receipt, self._tally.is_starting
@@ -81,7 +81,7 @@ class Books:
             self._note(lambda: receipt.update(**self._tally.facts()))
 
     def rewind(self, last_step: int) -> None:
-        """Forget the steps after ``last_step``."""
+        """Remove the steps after ``last_step``."""
         if self._metrics is not None and self._receipt is not None:
             before = rows.read(self._metrics.path)
             self._tally.rewind(last_step)
@@ -89,30 +89,30 @@ class Books:
             self._metrics.rewind(last_step, before)
 
     def waited(self, seconds: float) -> None:
-        """Note how long the run has just waited for a checkpoint."""
+        """Add the seconds of a wait for a checkpoint."""
         self._tally.waited(seconds)
 
     def saved(self, step: int, seconds: float) -> None:
-        """Note a checkpoint and how long it took; what stands in the receipt now outlives a kill."""
+        """Record a checkpoint and its duration; the receipt is written, so it survives a kill."""
         if self._receipt is not None:
             receipt = self._receipt
             facts = {"saved_step": step, "last_save_seconds": round(seconds, 3), **self._tally.facts()}
             self._note(lambda: receipt.update(**facts))
 
     def failed_save(self, step: int, reason: str, count: int) -> None:
-        """Note a checkpoint that could not be written, the ``count``-th of this attempt."""
+        """Record a checkpoint that could not be written, the ``count``-th of this attempt."""
         if self._receipt is not None:
             receipt = self._receipt
             self._note(lambda: receipt.update(failed_saves=count, last_failed_save={"step": step, "reason": reason}))
 
     def close(self, status: str, step: int, reason: str | None, failed_rank: int | None = None) -> None:
-        """Note how the attempt ended, and give the folder back; of a failed one, the failure is the error to raise."""
+        """Record how the attempt ended and release the folder; after a failure, write errors do not raise."""
         failed = status == "failed"
         try:
             if failed and not self._is_ours():
                 if self._metrics is not None:
                     self._metrics.close()
-                return  # the receipt is another start's by now
+                return  # the receipt belongs to another start now
             if self._metrics is not None:
                 self._note(self._metrics.close, lenient=failed)
             if self._receipt is not None:
@@ -133,11 +133,11 @@ class Books:
         return not self._lost
 
     def _note(self, write: Callable[[], None], *, lenient: bool = False, age: float = 0.0) -> None:
-        """Write if the folder is still this run's; lenient books say once that they could not.
+        """Write if the folder still belongs to this run; lenient records log their first failure only.
 
-        Raises ``LockError`` if another start has taken the folder over: then nothing is written any more. Rows of
-        metrics are written to a file that the other one has replaced, so for these a look at the lock may be of some
-        ``age`` in seconds.
+        Raises ``LockError`` if another start has taken over the folder: then this run writes no
+        more. Rows of metrics go to a file that the other start has replaced, so for these the last
+        check of the lock may be up to ``age`` seconds old.
         """
         if self._lost:
             return

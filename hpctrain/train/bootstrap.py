@@ -1,4 +1,4 @@
-"""Start of a job: signal handlers first, then MPI, then the values on which the ranks must agree."""
+"""Initialization of a job: signal handlers first, then MPI, then the values on which the ranks must agree."""
 
 from __future__ import annotations
 

@@ -9,24 +9,24 @@ from typing import Any
 
 import torch
 
-# What decides when a run stops, saves, looks and tells, not which numbers it computes.
+# Settings that affect when a run stops, saves, evaluates and logs, but not the numbers that it computes.
 _WITHOUT_EFFECT = {
     "run": {"folder", "resume", "strict", "walltime", "margin", "oversubscribe"},
     "train": {"evaluate_every", "start_from", "start_skip", "trace", "trace_steps", "prompt"},
 }
 _SECTIONS_WITHOUT_EFFECT = {"checkpoint"}
-# Of a group of an optimizer: its members, and how torch computes the update.
+# Entries of a param_group that are not compared: its parameters, and how torch computes the update.
 _NOT_COMPARED = {"params", "param_names", "foreach", "fused", "capturable", "differentiable"}
 _MISSING = object()
 _LONGEST = 60  # characters of a value
 
 
 def changed_settings(before_toml: str | None, now_toml: str | None) -> list[str]:
-    """Return a line for each setting that changed: ``optimizer.learning_rate 0.001 -> 0.5``.
+    """Return one line per setting that changed: ``optimizer.learning_rate 0.001 -> 0.5``.
 
-    Left out are settings without effect on the numbers: of ``run`` all but ``device``, all of ``checkpoint``, and of
-    ``train`` ``evaluate_every``, ``start_from``, ``start_skip``, ``trace``, ``trace_steps`` and ``prompt``. A text that
-    is no TOML is compared as a whole.
+    Settings without effect on the computed numbers are skipped: all of ``run`` except ``device``,
+    all of ``checkpoint``, and ``evaluate_every``, ``start_from``, ``start_skip``, ``trace``,
+    ``trace_steps`` and ``prompt`` of ``train``. Text that is not TOML is compared as a whole.
     """
     if before_toml is None or now_toml is None or before_toml == now_toml:
         return []
@@ -45,11 +45,11 @@ def changed_settings(before_toml: str | None, now_toml: str | None) -> list[str]
 def changed_hyperparameters(
     saved: Sequence[Mapping[str, Any]], present: Sequence[Mapping[str, Any]], optimizer: str = ""
 ) -> list[str]:
-    """Return a line for each hyperparameter in which the groups of a checkpoint and those of a program differ.
+    """Return one line per hyperparameter that differs between the groups of a checkpoint and of the program.
 
-    Call it before the checkpoint overwrites those of the program. ``optimizer`` is the key of one of several. Values
-    that a scheduler moves (``lr``, and with cycled momentum ``momentum`` and ``betas``) are compared by the values that
-    it began with.
+    Call this before the checkpoint overwrites the program's values. ``optimizer`` is the key if
+    there are several. Values that a scheduler changes (``lr``, and with cycled momentum
+    ``momentum`` and ``betas``) are compared by their initial values.
     """
     lines = []
     for number, (old, new) in enumerate(zip(saved, present)):
@@ -57,7 +57,7 @@ def changed_hyperparameters(
         moved = _moved(old) | _moved(new)
         for key in [*new, *(key for key in old if key not in new)]:
             before, now = _plain(old.get(key, _MISSING)), _plain(new.get(key, _MISSING))
-            # What only one side has, a scheduler or another version of torch has added.
+            # A key on one side only was added by a scheduler or by another version of torch.
             if key in _NOT_COMPARED or key in moved or before is _MISSING or now is _MISSING or before == now:
                 continue
             used, given = _shown(before), _shown(now)
@@ -84,7 +84,7 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Return numbers for tensors, and lists for tuples, as a file has them."""
+    """Return tensors as numbers and tuples as lists, as they are stored in a file."""
     if isinstance(value, torch.Tensor):
         return value.item() if value.numel() == 1 else value.tolist()
     return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value

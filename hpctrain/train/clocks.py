@@ -1,7 +1,8 @@
-"""Compare the clocks of nodes, so that what their ranks noted can stand in one picture.
+"""Clock offsets between nodes, so that the records of their ranks share one time axis.
 
-The ranks of a node share a clock. The first rank of each node answers rank 0 a few times with what its clock says; the
-quickest answer tells most (Cristian, 1989): its clock stood there, plus or minus half the way there and back.
+The ranks of a node share a clock. The first rank of each node sends its clock to rank 0 several
+times. The fastest round trip is the most accurate (Cristian, 1989): the clock was read at its
+midpoint, with an error of at most half of the round trip.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ ROUNDS = 24
 
 
 def offsets(comm: Communicator, *, clock: Clock = time.monotonic, nodes: Sequence[int] | None = None) -> list[float]:
-    """Return by how many seconds each rank's clock is ahead of rank 0's; a call by all ranks.
+    """Return the seconds by which each rank's clock is ahead of rank 0's. Collective.
 
-    ``nodes`` are the nodes of the ranks, where they are not those of the communicator.
+    ``nodes`` are the nodes of the ranks, if they differ from those of the communicator.
     """
     places = list(nodes) if nodes is not None else comm.all_gather_object(comm.node)
     found = {places[0]: 0.0}
@@ -32,7 +33,7 @@ def offsets(comm: Communicator, *, clock: Clock = time.monotonic, nodes: Sequenc
 
 
 def _ahead(comm: Communicator, peer: int, clock: Clock) -> float:
-    """Return on rank 0 how far the peer's clock is ahead."""
+    """Return on rank 0 the seconds by which the peer's clock is ahead."""
     told = torch.zeros(1, dtype=torch.float64)
     if comm.rank == 0:
         return ahead([_ask(comm, peer, clock, told) for _ in range(ROUNDS)])
@@ -52,6 +53,6 @@ def _ask(comm: Communicator, peer: int, clock: Clock, told: torch.Tensor) -> tup
 
 
 def ahead(answers: Sequence[tuple[float, float, float]]) -> float:
-    """Return how far a clock is ahead, from triples: asked here, what it said, answer here."""
+    """Return how far a clock is ahead, from triples: time of request, peer's clock, time of answer."""
     asked, said, answered = min(answers, key=lambda each: each[2] - each[0])
     return said - (asked + answered) / 2

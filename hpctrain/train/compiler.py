@@ -1,12 +1,13 @@
-"""Put off the import of torch's compiler until somebody compiles.
+"""Deferred import of torch's compiler: it is loaded when a program first uses it.
 
-Note: a stand-in for ``torch._dynamo``. torch's optimizers import the compiler when they are first used (1.2 s on every
-rank, more where ranks outnumber cores) only to tell it to stay away, in case it is tracing: they call ``disable`` and
-``graph_break``. While it is not loaded nobody can be tracing, so until then a stand-in answers: ``disable`` returns the
-function as it is, ``graph_break`` does nothing, as the real one outside of a trace. Whoever asks for anything else gets
-the real module, which takes the stand-in's place, and what was not disabled meanwhile is disabled at its next call.
-Activation checkpoints read a flag of ``torch._dynamo.config``, which only a trace needs: the stand-in has it. Loaded,
-the compiler would cost every rank that recomputes 70 MB.
+torch's optimizers import the compiler on first use (1.2 s on every rank, more if ranks outnumber
+cores), only to exclude themselves from tracing: they call ``disable`` and ``graph_break``. While
+the compiler is not loaded, no tracing can be active. Until then, a stub replaces ``torch._dynamo``:
+``disable`` returns the function unchanged, and ``graph_break`` does nothing, like the real function
+outside of a trace. Access to any other attribute loads the real module, which replaces the stub.
+Functions that the stub did not disable are then disabled at their next call. Activation checkpoints
+read a flag of ``torch._dynamo.config`` that only a trace needs, so the stub defines it. Loading the
+compiler for this flag would cost 70 MB on every rank that recomputes activations.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ from types import ModuleType
 from typing import Any
 
 NAME = "torch._dynamo"
-_MARK = "__dynamo_disable"  # where torch keeps the disabled form of a function
+_MARK = "__dynamo_disable"  # the attribute in which torch stores the disabled form of a function
 
 
 def put_off() -> None:
-    """Let the stand-in answer for the compiler, unless that is loaded already."""
+    """Install the stub for the compiler, unless the compiler is already loaded."""
     if NAME not in sys.modules:
         import torch
 
@@ -33,7 +34,7 @@ def put_off() -> None:
 
 
 class _Flags:
-    """Flags of ``torch._dynamo.config`` that activation checkpoints ask for where nothing is traced."""
+    """Flags of ``torch._dynamo.config`` that activation checkpoints read outside of a trace."""
 
     error_on_nested_fx_trace = True
 
@@ -41,36 +42,36 @@ class _Flags:
         self.__dict__["_standin"] = standin
 
     def __getattr__(self, name: str) -> Any:
-        """Ask the real compiler for any other."""
+        """Read any other flag from the real compiler."""
         return getattr(self._standin.load().config, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Tell the real compiler."""
+        """Set a flag of the real compiler."""
         setattr(self._standin.load().config, name, value)
 
 
 class _Standin(ModuleType):
-    """Be ``torch._dynamo`` for those who only want it to stay away."""
+    """Stub for ``torch._dynamo`` for callers that only exclude themselves from tracing."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
-        self.__dict__["_passed"] = weakref.WeakSet()  # checkpoints give new functions in each pass
+        self.__dict__["_passed"] = weakref.WeakSet()  # checkpoints create new functions in each pass
         self.__dict__["config"] = _Flags(self)
 
     def graph_break(self, msg: str = "") -> None:
         """Do nothing: there is no graph."""
 
     def disable(self, function: Callable[..., Any], *args: Any, **options: Any) -> Callable[..., Any]:
-        """Return the function: nothing is traced."""
+        """Return the function unchanged: no trace is active."""
         self._passed.add(function)
         return function
 
     def __getattr__(self, name: str) -> Any:
-        """Load the real compiler and let it answer, this time and from now on."""
+        """Load the real compiler and return its attribute; the real module replaces the stub from now on."""
         return getattr(self.load(), name)
 
     def load(self) -> ModuleType:
-        """Return the real compiler, which takes the stand-in's place."""
+        """Return the real compiler, which replaces the stub."""
         if sys.modules.get(NAME) is self:
             del sys.modules[NAME]
             importlib.import_module(NAME)  # binds torch._dynamo, too

@@ -1,4 +1,4 @@
-"""Pick this rank's device among those it can see, and refuse what would share one unasked."""
+"""Device selection for a rank, and refusal of shared GPUs unless they are allowed."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from hpctrain.errors import DeviceError
 
 
 def pick(wanted: str, local_rank: int) -> torch.device:
-    """Return the device of a rank: ``auto`` is a GPU where one is visible, else the CPU.
+    """Return the device of a rank: ``auto`` is a GPU if one is visible, otherwise the CPU.
 
-    GPUs are dealt out by local rank among the visible ones, so that it does not matter whether the launcher shows each
-    rank all GPUs of the node or one of its own.
+    GPUs are assigned by local rank among the visible ones. The result is therefore the same whether
+    the launcher shows each rank all GPUs of the node or only one.
     """
     if wanted not in ("auto", "cpu", "cuda"):
         raise DeviceError(f"unknown device {wanted!r}: known are auto, cpu, cuda", everywhere=True)
@@ -25,14 +25,14 @@ def pick(wanted: str, local_rank: int) -> torch.device:
 
 
 def identity(device: torch.device) -> str:
-    """Return a name that is the same in every process that uses this very device."""
+    """Return a name that is the same in every process that uses this device."""
     if device.type != "cuda":
         return str(device)
     return str(torch.cuda.get_device_properties(device).uuid)
 
 
 def check_unshared(owners: Sequence[tuple[str, str]], table: str) -> None:
-    """Raise ``DeviceError`` where two ranks of a host use one GPU; ``owners`` holds (host, identity) by rank."""
+    """Raise ``DeviceError`` if two ranks of a host use one GPU; ``owners`` contains (host, identity) by rank."""
     users: dict[tuple[str, str], list[int]] = defaultdict(list)
     for rank, (host, name) in enumerate(owners):
         if name != "cpu":

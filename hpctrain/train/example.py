@@ -1,4 +1,4 @@
-"""Example inputs of a model from the first batch of a DataLoader, which goes on as if it had not been read."""
+"""Example inputs of a model from the first batch of a ``DataLoader``, without changing the loader's state."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ _BY_POSITION = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_
 
 
 def example_inputs(example: Any, model: nn.Module, settings: ParallelSettings, size: int) -> Any:
-    """Return the inputs of a model that ``example`` gives: itself, or a microbatch of a DataLoader's first batch.
+    """Return the model inputs given by ``example``: itself, or a microbatch of a DataLoader's first batch.
 
-    Of a batch that is a dict these are the entries that the model's ``forward`` names, of a tuple or list as many of
-    the first ones as ``forward`` has positional parameters. No worker is started, and the generators are put back.
+    If the batch is a dict, its entries that ``forward`` has as parameters are used. If it is a
+    tuple or list, its first items are used, as many as ``forward`` has positional parameters. No
+    worker is started, and the generators are restored.
     """
     if not isinstance(example, DataLoader):
         if isinstance(example, (Tensor, tuple, list, Mapping)) or example is None:
@@ -32,7 +33,7 @@ def example_inputs(example: Any, model: nn.Module, settings: ParallelSettings, s
     if isinstance(example, IterableDataset) or isinstance(example.dataset, IterableDataset):
         raise _refused("a DataLoader of an IterableDataset, whose first samples would be lost")
     if settings.pipe == 1:
-        return None  # nothing is cut
+        return None  # nothing is partitioned
     batch = _first_batch(example)
     samples = samples_in(batch)
     share = max(samples // shape_of(settings, size).data, 1)
@@ -41,7 +42,7 @@ def example_inputs(example: Any, model: nn.Module, settings: ParallelSettings, s
 
 
 def inputs_of_batch(batch: Any, model: nn.Module) -> Any:
-    """Return what of a batch a model is called with, by the parameters of its ``forward``."""
+    """Return the part of a batch that the model's ``forward`` takes, by its parameters."""
     parameters = inspect.signature(model.forward).parameters.values()
     if isinstance(batch, Mapping):
         every = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters)
@@ -60,7 +61,7 @@ def inputs_of_batch(batch: Any, model: nn.Module) -> Any:
 
 
 def _first_batch(loader: DataLoader[Any]) -> Any:
-    """Return the first batch, loaded in this process, and put all generators back."""
+    """Return the first batch, loaded in this process, and restore all generators."""
     outer, own = OuterState.capture(), generators_of(loader)
     states = [generator.get_state() for generator in own]
     try:

@@ -1,4 +1,4 @@
-"""The exchange of the ranks at the end of an iteration: averages of what was logged, and what they must agree on."""
+"""Exchange between the ranks at the end of an iteration: averages of logged values, and agreement checks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import Tensor
 from hpctrain.collectives.communicator import Communicator
 from hpctrain.errors import UsageError
 
-NUMBERS = 40  # what travels: a few flags, and what was logged
+NUMBERS = 40  # size of the message: some flags plus the logged values
 _FLAGS = 9
 LOGGED = NUMBERS - _FLAGS
 EVERY_RANK = "every rank must make the call, after the same step; do not write it under `if job.rank == 0`"
@@ -23,7 +23,7 @@ EVERY_RANK = "every rank must make the call, after the same step; do not write i
 
 @dataclass(frozen=True)
 class Wishes:
-    """Say whether there is reason to ``stop``, or to ``save``; and whether a rank is ``busy`` with a checkpoint."""
+    """Requests of a rank: ``stop`` or ``save``; ``busy`` if a checkpoint is being written."""
 
     stop: bool = False
     save: bool = False
@@ -33,12 +33,13 @@ class Wishes:
 
 @dataclass(frozen=True)
 class Standing:
-    """What must be equal on all ranks at the end of an iteration, and what this rank's averages count.
+    """State that must be equal on all ranks at the end of an iteration, and the weight of this rank's averages.
 
-    ``weight`` is this rank's share of the batch, 1 if all ranks have as many samples; ``mark`` tells the order of the
-    samples, ``updated`` whether an optimizer has stepped, ``left`` whether the loop was left by ``break``, ``ended``
-    whether the loader has no more batches and ``saves`` whether the program has called ``run.save``. ``call`` is the
-    public call that the ranks make, if it is not the end of an iteration.
+    ``weight`` is this rank's share of the batch, 1 if all ranks have the same number of samples.
+    ``mark`` identifies the order of the samples. ``updated`` tells whether an optimizer has
+    stepped, ``left`` whether the loop was left by ``break``, ``ended`` whether the loader is
+    exhausted, and ``saves`` whether the program has called ``run.save``. ``call`` is the public
+    call that the ranks make, if it is not the end of an iteration.
     """
 
     weight: float = 1.0
@@ -51,14 +52,14 @@ class Standing:
 
 
 class StepLog:
-    """Hold what this rank logs in a step: ``averaged`` over the ranks, or the ``same`` on all of them."""
+    """Values that this rank logs in a step: ``averaged`` over the ranks, or the ``same`` on all ranks."""
 
     def __init__(self) -> None:
         self.averaged: dict[str, float] = {}
         self.same: dict[str, float | list[float]] = {}
 
     def note(self, averaged: Mapping[str, float | Tensor], same: Mapping[str, float | Sequence[float]]) -> None:
-        """Add numbers, or lists of them that are the ``same``; a name noted again has its last value."""
+        """Add numbers, or for ``same`` also lists of numbers; a repeated name keeps its last value."""
         if "step" in averaged or "step" in same:
             raise UsageError("cannot log a number called step: that is what the run counts")
         if len({*self.averaged, *averaged}) > LOGGED:
@@ -75,16 +76,17 @@ class StepLog:
         self.same.update(alike)
 
     def clear(self, *, all_of_it: bool = True) -> None:
-        """Begin a new step, or only a new iteration of one."""
+        """Clear the values for a new step, or only the averaged ones for a new iteration."""
         self.averaged.clear()
         if all_of_it:
             self.same.clear()
 
 
 class StepExchange:
-    """Average numbers over the ranks, all of them in one small reduction of a fixed length.
+    """Average of numbers over the ranks, in one small reduction of fixed length.
 
-    The length is fixed because MPI gives garbage, and no error, where ranks reduce different numbers of elements.
+    The length is fixed because MPI returns garbage without an error if ranks reduce different
+    numbers of elements.
     """
 
     def __init__(self, comm: Communicator) -> None:
@@ -92,18 +94,18 @@ class StepExchange:
         self._numbers = torch.zeros(NUMBERS, dtype=torch.float64)
 
     def start(self, step: int) -> None:
-        """Come before the first step."""
+        """Do nothing: no preparation is needed before the first step."""
 
     def close(self) -> None:
-        """Have nothing to give back."""
+        """Do nothing: there are no resources to release."""
 
     def __call__(
         self, logged: Mapping[str, float], wishes: Wishes, step: int, standing: Standing = Standing()
     ) -> tuple[dict[str, float], Wishes]:
-        """Return the averages by name, and what is so on any rank; a call by all ranks.
+        """Return the averages by name, and the requests of any rank. Collective.
 
-        Raises ``UsageError`` on all of them where they logged different names, or where their loops, loaders or orders
-        of samples differ.
+        Raises ``UsageError`` on all ranks if they logged different names, or if their loops,
+        loaders or orders of samples differ.
         """
         names = sorted(logged)
         mark = _mark(names, standing)
@@ -116,7 +118,7 @@ class StepExchange:
         )
         self._comm.all_reduce(self._numbers, "average")
         stop, save, busy, final, left, ended, updated, mean, square, *values = self._numbers.tolist()
-        # The marks are equal where their variance is nothing but rounding.
+        # The marks are equal if their variance is only rounding error.
         differ = abs(square - mean * mean) > 1e-9 * square
         if differ or not all(share in (0.0, 1.0) for share in (left, ended, updated)):
             self._refuse(names, standing, step)
@@ -130,7 +132,7 @@ class StepExchange:
 
 
 def _difference(everyone: Sequence[tuple[list[str], Standing]], step: int) -> str:
-    """Say what differs between the ranks at the end of an iteration of a step."""
+    """Return the message about the difference between the ranks at the end of an iteration."""
     standings = [standing for _, standing in everyone]
     if rank := _other(one.call for one in standings):
         return different_calls(standings[0].call, rank, standings[rank].call)
@@ -167,12 +169,12 @@ def _difference(everyone: Sequence[tuple[list[str], Standing]], step: int) -> st
 
 
 def different_calls(first: str, rank: int, other: str) -> str:
-    """Say that a rank makes another collective call than rank 0."""
+    """Return the message that a rank makes another collective call than rank 0."""
     return f"ranks at different collective calls: rank 0 at {first}, rank {rank} at {other}; {EVERY_RANK}"
 
 
 def _other(values: Iterable[object]) -> int:
-    """Return the first rank whose value is not that of rank 0; 0 where all are equal."""
+    """Return the first rank whose value differs from that of rank 0; 0 if all are equal."""
     first, *others = values
     return next((rank for rank, value in enumerate(others, 1) if value != first), 0)
 
@@ -183,7 +185,7 @@ def _mark(names: Sequence[str], standing: Standing) -> float:
 
 
 def _number(what: str, value: Any) -> float:
-    """Return a logged value as a float; raise ``UsageError`` that names it unless it is one number."""
+    """Return a logged value as a float. Raises ``UsageError``, which names it, unless it is one number."""
     if isinstance(value, Tensor):
         value = value.detach()
         if value.numel() == 1 and not value.is_complex():
@@ -200,7 +202,7 @@ def _number(what: str, value: Any) -> float:
 
 
 def _entry(what: str, value: Any) -> Any:
-    """Return a value that is the same on all ranks: whole numbers stay what they are."""
+    """Return a value that is the same on all ranks; integers are not converted."""
     return value if isinstance(value, (bool, int, float)) else _number(what, value)
 
 

@@ -1,4 +1,4 @@
-"""Check before a run begins that its data, its model and its loss fit together."""
+"""Consistency checks of data, model and loss before a run begins."""
 
 from __future__ import annotations
 

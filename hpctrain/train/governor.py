@@ -1,4 +1,4 @@
-"""Know when a run must save to be done before its job is ended."""
+"""Walltime guard: decides when a run must save to be finished before its job is ended."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ from collections.abc import Callable
 
 from hpctrain.cluster.deadline import Deadline
 
-RESERVE = 60.0  # seconds for what nobody measures: leaving, a file system that is slow for once
+RESERVE = 60.0  # seconds for costs that are not measured: shutdown, an unusually slow filesystem
 
 
 class Governor:
-    """Hold a deadline, and what the slowest step and the slowest save of a run have taken so far.
+    """Deadline of the job, and the slowest step and the slowest save of a run so far.
 
-    ``margin`` is how many seconds before the deadline a run stops; 0: two of the slowest saves, the slowest step and a
-    minute. ``clock`` gives seconds since the epoch. Asked on one rank alone, because clocks differ.
+    ``margin`` is the number of seconds before the deadline at which the run stops. 0 means twice
+    the slowest save, plus the slowest step, plus one minute. ``clock`` returns seconds since the
+    epoch. Only one rank uses this object, because clocks differ.
     """
 
     def __init__(
@@ -25,16 +26,16 @@ class Governor:
         self._slowest_step = self._slowest_save = 0.0
 
     def step(self, seconds: float) -> None:
-        """Note what a step has taken."""
+        """Record the duration of a step."""
         self._slowest_step = max(self._slowest_step, seconds)
 
     def save(self, seconds: float) -> None:
-        """Note what a checkpoint has taken."""
+        """Record the duration of a checkpoint."""
         self._slowest_save = max(self._slowest_save, seconds)
 
     @property
     def margin(self) -> float:
-        """Return how many seconds before the deadline the run is to stop."""
+        """Return the seconds before the deadline at which the run must stop."""
         return self._margin or 2 * self._slowest_save + self._slowest_step + RESERVE
 
     @property
@@ -44,5 +45,5 @@ class Governor:
 
     @property
     def is_due(self) -> bool:
-        """Tell whether the run is to save and leave now."""
+        """Return whether the run must save and exit now."""
         return self.left <= self.margin

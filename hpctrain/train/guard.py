@@ -184,8 +184,7 @@ class Guard:
         return "".join(f"; {vital}" for vital in ([vital for vital in vitals if vital.late] or vitals))
 
     def _elsewhere(self, own: str) -> str:
-        """Describe the operations of the node's other ranks, if they differ from the one that this rank's error names first.
-        """
+        """Describe what other ranks of the node wait in, unless this rank's error names the same operation."""
         vitals = self._vitals.look() if self._vitals is not None else []
         others = [one for one in vitals if one.rank != self._transport.rank and one.operation]
         found = [one for one in others if not own.startswith(one.operation)]

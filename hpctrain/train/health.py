@@ -1,4 +1,4 @@
-"""Keep NaN and infinity out of the weights, and find out where they came from."""
+"""Detection of NaN and infinity in gradients before they reach the weights, and search for their origin."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from hpctrain.plain_tensors import as_parts
 from hpctrain.transport.single import SingleTransport
 
 Policy = Literal["abort", "skip", "rollback"]
-SKIPS = 10  # updates left out in a row after which there is no hope
+SKIPS = 10  # consecutive skipped updates after which the run fails
 ROLLBACKS = 3
 
 
 def check_policy(strategy: Strategy, policy: Policy) -> None:
-    """Raise ``SettingsError`` for a policy that takes all ranks, where each makes steps at its own pace."""
+    """Raise ``SettingsError`` for a policy that needs all ranks together if the ranks are asynchronous."""
     if strategy.loose and policy == "rollback":
         raise SettingsError(
             'setting train.on_nonfinite = "rollback": workers at their own pace cannot go back together; allowed are '
@@ -32,20 +32,21 @@ def check_policy(strategy: Strategy, policy: Policy) -> None:
 
 
 class Health:
-    """Look at the gradients before every update; after a reduction all ranks see the same, and so decide the same.
+    """Monitor of the gradients before every update; after a reduction, all ranks see the same and decide alike.
 
-    ``norm`` is the global norm of the present step's gradients, once somebody has computed it. ``replay`` computes the
-    present step's gradients once more; with it the rank can be named that had the first bad value.
+    ``norm`` is the global norm of the current step's gradients, once it has been computed.
+    ``replay`` recomputes the current step's gradients; with it, the rank with the first bad value
+    can be named.
     """
 
     def __init__(self, model: nn.Module, strategy: Strategy, comm: Communicator, policy: Policy) -> None:
         self.model = model
         self.strategy = strategy
-        # Ranks that make steps at their own pace decide alone.
+        # Asynchronous ranks decide alone.
         self.comm = Communicator(SingleTransport()) if strategy.loose else comm
         self.policy = policy
         self.norm: Tensor | None = None
-        self.skipped = 0  # in a row
+        self.skipped = 0  # consecutive
         self.rollbacks = 0
         self.wants_rollback = False
         self.replay: Callable[[], object] | None = None
@@ -53,32 +54,32 @@ class Health:
 
     @property
     def _together(self) -> bool:
-        """Tell whether all ranks decide the same."""
+        """Return whether all ranks make the same decision."""
         return not self.strategy.loose
 
     def begin_step(self) -> None:
-        """Forget the last step's norm; keep what a forward pass with NaN in it would spoil beyond its own step."""
+        """Clear the last norm; save buffers that a forward pass with NaN would corrupt beyond its own step."""
         self.norm = None
         if self.policy == "skip":
             self._buffers = [buffer.clone() for buffer in self.model.buffers()]
 
     @as_parts
     def before_update(self, step: int) -> None:
-        """Let the update pass, or make it do nothing, or raise ``NonFiniteError`` on all ranks."""
+        """Allow the update, or turn it into a no-op, or raise ``NonFiniteError`` on all ranks."""
         norm = self.norm if self.norm is not None else self.strategy.clip_grad_norm(float("inf"))
         self.norm = norm
         if bool(torch.isfinite(norm)):
             self.skipped = 0
             return
         where = self.find()
-        self.strategy.drop_gradients()  # an optimizer leaves parameters without a gradient as they are
+        self.strategy.drop_gradients()  # an optimizer does not change parameters without a gradient
         self._decide(f"gradient norm is {float(norm)} in step {step}: {where}")
 
     @as_parts
     def find(self) -> str:
-        """Say on which rank, and where, the first value is not finite; a call by all ranks.
+        """Return a message with the rank and the name of the first value that is not finite. Collective.
 
-        The reduction has mixed the ranks' gradients, so the step is computed once more, on each rank alone.
+        The reduction has mixed the gradients of the ranks, so each rank recomputes the step alone.
         """
         if self.replay is None:
             reduced = ((name, each.grad) for name, each in trainable(self.model) if each.grad is not None)
@@ -95,7 +96,7 @@ class Health:
         self.strategy.drop_gradients()
         on_device = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
         devices = [torch.device("cuda", torch.cuda.current_device())] if on_device else []
-        # What comes after must not depend on whether anybody looked.
+        # Later results must not depend on whether this check ran.
         with self.strategy.no_sync(), own_statistics(self.model), torch.random.fork_rng(devices):
             replay()
 

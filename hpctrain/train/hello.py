@@ -1,4 +1,4 @@
-"""Let the ranks introduce themselves: versions must agree, CPUs and devices make the binding table."""
+"""Handshake of the ranks: versions and settings must agree; CPUs and devices are collected for the binding table."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from hpctrain.train.device import identity
 
 @dataclass(frozen=True)
 class Hello:
-    """Say what one rank tells the others about itself."""
+    """Description of one rank that it sends to the others."""
 
     host: str
     node: int
@@ -38,7 +38,7 @@ class Hello:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions that decide what a run computes."""
+    """Return the versions of the packages that affect the results of a run."""
     found = {"hpctrain": __version__, "python": platform.python_version(), "torch": str(torch.__version__)}
     for package in ("numpy", "mpi4py", "h5py"):
         try:
@@ -49,9 +49,9 @@ def versions() -> dict[str, str]:
 
 
 def introduce(comm: Communicator, device: torch.device, settings: Mapping[str, Any]) -> list[Hello]:
-    """Return what every rank says of itself, by rank.
+    """Return the descriptions of all ranks, by rank. Collective.
 
-    Raises ``MismatchError`` on all of them where they must agree and do not.
+    Raises ``MismatchError`` on all ranks if versions or settings differ.
     """
     flat = flatten(settings)
     digest = hashlib.sha256(json.dumps(flat, sort_keys=True).encode()).hexdigest()
@@ -76,7 +76,7 @@ def introduce(comm: Communicator, device: torch.device, settings: Mapping[str, A
 
 
 def check_versions(first: Hello, other: Hello, rank: int) -> None:
-    """Raise ``MismatchError`` where rank ``rank`` runs another version of anything than rank 0."""
+    """Raise ``MismatchError`` if rank ``rank`` has another version of any package than rank 0."""
     for package in sorted(first.versions | other.versions):
         here, there = first.versions.get(package, "none"), other.versions.get(package, "none")
         if here != there:
@@ -88,7 +88,7 @@ def check_versions(first: Hello, other: Hello, rank: int) -> None:
 
 
 def refuse_settings(first: Mapping[str, str], other: Mapping[str, str], rank: int, host: str) -> None:
-    """Raise ``MismatchError`` with every setting in which rank ``rank`` differs from rank 0."""
+    """Raise ``MismatchError``, which names the settings in which rank ``rank`` differs from rank 0."""
     names = [name for name in sorted({*first, *other}) if first.get(name) != other.get(name)]
     shown = [f"{name} is {first.get(name, 'unset')} there and {other.get(name, 'unset')} here" for name in names[:4]]
     more = f" and {len(names) - 4} more" if len(names) > 4 else ""
@@ -100,7 +100,7 @@ def refuse_settings(first: Mapping[str, str], other: Mapping[str, str], rank: in
 
 
 def flatten(settings: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    """Return nested settings as ``section.key`` and text."""
+    """Return nested settings as a flat dict from ``section.key`` to text."""
     flat: dict[str, str] = {}
     for name, value in settings.items():
         if isinstance(value, Mapping):
@@ -111,7 +111,7 @@ def flatten(settings: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
 
 
 def threads(hellos: list[Hello], rank: int) -> int:
-    """Return how many threads a rank should run; ``OMP_NUM_THREADS`` has the last word where it is a number."""
+    """Return the number of threads for a rank; a valid ``OMP_NUM_THREADS`` takes precedence."""
     wished = os.environ.get("OMP_NUM_THREADS", "")
     if wished.isdigit() and int(wished) > 0:
         return int(wished)
@@ -120,14 +120,14 @@ def threads(hellos: list[Hello], rank: int) -> int:
 
 
 def resources(hellos: list[Hello]) -> dict[str, int]:
-    """Return how many logical CPUs the ranks may use on all nodes together, and how many GPUs, where they have some."""
+    """Return the number of logical CPUs available to the ranks over all nodes, and of GPUs if there are any."""
     cpus = {(hello.host, cpu) for hello in hellos for cpu in hello.cpus}
     gpus = {(hello.host, hello.device_identity) for hello in hellos if hello.device.startswith("cuda")}
     return {"cpus": len(cpus)} | ({"gpus": len(gpus)} if gpus else {})
 
 
 def table(hellos: list[Hello]) -> str:
-    """Return the binding table: where each rank runs, on which CPUs and which device."""
+    """Return the binding table: host, CPUs and device of each rank."""
     return binding_table(
         Binding(hello.host, rank, hello.local_rank, hello.cpus, threads(hellos, rank), hello.device)
         for rank, hello in enumerate(hellos)

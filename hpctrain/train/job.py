@@ -1,4 +1,4 @@
-"""What ``hpctrain.init`` returns: this rank's place in the job, and what to do with it."""
+"""Handle of a job, as returned by ``hpctrain.init``: this rank's position, models, runs and evaluation."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ M = TypeVar("M", bound=nn.Module)
 
 
 class Job:
-    """This rank's place in the job, and what the ranks do together.
+    """This rank's position in the job, and the operations of all ranks together.
 
-    Usable as ``with hpctrain.init() as job``; without ``with``, the job ends with the process.
+    Usable as ``with hpctrain.init() as job``. Without ``with``, the job ends with the process.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class Job:
         self.launch = launch
         self.guard = guard
         self.parallel, self.offload, self.server = parallel, offload, server
-        self.resources = resources  # of all ranks: how many cpus, and gpus
+        self.resources = resources  # of all ranks: number of cpus and gpus
         self.rank, self.size = comm.rank, comm.size
         self.local_rank, self.local_size = comm.local_rank, comm.local_size
         self.node, self.nodes = comm.node, comm.nodes
@@ -76,17 +76,19 @@ class Job:
     ) -> M:
         """Move a model to this rank's device and attach a strategy to it; return the same model. Collective.
 
-        Names in ``state_dict`` do not change. All ranks get the parameters and buffers of rank 0. A model on the meta
-        device gets its memory and its values here. Freeze parameters before, and make the optimizer afterwards:
-        strategies that split parameters replace them.
+        Names in ``state_dict`` do not change. All ranks get the parameters and buffers of rank 0. A
+        model on the meta device gets its memory and its values here. Freeze parameters before this
+        call and create the optimizer after it: strategies that shard parameters replace them.
 
-        ``parallel`` is the name of a strategy (``"fsdp"``), a dict of settings or a ``ParallelSettings``; without it
-        the settings of ``hpctrain.init`` hold, as for ``offload`` and ``server``. ``offload`` says what lives in the
-        host's memory, ``server`` how workers with replicas of their own (``parallel.data = "easgd"``) exchange them.
-        ``example`` is what the model is called with, for pipelines (``parallel.partition = "time"``): a microbatch as a
-        tensor, a tuple of positional or a dict of keyword arguments, or a ``DataLoader`` from whose first batch it is
-        taken. Raises ``MismatchError`` if the ranks hold different models, ``SettingsError`` if the strategy does not
-        support what is offloaded.
+        ``parallel`` is the name of a strategy (``"fsdp"``), a dict of settings or a
+        ``ParallelSettings``. By default, the settings of ``hpctrain.init`` apply, as for
+        ``offload`` and ``server``. ``offload`` tells which tensors are stored in host memory.
+        ``server`` tells how asynchronous workers with their own replicas (``parallel.data =
+        "easgd"``) exchange parameters. ``example`` is an example input of the model, for pipelines
+        (``parallel.partition = "time"``): a microbatch as a tensor, a tuple of positional or a dict
+        of keyword arguments, or a ``DataLoader``, whose first batch is used. Raises
+        ``MismatchError`` if the ranks have different models, ``SettingsError`` if the strategy does
+        not support the offloading.
         """
         from hpctrain.train.example import example_inputs
 
@@ -103,7 +105,7 @@ class Job:
         ALLOCATOR.start()
         strategy = attach(inner, self.comm, chosen[0], self.device, shown, chosen[1], chosen[2])
         strategy.protect()
-        self.comm.twin()  # made by all ranks here: one that makes a later call alone is told so
+        self.comm.twin()  # created here by all ranks: a later call by one rank alone is then detected
         self.strategies[id(inner)] = strategy
         return model
 
@@ -128,12 +130,14 @@ class Job:
     ) -> Run:
         """Return a run in the folder ``checkpoints``: iterate over it for ``(step, batch)``; see ``Run``. Collective.
 
-        Entered by ``with``, it locks the folder, resumes from the newest valid checkpoint there, writes metrics and
-        checkpoints, and saves when it ends or is told to. ``model`` and ``optimizer`` may be dicts of several, whose
-        keys name them in checkpoints. A ``DataLoader`` is split: its batch is the batch of all data ranks
-        (``split=False``: every rank reads all of it). ``states`` names what else has a state: averages of weights,
-        generators, tensors; torch's learning-rate schedulers are found without being named. ``config`` is text to keep
-        beside the checkpoints, ``provenance`` facts to record in them. ``options`` are the fields of ``RunOptions``.
+        When entered by ``with``, the run locks the folder, resumes from the newest valid checkpoint
+        there, writes metrics and checkpoints, and saves when it ends or on request. ``model`` and
+        ``optimizer`` may be dicts of several, whose keys name them in checkpoints. A ``DataLoader``
+        is split: its batch is the batch of all data ranks (``split=False``: every rank reads all of
+        it). ``states`` contains other objects with a state, by name: averages of weights,
+        generators, tensors. torch's learning-rate schedulers are found automatically. ``config`` is
+        text to store in the checkpoints, ``provenance`` facts to record in them. ``options`` are
+        the fields of ``RunOptions``.
         """
         from hpctrain.train.options import run_options
         from hpctrain.train.session import Run
@@ -165,11 +169,12 @@ class Job:
     ) -> JobLoader:
         """Return a ``DataLoader`` whose batches have ``batch`` samples over all ranks.
 
-        ``dataset`` is any ``Dataset`` of torch, or what ``hpctrain.data`` opens. The order of the samples depends on
-        ``seed`` and the epoch alone, so a run resumes at any position without drawing the indices before it.
-        ``epochs`` is the number of passes that a run makes if it is given neither ``steps`` nor ``run.epochs``.
-        ``workers`` is ``num_workers``; ``options`` are those of ``torch.utils.data.DataLoader``. Iterated over outside
-        of a run, it gives this rank's share of each batch.
+        ``dataset`` is any torch ``Dataset``, or a dataset opened by ``hpctrain.data``. The order of
+        the samples depends on ``seed`` and the epoch alone, so a run resumes at any position
+        without drawing the earlier indices. ``epochs`` is the number of passes of a run that has
+        neither ``steps`` nor ``run.epochs``. ``workers`` is ``num_workers``; ``options`` are those
+        of ``torch.utils.data.DataLoader``. If it is iterated over outside of a run, it yields this
+        rank's share of each batch.
         """
         from hpctrain.data.job_loader import job_loader
 
@@ -190,7 +195,7 @@ class Job:
 
     @property
     def data(self) -> tuple[int, int]:
-        """This rank's index among the ranks that share out the samples of a batch, and the number of these."""
+        """This rank's index among the data ranks, which share the samples of a batch, and their number."""
         if self.strategies:
             data = next(iter(self.strategies.values())).data
             return data.rank, data.size
@@ -200,14 +205,16 @@ class Job:
     def evaluate(self, what: Any, compute: Measure | None = None) -> Any:
         """Measure over all ranks, in evaluation mode and without gradients; return means. Collective.
 
-        ``evaluate(loader, compute)`` shares out the batches of a ``DataLoader`` and calls ``compute(batch)`` for each
-        share, which returns a mean over the samples, a pair of a sum and the count that divides it, or a dict of these.
-        Sums and counts are added up over batches and ranks. ``evaluate(function)`` calls a function that measures by
-        itself and returns one of these. Every rank gets the same result.
+        ``evaluate(loader, compute)`` splits the batches of a ``DataLoader`` over the ranks and
+        calls ``compute(batch)`` for each share. ``compute`` returns a mean over the samples, a pair
+        of a sum and its divisor, or a dict of these. Sums and counts are added over batches and
+        ranks. ``evaluate(function)`` calls a function that makes the measurement itself and returns
+        one of these. Every rank gets the same result.
 
-        Wrapped models are in evaluation mode meanwhile, with the buffers (statistics of batch norms) of the first data
-        rank. Outside of a run's steps a ``DataLoader`` draws from torch's generator what it draws in a plain loop;
-        inside, all generators are as before afterwards.
+        Wrapped models are in evaluation mode during the call, with the buffers (statistics of batch
+        norms) of the first data rank. Outside of a run's steps, a ``DataLoader`` draws from torch's
+        generator the same numbers as in a plain loop. Inside a step, all generators are restored
+        afterwards.
         """
         from hpctrain.train.evaluation import Evaluation
 
@@ -219,7 +226,7 @@ class Job:
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
         """Return a ``with`` block in which backward passes leave gradients on this rank; a later one reduces them.
 
-        The batches of one update must be divided over the ranks alike.
+        All ranks must divide the batches of one update in the same way.
         """
         return self.strategy(model).no_sync()
 
@@ -227,22 +234,23 @@ class Job:
     def average_gradients(self, model: nn.Module) -> None:
         """Average over the ranks the gradients that the program has set itself (``parameter.grad = ...``). Collective.
 
-        Gradients of ``loss.backward()`` are averaged already. ``parallel.data = "ddp"`` only.
+        Gradients of ``loss.backward()`` are already averaged. ``parallel.data = "ddp"`` only.
         """
         self.strategy(model).average_gradients()
 
     def unshard(self, model: nn.Module, *, write: bool = False) -> AbstractContextManager[None]:
-        """Return a ``with`` block in which a sharded model holds whole parameters. Collective.
+        """Return a ``with`` block in which a sharded model has unsharded parameters. Collective.
 
-        What is changed there counts only with ``write``, and then what rank 0 has written.
+        Changes made in the block are discarded unless ``write`` is set. With ``write``, those of
+        rank 0 are kept.
         """
         return self.strategy(model).summon(write=write)
 
     @as_parts
     def state_dict(self, model: nn.Module) -> dict[str, Tensor]:
-        """Return the model's whole tensors, on the host of every rank, whatever strategy shards them. Collective.
+        """Return the model's unsharded tensors on the host of every rank, for any strategy. Collective.
 
-        Under pipelines and tensor parallelism each rank gets those of its own part.
+        With pipelines and tensor parallelism, each rank gets the tensors of its own part.
         """
         strategy = self.strategy(model)
         check_call(self.comm, self.strategies.values(), "job.state_dict")
@@ -251,7 +259,7 @@ class Job:
 
     @as_parts
     def close(self) -> None:
-        """Stop watching the job and detach the strategies from their models. Collective."""
+        """Stop the failure detection and detach the strategies from their models. Collective."""
         self.guard.close()
         for strategy in self.strategies.values():
             strategy.unprotect()
@@ -266,7 +274,7 @@ class Job:
             self.close()
 
     def describe(self) -> Mapping[str, Any]:
-        """Return this rank's place in the job as plain values."""
+        """Return this rank's position in the job as plain values."""
         return {
             "rank": self.rank,
             "size": self.size,

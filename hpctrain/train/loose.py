@@ -1,11 +1,13 @@
-"""Let ranks that make steps at their own pace learn of each other's wishes, without a wait at the end of every step.
+"""Stop and save agreement for asynchronous ranks, without a wait at the end of every step.
 
-Note: how all stop after the same step. Each rank keeps a clock where all can read it, the step that it is about to
-make, and looks for a hold before it makes it. Who wishes to stop, or to save, tells rank 0. That rank holds every
-other, reads its clock then, and writes to all of them the latest step that any has begun. A rank that has seen the hold
-waits until that is written, which depends on rank 0 alone; then all go on until that step, and meet there. Clock and
-hold are changed as one act each, so a rank either sees the hold, or its clock told of the step that it makes. Where
-rank 0 waits at a meeting, wishes wait with it.
+All ranks must stop after the same step. Each rank publishes a step counter in memory that all ranks
+can read: the step that it is about to make. Before this step, it checks whether rank 0 has paused
+it. A rank that must stop or save notifies rank 0. Rank 0 pauses all other ranks, reads their step
+counters, and publishes the latest step that any rank has begun. A paused rank waits for this
+decision, which depends on rank 0 alone. All ranks then continue to that step and synchronize there.
+Step counter and pause flag are modified by atomic operations: a rank either sees the flag, or its
+counter already includes the step that it makes. If rank 0 waits at a synchronization, requests
+wait, too.
 """
 
 from __future__ import annotations
@@ -25,15 +27,15 @@ from hpctrain.transport.onesided.expose import expose
 from hpctrain.transport.patience import SPINS, until
 
 _CLOCK, _WISH_STOP, _WISH_SAVE, _WISH_FINAL, _HOLD, _DECISION, _WORDS = range(7)
-_STOP, _SAVE, _FINAL, _FLAGS = 1, 2, 4, 8  # flags of a decision, below its step and its number
+_STOP, _SAVE, _FINAL, _FLAGS = 1, 2, 4, 8  # flags of a decision, in the bits below its step and its number
 _NUMBER = 1 << 40
 
 
 def exchange_for(comm: Communicator, strategy: Strategy) -> LooseExchange | StepExchange:
-    """Return what ranks exchange by at the end of a step, each at its own pace or all together.
+    """Return the end-of-step exchange: synchronous, or asynchronous for ranks that update independently.
 
-    Ranks that go together do so beside all other operations: one that leaves the loop in the middle of a step must not
-    meet a gradient of the others.
+    The synchronous exchange uses a separate communicator: a rank that leaves the loop in the middle
+    of a step must not match a gradient reduction of the other ranks.
     """
     if strategy.loose:
         return LooseExchange(comm, works=strategy.works, met=lambda: strategy.met)
@@ -41,11 +43,11 @@ def exchange_for(comm: Communicator, strategy: Strategy) -> LooseExchange | Step
 
 
 def meet(comm: Communicator, strategies: Iterable[Strategy], place: str) -> None:
-    """Wait until all ranks have come to the same place, and serve them meanwhile. Collective.
+    """Wait until all ranks have reached the same place, and serve their requests meanwhile. Collective.
 
-    A call before any other collective of ranks that make steps at their own pace: a rank that waits in MPI serves no
-    requests for its memory, and between nodes another rank may need an answer to reach this place. Raises
-    ``UsageError`` on all ranks if they have come to different places.
+    Asynchronous ranks call this before any other collective. A rank that waits in MPI does not
+    serve requests for its memory, and a rank on another node may need an answer to reach this
+    place. Raises ``UsageError`` on all ranks if they have reached different places.
     """
     try:
         for strategy in strategies:
@@ -63,8 +65,8 @@ def meet(comm: Communicator, strategies: Iterable[Strategy], place: str) -> None
 def check_call(comm: Communicator, strategies: Collection[Strategy], call: str) -> None:
     """Wait until all ranks make the same public call, named ``call``. Collective.
 
-    Raises ``UsageError`` on all ranks if they make different ones, or some have come to the end of a step. A wait past
-    ``HPCTRAIN_TIMEOUT`` names the call.
+    Raises ``UsageError`` on all ranks if they make different calls, or if some have reached the end
+    of a step. A wait longer than ``HPCTRAIN_TIMEOUT`` names the call.
     """
     if comm.size == 1:
         return
@@ -76,31 +78,31 @@ def check_call(comm: Communicator, strategies: Collection[Strategy], call: str) 
 
 
 class LooseExchange:
-    """Average what neighbours have logged last, and agree on the step after which all stop or save.
+    """Average of the latest values logged on this node, and agreement on the step after which all stop or save.
 
-    ``met`` tells how many meetings this rank has been to.
+    ``met`` returns the number of synchronizations of this rank.
     """
 
     def __init__(self, comm: Communicator, *, works: bool = True, met: Callable[[], int] = lambda: 0) -> None:
         self._comm = comm
-        self._works = works  # what a rank logs that does not work counts for nothing
+        self._works = works  # values logged by a rank that computes nothing are ignored
         self._board = expose(comm.transport, 1 + LOGGED, torch.float64, _WORDS)
-        self._decided = 0  # holds that this rank has seen
-        self._until, self._flags = 0, 0  # of the decision that is not carried out yet
+        self._decided = 0  # number of pauses that this rank has seen
+        self._until, self._flags = 0, 0  # of the decision that has not been carried out
         self._told: set[int] = set()
-        self._written = [0] * comm.size  # on rank 0: what the others were told last
+        self._written = [0] * comm.size  # on rank 0: the last decision written to each rank
         near = [rank for rank in range(comm.size) if self._board.view(rank) is not None]
         self._stalls = Stalls(comm.rank, near, lambda rank: self._board.fetch_add(rank, _CLOCK), met)
 
     def start(self, step: int) -> None:
-        """Say which step this rank is about to make first; a call by all ranks."""
+        """Publish the first step that this rank is about to make. Collective."""
         self._set_clock(step)
         self._board.barrier()
 
     def __call__(
         self, logged: Mapping[str, float], wishes: Wishes, step: int, standing: Standing = Standing()
     ) -> tuple[dict[str, float], Wishes]:
-        """Return averages by name, and what is to be done after this step; each rank's loop is its own matter."""
+        """Return averages by name, and the action after this step; no rank waits for another rank's loop."""
         self._board.progress()
         averages = self._averages(logged)
         self._tell(wishes)
@@ -108,7 +110,7 @@ class LooseExchange:
             self._conduct(step)
         self._set_clock(step + 1)
         self._look()
-        if self._works:  # who does not is ahead of all others, and waits
+        if self._works:  # a rank that computes nothing is ahead of all others and waits
             self._stalls.look(step + 1)
         due = bool(self._flags) and step >= self._until
         asked = [due and bool(self._flags & flag) for flag in (_STOP, _SAVE, _FINAL)]
@@ -118,10 +120,10 @@ class LooseExchange:
         return averages, found
 
     def close(self) -> None:
-        """Give the memory back; a call by all ranks."""
+        """Free the shared memory. Collective."""
         self._board.free()
 
-    # What was logged --------------------------------------------------------------------------------------------------
+    # Logged values ----------------------------------------------------------------------------------------------------
 
     def _averages(self, logged: Mapping[str, float]) -> dict[str, float]:
         """Return the means over the ranks of this node that have logged the same names."""
@@ -133,19 +135,19 @@ class LooseExchange:
         alike = torch.stack([one for one in rows if one[0] == row[0]])
         return dict(zip(names, alike.mean(dim=0)[1:].tolist()))
 
-    # What is wished ---------------------------------------------------------------------------------------------------
+    # Requests ---------------------------------------------------------------------------------------------------------
 
     def _tell(self, wishes: Wishes) -> None:
-        """Tell rank 0 once of each wish."""
+        """Notify rank 0 once of each request."""
         for word, wished in ((_WISH_STOP, wishes.stop), (_WISH_SAVE, wishes.save), (_WISH_FINAL, wishes.final)):
             if wished and word not in self._told:
                 self._told.add(word)
                 self._board.fetch_add(0, word, 1)
 
     def _conduct(self, step: int) -> None:
-        """Decide, as rank 0, where anybody has a wish and nothing is decided yet."""
+        """Decide on rank 0 if a request exists and no decision is pending."""
         if self._flags:
-            return  # after the one before
+            return  # after the pending decision
         flags = 0
         for word, flag in ((_WISH_STOP, _STOP), (_WISH_SAVE, _SAVE), (_WISH_FINAL, _FINAL)):
             count = self._board.fetch_add(0, word)
@@ -166,7 +168,7 @@ class LooseExchange:
         self._take(decision)
 
     def _look(self) -> None:
-        """See whether rank 0 holds this rank, and if so wait for what it has decided."""
+        """Check whether rank 0 has paused this rank; if so, wait for its decision."""
         rank = self._comm.rank
         if rank == 0 or self._board.fetch_add(rank, _HOLD) == self._decided:
             return

@@ -1,4 +1,4 @@
-"""Start of a run: locks its folder, resumes from the newest checkpoint and logs changed settings."""
+"""Opening of a run: locks its folder, resumes from the newest checkpoint and logs changed settings."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class Opening:
-    """Start of a run; the methods are defined in the order in which they must be called."""
+    """Opening of a run; the methods are defined in the order in which they must be called."""
 
     def __init__(
         self, job: Job, folder: Path, options: RunOptions, state: TrainState, feed: Feed, books: Books

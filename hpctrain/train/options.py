@@ -1,4 +1,4 @@
-"""Options of a run, checked when they are made."""
+"""Options of a run, checked at construction."""
 
 from __future__ import annotations
 
@@ -32,30 +32,30 @@ _ALLOWED = {
 
 @dataclass(frozen=True)
 class RunOptions:
-    """Options of ``job.run``: how far a run goes, when it saves, and what it does about errors."""
+    """Options of ``job.run``: how long a run trains, when it saves, and how it reacts to errors."""
 
-    steps: int | None = None  # updates in all, over all resumes; None: as long as the loader has batches
+    steps: int | None = None  # updates in total, over all resumes; None: as long as the loader has batches
     every: int = 100  # steps between checkpoints
-    keep: int = 2  # the newest checkpoints that stay
-    keep_every: int = 0  # steps: a checkpoint whose step is a multiple stays, too; 0: none for that
-    keep_best: str = ""  # a number that the run logs: the checkpoint with its best value stays; empty: none for that
-    best: Best = "lowest"  # which value is the best
-    on_error: OnError = "stop"  # a checkpoint cannot be written: end the run, or go on until the next
-    background: bool = False  # checkpoints are written by a process beside each rank, from a copy
-    io: IO = "posix"  # how files are written: by each rank, or by collective calls of MPI
-    alignment: int = ALIGNMENT  # bytes: where large tensors start in the file
-    hints: Sequence[str] = ()  # to MPI, as name=value
-    resume: Resume = "auto"  # "reopen": go on although run.stop has ended the run
-    checks: bool = True  # look in the first step for mistakes that train a wrong model without an error
-    split: bool | None = None  # share out the batches of a DataLoader; None: unless it deals out samples by rank itself
-    strict: bool = False  # a damaged newest checkpoint is an error
-    on_nonfinite: Policy = "abort"  # NaN or infinity in gradients: abort, skip the update, rollback to a checkpoint
-    start_from: str | Path = ""  # a checkpoint whose model a new run begins with
-    start_skip: Sequence[str] = ()  # patterns: names of tensors that need not fit that model
-    walltime: str = ""  # how long the job may take from now on, as 04:00:00; empty: as the scheduler says
-    margin: float = 0.0  # seconds before the end of the job at which the run saves and leaves; 0: as measured
-    trace: bool = False  # write trace.json: what every rank did in some steps
-    trace_steps: Sequence[int] = (3, 12)  # the first and the last of them, counted from this start
+    keep: int = 2  # number of newest checkpoints to keep
+    keep_every: int = 0  # also keep checkpoints whose step is a multiple of this; 0: no such checkpoints
+    keep_best: str = ""  # a logged metric: also keep the checkpoint with its best value; empty: none
+    best: Best = "lowest"  # whether the lowest or the highest value is the best
+    on_error: OnError = "stop"  # after a failed save: end the run, or continue until the next one is due
+    background: bool = False  # write checkpoints from a copy, in a separate process per rank
+    io: IO = "posix"  # how files are written: by each rank independently, or by collective MPI-IO
+    alignment: int = ALIGNMENT  # bytes: tensors of this size or larger start at multiples of it
+    hints: Sequence[str] = ()  # for MPI-IO, as name=value
+    resume: Resume = "auto"  # "reopen": continue although run.stop has ended the run
+    checks: bool = True  # check the first step for mistakes that train a wrong model without an error
+    split: bool | None = None  # split the batches of a DataLoader over the ranks; None: unless it splits by rank itself
+    strict: bool = False  # raise an error if the newest checkpoint is damaged
+    on_nonfinite: Policy = "abort"  # reaction to NaN or infinite gradients: stop, skip the update, or roll back
+    start_from: str | Path = ""  # a checkpoint whose model initializes a new run
+    start_skip: Sequence[str] = ()  # patterns of tensor names that need not fit that model
+    walltime: str = ""  # time limit of the job from now on, as 04:00:00; empty: the scheduler's
+    margin: float = 0.0  # seconds before the end of the job at which the run saves and exits; 0: measured
+    trace: bool = False  # write trace.json: a timeline of every rank in some steps
+    trace_steps: Sequence[int] = (3, 12)  # the first and the last of these steps, counted from this start
 
     def __post_init__(self) -> None:
         for name, least in _AT_LEAST.items():
@@ -78,7 +78,7 @@ class RunOptions:
         if not 0 <= self.margin < math.inf:
             text = f"a run with margin = {self.margin}: must be a number of seconds from 0 on"
             raise UsageError(text, everywhere=True)
-        self.storage  # refuses what is wrong with it
+        self.storage  # raises if it is wrong
         check_trace_steps(self.trace_steps, "a run with trace_steps")
 
     @property
@@ -92,17 +92,17 @@ class RunOptions:
 
     @property
     def traced(self) -> Sequence[int] | None:
-        """Return the first and the last step to trace, if any."""
+        """Return the first and the last step to trace, or None."""
         return self.trace_steps if self.trace else None
 
     @property
     def kept(self) -> Keep:
-        """Return which checkpoints stay."""
+        """Return the retention rule for checkpoints."""
         return Keep(self.keep, self.keep_every, self.keep_best, self.best)
 
 
 def run_options(given: Mapping[str, Any]) -> RunOptions:
-    """Return the options of a call of ``job.run``; raises ``UsageError`` for a name that there is not."""
+    """Return the options of a call of ``job.run``. Raises ``UsageError`` for an unknown name."""
     known = [field.name for field in fields(RunOptions)]
     for name in given:
         if name not in known:

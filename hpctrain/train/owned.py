@@ -1,4 +1,4 @@
-"""Check that every optimizer parameter belongs to a model: a checkpoint names parameters by their model."""
+"""Ownership check: every optimizer parameter must belong to a model, which names it in checkpoints."""
 
 from __future__ import annotations
 

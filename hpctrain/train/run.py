@@ -1,4 +1,4 @@
-"""Train a model as the settings say: the recipe, in the order in which it happens."""
+"""Training recipe for a run from a settings file: all steps in the order in which they happen."""
 
 from __future__ import annotations
 
@@ -39,16 +39,16 @@ from hpctrain.train.summary import sample_text, summarise
 
 @dataclass(frozen=True)
 class Corpus:
-    """Hold the two splits of the data."""
+    """Training and validation splits of the data."""
 
     train: FileDataset
     validation: FileDataset
 
 
 def train(settings: Settings, *, verbose: bool = False) -> None:
-    """Train to the last step, or until told to stop; resumes where the run's folder says that it was.
+    """Train to the last step or until a stop request; resume from the run folder.
 
-    Raises an ``HpctrainError`` on all ranks for anything wrong in the input, before anything is written.
+    Raises an ``HpctrainError`` on all ranks for any wrong input, before anything is written.
     """
     job = init(
         device=settings.run.device,
@@ -60,7 +60,7 @@ def train(settings: Settings, *, verbose: bool = False) -> None:
         verbose=verbose,
     )
     with job:
-        # Everything that can be wrong with the input is looked at before the folder is touched.
+        # All input is checked before the folder is modified.
         shape = agreed(job.comm, lambda: check_sizes(settings, job.size))
         corpus = agreed(job.comm, lambda: open_corpus(settings))
         agreed(job.comm, lambda: optimizers.resolve(settings.optimizer))
@@ -68,14 +68,14 @@ def train(settings: Settings, *, verbose: bool = False) -> None:
         model = agreed(job.comm, lambda: make_model(settings, corpus, job.size))
         agreed(job.comm, lambda: check_loss(settings, model, corpus.train))
 
-        # The same weights on all ranks, then a generator of its own for each: dropout must differ.
+        # All ranks have the same weights, but each its own generator: dropout must differ.
         parameters = sum(parameter.numel() for parameter in model.parameters())
         job.wrap(model, example=corpus.train.batch(np.arange(1))[0])
         strategy = job.strategy(model)
         seed_generators(settings.train.seed + 1 + generator_number(shape, job.rank))
         optimizer = agreed(job.comm, lambda: optimizers.make(model, settings.optimizer))
         if job.device.type != "cpu" and not settings.train.clip and settings.train.on_nonfinite != "skip":
-            strategy.update_early(optimizer)  # nothing is asked of the gradients that could hold an update back
+            strategy.update_early(optimizer)  # no check of the gradients could hold an update back
         step = Stepper(strategy, settings.train, job.device)
         data = strategy.data
         loader = Loader(
@@ -93,14 +93,14 @@ def train(settings: Settings, *, verbose: bool = False) -> None:
                 run.clip(settings.train.clip)
                 optimizer.step()
                 optimizer.zero_grad()
-                # Everything is logged before the step ends, as its checkpoint may be kept for one of these numbers.
+                # All values are logged before the step ends, because its checkpoint may be kept for one of them.
                 run.log(loss=loss, tokens=tokens_in(batch.targets, settings, data), same={"learning_rate": rate})
                 if not settings.data.has_tokens:
                     run.log(same={SAMPLES: number * settings.train.batch})
                 if is_due(number, settings):
                     run.log(same={"validation_loss": validate(settings, step, corpus), **strategy.figures()})
 
-        # All ranks write the same text: parameters that are split take all of them to compute with.
+        # All ranks generate the same text, because a forward pass of a sharded model needs all ranks.
         multiple = shape.tensor if settings.parallel.sequence else 1
         with strategy.meeting():
             text = sample_text(model, settings.train.prompt, job.device, multiple)
@@ -119,7 +119,7 @@ def open_run(
         loader,
         checkpoints=settings.run.folder,
         steps=settings.train.steps,
-        **vars(settings.checkpoint),  # named alike
+        **vars(settings.checkpoint),  # the options have the same names
         resume=settings.run.resume,
         strict=settings.run.strict,
         walltime=settings.run.walltime,
@@ -141,10 +141,10 @@ def open_corpus(settings: Settings) -> Corpus:
 
 
 def make_model(settings: Settings, corpus: Corpus, ranks: int) -> nn.Module:
-    """Build the model that the data ask for, its weights drawn from the run's seed.
+    """Build the model for the data; its weights are drawn from the run's seed.
 
-    One that ``ranks`` are to divide among them, or that the host keeps, is built on the meta device: ``job.wrap`` draws
-    the same weights, and never all of them on one rank, or on the device.
+    A model that is sharded over the ranks, or offloaded to the host, is built on the meta device.
+    ``job.wrap`` then draws the same weights, but never all of them on one rank or on the device.
     """
     if settings.train.deterministic is not torch.are_deterministic_algorithms_enabled():
         torch.use_deterministic_algorithms(settings.train.deterministic)  # loads torch's compiler, which takes seconds
@@ -156,14 +156,14 @@ def make_model(settings: Settings, corpus: Corpus, ranks: int) -> nn.Module:
 
 
 def seed_generators(seed: int) -> None:
-    """Seed torch's, NumPy's and Python's generators."""
+    """Seed the generators of torch, NumPy and Python."""
     torch.manual_seed(seed)
     np.random.seed(seed % 2**32)
     random.seed(seed)
 
 
 def check_sizes(settings: Settings, ranks: int) -> Shape:
-    """Return the mesh of the ranks; raise what is wrong with their number, and with the batch for it."""
+    """Return the mesh of the ranks; raise an error if the number of ranks or the batch does not fit."""
     shape = shape_of(settings.parallel, ranks)
     train, idle = settings.train, settings.server.ranks
     if idle >= ranks:
@@ -184,12 +184,12 @@ def check_sizes(settings: Settings, ranks: int) -> Shape:
 
 
 def tokens_in(targets: torch.Tensor, settings: Settings, data: Communicator) -> int:
-    """Return the number of tokens of a step over all ranks of the data axis, which hold equally many; 0 for arrays."""
+    """Return the tokens per step over all data ranks, which have equal numbers of them; 0 for arrays."""
     return targets.numel() * data.size if settings.data.has_tokens else 0
 
 
 def is_due(number: int, settings: Settings) -> bool:
-    """Tell whether a step is followed by an evaluation: as often as set, and where its checkpoint is judged by it."""
+    """Return whether an evaluation follows a step: periodically, and if it selects the best checkpoint."""
     every, saved = settings.train.evaluate_every, settings.checkpoint
     judged = saved.keep_best not in ("", *LOGGED_EACH_STEP) and number % saved.every == 0
     return number == settings.train.steps or judged or bool(every) and number % every == 0
@@ -209,7 +209,7 @@ def validate(settings: Settings, step: Stepper, corpus: Corpus) -> float:
 
 
 def announce(job: Job, run: Run, parameters: int, corpus: Corpus) -> None:
-    """Say what is about to be trained."""
+    """Log the model size, data, ranks and folder of the run."""
     if job.rank or run.finished:
         return
     ranks = "1 rank" if job.size == 1 else f"{job.size} ranks on {job.nodes} node{'s' if job.nodes > 1 else ''}"

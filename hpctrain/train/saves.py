@@ -1,4 +1,4 @@
-"""Write the checkpoints of a run as its options ask, at once or in the background, and bear it when one fails."""
+"""Checkpointing of a run: periodic and requested saves, synchronous or in the background, with error handling."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from hpctrain.train.options import RunOptions
 from hpctrain.train.state import TrainState
 from hpctrain.util.retry import patience, retries
 
-PAUSES = (0.5, 1.0, 2.0, 4.0, 4.0)  # seconds before a checkpoint is tried again after a fault that may pass
+PAUSES = (0.5, 1.0, 2.0, 4.0, 4.0)  # seconds before a checkpoint is retried after a transient fault
 
 
 @dataclass(frozen=True)
 class _Save:
-    """Hold a checkpoint that is being written."""
+    """Checkpoint that is being written."""
 
     step: int
     path: Path
@@ -33,10 +33,10 @@ class _Save:
 
 
 class Saves:
-    """Save the state of a run; every method is a call by all ranks, but for ``close``.
+    """Saves of a run's state; every method except ``close`` is collective.
 
-    ``committed`` is the step of the newest checkpoint that this run has written or come from; ``timed`` is told how
-    many seconds each one took.
+    ``committed`` is the step of the newest checkpoint that this run has written or resumed from.
+    ``timed`` is called with the duration of each save in seconds.
     """
 
     def __init__(
@@ -46,24 +46,24 @@ class Saves:
         self._failures = FailedSaves(logs=state.comm.rank == 0)
         self._saver: Saver | None = None
         self._pending: _Save | None = None
-        self.check: Callable[[str], None] = lambda when: None  # raises if what is to be saved is not one state
+        self.check: Callable[[str], None] = lambda when: None  # raises if replicated parameters differ between ranks
         self.committed = 0
-        self._told: tuple[str | None, Mapping[str, Any]] = (None, {})  # of the last checkpoint that was begun
+        self._told: tuple[str | None, Mapping[str, Any]] = (None, {})  # arguments of the last checkpoint that was begun
         self._repeats, self._again = 0, False
 
     def open(self) -> None:
-        """Get ready; with ``background``, the process that writes starts."""
+        """Create the saver; with ``background``, start the writer process."""
         self._saver = Saver(self._state.comm, self._options.storage, background=self._options.background)
         self._saver.claim = self._books.claim
 
     @property
     def busy(self) -> bool:
-        """Tell whether a checkpoint is pending that this rank cannot bring further without waiting."""
+        """Return whether a checkpoint is pending that this rank cannot advance without waiting."""
         return self._saver is not None and self._saver.busy
 
     @as_parts
     def now(self, config: str | None, provenance: Mapping[str, Any]) -> Path:
-        """Write the checkpoint of the present step and return when it is there. Raises ``CheckpointError``."""
+        """Write the checkpoint of the current step and return when it is complete. Raises ``CheckpointError``."""
         self.settle()
         while True:
             try:
@@ -75,7 +75,7 @@ class Saves:
 
     @as_parts
     def due(self, config: str | None, provenance: Mapping[str, Any]) -> None:
-        """Write a checkpoint on the way; in the background, return as soon as the state is copied."""
+        """Write a periodic checkpoint; in the background, return as soon as the state is copied."""
         self.settle()
         self._again = False
         while True:
@@ -92,7 +92,7 @@ class Saves:
 
     @as_parts
     def advance(self) -> None:
-        """Bring a pending checkpoint further."""
+        """Advance a pending checkpoint."""
         if self._pending is not None and self._saver is not None:
             with self._waiting():
                 self._try(self._saver.advance)
@@ -106,16 +106,16 @@ class Saves:
 
     @as_parts
     def finish(self, config: str | None, provenance: Mapping[str, Any], *, moved: bool = False) -> None:
-        """Leave the present step in a checkpoint: here an error is one of the run, since work would be lost.
+        """Save the current step at the end of the run; an error here always raises, because work would be lost.
 
-        ``moved`` says that the position in the data is another one, though the step is not.
+        ``moved`` means that the data position has changed although the step has not.
         """
         self.settle()
         if self._state.step > self.committed or moved:
             self.now(config, provenance)
 
     def close(self) -> None:
-        """Give up what is pending; a rank may come here alone."""
+        """Abandon a pending checkpoint; not collective."""
         if self._saver is not None:
             self._saver.close()
         self._saver = self._pending = None
@@ -142,7 +142,7 @@ class Saves:
 
     @contextmanager
     def _waiting(self, **facts: int) -> Iterator[None]:
-        """Note how long the run waits here: what is written beside the next steps costs no time of its own."""
+        """Record how long the run waits here; a background write next to later steps costs no time of its own."""
         began = time.monotonic()
         try:
             with trace.span("checkpoint", **facts):
@@ -151,7 +151,7 @@ class Saves:
             self._books.waited(time.monotonic() - began)
 
     def _try(self, move: Any) -> None:
-        """Make a move of a pending checkpoint; where the run may go on without it, note that it failed."""
+        """Advance a pending checkpoint; if the run may continue without it, record the failure."""
         assert self._saver is not None and self._pending is not None
         step = self._pending.step
         try:
@@ -160,7 +160,7 @@ class Saves:
             self._pending = None
             if self._may_repeat(error):
                 self._pause(error)
-                self._again = True  # the state of that step is gone: that of the next is written
+                self._again = True  # the state of that step is gone: the next step is saved instead
             else:
                 self._bear(error, step)
             return
@@ -180,12 +180,12 @@ class Saves:
             self._state.tidy(save.path)
 
     def _may_repeat(self, error: CheckpointError) -> bool:
-        """Return, alike on all ranks, whether a fault that may pass is worth another try."""
+        """Return, with the same result on all ranks, whether to retry after a transient fault."""
         tries = len(PAUSES) if patience() else 0
         return isinstance(error, CheckpointFaultError) and error.everywhere and self._repeats < tries
 
     def _pause(self, error: CheckpointError) -> None:
-        """Wait a while before the next try; raises the error if there were enough."""
+        """Wait before the next try; raise the error if no tries are left."""
         if not self._may_repeat(error):
             raise error
         pause = min(PAUSES[self._repeats], patience())
@@ -196,7 +196,7 @@ class Saves:
         time.sleep(pause)
 
     def _bear(self, error: CheckpointError, step: int) -> None:
-        """Note a failure on the way and go on; an error of this rank alone is no decision of all."""
+        """Record a failed periodic save and continue; raise an error that this rank alone has met."""
         if self._options.on_error == "stop" or not error.everywhere:
             raise error
         every, last = self._options.every, self._options.steps

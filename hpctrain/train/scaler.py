@@ -1,4 +1,4 @@
-"""Steps that a GradScaler leaves out: they end a step of the run like the updates that it makes."""
+"""Steps that a GradScaler skips: they end a step of the run, as its updates do."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import torch
 
 
 def watch_scalers(optimizers: Sequence[torch.optim.Optimizer], note: Callable[[], None]) -> Callable[[], None]:
-    """Call ``note`` whenever a GradScaler has handled a step of one of the optimizers; return what ends that.
+    """Call ``note`` whenever a GradScaler has handled a step of these optimizers; return a function that ends this.
 
-    A scaler that finds infinities does not call the optimizer, so that no hook of it runs.
+    If a scaler finds infinities, it does not call the optimizer, so no optimizer hook runs.
     """
     kind: Any = torch.amp.GradScaler
     original = kind.step

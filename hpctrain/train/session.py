@@ -1,4 +1,4 @@
-"""The run around a program's loop: resume, metrics, checkpoints, signals and a clean end.
+"""The run around a program's training loop: resume, metrics, checkpoints, signals and a clean end.
 
     with job.run(model, optimizer, loader, checkpoints="runs/a") as run:
         for epoch in run.epochs(10):
@@ -58,9 +58,11 @@ if TYPE_CHECKING:
 class Run:
     """A training run, entered by ``with``: iterate over it for ``(step, batch)``; steps count from 1, over all resumes.
 
-    ``for epoch in run.epochs(n)`` around the loop goes through the loader n times. Leave the loop by ``break`` on all
-    ranks together, or by ``run.stop``; a step whose update was made then still counts. A loader with ``state_dict`` and
-    ``load_state_dict`` resumes at its position; any other is started as in the interrupted run and read up to there.
+    With ``for epoch in run.epochs(n)`` around the loop, the run makes n passes over the loader. To
+    end the loop early, use ``break`` on all ranks together, or ``run.stop``. A step still counts if
+    its update was made before. A loader with ``state_dict`` and ``load_state_dict`` resumes at its
+    position. Any other loader is started as in the interrupted run, and batches up to the position
+    are skipped.
     """
 
     def __init__(
@@ -156,7 +158,7 @@ class Run:
             every=self.options.every,
         )
 
-    # What a loop may ask ----------------------------------------------------------------------------------------------
+    # Properties and methods for the loop ------------------------------------------------------------------------------
 
     @property
     def step(self) -> int:
@@ -165,17 +167,17 @@ class Run:
 
     @property
     def epoch(self) -> int:
-        """The number of the present pass over the loader, from 0."""
+        """The number of the current pass over the loader, from 0."""
         return self.feed.epoch
 
     @property
     def batch(self) -> int:
-        """The number of the present batch in its epoch, from 0; ``enumerate(run)`` would begin anew behind a resume."""
+        """The number of the current batch in its epoch, from 0; ``enumerate(run)`` restarts at 0 after a resume."""
         return self.feed.batches
 
     @property
     def last(self) -> bool:
-        """Whether the present batch is the last one of its epoch."""
+        """Whether the current batch is the last one of its epoch."""
         return self._loop.last
 
     @property
@@ -185,17 +187,17 @@ class Run:
 
     @property
     def stopped_by(self) -> str | None:
-        """Why the run leaves before its end, to be started again."""
+        """Why the run stops before its end and must be started again; None otherwise."""
         return self._loop.stopped_by
 
     @property
     def sample_weight(self) -> float:
-        """Weight of a mean over this rank's samples: samples x data ranks / samples of all; 0 on a stand-in sample."""
+        """Weight of a mean over this rank's samples: samples x data ranks / samples of all; 0 without a sample."""
         return self._loop.weight
 
     @property
     def health(self) -> Health:
-        """Watcher of the gradients of the run's only model, which finds NaN and infinity."""
+        """Monitor of the gradients of the run's only model, which detects NaN and infinity."""
         (health,) = self._updates.healths.values()
         return health
 
@@ -211,11 +213,11 @@ class Run:
         return self._loop.iterate()
 
     def epochs(self, count: int) -> Iterator[int]:
-        """Go through the loader ``count`` times: yield the numbers of the epochs that are left, from 0.
+        """Yield the numbers of the epochs that remain of ``count`` passes over the loader, from 0.
 
-        ``for step, batch in run`` inside goes through one epoch; a resumed run begins in the middle of the one that was
-        interrupted. The code behind that loop runs once per epoch, also over resumes; a checkpoint that is due or
-        asked for there is written when it has run.
+        ``for step, batch in run`` inside iterates over one epoch. A resumed run continues in the
+        middle of the interrupted epoch. The code after that loop runs once per epoch, also over
+        resumes. A checkpoint that is due or requested there is written after this code has run.
         """
         if self._progress is None:
             raise UsageError("enter the run before its loop: with job.run(...) as run", everywhere=True)
@@ -231,9 +233,11 @@ class Run:
     ) -> None:
         """Log numbers of this step: ``values`` are averaged over the ranks, ``same`` are equal on all of them.
 
-        Values of a split batch are averaged with the number of samples as weights, those of the iterations of one step
-        evenly. A value in ``same`` may be a list, such as a histogram. ``tokens`` counts what the step trained on over
-        all ranks. Every rank logs the same names. What is logged behind the loop belongs to its last step.
+        Values of a split batch are averaged with the number of samples as weights. Values of
+        several iterations in one step are averaged with equal weights. A value in ``same`` may be a
+        list, such as a histogram. ``tokens`` is the number of tokens that the step trained on over
+        all ranks. Every rank must log the same names. Values logged after the loop belong to its
+        last step.
         """
         self._loop.log.note(values, same or {})
         self.state.tokens += tokens
@@ -244,7 +248,7 @@ class Run:
     def clip(self, max_norm: float, model: str = "") -> Tensor:
         """Clip the gradients of a model by their global norm (0: only compute it) and return that norm.
 
-        Collective. ``model`` is its key where the run has several.
+        Collective. ``model`` is the model's key if the run has several.
         """
         if model not in self.models:
             known = ", ".join(map(repr, self.models))
@@ -256,11 +260,12 @@ class Run:
     def backward(self, batch: Any, compute: Compute, *, accumulate: int = 1) -> Tensor:
         """Compute a batch's loss in parts and leave its exact gradient in the parameters; return the loss of all ranks.
 
-        Collective. ``compute(part)`` returns a loss that is a mean over the part's samples, or a pair of a sum and the
-        count that it is to be divided by, such as the number of targets that are not padding. The batch (a tensor, or
-        tuples, lists and dicts of tensors) is cut into ``accumulate`` parts along the first dim; gradients are reduced
-        once, with the last part. Under pipelines ``compute`` calls the model once, and is called again for each
-        microbatch, so it draws no random numbers for the model's inputs.
+        Collective. ``compute(part)`` returns a loss that is a mean over the part's samples, or a
+        pair of a sum and its divisor, such as the number of targets that are not padding. The batch
+        (a tensor, or tuples, lists and dicts of tensors) is split into ``accumulate`` parts along
+        the first dim. Gradients are reduced once, with the last part. In a pipeline, ``compute``
+        must call the model once, and is called again for each microbatch. It must therefore draw no
+        random numbers for the model's inputs.
         """
         return self._backward(batch, compute, accumulate)
 
@@ -274,10 +279,11 @@ class Run:
     def save(self, best: float | Tensor | None = None) -> Path:
         """Write a checkpoint and return its path. Collective. Raises ``CheckpointError`` on all ranks.
 
-        ``best`` is a number to judge it by, logged as ``best``: the checkpoint with the lowest one stays
-        (``best="highest"`` in ``job.run``: the highest), also over resumes. Inside a step the file is written when the
-        step has ended, behind the loop of an epoch when the code there has run: before, weights and counts do not fit
-        together.
+        ``best`` is a number that rates the checkpoint, logged as ``best``. The checkpoint with the
+        lowest value is kept, also over resumes (``best="highest"`` in ``job.run``: with the highest
+        value). Inside a step, the file is written when the step has ended. After the loop of an
+        epoch, it is written when the code there has run. Before that, weights and counters are not
+        consistent.
         """
         if best is not None:
             self._loop.log.note({}, {SAVED_FOR: float(best)})
@@ -292,8 +298,9 @@ class Run:
     def stop(self, reason: str) -> None:
         """End the run for good after this step, on all ranks, if any rank calls this.
 
-        Behind the loop of an epoch, it ends when the code there has run. A later start finds the run finished;
-        ``job.run(..., resume="reopen")`` goes on. ``reason`` is kept in the checkpoint.
+        After the loop of an epoch, the run ends when the code there has run. A later start finds
+        the run finished; ``job.run(..., resume="reopen")`` continues it. ``reason`` is stored in
+        the checkpoint.
         """
         if not reason or not isinstance(reason, str):
             raise UsageError(f"run.stop({reason!r}): give the reason as text")
@@ -305,7 +312,7 @@ class Run:
     def __enter__(self) -> Run:
         with starting():
             self._open()
-        self.stop_request.starting = False  # from here on SIGTERM means: save, then leave
+        self.stop_request.starting = False  # from here on SIGTERM means: save, then exit
         return self
 
     def _open(self) -> None:
@@ -349,7 +356,7 @@ class Run:
             self._progress.update(row["step"], self.state.tokens, shown(row))
 
     def _meet(self, place: str) -> None:
-        """Wait at a named place until all ranks at their own pace have come there. Collective."""
+        """Wait at a named place until all asynchronous ranks have reached it. Collective."""
         if self.loose:
             meet(self.job.comm, self.strategies.values(), place)
 
@@ -358,13 +365,13 @@ class Run:
         check_call(self.job.comm, self.strategies.values(), f"{call} {at}")
 
     def _figures(self) -> dict[str, Any]:
-        """Return the strategies' numbers since the last call, such as the staleness of updates. Collective."""
+        """Return the strategies' metrics since the last call, such as the staleness of updates. Collective."""
         found: dict[str, Any] = {}
         for key, strategy in self.strategies.items():
             figures = dict(strategy.figures())
             if figures.get("staleness_histogram") == []:  # no update since the last call
                 figures = {name: value for name, value in figures.items() if not name.startswith("staleness")}
-            if figures.get("communication") == 0.0:  # no step since then
+            if figures.get("communication") == 0.0:  # no step since the last call
                 del figures["communication"]
             found |= {f"{name}.{key}" if key else name: value for name, value in figures.items()}
         return found
@@ -378,14 +385,14 @@ class Run:
         self._saves.due(self.config, self.provenance)
 
     def _find_late_schedulers(self) -> None:
-        """Look once more for schedulers before the first save: some are made when the run has started."""
+        """Search again for schedulers before the first save: some are created after the run has started."""
         if not self._has_saved:
             self._has_saved = True
             self.state.find_schedulers()
 
     @as_parts
     def _go_back(self) -> None:
-        """Restore the last checkpoint, but not the position in the data: those samples broke the run."""
+        """Restore the last checkpoint, but not the data position: the samples since then caused the failure."""
         for health in self._updates.healths.values():
             health.wants_rollback = False
         self._saves.settle()
@@ -404,7 +411,7 @@ class Run:
         if error is not None and error is self._loop.leaving:
             error = None
         try:
-            # After an error the other ranks may know nothing of it: then no collective from here on.
+            # The other ranks may not know of an error on this rank, so after an error no collective may follow.
             if error is None:
                 self._loop.close()
                 for strategy in self.strategies.values():
@@ -425,7 +432,7 @@ class Run:
             logger.warning("%s: saved after step %d, start again to go on", self.stopped_by, self.step)
 
     def _close(self, error: BaseException | None) -> None:
-        """Give back hooks, bar and folder, and write down how it ended."""
+        """Release hooks, progress bar and folder, and record how the run ended."""
         try:
             if error is not None:
                 self._loop.abandon()
@@ -441,7 +448,7 @@ class Run:
         if self._progress is not None:
             self._progress.close()
         if error is None or self.job.rank == 0:
-            self.job.guard.last_words = None  # the receipt tells it; another rank that failed is yet to end the job
+            self.job.guard.last_words = None  # the receipt has the reason, or another failed rank will report it
         if error is not None:
             alone = None if getattr(error, "everywhere", False) else self.job.rank
             self._books.close("failed", self.step, f"{type(error).__name__}: {error}", alone)

@@ -1,4 +1,4 @@
-"""Start of a new run with the model of another run's checkpoint."""
+"""Initialization of a new run with the model of another run's checkpoint."""
 
 from __future__ import annotations
 

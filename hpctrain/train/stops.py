@@ -1,8 +1,8 @@
-"""Gather what asks a run to save, or to save and leave: signals, the job's deadline, files in the run's folder.
+"""Stop and save requests to a run: signals, the job's deadline, and files in the run folder.
 
-Note: who knows what. A signal may reach one rank alone; the deadline is rank 0's matter, because clocks differ; the
-files are looked for by rank 0, so that not every rank of a large job asks the file system. At the end of each step the
-ranks exchange what they know (``exchange``), and act together.
+A signal may reach a single rank. The deadline is checked by rank 0 alone, because clocks differ.
+The files are also checked by rank 0, so that not every rank of a large job queries the filesystem.
+At the end of each step, the ranks exchange their requests (``exchange``) and act together.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from hpctrain.train.signals import StopRequest
 from hpctrain.util.retry import PASSING, retries
 
 STOP, SAVE = "STOP", "SAVE"
-_PAUSE = 1.0  # seconds between two looks into the folder
+_PAUSE = 1.0  # seconds between two checks of the folder
 
 
 class Stops:
-    """Say what this rank knows; ``first`` is the one that minds the clock and the folder."""
+    """Requests known to this rank; ``first`` marks the rank that checks the clock and the folder."""
 
     def __init__(self, folder: Path, request: StopRequest, *, first: bool, walltime: str = "", margin: float = 0.0):
         self._folder, self._request, self._first = folder, request, first
@@ -36,9 +36,10 @@ class Stops:
         self.governor = Governor(None)
 
     def open(self, saves: Sequence[float], begun: float | None = None) -> None:
-        """Learn the deadline, and what ``saves`` of earlier attempts have taken.
+        """Read the deadline, and set the durations ``saves`` of saves in earlier attempts.
 
-        A STOP of before this start does not count; ``begun`` is when that was, in seconds since the epoch.
+        A STOP file from before this start is ignored; ``begun`` is the time of the start in seconds
+        since the epoch.
         """
         if not self._first:
             return
@@ -51,14 +52,14 @@ class Stops:
             logger.info("the job ends at %s, says %s", _clock(found), found.source)
 
     def _forget_stop(self, begun: float) -> None:
-        """Remove a STOP that was there before; one that came while this job started up is meant for it."""
+        """Remove an old STOP file; a file created while this job was starting is meant for this job."""
         path = self._folder / STOP
         with suppress(FileNotFoundError):
             if retries.call(os.stat, path).st_mtime < begun:
                 retries.call(os.unlink, path)
 
     def look(self) -> tuple[bool, bool]:
-        """Tell whether this rank knows of a reason to save and leave, and of one to save."""
+        """Return whether this rank knows of a reason to save and exit, and of one to save."""
         if self._first and time.monotonic() - self._looked >= _PAUSE:
             self._looked = time.monotonic()
             self._found = {name: self._is_there(self._folder / name) for name in (STOP, SAVE)}
@@ -67,7 +68,7 @@ class Stops:
 
     @staticmethod
     def _is_there(path: Path) -> bool:
-        """Return whether a file is there; if the file system does not say, it is not."""
+        """Return whether a file exists; False if the filesystem returns an error."""
         try:
             retries.call(os.stat, path)
         except OSError as error:
@@ -78,7 +79,7 @@ class Stops:
 
     @property
     def reason(self) -> str:
-        """Say why the run leaves, as far as this rank knows."""
+        """Reason why the run stops, as far as this rank knows."""
         if self._request.name:
             return self._request.name
         if self._found[STOP]:
@@ -90,7 +91,7 @@ class Stops:
         return "a signal to another rank"
 
     def saved(self) -> None:
-        """Take the wish to save away that a checkpoint has fulfilled."""
+        """Remove the save request that a checkpoint has fulfilled."""
         if self._first and self._found[SAVE]:
             self._found[SAVE] = False
             with suppress(FileNotFoundError):
@@ -98,7 +99,7 @@ class Stops:
 
 
 def warn_if_unwatched(folder: Path, watched: str | None) -> None:
-    """Say where a job's script minds another folder than the run's: for a STOP, and for checkpoints to count."""
+    """Warn if the job script watches another folder than the run's for STOP files and new checkpoints."""
     if watched and Path(watched).resolve() != folder.resolve():
         logger.warning(
             "the job's script watches %s and this run writes into %s: name one folder to both, as in hpctrain job "

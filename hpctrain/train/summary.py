@@ -1,4 +1,4 @@
-"""Say at the end what came out of a run and where it lies."""
+"""Summary printed at the end of a run: losses, a text sample, and the run folder."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ BYTES = 256  # vocabulary of a byte-level model
 
 
 def sample_text(model: nn.Module, prompt: str, device: torch.device, multiple: int = 1) -> str | None:
-    """Return what a byte-level GPT writes after the prompt; None where there is no prompt or no such model.
+    """Return the text that a byte-level GPT generates after the prompt; None without a prompt or such a model.
 
-    ``multiple`` is what lengths must be multiples of, as sequences are split.
+    Sequence lengths must be multiples of ``multiple``, because sequences may be split over ranks.
     """
     if not prompt or not isinstance(model, GPT) or model.config.vocab_size != BYTES:
         return None
@@ -39,7 +39,7 @@ def sample_text(model: nn.Module, prompt: str, device: torch.device, multiple: i
 
 
 def _program() -> str:
-    """Return how to call the command from this folder: by name where it is in PATH, else by where it lies."""
+    """Return how to call the command from this folder: its name if it is in PATH, otherwise its path."""
     if shutil.which("hpctrain"):
         return "hpctrain"
     beside = Path(sys.executable).with_name("hpctrain")
@@ -47,7 +47,7 @@ def _program() -> str:
 
 
 def _in_bits(value: float, facts: Mapping[str, Any], loss: str) -> str:
-    """Return a loss with its unit, which only the cross entropy has."""
+    """Return a loss with its unit; only the cross entropy has one."""
     if loss != "cross_entropy":
         return f"{value:.4f}"
     unit = " a byte" if facts.get("vocab_size") == BYTES else ""
@@ -55,7 +55,7 @@ def _in_bits(value: float, facts: Mapping[str, Any], loss: str) -> str:
 
 
 def summarise(run: Run, facts: Mapping[str, Any], text: str | None, *, resumed: bool, loss: str) -> None:
-    """Print the last losses, the sample, and where to look further; ``loss`` names what was minimised."""
+    """Print the last losses, the sample, and where to find more; ``loss`` names the loss function."""
     if resumed:
         print(printable_lines(f"{run.folder} is finished: {run.step} steps are done; set train.steps higher to go on"))
     losses = run.state.curves.columns

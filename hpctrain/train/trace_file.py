@@ -1,7 +1,7 @@
-"""Write what all ranks did in some steps into one file that Perfetto (ui.perfetto.dev) and Chrome (about:tracing) open.
+"""Trace file of all ranks for Perfetto (ui.perfetto.dev) and Chrome (about:tracing).
 
-The format is Chrome's trace events: a process a node, a thread a rank, one event of phase ``X`` a span, times in
-microseconds. ``hpctrain plan --measured`` draws the same file.
+The format is Chrome's trace events: one process per node, one thread per rank, one event of phase
+``X`` per span, times in microseconds. ``hpctrain plan --measured`` draws the same file.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ _CATEGORIES = {
 }
 
 Event = dict[str, Any]
-Report = dict[str, Any]  # of one rank: its place, and its spans
+Report = dict[str, Any]  # of one rank: its mesh coordinates and its spans
 
 
 def merge(comm: Communicator, recording: Recording, path: Path, *, place: str = "", host: str = "") -> None:
-    """Write the recordings of all ranks into a file; a call by all ranks.
+    """Write the recordings of all ranks into a file. Collective.
 
-    ``place`` says where in the mesh this rank is. A file that cannot be written is a warning, and no reason to lose
-    the run.
+    ``place`` describes the coordinates of this rank in the mesh. If the file cannot be written, a
+    warning is logged and the run continues.
     """
     ahead = clocks.offsets(comm)[comm.rank]
     report = {
@@ -57,12 +57,12 @@ def merge(comm: Communicator, recording: Recording, path: Path, *, place: str = 
 
 
 def _plain(span: Span, ahead: float) -> list[Any]:
-    """Return a span as a row, in nanoseconds of rank 0's clock: whole ones, so that what nests goes on nesting."""
+    """Return a span as a row in integer nanoseconds of rank 0's clock; integers preserve the nesting."""
     return [span.name, round((span.start - ahead) * 1e9), round((span.end - ahead) * 1e9), span.thread, span.facts]
 
 
 def _gathered(comm: Communicator, report: Report) -> list[Report]:
-    """Return the reports of all ranks on rank 0, which alone needs the memory for them."""
+    """Return the reports of all ranks on rank 0; the other ranks need no memory for them."""
     data = zlib.compress(json.dumps(report, default=str).encode())
     sizes: list[int] = comm.all_gather_object(len(data))
     longest = max(sizes)
@@ -76,7 +76,7 @@ def _gathered(comm: Communicator, report: Report) -> list[Report]:
 
 
 def _write(path: Path, reports: Sequence[Report]) -> None:
-    """Write an event a line, under another name until all are there."""
+    """Write one event per line, under a temporary name until the file is complete."""
     facts = {"format": FORMAT, "ranks": len(reports), "dropped": sum(each["dropped"] for each in reports)}
     head = f'{{"displayTimeUnit": "ms", "otherData": {json.dumps(facts)}, "traceEvents": [\n'
     with atomic.replacing(path) as file:
@@ -87,7 +87,7 @@ def _write(path: Path, reports: Sequence[Report]) -> None:
 
 
 def events(reports: Sequence[Report]) -> Iterator[Event]:
-    """Yield the events of all ranks, those of each in the order of time, behind the names of nodes and ranks."""
+    """Yield the events of all ranks: for each rank the names of its node and threads, then its spans by time."""
     origin = min((start for report in reports for _, start, *_ in report["spans"]), default=0)
     for report in reports:
         threads = list(dict.fromkeys(thread for *_, thread, _ in _main_first(report["spans"])))
@@ -107,13 +107,13 @@ def events(reports: Sequence[Report]) -> Iterator[Event]:
 
 
 def _main_first(spans: Sequence[Sequence[Any]]) -> list[Sequence[Any]]:
-    """Return the spans with those of the thread that runs the steps in front."""
+    """Return the spans sorted so that those of the thread that runs the steps come first."""
     main = next((span[3] for span in spans if span[0] == "step"), None)
     return sorted(spans, key=lambda span: span[3] != main)
 
 
 def _number(rank: int, place: int, ranks: int) -> int:
-    """Return the number of a rank's thread: the first has the rank's, others have numbers of their own."""
+    """Return the thread id: the first thread of a rank has the rank's number, others have unique numbers."""
     return rank + place * ranks
 
 

@@ -1,4 +1,4 @@
-"""Read a run's trace back: one step of it, as a timeline to draw. Needs neither torch nor MPI."""
+"""Reader of a run's trace: one step as a timeline to draw. Needs neither torch nor MPI."""
 
 from __future__ import annotations
 
@@ -17,18 +17,19 @@ LARGEST = 2**28  # bytes
 
 @dataclass(frozen=True)
 class Measured:
-    """Hold a step of a run: its number, and what every rank did in it, in milliseconds."""
+    """One step of a run: its number, and a timeline of every rank in milliseconds."""
 
     path: Path
     step: int
-    names: tuple[str, ...]  # of the rows: the rank, and where in the mesh it is
+    names: tuple[str, ...]  # of the rows: the rank and its mesh coordinates
     timeline: Timeline
 
 
 def read(run: str | Path, step: int | None = None) -> Measured:
-    """Return a step of a run's folder, or of a trace file: the last that all ranks recorded, unless one is named.
+    """Return a step of a run folder or trace file; the default is the last step that all ranks recorded.
 
-    The timeline goes from the first pass of any rank to the last update, and holds work and waits only.
+    The timeline extends from the first pass of any rank to the last update. It contains computation
+    and waits only.
     """
     path = Path(run) / NAME if Path(run).is_dir() else Path(run)
     events = _events(path)
@@ -45,7 +46,7 @@ def read(run: str | Path, step: int | None = None) -> Measured:
 
 
 def _events(path: Path) -> list[dict[str, Any]]:
-    """Return the events of a file, spans with what every span has."""
+    """Return the events of a file after checking the required fields of every span."""
     try:
         found: list[dict[str, Any]] = read_json(path, LARGEST)["traceEvents"]
         for event in found:
@@ -62,13 +63,13 @@ def _events(path: Path) -> list[dict[str, Any]]:
 
 
 def _names(events: list[dict[str, Any]], ranks: tuple[int, ...]) -> tuple[str, ...]:
-    """Return what the ranks are called in the file."""
+    """Return the names of the ranks in the file."""
     called = {event.get("tid"): event["args"].get("name") for event in events if event.get("name") == "thread_name"}
     return tuple(str(called.get(rank) or f"rank {rank}") for rank in ranks)
 
 
 def _windows(spans: list[dict[str, Any]]) -> dict[int, dict[int, tuple[float, float]]]:
-    """Return when each step began and ended on each rank."""
+    """Return the start and end of each step on each rank."""
     found: dict[int, dict[int, tuple[float, float]]] = {}
     for event in spans:
         if event["name"] == "step" and isinstance(event["args"].get("step"), int):
@@ -89,7 +90,7 @@ def _timeline(
     work = [span for row in rows.values() for span in row if span.name in WORK]
     if not work:
         return Timeline(tuple(() for _ in ranks))
-    updates = [span for span in work if span.name == "optimizer"]  # what comes after is evaluation
+    updates = [span for span in work if span.name == "optimizer"]  # later spans belong to the evaluation
     begin, end = min(span.start for span in work), max(span.end for span in updates or work)
     return Timeline(tuple(tuple(_within(rows[rank], begin, end)) for rank in ranks))
 
@@ -100,7 +101,7 @@ def _span(event: dict[str, Any]) -> Span:
 
 
 def _within(row: list[Span], begin: float, end: float) -> list[Span]:
-    """Return the spans that lie, in part at least, in the time of interest, cut to it."""
+    """Return the spans that overlap the interval, clipped to it."""
     return [
         Span(span.name, max(span.start, begin), min(span.end, end), span.chunk, span.microbatch)
         for span in sorted(row, key=lambda span: (span.start, -span.end))
