@@ -1,1 +1,1 @@
-"""Turn command lines into calls: one file a verb, imported only when it is called."""
+"""Command line of hpctrain: one module per verb, imported only when the verb is called."""

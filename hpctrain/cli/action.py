@@ -1,4 +1,4 @@
-"""Add an action to a verb of the command line, as all verbs with actions do."""
+"""Construction of an action of a command line verb, shared by all verbs with actions."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 def action(
     actions: Any, name: str, summary: str, epilog: str, run: Callable[[argparse.Namespace], int]
 ) -> argparse.ArgumentParser:
-    """Add an action with its help text, and ``--json``, which all of them have; return its parser."""
+    """Add an action with its help text and the common option ``--json``; return its parser."""
     parser: argparse.ArgumentParser = actions.add_parser(
         name,
         help=summary,

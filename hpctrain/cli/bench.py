@@ -1,4 +1,4 @@
-"""Serve ``hpctrain bench``: measure which collectives are fastest on this machine, show what was measured."""
+"""Verb ``hpctrain bench``: measures which collectives are fastest on this machine, and shows stored measurements."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ examples:
 """
 _UNITS = {"": 0, "K": 10, "M": 20, "G": 30}
 _LARGEST = 2**32  # bytes of a tensor to measure
-_LINE_EVERY = 10.0  # seconds between two lines where there is no terminal
+_LINE_EVERY = 10.0  # seconds between two lines without a terminal
 
 
 def add_parser(subparsers: Any) -> None:
@@ -67,7 +67,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Carry out the action; return the exit code."""
+    """Run the action; return the exit code."""
     code: int = args.run_action(args)
     return code
 
@@ -121,7 +121,7 @@ def _calibrate(args: argparse.Namespace) -> int:
 
 
 class _Progress:
-    """Show how far it is: a bar on a terminal, a line now and then elsewhere."""
+    """Progress display: a bar on a terminal, otherwise a line every few seconds."""
 
     def __init__(self, seconds: float, *, shown: bool) -> None:
         self._seconds = seconds
@@ -140,7 +140,7 @@ class _Progress:
             print(printable_lines(told), file=sys.stderr, flush=True)
 
     def close(self) -> None:
-        """Take the bar away."""
+        """Remove the bar."""
         if self._bar is not None:
             self._bar.close()
 
@@ -199,7 +199,7 @@ def _as_text(report: Report, verbose: bool) -> list[str]:
 
 
 def _left_out(report: Report) -> list[str]:
-    """Return why algorithms were not measured, the same reason once; what an operation does not have needs none."""
+    """Return one line per reason why algorithms were not measured; algorithms unknown to an operation are skipped."""
     reasons: dict[str, list[str]] = {}
     for (key, name), reason in report.measured.left_out.items():
         if not reason.startswith("unknown algorithm"):
@@ -215,7 +215,7 @@ def _show(args: argparse.Namespace) -> int:
     from hpctrain.collectives.choice import timetable
 
     if first_guess_of_rank():
-        return 0  # rank 0 speaks for all
+        return 0  # rank 0 prints for all ranks
     from hpctrain.train.calibrate import verdict_in_words
     from hpctrain.train.calibration import place, read
     from hpctrain.train.machine import mpi_name, this_machine

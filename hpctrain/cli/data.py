@@ -1,4 +1,4 @@
-"""Serve ``hpctrain data``: pack a corpus into a token file, and show what a data file holds."""
+"""Verb ``hpctrain data``: packs a corpus into a token file, and shows the content of a data file."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Carry out the action; return the exit code."""
+    """Run the action; return the exit code."""
     return _pack(args) if args.action == "pack" else _show(args)
 
 

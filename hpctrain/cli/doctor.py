@@ -1,6 +1,6 @@
-"""Serve ``hpctrain doctor``: look around on a login node, or measure the nodes of a job with all of its ranks.
+"""Verb ``hpctrain doctor``: checks a login node, or measures the nodes of a job with all of its ranks.
 
-Looking around loads neither torch nor MPI in this process.
+The check of a login node loads neither torch nor MPI in this process.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ examples:
 
 Exit code 1: an error was found, with --strict a warning, too.
 """
-_WIDEST = 140  # columns of text, however wide the terminal is
+_WIDEST = 140  # maximum columns of text on a wider terminal
 KINDS = (".png", ".svg", ".pdf")
 
 
@@ -63,7 +63,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Examine and print; return the exit code."""
+    """Examine the machine and print the findings; return the exit code."""
     _check(args)
     return _preflight(args) if args.preflight else _login(args)
 
@@ -79,7 +79,7 @@ def _seconds(text: str) -> float:
 
 
 def _check(args: argparse.Namespace) -> None:
-    """Raise ``UsageError`` for options that do not go together, and for files that cannot be."""
+    """Raise ``UsageError`` for options that conflict, and for files that cannot be written."""
     if args.preflight:
         if args.script:
             raise UsageError("--script is for the look around: leave out --preflight", everywhere=True)
@@ -99,7 +99,7 @@ def _login(args: argparse.Namespace) -> int:
     from hpctrain.doctor.login.examine import examine
 
     if first_guess_of_rank():
-        return 0  # rank 0 speaks for all
+        return 0  # rank 0 prints for all ranks
     facts, findings = examine(args.script)
     report = {"kind": "login", **facts.to_json(), **_as_json(findings)}
     _print(args, report, [*table(findings, _width()), "", summary(findings)])
@@ -133,7 +133,7 @@ def _preflight(args: argparse.Namespace) -> int:
     from hpctrain.doctor.preflight.survey import Plan, survey
     from hpctrain.train.bootstrap import init
 
-    # A node that does not answer is what this looks for: who waits for one shall not wait for ten minutes.
+    # This measurement looks for nodes that do not answer: a wait for one must not take ten minutes.
     os.environ.setdefault("HPCTRAIN_TIMEOUT", f"{max(_PATIENCE, 4 * (args.seconds or _SECONDS)):g}")
     with init(device=args.device or "auto", oversubscribe=True) as job:
         say = _Progress(shown=job.rank == 0)
@@ -145,12 +145,12 @@ def _preflight(args: argparse.Namespace) -> int:
 
 
 _SECONDS = 30.0
-_PATIENCE = 120.0  # seconds that a rank waits for another at least
+_PATIENCE = 120.0  # minimum seconds that a rank waits for another
 _LINE_EVERY = 5.0  # seconds between two lines about one stage
 
 
 class _Progress:
-    """Say what is measured: each stage, and how far a long one is now and then."""
+    """Progress display: one line per stage, and further lines during a long stage."""
 
     def __init__(self, *, shown: bool) -> None:
         self._shown = shown
@@ -164,7 +164,7 @@ class _Progress:
 
 
 def _tell(args: argparse.Namespace, report: Any, findings: list[Finding]) -> None:
-    """Print, write and draw a report of a preflight."""
+    """Print, write and draw a preflight report."""
     from hpctrain.doctor.preflight import text, verdict
 
     leave = verdict.excluded(report)

@@ -1,4 +1,4 @@
-"""Serve ``hpctrain job``: print the script of a job, check one, show profiles. Needs neither torch nor MPI."""
+"""Verb ``hpctrain job``: prints or checks a job script, and shows site profiles. Needs neither torch nor MPI."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ The script saves before the time is over and comes back, at most --restarts time
 a new checkpoint. hpctrain submit takes the same words and submits it.
 """
 _DEFAULTS = {"slurm": "generic-slurm", "pbs": "generic-pbs"}
-_LONGEST_NAME = 15  # characters of a job's name that every PBS takes
+_LONGEST_NAME = 15  # characters of a job name that every PBS version accepts
 
 
 def add_parser(verbs: Any) -> None:
@@ -78,13 +78,13 @@ _NAMES = {"slurm": "Slurm", "pbs": "PBS"}
 
 
 def run(args: argparse.Namespace) -> int:
-    """Carry out the action; return the exit code."""
+    """Run the action; return the exit code."""
     code: int = args.run_action(args)
     return code
 
 
 def script_of(args: argparse.Namespace) -> tuple[str, Request, Profile]:
-    """Return the script that the command line asks for, and what it was made of."""
+    """Return the script that the command line describes, with its request and profile."""
     profile, _ = _profile(args)
     request = _request(args, profile)
     _check_config(request)
@@ -103,7 +103,7 @@ def _profile(args: argparse.Namespace) -> tuple[Profile, str]:
 
 
 def _request(args: argparse.Namespace, profile: Profile) -> Request:
-    """Return what the command line asks for, the profile's numbers where it names none."""
+    """Return the request on the command line, with the profile's values as defaults."""
     if not args.config:
         raise UsageError("CONFIG.toml is missing: the settings of the run, as for hpctrain train, or a program.py")
     if not args.time:
@@ -147,7 +147,7 @@ def _template(args: argparse.Namespace) -> Template:
 
 
 def _folder(args: argparse.Namespace) -> str:
-    """Return the run's folder, which the script watches: a program alone knows its own, so it has to be told."""
+    """Return the run folder, which the script watches; for a program, the command line must name it."""
     if args.config.endswith(PROGRAM):
         if not Path(args.config).is_file():
             raise UsageError(f"there is no program {args.config} here: paths are relative to where you submit")
@@ -161,13 +161,13 @@ def _folder(args: argparse.Namespace) -> str:
 
 
 def _settings(args: argparse.Namespace) -> tuple[str, ...]:
-    """Return what changes in the config; a folder is the setting of that name."""
+    """Return the changes to the config; ``--folder`` changes the setting ``run.folder``."""
     given = args.folder and not args.config.endswith(PROGRAM)
     return (*args.settings, *([f"run.folder={args.folder}"] if given else []))
 
 
 def _check_config(request: Request) -> None:
-    """Raise ``SettingsError`` for what the job would refuse when it starts, in any task of a sweep."""
+    """Raise ``SettingsError`` for settings that the job would refuse at its start, in any task of a sweep."""
     if not request.is_program:
         for task in request.sweep or ((),):
             load_settings(request.config, (*request.settings, *task))
@@ -181,7 +181,7 @@ def _name(args: argparse.Namespace) -> str:
 
 
 def _venv(args: argparse.Namespace, profile: Profile) -> str:
-    """Return the virtual environment of the job: this command's own, unless something else brings the program."""
+    """Return the job's virtual environment: that of this command, unless a module or container provides hpctrain."""
     if args.venv is not None:
         return "" if args.venv == "none" else str(args.venv)
     modules = (*profile.modules, *args.modules)

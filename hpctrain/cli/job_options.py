@@ -1,4 +1,4 @@
-"""Say what can be asked of a job on the command line, for ``hpctrain job`` and ``hpctrain submit``."""
+"""Command line options of a job, for ``hpctrain job`` and ``hpctrain submit``."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ examples:
 
 What stands behind -- goes to the program. hpctrain job --help says how the script lives.
 """
-PREFLIGHT = 30  # seconds, as hpctrain doctor --preflight takes
+PREFLIGHT = 30  # seconds, the default of hpctrain doctor --preflight
 
 
 def add_scheduler(
     actions: Any, scheduler: str, summary: str, run_action: Callable[[argparse.Namespace], int]
 ) -> argparse.ArgumentParser:
-    """Add an action for one scheduler, with all that a job may ask for."""
+    """Add an action for one scheduler, with all options of a job."""
     parser: argparse.ArgumentParser = actions.add_parser(
         scheduler,
         help=summary,

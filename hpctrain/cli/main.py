@@ -1,4 +1,4 @@
-"""Find the verb and run it; every error of ours is one line and an exit code."""
+"""Entry point of the command line: dispatch to the verb; hpctrain errors become one line and an exit code."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 class Parser(argparse.ArgumentParser):
-    """Report wrong arguments as every other wrong input: in one line, on one rank."""
+    """Argument parser that reports wrong arguments like all other wrong input: in one line, on one rank."""
 
     def error(self, message: str) -> NoReturn:
         hint = f" (see {self.prog} --help)"
@@ -66,13 +66,13 @@ class Parser(argparse.ArgumentParser):
 
 
 def make_parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
-    """Return the parser; only the verb that is called brings its own arguments, and with them its imports."""
+    """Return the parser; only the called verb adds its arguments and imports its modules."""
     called = next((word for word in arguments if not word.startswith("-")), "")
     return parser_with({called})
 
 
 def parser_with(complete: Collection[str]) -> argparse.ArgumentParser:
-    """Return a parser that knows the arguments of these verbs; with ``VERBS`` it can be written down as a whole."""
+    """Return a parser with the arguments of these verbs; with ``VERBS``, the whole command line can be documented."""
     parser = Parser(
         prog="hpctrain",
         description="Train PyTorch models on the ranks that mpirun or srun started.",
@@ -91,20 +91,20 @@ def parser_with(complete: Collection[str]) -> argparse.ArgumentParser:
 
 
 def names_word(error: OSError, arguments: Sequence[str]) -> bool:
-    """Tell whether an error of the system is about a file that the command line names."""
+    """Return whether an operating system error is about a file that the command line names."""
     name = error.filename
     return isinstance(name, str) and any(word in name for word in values(arguments) if len(word) > 1)
 
 
 def values(arguments: Sequence[str]) -> list[str]:
-    """Return the words of a command line, those behind ``=`` also alone."""
+    """Return the words of a command line, plus the values after ``=`` as separate words."""
     return [*arguments, *(word.partition("=")[2] for word in arguments if "=" in word)]
 
 
 def report(error: HpctrainError, arguments: Sequence[str] = ()) -> int:
-    """Print an error once: where all ranks have it, rank 0 speaks for them; return the exit code."""
+    """Print an error once and return the exit code; if all ranks have the error, rank 0 prints it."""
     first, table = str(error), ""
-    if not any("\n" in word for word in arguments):  # else it is an argument that has lines, and not the error
+    if not any("\n" in word for word in arguments):  # otherwise the line break is in an argument
         first, colon, table = first.partition(":\n")
         first += colon.strip()
     told = fitted(first, values(arguments), LINE - len("hpctrain: error: "))
@@ -114,7 +114,7 @@ def report(error: HpctrainError, arguments: Sequence[str] = ()) -> int:
 
 
 def interrupted(error: KeyboardInterrupt) -> int:
-    """Say so and return the exit code; a rank ends its job."""
+    """Print the interruption and return the exit code; a rank ends its job."""
     if in_world():
         raise error
     why, code = told_and_code(type(error))

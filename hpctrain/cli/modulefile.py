@@ -1,4 +1,4 @@
-"""Serve ``hpctrain modulefile``: print an environment module. Needs neither torch nor MPI."""
+"""Verb ``hpctrain modulefile``: prints an environment module. Needs neither torch nor MPI."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""Serve ``hpctrain plan``: what a run will need, what a pipeline will do, hold and idle, or what a run has done.
+"""Verb ``hpctrain plan``: forecasts a run, simulates a pipeline schedule, or shows the trace of a run.
 
-A run is planned in ``plan_run``, which takes torch; the rest needs neither torch nor MPI. Pictures need matplotlib.
+``plan_run`` plans a run and needs torch. The rest needs neither torch nor MPI. Pictures need
+matplotlib.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ _TIMES = {
     "update": "an update of the optimizer, for pipedream (default: 0)",
     "send": "a message between two stages (default: 0)",
 }
-_WIDEST = 160  # columns of text, however wide the terminal is
+_WIDEST = 160  # maximum columns of text on a wider terminal
 
 
 def add_parser(subparsers: Any) -> None:
@@ -74,7 +75,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def _add_planned(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments that plan a run."""
+    """Add the arguments for planning a run."""
     parser.add_argument("config", nargs="?", metavar="CONFIG.toml", help="plan the run of these settings")
     planned = parser.add_argument_group("a run to come")
     planned.add_argument(
@@ -102,11 +103,11 @@ _OF_RUN = (
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print and draw; return the exit code."""
+    """Print the result, and draw it if requested; return the exit code."""
     from hpctrain.cluster.launcher import first_guess_of_rank
 
     if first_guess_of_rank():
-        return 0  # rank 0 speaks for all
+        return 0  # rank 0 prints for all ranks
     _check(args)
     if args.config:
         from hpctrain.cli.plan_run import plan
@@ -126,7 +127,7 @@ def _time(text: str) -> float:
 
 
 def _check(args: argparse.Namespace) -> None:
-    """Raise ``UsageError`` unless one of the two things that there are to show is told completely."""
+    """Raise ``UsageError`` unless the arguments describe exactly one of: a run to plan, a schedule, a trace."""
     of_schedule = ("schedule", "pipe", "microbatches", "chunks", *_TIMES)
     given = [name for name in of_schedule if getattr(args, name) is not None]
     if args.config:
@@ -182,7 +183,7 @@ def _ideal(args: argparse.Namespace) -> int:
 
 
 def _costs(args: argparse.Namespace, chunks: int) -> dict[str, float]:
-    """Return the times of a chunk, from those of a stage; a message and an update are what they are."""
+    """Return the times of a chunk from those of a stage; the time of a message is not divided."""
     given = {name: getattr(args, name) for name in _TIMES if getattr(args, name) is not None}
     given.setdefault("forward", 1.0)
     if "backward" not in given:
@@ -222,7 +223,7 @@ def _draw(output: Path, timeline: Timeline, title: str, *, names: Sequence[str] 
 
 
 def _print_text(title: str, timeline: Timeline, live: dict[str, int], output: Path | None, *, measured: bool) -> None:
-    """Print a table, and the timeline unless it was drawn; ``live`` has the name and the memory of each row."""
+    """Print a table, and the timeline unless it was drawn; ``live`` has the name and live microbatches of each row."""
     from hpctrain.cli.checkpoint.text import columns
     from hpctrain.parallel.pipeline.text import fitted, lines
 

@@ -1,4 +1,4 @@
-"""Plan a run from its settings: print and draw what memory and time it will need."""
+"""Planning of a run from its settings: prints and draws the memory and time that it will need."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 
 
 def plan(args: argparse.Namespace) -> int:
-    """Print what a run needs; 1 where it does not fit."""
+    """Print what a run needs; return 0 if it fits, 1 otherwise."""
     from hpctrain.estimate.advice import time_report
 
     if args.machine:
-        preset(args.machine)  # refuses an unknown name before anything is forecast
+        preset(args.machine)  # refuses an unknown name before the forecast starts
     limits = Limits(_bytes(args.device_memory, "--device-memory"), _bytes(args.host_memory, "--host-memory"))
     planned = planned_run(args, limits)
     found = candidates(planned, limits, everything=bool(args.strategies))
@@ -45,7 +45,7 @@ def plan(args: argparse.Namespace) -> int:
 
 
 def planned_run(args: argparse.Namespace, limits: Limits) -> PlannedRun:
-    """Return the run that arguments ask for; raises ``UsageError`` for what cannot be."""
+    """Return the run that the arguments describe. Raises ``UsageError`` for invalid arguments."""
     settings = load(args.config, args.assignments or ())
     if not args.allow_code:
         check_functions(settings)
@@ -58,7 +58,7 @@ def planned_run(args: argparse.Namespace, limits: Limits) -> PlannedRun:
 
 
 def check_functions(settings: Settings) -> None:
-    """Raise ``SettingsError`` if the settings name code of somebody else, which planning would run."""
+    """Raise ``SettingsError`` if the settings name external code, which planning would run."""
     named = {
         "model.factory": settings.model.factory,
         "optimizer.factory": settings.optimizer.factory,
@@ -67,13 +67,13 @@ def check_functions(settings: Settings) -> None:
     for setting, path in named.items():
         if path is not None:
             check_code(path, setting)
-            # torch.load and torch.hub.load run what their arguments name.
+            # torch.load and torch.hub.load run the code that their arguments name.
             if path.startswith(("torch.", "torch:")) and not path.startswith(("torch.nn", "torch.optim")):
                 raise SettingsError(f"{setting} {path} is a function of torch: read the config, then add --allow-code")
 
 
 def device_of(settings: Settings, limits: Limits, machine: str | None = None) -> Device:
-    """Return what the ranks will compute on: where settings leave it open, GPUs if any were told of, or found."""
+    """Return the device of the ranks: with ``auto``, GPUs if the arguments describe any or this machine has some."""
     wanted = settings.run.device
     if wanted == "cpu" and limits.device is not None:
         raise UsageError('--device-memory is for GPUs: the settings have run.device = "cpu"; give --host-memory')
@@ -144,7 +144,7 @@ def _print(args: argparse.Namespace, planned: PlannedRun, found: Sequence[Candid
 
 
 def _sentence(found: Sequence[Candidate]) -> str:
-    """Say whether the chosen way fits, and else which do."""
+    """Return a sentence on whether the chosen strategy fits, and otherwise which strategies fit."""
     chosen, fitting = found[0], [one.name for one in found if one.fits]
     if chosen.fits:
         return f"{chosen.name} fits"

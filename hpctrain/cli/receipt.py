@@ -1,4 +1,4 @@
-"""Serve ``hpctrain receipt``: say what a run took, and what its time went into. Needs neither torch nor MPI."""
+"""Verb ``hpctrain receipt``: prints what a run cost and where its time was spent. Needs neither torch nor MPI."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def add_parser(verbs: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print and draw; return the exit code."""
+    """Print the receipts, and draw them if requested; return the exit code."""
     from hpctrain.train.receipt_read import load, runs_in
     from hpctrain.train.receipt_text import text, to_json
 

@@ -1,4 +1,4 @@
-"""Serve ``hpctrain submit``: make the script of a job, put it into the run's folder, and submit it."""
+"""Verb ``hpctrain submit``: renders a job script, writes it into the run folder, and submits it."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def add_parser(verbs: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Submit; return the exit code."""
+    """Submit the job; return the exit code."""
     code: int = args.run_action(args)
     return code
 
@@ -79,11 +79,11 @@ def _tell(done: Submitted, *, warnings: list[str], as_json: bool) -> None:
 
 
 def _warnings(request: Request, profile: Profile) -> list[str]:
-    """Return what this PBS will not do for the job, by what its run has measured so far."""
+    """Return warnings about limits of PBS for this job, based on the save times of the run so far."""
     if profile.scheduler != "pbs" or request.template == "benchmark":
         return []
     attempts: list[dict[str, Any]] = []
-    with suppress(HpctrainError):  # one that cannot be read is the run's to tell
+    with suppress(HpctrainError):  # a receipt that cannot be read is reported by the run
         attempts = receipt.attempts_of(receipt.read(Path(request.folder)))
     slowest = max((number(one, "last_save_seconds") for one in attempts), default=0.0)
     return pbs_limits.warnings(request.partition or profile.partition, request.folder, slowest)

@@ -1,4 +1,4 @@
-"""Be ``hpctrain train``: start or resume a run from a TOML file, on all ranks alike."""
+"""Verb ``hpctrain train``: starts or resumes a run from a TOML file, in the same way on all ranks."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def add_parser(verbs: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Train; return 0 when all steps are done."""
-    stop_request = signals.install()  # before torch is imported: until then USR1 would kill the rank
+    stop_request = signals.install()  # before the import of torch, because until then USR1 would kill the rank
     stop_request.starting = True
     from hpctrain.train.settings import load
 
@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
         as_text = [f"run.{option}={json.dumps(text)}" for option, text in given.items() if text is not None]
         settings = load(args.config, [*args.assignments, *as_text])
     except HpctrainError as error:
-        error.everywhere = True  # every rank reads the same file and finds the same mistake
+        error.everywhere = True  # every rank reads the same file and finds the same error
         raise
     from hpctrain.train.run import train
 
@@ -69,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _refuse_program(config: str) -> None:
-    """Raise ``UsageError`` for a Python file: say how programs are started."""
+    """Raise ``UsageError`` for a Python file; the message tells how to start programs."""
     if not config.endswith(".py"):
         return
     ways = f"python {config}, mpiexec -n 4 python {config}, or hpctrain submit slurm {config} --folder runs/a"

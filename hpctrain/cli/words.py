@@ -1,4 +1,4 @@
-"""Keep the words behind ``--`` for the program that a job runs: they are not this command's."""
+"""Arguments after ``--``, which are passed to the program that a job runs."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from hpctrain.cli.main import Parser
 
 
 class WordsParser(Parser):
-    """Be a parser whose arguments end at ``--``; what stands behind it comes into ``words``."""
+    """Parser whose own arguments end at ``--``; the words after it are stored in ``words``."""
 
     def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore
-        """Parse what stands before ``--``."""
+        """Parse the arguments before ``--``."""
         given = list(sys.argv[1:] if args is None else args)
         own = given[: given.index("--")] if "--" in given else given
         found, unknown = super().parse_known_args(own, namespace)

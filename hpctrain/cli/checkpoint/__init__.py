@@ -1,7 +1,7 @@
-"""Serve ``hpctrain checkpoint``: list, show, verify, compare, convert and draw checkpoints.
+"""Verb ``hpctrain checkpoint``: lists, shows, verifies, compares, converts and draws checkpoints.
 
-Needs h5py and NumPy only, so that it runs on a login node; torch is loaded for ``--to torch`` and to import what torch
-saved, matplotlib for pictures.
+Needs only h5py and NumPy, so it runs on a login node. torch is loaded for ``--to torch`` and to
+import files that torch saved, matplotlib for pictures.
 """
 
 from __future__ import annotations
@@ -35,6 +35,6 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Carry out the action; return the exit code."""
+    """Run the action; return the exit code."""
     code: int = args.run_action(args)
     return code

@@ -1,4 +1,4 @@
-"""Serve ``hpctrain checkpoint verify`` and ``diff``: whether files are sound, and in what two of them differ."""
+"""Actions ``hpctrain checkpoint verify`` and ``diff``: whether files are intact, and how two files differ."""
 
 from __future__ import annotations
 
@@ -73,12 +73,12 @@ def _verify(args: argparse.Namespace) -> int:
 
 
 def _verdicts(files: Sequence[str], jobs: int) -> Iterator[Verdict]:
-    """Yield a verdict for each file, in their order."""
+    """Yield a verdict for each file, in order."""
     if jobs == 1:
         with progress(files) as told:
             yield from (inspect.verify(file, told) for file in files)
         return
-    # Processes and not threads: HDF5 lets one thread in at a time. Spawned, so that they carry nothing from here.
+    # Processes instead of threads: HDF5 admits one thread at a time. Spawned, so that they inherit no state.
     with safe_path(), ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
         try:
             yield from pool.map(inspect.verify, files)

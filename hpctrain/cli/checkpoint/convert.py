@@ -1,4 +1,4 @@
-"""Serve ``hpctrain checkpoint export``, ``import`` and ``plot``: into other formats, out of them, into a picture."""
+"""Actions ``hpctrain checkpoint export``, ``import`` and ``plot``: conversion to and from other formats, and plots."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def _plot(args: argparse.Namespace) -> int:
 
 
 def _written(path: Path, as_json: bool, **facts: int) -> int:
-    """Say what was written."""
+    """Print which file was written and return the exit code."""
     length = path.stat().st_size
     if as_json:
         print_json({"file": str(path), "bytes": length, **facts})

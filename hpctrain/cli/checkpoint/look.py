@@ -1,4 +1,4 @@
-"""Serve ``hpctrain checkpoint ls`` and ``show``: what a folder holds, what a file holds."""
+"""Actions ``hpctrain checkpoint ls``, ``best`` and ``show``: the content of a folder or a file."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ examples:
 
 exit code: 0 the path was printed, 2 nothing says which is the best
 """
-_GROUPS_APART = ("NX_class", "signal", "axes", "step")  # of /train: for viewers, or shown above
+_GROUPS_APART = ("NX_class", "signal", "axes", "step")  # keys of /train that are for viewers or shown above
 
 
 def add_actions(actions: Any) -> None:
-    """Add both actions to the command line."""
+    """Add the actions to the command line."""
     listing = action(actions, "ls", "list the checkpoints of a run", _LS_EPILOG, _ls)
     listing.add_argument("folder", metavar="RUN", help="the folder of a run, or one with step_*.h5 files")
     judging = action(actions, "best", "print the path of the best checkpoint of a run", _BEST_EPILOG, _best)
@@ -126,7 +126,7 @@ def _heading(contents: Contents) -> list[str]:
 
 
 def _curves(curves: dict[str, list[float]]) -> list[str]:
-    """Return a line for each curve: its first value, its course, its last value."""
+    """Return one line per curve: its first value, a sparkline, its last value."""
     drawn = {name: values for name, values in curves.items() if values and not is_steps(name)}
     rows = [
         [name.replace("_", " "), f"{values[0]:.4g}", sparkline(values), f"{values[-1]:.4g}"]
@@ -136,7 +136,7 @@ def _curves(curves: dict[str, list[float]]) -> list[str]:
 
 
 def _tree(tensors: Sequence[TensorStats]) -> list[str]:
-    """Return the tensors under their groups, with what can be said of their values."""
+    """Return the tensors by group, with statistics of their values."""
     lines: list[str] = []
     rows: dict[str, list[list[str]]] = {}
     for tensor in tensors:

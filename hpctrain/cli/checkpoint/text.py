@@ -1,4 +1,4 @@
-"""Turn values into lines for people and into JSON for programs; show how far a long reading has come."""
+"""Text and JSON output of values, and a progress bar for long reads."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from tqdm import tqdm
 from hpctrain.checkpoint.look.place import newest_of
 from hpctrain.util.text import printable
 
-BIG = 256 << 20  # bytes from which a progress bar is worth its line
+BIG = 256 << 20  # minimum bytes for a progress bar
 
 
 @contextmanager
 def progress(files: Sequence[str | Path]) -> Iterator[Callable[[int], object] | None]:
-    """Show a bar over the bytes to read, where there is a terminal and enough to wait for."""
+    """Show a progress bar over the bytes to read, on a terminal and for large files only."""
     total = sum(Path(file).stat().st_size for file in files if Path(file).is_file())
     if total < BIG or not sys.stderr.isatty():
         yield None
@@ -30,7 +30,7 @@ def progress(files: Sequence[str | Path]) -> Iterator[Callable[[int], object] | 
 
 
 def chosen(path: str) -> str:
-    """Return a checkpoint: the path, or the newest valid one of a run's folder, which is said on stderr."""
+    """Return a checkpoint: the path, or the newest valid one in a run folder, which is reported on stderr."""
     if not Path(path).is_dir():
         return path
     found = newest_of(path)
@@ -39,7 +39,7 @@ def chosen(path: str) -> str:
 
 
 def columns(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return rows as lines with aligned columns; the last cell of a row may be as long as it likes."""
+    """Return rows as lines with aligned columns; the last cell of a row may have any length."""
     widths: dict[int, int] = {}
     for row in rows:
         for column, cell in enumerate(row[:-1]):
@@ -49,12 +49,12 @@ def columns(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def shape(numbers: Sequence[int]) -> str:
-    """Return a shape as people write it."""
+    """Return a shape in readable form."""
     return "x".join(map(str, numbers)) or "scalar"
 
 
 def size(count: int) -> str:
-    """Return a number of bytes in the largest unit that leaves a whole one."""
+    """Return a number of bytes in the largest unit in which it is at least 1."""
     number, unit = float(count), "B"
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
         if number < 1024 or unit == "TiB":
@@ -64,13 +64,13 @@ def size(count: int) -> str:
 
 
 def one_line(value: Any, longest: int = 100) -> str:
-    """Return a value in one line, cut where it is too long."""
+    """Return a value in one line, truncated if it is too long."""
     text = value if isinstance(value, str) else json.dumps(value)
     return text if len(text) <= longest else text[: longest - 3] + "..."
 
 
 def print_json(value: Any) -> None:
-    """Print JSON, with null for NaN and infinity, which it does not know."""
+    """Print JSON, with null for NaN and infinity, which JSON does not have."""
     print(json.dumps(_finite(value), indent=2))
 
 
