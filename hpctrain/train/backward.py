@@ -202,10 +202,10 @@ class _Pipelined:
     def _check_samples(self, samples: Any, arguments: Arguments) -> None:
         """Raise ``UsageError`` if inputs do not depend on each sample alone; checked once per input signature.
 
-        ``compute`` is called again with half of the samples. It must then call the model with fewer
-        rows. The first dim of an input that has as many rows by chance, such as a matrix, would not
-        change. ``compute`` also draws different random numbers in such a call, as in the last
-        stage, which calls it for microbatches.
+        ``compute`` is called again with half of the samples, so it must call the model with fewer
+        rows. An input whose number of rows equals the number of samples only by chance, such as a
+        matrix, would keep its rows. An input with random numbers would have other values, as in the
+        last stage, which calls ``compute`` for each microbatch.
         """
         count, key = samples_in(samples), arguments.key()
         if key in self._known or count == 1:

@@ -133,7 +133,7 @@ class Books:
         return not self._lost
 
     def _note(self, write: Callable[[], None], *, lenient: bool = False, age: float = 0.0) -> None:
-        """Write if the folder still belongs to this run; lenient records log their first failure only.
+        """Write if the folder still belongs to this run; if lenient, log the first failure instead of raising.
 
         Raises ``LockError`` if another start has taken over the folder: then this run writes no
         more. Rows of metrics go to a file that the other start has replaced, so for these the last

@@ -121,7 +121,7 @@ def _canary(machine: Machine) -> tuple[Verdict | None, str]:
 
 
 def verdict_in_words(verdict: Verdict) -> str:
-    """Return whether MPI receives device pointers, and why."""
+    """Return a sentence on whether MPI receives device pointers, and why."""
     return f"MPI {'takes' if verdict.cuda_aware else 'gets no'} device pointers: {verdict.reason}"
 
 

@@ -91,8 +91,7 @@ class Evaluation:
                     feed.streams.leave_step()
                 feed.took()
                 samples = samples_in(item.batch) if item.share is None else item.share.samples
-                # A rank without a share computes on a placeholder: all ranks must run a sharded
-                # model.
+                # A rank without a share computes on a placeholder: a sharded model needs all ranks.
                 _add(totals, result, samples, counts=samples > 0)
         finally:
             feed.end_pass()

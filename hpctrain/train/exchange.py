@@ -15,7 +15,7 @@ from torch import Tensor
 from hpctrain.collectives.communicator import Communicator
 from hpctrain.errors import UsageError
 
-NUMBERS = 40  # size of the message: some flags plus the logged values
+NUMBERS = 40  # elements of the message: some flags plus the logged values
 _FLAGS = 9
 LOGGED = NUMBERS - _FLAGS
 EVERY_RANK = "every rank must make the call, after the same step; do not write it under `if job.rank == 0`"

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 LOOK_EVERY = 0.5  # seconds between two checks of the watchdog
 PATIENCE = 2.0  # seconds of waiting after which a rank checks whether another rank has left
 ALONE = 3.0  # seconds after SIGTERM within which SIGUSR1 would have arrived, too
-CLAIM = 0.2  # seconds that a claim to report the failure first may take
+CLAIM = 0.2  # seconds to wait for earlier claims of the failure report by other ranks
 MOST = 4  # maximum number of other ranks that an error message lists
 SILENCE = 5.0  # seconds that a rank waits for the first failed rank to end the job, before it does so itself
 
@@ -215,7 +215,7 @@ def _release_windows(transport: Transport) -> None:
 
 
 def _instruments(transport: Transport) -> tuple[Farewell | None, Vitals | None]:
-    """Return the exit notifier, if MPI allows a second thread to use it, and the heartbeat."""
+    """Return the exit notifier (None unless MPI allows a second thread to use it) and the heartbeat."""
     from mpi4py import MPI
 
     from hpctrain.transport.farewell import Farewell

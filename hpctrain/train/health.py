@@ -32,7 +32,7 @@ def check_policy(strategy: Strategy, policy: Policy) -> None:
 
 
 class Health:
-    """Monitor of the gradients before every update; after a reduction, all ranks see the same and decide alike.
+    """Monitor of the gradients before every update; after a reduction, all ranks make the same decision.
 
     ``norm`` is the global norm of the current step's gradients, once it has been computed.
     ``replay`` recomputes the current step's gradients; with it, the rank with the first bad value

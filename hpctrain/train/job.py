@@ -136,7 +136,7 @@ class Job:
         is split: its batch is the batch of all data ranks (``split=False``: every rank reads all of
         it). ``states`` contains other objects with a state, by name: averages of weights,
         generators, tensors. torch's learning-rate schedulers are found automatically. ``config`` is
-        text to store in the checkpoints, ``provenance`` facts to record in them. ``options`` are
+        text to store with the checkpoints, ``provenance`` facts to record in them. ``options`` are
         the fields of ``RunOptions``.
         """
         from hpctrain.train.options import run_options

@@ -28,7 +28,7 @@ SILENCE_OF_SRUN = 5.0  # srun ends the other ranks, if told to (--kill-on-bad-ex
 
 
 class LeavingTogether(SystemExit):
-    """Exit with an exit code on every rank at the same time, so that collective resources can be released."""
+    """Exit of all ranks at the same time with one exit code, so that collective resources can be released."""
 
 
 def exit_code(error: BaseException) -> int:

@@ -103,8 +103,7 @@ def _state(pid: int) -> int | None:
 
 
 def _is_earlier(holder: Holder, own: Holder) -> bool:
-    """Return whether the holder, of the same job or chain, is from another start; an unknown start counts as another.
-    """
+    """Return whether a holder of the same job or chain is from another start; an unknown start counts as one."""
     return holder.get("start") is None or own["start"] is None or holder["start"] != own["start"]
 
 

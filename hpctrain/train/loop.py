@@ -60,11 +60,11 @@ class Loop:
         self._ahead: Item | None = None
         self._held: dict[str, Any] | None = None  # the row of a step that has not been written yet
         self._pending = 0  # iterations since the last update
-        self._partial: dict[str, list[float]] = {}  # the values that they have logged
+        self._partial: dict[str, list[float]] = {}  # values logged in these iterations
         self._wanted = False  # whether a checkpoint is requested at the end of the step
         self._idle = 0  # passes without an update
         self._claimed = False
-        self._fetched_ahead = False  # because the program has read run.last
+        self._fetched_ahead = False  # whether run.last has fetched the next batch
         self._exhausted = self._ended_ahead = False  # whether the pass has ended
         self._left_epochs = False
         self._loose = any(strategy.loose for strategy in strategies.values())
@@ -79,7 +79,7 @@ class Loop:
 
     @property
     def last(self) -> bool:
-        """Whether this batch is the last one of its pass; fetches the next batch if that is needed to know."""
+        """Whether this batch is the last one of its pass; fetches the next batch if necessary."""
         if self._now is None:
             return self._exhausted
         length = self.feed.length
@@ -107,7 +107,7 @@ class Loop:
         return self.finished or self.stopped_by is not None
 
     def stop(self, reason: str) -> None:
-        """Request on all ranks that the run ends for good after this step."""
+        """Request that all ranks end the run for good after this step."""
         self._asked = reason
 
     def want_save(self) -> None:
@@ -191,7 +191,7 @@ class Loop:
         self._ahead = None
 
     def _ended_early(self) -> bool:
-        """Return whether the loader cannot be read again; log it."""
+        """Return whether the loader allows no further pass; log a warning if so."""
         if not self.feed.is_one_shot:
             return False
         if self.comm.rank == 0:
@@ -395,7 +395,7 @@ class Loop:
         self.log.clear()
 
     def _end_tail(self) -> None:
-        """End the code after the loop of an epoch: the ranks agree on whether the run continues."""
+        """Run the exchange after the loop of an epoch: the ranks agree on whether the run continues."""
         if self._loose:
             self._held = None if self._held is None else {**self._held, **self.log.averaged, **self.log.same}
             self.log.clear()

@@ -1,4 +1,4 @@
-"""Machine description that makes measurements comparable: node type, MPI library and software versions."""
+"""Machine description on which measurements depend: node type, MPI library and software versions."""
 
 from __future__ import annotations
 

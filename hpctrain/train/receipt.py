@@ -119,7 +119,7 @@ def history(folder: Path) -> list[dict[str, Any]]:
 
 
 class DamagedReceipt(UsageError):
-    """Error: the receipt exists, but its content is not valid."""
+    """Error for a receipt that exists but is not valid."""
 
 
 def clock(seconds: float) -> str:

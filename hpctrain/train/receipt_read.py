@@ -39,9 +39,9 @@ class RunReceipt:
 def load(folders: Sequence[str | Path], ask: Mapping[str, Ask] = _ASKED) -> list[RunReceipt]:
     """Return the receipts in some run folders. Raises ``UsageError`` if a folder has none.
 
-    If the end of an attempt is not recorded, the files in the folder and the scheduler's answer show
-    whether it is still running. ``ask`` maps a scheduler's name to its query function, which is called
-    once for all jobs.
+    If the end of an attempt is not recorded, the files in the folder and the scheduler's answer
+    show whether it is still running. ``ask`` maps a scheduler's name to its query function, which
+    is called once for all jobs.
     """
     found = {Path(folder): copy.deepcopy(attempts_of(read(Path(folder)))) for folder in folders}
     for folder, attempts in found.items():

@@ -40,8 +40,8 @@ def find_schedulers(
     The scheduler of a single optimizer is named ``scheduler``; with several optimizers, the names
     are ``scheduler.KEY``. If one optimizer has several independent schedulers, the second and later
     ones are numbered (``scheduler.1``). Their order follows from their classes and settings, so it
-    is the same in every process. Parts of a SequentialLR or ChainedScheduler are saved by it and
-    not returned. Hand-written schedulers are not found.
+    is the same in every process. Parts of a SequentialLR or ChainedScheduler are saved by it, so
+    they are not returned. Hand-written schedulers are not found.
     """
     found = _holders(optimizers.values())
     if len(found) > len(optimizers):

@@ -1,4 +1,4 @@
-"""Stack dump of all threads of this process, written in one call so that the output of several ranks does not mix."""
+"""Stack dump of all threads of this process, in one write, so that the output of several ranks does not mix."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ class Stalls:
         self._pause = min(PAUSE, self._limit / 4)
         self._meetings, self._next = met(), 0.0
         self._seen: dict[int, _Seen] = {}
-        self._said: dict[int, float] = {}  # stragglers, and the time of their last step
+        self._said: dict[int, float] = {}  # stragglers, and when each was first seen at its step
 
     def look(self, step: int) -> None:
         """Check the other ranks; ``step`` is the step that this rank is about to make."""

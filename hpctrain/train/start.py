@@ -20,7 +20,7 @@ from hpctrain.parallel.strategy import Strategy
 if TYPE_CHECKING:
     from hpctrain.collectives.communicator import Communicator
 
-# Provenance keys that describe the checkpoint from which the run started; each resume keeps them.
+# Provenance keys of the checkpoint from which the run started; each resume keeps them.
 FACTS = ("start_from", "start_step", "start_skip")
 
 

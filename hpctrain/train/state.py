@@ -271,7 +271,7 @@ class TrainState:
         return found[0]
 
     def _restore_own(self, path: Path) -> None:
-        """Restore the rank-local states if they were saved by the same number of ranks."""
+        """Restore the rank-local states if the same number of ranks has saved them."""
         own = self._own()
         if own and not load_own(path, own, comm=self.comm) and self.comm.rank == 0:
             logger.warning("%s holds no such workers: all of them begin where the centre is", path)

@@ -15,8 +15,8 @@ from hpctrain.train import trace_file, trace_read
 class Tracing:
     """Recorder of the steps ``first`` to ``last``, counted from this start of the run.
 
-    Every rank calls ``begin_step`` and ``end_step`` around every step. ``close`` writes the
-    recording of a run that ended early. Collective. ``abandon`` is local to a rank. ``place``
+    Every rank calls ``begin_step`` and ``end_step`` around every step. ``close`` is collective and
+    writes the recording of a run that ended early. ``abandon`` is local to a rank. ``place``
     describes the coordinates of this rank in the mesh. ``meet`` is called before the ranks write
     together.
     """
