@@ -46,16 +46,16 @@ PROSE = {
     "who, what": (r"(?:^|[.:;] )(?:Who|What)\b[^?.]*(?:\.(?:\s|$)|$)", "subject, verb, object"),
     "metaphor": (
         r"\b(?:couriers?|desks?|scribes?|farewells?|last words|wish(?:es)?|governors?|vitals|lanes?|seats?"
-        r"|summon\w*|dismiss\w*|crowded|announcers?|ledgers?|rehears\w+|tally|tallies|hands (?:it|them) on|lend(?:s|ing)?"
-        r"|lent)\b",
+        r"|summon\w*|dismiss\w*|crowded|announcers?|ledgers?|rehears\w+|tally|tallies|hands (?:it|them) on"
+        r"|lend(?:s|ing)?|lent)\b",
         "the field's term (glossary of CONTRIBUTING.md)",
     ),
 }
 # Docstrings of classes and modules are noun phrases; those of functions begin with a verb that says what is done.
 CLASS_START = (
     r"(?:Be|Hold|Say|Know|Keep|Let|Tell|Take|Make|Do|Find|Give|Have|Put|See|Show|Write|Read|Run|Send|Share|Sum|Start"
-    r"|Stand|Come|Carry|Bring|Build|Call|Count|Cut|Compute|Choose|Check|Collect|Turn|Want|Wait|Watch|Pass|Move|Measure|Who"
-    r"|What|Which|Where|How|Anything|Whatever)\b"
+    r"|Stand|Come|Carry|Bring|Build|Call|Count|Cut|Compute|Choose|Check|Collect|Turn|Want|Wait|Watch|Pass|Move|Measure"
+    r"|Who|What|Which|Where|How|Anything|Whatever)\b"
 )
 FUNCTION_START = r"(?:Be|Say|Know|Stand|Come|What|Who)\b"
 
