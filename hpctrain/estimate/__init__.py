@@ -1,1 +1,1 @@
-"""Say before a run begins what it will need: memory and time, on a machine without MPI and without a GPU."""
+"""Forecasts of the memory and time of a run before it starts, on a machine without MPI and without a GPU."""

@@ -1,4 +1,4 @@
-"""Say how fast a run will be, which walltime it needs, and which of several ways to run it is best."""
+"""Forecasts of step time and walltime, and the recommendation of one of several configurations."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hpctrain.estimate.time_step import StepTime
 
 @dataclass(frozen=True)
 class Candidate:
-    """Name a way to run, say whether it fits, and what it needs of which limit, in bytes, where that is known."""
+    """Configuration to compare, and its need in bytes of its scarcest memory limit; 0 where the limit is unknown."""
 
     name: str
     fits: bool
@@ -30,7 +30,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Advice:
-    """Hold the way to take, None where none fits, the reason in a sentence, and the seconds of all that fit."""
+    """Recommended configuration (None if none fits), the reason in one sentence, and the step time of all that fit."""
 
     name: str | None
     reason: str
@@ -39,7 +39,7 @@ class Advice:
 
 @dataclass(frozen=True)
 class TimeReport:
-    """Hold what is forecast of a run."""
+    """Forecast of a run: step time, walltime, scaling curve and recommendation."""
 
     run: PlannedRun
     step: StepTime
@@ -47,7 +47,7 @@ class TimeReport:
     curve: Curve
     assumptions: tuple[str, ...]
     advice: Advice | None = None
-    spread: tuple[float, float] = (1.0, 1.0)  # of a step, as multiples of its forecast
+    spread: tuple[float, float] = (1.0, 1.0)  # range of the step time, as multiples of the forecast
 
     def lines(self) -> list[str]:
         """Return the report as text."""
@@ -66,7 +66,7 @@ class TimeReport:
         }
 
     def draw(self, path: str | Path) -> None:
-        """Draw the scaling curve into a file; raises ``UsageError`` where that cannot be."""
+        """Plot the scaling curve into a file; raises ``UsageError`` if that is not possible."""
         from hpctrain.estimate.scaling_picture import draw
 
         draw(self.curve, self.run, path)
@@ -98,9 +98,10 @@ class TimeReport:
 
 
 def time_report(run: PlannedRun, machine: str | None = None, others: Sequence[candidates.Candidate] = ()) -> TimeReport:
-    """Return how fast a run will be, on the machine of that name or the one at hand.
+    """Return the time forecast of a run, on the machine of that name or, without a name, on this machine.
 
-    ``others`` are ways to run it of which one is recommended. Raises ``UsageError`` for a machine that is not known.
+    ``others`` are the configurations to recommend one from. Raises ``UsageError`` if the machine is
+    unknown.
     """
     forecasts = Forecasts(run, machine)
     step = forecasts.step(run)
@@ -117,7 +118,7 @@ def time_report(run: PlannedRun, machine: str | None = None, others: Sequence[ca
 
 
 def considered(one: candidates.Candidate) -> Candidate:
-    """Return a way with what is scarcest of what it needs: a rank's device or a node's memory."""
+    """Return a configuration with its scarcest memory: that of a rank's device or that of a node."""
     limits, rank, node = one.limits, one.memory.rank.device_total, one.memory.node.host_total
     known = [(float(needs), float(most)) for needs, most in ((rank, limits.device), (node, limits.host)) if most]
     needs, limit = max(known, key=lambda pair: pair[0] / pair[1], default=(0.0, 0.0))
@@ -125,9 +126,9 @@ def considered(one: candidates.Candidate) -> Candidate:
 
 
 def recommend(ways: Sequence[Candidate], forecasts: Forecasts | None = None) -> Advice:
-    """Return the fastest of the ways that fit, and why; they are ways to run the same model.
+    """Return the fastest configuration that fits, and the reason; all configurations run the same model.
 
-    Raises ``UsageError`` where there are none.
+    Raises ``UsageError`` if ``ways`` is empty.
     """
     if not ways:
         raise UsageError("there is no way to run that could be recommended", everywhere=True)
@@ -143,7 +144,7 @@ def recommend(ways: Sequence[Candidate], forecasts: Forecasts | None = None) -> 
 
 
 def reason(best: Candidate, ways: Sequence[Candidate], seconds: Mapping[str, float]) -> str:
-    """Return in a sentence why one is best: what it takes, and what the next one and one too large would."""
+    """Return the reason for the best configuration: its need, the second best, and one that is too large."""
     others = [name for name in seconds if name != best.name]
     if best.limit:
         rank = f"is the fastest of {len(seconds)} that fit" if others else "is the only one that fits"

@@ -1,4 +1,4 @@
-"""List the ways in which the same ranks could share a run, and what memory each would need."""
+"""Enumeration of the parallel configurations that the same ranks could use, with the memory that each needs."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ Way = tuple[ParallelSettings, OffloadSettings]
 
 @dataclass(frozen=True)
 class Limits:
-    """Hold the bytes that there are: on each rank's device, and in each node's memory; None where nobody said."""
+    """Memory limits in bytes, of each rank's device and of each node; None if unknown."""
 
     device: int | None = None
     host: int | None = None
 
     @property
     def known(self) -> bool:
-        """Tell whether there is any."""
+        """Return whether any limit is known."""
         return self.device is not None or self.host is not None
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """Hold one way to share a run."""
+    """Parallel configuration with the memory that it needs."""
 
     name: str
     run: PlannedRun
@@ -39,7 +39,7 @@ class Candidate:
 
     @property
     def excess(self) -> tuple[int, int]:
-        """Return the bytes that lack on a rank's device and in a node's memory; 0 where all fits."""
+        """Return the missing bytes on a rank's device and in a node's memory; 0 where the memory suffices."""
         device, host = self.limits.device, self.limits.host
         return (
             max(self.memory.rank.device_total - device, 0) if device is not None else 0,
@@ -48,12 +48,12 @@ class Candidate:
 
     @property
     def fits(self) -> bool:
-        """Tell whether nothing lacks."""
+        """Return whether the memory suffices on the device and on the node."""
         return self.excess == (0, 0)
 
 
 def candidates(run: PlannedRun, limits: Limits, *, everything: bool = False) -> list[Candidate]:
-    """Return the chosen way first, then others that are possible: all meshes with ``everything``, else the usual."""
+    """Return the configured run first, then other valid ones: all meshes with ``everything``, else the usual."""
     found = [Candidate(name_of(run), run, memory_of(run), limits, chosen=True)]
     seen = {found[0].name}
     for parallel, offload in _ways(run, everything=everything):
@@ -64,12 +64,12 @@ def candidates(run: PlannedRun, limits: Limits, *, everything: bool = False) -> 
                 seen.add(name)
                 found.append(Candidate(name, other, memory_of(other), limits))
         except UsageError:
-            continue  # such a mesh, batch or split cannot be
+            continue  # this mesh, batch size or split is not valid
     return found
 
 
 def name_of(run: PlannedRun) -> str:
-    """Return what tells a way from others."""
+    """Return a name that distinguishes a configuration from others."""
     parallel, shape = run.parallel, run.shape
     axes = [f"{axis} {shape.length(axis)}" for axis in ("pipe", "tensor") if shape.length(axis) > 1]
     words = [" x ".join([*axes, f"{parallel.data} {shape.data}"]) if axes else parallel.data]
@@ -93,7 +93,7 @@ def _with(run: PlannedRun, parallel: ParallelSettings, offload: OffloadSettings)
 
 
 def _ways(run: PlannedRun, *, everything: bool) -> Iterator[Way]:
-    """Yield ways, the simplest first."""
+    """Yield pairs of parallel and offload settings, the simplest first."""
     own, nothing = run.parallel, OffloadSettings()
     datas: Sequence[str] = ("ddp", "zero1", "zero2", "fsdp") if run.ranks > 1 else ("ddp",)
     for recompute in sorted({False, True, own.recompute}):
@@ -112,7 +112,7 @@ def _ways(run: PlannedRun, *, everything: bool) -> Iterator[Way]:
 
 
 def _plain(own: ParallelSettings, data: str, pipe: int, tensor: int, *, recompute: bool) -> ParallelSettings:
-    """Return settings with other degrees, without what is only for the ones that were set."""
+    """Return settings with other degrees, without the options that apply only to the configured degrees."""
     return replace(
         own,
         data=data,  # type: ignore[arg-type]
@@ -130,7 +130,7 @@ def _plain(own: ParallelSettings, data: str, pipe: int, tensor: int, *, recomput
 
 
 def _meshes(run: PlannedRun, *, everything: bool) -> Iterator[tuple[int, int]]:
-    """Yield degrees of pipe and tensor that divide the ranks; tensor lines stay inside of nodes."""
+    """Yield pipeline and tensor degrees whose product divides the ranks; a tensor group stays within a node."""
     divisors = [number for number in range(1, run.ranks + 1) if run.ranks % number == 0]
     for pipe in divisors:
         for tensor in divisors:

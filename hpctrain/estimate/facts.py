@@ -1,4 +1,4 @@
-"""Know a model without its memory: its parameters, its layers, and what it takes and is compared with."""
+"""Description of a model without its memory: parameters, layers, inputs and targets."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ META = torch.device("meta")
 
 @dataclass(frozen=True)
 class Spec:
-    """Hold shape (without the batch's dim) and dtype of what one sample is."""
+    """Shape (without the batch dimension) and dtype of one sample."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -36,13 +36,13 @@ class Spec:
         return prod(self.shape) * self.dtype.itemsize
 
     def of(self, samples: int, device: torch.device | str = META) -> Tensor:
-        """Return a tensor of zeros for so many samples."""
+        """Return a tensor of zeros for ``samples`` samples."""
         return torch.zeros(samples, *self.shape, dtype=self.dtype, device=device)
 
 
 @dataclass(frozen=True)
 class Parameter:
-    """Hold what is known of one parameter; ``layer`` is the number of the first layer that uses it."""
+    """Shape and dtype of one parameter; ``layer`` is the number of the first layer that uses it."""
 
     name: str
     shape: tuple[int, ...]
@@ -57,15 +57,15 @@ class Parameter:
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of its elements."""
+        """Return the size in bytes."""
         return self.numel * self.dtype.itemsize
 
 
 @dataclass(frozen=True, eq=False)
 class Layer:
-    """Hold one layer of the row that the model is; layers of one ``kind`` are equal but for their names and values.
+    """Layer of a sequential model; layers of the same ``kind`` differ only in their names and values.
 
-    A model that is no row is one layer.
+    A model that is not sequential is a single layer.
     """
 
     name: str
@@ -75,11 +75,11 @@ class Layer:
 
 @dataclass(frozen=True, eq=False)
 class Facts:
-    """Hold what is known of a model; ``why_no_row`` says why it cannot be cut into stages, if it cannot."""
+    """Description of a model; ``why_no_row`` is the reason why it cannot be partitioned into stages, else empty."""
 
     name: str
     model: nn.Module  # on the meta device
-    parameters: tuple[Parameter, ...]  # each once, under the first of its names
+    parameters: tuple[Parameter, ...]  # each once, under its first name
     layers: tuple[Layer, ...]
     inputs: Spec
     targets: Spec
@@ -93,21 +93,21 @@ class Facts:
 
     @cached_property
     def nbytes(self) -> int:
-        """Return the bytes of all parameters."""
+        """Return the size of all parameters in bytes."""
         return sum(one.nbytes for one in self.parameters)
 
     @cached_property
     def trained_bytes(self) -> int:
-        """Return the bytes of those parameters that get gradients."""
+        """Return the size in bytes of the parameters that require gradients."""
         return sum(one.nbytes for one in self.parameters if one.trained)
 
     @cached_property
     def units(self) -> dict[tuple[str, ...], dict[str, str]]:
-        """Hold the units that were asked for so far, by their patterns: see ``unit_of``."""
+        """Return the cache of units that were found so far, by their patterns: see ``unit_of``."""
         return {}
 
     def unit_of(self, patterns: tuple[str, ...]) -> dict[str, str]:
-        """Return the name of the unit that each parameter belongs to, where units are chosen by these patterns."""
+        """Return the name of the unit of each parameter if units are chosen by these patterns."""
         if patterns not in self.units:
             found = find_units(self.model, patterns)
             self.units[patterns] = {name: unit.name for unit in found for name, _ in unit.parameters}
@@ -115,7 +115,7 @@ class Facts:
 
     @cached_property
     def inside(self) -> tuple[dict[str, str], ...]:
-        """Return for each layer the parameters that it uses: from their names in the layer to those in the model."""
+        """Return the parameters that each layer uses: a mapping from their names in the layer to those in the model."""
         names = {id(one): name for name, one in self.model.named_parameters()}
         return tuple(
             {own: names[id(one)] for own, one in layer.module.named_parameters()} for layer in self.layers
@@ -123,15 +123,15 @@ class Facts:
 
     @property
     def is_row(self) -> bool:
-        """Tell whether the model can be cut between its layers."""
+        """Return whether the model is sequential, so that it can be partitioned between its layers."""
         return not self.why_no_row
 
 
 def facts_of(settings: Settings) -> Facts:
-    """Return the facts of the model that settings ask for.
+    """Return the description of the model that the settings select.
 
-    Where token files are not there yet, the vocabulary is the settings' own; a model of arrays needs its data. Raises
-    ``SettingsError`` and ``DataError``.
+    If the token files do not exist yet, the vocabulary size comes from the settings; a model of
+    arrays needs its data. Raises ``SettingsError`` and ``DataError``.
     """
     sample, known, notes = _data(settings)
     model = _on_meta(settings, known)
@@ -139,7 +139,7 @@ def facts_of(settings: Settings) -> Facts:
 
 
 def describe(model: nn.Module, name: str, inputs: Spec, targets: Spec, *, notes: tuple[str, ...] = ()) -> Facts:
-    """Return the facts of a model on the meta device."""
+    """Return the description of a model on the meta device."""
     try:
         named = [(layer.name, layer.module) for layer in find_layers(model)]
         why = ""
@@ -159,7 +159,11 @@ def describe(model: nn.Module, name: str, inputs: Spec, targets: Spec, *, notes:
 
 
 def _kind(module: nn.Module, name: str) -> Any:
-    """Return what two layers have in common that compute alike; one that keeps tensors for others is like none."""
+    """Return a key that is equal for layers with the same computation.
+
+    A layer that stores or joins skip tensors gets its name as a key, so that it equals no other
+    layer.
+    """
     inside = list(module.modules())
     if any(isinstance(one, (Keep, Join)) for one in inside):
         return name
@@ -176,7 +180,7 @@ def _kind(module: nn.Module, name: str) -> Any:
 
 
 def _data(settings: Settings) -> tuple[tuple[Spec, Spec], Mapping[str, Any], list[str]]:
-    """Return what a sample is, what the data say of the model, and what had to be assumed."""
+    """Return the specs of a sample, the facts that the data provide about the model, and the assumptions made."""
     window = settings.model.window
     try:
         dataset = open_dataset(settings.data, "train", window)
@@ -196,7 +200,7 @@ def _spec(batch: Tensor) -> Spec:
 
 
 def _on_meta(settings: Settings, known: Mapping[str, Any]) -> nn.Module:
-    """Build the model without memory; a factory that cannot do so builds it for real, once."""
+    """Build the model on the meta device; if the factory does not support that, build it once in memory."""
     with torch.random.fork_rng(devices=[]):
         try:
             with META:

@@ -1,7 +1,8 @@
-"""Run models on fake tensors, which have shapes, dtypes and lifetimes, and no memory; and on ranks that are not there.
+"""Execution of models on fake tensors, and on simulated ranks.
 
-The tensors say that they are on the host, so that torch takes the host's kernels (its fused attention, its autocast).
-For a GPU one thing differs: its fused attention drops by itself, where the host writes the whole attention out.
+Fake tensors have shapes, dtypes and lifetimes, but no memory. They report the CPU as their device,
+so that torch selects the CPU kernels (fused attention, autocast). One thing differs on a GPU: its
+fused attention applies dropout itself, while the CPU materializes the attention matrix for it.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ from hpctrain.estimate.ledger import set_apart
 
 
 class FakeRanks:
-    """Be a communicator of ``size`` ranks to code that splits a model: this is rank 0, and collectives do nothing.
+    """Fake communicator of ``size`` ranks for code that splits a model: it is rank 0, and collectives do nothing.
 
-    ``taken`` counts the bytes of memory that were asked for.
+    ``taken`` counts the bytes of memory that were requested.
     """
 
     shares_memory = True
@@ -37,39 +38,39 @@ class FakeRanks:
         return self
 
     def empty(self, numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Return memory that was there before, to those who count what a pass makes."""
+        """Return memory that ``Ledger`` does not count as an allocation of the pass."""
         self.taken += numel * dtype.itemsize
         with torch.utils._python_dispatch._disable_current_modes():
             blank = torch.empty(numel, dtype=dtype, device="meta")
         return set_apart(faked(blank))
 
     def broadcast(self, tensor: Tensor, root: int = 0) -> Tensor:
-        """Return the tensor."""
+        """Return the tensor unchanged."""
         return tensor
 
     def broadcast_object(self, value: Any, root: int = 0) -> Any:
-        """Return the value."""
+        """Return the value unchanged."""
         return value
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        """Return what all ranks would say: the same."""
+        """Return the objects of all ranks, which are equal to this one."""
         return [value] * self.size
 
     def all_reduce(self, tensor: Tensor, op: str = "sum", *, async_op: bool = False) -> Any:
-        """Return the tensor, or what can be waited for."""
+        """Return the tensor, or a completed handle."""
         return _Done() if async_op else tensor
 
     def reduce_scatter(self, out: Tensor, tensor: Tensor, op: str = "sum", *, async_op: bool = False) -> Any:
-        """Return the slice, or what can be waited for."""
+        """Return the output shard, or a completed handle."""
         return _Done() if async_op else out
 
     def all_gather(self, out: Tensor, tensor: Tensor) -> Tensor:
-        """Return the whole."""
+        """Return the gathered tensor."""
         return out
 
     @contextmanager
     def bucket(self) -> Iterator[FakeRanks]:
-        """Reduce several tensors together."""
+        """Return a bucket that reduces several tensors together."""
         yield self
 
 
@@ -82,7 +83,7 @@ class _Done:
 
 
 class _AttentionOfGPUs(TorchFunctionMode):
-    """Let attention drop without writing itself out."""
+    """Function mode that disables dropout in attention, so that the CPU does not materialize the attention matrix."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is F.scaled_dot_product_attention:
@@ -97,7 +98,7 @@ _MODES: list[Any] = []
 
 @contextmanager
 def faking(device: str = "cpu") -> Iterator[None]:
-    """Make fake tensors in the ``with`` block, computing as a device does; leave torch's generators as they are."""
+    """Create fake tensors in the ``with`` block, which computes like ``device``; leave torch's generators unchanged."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     with ExitStack() as stack:
@@ -112,7 +113,7 @@ def faking(device: str = "cpu") -> Iterator[None]:
 
 
 def faked(tensor: Tensor) -> Tensor:
-    """Return a fake tensor like one on the meta device, which no other mode sees being made."""
+    """Return a fake copy of a tensor on the meta device; other dispatch modes do not see its creation."""
     with torch.utils._python_dispatch._disable_current_modes(), _MODES[-1]:
         return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
 
@@ -120,9 +121,9 @@ def faked(tensor: Tensor) -> Tensor:
 def fake_copy(
     model: nn.Module, dtype: torch.dtype | None = None, same: Mapping[nn.Module, nn.Module] | None = None
 ) -> nn.Module:
-    """Return a copy of a model on fake tensors; its float32 parameters may be of another ``dtype``.
+    """Return a copy of a model on fake tensors; ``dtype`` replaces float32 as the dtype of parameters.
 
-    In the copy one module stands for all that are the ``same``, which maps them to it.
+    ``same`` maps modules to an equal module, which replaces them in the copy.
     """
     same = same or {}
     memo: dict[int, Any] = {}
@@ -136,7 +137,7 @@ def fake_copy(
 def _on_fakes(
     module: nn.Module, memo: dict[int, Any], dtype: torch.dtype | None, spare: Collection[int] = ()
 ) -> nn.Module:
-    """Copy a module, but not the ``spare`` parameters, by their ids, of those that another stands for."""
+    """Copy a module without the ``spare`` parameters (by id), which belong to modules that another module replaces."""
     for parameter in module.parameters():
         if id(parameter) in memo or id(parameter) in spare:
             continue

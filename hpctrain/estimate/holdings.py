@@ -1,4 +1,4 @@
-"""List what a rank holds from its second step to its last: what strategies allocate once."""
+"""Persistent memory of a rank: the allocations that strategies make once and keep to the last step."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from hpctrain.train.optimizer import kept_per_element
 
 @dataclass(frozen=True)
 class Holding:
-    """Hold bytes of one part of the account; ``sharers`` ranks of a node have them in common."""
+    """Persistent bytes of one category; ``sharers`` ranks of a node share them."""
 
     part: str
     nbytes: int
@@ -32,7 +32,7 @@ class Holding:
 
 
 def holdings_of(run: PlannedRun, model: RankModel) -> list[Holding]:
-    """Return all that a rank holds for good."""
+    """Return all persistent allocations of a rank."""
     train, facts = run.settings.train, run.facts
     batch = (facts.inputs.nbytes + facts.targets.nbytes) * run.samples * train.accumulate
     found = [Holding("buffers", batch), Holding("buffers", model.buffer_bytes)]
@@ -46,7 +46,7 @@ def holdings_of(run: PlannedRun, model: RankModel) -> list[Holding]:
 
 
 def _states(run: PlannedRun, nbytes: int) -> int:
-    """Return the bytes of what the optimizer keeps of so many bytes of parameters."""
+    """Return the bytes of optimizer state for ``nbytes`` bytes of parameters."""
     return int(kept_per_element(run.settings.optimizer) * nbytes)
 
 
@@ -54,7 +54,7 @@ def _states(run: PlannedRun, nbytes: int) -> int:
 
 
 def _whole(run: PlannedRun, model: RankModel) -> list[Holding]:
-    """Return what a rank holds that has the whole of its model's part."""
+    """Return the allocations of a rank that keeps its whole part of the model."""
     found = [
         Holding("parameters", model.parameter_bytes),
         Holding("optimizer states", _states(run, sum(one.nbytes for one in model.trained))),
@@ -68,27 +68,27 @@ def _whole(run: PlannedRun, model: RankModel) -> list[Holding]:
 
 
 def _apart(run: PlannedRun, model: RankModel) -> list[Holding]:
-    """Return what a worker holds that exchanges parameters with the others, and no gradients."""
+    """Return the allocations of a worker that exchanges parameters instead of gradients (asynchronous strategies)."""
     trained, data = sum(one.nbytes for one in model.trained), run.parallel.data
     parameters = Holding("parameters", model.parameter_bytes)
     states = Holding("optimizer states", _states(run, trained))
-    if data == "hogwild":  # the one copy of the node; on a GPU, or with other nodes, each worker has its own, too
+    if data == "hogwild":  # shared copy of the node; on a GPU, or with several nodes, each worker also has its own copy
         shared = run.device == "cpu" and run.nodes == 1
         copy = Holding("parameters", trained, on_host=True, sharers=run.ranks_on_node)
         return [copy, Holding("parameters", model.parameter_bytes - trained) if shared else parameters, states]
-    if data == "server":  # gradients behind each other, the window to average them; a piece, and its states
+    if data == "server":  # flat gradients, and the window to average them; a parameter shard, and its states
         owners = run.settings.server.ranks or run.ranks
         vectors = [Holding("gradients", trained, on_host=True), Holding("buffers", trained, on_host=True)]
         piece = [Holding("parameters", trained // owners, on_host=True)]
         states = Holding("optimizer states", _states(run, trained // owners), on_host=True)
         return [parameters, *vectors, *piece, states]
-    if not at_own_pace(run.settings.server, run.parallel):  # the centre, and the window of the sum
+    if not at_own_pace(run.settings.server, run.parallel):  # the EASGD centre, and the window of the sum
         return [parameters, states, *[Holding("buffers", trained, on_host=True)] * 2]
-    return [parameters, states, Holding("buffers", trained // run.ranks, on_host=True)]  # a piece of the centre
+    return [parameters, states, Holding("buffers", trained // run.ranks, on_host=True)]  # a shard of the centre
 
 
 def lives_in_bucket(run: PlannedRun) -> bool:
-    """Tell whether gradients lie in the buckets of plain data parallelism, so that these are no copies of them."""
+    """Return whether gradients are views of the buckets of plain data parallelism, so that buckets are not copies."""
     plain = run.parallel.compression == "none" and run.parallel.data not in APART
     return run.device == "cpu" and plain
 
@@ -102,7 +102,7 @@ def _buckets(run: PlannedRun, trained: list[Held]) -> int:
 
 
 def _sharded(run: PlannedRun, model: RankModel) -> list[Holding]:
-    """Return what a rank holds of a replica that is split over several."""
+    """Return the allocations of a rank whose replica is sharded over several ranks."""
     pieces, settings = model.pieces, run.parallel
     trained = sum(one.share for one in pieces.trained)
     apart = model.passing or settings.mixed_precision != "none"
@@ -119,7 +119,11 @@ def _sharded(run: PlannedRun, model: RankModel) -> list[Holding]:
 
 
 def _offloaded(run: PlannedRun, model: RankModel) -> list[Holding]:
-    """Return what a rank holds whose masters, gradients and states lie on the host, but for a share of them."""
+    """Return the allocations of a rank with CPU offload.
+
+    Master weights, gradients and optimizer states live in host memory, except for the fraction that
+    stays on the device.
+    """
     pieces, offload = model.pieces, run.offload
     trained = sum(one.share for one in pieces.trained)
     frozen, narrow = pieces.share - trained, sum(one.narrow_share for one in pieces.pieces)
@@ -152,14 +156,14 @@ def _offloaded(run: PlannedRun, model: RankModel) -> list[Holding]:
 
 
 def _away(run: PlannedRun, model: RankModel) -> list[Holding]:
-    """Return the activations that wait on the host."""
+    """Return the activations that are offloaded to the host."""
     live = run.schedule.live(model.stage) if run.schedule is not None else 1
     away = live * sum(model.chunk(number).away for number in model.chunks)
     return [Holding("activations", away, on_host=True), _slack(run, away)]
 
 
 def _slack(run: PlannedRun, nbytes: int) -> Holding:
-    """Return what of the host's pinned memory is taken, as that comes in chunks, and not used."""
+    """Return the unused rest of the host's pinned memory, which is allocated in chunks."""
     return Holding("buffers", 0 if run.device == "cpu" else -nbytes % CHUNK, on_host=True)
 
 
@@ -167,7 +171,7 @@ def _slack(run: PlannedRun, nbytes: int) -> Holding:
 
 
 def _links(run: PlannedRun, model: RankModel) -> list[Holding]:
-    """Return the memory through which a stage talks to its neighbours: of what two share on a node, each has half."""
+    """Return the buffers between a stage and its neighbours; ranks that share a buffer count half each."""
     schedule = run.schedule
     assert schedule is not None
     rank = model.stage * run.shape.stride("pipe")
@@ -191,6 +195,6 @@ def _links(run: PlannedRun, model: RankModel) -> list[Holding]:
 
 
 def cut_ends(model: RankModel) -> dict[int, Parcel]:
-    """Return what each chunk but the last gives to the next."""
+    """Return the boundary tensors that each chunk except the last passes to the next."""
     cuts = model.cuts[:-1]
     return {number: model.local.layers[cut.stop - 1].gives for number, cut in enumerate(cuts)}

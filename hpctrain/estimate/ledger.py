@@ -1,7 +1,8 @@
-"""Keep account of the memory of tensors while operations run, real or fake ones: what lives, and the most that did.
+"""Tracking of tensor memory while operations run, on real or fake tensors: live bytes and their peak.
 
-Note: storages. Views share one, which counts once, from the operation that returns it until the last tensor that uses
-it is gone. What a kernel takes for itself and gives back before it returns is not seen.
+Note: storages. Views share one storage. It counts once, from the operation that returns it until
+the last tensor that uses it is freed. Workspace that a kernel allocates and frees before it returns
+is not seen.
 """
 
 from __future__ import annotations
@@ -17,20 +18,21 @@ from torch.utils._pytree import tree_iter
 
 _READ = torch.ops.aten._local_scalar_dense.default
 _INDEX = torch.ops.aten.index.Tensor
-_APART: set[int] = set()  # storages that no ledger counts
+_APART: set[int] = set()  # storages that are never counted
 
 
 class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Count the bytes of all storages that operations of the ``with`` block make.
+    """Memory tracker: counts the bytes of all storages that operations of the ``with`` block allocate.
 
-    Where tensors are ``fake``, and hold no values, a number that is read out of one is 0, and a mask chooses all.
+    ``fake`` tensors hold no values: a scalar that is read from one is 0, and a boolean mask selects
+    all elements.
     """
 
     def __init__(self, *, fake: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.live = self.peak = 0
         self._fake = fake
-        self._known: dict[int, int] = {}  # bytes of living storages
+        self._known: dict[int, int] = {}  # bytes of live storages
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self._fake and func is _READ:
@@ -43,21 +45,21 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def ignore(self, tensors: Iterable[Tensor]) -> None:
-        """Leave tensors out that were there before."""
+        """Exclude tensors that existed before."""
         for one in tensors:
             self._note(one, counts=False)
 
     def start_peak(self) -> int:
-        """Begin to look for the peak anew; return what lives now."""
+        """Reset the peak to the live bytes, and return these."""
         self.peak = self.live
         return self.live
 
     def holds(self, key: int) -> bool:
-        """Tell whether the storage of a ``key`` lives."""
+        """Return whether the storage with this ``key`` is live."""
         return key in self._known
 
     def bytes_of(self, key: int) -> int:
-        """Return the bytes of the storage of a ``key``; 0 for one that is gone, or is not counted."""
+        """Return the bytes of the storage with this ``key``; 0 if it was freed or is not counted."""
         return self._known.get(key, 0)
 
     def _note(self, tensor: Tensor, *, counts: bool) -> None:
@@ -75,7 +77,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def set_apart(tensor: Tensor) -> Tensor:
-    """Let no ledger count a tensor's memory; return the tensor."""
+    """Exclude a tensor's memory from all memory trackers; return the tensor."""
     storage = tensor.untyped_storage()
     _APART.add(storage._cdata)
     weakref.finalize(storage, _APART.discard, storage._cdata).atexit = False
@@ -83,5 +85,5 @@ def set_apart(tensor: Tensor) -> Tensor:
 
 
 def key_of(tensor: Tensor) -> int:
-    """Return what names a tensor's storage as long as it lives."""
+    """Return the key of a tensor's storage, unique while the storage is live."""
     return int(tensor.untyped_storage()._cdata)

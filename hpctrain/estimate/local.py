@@ -1,4 +1,4 @@
-"""Make of a model what one rank has of it, and find out what its passes hold."""
+"""Part of a model that one rank has, and the memory of its forward and backward passes."""
 
 from __future__ import annotations
 
@@ -27,24 +27,24 @@ from hpctrain.train.settings import Settings
 
 @dataclass(frozen=True)
 class How:
-    """Say all that decides what a microbatch's pass holds on one rank."""
+    """Settings that determine the memory of a microbatch's passes on one rank."""
 
     samples: int
     device: str
     loss: str
     autocast: bool
-    narrow: bool  # float32 parameters are computed with in bfloat16
+    narrow: bool  # float32 parameters are used in bfloat16
     recompute: bool
     units: tuple[str, ...]
-    row: bool  # layers are called one by one, not by the model
+    row: bool  # layers are called one by one instead of through the model
     tensor: int
     tensor_plan: tuple[str, ...]
     sequence: bool
-    splits: bool  # gradients of weights are put off
+    splits: bool  # weight gradients are deferred
 
     @classmethod
     def of(cls, settings: Settings, samples: int, device: str) -> How:
-        """Return what settings say for microbatches of so many samples."""
+        """Return the settings for microbatches of ``samples`` samples."""
         parallel = settings.parallel
         return cls(
             samples=samples,
@@ -64,7 +64,7 @@ class How:
 
 @dataclass(frozen=True, eq=False)
 class LocalLayer:
-    """Hold what a pass of one layer holds, and what it gives to the next."""
+    """Memory of the passes of one layer, and its output specs."""
 
     name: str
     found: LayerPass
@@ -73,17 +73,17 @@ class LocalLayer:
 
 @dataclass(frozen=True, eq=False)
 class LocalModel:
-    """Hold what a rank of a tensor line has of a model, and what its layers' passes hold."""
+    """Part of a model that a rank of a tensor group has, with the memory of its layers' passes."""
 
-    numels: dict[str, int]  # of parameters, by name
+    numels: dict[str, int]  # elements of each parameter on this rank, by name
     layers: tuple[LocalLayer, ...]
     loss: LayerPass
-    rooms: int  # bytes in which tensor ranks reduce
+    rooms: int  # bytes of the buffers for tensor-parallel reductions
 
 
 @lru_cache(maxsize=512)
 def local_model(facts: Facts, how: How) -> LocalModel:
-    """Return the model of ``facts`` as a rank has it; raises ``UsageError`` where it cannot be split so."""
+    """Return the part of the model that a rank has; raises ``UsageError`` if the model cannot be split this way."""
     firsts: dict[int, nn.Module] = {}
     same = {layer.module: firsts.setdefault(layer.kind, layer.module) for layer in facts.layers}
     with faking(how.device):
@@ -105,7 +105,7 @@ def local_model(facts: Facts, how: How) -> LocalModel:
 def _recomputed(
     facts: Facts, modules: dict[str, nn.Module], rows: Sequence[nn.Module], how: How
 ) -> list[nn.Module]:
-    """Return the units that compute again, as the strategies choose them."""
+    """Return the units that are recomputed (activation checkpointing), chosen as the strategies choose them."""
     names = [name for name in dict.fromkeys(facts.unit_of(how.units).values()) if name]
     units = list(dict.fromkeys(modules[name] for name in names))
     if how.row:
@@ -121,7 +121,7 @@ def _split(model: nn.Module, ranks: FakeRanks, how: How) -> TensorSplit:
 
 
 def _numels(facts: Facts, rows: Sequence[nn.Module]) -> dict[str, int]:
-    """Return the elements that a rank has of each parameter."""
+    """Return the number of elements of each parameter on this rank."""
     numels = {}
     for names, module in zip(facts.inside, rows):
         held = dict(module.named_parameters())
@@ -133,7 +133,7 @@ def _numels(facts: Facts, rows: Sequence[nn.Module]) -> dict[str, int]:
 
 
 def _layers(facts: Facts, rows: Sequence[nn.Module], how: How) -> tuple[list[LocalLayer], Any]:
-    """Run all layers, of equal ones the first; return what was found, and what the last one gave."""
+    """Measure all layers, once per kind; return the results and the output of the last layer."""
     given: Any = facts.inputs.of(how.samples)
     given = faked(given.to(torch.bfloat16) if how.narrow and given.is_floating_point() else given)
     done: dict[Any, Passed] = {}
@@ -150,7 +150,7 @@ def _layers(facts: Facts, rows: Sequence[nn.Module], how: How) -> tuple[list[Loc
 
 
 def _calling(module: nn.Module, kept: dict[str, Tensor], how: How) -> Callable[[Any], Any]:
-    """Return what runs a layer, each time among the tensors that layers before it have kept."""
+    """Return a function that runs a layer; each call sees the skip tensors that earlier layers have stored."""
     before = dict(kept)
 
     def call(given: Any) -> Any:
@@ -167,7 +167,7 @@ def _computing(how: How) -> AbstractContextManager[Any]:
 
 
 def _comparison(split: TensorSplit | None, how: How) -> tuple[Compare, AbstractContextManager[None]]:
-    """Return what compares outputs with targets, and in what they are computed: split, where that can be."""
+    """Return the loss function, and the context in which outputs are computed: vocabulary-parallel where possible."""
     compare = loss_named(how.loss)
     if split is None or not split.has_head or compare is not cross_entropy:
         return compare, nullcontext()
@@ -175,7 +175,7 @@ def _comparison(split: TensorSplit | None, how: How) -> tuple[Compare, AbstractC
 
 
 def _loss(facts: Facts, outputs: Any, compare: Compare, how: How) -> LayerPass:
-    """Run the comparison with the targets."""
+    """Measure the loss function."""
     targets = faked(facts.targets.of(how.samples))
     return measure(lambda given: compare(given, targets), _tensors(outputs)[0], []).found
 

@@ -1,4 +1,4 @@
-"""Say how fast a machine is: the rates that a forecast divides work by, and where they come from."""
+"""Speed of a machine: the rates by which a forecast divides its work, and their source."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from itertools import pairwise
 from hpctrain.cluster.binding import threads_for
 from hpctrain.errors import UsageError
 
-Curve = Mapping[int, float]  # what all threads do together, by how many there are
+Curve = Mapping[int, float]  # rate of all threads together, by number of threads
 
 
 @dataclass(frozen=True)
 class Link:
-    """Hold what a message costs: ``latency + bytes / bandwidth`` seconds."""
+    """Cost model of a message: ``latency + bytes / bandwidth`` seconds."""
 
     latency: float
-    bandwidth: float  # bytes a second, of one rank that has it to itself
+    bandwidth: float  # bytes per second, of one rank that uses the link alone
 
     def seconds(self, nbytes: float) -> float:
         """Return the time of one message."""
@@ -26,45 +26,46 @@ class Link:
 
 @dataclass(frozen=True)
 class Seat:
-    """Hold what one rank gets of a node that it shares with others, in operations, bytes and seconds."""
+    """Per-rank share of a node's resources, in operations, bytes and seconds."""
 
     threads: int
     flops: float
     bandwidth: float
-    call: float  # seconds that an operator takes besides
-    crowd: float  # ranks that take turns on what one of them would have; 1 where each has its own
+    call: float  # overhead of an operator, in seconds
+    crowd: float  # ranks that share one core in turn; 1 where each rank has its own cores
     meeting: float
 
 
 @dataclass(frozen=True)
 class Machine:
-    """Hold the rates of a node and of its network; those of products are for one dtype.
+    """Rates of a node and of its network; ``flops`` is for one dtype.
 
-    A ``cpu`` has its rates by the number of busy cores; of a ``cuda`` machine they are those of one GPU, a rank each.
+    For a ``cpu``, rates are by the number of busy cores. For ``cuda``, they are those of one GPU,
+    with one rank per GPU.
     """
 
     name: str
-    source: str  # in words
+    source: str  # human-readable
     kind: str  # cpu or cuda
     cores: int
     flops: Curve
     bandwidth: Curve
     call: float
-    meeting: float  # seconds in which the ranks of a node wait for each other once
-    turn: float  # the same where they take turns on a core
-    inside: Link  # from rank to rank in a node, where they share no memory
-    between: Link  # from node to node: all that a node has
-    disk: float  # bytes a second
-    host_link: float = 25e9  # bytes a second from a GPU to its host and back
-    host_bandwidth: float = 100e9  # of the host's memory, for updates that are made there
-    peak: float = 0.0  # operations a second of the whole rank's device, as its maker says; 0: not known
-    assumed: tuple[str, ...] = ()  # what was not measured, in words
-    busy: bool = False  # others were at work on it when it was measured
-    at_work: float | None = None  # share of the cores that others kept busy then; None where nothing was measured
-    slowest: float = 1.0  # the time of the slowest tenth of repeats, as a multiple of the rates' own
+    meeting: float  # seconds of one synchronization between the ranks of a node
+    turn: float  # the same on oversubscribed cores
+    inside: Link  # between ranks of a node that do not share memory
+    between: Link  # between nodes, for a whole node
+    disk: float  # bytes per second
+    host_link: float = 25e9  # bytes per second between a GPU and its host, in either direction
+    host_bandwidth: float = 100e9  # of host memory, for optimizer steps on the host
+    peak: float = 0.0  # operations per second of the rank's whole device, by its data sheet; 0 if unknown
+    assumed: tuple[str, ...] = ()  # human-readable assumptions, for rates that were not measured
+    busy: bool = False  # other processes were using the machine when it was measured
+    at_work: float | None = None  # share of the cores that other processes used then; None if not measured
+    slowest: float = 1.0  # time of the slowest tenth of repeats, as a multiple of the time at the stated rates
 
     def seat(self, ranks: int) -> Seat:
-        """Return what a rank gets where ``ranks`` share a node."""
+        """Return the share of one rank if ``ranks`` ranks share a node."""
         if self.kind != "cpu":
             return Seat(1, self.flops[1], self.bandwidth[1], self.call, 1.0, self.meeting)
         threads = threads_of(self.cores, ranks)
@@ -83,12 +84,12 @@ class Machine:
 
     @property
     def shares_memory(self) -> bool:
-        """Tell whether the ranks of a node reduce where their tensors lie."""
+        """Return whether the ranks of a node can reduce in place in shared memory."""
         return self.kind == "cpu"
 
 
 def threads_of(cores: int, ranks: int) -> int:
-    """Return the threads of a rank where so many share the cores of a node, as a run sets them."""
+    """Return the threads per rank if ``ranks`` ranks share ``cores`` cores, as a run sets them."""
     if cores < 1 or ranks < 1:
         raise UsageError(f"{ranks} ranks on {cores} cores: there must be at least 1 of each")
     everyone = range(cores)
@@ -96,7 +97,7 @@ def threads_of(cores: int, ranks: int) -> int:
 
 
 def rate(curve: Curve, threads: int) -> float:
-    """Return what so many threads do together: as measured, on a straight line between, and no more beyond."""
+    """Return the rate of ``threads`` threads: measured, interpolated linearly, and constant beyond the last point."""
     known = sorted(curve)
     if threads <= known[0]:
         return curve[known[0]] * threads / known[0]

@@ -1,7 +1,8 @@
-"""Know machines by name: what their makers say, and which share of it a training run is assumed to get.
+"""Presets of known machines: data-sheet rates, and the fraction of them that a training run is assumed to reach.
 
-Peaks are those of dense products (no sparsity), of the data sheets: A100 and H100 SXM, H200 SXM, V100 SXM2 by NVIDIA;
-MI250X by AMD, whose two dies are a rank each. Networks are those of well-known systems with these GPUs.
+Peaks are those of dense products (no sparsity) in the data sheets: A100 and H100 SXM, H200 SXM,
+V100 SXM2 by NVIDIA; MI250X by AMD, whose two dies are one rank each. Networks are those of
+well-known systems with these GPUs.
 """
 
 from __future__ import annotations
@@ -13,20 +14,21 @@ from hpctrain.estimate.machine import Link, Machine
 from hpctrain.settings import unknown
 
 TERA, GIGA = 1e12, 1e9
-# What products and streams reach of the peak in well-tuned training: Megatron-LM reports 41 to 48 % of a H100's peak
-# for whole steps, whose products alone run at about 60 %; streams reach 80 to 90 % of the memory's rate.
+# Fractions of the peak that matrix products and streams reach in well-tuned training. Megatron-LM
+# reports 41 to 48 % of an H100's peak for whole steps; their products alone run at about 60 %.
+# Streams reach 80 to 90 % of the memory bandwidth.
 PRODUCTS, STREAMS = 0.6, 0.8
 
 
 @dataclass(frozen=True)
 class Device:
-    """Hold what a data sheet says of a GPU, and of the network of nodes that have it."""
+    """Data-sheet rates of a GPU, and of the network of nodes that have it."""
 
-    bfloat16: float  # operations a second
-    float32: float  # as torch runs products of float32 by default: without TF32
-    memory: float  # bytes a second
-    inside: float  # bytes a second that a GPU sends to others of its node
-    between: float  # bytes a second of a node's network
+    bfloat16: float  # operations per second
+    float32: float  # default float32 products of torch: without TF32
+    memory: float  # bytes per second
+    inside: float  # bytes per second from a GPU to others of its node
+    between: float  # bytes per second of a node's network
 
 
 DEVICES = {
@@ -35,12 +37,12 @@ DEVICES = {
     "H200": Device(989 * TERA, 67 * TERA, 4800 * GIGA, 450 * GIGA, 200 * GIGA),
     "MI250X": Device(191.5 * TERA, 47.9 * TERA, 1600 * GIGA, 150 * GIGA, 100 * GIGA),
 }
-_LAUNCH = 5e-6  # seconds in which the host starts a kernel
+_LAUNCH = 5e-6  # seconds for the host to launch a kernel
 _DISK = 2 * GIGA
 
 
 def preset(name: str, dtype: str = "float32") -> Machine:
-    """Return the machine of a name in ``DEVICES``; raises ``UsageError`` for any other."""
+    """Return the machine of a name in ``DEVICES``; raises ``UsageError`` for any other name."""
     known = {one.lower(): one for one in DEVICES}
     if name.lower() not in known:
         raise UsageError(unknown(f"machine {name!r}", name, list(DEVICES)))

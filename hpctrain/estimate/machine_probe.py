@@ -1,9 +1,11 @@
-"""Measure the rates of the machine at hand, in a second or two.
+"""Measurement of the rates of this machine, in one or two seconds.
 
-Note: a busy machine. Forecasts are made on login nodes, where others work, too. What one thread does is measured on the
-clock of that thread, which stands still while another process has its core. What several threads do together shows only
-where their cores are theirs: the best of many short bursts counts, and where the machine is busy it is taken as so many
-times what one does, which is said. So the rates are those of a machine that is left in peace, as a compute node is.
+Note: a busy machine. Forecasts are made on login nodes, where other processes run, too. One thread
+is timed by its own CPU clock, which does not advance while another process has the core. Several
+threads are timed by the wall clock, which is correct only while no other process uses their cores.
+The best of many short bursts counts. If the machine is busy, the rate of n threads is taken as n
+times that of one thread, and the report says so. The rates are therefore those of an idle machine,
+such as a compute node.
 """
 
 from __future__ import annotations
@@ -25,19 +27,20 @@ from hpctrain.estimate.machine_presets import DEVICES, preset
 from hpctrain.train.machine import processor
 
 SIDE = 512  # rows and columns of the products: large enough for a core, small enough for a burst of milliseconds
-STREAM = 2**24  # bytes of each array that is streamed: three of them are more than most caches hold
+STREAM = 2**24  # bytes of each streamed array: three of them exceed most caches
 FILE = 2**25  # bytes
-BURSTS, LONGEST = 12, 0.35  # repeats, and seconds after which no more are made
-BUSY, LOOK = 0.3, 0.25  # share of the cores at work from which on a machine counts as busy; seconds of looking
-OPERATORS = 64  # in a row, to see what each costs
-# What cannot be measured without ranks, until a calibration says better: of two ranks that spin, and of ranks that wait
-# for their turn on a core; messages through memory; a network of 100 Gbit/s.
+BURSTS, LONGEST = 12, 0.35  # maximum number of repeats; seconds after which no more are made
+BUSY, LOOK = 0.3, 0.25  # share of cores in use above which a machine counts as busy; seconds of observation
+OPERATORS = 64  # operators in a row, to measure the overhead of each
+# Assumed until a calibration replaces them, as they cannot be measured without ranks:
+# synchronization of two spinning ranks, and of ranks that wait for a time slice of a core; messages
+# through memory; a network of 100 Gbit/s.
 MEETING, TURN = 6e-6, 1e-4
 MESSAGE, WIRE = Link(2e-5, 5e9), Link(2e-5, 10e9)
 
 
 def probe(dtype: str = "float32", folder: Path | None = None) -> Machine:
-    """Return this machine's rates; the disk's are those of ``folder``, or of what is there of it."""
+    """Return this machine's rates; the disk's rate is that of ``folder`` or of its nearest existing parent."""
     cores = len(cpu_affinity())
     kind = getattr(torch, dtype)
     others = at_work()
@@ -77,17 +80,17 @@ def probe(dtype: str = "float32", folder: Path | None = None) -> Machine:
 
 
 def at_work() -> float:
-    """Return which share of this process's cores others keep at work just now."""
+    """Return the share of this process's cores that other processes are using."""
     before = _ticks()
     time.sleep(LOOK)
     spent = [after - earlier for earlier, after in zip(before, _ticks())]
     if len(spent) != 2 or spent[1] <= 0:
-        return min(os.getloadavg()[0] / len(cpu_affinity()), 1.0)  # the system does not say: the last minute's
+        return min(os.getloadavg()[0] / len(cpu_affinity()), 1.0)  # fallback: load average of the last minute
     return 1 - spent[0] / spent[1]
 
 
 def _ticks() -> list[int]:
-    """Return how long this process's cores have idled, and how long they have been there; [] where nobody knows."""
+    """Return the idle and total ticks of this process's cores; [] if unavailable."""
     names = {f"cpu{number}" for number in cpu_affinity()}
     try:
         lines = [line.split() for line in Path("/proc/stat").read_text().splitlines()]
@@ -98,7 +101,7 @@ def _ticks() -> list[int]:
 
 
 def probe_gpu(dtype: str = "float32", folder: Path | None = None) -> Machine:
-    """Return the rates of the visible GPU: those of its like that is known by name."""
+    """Return the preset of the visible GPU, chosen by its name."""
     if not torch.cuda.is_available():
         raise UsageError(f"no GPU is visible to measure: name the machine, known are {', '.join(DEVICES)}")
     name = torch.cuda.get_device_name(0)
@@ -112,7 +115,7 @@ def probe_gpu(dtype: str = "float32", folder: Path | None = None) -> Machine:
 
 @contextmanager
 def threads_as_before() -> Iterator[None]:
-    """Give torch its number of threads back after the ``with`` block."""
+    """Restore torch's number of threads after the ``with`` block."""
     before = torch.get_num_threads()
     try:
         yield
@@ -121,7 +124,7 @@ def threads_as_before() -> Iterator[None]:
 
 
 def best_time(run: Callable[[], object], threads: int, bursts: int = BURSTS, longest: float = LONGEST) -> float:
-    """Return the seconds of the quickest of several runs; of one thread those that it had its core."""
+    """Return the seconds of the fastest of several runs; with one thread, CPU time of that thread."""
     clock = time.thread_time if threads == 1 else time.perf_counter
     torch.set_num_threads(threads)
     run()
@@ -135,7 +138,7 @@ def best_time(run: Callable[[], object], threads: int, bursts: int = BURSTS, lon
 
 
 def _counts(cores: int) -> list[int]:
-    """Return at how many threads to measure: one, half of the cores, all of them."""
+    """Return the thread counts to measure: one, half of the cores, all of them."""
     return sorted({1, max(1, cores // 2), cores})
 
 
@@ -146,7 +149,7 @@ def _products(threads: int, dtype: torch.dtype) -> float:
 
 
 def _slowest_product(dtype: torch.dtype) -> float:
-    """Return how much longer by the wall clock the slowest tenth of products takes than the quickest on one thread."""
+    """Return the wall-clock time of the slowest tenth of products relative to the fastest, on one thread."""
     one, two = (torch.rand(SIDE, SIDE).to(dtype) for _ in range(2))
     torch.set_num_threads(1)
     times: list[float] = []
@@ -164,7 +167,7 @@ def _streams(threads: int) -> float:
 
 
 def _operators() -> float:
-    """Return what an operator costs that has next to nothing to do, its share of autograd included."""
+    """Return the overhead of an operator on a tiny tensor, its share of autograd included."""
     x = torch.ones(8, requires_grad=True)
 
     def run() -> None:
@@ -177,7 +180,7 @@ def _operators() -> float:
 
 
 def _disk(folder: Path | None) -> tuple[float, str]:
-    """Return the rate at which a file is written for good, and in words where it comes from."""
+    """Return the rate of a durable file write (with fsync), and a sentence on its source."""
     where = Path(folder or ".").absolute()
     while not where.is_dir():
         where = where.parent
@@ -194,7 +197,7 @@ def _disk(folder: Path | None) -> tuple[float, str]:
 
 
 def _curve(measured: Curve, cores: int) -> Curve:
-    """Return the rates by threads, on which more do no less; what was not measured is a multiple of one."""
+    """Return the rates by thread count; they never decrease, and are at most linear in the rate of one thread."""
     one = measured[1]
     most, found = 0.0, {}
     for count in sorted({*measured, cores}):

@@ -1,9 +1,10 @@
-"""Say what memory a run will need at its peak, a rank and a node, and what for.
+"""Peak memory of a run, per rank and per node, by category.
 
-Note: how it adds up. Some memory is there from the second step on: parameters, states, buckets, windows (``holdings``).
-What comes and goes within a step is followed from layer to layer (``walk``), or from action to action of a schedule;
-the peak is the moment at which that is largest, and the parts are those of that moment. Of memory that ranks of a node
-share each has an equal part, so that ranks add up.
+Note: composition. Persistent memory exists from the second step on: parameters, states, buckets,
+windows (``holdings``). Memory that is allocated and freed within a step is simulated layer by layer
+(``walk``), or action by action of a schedule. The peak is the largest moment of that simulation,
+and the categories are those of that moment. Memory that ranks of a node share is divided equally
+among them, so that the needs of ranks add up.
 """
 
 from __future__ import annotations
@@ -18,25 +19,28 @@ from hpctrain.estimate.moments import moments_of
 from hpctrain.estimate.rank import RankModel, rank_models
 from hpctrain.estimate.run import PlannedRun
 
-# What the program holds, as tensors; on CPUs also what malloc adds to tensors that come and go, and the program itself.
+# The program's tensors; on CPUs also malloc's overhead on tensors of a step, and the program
+# itself.
 TENSORS = ("parameters", "gradients", "optimizer states", "activations", "buffers", "temporary")
 PARTS = (*TENSORS, "allocator", "program")
-# Both are taken from what `make -C benchmarks forecast` measures (glibc 2.36, torch 2.13, MPICH 5), files left out. The
-# heap: memory between tensors that is free and too small for the next, as a share of what comes and goes in a step. The
-# program: what a rank has that trains a model of a few parameters, 168 MB alone and 186 MB with MPI and the node memory
-# that MPI takes; and 5 MB in which matrix products and convolutions pack their operands and keep their kernels.
+# Both are derived from the measurements of `make -C benchmarks forecast` (glibc 2.36, torch 2.13,
+# MPICH 5), without mapped files. Heap: free memory between tensors that is too small for the next
+# tensor, as a share of the memory that is allocated and freed in a step. Program: memory of a rank
+# that trains a model with a few parameters, 168 MB alone and 186 MB with MPI and its node memory;
+# plus 5 MB for the packed operands and the kernels of matrix products and convolutions.
 HEAP_SHARE, PROGRAM, PROGRAM_WITH_MPI = 0.33, 173_000_000, 191_000_000
-# Where a model with convolutions is cut into stages: what torch loads to count them on the meta device (sympy).
+# For a model with convolutions that is partitioned into stages: the modules that torch loads to
+# count its operations on the meta device (sympy).
 CONVOLUTIONS_COUNTED = 20_000_000
-# With offload on a CPU, where the host's memory is the device's, what comes and goes is copied from the heap to the
-# heap: the shares of that, and of buffers.
+# With offload on a CPU, host and device memory are the same, and offloading copies from heap to
+# heap. Heap overhead as a share of the step's allocations, and of buffers.
 HEAP_SHARE_OF_OFFLOAD, HEAP_SHARE_OF_ITS_BUFFERS = 0.8, 0.2
-Split = dict[str, int]  # bytes of each part
+Split = dict[str, int]  # bytes per category
 
 
 @dataclass(frozen=True)
 class Need:
-    """Hold what a rank needs on its device, and in its host's memory; on CPUs all of it is the host's."""
+    """Memory that a rank needs on its device and in host memory; on CPUs all of it is host memory."""
 
     device: Split
     host: Split
@@ -60,11 +64,11 @@ class Need:
 
 @dataclass(frozen=True)
 class Memory:
-    """Hold what each stage's ranks need, and what the fullest node does."""
+    """Memory needs of the ranks of each stage, and of the fullest node."""
 
     stages: tuple[Need, ...]
     node: Need
-    layers: tuple[tuple[str, ...], ...]  # names, by stage
+    layers: tuple[tuple[str, ...], ...]  # layer names, by stage
 
     @property
     def fullest(self) -> int:
@@ -73,12 +77,12 @@ class Memory:
 
     @property
     def rank(self) -> Need:
-        """Return what a rank of the fullest stage needs."""
+        """Return the need of a rank of the fullest stage."""
         return self.stages[self.fullest]
 
 
 def memory_of(run: PlannedRun) -> Memory:
-    """Return the memory that a run needs; raises ``UsageError`` for a model that cannot be split so."""
+    """Return the memory that a run needs; raises ``UsageError`` if the model cannot be split as configured."""
     models = rank_models(run)
     needs = {model.stage: _need(run, model) for model in models}
     stages = tuple(needs[stage] for stage in range(run.parallel.pipe))
@@ -86,7 +90,7 @@ def memory_of(run: PlannedRun) -> Memory:
 
 
 def _need(run: PlannedRun, model: RankModel) -> Need:
-    """Return what a rank needs at the peak of its device's memory."""
+    """Return the need of a rank at the peak of its device's memory."""
     moment, holdings = max(moments_of(run, model), key=lambda one: one.total), holdings_of(run, model)
     peak = [
         Holding("activations", moment.activations),
@@ -107,7 +111,7 @@ def _need(run: PlannedRun, model: RankModel) -> Need:
 
 
 def _between(run: PlannedRun, holdings: Sequence[Holding], moving: int) -> int:
-    """Return the bytes of the heap that are free between tensors; ``moving`` come and go in a step."""
+    """Return the free bytes between tensors of the heap; ``moving`` bytes are allocated and freed per step."""
     if not run.offload.any_update:
         return int(HEAP_SHARE * moving)
     buffers = sum(one.nbytes // one.sharers for one in holdings if one.part == "buffers")

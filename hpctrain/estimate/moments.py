@@ -1,4 +1,4 @@
-"""Follow a step of one rank, and tell what it holds beyond what is there all the time."""
+"""Simulated memory of one step of a rank, in addition to its persistent memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hpctrain.parallel.pipeline.schedule import Kind
 
 
 def moments_of(run: PlannedRun, model: RankModel) -> list[Moment]:
-    """Return the moments of a step, the update among them."""
+    """Return the memory events of a step, including the optimizer step."""
     if run.parallel.pipe > 1:
         found = _of_schedule(run, model)
     else:
@@ -24,19 +24,19 @@ def moments_of(run: PlannedRun, model: RankModel) -> list[Moment]:
 
 
 def _go_at_once(run: PlannedRun, model: RankModel) -> bool:
-    """Tell whether the gradients of a backward pass that is reduced go to their place as they come."""
+    """Return whether each gradient is moved to its bucket or shard as soon as backward computes it."""
     if run.parallel.pipe > 1:
         return False
     return model.sharded or model.data.size > 1 and lives_in_bucket(run)
 
 
 def _leave(run: PlannedRun, model: RankModel) -> bool:
-    """Tell whether no gradient is left where autograd put it when the update comes."""
+    """Return whether no gradient remains in its own autograd tensor at the optimizer step."""
     return model.sharded or model.data.size > 1 and lives_in_bucket(run)
 
 
 def _of_passes(run: PlannedRun, model: RankModel, passes: Walk) -> list[Moment]:
-    """Return the moments of the passes of a step without a pipeline, and there may be several."""
+    """Return the memory events of a step's passes without a pipeline; with accumulation there are several passes."""
     whole = model.gradient_bytes
     several = run.settings.train.accumulate > 1
     local = not (model.sharded and run.parallel.reduces_early)
@@ -49,9 +49,9 @@ def _of_passes(run: PlannedRun, model: RankModel, passes: Walk) -> list[Moment]:
 
 
 def _targets(run: PlannedRun, model: RankModel) -> int:
-    """Return the bytes that slices of gradients are reduced into, where that is not where they stay."""
+    """Return the bytes of separate buffers for the reduced gradient shards; 0 if they are reduced in place."""
     if run.offload.any_update:
-        return 0  # they leave for the host at once
+        return 0  # offloaded to the host immediately
     adds = run.settings.train.accumulate > 1 and run.parallel.reduces_early
     if model.sharded and (adds or run.parallel.mixed_precision != "none"):
         return sum(one.narrow_share for one in model.pieces.trained)
@@ -59,7 +59,7 @@ def _targets(run: PlannedRun, model: RankModel) -> int:
 
 
 def _with_targets(passes: Walk, targets: int, gradients: int) -> list[Moment]:
-    """Return the moments of a backward pass in which targets come as gradients do."""
+    """Return the events of a backward pass whose reduction targets are allocated as gradients appear."""
     return [
         replace(one, temporary=one.temporary + targets * fresh.gradients // max(gradients, 1))
         for one, fresh in zip(passes.passing, passes.fresh)
@@ -74,7 +74,7 @@ def _beside(moments: Iterable[Moment], gradients: int) -> list[Moment]:
 
 
 def _of_schedule(run: PlannedRun, model: RankModel) -> list[Moment]:
-    """Play a rank's actions twice where gradients accumulate over several passes, else once."""
+    """Simulate a rank's actions: twice if gradients accumulate over several passes, else once."""
     found, gradients = _play(run, model, {})
     if run.settings.train.accumulate > 1:
         found += _play(run, model, gradients)[0]
@@ -83,7 +83,7 @@ def _of_schedule(run: PlannedRun, model: RankModel) -> list[Moment]:
 
 
 def _gathered(run: PlannedRun, model: RankModel) -> int:
-    """Return the whole parameters, where they are gathered for a step, and copies of them (pipedream)."""
+    """Return the bytes of parameters that are gathered for a step, or stashed in several versions (pipedream)."""
     if model.sharded and model.passing:
         return model.pieces.whole
     schedule = run.schedule
@@ -94,7 +94,7 @@ def _gathered(run: PlannedRun, model: RankModel) -> int:
 
 
 def _play(run: PlannedRun, model: RankModel, before: dict[int, int]) -> tuple[list[Moment], dict[int, int]]:
-    """Return the moments of a rank's actions, and the gradients that are there in the end, by chunk."""
+    """Return the memory events of a rank's actions, and the remaining gradient bytes by chunk."""
     schedule = run.schedule
     assert schedule is not None
     walks = {number: model.chunk(number) for number in model.chunks}
@@ -122,7 +122,7 @@ def _play(run: PlannedRun, model: RankModel, before: dict[int, int]) -> tuple[li
 
 
 def _without(moment: Moment, kept: int) -> Moment:
-    """Leave out what the forward pass has kept, which is among what is live."""
+    """Subtract the activations that the forward pass keeps, which are already part of the live bytes."""
     return replace(moment, activations=moment.activations - kept)
 
 

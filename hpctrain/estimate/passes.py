@@ -1,8 +1,9 @@
-"""Find out what a pass of a layer holds: run it forward and back on fake tensors, and keep account.
+"""Memory of one layer: its forward and backward pass on fake tensors, with tracked allocations.
 
-Note: a layer by itself. Its input is no leaf, so that autograd keeps it only where the layer needs it; its output is
-let go of, so that what is left of it is what the layer keeps; and the gradient that comes to it is made by the backward
-pass, as it is in a model. What a row of layers holds follows from those of its layers, so equal ones run once.
+Note: a layer in isolation. Its input is not a leaf, so that autograd keeps it only if the layer
+needs it. Its output is released, so that only the part that the layer itself keeps remains. The
+gradient of its output is created by the backward pass, as in a model. The memory of a sequence of
+layers follows from that of its layers, so equal layers run once.
 """
 
 from __future__ import annotations
@@ -26,18 +27,19 @@ Call = Callable[[Any], Any]
 
 @dataclass(frozen=True)
 class LayerPass:
-    """Hold the bytes of one forward and backward pass of a layer, its parameters left out.
+    """Bytes of one forward and backward pass of a layer, without its parameters.
 
-    ``fresh`` is the most that the backward pass adds where every gradient of a parameter is kept, ``passing`` where
-    each is taken away, or added to one that is there, when it has come. ``held`` is what waits for gradients of weights
-    where these are put off (and ``weights`` the most that those add), else 0.
+    ``fresh`` is the peak that the backward pass adds if all parameter gradients are kept.
+    ``passing`` is the peak if each gradient is removed, or accumulated into an existing one, as
+    soon as it is computed. ``held`` is kept for deferred weight gradients, and ``weights`` is the
+    peak that those add; both are 0 without deferral.
     """
 
-    inside: int  # what autograd keeps, input and output left out
+    inside: int  # saved by autograd, without input and output
     output: int
-    keeps_output: bool  # autograd keeps it for this layer
+    keeps_output: bool  # autograd saves the output for this layer
     needs_input: bool
-    forward: int  # the most that the forward pass adds, output included
+    forward: int  # peak that the forward pass adds, output included
     fresh: int
     passing: int
     held: int = 0
@@ -46,14 +48,14 @@ class LayerPass:
 
 @dataclass(frozen=True)
 class Passed:
-    """Hold what was found, and what the next layer gets."""
+    """Memory of a layer's passes, and the input of the next layer."""
 
     found: LayerPass
     gives: Any  # a tensor or a tuple of tensors, on fake memory
 
 
 def measure(call: Call, given: Any, parameters: Sequence[nn.Parameter], *, splits: bool = False) -> Passed:
-    """Run a layer on something like ``given``; ``splits``: gradients of weights are put off. Only when ``faking``."""
+    """Measure a layer on a fake input like ``given``; ``splits`` defers weight gradients. Requires ``faking``."""
     kept = _pass(call, given, parameters, takes_away=False, splits=splits)
     away = _pass(call, given, parameters, takes_away=True, splits=splits)
     return replace(kept, found=replace(kept.found, passing=away.found.fresh))
@@ -94,7 +96,7 @@ def _pass(call: Call, given: Any, parameters: Sequence[nn.Parameter], *, takes_a
 
 
 def _flush(store: Deferred | None, ledger: Ledger, leaves: Sequence[Tensor]) -> tuple[int, int]:
-    """Compute gradients that were put off; return what was held for them, and the most that they add."""
+    """Compute deferred weight gradients; return the bytes that were held for them, and the peak that they add."""
     if store is None:
         return 0, 0
     gradients = {key_of(one.grad): one.grad.nbytes for one in leaves if one.grad is not None}
@@ -116,7 +118,7 @@ def _leaf(tensor: Tensor) -> Tensor:
 
 
 def _enter(tensor: Tensor) -> Tensor:
-    """Return a tensor that is no leaf, which autograd would keep."""
+    """Return a non-leaf tensor, as autograd would always keep a leaf."""
     return tensor.clone() if tensor.is_floating_point() else tensor
 
 
@@ -129,7 +131,7 @@ def _keys(tree: Any) -> list[int]:
 
 
 def _hook(parameter: nn.Parameter) -> RemovableHandle:
-    """Let a parameter lose its gradient as soon as it has come."""
+    """Register a hook that clears a parameter's gradient as soon as it is computed."""
     register: Callable[..., RemovableHandle] = parameter.register_post_accumulate_grad_hook
     return register(_take_away)
 
@@ -139,11 +141,11 @@ def _take_away(parameter: Tensor) -> None:
 
 
 class _End(torch.autograd.Function):
-    """Be the end of a pass: keep nothing, and make the gradients when the backward pass asks for them."""
+    """End of a pass: saves no tensors, and creates the output gradients only when the backward pass needs them."""
 
     @staticmethod
     def forward(ctx: Any, *tensors: Tensor) -> Tensor:
-        """Return a number."""
+        """Return a scalar."""
         ctx.specs = [(one.shape, one.dtype, one.device) for one in tensors]
         return torch.zeros((), device=tensors[0].device)
 

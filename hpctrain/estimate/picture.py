@@ -1,4 +1,4 @@
-"""Draw what memory ways to share a run need: a bar each, its parts behind each other, and the limit as a line."""
+"""Bar chart of the memory that configurations need: one stacked bar per configuration, and the limit as a line."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ from hpctrain.util.text import without_math
 KINDS = (".png", ".svg", ".pdf")
 COLOURS = dict(zip(PARTS, ("#1f5fbf", "#3b8f54", "#d9a31e", "#7b4fa6", "#8a8a8a", "#c9c9c9", "#e8c9a8", "#a8c4c4")))
 _INK, _LIMIT = "#333333", "#c0392b"
-_ROW, _BAR = 0.36, 0.78  # inches from row to row; share of it that a bar takes
+_ROW, _BAR = 0.36, 0.78  # inches per row; share of a row that its bar takes
 
 
 def figure(title: str, found: Sequence[Candidate]) -> Any:
-    """Return the picture as a figure of matplotlib; raises ``UsageError`` without it.
+    """Return the chart as a matplotlib figure; raises ``UsageError`` if matplotlib is missing.
 
-    On GPUs a panel each for a rank's device and a node's memory, on CPUs one for the node.
+    On GPUs there are two panels, for a rank's device and for a node's memory; on CPUs one, for the
+    node.
     """
     try:
         from matplotlib.figure import Figure

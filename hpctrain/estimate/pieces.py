@@ -1,4 +1,4 @@
-"""Work out what the sharded strategies allocate for a model: pure arithmetic, by the strategies' own layouts."""
+"""Memory layout of the sharded strategies for a model: pure arithmetic on the strategies' own layouts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hpctrain.parallel.settings import ParallelSettings
 
 @dataclass(frozen=True)
 class Held:
-    """Hold what a rank has of one parameter before the data axis divides it: ``count`` elements."""
+    """Parameter of a rank before data-parallel sharding: ``count`` elements."""
 
     name: str
     count: int
@@ -25,63 +25,63 @@ class Held:
 
     @property
     def nbytes(self) -> int:
-        """Return their bytes."""
+        """Return the size in bytes."""
         return self.count * self.dtype.itemsize
 
     def numel(self) -> int:
-        """Return the elements, as torch's own parameters do."""
+        """Return the number of elements; a method, like that of torch's parameters."""
         return self.count
 
 
 @dataclass(frozen=True)
 class PieceBytes:
-    """Hold the bytes of one piece: whole, as it is computed with and as its gradients travel; and a rank's share."""
+    """Sizes in bytes of one parameter group: unsharded in the compute dtype, and the shards of a rank."""
 
     unit: str
     trained: bool
     whole: int
-    share: int  # in the precision of updates
-    narrow_share: int  # in the precision of computing
+    share: int  # in the dtype of the optimizer step
+    narrow_share: int  # in the compute dtype
 
 
 @dataclass(frozen=True)
 class Pieces:
-    """Hold all pieces of a model over some ranks."""
+    """All parameter groups of a model, sharded over some ranks."""
 
     pieces: tuple[PieceBytes, ...]
     limit: int  # bytes of a bucket
 
     @property
     def whole(self) -> int:
-        """Return the bytes of all parameters as they are computed with."""
+        """Return the bytes of all unsharded parameters in the compute dtype."""
         return sum(one.whole for one in self.pieces)
 
     @property
     def share(self) -> int:
-        """Return the bytes that a rank holds for good."""
+        """Return the bytes of a rank's shards, which it keeps permanently."""
         return sum(one.share for one in self.pieces)
 
     @property
     def trained(self) -> list[PieceBytes]:
-        """Return the pieces that get gradients."""
+        """Return the parameter groups that require gradients."""
         return [one for one in self.pieces if one.trained]
 
     def ring(self, *, whole: bool, on_device: bool) -> int:
-        """Return the room for whole gradients: of all pieces, or of a few at a time."""
+        """Return the bytes of the buffers for unsharded gradients: for all groups, or for a few at a time."""
         sizes = sorted((one.whole for one in self.trained), reverse=True)
         if whole:
             return sum(sizes)
         return sum(sizes[:ON_DEVICE]) if on_device else min(max(sizes[0], IN_FLIGHT * self.limit), sum(sizes))
 
     def of_unit(self, name: str) -> int:
-        """Return the bytes of a unit's whole parameters."""
+        """Return the bytes of a unit's unsharded parameters."""
         return sum(one.whole for one in self.pieces if one.unit == name)
 
 
 def pieces_of(
     held: Sequence[Held], settings: ParallelSettings, ranks: int, *, units: Mapping[str, str] | None
 ) -> Pieces:
-    """Return the pieces of parameters: in ``units``, by names, where they are passing by, else in buckets."""
+    """Return the parameter groups: by ``units`` if parameters are unsharded on demand, else by buckets."""
     narrow = torch.bfloat16 if settings.mixed_precision == "bfloat16" else None
     limit = int(settings.bucket_mib * 2**20)
     found = []
@@ -118,7 +118,7 @@ def _piece(unit: str, held: Sequence[Held], ranks: int, narrow: torch.dtype | No
 
 
 def gathered_for(layer: str, units: Sequence[str], pieces: Pieces) -> int:
-    """Return the bytes of the units that are whole while a layer runs, the model's own left out."""
+    """Return the bytes of the units that are unsharded while a layer runs, without the root unit."""
     around = [unit for unit in units if unit and (layer == unit or layer.startswith(unit + "."))]
     inside = [unit for unit in units if unit.startswith(layer + ".")]
     return sum(map(pieces.of_unit, around)) + max(map(pieces.of_unit, inside), default=0)

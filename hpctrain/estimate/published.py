@@ -1,19 +1,19 @@
-"""Hold the arithmetic of memory that papers and courses use, to be compared with what is counted here."""
+"""Memory formulas of papers and courses, for comparison with the forecast."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 FLOAT32 = 4
-# Rajbhandari et al., ZeRO, SC 2020, section 3.1: parameters and gradients in 16 bits, and in 32 bits a copy of the
-# parameters and Adam's two moments.
+# Rajbhandari et al., ZeRO, SC 2020, section 3.1: parameters and gradients in 16 bits; in 32 bits a
+# copy of the parameters and Adam's two moments.
 MIXED_PRECISION = 2 + 2 + 3 * FLOAT32
-STREAMS = 6  # times a layer's [batch, context, width] is counted
+STREAMS = 6  # number of [batch, context, width] tensors counted per layer
 
 
 @dataclass(frozen=True)
 class Account:
-    """Hold an account in bytes, as it is usually drawn up for training a GPT in float32 with Adam."""
+    """Memory account in bytes, as usually drawn up for training a GPT in float32 with Adam."""
 
     parameters: int
     gradients: int
@@ -22,20 +22,21 @@ class Account:
 
 
 def mixed_precision_bytes(parameters: float) -> float:
-    """Return the bytes of parameters, gradients and Adam's states in mixed precision: 16 a parameter."""
+    """Return the bytes of parameters, gradients and Adam's states in mixed precision: 16 per parameter."""
     return MIXED_PRECISION * parameters
 
 
 def layer_activations(batch: int, context: int, width: int) -> int:
-    """Return the bytes of a layer's activations in that account: 6 streams, and one matrix of attention.
+    """Return the bytes of a layer's activations in that account: 6 activation tensors and one attention matrix.
 
-    GPT-2 1.5B, batch 32, context 1024, width 1600: 1.1758 GiB, printed as 1.17; 48 layers 56.4375, printed as 56.43.
+    GPT-2 1.5B, batch 32, context 1024, width 1600: 1.1758 GiB, printed as 1.17; 48 layers 56.4375,
+    printed as 56.43.
     """
     return FLOAT32 * (STREAMS * batch * context * width + context**2)
 
 
 def usual_account(parameters: int, layers: int, batch: int, context: int, width: int) -> Account:
-    """Return the account; its states are 12 bytes a parameter: two moments, and a copy that float32 does not need."""
+    """Return the account; its states take 12 bytes per parameter: two moments, and a copy superfluous in float32."""
     return Account(
         FLOAT32 * parameters,
         FLOAT32 * parameters,

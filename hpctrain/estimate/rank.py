@@ -1,4 +1,4 @@
-"""Bring together what is known of the model that one rank holds."""
+"""Model part of one rank, and its sharding along the data axis."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from hpctrain.parallel.settings import SHARDED
 
 @dataclass(frozen=True, eq=False)
 class RankModel:
-    """Hold what a rank of one stage has of a model, and how it shares that along the data axis."""
+    """Model part of a rank of one stage, and its sharding along the data axis."""
 
     run: PlannedRun
     stage: int
     local: LocalModel
-    cuts: tuple[range, ...]  # the layers of all chunks of the whole model
-    chunks: dict[int, range]  # of each of its own
+    cuts: tuple[range, ...]  # layers of all chunks of the whole model
+    chunks: dict[int, range]  # layers of each of the rank's own chunks
     held: tuple[Held, ...]  # its parameters, in the model's order
     buffer_bytes: int
     data: Line
@@ -36,7 +36,7 @@ class RankModel:
 
     @property
     def sharded(self) -> bool:
-        """Tell whether a sharded strategy takes the model."""
+        """Return whether a sharded strategy runs the model."""
         parallel = self.run.parallel
         if self.run.offload.any_update:
             return True
@@ -44,39 +44,39 @@ class RankModel:
 
     @property
     def sharers(self) -> int:
-        """Return the ranks that share one replica."""
+        """Return the number of ranks that share one replica."""
         within = self.run.parallel.shard_within == "node" and self.data.nodes > 1
         return self.data.on_node if within else self.data.size
 
     @property
     def mapped(self) -> bool:
-        """Tell whether whole parameters lie once for the node."""
+        """Return whether the node keeps a single copy of the unsharded parameters, in shared memory."""
         return self.run.device == "cpu" and self.data.shares_memory
 
     @property
     def passing(self) -> bool:
-        """Tell whether whole parameters come and go."""
+        """Return whether parameters are unsharded on demand and resharded afterwards."""
         return self.run.parallel.data == "fsdp" and not self.mapped
 
     @cached_property
     def pieces(self) -> Pieces:
-        """Return what a sharded strategy cuts the model into."""
+        """Return the parameter groups of a sharded strategy."""
         units = self.run.facts.unit_of(self.run.parallel.units) if self.passing else None
         return pieces_of(self.held, self.run.parallel, self.sharers, units=units)
 
     @property
     def parameter_bytes(self) -> int:
-        """Return the bytes of all its parameters, whole."""
+        """Return the bytes of all its parameters, unsharded."""
         return sum(one.nbytes for one in self.held)
 
     @cached_property
     def trained(self) -> list[Held]:
-        """Return the parameters that get gradients."""
+        """Return the parameters that require gradients."""
         return [one for one in self.held if one.trained]
 
     @cached_property
     def gradients(self) -> dict[str, int]:
-        """Return the bytes of gradients as autograd makes them, by name."""
+        """Return the bytes of gradients as autograd creates them, by name."""
         narrow = self.run.parallel.mixed_precision == "bfloat16"
         return {
             one.name: one.count * (2 if narrow and one.dtype is torch.float32 else one.dtype.itemsize)
@@ -85,18 +85,18 @@ class RankModel:
 
     @property
     def gradient_bytes(self) -> int:
-        """Return the bytes of all gradients, whole."""
+        """Return the bytes of all gradients, unsharded."""
         return sum(self.gradients.values())
 
     def chunk(self, number: int) -> Walk:
-        """Follow a pass of one of its chunks; the last one makes the loss."""
+        """Simulate a pass of one of its chunks; the last chunk computes the loss."""
         facts, parallel = self.run.facts, self.run.parallel
         last = self.chunks[number].stop == len(facts.layers)
         steps = [self._step(place) for place in self.chunks[number]]
         return walk(steps, self.local.loss if last else None, outputs_stay=parallel.pipe == 1 or not last)
 
     def entering(self, number: int) -> int:
-        """Return the bytes that a microbatch brings to a chunk, where it is copied to a device."""
+        """Return the bytes of a microbatch's input to a chunk if the input is copied to a device, else 0."""
         return self.local.layers[self.cuts[number].start - 1].gives.nbytes if self.run.device != "cpu" and number else 0
 
     def chunk_gradients(self, number: int) -> int:
@@ -111,7 +111,7 @@ class RankModel:
     def _step(self, place: int) -> Step:
         layer = self.local.layers[place]
         gathered = 0
-        if self.sharded and self.passing and self.run.parallel.pipe == 1:  # a pipeline gathers all for a step
+        if self.sharded and self.passing and self.run.parallel.pipe == 1:  # a pipeline gathers all of them for a step
             units = list(dict.fromkeys(one.unit for one in self.pieces.pieces))
             gathered = self.pieces.of_unit("") + gathered_for(layer.name, units, self.pieces)
         away = self.run.offload.activations and self.run.parallel.recompute and layer.name in self._unit_names
@@ -123,7 +123,7 @@ class RankModel:
 
 
 def rank_models(run: PlannedRun) -> list[RankModel]:
-    """Return the model of a rank of each stage."""
+    """Return the model part of one rank of each stage."""
     local = local_model(run.facts, How.of(run.settings, run.microbatch, run.device))
     cuts = cuts_of(run) if run.parallel.pipe > 1 else [range(len(run.facts.layers))]
     found = []

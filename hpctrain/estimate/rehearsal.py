@@ -1,9 +1,10 @@
-"""Rehearse a step's passes on this machine: as many processes at once as a node will have ranks, each with its threads.
+"""Dry run of a step's passes on this machine, by as many processes as a node will have ranks, with the run's threads.
 
-Layers that are timed one by one (``time_layers``) say nothing of what a whole model does to the memory it works in, nor
-of what ranks that compute side by side take from each other: caches, the memory's rate, turns on a core. Where model
-and machine are small enough, the passes are therefore made for real a few times, by processes that start every step
-together, as ranks do. What they take against the sum of the layers corrects every forecast for this machine.
+Layers that are timed one by one (``time_layers``) do not show how a whole model affects the memory
+hierarchy. They also do not show how concurrent ranks slow each other down by sharing caches, memory
+bandwidth and cores. If model and machine are small enough, the passes are therefore run a few times
+by processes that start every step together, as ranks do. The ratio of their time to the sum of the
+layers corrects every forecast for this machine.
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ from hpctrain.parallel.offload.settings import OffloadSettings
 from hpctrain.parallel.settings import ParallelSettings
 from hpctrain.util.child import python
 
-MOST_RANKS = 8  # processes that are started; each imports torch, which takes seconds of a core
-MOST_SECONDS = 2.0  # forecast for a step's passes
-MOST_MEMORY = 0.5  # of what the machine has free
-WARM, LEAST, MOST, LONGEST = 2, 3, 20, 4.0  # steps; seconds after which no more than the least are made
-DEADLINE = 60.0  # seconds for all of it
+MOST_RANKS = 8  # maximum number of processes; each imports torch, which takes seconds of a core
+MOST_SECONDS = 2.0  # maximum forecast time of a step's passes
+MOST_MEMORY = 0.5  # maximum share of the machine's free memory
+WARM, LEAST, MOST, LONGEST = 2, 3, 20, 4.0  # steps; seconds after which only the least are made
+DEADLINE = 60.0  # seconds for the whole dry run
 
 Process = subprocess.Popen[bytes]
 _MODULE = "hpctrain.estimate.rehearsal_rank"
@@ -41,19 +42,19 @@ _MODULE = "hpctrain.estimate.rehearsal_rank"
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """Hold the seconds of the two passes, side by side with as many others as the node will have."""
+    """Seconds of the two passes in a dry run, with the processes of a whole node running concurrently."""
 
     forward: float
     backward: float
     ranks: int
     threads: int
-    spread: tuple[float, float] = (1.0, 1.0)  # of the middle four fifths of the steps, against their median
+    spread: tuple[float, float] = (1.0, 1.0)  # of the middle four fifths of the steps, relative to their median
 
 
 def rehearse(run: PlannedRun, threads: int, expected: float) -> Rehearsal | None:
-    """Return what the passes of a microbatch take; None where they are too much to be rehearsed, or a process fails.
+    """Return the times of a microbatch's passes; None if they are too large for a dry run, or if a process fails.
 
-    ``threads`` are those of a rank, ``expected`` the seconds that the passes are forecast to take.
+    ``threads`` is the number of threads per rank, ``expected`` the forecast seconds of the passes.
     """
     ranks = run.ranks_on_node
     if ranks > MOST_RANKS or expected > MOST_SECONDS or _memory(run) > MOST_MEMORY * free_memory():
@@ -63,7 +64,7 @@ def rehearse(run: PlannedRun, threads: int, expected: float) -> Rehearsal | None
         with _company(part, ranks) as company:
             steps = list(_steps(company))
     except (OSError, ValueError):
-        return None  # it has told the user why; the forecast goes by layers
+        return None  # the process has reported the reason to the user; the forecast uses the layers instead
     forward, backward = (median(step[way] for step in steps) for way in (0, 1))
     whole = sorted(sum(step) / (forward + backward) for step in steps)
     cut = len(whole) // 10
@@ -71,14 +72,14 @@ def rehearse(run: PlannedRun, threads: int, expected: float) -> Rehearsal | None
 
 
 def _memory(run: PlannedRun) -> int:
-    """Return the bytes that the processes will need: each has the whole model, and is a run of one rank."""
+    """Return the bytes that the processes will need: each has the whole model, like a run with one rank."""
     train = replace(run.settings.train, batch=run.microbatch, accumulate=1)
     alone = replace(run.settings, train=train, parallel=ParallelSettings(), offload=OffloadSettings())
     return memory_of(PlannedRun(alone, run.facts, 1, 1)).rank.host_total * run.ranks_on_node
 
 
 def free_memory() -> int:
-    """Return the bytes that this machine could still give to processes; half of its memory where it does not say."""
+    """Return the available memory of this machine in bytes; half of its memory if the system does not report it."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
@@ -88,7 +89,7 @@ def free_memory() -> int:
 
 @contextmanager
 def _company(part: Part, ranks: int) -> Iterator[Sequence[Process]]:
-    """Lend processes that are ready to play; none outlives the ``with`` block, or the deadline."""
+    """Start processes for the ``with`` block; all are killed at its end or at the deadline."""
     command = python("-m", _MODULE)
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "env": without_launcher()}
     company = [subprocess.Popen(command, **pipes) for _ in range(ranks)]  # type: ignore[call-overload]
@@ -115,7 +116,7 @@ def _company(part: Part, ranks: int) -> Iterator[Sequence[Process]]:
 
 
 def _steps(company: Sequence[Process]) -> Iterator[tuple[float, float]]:
-    """Yield the passes of every step that counts, of the process that took longest."""
+    """Yield the times of both passes of every measured step, from the slowest process."""
     for _ in range(WARM):
         _together(company)
     end = time.perf_counter() + LONGEST

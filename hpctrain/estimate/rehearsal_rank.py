@@ -1,7 +1,7 @@
-"""Play a rank of a rehearsal: run a model's passes whenever told to, and say what they took.
+"""Process of a dry run: runs a model's passes on request and reports their times.
 
-``python -m hpctrain.estimate.rehearsal_rank`` reads a ``Part`` from its standard input, pickled, then a line for every
-time, and answers each with a line of JSON. It ends with its input.
+Run with ``python -m``, the module reads a pickled ``Part`` from its standard input, then one line
+per step. It answers each line with a line of JSON, and ends at the end of its input.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ READY = "ready"
 
 @dataclass(frozen=True)
 class Part:
-    """Hold what a rank plays: the passes of these settings' model on so many samples."""
+    """Work of a process: passes of the settings' model on ``samples`` samples."""
 
     settings: Settings
     samples: int
@@ -34,7 +34,7 @@ class Part:
 
 
 class Player:
-    """Hold a model with memory, and a batch."""
+    """Model with allocated memory, and a batch."""
 
     def __init__(self, facts: Facts, part: Part) -> None:
         torch.set_num_threads(part.threads)
@@ -44,7 +44,7 @@ class Player:
         self.optimizer = _optimizer(self.model)
 
     def play(self) -> tuple[float, float]:
-        """Make a step; return the seconds of its forward and of its backward pass."""
+        """Run a step; return the seconds of its forward and of its backward pass."""
         start = time.perf_counter()
         with self.objective.computing(CPU):
             outputs = self.model(self.inputs)
@@ -52,7 +52,8 @@ class Player:
         middle = time.perf_counter()
         loss.backward()  # type: ignore[no-untyped-call]
         end = time.perf_counter()
-        # Between a run's passes the update goes through all of its memory, and gradients stay where they are.
+        # As in a run, the optimizer step between the passes touches all of the memory, and
+        # gradients stay allocated.
         if self.optimizer is not None:
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=False)
@@ -60,18 +61,18 @@ class Player:
 
 
 def main() -> None:
-    """Play until nobody says more."""
-    part: Part = pickle.load(sys.stdin.buffer)  # of the process that started this one
+    """Answer requests until the end of the input."""
+    part: Part = pickle.load(sys.stdin.buffer)  # sent by the parent process
     player = Player(facts_of(part.settings), part)
     answer = sys.stdout
-    sys.stdout = sys.stderr  # what a model prints is no answer
+    sys.stdout = sys.stderr  # keep a model's prints out of the answers
     print(READY, file=answer, flush=True)
     for _ in sys.stdin.buffer:
         print(json.dumps(player.play()), file=answer, flush=True)
 
 
 def _filled(values: Tensor) -> Tensor:
-    """Return small numbers by chance in the place of floating-point ones; classes and tokens stay zero."""
+    """Fill floating-point values with small random numbers; class indices and tokens stay zero."""
     return values.normal_() if values.is_floating_point() else values
 
 

@@ -1,4 +1,4 @@
-"""Describe the run that is planned: what it trains, how, and on what."""
+"""Description of a planned run: settings, model and ranks."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ Device = Literal["cpu", "cuda"]
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """Hold the settings of a run, what is known of its model, and the ranks that it will have.
+    """Settings of a run, description of its model, and the ranks that it will have.
 
-    Raises ``UsageError`` or ``SettingsError`` where the settings are not for so many ranks.
+    Raises ``UsageError`` or ``SettingsError`` if the settings do not fit that number of ranks.
     """
 
     settings: Settings
@@ -38,12 +38,12 @@ class PlannedRun:
 
     @property
     def parallel(self) -> ParallelSettings:
-        """Return how the ranks share the work."""
+        """Return the settings of parallelism."""
         return self.settings.parallel
 
     @property
     def offload(self) -> OffloadSettings:
-        """Return what lives on the host."""
+        """Return the settings of CPU offload."""
         return self.settings.offload
 
     @cached_property
@@ -53,37 +53,37 @@ class PlannedRun:
 
     @property
     def nodes(self) -> int:
-        """Return the number of nodes, of which the last may be filled in part."""
+        """Return the number of nodes; the last may be only partly filled."""
         return -(-self.ranks // self.ranks_per_node)
 
     @property
     def ranks_on_node(self) -> int:
-        """Return the ranks of the fullest node."""
+        """Return the number of ranks on the fullest node."""
         return min(self.ranks, self.ranks_per_node)
 
     def node_of(self, rank: int) -> int:
-        """Return the node of a rank: nodes are filled one after the other."""
+        """Return the node of a rank; nodes are filled one after the other."""
         return rank // self.ranks_per_node
 
     @property
     def samples(self) -> int:
-        """Return the samples of one backward pass of a rank, or of a pipeline."""
+        """Return the samples per backward pass of a rank, or of a pipeline."""
         train = self.settings.train
         return train.batch // self.shape.data // train.accumulate
 
     @property
     def microbatches(self) -> int:
-        """Return the parts of a backward pass that go through the pipeline; 1 without one."""
+        """Return the number of microbatches per backward pass of a pipeline; 1 without one."""
         return microbatches_for(self.parallel, self.samples) if self.parallel.pipe > 1 else 1
 
     @property
     def microbatch(self) -> int:
-        """Return the samples that a rank computes with at once."""
+        """Return the number of samples of a microbatch."""
         return self.samples // self.microbatches
 
     @cached_property
     def schedule(self) -> Schedule | None:
-        """Return who computes which microbatch when; None without a pipeline."""
+        """Return the pipeline schedule; None without a pipeline."""
         if self.parallel.pipe == 1:
             return None
         parallel = self.parallel
@@ -91,7 +91,7 @@ class PlannedRun:
 
 
 def check_run(settings: Settings, ranks: int) -> Shape:
-    """Return the mesh, where ranks, batch and microbatches fit together."""
+    """Return the mesh if ranks, batch and microbatches fit together; otherwise raise an error."""
     from hpctrain.train.run import check_sizes
 
     return check_sizes(settings, ranks)

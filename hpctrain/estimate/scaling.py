@@ -1,4 +1,4 @@
-"""Forecast a run on other numbers of ranks: the same batch on more of them, and more samples with the ranks."""
+"""Forecast of a run on other numbers of ranks: strong scaling (same batch) and weak scaling (same batch per rank)."""
 
 from __future__ import annotations
 
@@ -17,24 +17,25 @@ LARGEST = 10_000
 
 @dataclass(frozen=True)
 class Point:
-    """Hold the steps at a number of ranks; None where the batch cannot be shared so."""
+    """Forecast steps at a number of ranks; None if the batch cannot be divided among them."""
 
     ranks: int
-    busy: int  # GPUs, or cores, that they keep busy
+    busy: int  # number of GPUs, or cores, in use
     strong: StepTime | None  # the same batch
-    weak: StepTime | None  # the same samples a rank
+    weak: StepTime | None  # the same samples per rank
 
 
 @dataclass(frozen=True)
 class Curve:
-    """Hold the points of a scaling curve, ascending."""
+    """Points of a scaling curve, ascending."""
 
     points: tuple[Point, ...]
 
     def efficiency(self, point: Point, way: str) -> float | None:
-        """Return the samples per second and GPU, or core, against those of the best point of the curve: 1 at most.
+        """Return the samples per second per GPU (or core), relative to the best point of the curve: at most 1.
 
-        The fewest ranks are no measure on CPUs: one rank has all cores of its node, and threads gain less than ranks.
+        The point with the fewest ranks is no suitable reference on CPUs: one rank has all cores of
+        its node, and threads scale worse than ranks.
         """
         if getattr(point, way) is None:
             return None
@@ -42,7 +43,7 @@ class Curve:
         return _rate_each(point, way) / best
 
     def as_dict(self) -> list[dict[str, object]]:
-        """Return plain values."""
+        """Return the curve as plain values."""
         return [
             {
                 "ranks": point.ranks,
@@ -69,7 +70,7 @@ def _rate_each(point: Point, way: str) -> float:
 
 
 def scale(run: PlannedRun, forecasts: Forecasts, largest: int = LARGEST) -> Curve:
-    """Return the curve of a run: from one replica's ranks on by powers of two, and the run's own number."""
+    """Return the scaling curve of a run: powers of two times one replica's ranks, and the run's own number of ranks."""
     counts = counts_for(run, largest)
     points = [
         Point(count, busy(run, count, forecasts.machine), _strong(run, count, forecasts), _weak(run, count, forecasts))
@@ -79,7 +80,7 @@ def scale(run: PlannedRun, forecasts: Forecasts, largest: int = LARGEST) -> Curv
 
 
 def busy(run: PlannedRun, ranks: int, machine: Machine) -> int:
-    """Return the GPUs, or cores, that so many ranks keep busy: nodes are filled one after the other."""
+    """Return the number of GPUs, or cores, that ``ranks`` ranks use; nodes are filled one after the other."""
     if machine.kind != "cpu":
         return ranks
     full, rest = divmod(ranks, run.ranks_per_node)
@@ -122,7 +123,7 @@ def _step(run: PlannedRun, ranks: int, batch: int, forecasts: Forecasts) -> Step
 
 
 def lines(curve: Curve, wanted: Sequence[int] = ()) -> list[str]:
-    """Return the curve as a table of text; ``wanted`` ranks only, where they are named."""
+    """Return the curve as a text table, optionally only for the ``wanted`` numbers of ranks."""
     rows = [["ranks", "step", "samples/s", "efficiency", "step", "samples/s", "efficiency"]]
     for point in curve.points:
         if not wanted or point.ranks in wanted:
@@ -141,7 +142,7 @@ def _cells(curve: Curve, point: Point, way: str) -> list[str]:
 
 
 def readable(seconds: float) -> str:
-    """Return a time in the unit that suits it."""
+    """Return a time in a suitable unit."""
     for above, scale, unit in ((86400, 1 / 86400, "d"), (3600, 1 / 3600, "h"), (1, 1.0, "s"), (1e-3, 1e3, "ms")):
         if seconds >= above:
             return f"{seconds * scale:.3g} {unit}"

@@ -1,4 +1,4 @@
-"""Draw a scaling curve: samples a second over ranks, against what as many times one rank's would be."""
+"""Plot of a scaling curve: samples per second over ranks, compared with linear scaling."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _INK, _IDEAL = "#333333", "#b8b8b8"
 
 
 def draw(curve: Curve, run: PlannedRun, path: str | Path) -> None:
-    """Draw a curve into a file, whose name says its kind; raises ``UsageError`` where that cannot be."""
+    """Plot a curve into a file, in the format of its suffix; raises ``UsageError`` if that is not possible."""
     path = Path(path)
     if path.suffix not in KINDS:
         raise UsageError(f"cannot draw {path}: a picture's name ends in {', '.join(KINDS)}")
@@ -32,7 +32,7 @@ def draw(curve: Curve, run: PlannedRun, path: str | Path) -> None:
 
 
 def figure(curve: Curve, run: PlannedRun) -> Any:
-    """Return the picture as a figure of matplotlib; raises ``UsageError`` without it."""
+    """Return the plot as a matplotlib figure; raises ``UsageError`` if matplotlib is missing."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
@@ -76,7 +76,7 @@ def _draw_way(rates: Any, shares: Any, curve: Curve, way: str, chosen: int) -> N
 
 
 def _mark(axis: Any, ranks: Sequence[int], values: Sequence[float], chosen: int, colour: str) -> None:
-    """Put a ring around the run that is planned."""
+    """Draw a ring around the planned run."""
     if chosen in ranks:
         at = ranks.index(chosen)
         axis.plot([chosen], [values[at]], marker="o", markersize=11, markerfacecolor="none", color=colour)

@@ -1,4 +1,4 @@
-"""Read and write numbers as people do."""
+"""Parsing and formatting of byte sizes and rates."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _TEXT = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([A-Za-z]*)\s*")
 
 
 def parse(text: str) -> int:
-    """Return the bytes of ``40GiB``, ``40 GB`` (powers of 1000) or ``512M`` (of 1024, as batch systems have it)."""
+    """Return the bytes of ``40GiB``, ``40 GB`` (powers of 1000) or ``512M`` (powers of 1024, as in batch systems)."""
     found = _TEXT.fullmatch(text)
     scale = _scale(found[2]) if found else None
     if found is None or scale is None:
@@ -33,14 +33,14 @@ def _scale(unit: str) -> int | None:
 
 
 def tell(nbytes: float) -> str:
-    """Return bytes in the unit that leaves a number below 1024."""
+    """Return a byte size as text, in the unit that gives a number below 1024."""
     power = min(int(math.log(max(abs(nbytes), 1), 1024)), len(_BINARY) - 1)
     if round(abs(nbytes) / 1024**power, 1 if power else 0) >= 1024 and power < len(_BINARY) - 1:
-        power += 1  # rounded up to the next unit
+        power += 1  # the number rounds up to the next unit
     number = nbytes / 1024**power
     return f"{number:.0f} B" if power == 0 else f"{number:.{2 if abs(number) < 100 else 1}f} {_BINARY[power]}"
 
 
 def tell_rate(number: float) -> str:
-    """Return a number of things a second, whole from 100 on."""
+    """Return a rate per second as text; without decimals from 100 on."""
     return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"

@@ -1,4 +1,4 @@
-"""Cut a model into the parts that ranks hold: stages of a pipeline, and the lines of the mesh that share memory."""
+"""Partition of a model into pipeline stages, and placement of the mesh's groups on nodes."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from hpctrain.parallel.pipeline.pipeline import by_hand_or
 
 @dataclass(frozen=True)
 class Line:
-    """Hold the ranks along an axis through one rank, as they lie on nodes."""
+    """Group of ranks along a mesh axis through one rank, and its placement on nodes."""
 
     ranks: tuple[int, ...]
-    on_node: int  # of these, those on the rank's own node
+    on_node: int  # ranks of the group on the rank's own node
     nodes: int
     uniform: bool  # equally many on each node
 
@@ -32,21 +32,22 @@ class Line:
 
     @property
     def shares_memory(self) -> bool:
-        """Tell whether ranks of the line share memory."""
+        """Return whether ranks of the group share memory."""
         return self.uniform and self.size > self.nodes
 
 
 def line_of(run: PlannedRun, axis: str, rank: int) -> Line:
-    """Return the line of the mesh along an axis through a rank."""
+    """Return the group of ranks along a mesh axis through a rank."""
     ranks = run.shape.line(axis, rank)
     counts = Counter(map(run.node_of, ranks))
     return Line(tuple(ranks), counts[run.node_of(rank)], len(counts), len(set(counts.values())) == 1)
 
 
 def cuts_of(run: PlannedRun) -> list[range]:
-    """Return the layers of each chunk of a pipeline, as the run will cut them.
+    """Return the layers of each chunk of a pipeline, as the run will partition them.
 
-    Where it will measure times, they are those of equal work. Raises ``UsageError`` for a model that cannot be cut.
+    If the run will measure layer times, the partition of equal work is returned. Raises
+    ``UsageError`` if the model cannot be partitioned.
     """
     if not run.facts.is_row:
         raise UsageError(run.facts.why_no_row)

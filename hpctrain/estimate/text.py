@@ -1,4 +1,4 @@
-"""Write down what a run needs, for people and for programs."""
+"""Memory report of a run, as text and as plain values."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hpctrain.estimate.sizes import tell
 
 
 def heading(run: PlannedRun) -> str:
-    """Return what is planned, in a line."""
+    """Return a one-line description of the planned run."""
     facts, train = run.facts, run.settings.train
     ranks = f"{_count(run.ranks, 'rank')} on {_count(run.nodes, 'node')}"
     where = "CPUs" if run.device == "cpu" else "GPUs"
@@ -29,7 +29,7 @@ def heading(run: PlannedRun) -> str:
 
 
 def rows_of(run: PlannedRun, memory: Memory) -> list[list[str]]:
-    """Return the table: a row a part, and columns for a rank and a node."""
+    """Return the memory table: one row per category, and columns for a rank and a node."""
     rank, node = memory.rank, memory.node
     if run.device == "cpu":
         columns = {"a rank": rank.host, "a node": node.host}
@@ -44,7 +44,7 @@ def rows_of(run: PlannedRun, memory: Memory) -> list[list[str]]:
 
 
 def peak_line(run: PlannedRun, memory: Memory) -> str:
-    """Say when the peak is, and on which stage."""
+    """Return a line that names the moment of the peak, or the fullest stage."""
     if run.parallel.pipe == 1:
         return f"the peak is in the {memory.rank.when}" if memory.rank.when != "update" else "the peak is in the update"
     layers = memory.layers[memory.fullest]
@@ -54,7 +54,7 @@ def peak_line(run: PlannedRun, memory: Memory) -> str:
 
 
 def verdict(one: Candidate) -> str:
-    """Say whether a way fits, and by how much it does not."""
+    """Return whether a configuration fits, or how much memory it exceeds."""
     if not one.limits.known:
         return ""
     device, host = one.excess
@@ -66,7 +66,7 @@ def verdict(one: Candidate) -> str:
 
 
 def lines_of(found: Sequence[Candidate]) -> list[list[str]]:
-    """Return a row for each way: a star at the chosen one, its name, what it needs, and whether that fits."""
+    """Return one row per configuration: a star at the chosen one, its name, its memory needs, and whether it fits."""
     cpu = found[0].run.device == "cpu"
     rows = [["", "", "a rank", "a node", ""] if cpu else ["", "", "a rank's GPU", "a node's host", ""]]
     for one in found:
@@ -77,7 +77,7 @@ def lines_of(found: Sequence[Candidate]) -> list[list[str]]:
 
 
 def as_dict(one: Candidate) -> dict[str, Any]:
-    """Return a way as plain values, in bytes."""
+    """Return a configuration as plain values, in bytes."""
     return {
         "name": one.name,
         "chosen": one.chosen,

@@ -1,10 +1,11 @@
-"""Say what a collective takes: as it was calibrated, else by its cost in messages, bytes and passes over memory.
+"""Cost model of collectives: calibrated times, else the cost of messages, bytes and passes over memory.
 
-Note: three ways. Ranks of a node that share memory meet twice and pass over the tensors where they lie: all_reduce
-moves 2 S bytes a rank whatever their number, reduce_scatter S + S/p, and all_gather of what lies in its place nothing.
-Ranks that share none exchange messages, by the algorithm that is cheapest (``collectives.messages.cost``). Over several
-nodes both come together: the ranks of a node reduce first, then each exchanges its slice with those of its place on the
-other nodes, over its share of the node's link.
+Note: three cases. Ranks of a node that share memory synchronize twice and read the tensors in
+place: all_reduce moves 2 S bytes per rank, whatever the number of ranks; reduce_scatter moves S +
+S/p; all_gather of tensors that are already in shared memory moves no bytes. Ranks without shared
+memory exchange messages, by the cheapest algorithm (``collectives.messages.cost``). Over several
+nodes both are combined: the ranks of a node reduce first. Then each rank exchanges its slice with
+the ranks of the same local index on the other nodes, over its share of the node's link.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from hpctrain.train.calibration import Measurement
 
 @dataclass(frozen=True)
 class Group:
-    """Say how the ranks of a line lie: how many, on how many nodes, how many on the fullest of them."""
+    """Placement of the ranks of a group: their number, the number of nodes, and the number on the fullest node."""
 
     size: int
     nodes: int
@@ -31,12 +32,12 @@ class Group:
 
     @property
     def layout(self) -> Layout:
-        """Return how a calibration names it."""
+        """Return the layout that a calibration stores it under."""
         return Layout(self.size, self.nodes, self.local)
 
 
 def group_of(shape: Shape, axis: str, ranks_per_node: int) -> Group:
-    """Return how the ranks of the first line along an axis lie; nodes are filled one after the other."""
+    """Return the placement of the first group along an axis; nodes are filled one after the other."""
     stride = shape.stride(axis)
     nodes: dict[int, int] = {}
     for place in range(shape.length(axis)):
@@ -47,14 +48,14 @@ def group_of(shape: Shape, axis: str, ranks_per_node: int) -> Group:
 
 @dataclass(frozen=True)
 class Network:
-    """Time collectives of ranks that have a seat on a machine, in the memory of their ``place``."""
+    """Timing of collectives between the ranks of a machine, in the memory of their device."""
 
     machine: Machine
     seat: Seat
     calibrated: Mapping[Layout, Measurement] = field(default_factory=dict)
 
     def seconds(self, operation: str, nbytes: float, group: Group) -> float:
-        """Return the time of one collective on ``nbytes``, the whole tensor."""
+        """Return the time of one collective on ``nbytes``, the size of the whole tensor."""
         if group.size == 1 or nbytes <= 0:
             return 0.0
         measured = self._measured(operation, nbytes, group)
@@ -64,7 +65,7 @@ class Network:
         return within + (self._across(operation, nbytes / group.local, group) if group.nodes > 1 else 0.0)
 
     def message(self, nbytes: float, *, crosses: bool) -> float:
-        """Return the time of one message, from node to node where it ``crosses``."""
+        """Return the time of one message; ``crosses``: between nodes."""
         if not crosses and self.machine.shares_memory:
             return self.seat.meeting + 2 * nbytes / self.seat.bandwidth
         return (self.machine.between if crosses else self.machine.inside).seconds(nbytes)
@@ -74,7 +75,7 @@ class Network:
         key = operation, "window" if self.machine.shares_memory else "cuda", "carried"
         of_key = found.times.get("/".join(key)) if found else None
         if found is None or not of_key or operation == "all_gather" and self.machine.shares_memory:
-            return None  # what lies in the common memory is gathered by a meeting, which no calibration times
+            return None  # an all_gather in shared memory is only a synchronization, which no calibration times
         known: dict[int, float] = {}
         for size in sorted({int(size) for by_size in of_key.values() for size in by_size}):
             times = {name: by_size[str(size)] for name, by_size in of_key.items() if str(size) in by_size}
@@ -83,7 +84,7 @@ class Network:
         return between(known, nbytes)
 
     def _within(self, operation: str, nbytes: float, group: Group) -> float:
-        """Return the time that the ranks of one node spend among themselves."""
+        """Return the time that the ranks of one node spend on their part of the collective."""
         if not self.machine.shares_memory:
             return cheapest(operation, group.local, nbytes, self.machine.inside.latency, self.machine.inside.bandwidth)
         passes = {"all_reduce": 2.0, "reduce_scatter": 1 + 1 / group.local, "all_gather": 0.0, "broadcast": 1.0}
@@ -96,13 +97,13 @@ class Network:
 
 
 def cheapest(operation: str, ranks: int, nbytes: float, latency: float, bandwidth: float) -> float:
-    """Return the time of the algorithm that takes the least, by its formula."""
+    """Return the time of the cheapest algorithm, by its formula."""
     able = [algorithm for algorithm, known in FORMULAS if known == operation]
     return min(cost(one, operation, ranks, max(int(nbytes), 1)).seconds(latency, 1 / bandwidth) for one in able)
 
 
 def between(known: Mapping[int, float], nbytes: float) -> float:
-    """Return the time at a size: on a straight line between logarithms; in proportion above the largest size."""
+    """Return the time at a size: log-log interpolation; proportional to the size above the largest one."""
     sizes = sorted(known)
     if nbytes <= sizes[0]:
         return known[sizes[0]]

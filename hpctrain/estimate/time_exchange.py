@@ -1,12 +1,14 @@
-"""Say what the ranks of the data axis exchange in a step, and what of it hides behind the passes.
+"""Communication of the data axis in a step, and the part of it that overlaps with the passes.
 
-With S the bytes of a rank's gradients and p the ranks: ddp sums them, 2 S (p - 1) / p; zero1 and zero2 scatter the sums
-and gather parameters, as much; fsdp gathers them once more for the backward pass, 3 S (p - 1) / p. In the memory of one
-node parameters are not gathered at all: all ranks read the same ones.
+With S the bytes of a rank's gradients and p the ranks: ddp reduces them, 2 S (p - 1) / p bytes.
+zero1 and zero2 reduce-scatter gradients and all-gather parameters, the same volume. fsdp gathers
+parameters once more for the backward pass, 3 S (p - 1) / p bytes. In the shared memory of one node,
+parameters are not gathered: all ranks read the same copy.
 
-Note: what hides. On a GPU reductions run beside the backward pass, in which they start as buckets fill, and parameters
-are gathered a unit ahead: what is left over is what takes longer than the pass, and never less than the first or last
-piece. On a CPU the cores that would carry the bytes are those that compute, so nothing hides.
+Note: overlap. On a GPU, reductions start as buckets fill and overlap with the backward pass;
+parameters are prefetched one unit ahead. The exposed time is the excess over the pass, and at least
+the first or last message. On a CPU, the cores that would copy the bytes are those that compute, so
+there is no overlap.
 """
 
 from __future__ import annotations
@@ -21,22 +23,22 @@ from hpctrain.parallel.settings import SHARDED
 
 MIB = 2**20
 FLOAT = 4  # bytes
-SERVED = 16  # bytes a parameter: read into the model, gradients into a vector
-PULLS = 40  # bytes a parameter: into the window, the worker towards the centre, the centre towards all workers
+SERVED = 16  # bytes per parameter: parameters read into the model, gradients into a vector
+PULLS = 40  # bytes per parameter: into the window, the worker towards the centre, the centre towards all workers
 
 
 @dataclass(frozen=True)
 class Held:
-    """Say what of the model a rank holds, whole: elements that are trained, and in how many parameters."""
+    """Trained elements, parameters and units that a rank holds, unsharded."""
 
     numel: float
     tensors: float
-    units: int  # that are gathered one by one
+    units: int  # units that are gathered one by one
 
 
 @dataclass(frozen=True)
 class Exchange:
-    """Hold the seconds of what ranks of the data axis exchange in a step, by what it is; those that hide left out."""
+    """Seconds of exposed data-parallel communication in a step, by kind; ``hidden`` is the overlapped part."""
 
     gradients: float = 0.0
     parameters: float = 0.0
@@ -44,38 +46,38 @@ class Exchange:
 
 
 def exchange_of(run: PlannedRun, held: Held, network: Network, forward: float, backward: float) -> Exchange:
-    """Return what the data axis takes in a step whose passes compute so long."""
+    """Return the communication time of the data axis in a step with these compute times of its passes."""
     data = group_of(run.shape, "data", run.ranks_per_node)
     if data.size == 1:
         return Exchange()
     passes = run.settings.train.accumulate
-    reducing = passes if run.parallel.reduces_early else 1  # how often in a step
+    reducing = passes if run.parallel.reduces_early else 1  # reductions per step
     gradients = reducing * _gradients(run, held, network, data)
     width, placing = gradient_bytes(run), 0.0
-    if run.parallel.data not in APART:  # every gradient is written to its place in a bucket
+    if run.parallel.data not in APART:  # every gradient is copied into its place in a bucket
         placing = ((FLOAT + width) * held.numel / network.seat.bandwidth + held.tensors * network.seat.call) * passes
     gathers = gathers_of(run, data)
     parameters = passes * gathers * _gather(run, held, network, data) if run.parallel.data in SHARDED else 0.0
-    if gathers == 1:  # after the update, once a step
+    if gathers == 1:  # once per step, after the optimizer step
         parameters /= passes
     if run.device == "cpu":
         return Exchange(gradients + placing, parameters)
     pieces = max(ceil(width * held.numel / (run.parallel.bucket_mib * MIB)), 1)
     shown = max(gradients / pieces, gradients - backward * reducing / passes)
     ahead = max(parameters / max(held.units, 1), parameters - forward - backward) if gathers > 1 else parameters
-    # Both go over the same links: what the passes are too short for does not hide.
+    # Both use the same links: the part that exceeds the passes is not overlapped.
     shown += max(gradients + parameters - forward - backward - shown - ahead, 0.0)
     return Exchange(shown + placing, ahead, gradients - shown + parameters - ahead)
 
 
 def gradient_bytes(run: PlannedRun) -> int:
-    """Return the bytes of a gradient that travels."""
+    """Return the bytes per gradient element in communication."""
     narrow = run.parallel.compression == "bfloat16" or run.parallel.mixed_precision == "bfloat16"
     return 2 if narrow else FLOAT
 
 
 def gathers_of(run: PlannedRun, data: Group) -> int:
-    """Return how often parameters are gathered: for both passes, or once after the update."""
+    """Return how often parameters are gathered: for both passes, or once after the optimizer step."""
     mapped = run.device == "cpu" and (data.nodes == 1 or run.parallel.shard_within == "node")
     return 2 if run.parallel.data == "fsdp" and not mapped else 1
 
@@ -89,7 +91,7 @@ def sharers_of(run: PlannedRun) -> Group:
 
 
 def _gradients(run: PlannedRun, held: Held, network: Network, data: Group) -> float:
-    """Return the seconds of reducing all gradients once, in buckets."""
+    """Return the seconds of one reduction of all gradients, in buckets."""
     whole = gradient_bytes(run) * held.numel
     buckets = max(ceil(whole / (run.parallel.bucket_mib * MIB)), 1)
     if run.parallel.data in APART:
@@ -98,14 +100,14 @@ def _gradients(run: PlannedRun, held: Held, network: Network, data: Group) -> fl
         return buckets * network.seconds("all_reduce", whole / buckets, data)
     sharers = sharers_of(run)
     found = buckets * network.seconds("reduce_scatter", whole / buckets, sharers)
-    if sharers.size < data.size:  # replicas: those of the same place add up their slices
+    if sharers.size < data.size:  # hybrid sharding: ranks with the same shard index all-reduce their shards
         others = replace(data, size=data.nodes, local=1)
         found += buckets * network.seconds("all_reduce", whole / buckets / sharers.size, others) * sharers.size
     return found
 
 
 def _apart(run: PlannedRun, held: Held, network: Network, data: Group) -> float:
-    """Return the seconds of what workers exchange that keep their gradients to themselves."""
+    """Return the communication time of asynchronous workers, which do not reduce gradients together."""
     server, whole = run.settings.server, gradient_bytes(run) * held.numel
     if run.parallel.data == "hogwild":
         return 0.0 if data.nodes == 1 else network.message(whole, crosses=True) * (data.nodes - 1)

@@ -1,4 +1,4 @@
-"""Gather what forecasts need, each thing once: the machine's rates, the model's work, the times of its layers."""
+"""Inputs of forecasts, each computed once: the machine's rates, the model's work, the times of its layers."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from hpctrain.parallel.settings import ParallelSettings
 from hpctrain.train.calibration import Measurement, find, folder, place
 from hpctrain.train.machine import mpi_name, this_machine
 
-HERE = "this"  # the name of the machine at hand
+HERE = "this"  # name of this machine
 ASSUMED_GPU = "A100"
 
 
 class Forecasts:
-    """Make forecasts for runs that differ in their ranks and strategies, on one machine."""
+    """Forecasts for runs that differ in their ranks and strategies, on one machine."""
 
     def __init__(self, run: PlannedRun, name: str | None = None) -> None:
         self.machine, self._here = machine_for(run, name)
@@ -40,7 +40,7 @@ class Forecasts:
         self._rehearsal: Rehearsal | None = None
 
     def of(self, run: PlannedRun) -> Forecast:
-        """Return what forecasts a run; raises ``UsageError`` where its model cannot be split so."""
+        """Return the forecast of a run; raises ``UsageError`` if its model cannot be split as configured."""
         parallel, dtype = run.parallel, dtype_of(run)
         whole = self._work(run, ParallelSettings())
         local = self._work(run, parallel) if parallel.tensor > 1 else whole
@@ -59,13 +59,13 @@ class Forecasts:
         return self.of(run).step(run)
 
     def spread(self) -> tuple[float, float]:
-        """Return between which multiples of a forecast a step may take, by the spread of what was repeated here."""
+        """Return the range of a step time, as multiples of its forecast, from the spread of the measurements."""
         if self._rehearsal is not None:
             return self._rehearsal.spread
         return (1.0, max(self.machine.slowest, 1.0))
 
     def assumptions(self, run: PlannedRun) -> list[str]:
-        """Return in words what the forecast of a run goes by."""
+        """Return the assumptions of a run's forecast, as sentences."""
         found = [f"rates: {self.machine.name}, {self.machine.source}"]
         clock = self.of(run).clock
         if clock.timed is not None:
@@ -80,7 +80,7 @@ class Forecasts:
         return [*found, *self.machine.assumed]
 
     def _load(self, ranks: int) -> str:
-        """Return in words how busy the machine was when collectives of so many ranks were calibrated."""
+        """Return the load of the machine when collectives of ``ranks`` ranks were calibrated, as text."""
         loads = [one.load for layout, one in self.calibrated.items() if layout.size == ranks and one.load is not None]
         return f", at a load of {max(loads):g} per core" if loads else ""
 
@@ -92,7 +92,7 @@ class Forecasts:
         return self._works[key]
 
     def _rehearsed(self, key: Any, clock: Clock) -> tuple[float, float]:
-        """Return what the first run's passes take, where they can be rehearsed, against the sum of their layers."""
+        """Return the dry run's times of both passes, relative to the sum of their layers; 1 without a dry run."""
         if key not in self._together:
             self._together[key] = (1.0, 1.0) if self.machine.busy else self._rehearse(clock)
         return self._together[key]
@@ -107,7 +107,7 @@ class Forecasts:
         return (one.forward / forward, one.backward / backward) if one is not None else (1.0, 1.0)
 
     def _told(self, clock: Clock) -> str:
-        """Return in words what the layers take together."""
+        """Return as text how the times of the passes were obtained."""
         one, (forward, backward) = self._rehearsal, clock.together
         if one is None:
             return "passes: the sum of their layers"
@@ -124,9 +124,9 @@ class Forecasts:
 
 
 def machine_for(run: PlannedRun, name: str | None = None) -> tuple[Machine, bool]:
-    """Return the machine that is named, or the one at hand, and whether it is the latter.
+    """Return the named machine, or the rates of this one, and whether it is this one.
 
-    Raises ``UsageError`` for a name that is not known.
+    Raises ``UsageError`` if the name is unknown.
     """
     dtype = "bfloat16" if dtype_of(run) is torch.bfloat16 else "float32"
     where = Path(run.settings.run.folder)
@@ -142,10 +142,10 @@ def machine_for(run: PlannedRun, name: str | None = None) -> tuple[Machine, bool
 
 
 def calibration() -> Mapping[Layout, Measurement]:
-    """Return what was measured of collectives on machines like this, by layout."""
+    """Return the calibrated collective times of machines like this one, by layout."""
     kept = folder()
     if kept is not None and not any(kept.glob("*.json")):
-        return {}  # and MPI need not be asked for its name
+        return {}  # avoids asking MPI for its name
     machine = this_machine(mpi_name())
     found = find(machine) if place(machine) is not None else None
     return found.measurements if found is not None else {}

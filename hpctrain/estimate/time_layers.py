@@ -1,10 +1,10 @@
-"""Time the layers of a model on this machine, one of each kind, so that a forecast knows what its operators reach.
+"""Timing of a model's layers on this machine, one of each kind, to learn the rates that its operators reach.
 
-Rates of products and memory say how fast large ones run; how fast those of a given model run depends on their shapes.
-Where the ranks will compute on processors like the one at hand, a layer of each kind is therefore run for real, on one
-thread, at two numbers of samples; what it takes at others lies on the line through the two. Each finds in the caches
-what it would in a model, where others have run since it was run last. See the note in ``machine_probe`` on machines
-that are busy.
+Rates of products and memory are those of large operators; the rates of a given model's operators
+depend on their shapes. If the ranks will use processors like this one, one layer of each kind is
+therefore run on one thread, at two numbers of samples. Its times at other numbers lie on the line
+through both. Each layer is timed with caches in the state that they would have in a model, where
+other layers have run since its last run. For busy machines, see the note in ``machine_probe``.
 """
 
 from __future__ import annotations
@@ -27,27 +27,27 @@ from hpctrain.estimate.time_work import LayerWork, ModelWork, Values, calling, e
 from hpctrain.parallel.objective import loss_named
 from hpctrain.parallel.pipeline.skip import carrying
 
-REPEATS, LONGEST = 5, 0.3  # of each layer at each number of samples; seconds after which no more are made
-MOST_SECONDS, MOST_BYTES = 1.0, 2**30  # what a layer may take and hold to be run for real
+REPEATS, LONGEST = 5, 0.3  # repeats of each layer at each number of samples; seconds after which no more are made
+MOST_SECONDS, MOST_BYTES = 1.0, 2**30  # limits of time and size for a layer to be timed
 CPU = torch.device("cpu")
 _CACHES = 2**26  # bytes: more than the caches of a core have
 
 
 @dataclass(frozen=True)
 class Line:
-    """Hold a straight line over the samples."""
+    """Straight line over the number of samples."""
 
     fixed: float
     each: float
 
     def at(self, samples: float) -> float:
-        """Return its value, not below zero."""
+        """Return the value at ``samples``, at least zero."""
         return max(self.fixed + self.each * samples, 0.0)
 
 
 @dataclass(frozen=True)
 class Timed:
-    """Hold the seconds of a layer's two passes on one thread, as lines over the samples."""
+    """Seconds of a layer's two passes on one thread, as lines over the number of samples."""
 
     forward: Line
     backward: Line
@@ -56,10 +56,10 @@ class Timed:
 def time_layers(
     facts: Facts, work: ModelWork, samples: int, seat: Seat, loss: str, dtype: torch.dtype | None = None
 ) -> dict[int, Timed] | None:
-    """Return the times by kind of layer; None where a layer is too large to be run here.
+    """Return the times by kind of layer; None if a layer is too large to be timed here.
 
-    ``samples`` are those that a rank computes with at once; fewer are run where they would take long. ``dtype`` is that
-    of autocast. Nothing is left behind in torch's generators and its number of threads.
+    ``samples`` is the microbatch size of a rank; fewer samples are timed if they would take long.
+    ``dtype`` is the dtype of autocast. torch's generators and its number of threads are restored.
     """
     chosen = _samples(work, samples, seat)
     largest = max(sum(one.nbytes for one in layer.module.parameters()) for layer in facts.layers)
@@ -75,7 +75,7 @@ def time_layers(
 
 
 def _samples(work: ModelWork, samples: int, seat: Seat) -> tuple[int, int] | None:
-    """Return at how many samples to time: as many as asked for if that is quick, and a quarter of them."""
+    """Return the two numbers of samples to time: the requested number, halved while too slow, and a quarter of it."""
     high = samples
     while high > 1 and _longest(work.at(high), seat) > MOST_SECONDS:
         high //= 2
@@ -118,7 +118,7 @@ def _walk(facts: Facts, samples: int, loss: str, dtype: torch.dtype | None) -> d
 def _time(
     module: nn.Module, x: Values, kept: dict[str, Tensor], dtype: torch.dtype | None
 ) -> tuple[tuple[float, float], Values]:
-    """Return the median seconds of both passes, as a step has good and bad moments, and what the layer returned."""
+    """Return the median seconds of both passes, as single times vary, and the layer's output."""
     before = {name: one.detach() for name, one in kept.items()}
 
     def passes() -> tuple[Values, float, float]:
@@ -159,13 +159,13 @@ def _filler() -> Tensor:
 
 
 def _forget(values: Values) -> None:
-    """Leave nothing in the caches but what the layer before, or behind, has just written."""
+    """Evict all from the caches except the values that the neighbouring layer has just written."""
     _filler().add_(1)
     each(values, lambda one: one.detach().clone())
 
 
 def real_copy(module: nn.Module) -> nn.Module:
-    """Return a copy with memory, and in it small numbers, whose size does not change what they cost."""
+    """Return a copy with allocated memory, filled with small numbers; their values do not affect the time."""
     made = copy.deepcopy(module).to_empty(device=CPU)
     with torch.no_grad():
         for parameter in made.parameters():

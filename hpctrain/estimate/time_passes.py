@@ -1,4 +1,4 @@
-"""Say what forward and backward passes take on one rank of a machine, layer by layer."""
+"""Time of forward and backward passes on one rank of a machine, layer by layer."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hpctrain.parallel.fsdp.units import find_units
 
 @dataclass(frozen=True)
 class Passes:
-    """Hold the seconds of a layer's forward and backward pass, and of what tensor ranks exchange in them."""
+    """Seconds of a layer's forward and backward pass, and of the tensor-parallel communication in them."""
 
     forward: float
     backward: float
@@ -28,23 +28,23 @@ class Passes:
 
     @property
     def exchange(self) -> float:
-        """Return what the exchanges of both passes take."""
+        """Return the communication time of both passes."""
         return self.exchange_forward + self.exchange_backward
 
 
 @dataclass(frozen=True)
 class Clock:
-    """Time layers, by what one of each kind took on this machine (``timed``) or by the machine's rates."""
+    """Timing of layers, from measured layers of each kind (``timed``) or from the machine's rates."""
 
     machine: Machine
     whole: ModelWork  # of the whole model
-    local: ModelWork  # of what a tensor rank has of it; the same without tensor ranks
-    timed: Mapping[int, Timed] | None = None  # whole layers
-    recomputed: frozenset[int] = field(default=frozenset())  # numbers of layers that compute forward twice
-    together: tuple[float, float] = (1.0, 1.0)  # what all layers of a pass take, against the sum of each by itself
+    local: ModelWork  # of the part of a tensor rank; the same without tensor parallelism
+    timed: Mapping[int, Timed] | None = None  # unsplit layers
+    recomputed: frozenset[int] = field(default=frozenset())  # numbers of recomputed layers
+    together: tuple[float, float] = (1.0, 1.0)  # time of each whole pass, relative to the sum of its layers
 
     def layers(self, run: PlannedRun, network: Network) -> list[Passes]:
-        """Return the passes of every layer on a microbatch, the loss last."""
+        """Return the times of every layer on a microbatch, the loss last."""
         tensor = group_of(run.shape, "tensor", run.ranks_per_node)
         found = []
         for number, (layer, whole) in enumerate(zip(self.local.at(run.microbatch), self.whole.at(run.microbatch))):
@@ -64,7 +64,8 @@ class Clock:
         if self.timed is None:
             return forward, backward
         alone, times = one_thread(self.machine), self.timed[layer.kind]
-        # What one thread took for all of it, as much quicker as the rates say that this seat's share is.
+        # Scale the time on one thread by the ratio of the rates of this rank's share to those of
+        # one thread.
         before = [seconds_of(work, self.machine, alone) for work in (whole.forward, whole.backward)]
         return (
             times.forward.at(samples) * _ratio(forward, before[0], seat),
@@ -77,15 +78,16 @@ def _ratio(here: float, there: float, seat: Seat) -> float:
 
 
 def one_thread(machine: Machine) -> Seat:
-    """Return the seat that layers are timed on."""
+    """Return the rates of a single thread, on which layers are timed."""
     return Seat(1, machine.flops[min(machine.flops)], machine.bandwidth[min(machine.bandwidth)], machine.call, 1.0, 0.0)
 
 
 def seconds_of(work: Work, machine: Machine, seat: Seat) -> float:
-    """Return the time of a pass by the rates of a seat.
+    """Return the time of a pass at the rates of a rank.
 
-    Products take what their operations or their memory takes, whichever is longer; everything else its memory. The host
-    starts operators while a GPU is at work; on a CPU the same core does both.
+    Products take the time of their operations or of their memory traffic, whichever is longer;
+    everything else takes the time of its memory traffic. On a GPU, the host launches operators
+    while the device computes; on a CPU the same core does both.
     """
     products = max(work.flops / seat.flops, work.product_bytes / seat.bandwidth)
     kernels, calls = products + work.other_bytes / seat.bandwidth, work.calls * seat.call
@@ -93,18 +95,18 @@ def seconds_of(work: Work, machine: Machine, seat: Seat) -> float:
 
 
 def exchange_seconds(work: Work, network: Network, tensor: Group) -> float:
-    """Return the time of what tensor ranks exchange in a pass."""
+    """Return the time of tensor-parallel communication in a pass."""
     found = 0.0
     if work.reductions >= 0.5:
         found += work.reductions * network.seconds("all_reduce", work.reduced / work.reductions, tensor)
     if work.moves >= 0.5:
-        # Both ways of a move are half of a sum.
+        # A scatter and a gather each take half of an all-reduce.
         found += work.moves * network.seconds("all_reduce", work.moved / work.moves, tensor) / 2
     return found
 
 
 def recomputed_layers(facts: Facts, run: PlannedRun) -> frozenset[int]:
-    """Return the numbers of the layers that are computed again in the backward pass."""
+    """Return the numbers of the layers that are recomputed in the backward pass."""
     if not run.parallel.recompute:
         return frozenset()
     again = {module for unit in find_units(facts.model, run.parallel.units)[1:] for module in unit.module.modules()}
@@ -112,6 +114,6 @@ def recomputed_layers(facts: Facts, run: PlannedRun) -> frozenset[int]:
 
 
 def dtype_of(run: PlannedRun) -> torch.dtype | None:
-    """Return what floating-point numbers are computed in, where that is not what the model is in."""
+    """Return the compute dtype of floating-point values; None if it is the model's own."""
     narrow = run.settings.train.precision == "bfloat16" or run.parallel.mixed_precision == "bfloat16"
     return torch.bfloat16 if narrow else None

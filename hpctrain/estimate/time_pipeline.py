@@ -1,4 +1,4 @@
-"""Say what the stages of a pipeline take together, by playing their schedule."""
+"""Time of a pipeline, by simulation of its schedule."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from hpctrain.parallel.pipeline.timeline import Costs, simulate
 def pipeline(
     run: PlannedRun, layers: Sequence[Passes], cuts: Sequence[range], updates: Sequence[float], send: float
 ) -> dict[str, float]:
-    """Return the parts of one backward pass of a run: those of the stage that computes longest, and what it waits.
+    """Return the parts of one backward pass of a run: the compute times of the slowest stage, and its bubble.
 
-    ``cuts`` are the layers of each chunk, ``updates`` the seconds of an update of each stage, ``send`` those of a
-    message between two.
+    ``cuts`` are the layers of each chunk, ``updates`` the seconds of an optimizer step of each
+    stage, and ``send`` the seconds of a message between stages.
     """
     schedule = run.schedule
     assert schedule is not None  # there is more than one stage
     chunks = [_sum(layers[number] for number in cut) for cut in cuts]
-    every = run.parallel.schedule == "pipedream"  # an update after each microbatch
+    every = run.parallel.schedule == "pipedream"  # an optimizer step after each microbatch
     each = [updates[schedule.rank_of(number)] / run.parallel.chunks_a_rank * every for number in range(len(cuts))]
     timeline = simulate(schedule, costs_of(chunks, each, send))
     longest = max(range(schedule.ranks), key=timeline.busy)
@@ -36,7 +36,7 @@ def pipeline(
 
 
 def costs_of(chunks: Sequence[Passes], updates: Sequence[float], send: float) -> Costs:
-    """Return what a simulation wants to know; the halves of a backward pass take half of it each."""
+    """Return the costs for the simulation; each half of a split backward pass takes half of its time."""
     backward = [chunk.backward + chunk.exchange_backward for chunk in chunks]
     half = [seconds / 2 for seconds in backward]
     forward = [chunk.forward + chunk.exchange_forward for chunk in chunks]
@@ -44,5 +44,5 @@ def costs_of(chunks: Sequence[Passes], updates: Sequence[float], send: float) ->
 
 
 def _sum(passes: Iterable[Passes]) -> Passes:
-    """Return several passes, one after the other."""
+    """Return the sum of several passes."""
     return Passes(*(sum(numbers) for numbers in zip(*map(astuple, passes))))

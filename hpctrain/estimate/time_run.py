@@ -1,4 +1,4 @@
-"""Say how long a whole run takes, and which walltime to ask the batch system for."""
+"""Time of a whole run, and the walltime to request from the batch system."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ from hpctrain.estimate.time_step import StepTime
 from hpctrain.train.optimizer import kept_per_element
 
 START = 30.0  # seconds: importing torch from a parallel filesystem, MPI, the model's first weights
-MARGIN = 1.2  # times what is expected: other jobs use the network and the filesystem, too
-FLOAT = 4  # bytes; a checkpoint holds parameters, and what the optimizer keeps of them, in float32
-SHORT, ROUNDING = 3600, (60, 300)  # walltimes are rounded up to minutes, from an hour on to five minutes
+MARGIN = 1.2  # multiple of the forecast: other jobs use the network and the filesystem, too
+FLOAT = 4  # bytes; a checkpoint stores parameters and their optimizer state in float32
+SHORT, ROUNDING = 3600, (60, 300)  # walltimes are rounded up to minutes, or to five minutes from an hour on
 
 
 @dataclass(frozen=True)
 class RunTime:
-    """Hold the seconds of a whole run."""
+    """Seconds of a whole run."""
 
     steps: float
     evaluations: float
     checkpoints: float
     start: float
-    checkpoint: float  # one
+    checkpoint: float  # a single one
     checkpoint_bytes: float
 
     @property
     def seconds(self) -> float:
-        """Return all of it."""
+        """Return the total time."""
         return self.steps + self.evaluations + self.checkpoints + self.start
 
     @property
     def walltime(self) -> str:
-        """Return what to ask for: with a margin, rounded up, as ``HH:MM:SS``."""
+        """Return the walltime to request: with a margin, rounded up, as ``HH:MM:SS``."""
         return walltime(self.seconds * MARGIN)
 
 
@@ -46,7 +46,7 @@ def run_time(run: PlannedRun, step: StepTime, machine: Machine) -> RunTime:
     size = int(FLOAT * (1 + kept_per_element(run.settings.optimizer)) * run.facts.numel)
     one = size / machine.disk
     blocking = one
-    if saving.background:  # the copy of a rank's share; the last checkpoint is waited for
+    if saving.background:  # the copy of a rank's share; the run waits for the last checkpoint
         blocking = 2 * size / run.ranks / machine.seat(run.ranks_on_node).bandwidth
     saved = ceil(train.steps / saving.every)
     every = train.evaluate_every or train.steps
@@ -63,7 +63,7 @@ def run_time(run: PlannedRun, step: StepTime, machine: Machine) -> RunTime:
 
 
 def _validation_samples(run: PlannedRun) -> int:
-    """Return the samples of one evaluation; where the data are not there yet, those of the settings."""
+    """Return the samples of one evaluation; from the settings if the data do not exist yet."""
     wanted = run.settings.data.validation_samples
     try:
         there = len(open_dataset(run.settings.data, "validation", run.settings.model.window))
@@ -73,7 +73,7 @@ def _validation_samples(run: PlannedRun) -> int:
 
 
 def walltime(seconds: float) -> str:
-    """Return seconds, rounded up to whole minutes or five of them, as a batch system reads them."""
+    """Return a walltime as ``HH:MM:SS``, rounded up to whole minutes or multiples of five."""
     unit = ROUNDING[0] if seconds < SHORT else ROUNDING[1]
     whole = max(ceil(seconds / unit), 1) * unit
     return f"{whole // 3600:02d}:{whole // 60 % 60:02d}:00"

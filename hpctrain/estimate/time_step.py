@@ -1,4 +1,4 @@
-"""Put a step together: passes, pipeline, exchanges and the update, of the rank that takes longest."""
+"""Time of a step: passes, pipeline, communication and optimizer step of the slowest rank."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ BESIDE = "beside"
 
 @dataclass(frozen=True)
 class StepTime:
-    """Hold the seconds of a step by its parts, and what it comes to."""
+    """Seconds of a step by its parts, and its samples, tokens and operations."""
 
     parts: Mapping[str, float]
-    hidden: float  # seconds of exchanges behind the passes
+    hidden: float  # seconds of communication that overlaps with the passes
     samples: int
-    tokens: int  # 0 where samples are none of tokens
+    tokens: int  # 0 if samples are not token sequences
     flops: float  # operations of the model in a step, over all ranks
     ranks: int
-    peak: float  # operations a second of a rank's device; 0: not known
+    peak: float  # operations per second of a rank's device; 0: unknown
 
     @property
     def seconds(self) -> float:
@@ -40,12 +40,12 @@ class StepTime:
 
     @property
     def flops_a_rank(self) -> float:
-        """Return the operations a second of a rank."""
+        """Return the operations per second of a rank."""
         return self.flops / self.seconds / self.ranks
 
     @property
     def share_of_peak(self) -> float | None:
-        """Return the share of the device's peak; None where that is not known."""
+        """Return the share of the device's peak; None if the peak is unknown."""
         return self.flops_a_rank / self.peak if self.peak else None
 
     def as_dict(self) -> dict[str, object]:
@@ -64,14 +64,14 @@ class StepTime:
 
 @dataclass(frozen=True)
 class Forecast:
-    """Forecast steps on a machine."""
+    """Forecast of steps on a machine."""
 
     machine: Machine
     clock: Clock
     calibrated: Mapping[Layout, Measurement] = field(default_factory=dict)
 
     def network(self, run: PlannedRun) -> Network:
-        """Return what times the collectives of a run's ranks."""
+        """Return the timing of collectives between a run's ranks."""
         return Network(self.machine, self.machine.seat(run.ranks_on_node), self.calibrated)
 
     def step(self, run: PlannedRun) -> StepTime:
@@ -105,14 +105,14 @@ class Forecast:
         )
 
     def _send(self, run: PlannedRun, cuts: Sequence[range]) -> float:
-        """Return the seconds of the largest message from stage to stage."""
+        """Return the seconds of the largest message between stages."""
         line = group_of(run.shape, "pipe", run.ranks_per_node)
         outputs = self.clock.local.at(run.microbatch)
         largest = max(outputs[cut.stop - 1].output for cut in cuts[:-1])
         return self.network(run).message(largest, crosses=line.nodes > 1)
 
     def _held(self, run: PlannedRun, cuts: Sequence[range]) -> list[Held]:
-        """Return what each rank of a pipeline holds, all its chunks together."""
+        """Return the parameters of each pipeline stage, over all its chunks."""
         layers, pipe = self.clock.local.at(1), run.parallel.pipe
         found = []
         for stage in range(pipe):
@@ -124,7 +124,7 @@ class Forecast:
 
 
 def stages_of(run: PlannedRun, layers: int) -> list[range]:
-    """Return the layers of each chunk, the loss with the last one."""
+    """Return the layers of each chunk; the loss is in the last one."""
     if run.parallel.pipe == 1:
         return [range(layers)]
     *cuts, last = cuts_of(run)

@@ -1,4 +1,4 @@
-"""Prepare a model to be counted: as it is, or as one of several tensor ranks has it, who are not there."""
+"""Preparation of a model for operation counting: unsplit, or as one of several simulated tensor ranks."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from hpctrain.parallel.tensor.plan import apply, check, choose, plan_of
 
 @dataclass(frozen=True, eq=False)
 class Subject:
-    """Hold layers whose tensors have no memory, and what to run them with."""
+    """Layers on tensors without memory, and the functions to run them with."""
 
     layers: Sequence[Layer]
     compare: Callable[[Tensor, Tensor], Tensor]
-    make: Callable[[Tensor], Tensor]  # of a tensor on the meta device one that the layers take
+    make: Callable[[Tensor], Tensor]  # converts a tensor on the meta device to one that the layers accept
     noted: Noted
 
 
 @contextmanager
 def subject(facts: Facts, loss: str, dtype: torch.dtype | None, parallel: ParallelSettings) -> Iterator[Subject]:
-    """Lend a model's layers for the ``with`` block, their floating-point numbers in ``dtype``.
+    """Provide a model's layers for the ``with`` block, with floating-point parameters in ``dtype``.
 
-    Raises ``UsageError`` for a model that so many tensor ranks cannot split.
+    Raises ``UsageError`` if the model cannot be split over that number of tensor ranks.
     """
     noted = Noted()
     if parallel.tensor == 1:
@@ -56,7 +56,7 @@ def subject(facts: Facts, loss: str, dtype: torch.dtype | None, parallel: Parall
 
 
 def _layers(facts: Facts, model: nn.Module) -> list[Layer]:
-    """Return the layers of a copy that are those of the facts; functions and the like stay what they are."""
+    """Return the layers of a copy that correspond to those of the facts; functions and the like are unchanged."""
     names = {id(module): name for name, module in facts.model.named_modules()}
     inside = dict(model.named_modules())
     return [
@@ -70,23 +70,23 @@ def _same(tensor: Tensor) -> Tensor:
 
 
 class _Listening(FakeRanks):
-    """Note what tensor ranks exchange."""
+    """Fake communicator that records the tensor-parallel communication."""
 
     def __init__(self, size: int, noted: Noted) -> None:
         super().__init__(size)
         self._noted = noted
 
     def all_reduce(self, tensor: Tensor, op: str = "sum", *, async_op: bool = False) -> Any:
-        """Note a sum."""
+        """Record an all-reduce."""
         self._noted.add(Work(reduced=float(tensor.nbytes), reductions=1))
         return super().all_reduce(tensor, op, async_op=async_op)
 
     def reduce_scatter(self, out: Tensor, tensor: Tensor, op: str = "sum", *, async_op: bool = False) -> Any:
-        """Note a sum of which each rank gets a part."""
+        """Record a reduce-scatter."""
         self._noted.add(Work(moved=float(tensor.nbytes), moves=1))
         return super().reduce_scatter(out, tensor, op, async_op=async_op)
 
     def all_gather(self, out: Tensor, tensor: Tensor) -> Tensor:
-        """Note parts that become whole."""
+        """Record an all-gather."""
         self._noted.add(Work(moved=float(out.nbytes), moves=1))
         return super().all_gather(out, tensor)

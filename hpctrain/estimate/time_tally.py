@@ -1,4 +1,4 @@
-"""Count the operators that run: their products, the bytes that they move, and how many they are."""
+"""Operation counter: floating-point operations of products, memory traffic, and number of operators."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ _READS = (Tensor.__int__, Tensor.item)
 
 @dataclass(frozen=True)
 class Work:
-    """Hold what a pass does."""
+    """Operations and memory traffic of a pass."""
 
     flops: float = 0.0  # of products
-    product_bytes: float = 0.0  # that products read and write
-    other_bytes: float = 0.0  # that everything else reads and writes
-    calls: float = 0.0  # operators
-    reduced: float = 0.0  # bytes that tensor ranks sum
+    product_bytes: float = 0.0  # bytes that products read and write
+    other_bytes: float = 0.0  # bytes that all other operators read and write
+    calls: float = 0.0  # number of operators
+    reduced: float = 0.0  # bytes of tensor-parallel all-reduces
     reductions: float = 0.0
-    moved: float = 0.0  # bytes that they scatter or gather
+    moved: float = 0.0  # bytes of tensor-parallel scatters and gathers
     moves: float = 0.0
 
     def __add__(self, other: Work) -> Work:
@@ -36,24 +36,24 @@ class Work:
         return Work(*(one + two for one, two in zip(astuple(self), astuple(other))))
 
     def __mul__(self, times: float) -> Work:
-        """Return the work of so many such passes."""
+        """Return the work of ``times`` such passes."""
         return Work(*(one * times for one in astuple(self)))
 
 
 class Noted:
-    """Add up the work of what does not pass by as an operator, for the tally that counts at the time."""
+    """Recorder of work that is not visible as an operator; it adds to the active operation counter."""
 
     def __init__(self) -> None:
         self.tally: Tally | None = None
 
     def add(self, work: Work) -> None:
-        """Add work; where nobody counts, it does not count."""
+        """Add work to the active counter; without one, do nothing."""
         if self.tally is not None:
             self.tally.work += work
 
 
 class Tally(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Count the operators that run in the ``with`` block: ``work``."""
+    """Operation counter: counts the operators that run in the ``with`` block in ``work``."""
 
     def __init__(self, noted: Noted) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -83,9 +83,9 @@ def work_of(func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any)
     memories = {one.untyped_storage()._cdata for one in given}
     writes = func._schema.is_mutable
     if not given or not made or not writes and all(one.untyped_storage()._cdata in memories for one in made):
-        return Work()  # a view, or memory that nothing is written to yet
+        return Work()  # a view, or an uninitialized allocation
     if func._overloadpacket.__name__ in _LOOKED_UP:
-        given = made  # rows of a table, not all of it
+        given = made  # only the selected rows of a table are read
     moved = float(sum(one.nbytes for one in chain(given, made)))
     formula = flop_registry.get(func._overloadpacket)
     if formula is None:
@@ -94,7 +94,7 @@ def work_of(func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any)
 
 
 class _Fusing(TorchFunctionMode):
-    """Let attention be one operator, which is how it runs where it has memory; answer those who look at values."""
+    """Function mode that makes attention one operator, as in its fused kernels, and replaces reads of values."""
 
     def __init__(self, noted: Noted) -> None:
         super().__init__()
@@ -106,14 +106,14 @@ class _Fusing(TorchFunctionMode):
             vectors = named["query"], named["key"], named["value"]
             return _Attention.apply(*vectors, self._noted)  # type: ignore[no-untyped-call]
         if func in _READS:
-            return 0  # nobody knows: a check of what cannot be wrong here
+            return 0  # the value is unknown: only assertions read it, and they hold here
         if func is Tensor.__getitem__ and isinstance(args[1], Tensor) and args[1].dtype is torch.bool:
             return args[0]
         return func(*args, **(kwargs or {}))
 
 
 class _Attention(torch.autograd.Function):
-    """Have the shapes of attention, and compute nothing."""
+    """Attention that produces only shapes, without computing."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, noted: Noted) -> Tensor:
@@ -132,7 +132,7 @@ class _Attention(torch.autograd.Function):
 
 
 def attention(query: Tensor, key: Tensor, value: Tensor) -> Work:
-    """Return the products of queries with keys, and of scores with values; their memory is that of the vectors."""
+    """Return the products of queries with keys and of scores with values; memory traffic is that of the vectors."""
     queries, result = query[..., 0].numel(), value.shape[-1]
     flops = 2.0 * queries * key.shape[-2] * (query.shape[-1] + result)
     moved = query.nbytes + key.nbytes + value.nbytes + queries * result * query.itemsize
@@ -140,7 +140,7 @@ def attention(query: Tensor, key: Tensor, value: Tensor) -> Work:
 
 
 def tensors(values: Any) -> Iterator[Tensor]:
-    """Yield the tensors in what an operator takes or returns."""
+    """Yield the tensors among an operator's arguments or results."""
     if isinstance(values, Tensor):
         yield values
     elif isinstance(values, Iterable) and not isinstance(values, str):

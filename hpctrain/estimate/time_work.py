@@ -1,11 +1,13 @@
-"""Count what the passes through a model do, layer by layer, on tensors without memory.
+"""Operation count of a model's passes, layer by layer, on tensors without memory.
 
-Note: how it is counted. Every layer runs forward and backward on the meta device, at two numbers of samples; what grows
-with the samples and what does not (reading weights, for one) follows from the two. Layers of one kind run once. Counted
-are the operations of matrix products, convolutions and attention, as torch's own counter counts them (a multiplication
-and an addition are two), the bytes that operators read and write, those of products apart, and the operators. Views
-cost nothing. Attention counts as one operator that keeps its scores to itself, as the kernels for it do; its backward
-pass as two products for each of the forward pass.
+Note: method. Every layer runs forward and backward on the meta device, at two numbers of samples; a
+line through both separates work that grows with the samples from fixed work (such as reading
+weights). Layers of one kind run once. The count has three parts. First, the operations of matrix
+products, convolutions and attention, as torch's own counter counts them (a multiplication and an
+addition are two). Second, the bytes that operators read and write, with those of products apart.
+Third, the number of operators. Views cost nothing. Attention counts as one operator that does not
+write its scores to memory, like its fused kernels; its backward pass counts as two products for
+each product of the forward pass.
 """
 
 from __future__ import annotations
@@ -23,33 +25,33 @@ from hpctrain.estimate.time_tally import Tally, Work, tensors
 from hpctrain.parallel.pipeline.skip import carrying
 from hpctrain.parallel.settings import ParallelSettings
 
-_COUNTED_AT = (2, 4)  # samples; batch norm refuses a single one
+_COUNTED_AT = (2, 4)  # samples; batch norm rejects a single one
 LOSS, LOSS_KIND = "loss", -1
-Values = Any  # a tensor, or a tuple of them
+Values = Any  # a tensor, or a tuple of tensors
 
 
 @dataclass(frozen=True)
 class LayerWork:
-    """Hold the work of a layer's two passes at a number of samples, the bytes that it hands on, and its parameters."""
+    """Work of a layer's two passes at a number of samples, the bytes of its output, and its parameters."""
 
     name: str
     kind: int
     forward: Work
     backward: Work
     output: float
-    numel: float = 0.0  # elements of its parameters that are trained, of each the first layer that has it
-    tensors: float = 0.0  # as many parameters
+    numel: float = 0.0  # trained elements; a shared parameter counts in the first layer that has it
+    tensors: float = 0.0  # number of these parameters
 
 
 @dataclass(frozen=True)
 class ModelWork:
-    """Hold the work of all layers, the loss last, as straight lines over the samples."""
+    """Work of all layers, the loss last, as straight lines over the number of samples."""
 
     fixed: tuple[LayerWork, ...]
     each: tuple[LayerWork, ...]
 
     def at(self, samples: float) -> tuple[LayerWork, ...]:
-        """Return the work of each layer on so many samples."""
+        """Return the work of each layer on ``samples`` samples."""
         return tuple(_blend(one, 1.0, two, samples) for one, two in zip(self.fixed, self.each))
 
     def flops(self, samples: float) -> float:
@@ -60,9 +62,9 @@ class ModelWork:
 def count(
     facts: Facts, loss: str, dtype: torch.dtype | None = None, parallel: ParallelSettings = ParallelSettings()
 ) -> ModelWork:
-    """Return the work of one rank on a model and its loss; ``dtype`` is what floating-point numbers are computed in.
+    """Return the work of one rank on a model and its loss; ``dtype`` is the compute dtype.
 
-    Of ``parallel`` the tensor ranks count, which divide the layers.
+    Of ``parallel``, only tensor parallelism matters, as it divides the layers.
     """
     with subject(facts, loss, dtype, parallel) as given:
         low, high = (_walk(facts, given, samples, dtype) for samples in _COUNTED_AT)
@@ -85,7 +87,7 @@ def _blend(one: LayerWork, first: float, two: LayerWork, second: float) -> Layer
 
 
 def _walk(facts: Facts, given: Subject, samples: int, dtype: torch.dtype | None) -> list[LayerWork]:
-    """Return the work of each layer; one whose like has run on the like is not run again."""
+    """Return the work of each layer; a layer of a known kind with known input shapes is not run again."""
     inputs = facts.inputs.of(samples)
     x: Values = given.make(inputs.to(dtype) if dtype is not None and inputs.is_floating_point() else inputs)
     known: dict[Any, tuple[LayerWork, Values]] = {}
@@ -112,19 +114,19 @@ def calling(function: Callable[[Tensor], Tensor]) -> nn.Module:
 
 
 class _Calling(nn.Module):
-    """Be a module that calls a function."""
+    """Module that calls a function."""
 
     def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
         self.function = function
 
     def forward(self, x: Tensor) -> Tensor:
-        """Call it."""
+        """Return the function's result."""
         return self.function(x)
 
 
 def _count_layer(layer: Layer, x: Values, kept: dict[str, Tensor], given: Subject) -> tuple[LayerWork, Values]:
-    """Return the work of one layer, and what it returned."""
+    """Return the work of one layer, and its output."""
     module = layer.module
     inputs = each(x, lambda one: one.detach().requires_grad_(one.is_floating_point()))
     for name, one in list(kept.items()):
@@ -153,5 +155,5 @@ def looks(x: Values) -> Any:
 
 
 def each(values: Values, change: Callable[[Tensor], Tensor]) -> Values:
-    """Change a tensor, or each of several."""
+    """Apply ``change`` to a tensor, or to each of several."""
     return change(values) if isinstance(values, Tensor) else tuple(change(one) for one in values)

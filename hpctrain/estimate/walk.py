@@ -1,4 +1,4 @@
-"""Follow what a row of layers holds, forward and back: pure arithmetic on what was found out about each of them."""
+"""Simulated memory of the passes of a sequence of layers: pure arithmetic on the memory of each layer."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hpctrain.estimate.passes import LayerPass
 
 @dataclass(frozen=True)
 class Moment:
-    """Hold the bytes, beyond what is there all the time, at one moment of a step."""
+    """Memory event: bytes at one moment of a step, in addition to persistent memory."""
 
     when: str
     activations: int = 0
@@ -20,41 +20,42 @@ class Moment:
 
     @property
     def total(self) -> int:
-        """Return all of them."""
+        """Return their sum."""
         return self.activations + self.gradients + self.gathered + self.temporary
 
 
 @dataclass(frozen=True)
 class Step:
-    """Be one layer of a row: its pass, the gradients of its parameters by name, and what is gathered for it."""
+    """Layer of a sequence: the memory of its passes, its gradients by name, and the bytes gathered for it."""
 
     name: str
     found: LayerPass
     gradients: dict[str, int]
     gathered: int = 0
-    away: bool = False  # its input waits on the host for the backward pass
+    away: bool = False  # its input is offloaded to the host until the backward pass
 
 
 @dataclass(frozen=True)
 class Walk:
-    """Hold what a row keeps between its forward and its backward pass, and the moments of both.
+    """Bytes that a sequence keeps between its forward and its backward pass, and the memory events of both.
 
-    The moments leave out what was kept, and what gradients were there, before the pass began.
+    The events exclude activations that were kept, and gradients that existed, before the pass
+    began.
     """
 
     kept: int
-    away: int  # of what is kept, what waits on the host instead
+    away: int  # kept bytes that are offloaded to the host
     forward: list[Moment]
-    fresh: list[Moment]  # of the backward pass, where gradients of parameters are kept one after the other
-    passing: list[Moment]  # where they are taken away, or added to those that are there
-    held: int  # what gradients of weights that are put off hold
-    weights: list[Moment]  # while those are computed
+    fresh: list[Moment]  # of the backward pass, if all parameter gradients are kept
+    passing: list[Moment]  # of the backward pass, if gradients are removed or accumulated at once
+    held: int  # bytes kept for deferred weight gradients
+    weights: list[Moment]  # while deferred weight gradients are computed
 
 
 def walk(steps: Sequence[Step], loss: LayerPass | None, *, outputs_stay: bool) -> Walk:
-    """Follow a row; ``loss`` ends it, if it does. ``outputs_stay``: its outputs live until the backward pass ends."""
+    """Simulate a sequence that ends in ``loss``, if any; ``outputs_stay``: its outputs live until backward ends."""
     row = [*steps, Step("loss", loss, {})] if loss is not None else list(steps)
-    last = len(steps) - 1  # whose outputs stay
+    last = len(steps) - 1  # index of the layer whose outputs stay
     live = away = 0
     forward = []
     stays = [_stays(row, place) or outputs_stay and place == last for place in range(len(row))]
@@ -81,12 +82,12 @@ def walk(steps: Sequence[Step], loss: LayerPass | None, *, outputs_stay: bool) -
 
 
 def _stays(row: Sequence[Step], place: int) -> bool:
-    """Tell whether autograd keeps what a layer gives."""
+    """Return whether autograd keeps the output of a layer."""
     return row[place].found.keeps_output or place + 1 < len(row) and row[place + 1].found.needs_input
 
 
 def _backward(row: Sequence[Step], live: int, stays: Sequence[bool], held: int, *, fresh: bool) -> list[Moment]:
-    """Return the moments of the backward pass; the output of layer ``held`` stays to its end."""
+    """Return the memory events of the backward pass; the output of layer ``held`` is live until its end."""
     moments = []
     gradients: dict[str, int] = {}
     for place in reversed(range(len(row))):
@@ -94,10 +95,10 @@ def _backward(row: Sequence[Step], live: int, stays: Sequence[bool], held: int, 
         found = step.found
         new = fresh and not step.gradients.keys() <= gradients.keys()
         if step.away and place:
-            live += row[place - 1].found.output  # it has come up
+            live += row[place - 1].found.output  # it has been copied back to the device
         temporary = found.fresh if new else found.passing
         if place > 1 and row[place - 1].away:
-            temporary += row[place - 2].found.output  # comes up meanwhile
+            temporary += row[place - 2].found.output  # prefetched meanwhile
         moments.append(
             Moment(f"backward of {step.name}", live, sum(gradients.values()), step.gathered, temporary)
         )
@@ -112,5 +113,5 @@ def _backward(row: Sequence[Step], live: int, stays: Sequence[bool], held: int, 
 
 
 def _weights(row: Sequence[Step]) -> list[Moment]:
-    """Return the moments in which gradients that were put off are computed, of what is held already."""
+    """Return the memory events of computing deferred weight gradients, from the values that are kept for them."""
     return [Moment(f"weights of {step.name}", 0, 0, 0, step.found.weights) for step in row if step.found.weights]
