@@ -1,1 +1,1 @@
-"""Examine where a job will run: what a login node shows, and what the ranks of an allocation measure."""
+"""Diagnosis of the environment of a job: checks on a login node, and measurements by the ranks of an allocation."""

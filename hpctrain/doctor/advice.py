@@ -1,8 +1,8 @@
-"""Advice in the words of the batch system in use: what is an option of Slurm is none of PBS."""
+"""Advice with the options of the scheduler in use, which differ between Slurm and PBS."""
 
 from __future__ import annotations
 
-# What to do, by scheduler; the empty name is outside of a job.
+# Advice by scheduler; without a job the advice is Slurm's.
 _WORDS = {
     "memory": {"slurm": "--mem=SIZE in the job's script", "pbs": "mem=SIZE in the job's select (hpctrain: --memory)"},
     "cores": {
@@ -22,6 +22,6 @@ _WORDS = {
 
 
 def advice(what: str, scheduler: str | None, *values: str) -> str:
-    """Return what to do about something, in the words of this scheduler, Slurm's where there is none."""
+    """Return the advice on a topic for this scheduler; Slurm's outside of a job."""
     words = _WORDS[what]
     return words.get(scheduler or "slurm", words["slurm"]).format(*values)

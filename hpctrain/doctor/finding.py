@@ -1,4 +1,4 @@
-"""Hold what an examination found: how bad it is, why it matters, and what to do."""
+"""Findings of a diagnosis: severity, observation, reason and advice."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LEVELS: tuple[Level, ...] = ("ok", "note", "warning", "error")
 
 @dataclass(frozen=True)
 class Finding:
-    """Hold one finding; what is ``ok`` needs neither a reason nor advice."""
+    """One finding; an ``ok`` finding needs neither a reason nor advice."""
 
     level: Level
     topic: str
@@ -24,37 +24,37 @@ class Finding:
     advice: str = ""
 
     def to_json(self) -> dict[str, Any]:
-        """Return it as plain values."""
+        """Return the finding as plain values."""
         return asdict(self)
 
 
 def ok(topic: str, found: str) -> Finding:
-    """Return a finding that all is well."""
+    """Return a finding without a problem."""
     return Finding("ok", topic, found)
 
 
 def note(topic: str, found: str, why: str, advice: str = "") -> Finding:
-    """Return a finding that is worth knowing."""
+    """Return a finding for information."""
     return Finding("note", topic, found, why, advice)
 
 
 def warning(topic: str, found: str, why: str, advice: str) -> Finding:
-    """Return a finding that will cost time, or a job on a bad day."""
+    """Return a finding of a problem that costs time, or may make a job fail."""
     return Finding("warning", topic, found, why, advice)
 
 
 def error(topic: str, found: str, why: str, advice: str) -> Finding:
-    """Return a finding with which a job cannot do its work."""
+    """Return a finding of a problem that prevents a job from working."""
     return Finding("error", topic, found, why, advice)
 
 
 def counts(findings: Iterable[Finding]) -> dict[str, int]:
-    """Return how many findings there are of each level."""
+    """Return the number of findings per level."""
     found = Counter(finding.level for finding in findings)
     return {level: found[level] for level in LEVELS}
 
 
 def exit_code(findings: Iterable[Finding], *, strict: bool = False) -> int:
-    """Return the exit code of an examination: 1 where there is an error, with ``strict`` a warning, too."""
+    """Return the exit code of a diagnosis: 1 if there is an error (with ``strict`` also for a warning)."""
     bad = {"error", "warning"} if strict else {"error"}
     return EXIT_FAILURE if any(finding.level in bad for finding in findings) else 0

@@ -1,4 +1,4 @@
-"""Write findings as a table: level, topic and what was found in a line, why it matters and what to do below it."""
+"""Table of findings: level, topic and observation in one line; reason and advice below it."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Iterable, Sequence
 
 from hpctrain.doctor.finding import Finding, counts
 
-_LEAST = 40  # columns that a text gets, however narrow the terminal is
+_LEAST = 40  # minimum columns of a text, however narrow the terminal is
 
 
 def table(findings: Sequence[Finding], width: int = 120) -> list[str]:
-    """Return the lines of the table, none wider than ``width`` where its words allow that."""
+    """Return the lines of the table, at most ``width`` columns wide if the words permit."""
     topics = max((len(finding.topic) for finding in findings), default=0)
     lines = []
     for finding in findings:
@@ -24,14 +24,14 @@ def table(findings: Sequence[Finding], width: int = 120) -> list[str]:
 
 
 def summary(findings: Iterable[Finding]) -> str:
-    """Return the counts in words: ``11 ok, 1 note, 2 warnings, 0 errors``."""
+    """Return the counts as text: ``11 ok, 1 note, 2 warnings, 0 errors``."""
     found = counts(findings)
     words = [f"{count} {level}{'' if count == 1 else 's'}" for level, count in found.items() if level != "ok"]
     return ", ".join([f"{found['ok']} ok", *words])
 
 
 def grid(rows: Sequence[Sequence[str]], left: Iterable[int] = (0,)) -> list[str]:
-    """Return rows of cells as aligned lines: the columns in ``left`` to the left, the others to the right."""
+    """Return rows of cells as aligned lines: columns in ``left`` are left-aligned, the others right-aligned."""
     widths = [max(map(len, column)) for column in zip(*rows)]
     aligned = set(left)
     return [

@@ -1,1 +1,1 @@
-"""Look around on a login node, or in one process of a job; this process loads neither torch nor MPI for that."""
+"""Checks on a login node, or in one process of a job; this process itself loads neither torch nor MPI."""

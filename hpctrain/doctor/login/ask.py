@@ -1,4 +1,4 @@
-"""Ask programs in processes of their own, each with a time limit: one that hangs is an answer, too."""
+"""Execution of programs as subprocesses with a time limit, so that a program that hangs is detected."""
 
 from __future__ import annotations
 
@@ -16,22 +16,23 @@ from typing import Any
 from hpctrain.cluster.launcher import without_launcher
 from hpctrain.util.child import SAFE_PATH, python
 
-PATIENCE = 10.0  # seconds that a program has to answer
-LOADING = 60.0  # seconds that a library has to load, from a filesystem that may be cold
-MARK = "hpctrain-doctor "  # stands before an answer in JSON: libraries print messages of their own
+PATIENCE = 10.0  # seconds that a program may take
+LOADING = 60.0  # seconds that a library may take to load, from a filesystem with cold caches
+MARK = "hpctrain-doctor "  # prefix of an answer in JSON, as libraries print messages of their own
 _PROBES = Path(__file__).resolve().parent.parent / "probes"
-# Processes that could not be killed, because they wait for a filesystem that does not answer. Nobody waits for them.
+# Processes in uninterruptible I/O on a filesystem that does not respond; they cannot be killed, and
+# are not waited for.
 _left: list[subprocess.Popen[str]] = []
 
 
 @dataclass(frozen=True)
 class Answer:
-    """Hold what a program said; ``trouble`` says why it said nothing of use, and is empty where it did."""
+    """Output of a program; ``trouble`` is the reason why it failed, and empty if it succeeded."""
 
     text: str = ""
     trouble: str = ""
-    missing: bool = False  # there is no such program
-    hangs: bool = False  # it did not end in its time
+    missing: bool = False  # the program does not exist
+    hangs: bool = False  # it exceeded its time limit
     seconds: float = 0.0
     facts: Mapping[str, Any] = field(default_factory=dict)  # of a probe
 
@@ -39,7 +40,7 @@ class Answer:
 def ask(
     command: Sequence[str], *, seconds: float = PATIENCE, environ: Mapping[str, str] | None = None, both: bool = False
 ) -> Answer:
-    """Run a program and return what it printed (with ``both`` on its error channel, too)."""
+    """Run a program and return its output (with ``both`` including its standard error)."""
     began = time.monotonic()
     try:
         process = subprocess.Popen(
@@ -66,12 +67,13 @@ def ask(
 
 
 def ask_probe(name: str, *arguments: str, seconds: float = LOADING, bare: bool = False) -> Answer:
-    """Run a file of ``hpctrain/doctor/probes`` and return the facts that it prints; no part of this job.
+    """Run a file of ``hpctrain/doctor/probes``, not as a rank of this job, and return the facts that it prints.
 
     ``bare`` leaves out site-packages, for a probe that needs only the standard library.
     """
     options = ["-I", "-S"] if bare else []
-    # The probe's own folder goes before all others in a plain interpreter, and holds files named for what they probe.
+    # A plain interpreter puts the probe's own folder first in its path, and that folder has files
+    # named like libraries.
     command = python(*options, str(_PROBES / f"{name}.py"), *arguments)
     environ = {**without_launcher(os.environ), SAFE_PATH: "1"}
     found = ask(command, seconds=seconds, environ=environ)
@@ -83,7 +85,7 @@ def ask_probe(name: str, *arguments: str, seconds: float = LOADING, bare: bool =
 
 
 def _give_up(process: subprocess.Popen[str]) -> None:
-    """Kill a program and all that it has started, and do not wait for what cannot be killed."""
+    """Kill a program and all its children; do not wait for processes that cannot be killed."""
     with suppress(OSError):
         os.killpg(process.pid, signal.SIGKILL)
     try:
@@ -93,7 +95,7 @@ def _give_up(process: subprocess.Popen[str]) -> None:
 
 
 def _reason(code: int, text: str) -> str:
-    """Return why a program failed: its last words, or how it died."""
+    """Return why a program failed: the last line of its output, or its signal."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     if code < 0:
         return f"killed by {signal.Signals(-code).name}"

@@ -1,4 +1,4 @@
-"""Look around: gather facts, each in a process of its own and all at the same time, then say what they mean."""
+"""Collection of facts, in concurrent subprocesses, and their evaluation."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from hpctrain.errors import LaunchError
 
 @dataclass(frozen=True)
 class Facts:
-    """Hold all that was gathered."""
+    """All collected facts."""
 
     environ: Mapping[str, str]
     host: str
@@ -48,7 +48,7 @@ class Facts:
     storage: list[storage.Place]
 
     def to_json(self) -> dict[str, Any]:
-        """Return what programs said, and no variables: those may hold secrets."""
+        """Return the facts as plain values, without environment variables, as those may contain secrets."""
         parts = {name: getattr(self, name) for name in ("interpreter", "limits")}
         said = {"torch": self.torch, "mpi": self.mpi.probe, "hdf5": self.hdf5, "cupy": self.gpus.cupy}
         return {
@@ -63,7 +63,7 @@ class Facts:
 
 
 def gather(environ: Mapping[str, str] = os.environ) -> Facts:
-    """Ask everybody; it takes as long as the slowest, who has a limit."""
+    """Collect all facts concurrently; the slowest probe, which has a time limit, determines the duration."""
     tasks: dict[str, Callable[[], Any]] = {
         "torch": pytorch.gather,
         "gpus": gpus.gather,
@@ -81,7 +81,7 @@ def gather(environ: Mapping[str, str] = os.environ) -> Facts:
 
 
 def check(facts: Facts, text: str | None = None) -> list[Finding]:
-    """Return what the facts mean, for a job in general and for the script with this text."""
+    """Return the findings from the facts, for jobs in general and for the job script with this text."""
     environ = facts.environ
     scheduler = "slurm" if "SLURM_JOB_ID" in environ else "pbs" if "PBS_JOBID" in environ else None
     found = [
@@ -103,14 +103,14 @@ def check(facts: Facts, text: str | None = None) -> list[Finding]:
 
 
 def examine(script_path: Path | None = None, environ: Mapping[str, str] = os.environ) -> tuple[Facts, list[Finding]]:
-    """Return what there is and what it means."""
-    text = None if script_path is None else script.read(script_path)  # before anything is asked
+    """Return the facts and the findings."""
+    text = None if script_path is None else script.read(script_path)  # before any program is run
     facts = gather(environ)
     return facts, check(facts, text)
 
 
 def _check_place(facts: Facts) -> Iterator[Finding]:
-    """Yield where this is, and whether somebody started it as one of several ranks."""
+    """Yield the node and the job, and whether this process is one of several ranks."""
     try:
         launch = detect(facts.environ)
     except LaunchError as failure:

@@ -1,4 +1,4 @@
-"""Examine what GPUs need: a driver that fits torch's CUDA, and NCCL through CuPy."""
+"""Checks of the GPU software: a driver that supports torch's CUDA version, and NCCL through CuPy."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ _QUERY = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--forma
 
 @dataclass(frozen=True)
 class Gpus:
-    """Hold what the driver and CuPy say."""
+    """Answers of the driver and of CuPy."""
 
     driver: Answer
     cupy: Answer
 
     @property
     def names(self) -> list[str]:
-        """Return the GPUs that the driver knows."""
+        """Return the names of the GPUs that the driver reports."""
         rows = [] if self.driver.trouble else [line.split(",") for line in self.driver.text.splitlines()]
         return [row[0].strip() for row in rows if len(row) == 3]
 
@@ -33,12 +33,12 @@ class Gpus:
 
 
 def gather() -> Gpus:
-    """Ask the driver and CuPy."""
+    """Query the driver and CuPy."""
     return Gpus(ask(_QUERY), ask_probe("cupy"))
 
 
 def check(gpus: Gpus, torch: Answer, environ: Mapping[str, str]) -> Iterator[Finding]:
-    """Yield what is to be said of GPUs."""
+    """Yield the findings on GPUs."""
     if gpus.driver.hangs:
         yield error(
             "GPUs", "nvidia-smi does not answer", "the driver hangs: no program will see a GPU here", "tell the site"
@@ -96,6 +96,6 @@ def _check_nccl(gpus: Gpus, torch: Answer) -> Iterator[Finding]:
 
 
 def _nccl(code: int) -> str:
-    """Return a version as people write it, of the number that NCCL has for it (22703 is 2.27.3, 2804 is 2.8.4)."""
+    """Return the version for NCCL's version code (22703 is 2.27.3, 2804 is 2.8.4)."""
     major, rest = divmod(code, 10000 if code >= 10000 else 1000)
     return f"{major}.{rest // 100}.{rest % 100}"

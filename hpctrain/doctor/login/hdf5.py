@@ -1,4 +1,4 @@
-"""Examine what checkpoints and data files need: h5py and its HDF5."""
+"""Checks of h5py and its HDF5, which checkpoints and data files need."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from hpctrain.doctor.login.ask import LOADING, Answer, ask_probe
 
 
 def gather() -> Answer:
-    """Load h5py in a process of its own."""
+    """Load h5py in a subprocess."""
     return ask_probe("hdf5")
 
 
 def check(hdf5: Answer, environ: Mapping[str, str]) -> Iterator[Finding]:
-    """Yield what is to be said of HDF5 and of the variables that change it."""
+    """Yield the findings on HDF5 and on the variables that affect it."""
     if not hdf5.facts:
         told = f"did not end in {LOADING:g} s" if hdf5.hangs else f"failed: {hdf5.trouble}"
         yield error("HDF5", f"import h5py {told}", "checkpoints and data are HDF5 files", "pip install h5py")

@@ -1,4 +1,4 @@
-"""Examine the Python that jobs will run: its version, its packages, and what leaks into them."""
+"""Checks of the Python that jobs will run: its version, its packages, and variables that change its path."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ _OLDEST = (3, 11)
 
 @dataclass(frozen=True)
 class Interpreter:
-    """Hold what this process knows of its Python."""
+    """Properties of this process's Python."""
 
     version: tuple[int, int, int]
     prefix: str
     venv: bool
-    package: str  # the folder of hpctrain
-    user_site: str  # ~/.local/lib/... where it is in the path, else empty
+    package: str  # folder of hpctrain
+    user_site: str  # ~/.local/lib/... if it is in the path, else empty
 
 
 def gather() -> Interpreter:
-    """Return this process's Python."""
+    """Return the properties of this process's Python."""
     import site
     from pathlib import Path
 
@@ -40,7 +40,7 @@ def gather() -> Interpreter:
 
 
 def check(python: Interpreter, environ: Mapping[str, str]) -> Iterator[Finding]:
-    """Yield what is to be said of a Python and of the variables that change it."""
+    """Yield the findings on a Python and on the variables that affect it."""
     told = ".".join(map(str, python.version))
     if python.version < _OLDEST:
         yield error("Python", told, "hpctrain needs 3.11 or newer", "load a newer Python, and make a new environment")

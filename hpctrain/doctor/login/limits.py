@@ -1,4 +1,4 @@
-"""Examine what the system allows a process: files, locked memory, cores, memory."""
+"""Checks of the system's limits of a process: files, locked memory, cores, memory."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from hpctrain.doctor.advice import advice
 from hpctrain.doctor.finding import Finding, note, ok, warning
 
 _FILES = 4096  # descriptors; shards of data and sockets to other ranks need thousands
-_LITTLE = 4 * 2**30  # bytes; torch and a small model need two
+_LITTLE = 4 * 2**30  # bytes; torch and a small model need two GiB
 _SMALL_LOCK = 2**30  # bytes
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Hold limits in bytes and numbers; None is no limit, or not known."""
+    """Limits in bytes and counts; None means no limit, or unknown."""
 
     cores: int  # of the node
     affinity: tuple[int, ...]
@@ -33,7 +33,7 @@ class Limits:
 
 
 def gather() -> Limits:
-    """Ask the system."""
+    """Query the system's limits."""
     files = resource.getrlimit(resource.RLIMIT_NOFILE)
     return Limits(
         cores=os.cpu_count() or 1,
@@ -49,7 +49,7 @@ def gather() -> Limits:
 
 
 def check(limits: Limits, scheduler: str | None) -> Iterator[Finding]:
-    """Yield what is to be said of limits, in a job of this scheduler; on a login node (None) they are often narrow."""
+    """Yield the findings on limits, in a job of this scheduler; on a login node (None) limits are often low."""
     yield from _check_cores(limits, scheduler)
     yield from _check_memory(limits, scheduler)
     if limits.files is not None and limits.files < _FILES:
@@ -100,7 +100,7 @@ def _check_memory(limits: Limits, scheduler: str | None) -> Iterator[Finding]:
 
 
 def memory_limit(proc: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> int | None:
-    """Return the memory that the control groups above this process allow it."""
+    """Return the lowest memory limit of the control groups above this process."""
     try:
         lines = proc.read_text().splitlines()
     except OSError:
@@ -115,12 +115,12 @@ def memory_limit(proc: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys
         while folder.is_relative_to(top):
             found.append(_number(folder / name))
             folder = folder.parent
-    limits = [limit for limit in found if limit is not None and limit < 2**60]  # version 1 writes a huge one for none
+    limits = [limit for limit in found if limit is not None and limit < 2**60]  # cgroup v1 writes a huge one for none
     return min(limits, default=None)
 
 
 def tell(nbytes: float) -> str:
-    """Return an amount of bytes with a unit: ``1.5 GiB``."""
+    """Return a number of bytes with a unit: ``1.5 GiB``."""
     units = ["B", "KiB", "MiB", "GiB", "TiB", "PiB"]
     while abs(nbytes) >= 1024 and len(units) > 1:
         nbytes /= 1024

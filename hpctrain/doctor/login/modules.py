@@ -1,4 +1,4 @@
-"""Examine the environment modules of this shell."""
+"""Checks of the environment modules of this shell."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from collections.abc import Iterator, Mapping
 
 from hpctrain.doctor.finding import Finding, note, ok
 
-# Modules that bring what an environment of one's own brings, too.
+# Modules with packages that a user's own environment also contains.
 _RIVALS = ("pytorch", "torch", "tensorflow", "horovod", "anaconda", "miniconda", "mambaforge")
 
 
 def check(environ: Mapping[str, str], venv: bool) -> Iterator[Finding]:
-    """Yield which system of modules there is, and what of the loaded ones may matter; ``venv``: one is active."""
+    """Yield the module system, and loaded modules that may conflict; ``venv``: a virtual environment is active."""
     system = _system(environ)
     loaded = [name for name in environ.get("LOADEDMODULES", "").split(":") if name]
     if not system:

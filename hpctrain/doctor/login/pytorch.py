@@ -1,4 +1,4 @@
-"""Examine torch: whether it loads, how long that takes, and for which devices it was built."""
+"""Checks of torch: whether it loads, how long that takes, and the devices that it was built for."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from hpctrain.doctor.login.ask import LOADING, Answer, ask_probe
 
 _OLDEST = (2, 11)
 _SLOW = 20.0  # seconds; from a warm local disk it takes two
-_BUSY = 2.0  # processes for each core
+_BUSY = 2.0  # processes per core
 
 
 def gather() -> Answer:
-    """Load torch in a process of its own."""
+    """Load torch in a subprocess."""
     return ask_probe("pytorch")
 
 
 def check(torch: Answer) -> Iterator[Finding]:
-    """Yield what is to be said of torch itself."""
+    """Yield the findings on torch."""
     if torch.hangs:
         yield error(
             "torch",
@@ -59,7 +59,7 @@ def _check_loaded(torch: Answer) -> Iterator[Finding]:
 
 
 def build(torch: Answer) -> str:
-    """Return for what torch was built, in words."""
+    """Return the devices that torch was built for, as text."""
     if torch.facts.get("cuda"):
         return f"built for CUDA {torch.facts['cuda']}"
     return f"built for ROCm {torch.facts['hip']}" if torch.facts.get("hip") else "built for CPUs only"

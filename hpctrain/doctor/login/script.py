@@ -1,4 +1,4 @@
-"""Examine a job's script: its directives, and the lines that start ranks."""
+"""Checks of a job script: its directives, and the lines that start ranks."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from hpctrain.launch.check import problems
 from hpctrain.util.reading import read_text, reason
 
 _LAUNCHERS = ("srun", "mpirun", "mpiexec")
-_BEFORE = ("exec", "time", "nohup", "if", "!", "then", "else", "do")  # words that may stand before a command
+_BEFORE = ("exec", "time", "nohup", "if", "!", "then", "else", "do")  # words that may precede a command
 
 
 @dataclass(frozen=True)
 class Start:
-    """Hold a command of a script that starts ranks."""
+    """Command of a script that starts ranks."""
 
     line: int
     words: tuple[str, ...]
@@ -34,7 +34,7 @@ class Start:
         return self.words[0].rpartition("/")[2]
 
     def value(self, *options: str) -> str | None:
-        """Return the value of the first of these options that is there; empty where it has none."""
+        """Return the value of the first of these options that is present; empty if it has no value."""
         for number, word in enumerate(self.words[1:], 1):
             name, equals, value = word.partition("=")
             if name in options:
@@ -47,7 +47,7 @@ class Start:
 
 
 def read(path: Path) -> str:
-    """Return the text of a script; raises ``UsageError`` where it cannot be read."""
+    """Return the text of a script; raises ``UsageError`` if it cannot be read."""
     try:
         return read_text(path)
     except (OSError, ValueError) as failure:
@@ -63,7 +63,7 @@ def starts(script: str) -> list[Start]:
             lexer.whitespace_split, lexer.commenters = True, "#"
             words = list(lexer)
         except ValueError:
-            continue  # quotation marks over several lines: no command that begins here
+            continue  # a quoted string over several lines: no command begins here
         for command, end in _commands(words):
             while command and (command[0] in _BEFORE or re.match(r"\w+=", command[0])):
                 command = command[1:]
@@ -73,7 +73,7 @@ def starts(script: str) -> list[Start]:
 
 
 def check(script: str, mpi: Mpi, slurm: Slurm, environ: Mapping[str, str]) -> Iterator[Finding]:
-    """Yield what is to be said of a script that is to run with this MPI under this Slurm."""
+    """Yield the findings on a script that is to run with this MPI under this Slurm."""
     wrong = problems(script)
     for text in wrong:
         yield error("script", text, "the scheduler refuses it, or understands something else", "hpctrain job check")
@@ -118,7 +118,7 @@ def _check_srun(
 def _check_type(
     where: str, start: Start, mpi: Mpi, slurm: Slurm, environ: Mapping[str, str]
 ) -> Iterator[Finding]:
-    """Yield whether a line of srun has the ``--mpi`` of this MPI."""
+    """Yield a finding if an srun command does not request the ``--mpi`` type of this MPI."""
     kind = pair.needed(mpi)
     asked = start.value("--mpi")
     default = environ.get("SLURM_MPI_TYPE") or slurm.setting("MpiDefault")
@@ -134,7 +134,7 @@ def _check_type(
 
 
 def _check_trap(script: str, start: Start) -> Iterator[Finding]:
-    """Yield whether a signal that the script catches reaches it before the ranks have ended."""
+    """Yield a finding if bash cannot run the script's signal trap before the ranks have ended."""
     caught = re.search(r"^\s*trap\s+(?!-).*\b(USR1|USR2|TERM|SIGUSR1|SIGUSR2|SIGTERM)\b", script, re.MULTILINE)
     if caught and not start.behind and script.count("\n", 0, caught.start(1)) < start.line:
         yield warning(
@@ -146,7 +146,7 @@ def _check_trap(script: str, start: Start) -> Iterator[Finding]:
 
 
 def _joined(script: str) -> Iterator[tuple[int, str]]:
-    """Yield the lines of a script with their numbers; one that ends with a backslash goes on in the next."""
+    """Yield the lines of a script with their numbers; a line that ends with a backslash is joined with the next."""
     begin, text = 0, ""
     for number, line in enumerate(script.split("\n"), 1):
         begin = begin or number
@@ -160,7 +160,7 @@ def _joined(script: str) -> Iterator[tuple[int, str]]:
 
 
 def _commands(words: list[str]) -> Iterator[tuple[list[str], str]]:
-    """Yield the commands of a line, each with what ends it."""
+    """Yield the commands of a line, each with its terminator."""
     command: list[str] = []
     for word in words:
         if word and set(word) <= set("&;|()"):

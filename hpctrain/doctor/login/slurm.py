@@ -1,4 +1,4 @@
-"""Examine Slurm: its version, the MPIs that ``srun`` can start, and what in its configuration decides how jobs end."""
+"""Checks of Slurm: its version, the MPI types of ``srun``, and the settings that decide how jobs end."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from dataclasses import dataclass
 from hpctrain.doctor.finding import Finding, note, ok, warning
 from hpctrain.doctor.login.ask import Answer, ask
 
-# Releases whose sbatch does not pass --cpus-per-task on to srun (Slurm's release notes; mended in 23.11).
+# Releases whose sbatch does not pass --cpus-per-task on to srun (Slurm's release notes; fixed in
+# 23.11).
 _FORGETFUL = ((22, 5), (23, 11))
 
 
 @dataclass(frozen=True)
 class Slurm:
-    """Hold what Slurm's commands say."""
+    """Answers of Slurm's commands."""
 
     version: Answer
     types: Answer
@@ -23,38 +24,38 @@ class Slurm:
 
     @property
     def here(self) -> bool:
-        """Tell whether there is a Slurm."""
+        """Return whether Slurm is installed."""
         return not self.version.missing
 
     @property
     def release(self) -> tuple[int, int]:
-        """Return year and month of the release; zeros where it does not say."""
+        """Return year and month of the release; zeros if unknown."""
         found = re.search(r"(\d+)\.(\d+)", self.version.text)
         return (int(found[1]), int(found[2])) if found else (0, 0)
 
     @property
     def forgets_cpus(self) -> bool:
-        """Tell whether ``--cpus-per-task`` must stand on the line of srun."""
+        """Return whether srun needs its own ``--cpus-per-task``."""
         return _FORGETFUL[0] <= self.release < _FORGETFUL[1] or self.release == (0, 0)
 
     @property
     def mpi_types(self) -> list[str]:
-        """Return what ``srun --mpi=`` can be; empty where srun does not say."""
+        """Return the types of ``srun --mpi=``; empty if srun does not list them."""
         if self.types.trouble:
             return []
-        words = [line.removeprefix("srun:").strip() for line in self.types.text.splitlines()]  # so before Slurm 21
+        words = [line.removeprefix("srun:").strip() for line in self.types.text.splitlines()]  # before Slurm 21
         names = [word for word in words if re.fullmatch(r"[a-z][\w.]*", word)]
         specific = re.findall(r"specific pmix plugin versions available: ([\w,]+)", self.types.text)
         return [*names, *(name for text in specific for name in text.split(",") if name)]
 
     def setting(self, name: str) -> str:
-        """Return a setting of slurm.conf; empty where it is not known."""
+        """Return a setting of slurm.conf; empty if unknown."""
         found = re.search(rf"^{name}\s*=\s*(.*?)\s*$", self.config.text, re.MULTILINE | re.IGNORECASE)
         return found[1] if found else ""
 
 
 def gather() -> Slurm:
-    """Ask Slurm's commands."""
+    """Query Slurm's commands."""
     version = ask(["srun", "--version"], both=True)
     if version.missing:
         return Slurm(version, version, version)
@@ -62,7 +63,7 @@ def gather() -> Slurm:
 
 
 def check(slurm: Slurm, environ: Mapping[str, str]) -> Iterator[Finding]:
-    """Yield what is to be said of Slurm."""
+    """Yield the findings on Slurm."""
     if not slurm.here:
         return
     if slurm.config.trouble:
@@ -80,7 +81,7 @@ def check(slurm: Slurm, environ: Mapping[str, str]) -> Iterator[Finding]:
 
 
 def _check_ends(slurm: Slurm, environ: Mapping[str, str]) -> Iterator[Finding]:
-    """Yield how jobs end, and come back."""
+    """Yield the findings on how jobs end and are requeued."""
     if slurm.setting("KillOnBadExit") == "0" and environ.get("SLURM_KILL_BAD_EXIT") != "1":
         yield warning(
             "Slurm",

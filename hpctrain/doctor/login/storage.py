@@ -1,4 +1,4 @@
-"""Examine the filesystems that a job leans on: node memory, temporary files, the home and the working folder."""
+"""Checks of the filesystems that a job uses: node memory, temporary files, the home and the working folder."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ from hpctrain.doctor.login.limits import tell
 
 _WINDOW = 2**30  # bytes of node memory below which gradients of a small model do not fit
 _FREE = 2**30  # bytes free below which a folder counts as full
-_FILES = 1000  # files that can still be made, likewise
+_FILES = 1000  # remaining number of files below which a folder counts as full
 
 
 @dataclass(frozen=True)
 class Place:
-    """Hold what a folder is for, where it is, and what its filesystem says."""
+    """Folder with a purpose, and the state of its filesystem."""
 
     role: str  # shm, tmp, home or work
     path: str
     answer: Answer
-    segments: tuple[Segment, ...] = ()  # of node memory, left by dead jobs
+    segments: tuple[Segment, ...] = ()  # segments of dead jobs in node memory
 
 
 def places(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the folders to look at."""
+    """Return the folders to check."""
     home = environ.get("HOME", "")
     found = {"shm": "/dev/shm", "tmp": environ.get("TMPDIR") or "/tmp", "home": home, "work": os.getcwd()}
     return {role: path for role, path in found.items() if path}
 
 
 def gather(environ: Mapping[str, str]) -> list[Place]:
-    """Ask each filesystem in a process of its own: one that is dead must not take the others with it."""
+    """Query each filesystem in its own subprocess, so that one that hangs does not block the others."""
     found = places(environ)
     with ThreadPoolExecutor(len(found)) as pool:
         answers = pool.map(lambda path: ask_probe("space", path, seconds=PATIENCE, bare=True), found.values())
@@ -48,14 +48,14 @@ def _place(role: str, path: str, answer: Answer) -> Place:
 
 
 def check(found: list[Place]) -> Iterator[Finding]:
-    """Yield what is to be said of each folder."""
+    """Yield the findings on each folder."""
     for place in found:
         yield _checked(place)
         yield from check_left_over(place.segments)
 
 
 def check_left_over(segments: Sequence[Segment]) -> Iterator[Finding]:
-    """Yield what dead MPI jobs of this user left in node memory, if anything."""
+    """Yield a finding on segments that dead MPI jobs of this user left in node memory, if any."""
     if segments:
         folder = segments[0].path.rpartition("/")[0]
         names = sorted({f"{folder}/{_kind(segment.path)}*" for segment in segments})

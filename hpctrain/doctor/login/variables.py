@@ -1,4 +1,4 @@
-"""Examine variables that change a job behind its script's back."""
+"""Checks of environment variables that change a job without a trace in its script."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 
 from hpctrain.doctor.finding import Finding, note, warning
 
-# What srun takes from its environment; outside of a job nobody but the user or a module has set it.
+# Inputs of srun in its environment; outside of a job they were set by the user or by a module.
 _SRUN = (
     "SLURM_ACCOUNT SLURM_CPUS_PER_TASK SLURM_CPU_BIND SLURM_DISTRIBUTION SLURM_EXCLUSIVE SLURM_EXPORT_ENV SLURM_HINT "
     "SLURM_MEM_BIND SLURM_NNODES SLURM_NPROCS SLURM_NTASKS SLURM_NTASKS_PER_NODE SLURM_OVERLAP SLURM_PARTITION "
@@ -22,7 +22,7 @@ _SLOWS = {
 
 
 def check(environ: Mapping[str, str], cores: int) -> Iterator[Finding]:
-    """Yield what is to be said of the environment of a node with so many cores."""
+    """Yield the findings on the environment of a node with ``cores`` cores."""
     yield from _scheduler(environ)
     yield from _threads(environ, cores)
     if preloaded := environ.get("LD_PRELOAD"):

@@ -1,1 +1,1 @@
-"""Measure the nodes of a job with all of its ranks, and name those that are slow."""
+"""Measurements of a job's nodes by all of its ranks, and detection of slow nodes."""

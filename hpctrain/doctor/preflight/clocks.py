@@ -1,6 +1,7 @@
-"""Estimate how far the clocks of the nodes are apart, by messages there and back (Cristian, 1989).
+"""Estimation of the clock offsets between nodes, by round-trip messages (Cristian, 1989).
 
-A deadline is read on one node's clock and kept on another's, and locks and checkpoints are dated by them.
+A deadline is computed from one node's clock and observed on another's; locks and checkpoints carry
+their timestamps.
 """
 
 from __future__ import annotations
@@ -15,15 +16,15 @@ from hpctrain.doctor.finding import Finding, ok, warning
 if TYPE_CHECKING:
     from hpctrain.collectives.communicator import Communicator
 
-ROUNDS = 20  # messages there and back to each node; the quickest counts
-APART = 1.0  # seconds from which on clocks are too far apart
+ROUNDS = 20  # round-trip messages to each node; the fastest counts
+APART = 1.0  # seconds from which on clocks count as too far apart
 
-Sample = tuple[float, float, float]  # sent here, seen there, back here
+Sample = tuple[float, float, float]  # times: sent here, received there, returned here
 
 
 @dataclass(frozen=True)
 class Skew:
-    """Say by how many seconds a node's clock is ahead of the first node's, and within which bounds that is known."""
+    """Seconds by which a node's clock is ahead of the first node's, and the error bound."""
 
     node: int
     host: str
@@ -32,7 +33,7 @@ class Skew:
 
 
 def offset(samples: Sequence[Sample]) -> tuple[float, float]:
-    """Return by how much the other clock is ahead, and the error that is possible: half of the quickest round."""
+    """Return by how much the other clock is ahead, and the error bound: half of the fastest round trip."""
     sent, there, back = min(samples, key=lambda sample: sample[2] - sample[0])
     return there - (sent + back) / 2, (back - sent) / 2
 
@@ -40,9 +41,10 @@ def offset(samples: Sequence[Sample]) -> tuple[float, float]:
 def measure(
     comm: Communicator, hosts: Sequence[str], seconds: float, clock: Callable[[], float] = time.time
 ) -> list[Skew]:
-    """Return the skew of every node but the first, as far as time allows; a call by all ranks.
+    """Return the clock offset of every node except the first, as far as time allows. Collective.
 
-    ``hosts`` are the nodes' names. Rank 0 talks to the first rank of every other node, one after the other.
+    ``hosts`` are the nodes' names. Rank 0 exchanges messages with the first rank of every other
+    node, one after the other.
     """
     import torch
 
@@ -74,7 +76,7 @@ def measure(
 
 
 def check(skews: Sequence[Skew]) -> Iterator[Finding]:
-    """Yield what is to be said of the clocks."""
+    """Yield the findings on the clocks."""
     apart = [skew for skew in skews if abs(skew.seconds) - skew.within > APART]
     for skew in apart:
         yield warning(
@@ -91,13 +93,13 @@ def check(skews: Sequence[Skew]) -> Iterator[Finding]:
 
 
 def words(skew: Skew) -> str:
-    """Return a skew in words: ``1.2 ms ahead of (within 0.1 ms)``."""
+    """Return an offset as text: ``1.2 ms ahead of (within 0.1 ms)``."""
     side = "ahead of" if skew.seconds >= 0 else "behind"
     return f"{short(abs(skew.seconds))} (within {short(skew.within)}) {side}"
 
 
 def short(seconds: float) -> str:
-    """Return a time with a unit that fits it."""
+    """Return a time with a suitable unit."""
     for unit, scale in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
         if seconds >= scale or unit == "us":
             return f"{seconds / scale:.3g} {unit}"

@@ -1,4 +1,4 @@
-"""Measure how fast ranks write into a folder, all at the same time, and whether all nodes see the same folder."""
+"""Measurement of concurrent writes of all ranks into a folder, and check that all nodes see the same folder."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from hpctrain.util import atomic
 if TYPE_CHECKING:
     from hpctrain.collectives.communicator import Communicator
 
-BLOCK, FLUSH = 2**22, 2**24  # bytes of a write; bytes between two flushes, so that time is kept
-MOST = 2**28  # bytes of a rank
-_PART = 8  # part of the free room that all ranks together may take
+BLOCK, FLUSH = 2**22, 2**24  # bytes per write; bytes between two flushes, so that the time limit is observed
+MOST = 2**28  # bytes per rank
+_PART = 8  # all ranks together may take one part in _PART of the free space
 
 
 @dataclass(frozen=True)
 class Written:
-    """Say what a rank has written and flushed, or why it could not; ``seen``: it sees what rank 0 has made."""
+    """Bytes that a rank has written and flushed, or the error; ``seen``: it sees the folder that rank 0 created."""
 
     nbytes: int = 0
     seconds: float = 0.0
@@ -35,12 +35,12 @@ class Written:
 
     @property
     def rate(self) -> float:
-        """Return bytes a second; 0 where nothing was written."""
+        """Return the rate in bytes per second; 0 if no bytes were written."""
         return self.nbytes / self.seconds if self.seconds else 0.0
 
 
 def measure(comm: Communicator, folder: Path, seconds: float) -> list[Written]:
-    """Return what every rank has written; a call by all of them. No file stays."""
+    """Return the results of all ranks; no file is left behind. Collective."""
     from hpctrain.collectives.agreement import on_first_rank
 
     place, most = on_first_rank(comm, lambda: _prepare(folder, comm.size))
@@ -57,7 +57,7 @@ def measure(comm: Communicator, folder: Path, seconds: float) -> list[Written]:
 
 
 def write(path: Path, seconds: float, most: int = MOST) -> Written:
-    """Write and flush until the time is over, or so many bytes are there; remove the file."""
+    """Write and flush until ``seconds`` or ``most`` bytes are reached; remove the file."""
     block = memoryview(os.urandom(BLOCK))
     done, begin = 0, time.perf_counter()
     try:
@@ -75,7 +75,7 @@ def write(path: Path, seconds: float, most: int = MOST) -> Written:
 
 
 def check(found: Sequence[Written], seats: Sequence[Seat], folder: Path) -> Iterator[Finding]:
-    """Yield what is to be said of a folder."""
+    """Yield the findings on a folder."""
     unseen = sorted({seat.host for seat, one in zip(seats, found) if not one.seen})
     if unseen:
         yield error(
@@ -99,12 +99,12 @@ def check(found: Sequence[Written], seats: Sequence[Seat], folder: Path) -> Iter
 
 
 def together(found: Sequence[Written]) -> float:
-    """Return the bytes a second of all ranks."""
+    """Return the rate of all ranks together, in bytes per second."""
     return sum(one.rate for one in found)
 
 
 def _prepare(folder: Path, ranks: int) -> tuple[Path, int]:
-    """Make a folder to write into; return it, and the bytes that each rank may write there."""
+    """Create a folder for the test; return it, and the bytes that each rank may write there."""
     place = folder.absolute() / f".hpctrain-doctor-{uuid.uuid4().hex}"
     try:
         place.mkdir(mode=0o700)

@@ -1,4 +1,4 @@
-"""Let the first rank of every node say what its system allows: compute nodes have other limits than login nodes."""
+"""System limits of each node, reported by its first rank, as compute nodes have other limits than login nodes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _SHM = "/dev/shm"
 
 @dataclass(frozen=True)
 class Host:
-    """Hold a node's name, its limits, and the size of its node memory and what of it is free, in bytes."""
+    """Name of a node, its limits, and the total and free bytes of its node memory."""
 
     name: str
     limits: Limits
@@ -31,7 +31,7 @@ class Host:
 
 
 def take(comm: Communicator) -> list[Host]:
-    """Return all nodes; a call by all ranks."""
+    """Return the entries of all nodes. Collective."""
     own = None
     if comm.local_rank == 0:
         room = os.statvfs(_SHM)
@@ -40,7 +40,7 @@ def take(comm: Communicator) -> list[Host]:
 
 
 def check(hosts: Sequence[Host], scheduler: str | None = None) -> Iterator[Finding]:
-    """Yield what is not well, once for all nodes of which it is true; cores are a matter of binding."""
+    """Yield the problems, each once with all affected nodes; cores are left to the check of the binding."""
     where: dict[Finding, list[str]] = defaultdict(list)
     for host in hosts:
         facts = {"there": True, "writable": True, "size": host.shm, "free": host.shm_free, "files": 0}
@@ -53,5 +53,5 @@ def check(hosts: Sequence[Host], scheduler: str | None = None) -> Iterator[Findi
 
 
 def on(names: Sequence[str]) -> str:
-    """Return in words on which nodes something is so."""
+    """Return the affected nodes as text."""
     return names[0] if len(names) == 1 else f"{len(names)} nodes, {names[0]} the first"

@@ -1,4 +1,4 @@
-"""Tell which of several rates are too low to be noise."""
+"""Detection of rates that are too low to be noise."""
 
 from __future__ import annotations
 
@@ -6,18 +6,19 @@ from collections.abc import Hashable, Mapping
 from statistics import median_high, median_low
 from typing import TypeVar
 
-LEAST = 0.25  # share of the usual rate that must be missing: with 10 % noise up and down, 0.18 are
-DEVIATIONS = 3.0  # times the usual deviation that it must be
-_NORMAL = 1.4826  # median absolute deviations in a standard deviation, of normal noise (Hampel 1974)
+LEAST = 0.25  # minimum shortfall from the usual rate; noise of 10 % up and down gives 0.18
+DEVIATIONS = 3.0  # minimum shortfall in usual deviations
+_NORMAL = 1.4826  # standard deviation of normal noise, in median absolute deviations (Hampel 1974)
 
 Key = TypeVar("Key", bound=Hashable)
 
 
 def slow(rates: Mapping[Key, float], least: float = LEAST) -> dict[Key, float]:
-    """Return those that are slow, each with its share of the usual rate; nobody, where there is nobody to compare with.
+    """Return the slow entries with their share of the usual rate; no entries if there is no other to compare with.
 
-    Usual is the upper median, and its deviation the lower median of the distances to it: so of two the slower one can
-    be named, and where half of all are slow, that half.
+    The usual rate is the upper median; its deviation is the lower median of the distances from it.
+    Therefore the slower of two entries can be reported; if half of all entries are slow, that half
+    is reported.
     """
     if len(rates) < 2:
         return {}

@@ -1,7 +1,7 @@
-"""Measure how fast ranks talk two by two, in rounds in which each has one partner, as in a tournament.
+"""Measurement of message rates between pairs of ranks, in rounds in which each rank has one partner (tournament).
 
-All pairs of a round talk at the same time, so what they share (a switch, a memory bus) shows. Messages go from host
-memory to host memory by MPI.
+All pairs of a round exchange messages concurrently, so that contention for shared resources (a
+switch, a memory bus) shows. Messages go from host memory to host memory by MPI.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 
     from hpctrain.collectives.communicator import Communicator
 
-PINGS = 20  # small messages there and back, for the latency
-PROBE, LARGEST = 2**18, 2**24  # bytes; beyond 16 MiB MPI libraries lose time with their memory
-SHARE = 0.1  # seconds that the large messages of a pair should take
+PINGS = 20  # small round-trip messages, for the latency
+PROBE, LARGEST = 2**18, 2**24  # bytes; beyond 16 MiB MPI libraries lose time with memory registration
+SHARE = 0.1  # target seconds for the large messages of a pair
 
 
 @dataclass(frozen=True)
 class Pair:
-    """Hold what two members measured: seconds of a small message one way, bytes a second of large ones."""
+    """Measurement of two members: seconds of a small one-way message, bytes per second of large ones."""
 
     first: int
     second: int
@@ -34,7 +34,7 @@ class Pair:
 
 @dataclass(frozen=True)
 class Tournament:
-    """Hold what was measured, in how many of the rounds that there are."""
+    """Measurements of all pairs, with the number of measured rounds and of all rounds."""
 
     pairs: tuple[Pair, ...] = ()
     rounds: int = 0
@@ -42,9 +42,9 @@ class Tournament:
 
 
 def schedule(members: int) -> list[list[tuple[int, int]]]:
-    """Return the rounds of a tournament in which each meets each once (the circle method, Kirkman 1847).
+    """Return the rounds of a round-robin tournament (the circle method, Kirkman 1847).
 
-    With an odd number of members one of them rests in every round.
+    With an odd number of members, one of them is idle in every round.
     """
     seats: list[int] = [*range(members), *([-1] if members % 2 else [])]
     half = len(seats) // 2
@@ -59,9 +59,9 @@ def schedule(members: int) -> list[list[tuple[int, int]]]:
 def measure(
     comm: Communicator, seconds: float, progress: Callable[[str], None] = lambda what: None
 ) -> Tournament:
-    """Let the ranks of a communicator play, as many rounds as time allows; a call by all of them, who return the same.
+    """Measure pairs for as many rounds as time allows; all ranks return the same result. Collective.
 
-    The first round is always played.
+    The first round is always measured.
     """
     import torch
 
@@ -83,7 +83,7 @@ def measure(
 
 
 def reach(pairs: Sequence[Pair], members: int) -> dict[int, float]:
-    """Return the usual bandwidth of each member: the median over those it was measured with."""
+    """Return the usual bandwidth of each member: the median over its measured partners."""
     found: dict[int, list[float]] = {member: [] for member in range(members)}
     for pair in pairs:
         found[pair.first].append(pair.bandwidth)
@@ -92,16 +92,16 @@ def reach(pairs: Sequence[Pair], members: int) -> dict[int, float]:
 
 
 def rate_in_words(rate: float) -> str:
-    """Return bytes a second with a unit that fits them."""
+    """Return a rate with a suitable unit."""
     return f"{rate / 1e9:.3g} GB/s" if rate >= 1e9 else f"{rate / 1e6:.3g} MB/s"
 
 
 def _lead(comm: Communicator, partner: int, room: Tensor) -> Pair:
-    """Time messages to a partner and back; tell it how many large ones there will be, and how large."""
+    """Time round-trip messages with a partner; tell it the number and the size of the large ones."""
     import torch
 
     latency = median(_there_and_back(comm, partner, room[:8]) for _ in range(PINGS)) / 2
-    _there_and_back(comm, partner, room[:PROBE])  # the first one opens connections
+    _there_and_back(comm, partner, room[:PROBE])  # the first message opens connections
     rate = PROBE / (_there_and_back(comm, partner, room[:PROBE]) / 2)
     nbytes = int(max(PROBE, min(LARGEST, rate * SHARE / 6)))
     times = max(3, min(20, int(SHARE * rate / (2 * nbytes))))
@@ -111,7 +111,7 @@ def _lead(comm: Communicator, partner: int, room: Tensor) -> Pair:
 
 
 def _follow(comm: Communicator, partner: int, room: Tensor) -> None:
-    """Send back what the leading one sends."""
+    """Return each message to the leading rank."""
     import torch
 
     wanted = torch.zeros(2, dtype=torch.int64)

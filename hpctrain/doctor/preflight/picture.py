@@ -1,4 +1,4 @@
-"""Draw a report: who talks how fast with whom, and what each rank does of the usual."""
+"""Plot of a report: bandwidth map of all pairs, and each rank's rates relative to the usual ones."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from hpctrain.util.text import without_math
 
 _INK, _SLOW = "#333333", "#c0392b"
 _COLOURS = {"products": "#1f5fbf", "memory": "#3b8f54", "writes": "#d9a31e"}
-_LABELS = 40  # names that an axis can hold
-_NUMBERS = 10  # members up to which each field of the map has its number
+_LABELS = 40  # maximum number of tick labels
+_NUMBERS = 10  # maximum number of members for which cells show their values
 
 
 def figure(report: Report, title: str) -> Any:
-    """Return the picture as a figure of matplotlib; raises ``UsageError`` without it."""
+    """Return the plot as a matplotlib figure; raises ``UsageError`` if matplotlib is missing."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
@@ -63,7 +63,7 @@ def _name(axis: Any, names: Sequence[str]) -> None:
 
 
 def _shares(axis: Any, report: Report) -> None:
-    """Draw each rank's rates as shares of the usual ones, and from where on a rank counts as slow."""
+    """Draw each rank's rates relative to the usual ones, and the threshold of a slow rank."""
     rates = {"products": report.products, "memory": report.streams, "writes": [one.rate for one in report.written]}
     ranks = range(len(report.seats))
     for (label, values), marker in zip(rates.items(), "osD"):

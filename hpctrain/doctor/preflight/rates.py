@@ -1,4 +1,4 @@
-"""Measure what each rank computes and streams while all others do the same: as in a step, not as alone."""
+"""Measurement of compute and memory rates of each rank, while all ranks are busy, as in a step."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ if TYPE_CHECKING:
 
     from hpctrain.collectives.communicator import Communicator
 
-SIDES = {"cpu": 768, "cuda": 8192}  # rows of square matrices: a few milliseconds
+SIDES = {"cpu": 768, "cuda": 8192}  # rows of square matrices: a product takes a few milliseconds
 STREAMS = {"cpu": 2**25, "cuda": 2**28}  # bytes of each array, beyond caches
-_WARM = 0.2  # share of the time that is not counted: clocks rise, pages come, libraries load
+_WARM = 0.2  # share of the time for warm-up: clocks rise, pages are mapped, libraries load
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """Hold what is done again and again, and how much that is: operations or bytes."""
+    """Repeated operation, and its size in operations or bytes."""
 
     run: Callable[[], object]
     amount: float
@@ -37,7 +37,7 @@ def product(device: torch.device) -> Kernel:
 
 
 def stream(device: torch.device) -> Kernel:
-    """Return a sum of two arrays into a third: three times the bytes of one go through memory."""
+    """Return a sum of two arrays into a third: the memory traffic is three times the bytes of one array."""
     import torch
 
     numel = STREAMS[device.type] // 4
@@ -46,9 +46,9 @@ def stream(device: torch.device) -> Kernel:
 
 
 def measure(comm: Communicator, kernel: Kernel, seconds: float) -> list[float]:
-    """Return the rate of every rank, by rank; a call by all of them, who begin together.
+    """Return the rate of every rank, by rank; all ranks start together. Collective.
 
-    It is the mean over the time, which is what a rank gets where several take turns on a core.
+    The rate is the mean over the time, which includes the waits of oversubscribed cores.
     """
     kernel.run()
     comm.barrier()
@@ -64,7 +64,7 @@ def measure(comm: Communicator, kernel: Kernel, seconds: float) -> list[float]:
 
 
 def _synchronous(run: Callable[[], object], device: torch.device) -> Callable[[], object]:
-    """Return what returns when the GPU has done it."""
+    """Return a function that returns only after the GPU has finished."""
     if device.type != "cuda":
         return run
     import torch

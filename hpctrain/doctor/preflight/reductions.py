@@ -1,4 +1,4 @@
-"""Measure all_reduce over all ranks, as training calls it, and check what it brings."""
+"""Measurement of all_reduce over all ranks, with the calls of training, and check of its results."""
 
 from __future__ import annotations
 
@@ -18,36 +18,36 @@ if TYPE_CHECKING:
 
 SIZES = (2**12, 2**20, 2**25)  # bytes
 _MOST = 200  # repeats
-_ROOM = 4  # part of the free node memory that tensors may take
+_ROOM = 4  # tensors may take one part in _ROOM of the free node memory
 
 
 @dataclass(frozen=True)
 class Reduction:
-    """Hold the time of one size, and the ranks that got a wrong sum."""
+    """Time of one message size, and the ranks with a wrong sum."""
 
     nbytes: int
     seconds: float
     wrong: tuple[int, ...]
-    size: int  # ranks
+    size: int  # number of ranks
 
     @property
     def bus(self) -> float:
-        """Return the bytes a second that a rank's link carries, as NCCL's tests count them."""
+        """Return the bus bandwidth in bytes per second, as defined by nccl-tests."""
         return 2 * (self.size - 1) / self.size * self.nbytes / self.seconds
 
 
 def measure(comm: Communicator, device: torch.device, seconds: float) -> list[Reduction]:
-    """Return the time of each size that fits, the mean of repeats; a call by all ranks, who return the same."""
+    """Return the mean time of each size that fits; all ranks return the same result. Collective."""
     import torch
 
-    part = comm.split(0)  # its memory is given back at the end
+    part = comm.split(0)  # its memory is released at the end
     try:
         found: list[Reduction] = []
         sizes = _fitting(part)
         for nbytes in sizes:
             share = seconds / len(sizes)
             if _forecast(found, nbytes) > share:
-                break  # all ranks know the same times
+                break  # all ranks have the same times, and so make the same decision
             tensor = part.empty(nbytes // 4) if device.type == "cpu" else torch.empty(nbytes // 4, device=device)
             tensor.fill_(part.rank + 1)
             part.all_reduce(tensor)
@@ -61,7 +61,7 @@ def measure(comm: Communicator, device: torch.device, seconds: float) -> list[Re
 
 
 def check(found: Sequence[Reduction]) -> Iterator[Finding]:
-    """Yield what is to be said of reductions."""
+    """Yield the findings on reductions."""
     wrong = sorted({rank for one in found for rank in one.wrong})
     if wrong:
         yield error(
@@ -76,7 +76,7 @@ def check(found: Sequence[Reduction]) -> Iterator[Finding]:
 
 
 def _forecast(found: Sequence[Reduction], nbytes: int) -> float:
-    """Return the seconds that a size will take, on a straight line through the last two; 0 where there are none."""
+    """Return the forecast seconds of a size, linear in the last two; 0 with fewer than two."""
     if len(found) < 2:
         return 0.0
     one, two = found[-2:]
@@ -85,7 +85,7 @@ def _forecast(found: Sequence[Reduction], nbytes: int) -> float:
 
 
 def _fitting(comm: Communicator) -> list[int]:
-    """Return the sizes for which the fullest node has room."""
+    """Return the sizes that fit into the node memory of every node."""
     room = os.statvfs("/dev/shm")
     free = room.f_bavail * room.f_frsize // (_ROOM * comm.local_size)
     least = min(comm.all_gather_object(free))
@@ -93,7 +93,7 @@ def _fitting(comm: Communicator) -> list[int]:
 
 
 def _timed(comm: Communicator, tensor: torch.Tensor, seconds: float) -> float:
-    """Return the seconds of one all_reduce, by the slowest rank."""
+    """Return the seconds of one all_reduce on the slowest rank."""
     tensor.zero_()
     once = _loop(comm, tensor, 1)
     repeats = comm.broadcast_object(min(_MOST, int(seconds / once) - 1))

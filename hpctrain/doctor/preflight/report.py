@@ -1,4 +1,4 @@
-"""Hold all that a preflight measured."""
+"""Results of a preflight."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from hpctrain.doctor.preflight.seats import Seat
 
 @dataclass(frozen=True)
 class Report:
-    """Hold what the ranks measured: by rank, unless it says otherwise."""
+    """Measurements of the ranks, indexed by rank unless stated otherwise."""
 
     seats: Sequence[Seat]
     nodes: Sequence[Host]  # by node
     skews: Sequence[Skew]  # of nodes
-    products: Sequence[float]  # operations a second
-    streams: Sequence[float]  # bytes a second
+    products: Sequence[float]  # operations per second
+    streams: Sequence[float]  # bytes per second
     inside: Mapping[int, Tournament]  # by node; members are local ranks
     between: Tournament  # members are nodes
     reductions: Sequence[Reduction]
@@ -39,7 +39,7 @@ class Report:
         return [first[node] for node in sorted(first)]
 
     def to_json(self) -> dict[str, Any]:
-        """Return it as plain values."""
+        """Return the report as plain values."""
         return {
             "seconds": round(self.seconds, 3),
             "hosts": self.hosts,

@@ -1,4 +1,4 @@
-"""Let every rank say where it sits: host, cores, NUMA nodes, device."""
+"""Placement of every rank: host, cores, NUMA nodes, device."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ _NUMA = Path("/sys/devices/system/node")
 
 @dataclass(frozen=True)
 class Seat:
-    """Say where one rank sits."""
+    """Placement of one rank."""
 
     rank: int
-    host: str  # as the scheduler calls the node
+    host: str  # the scheduler's name of the node
     node: int
     local_rank: int
     cpus: tuple[int, ...]
@@ -36,12 +36,12 @@ class Seat:
     cores: int  # of the node
     threads: int
     device: str
-    gpu: str  # its name; empty without one
-    identity: str  # the same in every process that has this very device
+    gpu: str  # its name; empty without a GPU
+    identity: str  # equal in all processes that use the same device
 
 
 def take(comm: Communicator, device: torch.device) -> list[Seat]:
-    """Return the seats of all ranks; a call by all of them."""
+    """Return the placement of all ranks. Collective."""
     import torch
 
     from hpctrain.train.device import identity
@@ -65,12 +65,12 @@ def take(comm: Communicator, device: torch.device) -> list[Seat]:
 
 
 def host_name(environ: Mapping[str, str] = os.environ) -> str:
-    """Return the name by which the scheduler knows this node."""
+    """Return the scheduler's name of this node."""
     return environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
 def numa_nodes(cpus: Iterable[int], root: Path = _NUMA) -> tuple[int, ...]:
-    """Return the NUMA nodes that these cores belong to; none where the system does not tell."""
+    """Return the NUMA nodes of these cores; empty if the system does not report them."""
     mine, found = set(cpus), []
     for folder in root.glob("node[0-9]*"):
         try:
@@ -84,7 +84,7 @@ def numa_nodes(cpus: Iterable[int], root: Path = _NUMA) -> tuple[int, ...]:
 
 
 def check(seats: Sequence[Seat], scheduler: str | None = None) -> Iterator[Finding]:
-    """Yield what is to be said of the seats, with advice in the words of this scheduler."""
+    """Yield the findings on the placement, with advice for this scheduler."""
     nodes = by_node(seats)
     counts = sorted({len(there) for there in nodes.values()})
     told = f"{count(len(seats), 'rank')} on {count(len(nodes), 'node')}"
@@ -102,7 +102,7 @@ def check(seats: Sequence[Seat], scheduler: str | None = None) -> Iterator[Findi
 
 
 def by_node(seats: Iterable[Seat]) -> dict[int, list[Seat]]:
-    """Return the seats of every node."""
+    """Return the ranks of every node."""
     nodes: dict[int, list[Seat]] = defaultdict(list)
     for seat in seats:
         nodes[seat.node].append(seat)
@@ -110,18 +110,18 @@ def by_node(seats: Iterable[Seat]) -> dict[int, list[Seat]]:
 
 
 def ranks_in_words(ranks: Iterable[int]) -> str:
-    """Return some ranks in words: ``rank 3``, ``ranks 0-2,7``."""
+    """Return some ranks as text: ``rank 3``, ``ranks 0-2,7``."""
     numbers = list(ranks)
     return f"rank{'s' if len(numbers) > 1 else ''} {format_cpus(numbers)}"
 
 
 def count(number: int, noun: str) -> str:
-    """Return a number of things in words."""
+    """Return a number with its noun as text."""
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def _check_cores(nodes: Mapping[int, Sequence[Seat]], scheduler: str | None) -> Iterator[Finding]:
-    """Yield how the ranks of the nodes share cores; the same words for the nodes of which the same is true."""
+    """Yield the findings on how ranks share cores; nodes with the same finding are reported together."""
     said: dict[tuple[str, str], list[str]] = defaultdict(list)
     for there in nodes.values():
         for kind, told in _sharing(there):
@@ -140,13 +140,13 @@ _SHARING: dict[str, tuple[Level, str, str]] = {
     "crowded": ("warning", "ranks that outnumber their cores take turns, and every collective waits for that", _BIND),
     "overlap": ("warning", "two ranks on a core have half of it each, while other cores may idle", _BIND),
     "unbound": ("note", "the system may move them from core to core, away from their memory", _BIND),
-    "few": ("note", "the others idle, unless another job has them", ""),  # as the scheduler calls it
+    "few": ("note", "the others idle, unless another job has them", ""),  # the advice depends on the scheduler
     "spread": ("note", "memory of another NUMA node is slower by a half or more", "bind each rank within one of them"),
 }
 
 
 def _sharing(there: Sequence[Seat]) -> Iterator[tuple[str, str]]:
-    """Yield what is true of one node's ranks: a kind and words."""
+    """Yield the kind and the text of each observation on one node's ranks."""
     everything = set().union(*(seat.cpus for seat in there))
     alike = len({seat.cpus for seat in there}) == 1
     if len(there) > len(everything):

@@ -1,4 +1,4 @@
-"""Measure the nodes of a job: the recipe, in the order in which things can go wrong."""
+"""Sequence of the preflight measurements, ordered so that likely failures come first."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ if TYPE_CHECKING:
 
     from hpctrain.collectives.communicator import Communicator
 
-# Shares of the time. What is left over goes to starting each of them, and to flushing files.
+# Shares of the time limit; the rest is for starting the measurements, and for flushing files.
 _CLOCKS, _PRODUCTS, _STREAMS, _INSIDE, _BETWEEN, _REDUCTIONS, _FILES = 0.04, 0.14, 0.10, 0.14, 0.24, 0.16, 0.10
-_NAP = 0.002  # seconds between two looks of a rank that waits for its node's first one
+_NAP = 0.002  # seconds between two polls of a rank that waits for the first rank of its node
 
 Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Say how long to measure, where to write, and with what; tests bring clocks and kernels of their own."""
+    """Duration, folder, and replaceable clocks and kernels of the measurements (tests replace them)."""
 
     seconds: float = 30.0
     folder: Path = Path(".")
@@ -37,17 +37,18 @@ class Plan:
 
 
 def survey(comm: Communicator, device: torch.device, plan: Plan, say: Say = lambda what: None) -> Report:
-    """Return what all ranks measured together; a call by all of them, who return the same.
+    """Return the measurements of all ranks, the same on each rank. Collective.
 
-    Raises ``UsageError`` on all of them, before anything is measured, where the folder cannot be written.
+    If the folder cannot be written, raises ``UsageError`` on all ranks before any measurement.
     """
     begin, part = time.monotonic(), plan.seconds
     say("who is there")
     there = seats.take(comm, device)
     nodes = hosts.take(comm)
-    # Said at once: where a rank never comes back, the error names its number, and this where it sits.
+    # Print the placement at once: if a rank hangs later, the error has its number, and this line
+    # its node.
     say(f"{seats.count(comm.size, 'rank')} on {compress_node_list(node.name for node in nodes)}")
-    # Files first: a folder that is not there should not cost half a minute.
+    # Files first: a missing folder should be reported before half a minute of measurements.
     say(f"writing into {plan.folder}")
     written = files.measure(comm, plan.folder, part * _FILES)
     say("clocks")
@@ -66,7 +67,7 @@ def survey(comm: Communicator, device: torch.device, plan: Plan, say: Say = lamb
 
 
 def _messages(comm: Communicator, part: float, say: Say) -> tuple[dict[int, Tournament], Tournament]:
-    """Let the ranks of each node talk two by two, then the nodes, by their first ranks."""
+    """Measure pairs of ranks within each node, then pairs of nodes by their first ranks."""
     near = comm.split(comm.node)
     far = comm.split(0 if comm.local_rank == 0 else 1)
     try:

@@ -1,4 +1,4 @@
-"""Write a report as text: a line a rank, who talks how fast, and what all_reduce takes."""
+"""Report as text: one line per rank, the bandwidth of pairs, and the times of all_reduce."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from hpctrain.doctor.preflight.report import Report
 from hpctrain.doctor.preflight.seats import Seat
 from hpctrain.doctor.text import grid
 
-_ROWS = 64  # ranks in the table; the file of -o has all
-_SQUARE = 12  # members up to which pairs are shown as a square
+_ROWS = 64  # ranks in the table; the output file of -o has all
+_SQUARE = 12  # maximum number of members for which pairs are shown as a square
 
 
 def lines(report: Report) -> list[str]:
@@ -50,7 +50,7 @@ def _seat(seat: Seat) -> tuple[str, ...]:
 
 
 def _square(title: str, pairs: Sequence[Pair], names: Sequence[str]) -> list[str]:
-    """Return bandwidths as a square, the slowest pairs where that would be too wide."""
+    """Return bandwidths as a square, or only the slowest pairs if it would be too wide."""
     unit, scale = ("GB/s", 1e9) if max(pair.bandwidth for pair in pairs) >= 1e9 else ("MB/s", 1e6)
     rates = {(pair.first, pair.second): pair.bandwidth / scale for pair in pairs}
     title = f"{title}, {unit}"

@@ -1,4 +1,4 @@
-"""Say what the measurements mean: what is wrong, who is slow, and which nodes the next job should leave out."""
+"""Evaluation of the measurements: problems, slow ranks, and nodes that the next job should exclude."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from hpctrain.doctor.preflight.outliers import slow
 from hpctrain.doctor.preflight.report import Report
 
 _SHOWN = 8  # names in one finding
-_FAR = 0.5  # share that must be missing inside of a node, where some cores are nearer to each other than others
-_IDLE = 0.7  # share that must be missing in writing: filesystems are shared with all other jobs
+_FAR = 0.5  # minimum shortfall within a node, where some cores are closer to each other than others
+_IDLE = 0.7  # minimum shortfall of writes, as filesystems are shared with all other jobs
 
 
 def findings(report: Report, scheduler: str | None = None) -> list[Finding]:
-    """Return what is to be said of a report, with advice in the words of this scheduler."""
+    """Return the findings from a report, with advice for this scheduler."""
     return [
         *seats.check(report.seats, scheduler),
         *hosts.check(report.nodes, scheduler),
@@ -36,7 +36,7 @@ def findings(report: Report, scheduler: str | None = None) -> list[Finding]:
 
 
 def slow_nodes(report: Report) -> list[str]:
-    """Return the names of nodes that are slow in anything; none where there is no other to compare with."""
+    """Return the names of nodes that are slow in any measurement; empty if there is only one node."""
     hosts = report.hosts
     if len(hosts) < 2:
         return []
@@ -47,7 +47,7 @@ def slow_nodes(report: Report) -> list[str]:
 
 
 def excluded(report: Report) -> str:
-    """Return the nodes to leave out, as ``--exclude`` takes them; empty where most are slow: then all are as usual."""
+    """Return the nodes to exclude, in the syntax of ``--exclude``; empty if most nodes are slow."""
     names = slow_nodes(report)
     return compress_node_list(names) if 2 * len(names) <= len(report.hosts) else ""
 
@@ -57,7 +57,7 @@ def _by_rank(rates: Sequence[float]) -> dict[int, float]:
 
 
 def _inside(report: Report) -> dict[int, float]:
-    """Return the usual bandwidth inside of each node."""
+    """Return the usual bandwidth within each node."""
     found = {}
     for node, tournament in report.inside.items():
         if reached := pairs.reach(tournament.pairs, len(seats.by_node(report.seats)[node])):
@@ -66,13 +66,13 @@ def _inside(report: Report) -> dict[int, float]:
 
 
 def _between(report: Report) -> dict[int, float]:
-    """Return the usual bandwidth of each node to others; none of two nodes, which have it in common."""
+    """Return the usual bandwidth of each node to others; empty for two nodes, as both would have the same."""
     nodes = len(report.hosts)
     return pairs.reach(report.between.pairs, nodes) if nodes > 2 else {}
 
 
 def _writing(report: Report) -> dict[int, float]:
-    """Return what the ranks of each node write together."""
+    """Return the write rate of each node's ranks together."""
     found: dict[int, float] = {}
     for seat, one in zip(report.seats, report.written):
         found[seat.node] = found.get(seat.node, 0.0) + one.rate
@@ -163,13 +163,13 @@ def _check_nodes(report: Report, scheduler: str | None) -> Iterator[Finding]:
 
 
 def _usual(every: Sequence[pairs.Pair]) -> str:
-    """Return the usual bandwidth and latency of pairs in words."""
+    """Return the usual bandwidth and latency of pairs as text."""
     rate = median_high(pair.bandwidth for pair in every)
     return f"{pairs.rate_in_words(rate)}, {clocks.short(median_high(pair.latency for pair in every))}"
 
 
 def _played(tournaments: Mapping[int, pairs.Tournament]) -> str:
-    """Return in words how many pairs were measured."""
+    """Return the number of measured pairs as text."""
     measured = sum(len(one.pairs) for one in tournaments.values())
     done, rounds = (sum(getattr(one, name) for one in tournaments.values()) for name in ("rounds", "of_rounds"))
     return seats.count(measured, "pair") if done == rounds else f"{measured} pairs in {done} of {rounds} rounds"

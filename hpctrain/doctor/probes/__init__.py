@@ -1,1 +1,1 @@
-"""Be programs that load one library each and print what it says of itself, as one line of JSON."""
+"""Programs that load one library each and print its properties as one line of JSON."""

@@ -1,4 +1,4 @@
-"""Print what CuPy says of itself, its CUDA and its NCCL."""
+"""Probe of the versions of CuPy, its CUDA and its NCCL."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def main() -> None:
         facts["nccl"] = nccl.get_version() or None
         facts["runtime"] = cupy.cuda.runtime.runtimeGetVersion()
     except (ImportError, AttributeError, cupy.cuda.runtime.CUDARuntimeError):
-        pass  # what it has no libraries for is told by what is missing
+        pass  # missing libraries show as missing versions
     print("hpctrain-doctor " + json.dumps(facts))
 
 

@@ -1,4 +1,4 @@
-"""Print what h5py says of itself and its HDF5."""
+"""Probe of the versions of h5py and its HDF5."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Print what mpi4py and its MPI say of themselves; MPI is loaded and not started."""
+"""Probe of the versions of mpi4py and its MPI; MPI is loaded, but not initialized."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from importlib import metadata
 
 
 def main() -> None:
-    """Load MPI by mpi4py and print versions."""
+    """Load MPI with mpi4py and print versions."""
     import mpi4py
 
     mpi4py.rc.initialize = False

@@ -1,4 +1,4 @@
-"""Print what torch says of itself."""
+"""Probe of torch's version and build."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import time
 
 
 def main() -> None:
-    """Load torch and print its version and build, how long it took to load, and how many wanted each core then."""
+    """Load torch and print its version and build, its load time, and the load average per core."""
     began = time.perf_counter()
     import torch
 
@@ -28,7 +28,7 @@ def main() -> None:
 
 
 def _nccl(torch: object) -> str | None:
-    """Return the version of the NCCL that came with torch."""
+    """Return the version of the NCCL that torch contains."""
     try:
         return ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[attr-defined]
     except (AttributeError, ImportError, RuntimeError, TypeError):

@@ -1,4 +1,4 @@
-"""Print the room of the filesystem that holds a folder; a process of its own, since a dead filesystem never answers."""
+"""Probe of a folder's filesystem; a subprocess, as a filesystem that is down never answers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def main() -> None:
-    """Print size, free room and free files in bytes, and whether this user may write."""
+    """Print size and free space in bytes, the number of free files, and whether this user may write."""
     path = Path(sys.argv[1])
     there = path.is_dir()
     facts: dict[str, object] = {"there": there}
