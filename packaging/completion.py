@@ -1,4 +1,4 @@
-"""Print what bash needs to complete hpctrain's words: verbs, actions, options, their choices, and files."""
+"""Generator of the bash completion of hpctrain: verbs, actions, options, their choices, and files."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ import shtab
 from hpctrain.cli.main import VERBS, parser_with
 
 PREFIX = "_shtab_hpctrain"
-# Options whose value is a file or a folder; arguments are files anyway, but for these.
+# Options whose value is a file or a folder; arguments are files unless listed in _NO_FILES.
 _PLACES = {"FILE", "OUT", "OUT.h5", "RUN", "FOLDER", "SCRIPT", "CONFIG.toml", "CONFIG"}
 _NO_FILES = {"NAME"}
 
 
 def main() -> int:
-    """Print it."""
+    """Print the completion script."""
     sys.stdout.write(completion())
     return 0
 
 
 def completion() -> str:
-    """Return the text that bash reads."""
+    """Return the completion script."""
     parser = parser_with(VERBS)
     _mark_files(parser)
     text: str = shtab.complete(parser, "bash")
@@ -44,7 +44,7 @@ def _is_a_file(action: argparse.Action) -> bool:
 
 
 def _alone(text: str) -> str:
-    """Return the text with all functions under one prefix, so that unloading a module takes its own and no more."""
+    """Return the script with all functions under one prefix, so that unloading a module removes only its own."""
     for name in re.findall(r"^(\w+)\(\) \{", text, re.MULTILINE):
         if not name.startswith(PREFIX):
             text = re.sub(rf"(?<![\w-]){name}\b", f"{PREFIX}_{name.lstrip('_')}", text)

@@ -1,9 +1,9 @@
-"""Count the files that a reader has to open to follow one act: those whose functions run during it, on rank 0.
+"""Number of files that a reader opens to follow one operation: files whose functions run during it, on rank 0.
 
     mpiexec -n 2 python packaging/hops.py            a table
     mpiexec -n 2 python packaging/hops.py --files    with the names
 
-Left out are helpers that a reader may take for granted: ``util``, ``log``, ``errors`` and tracing.
+Common helpers are left out: ``util``, ``log``, ``errors`` and tracing.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _GRANTED = {"util", "log.py", "errors.py", "trace.py", "tracing.py", "trace_file
 
 @contextmanager
 def opened() -> Iterator[set[str]]:
-    """Note the files of the package whose functions run inside of the block, on any thread."""
+    """Record the files of the package whose functions run inside the block, on any thread."""
     found: set[str] = set()
 
     def note(frame: FrameType, event: str, argument: object) -> None:
@@ -48,7 +48,7 @@ def opened() -> Iterator[set[str]]:
 
 
 def main() -> None:
-    """Print a line for each act."""
+    """Print one line per operation."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--files", action="store_true", help="name the files")
     args = parser.parse_args()
@@ -81,7 +81,7 @@ def main() -> None:
             optimizer.step()
             optimizer.zero_grad()
             run.save()
-            with opened() as saving:  # at the end of the step
+            with opened() as saving:  # the save runs at the end of the step
                 next(steps)
             acts["a save under fsdp"] = saving - step
         if job.rank == 0:

@@ -1,7 +1,7 @@
-"""Write the versions and hashes of a default environment: ``make lock`` calls it for each MPI that comes as a wheel.
+"""Lock file of a default environment, with versions and hashes: ``make lock`` calls it for each MPI wheel.
 
-pip resolves the packages without installing them; of its report only names, versions and SHA-256 sums are kept, and
-nothing of where they were found. ``make env LOCKED=1`` installs exactly these.
+pip resolves the packages without installing them. Only names, versions and SHA-256 sums of its
+report are kept, without their sources. ``make env LOCKED=1`` installs exactly these.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 OWN = "hpctrain"
-# To install hpctrain itself without fetching anything: what pyproject.toml builds it with.
+# Build requirements in pyproject.toml, so that hpctrain itself is installed without downloads.
 BUILDING = ("setuptools", "wheel")
 HEAD = """\
 # Written by make lock: the environment of make env LOCKED=1 MPI={mpi}, for Python {python} on {system} {machine}.
@@ -40,13 +40,13 @@ def main() -> int:
 
 
 def head(mpi: str) -> str:
-    """Return the comment that says what the file is for."""
+    """Return the header comment, which states the purpose of the file."""
     python = ".".join(platform.python_version_tuple()[:2])
     return HEAD.format(mpi=mpi, python=python, system=platform.system(), machine=platform.machine())
 
 
 def lines(report: dict[str, Any]) -> str:
-    """Return a line for each package of pip's report but hpctrain itself, sorted by name."""
+    """Return one line per package of pip's report except hpctrain itself, sorted by name."""
     found = []
     for each in report["install"]:
         name, version = each["metadata"]["name"].lower().replace("_", "-"), each["metadata"]["version"]

@@ -1,6 +1,7 @@
-"""Print the man page of hpctrain, made of what every verb's --help says: ``man -l <(python packaging/manpage.py)``.
+"""Generator of the man page of hpctrain from every verb's --help: ``man -l <(python packaging/manpage.py)``.
 
-argparse-manpage leaves out the epilogs of verbs, which hold our examples; so the roff is written here.
+argparse-manpage omits the epilogs of verbs, which contain the examples; therefore the roff is
+written here.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ def main() -> int:
 def page() -> Iterator[str]:
     """Yield the lines of the page."""
     yield f'.TH HPCTRAIN 1 "" "hpctrain {__version__}" "hpctrain"'
-    yield from (".nh", ".ad l")  # names and options are to be copied, so none is cut at a line's end
+    yield from (".nh", ".ad l")  # names and options are meant to be copied, so they are not hyphenated
     yield from (".SH NAME", r"hpctrain \- train PyTorch models on the ranks of MPI, in batch jobs on clusters")
     yield from (".SH SYNOPSIS", r"\fBhpctrain\fR \fIVERB\fR [\fIARGUMENTS\fR]", ".br")
     yield r"\fBmpiexec \-n\fR \fIN\fR \fBhpctrain train\fR \fICONFIG.toml\fR"
@@ -83,7 +84,7 @@ def page() -> Iterator[str]:
 
 
 def _command(parser: argparse.ArgumentParser) -> Iterator[str]:
-    """Yield what one parser knows, and then those below it."""
+    """Yield the options of one parser, and then those of its subparsers."""
     below = _below(parser)
     if not below:
         usage = " ".join(parser.format_usage().split()).removeprefix(f"usage: {parser.prog}")
@@ -98,12 +99,12 @@ def _command(parser: argparse.ArgumentParser) -> Iterator[str]:
 
 
 def _named(parser: argparse.ArgumentParser, text: str | None) -> str:
-    """Return a text with the command's name at its places, as argparse puts it there."""
+    """Return a text with the command's name inserted, as argparse does it."""
     return (text or "").replace("%(prog)s", parser.prog)
 
 
 def _options(parser: argparse.ArgumentParser, group: argparse._ArgumentGroup) -> Iterator[str]:
-    """Yield arguments and options of a group, its title where the author gave it one."""
+    """Yield arguments and options of a group, with its title if the author gave one."""
     wanted = [one for one in group._group_actions if one.dest != "help" and not hasattr(one, "add_parser")]
     if wanted and group.title not in ("positional arguments", "options"):
         yield from (".PP", f"{_escaped(str(group.title).capitalize())}:")
@@ -135,7 +136,7 @@ def _table(title: str, rows: dict[str, str]) -> Iterator[str]:
 
 
 def _prose(text: str) -> Iterator[str]:
-    """Yield paragraphs; lines that are indented, as examples are, stay as they are."""
+    """Yield paragraphs; indented lines, such as examples, stay unchanged."""
     for paragraph in re.split(r"\n\s*\n", text.strip("\n")):
         lines = paragraph.splitlines()
         flowing = [line for line in lines if not line.startswith(" ")]
@@ -145,7 +146,7 @@ def _prose(text: str) -> Iterator[str]:
 
 
 def _escaped(text: str) -> str:
-    """Return text in which nothing is roff's: backslashes, dashes that shall be copied, a dot at a line's begin."""
+    """Return text with roff's special characters escaped: backslashes, dashes, a dot at the start of a line."""
     text = text.replace("\\", r"\e").replace("-", r"\-")
     return rf"\&{text}" if text.startswith((".", "'")) else text
 

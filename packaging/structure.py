@@ -1,9 +1,10 @@
-"""Count what makes code hard to follow: small modules, names used twice, cycles, tests that reach inside.
+"""Counts of code that is hard to follow: small modules, duplicate names, cycles, tests that access private members.
 
     python packaging/structure.py            a table
     python packaging/structure.py --json
 
-``tests/test_structure.py`` holds counts to those of ``tests/golden/structure.json``: they may fall, and not rise.
+``tests/test_structure.py`` compares the counts with ``tests/golden/structure.json``: they may
+decrease, but not increase.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = "hpctrain"
 SMALL, LARGE, LONGEST_FUNCTION = 60, 400, 60  # lines
 _OWN = {"self", "cls", "super"}
-_PUBLIC = {"_replace", "_asdict", "_fields", "_make", "_exit"}  # of Python, in spite of their names
+_PUBLIC = {"_replace", "_asdict", "_fields", "_make", "_exit"}  # public in Python, in spite of their names
 
 
 def counts(root: Path = ROOT) -> dict[str, int]:
@@ -56,7 +57,7 @@ def _lines(sources: Sources) -> int:
 
 
 def names_used_twice(library: Sources) -> list[str]:
-    """Return the names of classes that more than one module defines at its top."""
+    """Return the names of classes that more than one module defines at its top level."""
     found = Counter(
         node.name for _, tree in library.values() for node in tree.body if isinstance(node, ast.ClassDef)
     )
@@ -75,7 +76,7 @@ def _long_functions(library: Sources) -> Iterator[ast.AST]:
 
 
 def _imports(tree: ast.Module) -> Iterator[str]:
-    """Yield what a module imports when it runs, and not only for its types."""
+    """Yield the runtime imports of a module, without those for type checking."""
     waiting: list[ast.AST] = list(tree.body)
     while waiting:
         node = waiting.pop()
@@ -90,7 +91,7 @@ def _imports(tree: ast.Module) -> Iterator[str]:
 
 
 def _graph(library: Sources, root: Path) -> dict[str, set[str]]:
-    """Return which modules each module of the library imports."""
+    """Return the modules that each module of the library imports."""
     named = {_name(path, root): tree for path, (_, tree) in library.items()}
     graph: dict[str, set[str]] = {}
     for name, tree in named.items():
@@ -112,7 +113,7 @@ def _module(name: str, named: Iterable[str]) -> str | None:
 
 
 def _with_one_importer(library: Sources, root: Path) -> int:
-    """Return how many modules serve one other module, which lies in the same package."""
+    """Return the number of modules with a single importer in the same package."""
     importers = defaultdict(set)
     for name, targets in _graph(library, root).items():
         for target in targets:
@@ -122,7 +123,7 @@ def _with_one_importer(library: Sources, root: Path) -> int:
 
 
 def cycles(library: Sources, root: Path) -> list[list[str]]:
-    """Return groups of parts of one package, modules or packages inside of it, that import each other in a circle."""
+    """Return groups of modules or packages within one package that import each other in a cycle."""
     graph = _graph(library, root)
     packages = {name.rpartition(".")[0] for name in graph} - {""}
     found = []
@@ -139,7 +140,7 @@ def cycles(library: Sources, root: Path) -> list[list[str]]:
 
 
 def _part(name: str, package: str) -> str:
-    """Return the part of a package in which a module lies; empty for the package's own module and for others."""
+    """Return the part of a package that contains a module; empty for the package's own module and for others."""
     return ".".join(name.split(".")[: package.count(".") + 2]) if name.startswith(package + ".") else ""
 
 
@@ -163,7 +164,7 @@ def _reach(name: str, graph: dict[str, set[str]]) -> set[str]:
 
 
 def private_access(tests: Sources) -> set[tuple[str, str]]:
-    """Return the private names that tests take from other objects, by file."""
+    """Return the private names that tests access on other objects, by file."""
     found = set()
     for path, (_, tree) in tests.items():
         own = {node.name for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.ClassDef))}

@@ -1,4 +1,5 @@
-"""Make job scripts for Slurm and PBS, check them, and submit them. Standard library only: runs on a login node.
+"""Job scripts for Slurm and PBS: rendering, checks and submission. Standard library only: runs on a login node.
 
-Everything but ``submit`` is a pure function: a request and a site's profile in, the text of a script out.
+All functions except ``submit`` are pure: they take a request and a site's profile, and return the
+text of a script.
 """

@@ -1,4 +1,4 @@
-"""The job that ``--after`` names, looked up before anything is submitted."""
+"""Lookup of the job that ``--after`` names, before submission."""
 
 from __future__ import annotations
 
@@ -9,16 +9,17 @@ from hpctrain.cluster import pbs_server
 from hpctrain.errors import UsageError
 
 _SLURM_ID = re.compile(r"[0-9]+(_[0-9]+)?", re.ASCII)
-_ENDED = ("F", "X")  # job states of PBS
+_ENDED = ("F", "X")  # PBS states of jobs that have ended
 CHAIN = "HPCTRAIN_CHAIN"
 
 
 def job_to_wait_for(scheduler: str, job_id: str, ask: pbs_server.Ask | None = None) -> str:
     """Return the id that the scheduler is to wait for; empty if that job, or its whole chain, has ended.
 
-    sbatch itself refuses a job that it does not know, and a job of Slurm keeps its id when it comes back. qsub takes
-    any id, and a job of PBS comes back under a new one: so the newest job of the chain is looked up, and scripts hand
-    on those that wait (jobs/pbs). Raises ``UsageError`` for an id that cannot be waited for.
+    sbatch itself rejects an unknown job, and a Slurm job keeps its id when it is requeued. qsub
+    accepts any id, and a PBS job returns under a new id. Therefore the newest job of the chain is
+    looked up, and scripts transfer the dependencies of waiting jobs (jobs/pbs). Raises
+    ``UsageError`` if the scheduler cannot wait for the id.
     """
     if scheduler == "slurm":
         if not _SLURM_ID.fullmatch(job_id):
@@ -37,7 +38,7 @@ def job_to_wait_for(scheduler: str, job_id: str, ask: pbs_server.Ask | None = No
 def _newest_of_chain(job_id: str, ask: pbs_server.Ask | None) -> str:
     known = pbs_server.jobs([job_id], ask)
     if known is None:
-        return job_id  # no answer: qsub will say why
+        return job_id  # no answer: qsub will report the reason
     if job_id not in known:
         raise UsageError(f"--after {job_id}: PBS knows no such job; allowed are jobs that qstat -x shows; see qstat")
     facts = known[job_id]

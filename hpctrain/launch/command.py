@@ -1,4 +1,4 @@
-"""Make the command that starts the ranks, one function a launcher."""
+"""Commands that start the ranks, one function per launcher."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hpctrain.launch.request import Request
 from hpctrain.launch.template import Raw
 
 Words = list[str]
-MODULE = "hpctrain"  # the name under which modulefiles of ours are loaded
+MODULE = "hpctrain"  # name of the project's own modulefiles
 
 
 def launcher(request: Request, profile: Profile) -> Words:
@@ -18,13 +18,13 @@ def launcher(request: Request, profile: Profile) -> Words:
 
 
 def program(request: Request, profile: Profile) -> Words:
-    """Return what every rank runs, in its container where there is one."""
+    """Return the command of every rank, in its container if there is one."""
     words = _own_program(request, profile) if request.is_program else _PROGRAMS[request.template](request)
     return _contained(request, profile, words)
 
 
 def preflight(request: Request, profile: Profile) -> Words | None:
-    """Return what every rank runs before that, to find nodes that hold the others up; None where nobody asks for it."""
+    """Return the command of every rank that measures the nodes first, to find slow nodes; None if not requested."""
     if not request.preflight:
         return None
     folder = Raw('"$folder"')
@@ -34,20 +34,20 @@ def preflight(request: Request, profile: Profile) -> Words | None:
 
 
 def _contained(request: Request, profile: Profile, words: Words) -> Words:
-    """Return a command as it runs in the job's container, where there is one."""
+    """Return a command inside the job's container, if there is one."""
     if request.container:
         return [profile.container_program, "exec", *_words(profile.container_options), request.container, *words]
     return words
 
 
 def _words(options: tuple[str, ...]) -> Words:
-    """Return options word by word: one such as ``--bind-to none`` has its value behind a blank."""
+    """Return options as separate words: ``--bind-to none`` is split at its blank."""
     return [word for option in options for word in option.split(" ", 1)]
 
 
 def _srun(request: Request, profile: Profile) -> Words:
-    # Without --kill-on-bad-exit a killed rank of MPICH leaves the others waiting. Slurm 22.05 to 23.02 do not pass on
-    # --cpus-per-task from the script's head.
+    # Without --kill-on-bad-exit the other ranks of MPICH wait if one is killed. Slurm 22.05 to
+    # 23.02 do not pass --cpus-per-task from the script's directives on to srun.
     mpi = [f"--mpi={profile.mpi}"] if profile.mpi else []
     gpus = [f"--gpus-per-task={_gpus_per_rank(request)}"] if _by_task(request, profile) else []
     return ["srun", *mpi, "--kill-on-bad-exit=1", f"--cpus-per-task={request.cpus_per_rank}", *gpus]
@@ -96,16 +96,17 @@ def _benchmark(request: Request) -> Words:
 
 
 def _own_program(request: Request, profile: Profile) -> Words:
-    """Return what runs a program of the user's own, by the Python that has this package.
+    """Return the command that runs the user's own program, with the Python that has this package.
 
-    A module of ours gives that a name of its own, beside the user's.
+    The project's own module provides that Python under a name of its own, next to the user's
+    Python.
     """
     loaded = any(name.partition("/")[0] == MODULE for name in (*profile.modules, *request.modules))
     return [f"{MODULE}-python" if loaded and not request.container else "python", request.config, *request.words]
 
 
 def _settings(request: Request) -> Words:
-    """Return the --set of the program; a job comes back, so it resumes unless the user says otherwise."""
+    """Return the --set options of the program; as jobs are requeued, run.resume is auto unless the user sets it."""
     resume = [] if any(text.startswith("run.resume=") for text in request.settings) else ["run.resume=auto"]
     return [word for text in (*resume, *request.settings) for word in ("--set", text)]
 

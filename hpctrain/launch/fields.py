@@ -1,8 +1,9 @@
-"""Hold the allow-list of every field that comes into a job script.
+"""Allow-list of every field that is written into a job script.
 
-Note: why fields are refused and not quoted. A line ``#SBATCH --job-name=...`` is a comment to the shell, and nothing
-that the shell calls quoting holds in it: a newline in a value ends the comment, and what follows is a command. So a
-value may hold the characters of its kind and no others, and what the shell does read is quoted on top of that.
+Note: why fields are rejected instead of quoted. A line ``#SBATCH --job-name=...`` is a comment to
+the shell, so shell quoting does not apply to it: a newline in a value ends the comment, and the
+rest becomes a command. Therefore a value may contain only the characters of its kind. Values that
+the shell does read are quoted in addition.
 """
 
 from __future__ import annotations
@@ -13,17 +14,17 @@ from dataclasses import dataclass
 
 from hpctrain.errors import UsageError
 
-_SHOWN = 40  # characters of a refused value that an error repeats
+_SHOWN = 40  # characters of a rejected value that an error repeats
 
 
 @dataclass(frozen=True)
 class Kind:
-    """Say what a value of one kind may be: a pattern for the whole of it, the same in words, and its length."""
+    """Constraints on the values of one kind: a pattern for the whole value, its description, and the maximum length."""
 
     pattern: str
     allowed: str
     longest: int = 255
-    dash: bool = False  # may begin with one
+    dash: bool = False  # may begin with a dash
     flags: re.RegexFlag = re.ASCII
 
 
@@ -35,7 +36,8 @@ KINDS = {
     "nodes": Kind(r"[\w.,\[\]-]+", "names such as n[001-003,7],m5", 10_000),
     "memory": Kind(r"[1-9][0-9]*[KMGT]?|0", "a number of megabytes, or with K, M, G or T, or 0 for all", 20),
     "time": Kind(r"(?:[0-9]{1,3}-)?[0-9]{1,4}:[0-5][0-9]:[0-5][0-9]", "hours:minutes:seconds or days-hours:...", 20),
-    # No colon, which to PBS ends a host's name, no percent sign, which Slurm replaces; letters of any language.
+    # Letters of any language, but no colon (it ends a host name in PBS) and no percent sign (Slurm
+    # replaces it).
     "path": Kind(r"[\w./+=@-]+", "letters, digits and _ . / + = @ -", 1000, flags=re.UNICODE),
     "image": Kind(r"[\w./+=@:-]+", "a file, or a name such as docker://site/image:tag", 1000),
     "module": Kind(r"[\w.+/-]+", "letters, digits and _ . + / -"),
@@ -56,7 +58,7 @@ KINDS = {
 
 
 def check(field: str, value: object, kind: str) -> str:
-    """Return a value that may stand in a script; else raise ``UsageError`` that names the field."""
+    """Return a value that is allowed in a script; raises ``UsageError`` with the field's name if it is not."""
     rule = KINDS[kind]
     if not isinstance(value, str):
         raise UsageError(f"{field} = {_shown(repr(value))}: expected text")
@@ -78,7 +80,7 @@ def check_all(field: str, values: Iterable[object], kind: str) -> tuple[str, ...
 
 
 def check_number(field: str, value: object, least: int, most: int) -> int:
-    """Return a whole number within bounds; else raise ``UsageError``."""
+    """Return a whole number within bounds; raises ``UsageError`` if it is not one."""
     if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
         raise UsageError(f"{field} = {_shown(repr(value))}: must be a whole number from {least} to {most}")
     return value
@@ -92,7 +94,7 @@ def seconds(time: str) -> int:
 
 
 def clock(seconds_: int) -> str:
-    """Return seconds as hours:minutes:seconds, the one way of writing them that both schedulers know."""
+    """Return seconds as hours:minutes:seconds, the only notation that both schedulers accept."""
     return f"{seconds_ // 3600:02}:{seconds_ // 60 % 60:02}:{seconds_ % 60:02}"
 
 

@@ -1,9 +1,11 @@
-"""Make an environment module: where hpctrain is installed in, the text of a modulefile out.
+"""Generation of environment modules: the installation folder in, the text of a modulefile out.
 
-One template serves Lmod (Lua), one Environment Modules (Tcl); ``modules/`` holds them, to be read and used by hand too.
+One template is for Lmod (Lua), one for Environment Modules (Tcl); both are in ``modules/``, and are
+also meant to be read and filled in by hand.
 
-Note: why nothing is quoted. Lua, Tcl and the shell, which all read what a modulefile says, quote in three different
-ways. A value holds only characters that mean nothing to any of them (``fields``), so it stands as it is.
+Note: why values are not quoted. Lua, Tcl and the shell, which all interpret the values of a
+modulefile, have three different quoting rules. A value contains only characters without a special
+meaning in any of them (``fields``), so it is inserted unchanged.
 """
 
 from __future__ import annotations
@@ -20,17 +22,18 @@ from hpctrain.launch.fields import check, check_all
 from hpctrain.launch.template import fill
 from hpctrain.util import atomic
 
-# The language of a modulefile, and how a line begins that is for those who read its template.
+# Language of a modulefile, and the prefix of comment lines that are only for readers of its
+# template.
 LANGUAGES = {"lua": "--%", "tcl": "#% "}
 
 
 @dataclass(frozen=True)
 class Module:
-    """Say what a modulefile is about; every value is checked."""
+    """Checked values of a modulefile."""
 
-    root: str  # the folder with bin/ and share/, as make install makes it
+    root: str  # the folder with bin/ and share/, as created by make install
     version: str = __version__
-    depends_on: Sequence[str] = ()  # modules to be loaded with it
+    depends_on: Sequence[str] = ()  # modules to load together with it
     url: str = ""
 
     def __post_init__(self) -> None:
@@ -75,7 +78,7 @@ def home_page() -> str:
 
 
 def venv_of(modules: Sequence[str], environ: Mapping[str, str]) -> str:
-    """Return the virtual environment behind hpctrain's own among these modules, where it is loaded; else nothing."""
+    """Return the virtual environment of hpctrain's own module if that is loaded and among these modules; else ''."""
     loaded = environ.get("LOADEDMODULES", "").split(":")
     root = environ.get("HPCTRAIN_ROOT")
     named = any(name == "hpctrain" or (name.startswith("hpctrain/") and name in loaded) for name in modules)
@@ -83,12 +86,12 @@ def venv_of(modules: Sequence[str], environ: Mapping[str, str]) -> str:
 
 
 def publish(text: str, path: Path) -> None:
-    """Write a modulefile at once: whoever looks for modules meanwhile finds the old one or the new one.
+    """Write a modulefile atomically: a concurrent module search finds either the old one or the new one.
 
-    Raise ``UsageError`` where it cannot be written.
+    Raises ``UsageError`` if it cannot be written.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        atomic.write_text(path, text)  # module systems skip the private name, which begins with a dot
+        atomic.write_text(path, text)  # module systems skip the temporary name, which begins with a dot
     except OSError as error:
         raise UsageError(f"cannot write {path}: {error.strerror}") from error

@@ -1,4 +1,4 @@
-"""Say in PBS's words what a job asks for (qsub(1B), pbs_resources(7B))."""
+"""Values of the PBS templates for a job request (qsub(1B), pbs_resources(7B))."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _ONLY_SLURM = ("reservation", "constraint", "exclude", "qos")
 
 
 def places(request: Request, profile: Profile) -> dict[str, Value]:
-    """Return the values of the places that only PBS's templates have."""
+    """Return the values of the placeholders that only PBS templates have."""
     for name in _ONLY_SLURM:
         if getattr(request, name):
             raise UsageError(f"{name} = {getattr(request, name)!r}: PBS has no such thing; see directives and select")
@@ -30,7 +30,7 @@ def places(request: Request, profile: Profile) -> dict[str, Value]:
 
 
 def _select(request: Request, profile: Profile) -> str:
-    """Return the chunks, one a node; ncpus, mpiprocs and ompthreads belong to a chunk and to nothing else."""
+    """Return the chunks, one per node; ncpus, mpiprocs and ompthreads are allowed only in a chunk."""
     parts = [str(request.nodes)]
     if profile.chunks == "cpus":
         parts += [
@@ -46,13 +46,13 @@ def _select(request: Request, profile: Profile) -> str:
 
 
 def _says(request: Request, profile: Profile, option: str, value: str = "") -> bool:
-    """Tell whether a directive that was asked for has this option, so that the template's own is left out."""
+    """Return whether an additional directive has this option, so that the template's own must be omitted."""
     given = (*profile.directives, *request.directives)
     return any(text.startswith(option) and value in text for text in given)
 
 
 def _memory(text: str) -> str:
-    """Return an amount of memory with PBS's units; a plain number is megabytes, as with Slurm."""
+    """Return an amount of memory with PBS's units; a plain number is in megabytes, as in Slurm."""
     if text == "0":
         raise UsageError("memory = '0': PBS has no word for all the memory of a node, give an amount such as 200G")
     return text.lower() + "b" if text[-1].isalpha() else f"{text}mb"

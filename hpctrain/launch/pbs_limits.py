@@ -1,4 +1,4 @@
-"""What this PBS will not do for a job that has just been submitted: told then, and not when a checkpoint is lost."""
+"""Warnings about limitations of a PBS, at submission instead of when a checkpoint is lost."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from hpctrain.cluster import pbs_server
 
 
 def warnings(queue: str, folder: str, save_seconds: float, ask: pbs_server.Ask | None = None) -> list[str]:
-    """Return warnings for a job in a queue (empty: the default one) whose saves have taken so long.
+    """Return warnings for a job in a queue (empty: the default one) whose checkpoints took up to ``save_seconds``.
 
-    Empty if no PBS answers.
+    Empty if PBS does not answer.
     """
     server = pbs_server.server(ask)
     if server is None:

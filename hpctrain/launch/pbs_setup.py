@@ -1,4 +1,4 @@
-"""Lines of a PBS script that prepare the launcher: cores to bind to, the way to other nodes, and their environment."""
+"""Lines of a PBS script that prepare the launcher: core binding, remote start, and the environment of other nodes."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from hpctrain.launch.profile import Profile
 from hpctrain.launch.request import Request
 from hpctrain.launch.template import Raw, join
 
-# Variables that belong to one node or to one shell; Open MPI hands on its own parameters by itself.
-_NPROC = "env -u OMP_NUM_THREADS -u OMP_THREAD_LIMIT nproc"  # which would answer with those
+# Variables that belong to one node or to one shell; Open MPI exports its own parameters itself.
+_NPROC = "env -u OMP_NUM_THREADS -u OMP_THREAD_LIMIT nproc"  # nproc obeys these variables
 _OWN = "HOSTNAME|PBS_NODENUM|PBS_TASKNUM|PWD|OLDPWD|SHLVL|_|(OMPI|PMIX|PRTE)_MCA_.*"
 
 
@@ -17,15 +17,16 @@ def setup(request: Request, profile: Profile) -> tuple[Raw, ...]:
 
 
 def binds(profile: Profile) -> bool:
-    """Tell whether the launcher's command takes its binding from ``bind``."""
+    """Return whether the launcher's command takes its binding options from ``bind``."""
     return profile.scheduler == "pbs" and profile.launcher in ("hydra", "openmpi")
 
 
 def _binding(request: Request, profile: Profile) -> list[str]:
-    """Return the choice between binding and none.
+    """Return the lines that decide whether to bind.
 
-    OpenPBS without its cgroups hook confines no job to its cores, and launchers bind from the first core on: jobs that
-    share a node would share its first cores, and leave others idle.
+    OpenPBS without its cgroups hook does not confine a job to its cores, and launchers bind from
+    the first core on. Jobs that share a node would therefore share its first cores, and leave
+    others idle.
     """
     if not binds(profile):
         return []
@@ -53,10 +54,11 @@ def _place(request: Request, profile: Profile) -> str:
 
 
 def _other_nodes(request: Request, profile: Profile) -> list[str]:
-    """Return what lets MPICH and Open MPI start ranks on other nodes by PBS's task manager.
+    """Return the lines that let MPICH and Open MPI start ranks on other nodes through PBS's task manager.
 
-    Many sites have no ssh between nodes, and PBS ends and counts only what it has started itself. ``pbs_tmrsh`` takes
-    no words of the shell, MPICH and Open MPI send some.
+    Many sites have no ssh between nodes, and PBS kills and accounts only processes that it has
+    started itself. ``pbs_tmrsh`` does not accept shell words, but MPICH and Open MPI send some; the
+    lines write a wrapper script.
     """
     if request.nodes == 1 or not binds(profile):
         return []

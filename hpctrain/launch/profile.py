@@ -1,4 +1,4 @@
-"""Read what is special about a site: a TOML file that comes with the package, or the user's own."""
+"""Site profiles: TOML files that the package contains, or the user's own."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _means(text: str) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Profile:
-    """Say how jobs are started at one site; ``hpctrain job ... --show-profile`` prints this with its values."""
+    """Settings for jobs at one site; ``hpctrain job ... --show-profile`` prints them with their values."""
 
     scheduler: Literal["slurm", "pbs"] = field(metadata=_means("the batch system"))
     site: str = field(default="", metadata=_means("whose machine this is"))
@@ -81,7 +81,7 @@ class Profile:
         self._check_scheduler()
 
     def _check_scheduler(self) -> None:
-        """Refuse what the scheduler does not know."""
+        """Raise ``UsageError`` for settings that the scheduler does not support."""
         slurm = self.scheduler == "slurm"
         wrong = {"ngpus"} if slurm else {"gpus-per-node", "gpus-per-task", "gres"}
         if self.gpus in wrong:
@@ -116,7 +116,7 @@ _LISTS = {
 
 
 def load(name: str, environ: Mapping[str, str] = os.environ) -> tuple[Profile, str]:
-    """Return a profile and where it stands: a path, the user's own of this name, or one that comes with the package."""
+    """Return a profile and its location: a path, the user's own profile of this name, or one from the package."""
     tree, where = _read(name, environ)
     seen = [where]
     while "base" in tree:
@@ -125,7 +125,7 @@ def load(name: str, environ: Mapping[str, str] = os.environ) -> tuple[Profile, s
         if place in seen:
             raise UsageError(f"profile {where}: its base {base} leads back to it")
         seen.append(place)
-        # What is said of the base was not said of what somebody has changed in it.
+        # The source and the date of the base do not apply to a modified profile.
         tree = {**{key: value for key, value in below.items() if key not in ("source", "date", "tried")}, **tree}
     try:
         return build(Profile, tree), where
@@ -136,7 +136,7 @@ def load(name: str, environ: Mapping[str, str] = os.environ) -> tuple[Profile, s
 
 
 def _read(name: str, environ: Mapping[str, str], but: list[str] | None = None) -> tuple[Tree, str]:
-    """Return the tree of a profile; a user's own that is built on the shipped one of its name does not find itself."""
+    """Return the tree of a profile; ``but`` keeps a user's profile from finding itself as its base of the same name."""
     check("profile", name, "path")
     if "/" in name or name.endswith(".toml"):
         return read_toml(name), name
@@ -153,7 +153,7 @@ def _read(name: str, environ: Mapping[str, str], but: list[str] | None = None) -
 
 
 def names(environ: Mapping[str, str] = os.environ) -> list[str]:
-    """Return the names of all profiles, the user's own among them."""
+    """Return the names of all profiles, including the user's own."""
     found = [entry.name for entry in (shipped() / "profiles").iterdir()]
     if (folder := user_folder(environ)).is_dir():
         found += [path.name for path in folder.iterdir()]
@@ -161,13 +161,13 @@ def names(environ: Mapping[str, str] = os.environ) -> list[str]:
 
 
 def user_folder(environ: Mapping[str, str] = os.environ) -> Path:
-    """Return where a user's own profiles stand."""
+    """Return the folder of the user's own profiles."""
     home = environ.get("XDG_CONFIG_HOME") or Path(environ.get("HOME") or "~").expanduser() / ".config"
     return Path(home) / "hpctrain" / "profiles"
 
 
 def explain(profile: Profile, where: str) -> str:
-    """Return a profile as text: where it stands, every setting, and what each means."""
+    """Return a profile as text: its location, every setting, and the meaning of each."""
     rows = [(item.name, _text(getattr(profile, item.name)), item.metadata["means"]) for item in fields(profile)]
     widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
     widths[1] = min(widths[1], 36)

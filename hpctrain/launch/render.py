@@ -1,4 +1,4 @@
-"""Make the script of a job: a request and a site's profile in, text out."""
+"""Rendering of job scripts: a request and a site's profile in, text out."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ENDINGS = {"slurm": "sbatch", "pbs": "pbs"}
 
 
 def render(request: Request, profile: Profile) -> str:
-    """Return the job's script; raise ``UsageError`` where the scheduler would not understand it."""
+    """Return the job's script; raises ``UsageError`` if the scheduler would misinterpret it."""
     request = with_defaults(request, profile)
     values = {**_shared(request, profile), **_PLACES[profile.scheduler](request, profile)}
     script = fill(read_template(profile.scheduler, request.template), values)
@@ -29,7 +29,7 @@ def render(request: Request, profile: Profile) -> str:
 
 
 def with_defaults(request: Request, profile: Profile) -> Request:
-    """Return a request whose gaps are filled with what the profile says."""
+    """Return a request whose empty fields are filled from the profile."""
     names = ("partition", "qos", "constraint", "container")
     filled: dict[str, Any] = {name: getattr(request, name) or getattr(profile, name) for name in names}
     if filled["container"] == "none":
@@ -38,12 +38,12 @@ def with_defaults(request: Request, profile: Profile) -> Request:
 
 
 def script_path(request: Request, profile: Profile) -> str:
-    """Return where the script stands, so that a job that comes back by being submitted again finds it."""
+    """Return the path of the script; a job that resubmits itself finds it there."""
     return str(PurePosixPath(request.folder) / f"job.{ENDINGS[profile.scheduler]}")
 
 
 def _shared(request: Request, profile: Profile) -> dict[str, Value]:
-    """Return what both schedulers' templates ask for."""
+    """Return the values of the placeholders in both schedulers' templates."""
     environment = {**profile.environment, **request.environment}
     if profile.interface:
         environment.setdefault("NCCL_SOCKET_IFNAME", profile.interface)
@@ -76,7 +76,7 @@ def _shared(request: Request, profile: Profile) -> dict[str, Value]:
 
 
 def _cases(request: Request) -> tuple[Raw, ...]:
-    """Return a line of the shell for each task of an array: its settings."""
+    """Return one line of shell per task of an array, with its settings."""
     lines = []
     for number, settings in enumerate(request.sweep):
         words = join([word for text in settings for word in ("--set", text)])

@@ -1,4 +1,4 @@
-"""Hold what a user asks of the batch system, checked field by field at birth."""
+"""Job request of a user, with every field checked at construction."""
 
 from __future__ import annotations
 
@@ -12,19 +12,20 @@ from hpctrain.launch.fields import check, check_all, check_number, seconds
 
 Template = Literal["train", "benchmark", "array"]
 TEMPLATES: tuple[Template, ...] = ("train", "benchmark", "array")
-LARGEST_ARRAY = 1001  # Slurm's own bound (MaxArraySize) where a site has not set another
+LARGEST_ARRAY = 1001  # Slurm's default bound (MaxArraySize) if a site has not set another
 PROGRAM = ".py"
 FOLDER = "HPCTRAIN_FOLDER"  # tells a program which folder the script watches
-EARLY = 60  # seconds that Slurm's signal may come before its time
+EARLY = 60  # seconds by which Slurm's signal may be early
 
 
 @dataclass(frozen=True)
 class Request:
-    """Say what to run, on what, and for how long; empty and 0 leave it to the profile and the site."""
+    """Program, resources and time of a job; empty fields and 0 are filled in by the profile and the site."""
 
-    # The run's settings, or a program of the user's own (.py), as a path from where the job is submitted.
+    # The run's settings, or the user's own program (.py), as a path relative to the folder of
+    # submission.
     config: str
-    # The run's folder: output, count of starts and checkpoints stand there.
+    # The run's folder, with output, start counter and checkpoints.
     folder: str
     # Walltime, as hours:minutes:seconds or days-hours:minutes:seconds.
     time: str
@@ -35,37 +36,37 @@ class Request:
     gpus_per_node: int = 0
     cpus_per_rank: int = 1
     account: str = ""
-    # Slurm's partition, PBS's queue.
+    # Partition (Slurm) or queue (PBS).
     partition: str = ""
     qos: str = ""
     reservation: str = ""
     constraint: str = ""
-    # Nodes to leave out (Slurm).
+    # Nodes to exclude (Slurm).
     exclude: str = ""
-    # Of each node.
+    # Memory per node.
     memory: str = ""
-    # The image of a container; none: no container, whatever the profile says.
+    # Container image; "none": no container, whatever the profile says.
     container: str = ""
     # A virtual environment to activate.
     venv: str = ""
     modules: tuple[str, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
-    # What --set changes in the config.
+    # Changes of the config by --set.
     settings: tuple[str, ...] = ()
-    # What a program of the user's own is called with.
+    # Arguments of the user's own program.
     words: tuple[str, ...] = ()
-    # One list of settings for each task of an array.
+    # One list of settings per task of an array.
     sweep: tuple[tuple[str, ...], ...] = ()
-    # Tasks of an array that may run at a time; 0: all.
+    # Maximum number of concurrent tasks of an array; 0: all.
     at_once: int = 0
     # More directives, such as --mail-type=END.
     directives: tuple[str, ...] = ()
     # Seconds before the end at which the run is told to save.
     margin: int = 300
-    # How often the job may come back in all, and how often in a row without a new checkpoint.
+    # Maximum number of requeues in total, and in a row without a new checkpoint.
     restarts: int = 20
     retries: int = 2
-    # Seconds for which nodes are measured before each start; 0: not at all.
+    # Seconds of node measurements before each start; 0: none.
     preflight: int = 0
 
     def __post_init__(self) -> None:
@@ -124,7 +125,7 @@ class Request:
 
     @property
     def is_program(self) -> bool:
-        """Tell whether the job runs a program of the user's own."""
+        """Return whether the job runs the user's own program."""
         return self.config.endswith(PROGRAM)
 
     @property
@@ -169,7 +170,7 @@ _NUMBERS = {
 
 
 def run_folder(tree: Mapping[str, Any], config: str) -> str:
-    """Return the folder of the run that a config describes: what it names, else ``runs/`` and the file's name."""
+    """Return the run's folder from a config: ``run.folder``, else ``runs/`` and the file's name."""
     run = tree.get("run", {})
     folder = run.get("folder") if isinstance(run, Mapping) else None
     return check("setting run.folder", folder or f"runs/{PurePosixPath(config).stem}", "path")

@@ -1,4 +1,4 @@
-"""Say in Slurm's words what a job asks for (sbatch(1))."""
+"""Values of the Slurm templates for a job request (sbatch(1))."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hpctrain.launch.template import Value
 
 
 def places(request: Request, profile: Profile) -> dict[str, Value]:
-    """Return the values of the places that only Slurm's templates have."""
+    """Return the values of the placeholders that only Slurm templates have."""
     ending = "%A_%a" if request.sweep else "%j"
     return {
         "time": clock(request.walltime),
@@ -19,7 +19,8 @@ def places(request: Request, profile: Profile) -> dict[str, Value]:
         "exclude": request.exclude or None,
         "memory": request.memory or None,
         "gpus": _gpus(request, profile),
-        # To the steps where srun has made one; to the script, which passes it on, where mpirun or mpiexec runs in it.
+        # With srun the signal goes to the job steps; with mpirun or mpiexec it goes to the script
+        # (B:), which forwards it.
         "signal": f"{'' if profile.launcher == 'srun' else 'B:'}USR1@{request.margin}",
         "array": _array(request) if request.sweep else None,
         "output": f"{request.folder}/%x-{ending}.out",

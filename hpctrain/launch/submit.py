@@ -1,6 +1,6 @@
-"""Submit a script: write it into the run's folder, run sbatch or qsub, and write down the job's id.
+"""Submission of a script: write it into the run's folder, run sbatch or qsub, and record the job id.
 
-The one place of this package where something is run.
+This is the only module of the package that runs commands.
 """
 
 from __future__ import annotations
@@ -30,8 +30,9 @@ NAME = "jobs.json"
 TIMEOUT = 120.0  # seconds that a busy scheduler may take to answer
 LARGEST = 2**26  # bytes of a history
 
-# Variables that change what sbatch and qsub read from a script, and those that say where the scheduler is. What a
-# script tells its own run is of no other job: with the chain of another one it would take over that one's lock.
+# Variables that change how sbatch and qsub interpret a script, and variables that a script sets for
+# its own run. The latter must not reach another job: with the chain of another job it would take
+# over that job's lock. Variables that locate the scheduler are kept (``_PLACES``).
 _OVERRIDES = (
     *("SBATCH_", "SLURM_", "PBS_", "HPCTRAIN_CHAIN", "HPCTRAIN_START", "HPCTRAIN_TASK", "HPCTRAIN_DEADLINE"),
     "HPCTRAIN_ASKED_BY",
@@ -45,7 +46,7 @@ _TOLD = re.compile(rf"({_ID.pattern})(?:;[\w.-]+)?", re.ASCII)
 
 @dataclass(frozen=True)
 class Submitted:
-    """Say what has been submitted: the job's id, the script, and the variables that were kept from the scheduler."""
+    """Submitted job: its id, its script, and the variables that were removed from the scheduler's environment."""
 
     job_id: str
     script: Path
@@ -61,11 +62,11 @@ def submit(
     environ: Mapping[str, str] = os.environ,
     tell: Callable[[Submitted], object] = lambda done: None,
 ) -> Submitted:
-    """Submit a script for the run in this folder; raise ``LaunchError`` if the scheduler does not take it.
+    """Submit a script for the run in this folder; raises ``LaunchError`` if the scheduler rejects it.
 
-    ``after`` is the id of a job that must have ended before, in whatever way; it is looked up before anything is
-    written, and raises ``UsageError`` if the scheduler cannot wait for it. ``tell`` is called as soon as the job has an
-    id, before that is noted in the run's folder.
+    ``after`` is the id of a job that must end first, with any result. It is looked up before any
+    file is written; raises ``UsageError`` if the scheduler cannot wait for it. ``tell`` is called
+    as soon as the job has an id, before the id is recorded in the run's folder.
     """
     _check_history(Path(folder) / NAME)
     environment, removed = clean(environ)
@@ -74,7 +75,7 @@ def submit(
     command = [*_COMMANDS[scheduler], *waits, str(path)]
     job_id = _run(command, environment)
     done = Submitted(job_id, path, removed)
-    tell(done)  # first: the job exists from here on, whatever becomes of its record
+    tell(done)  # first: the job exists from here on, even if recording it fails
     facts = {"job_id": job_id, "scheduler": scheduler, "command": command, "environment_removed": list(removed)}
     try:
         record(Path(folder), facts)
@@ -86,9 +87,9 @@ def submit(
 
 
 def clean(environ: Mapping[str, str]) -> tuple[dict[str, str], tuple[str, ...]]:
-    """Return the environment without what would override a script's lines, and the names of what was left out.
+    """Return the environment without variables that would override a script's lines, and the names of those removed.
 
-    What an outer job has set is left out, too: the new one must not take its size for its own.
+    Variables of an enclosing job are removed, too, as the new job must not inherit its size.
     """
     kept = without_launcher(environ)
     kept = {name: value for name, value in kept.items() if not name.startswith(_OVERRIDES)}
@@ -97,7 +98,7 @@ def clean(environ: Mapping[str, str]) -> tuple[dict[str, str], tuple[str, ...]]:
 
 
 def write(script: str, folder: Path, scheduler: str) -> Path:
-    """Write a script into the run's folder, whole or not at all: a job that runs may be reading the one before."""
+    """Write a script into the run's folder atomically, as a running job may be reading the previous one."""
     path = folder / f"job.{ENDINGS[scheduler]}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -108,10 +109,10 @@ def write(script: str, folder: Path, scheduler: str) -> Path:
 
 
 def record(folder: Path, facts: Mapping[str, Any]) -> None:
-    """Append a submission to the history in the run's folder, a JSON object per line; raises ``OSError``.
+    """Append a submission to the history in the run's folder, one JSON object per line; raises ``OSError``.
 
-    Submissions at the same time append, so that none overwrites another. A damaged history is moved aside, and named in
-    a warning.
+    Concurrent submissions append, so that they do not overwrite each other. A damaged history is
+    moved aside, and a warning names it.
     """
     path = folder / NAME
     entry = {**facts, "submitted": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}
@@ -130,19 +131,19 @@ def record(folder: Path, facts: Mapping[str, Any]) -> None:
 
 
 def _open_alone(path: Path) -> int:
-    """Open the history to append to, locked until it is closed; raises ``OSError``."""
+    """Open the history for appending, locked until it is closed; raises ``OSError``."""
     while True:
         handle = atomic.open_growing(path)
-        with suppress(OSError):  # some filesystems lack locks: then lines are still appended whole
+        with suppress(OSError):  # some filesystems lack locks; lines are still appended whole
             fcntl.flock(handle, fcntl.LOCK_EX)
         with suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(handle), os.stat(path)):
                 return handle
-        os.close(handle)  # another submission has moved a damaged one aside meanwhile
+        os.close(handle)  # another submission has moved a damaged history aside
 
 
 def history(folder: str | Path) -> list[dict[str, Any]]:
-    """Return what was submitted for the run in this folder, oldest first; empty if nothing was.
+    """Return the submissions for the run in this folder, oldest first; empty if there are none.
 
     Raises ``UsageError`` if the history is damaged or cannot be read.
     """
@@ -159,7 +160,7 @@ def history(folder: str | Path) -> list[dict[str, Any]]:
 
 
 def _entries(text: str) -> list[dict[str, Any]] | None:
-    """Return the objects of a history, those of a list that an earlier version wrote, too; None if it is damaged."""
+    """Return the objects of a history (also in the list format of an earlier version); None if it is damaged."""
     decoder, at, found = json.JSONDecoder(), 0, []
     text = text.strip()
     while at < len(text):
@@ -174,7 +175,7 @@ def _entries(text: str) -> list[dict[str, Any]] | None:
 
 
 def _check_history(path: Path) -> None:
-    """Raise ``UsageError`` if the history cannot grow: better before a job is submitted than after."""
+    """Raise ``UsageError`` if the history cannot be appended to, before a job is submitted."""
     if path.is_symlink() or path.exists() and not path.is_file():
         raise UsageError(f"cannot note a job in {path}: it must be a regular file and no link; move it away")
 
@@ -186,7 +187,7 @@ def _after(scheduler: str, job_id: str) -> list[str]:
 
 
 def _run(command: list[str], environment: dict[str, str]) -> str:
-    """Run the scheduler's command, words as they are and no shell; return the job's id."""
+    """Run the scheduler's command without a shell; return the job's id."""
     try:
         done = subprocess.run(
             command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=TIMEOUT

@@ -1,4 +1,4 @@
-"""Make the tasks of a job array: every combination of the values that are to be tried."""
+"""Tasks of a job array: every combination of the values to try."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hpctrain.settings import to_toml
 
 
 def combine(sweeps: Sequence[str]) -> tuple[tuple[str, ...], ...]:
-    """Return the settings of each task, of texts such as ``train.seed=1,2,3``; the last one changes fastest."""
+    """Return the settings of each task, from texts such as ``train.seed=1,2,3``; the last one changes fastest."""
     if not sweeps:
         return ()
     lists = [_settings(text) for text in sweeps]
@@ -30,7 +30,7 @@ def _settings(text: str) -> list[str]:
 
 
 def _values(text: str) -> list[str]:
-    """Return the values of a list: TOML where it is such, or else texts between commas."""
+    """Return the values of a list: as TOML if it parses, else as texts between commas."""
     try:
         found: list[Any] = tomllib.loads(f"v = [{text}]")["v"]
     except tomllib.TOMLDecodeError:

@@ -1,9 +1,9 @@
-"""Fill in the templates of ``jobs/``: scripts with places such as ``@nodes@``, to be filled in by us or by hand.
+"""Templates of ``jobs/``: scripts with placeholders such as ``@nodes@``, filled in by this module or by hand.
 
-* A line whose place has no value (None) is left out, so that a template shows every directive that there is.
-* A line whose place has several values (a tuple) comes once for each.
-* In a comment, which is where directives stand, a value stands as it is; elsewhere it is quoted for the shell.
-* Lines that begin with ``#%`` are for those who read the template.
+* A line whose placeholder has no value (None) is omitted, so that a template can show every available directive.
+* A line whose placeholder has several values (a tuple) is repeated for each value.
+* In a comment, such as a directive, a value is inserted unchanged; elsewhere it is quoted for the shell.
+* Lines that begin with ``#%`` are comments for readers of the template, and are omitted.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _PLACE = re.compile(r"@([a-z_]+)@")
 
 
 class Raw(str):
-    """Be a piece of shell that this package has written itself, to stand unquoted."""
+    """Shell code written by this package, which is inserted unquoted."""
 
 
 # One value, several lines (tuple), or the words of one command (list).
@@ -44,7 +44,8 @@ def fill(
 ) -> str:
     """Return the script that a template becomes with these values.
 
-    A template in another language says how its lines for the reader begin (``aside``), and how a value is written.
+    For a template in another language, ``aside`` is the prefix of its reader comments, and
+    ``write`` formats a value.
     """
     lines: list[str] = []
     for line in template.splitlines():
@@ -67,25 +68,26 @@ def _fill_line(line: str, values: Mapping[str, Value], write: Callable[[Value], 
 
 
 def _replaced(line: str, values: Mapping[str, Value], write: Callable[[Value], str]) -> str:
-    """Put each value at its place, in one pass: what looks like a place within a value stays as it is."""
+    """Insert all values in one pass, so that a placeholder within a value stays unchanged."""
     return _PLACE.sub(lambda match: write(values[match[1]]), line)
 
 
 def _as_is(value: Value) -> str:
     text = str(value)
-    # What comes here has passed its field's check; a character that ends a comment must not pass in any case.
+    # The value has passed its field's check; this repeats that it contains no character that ends a
+    # comment.
     if not text.isprintable():
         raise ValueError(f"cannot stand in a comment: {text!r}")
     return text
 
 
 def quoted(value: Value) -> str:
-    """Return a value as the shell reads it: one word, or the words of a command."""
+    """Return a value quoted for the shell: one word, or the words of a command."""
     if isinstance(value, (list, tuple)):
         return join(value)
     return value if isinstance(value, Raw) else shlex.quote(str(value))
 
 
 def join(words: Sequence[str]) -> str:
-    """Return a command as the shell reads it."""
+    """Return a command quoted for the shell."""
     return " ".join(word if isinstance(word, Raw) else shlex.quote(word) for word in words)

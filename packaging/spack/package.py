@@ -1,16 +1,16 @@
 # Copyright hpctrain contributors. See LICENSE for details.
 #
 # SPDX-License-Identifier: BSD-3-Clause
-"""hpctrain for Spack 1.0 and newer, as a package of a repository of your own.
+"""hpctrain for Spack 1.0 and newer, as a package of the user's own repository.
 
     spack repo create ~/spack-hpctrain hpctrain         # says where packages go: a folder spack_repo/hpctrain/packages
     mkdir -p .../packages/py_hpctrain && cp packaging/spack/package.py .../packages/py_hpctrain/
     git archive --prefix=hpctrain-0.1.0/ -o hpctrain-0.1.0.tar.gz HEAD
     spack install --no-checksum py-hpctrain             # in the folder where that file is
 
-Tried: it is Python, and says what setup.cfg says; the names of packages and of directives are those of Spack's own
-packages. Not tried: Spack itself. Its packages may end with an older py-torch or py-isal than hpctrain takes; spack
-concretizes nothing then, and says which.
+Tested: the file is valid Python and agrees with setup.cfg; the names of packages and of directives
+are those of Spack's own packages. Not tested: Spack itself. Its packages may offer only an older
+py-torch or py-isal than hpctrain requires; spack then fails to concretize, and names the package.
 """
 
 import os
@@ -22,7 +22,7 @@ from spack_repo.builtin.build_systems.python import PythonPackage
 class PyHpctrain(PythonPackage):
     """MPI-native training of PyTorch models in batch jobs on clusters."""
 
-    # Not in an index of packages: the tarball is taken from the folder where spack is called.
+    # Not in a package index: the tarball is taken from the folder where spack is called.
     manual_download = True
     url = f"file://{os.getcwd()}/hpctrain-0.1.0.tar.gz"
 

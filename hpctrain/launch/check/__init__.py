@@ -1,7 +1,8 @@
-"""Check the directives of a job script as strictly as their manuals are written.
+"""Strict checks of the directives of a job script, as defined by their manuals.
 
-A scheduler passes over what it does not take for a directive, and a job then runs on one core, or without an end: so
-what looks like a directive and is none is an error here, too.
+A scheduler ignores a line that it does not recognize as a directive; the job then runs on one core,
+or without a time limit. Therefore a line that looks like a directive, but is not one, is an error
+here.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ _CHECKS = {"slurm": slurm.check, "pbs": pbs.check}
 
 
 def problems(script: str) -> list[str]:
-    """Return what is wrong with the directives of a script, in the order of its lines; empty where nothing is."""
+    """Return the errors in the directives of a script, in the order of its lines; empty if there are none."""
     found = {marker: read(script, marker) for marker in ("SBATCH", "PBS")}
     if not any(lines.directives for lines in found.values()):
         raise UsageError("the script has no directive: its lines begin with #SBATCH (Slurm) or #PBS (PBS)")

@@ -1,4 +1,4 @@
-"""Find the directives of a script, and the lines that only look like one."""
+"""Parser of a script's directives, and of lines that only look like directives."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import re
 import shlex
 from dataclasses import dataclass, field
 
-Message = tuple[int, str]  # line and text
+Message = tuple[int, str]  # line number and text
 
 
 @dataclass(frozen=True)
 class Directive:
-    """Hold one line of directives: its number, and its words."""
+    """Line of directives: its number and its words."""
 
     line: int
     words: tuple[str, ...]
@@ -19,17 +19,17 @@ class Directive:
 
 @dataclass
 class Lines:
-    """Hold the directives of one scheduler, and messages about lines that the scheduler will pass over."""
+    """Directives of one scheduler, and messages about lines that the scheduler will ignore."""
 
     directives: list[Directive] = field(default_factory=list)
     strays: list[Message] = field(default_factory=list)
 
 
 def read(script: str, marker: str) -> Lines:
-    """Read the directives with this marker (SBATCH or PBS): they stand before the first command."""
+    """Return the directives with this marker (SBATCH or PBS), which must precede the first command."""
     found = Lines()
     command = 0
-    # Not splitlines(): to a scheduler only a line feed ends a line.
+    # Not splitlines(): for a scheduler only a line feed ends a line.
     for number, line in enumerate(script.split("\n"), 1):
         if line.startswith(f"#{marker}") and line[len(marker) + 1 : len(marker) + 2] in ("", " ", "\t"):
             if command:
@@ -49,7 +49,8 @@ def _add(found: Lines, number: int, text: str, marker: str) -> None:
         found.strays.append((number, f"holds the character U+{ord(bad):04X}"))
         return
     try:
-        # sbatch knows comments after a directive; PBS takes them for arguments (its make_argv has none).
+        # sbatch allows comments after a directive; PBS takes them for arguments (its make_argv
+        # knows no comments).
         words = shlex.split(text, comments=marker == "SBATCH")
     except ValueError:
         found.strays.append((number, "a quotation mark without its partner"))

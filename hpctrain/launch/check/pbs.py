@@ -1,4 +1,4 @@
-"""Check ``#PBS`` lines, as qsub(1B) and pbs_resources(7B) of OpenPBS and PBS Professional have them."""
+"""Checks of ``#PBS`` lines, by qsub(1B) and pbs_resources(7B) of OpenPBS and PBS Professional."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from hpctrain.launch.check.lines import Directive, Message
 _NAME = r"[\w.+@/-]+"
 _VALUE = r"[\w.,+@/:=^-]+"
 
-# The letters of options, what their values look like, and how to say it; None: takes no value.
+# By option letter: the pattern of its value, and a description of it; None: the option takes no
+# value.
 _OPTIONS: dict[str, tuple[str, str] | None] = {
     "a": (r"([0-9]{2}){4,6}(\.[0-9]{2})?", "a date, as in 12312359"),
     "A": (r"\S+", "an account"),
@@ -40,7 +41,7 @@ _OPTIONS: dict[str, tuple[str, str] | None] = {
     "X": None,
     "z": None,
 }
-_LONGEST_NAME = 230  # characters: what OpenPBS takes
+_LONGEST_NAME = 230  # characters: the limit of OpenPBS
 # Resources that belong to a chunk of select, and those of the whole job.
 _CHUNK = {"ncpus", "mpiprocs", "ompthreads", "mem", "vmem", "naccelerators", "ngpus", "host", "vnode", "arch"}
 _TIMES = {"walltime", "cput", "pcput", "min_walltime", "max_walltime"}
@@ -52,7 +53,7 @@ _SIZES = {"mem", "vmem"}
 
 
 def check(directives: Sequence[Directive]) -> list[Message]:
-    """Return what qsub would refuse, or would understand in another way than it is meant."""
+    """Return messages on directives that qsub would reject or misinterpret."""
     messages: list[Message] = []
     seen: dict[str, int] = {}
     resources: dict[str, int] = {}
@@ -75,7 +76,7 @@ def check(directives: Sequence[Directive]) -> list[Message]:
 
 
 def _options(directive: Directive) -> list[tuple[str, str, str]]:
-    """Return letter, value and what is wrong of every option of a line."""
+    """Return the letter, the value and the error (else empty) of every option of a line."""
     found = []
     words = list(directive.words)
     while words:
@@ -100,7 +101,7 @@ def _options(directive: Directive) -> list[tuple[str, str, str]]:
 
 
 def _resources(text: str, seen: dict[str, int], line: int) -> list[str]:
-    """Return what is wrong with one ``-l``: resources of the job with commas between them, chunks within select."""
+    """Return the errors of one ``-l``: job-wide resources separated by commas, with chunks within select."""
     messages = []
     for part in text.split(","):
         name, equals, value = part.partition("=")
@@ -125,7 +126,7 @@ def _resource(name: str, value: str) -> list[str]:
 
 
 def _chunk(chunk: str) -> list[str]:
-    """Return what is wrong with a chunk: a count, then resources, with colons between them."""
+    """Return the errors of a chunk: a count and resources, separated by colons."""
     parts = chunk.split(":")
     if re.fullmatch(r"[1-9][0-9]*", parts[0]):
         parts = parts[1:]

@@ -1,4 +1,4 @@
-"""Check ``#SBATCH`` lines, as sbatch(1) of Slurm 22.05 to 24.11 has them."""
+"""Checks of ``#SBATCH`` lines, by sbatch(1) of Slurm 22.05 to 24.11."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hpctrain.launch.check.lines import Directive, Message
 
 _MAILS = "NONE|BEGIN|END|FAIL|REQUEUE|ALL|INVALID_DEPEND|STAGE_OUT|TIME_LIMIT(_90|_80|_50)?|ARRAY_TASKS"
 
-# What the values of options look like, and how to say it.
+# Grammars of option values: a pattern, and a description of it.
 _GRAMMARS = {
     "text": (r".+", "text"),
     "number": (r"[0-9]+", "a number"),
@@ -51,7 +51,8 @@ _GRAMMARS = {
     ),
 }
 
-# Option, its letter (-: none), and the grammar of its value: a question mark for a value that may be left out.
+# Option, its letter (-: none), and the grammar of its value; a question mark marks an optional
+# value.
 _OPTIONS = """
 account A name; acctg-freq - text; array a array; batch - text; bb - text; bbf - path; begin b text; chdir D path;
 cluster-constraint - text; clusters M names; comment - text; constraint C text; container - path; container-id - name;
@@ -72,7 +73,7 @@ tres-bind - text; tres-per-task - text; uid - name; use-min-nodes; verbose v; wa
 wckey - text
 """
 
-# Options of which a script may name one at most.
+# Groups of mutually exclusive options.
 _EITHER = (
     ("mem", "mem-per-cpu", "mem-per-gpu"),
     ("requeue", "no-requeue"),
@@ -87,7 +88,7 @@ _COUNTS = ("ntasks", "ntasks-per-node", "gpus", "ntasks-per-gpu")
 @dataclass(frozen=True)
 class _Option:
     name: str
-    grammar: str | None  # None: takes no value
+    grammar: str | None  # None: the option takes no value
     optional: bool
 
 
@@ -107,7 +108,7 @@ _TABLE = _table()
 
 
 def check(directives: Sequence[Directive]) -> list[Message]:
-    """Return what sbatch would refuse, or would understand in another way than it is meant."""
+    """Return messages on directives that sbatch would reject or misinterpret."""
     messages: list[Message] = []
     seen: dict[str, int] = {}
     for directive in directives:
@@ -122,7 +123,7 @@ def check(directives: Sequence[Directive]) -> list[Message]:
 
 
 def _options(directive: Directive, messages: list[Message]) -> Iterator[tuple[str, str | None]]:
-    """Yield the options of a line, and their values; note what is none."""
+    """Yield the options of a line, and their values; append a message for words that are no options."""
     words = list(directive.words)
     while words:
         word = words.pop(0)
