@@ -1,16 +1,18 @@
-"""Race the asynchronous family against synchronous training: how soon each comes to the same accuracy.
+"""Time to accuracy of the asynchronous strategies, compared with synchronous training.
 
     make -C benchmarks asynchronous NP=2
     make -C benchmarks asynchronous NP=4 NODES=2
 
-A convnet on scikit-learn's digits, and a byte-level GPT on source code, one thread a rank. In one run, on the same
-ranks, data and first weights: ddp; EASGD synchronous, with a period of 4, asynchronous, and by turns; local SGD; the
-parameter server without lock and with; Hogwild. ddp trains on a fixed number of samples, and its best evaluation is the
-mark; every other member may have twice as many to come within one point of it. Members take turns, a segment each, and
-are evaluated after each segment, the clock stopped.
+A convnet on scikit-learn's digits, and a byte-level GPT on source code, with one thread per rank.
+In one run, on the same ranks, data and first weights: ddp; EASGD synchronous, with a period of 4,
+asynchronous, and by turns; local SGD; the parameter server without lock and with; Hogwild. ddp
+trains on a fixed number of samples, and its best evaluation is the mark. Every other member may use
+twice as many samples to come within one point of the mark. Members are interleaved, one segment
+each, and are evaluated after each segment with the clock stopped.
 
-Then steps of all members are timed in turns, and beside them those of workers that never talk: what is longer is what
-exchanging costs. And one worker of the server, and of Hogwild, is compared with all of them, in turns.
+Then steps of all members are timed, interleaved with steps of workers that do not communicate; the
+difference is the cost of the exchange. Finally, one worker of the server, and of Hogwild, is
+compared with all workers, interleaved.
 """
 
 from __future__ import annotations
@@ -52,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Return the options, checked: ``names`` are the members that take part."""
+    """Return the checked options; ``names`` are the members that take part."""
     raw = argparse.RawDescriptionHelpFormatter
     parser = Parser(prog="asynchronous.py", description=__doc__, formatter_class=raw)
     parser.add_argument("--task", default=",".join(TASKS), help="what to train (default: %(default)s)")
@@ -88,14 +90,14 @@ def _check(what: str, names: Sequence[str], known: Sequence[str]) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Measure everybody on the ranks of the job."""
+    """Measure all members on the ranks of the job."""
     job = hpctrain.init(device="cpu")
     if job.size < 2:
         message = "one worker has nobody to exchange with: make -C benchmarks asynchronous starts two"
         raise UsageError(message, everywhere=True)
     torch.set_num_threads(1)
     gc.collect()
-    gc.freeze()  # what was imported stays, so looking for what goes, before each turn, is quick
+    gc.freeze()  # freeze imported objects, so that the collection before each turn is fast
     tasks = {name: measure(job, _task(name, args), args) for name in args.task}
     if job.rank == 0:
         content = {
@@ -117,7 +119,7 @@ def _task(name: str, args: argparse.Namespace) -> Task:
 
 
 def measure(job: Job, task: Task, args: argparse.Namespace) -> dict[str, Any]:
-    """Return what was measured of a task, as plain values; a call by all ranks."""
+    """Return the measurements of a task as plain values. Collective."""
     found: dict[str, Any] = {"task": task_of(task)}
     if "race" in args.parts:
         _say(job, f"racing {len(args.names)} members on {task.name} ...")
@@ -142,7 +144,7 @@ def _say(job: Job, text: str) -> None:
 
 
 def report(content: dict[str, Any], args: argparse.Namespace) -> None:
-    """Print, write and draw a result."""
+    """Print, write and plot a result."""
     words = [content["benchmark"], *(args.task if len(args.task) < len(TASKS) else [])]
     words += [f"nodes{content['nodes']}"] if content["nodes"] > 1 else []
     name = f"{'-'.join(words)}-np{content['ranks']}-{mpi_slug()}"

@@ -1,4 +1,4 @@
-"""Let a training job live through kills at random moments, and look after each at what is left of it."""
+"""Training job that is killed at random moments, with a check of its files after each kill."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from hpctrain.checkpoint.file.reader import verify_file
 from hpctrain.errors import CheckpointError
 
 FORMS: dict[str, tuple[str, ...]] = {"foreground": (), "background": ("checkpoint.background=true",)}  # settings
-GRACE = 10.0  # seconds in which a job that lost a process must be gone
-PATIENCE = 60.0  # seconds that a job may take to begin, or to save
-LIFE = 1.5  # seconds of training that a job has at most before it is hit
-EXTRA = 5  # steps from the last hit to the end of the run
-ALIKE = ("/model", "/optimizer", "/train", "/rng")  # what must equal the undisturbed run's
+GRACE = 10.0  # seconds within which a job that lost a process must have ended
+PATIENCE = 60.0  # seconds that a job may take to start, or to save
+LIFE = 1.5  # maximum seconds of training before a job is killed
+EXTRA = 5  # steps from the last kill to the end of the run
+ALIKE = ("/model", "/optimizer", "/train", "/rng")  # groups that must equal those of the undisturbed run
 
 
 class Violation(Exception):
-    """Something happened that must not."""
+    """Violation of a guarantee."""
 
 
 @dataclass(frozen=True)
 class Moment:
-    """Say whom to kill and when: ``life`` seconds into the steps, ``delay`` seconds after a phase has begun."""
+    """Planned kill: its target and time, ``life`` seconds into the steps, ``delay`` seconds after a phase begins."""
 
     target: str
     phase: str
@@ -42,7 +42,7 @@ class Moment:
 
 @dataclass(frozen=True)
 class Hit:
-    """Hold what was hit, and how long the rest took to be gone (``None``: the job went on)."""
+    """Target of a kill, and the seconds until the rest of the job had ended (``None``: the job continued)."""
 
     target: str
     phase: str
@@ -50,7 +50,7 @@ class Hit:
 
 
 def draw_moment(draw: random.Random, form: str) -> Moment:
-    """Draw a moment; the biased coin is for moments inside a save."""
+    """Draw a kill; the weights favour moments inside a save."""
     phase, delay = draw.choices(
         [("save", 0.1), ("step", 0.1), ("resume", 0.4), ("start", 3.0)], weights=[60, 20, 10, 10]
     )[0]
@@ -61,7 +61,7 @@ def draw_moment(draw: random.Random, form: str) -> Moment:
 
 
 class Life:
-    """Be one run from its first start to its end, through all kills."""
+    """One run from its first start to its end, through all kills."""
 
     def __init__(self, folder: Path, form: str, seed: int) -> None:
         self.folder, self.form = folder, form
@@ -71,18 +71,18 @@ class Life:
         self.hits: list[Hit] = []
 
     def newest(self) -> int:
-        """Return the step of the newest checkpoint, 0 where there is none."""
+        """Return the step of the newest checkpoint, or 0."""
         return max((_step(path) for path in Watch(self.run).committed()), default=0)
 
     def be_killed(self) -> None:
-        """Start the job, kill it at a random moment, and look at what is left."""
+        """Start the job, kill it at a random moment, and check its files."""
         moment, newest, watch = draw_moment(self.draw, self.form), self.newest(), Watch(self.run)
         job = self.start("train.steps=1000000")
         try:
             self._wait(moment, watch, job)
             before, phase = watch.committed(), watch.phase()
             target = moment.target if job.kill(moment.target) else "all"
-            if target == "all":  # no writer there just now
+            if target == "all":  # there is no writer process at the moment
                 job.kill("all")
             seconds = self._see_it_end(target, job, watch, before)
         finally:
@@ -91,7 +91,7 @@ class Life:
         self._check(watch, before, newest)
 
     def start(self, *words: str) -> Job:
-        """Start the job, or go on with it."""
+        """Start or continue the job."""
         return Job(self.folder, [f"run.folder={self.run.name}", *self.words, *words])
 
     def finish(self) -> int:
@@ -101,7 +101,7 @@ class Life:
         return steps
 
     def compare(self, steps: int) -> None:
-        """Train as many steps with nobody disturbing, and compare."""
+        """Train for the same number of steps without kills, and compare."""
         words = [f"train.steps={steps}", f"checkpoint.every={steps}", "run.folder=straight"]
         self._complete(Job(self.folder, words), PATIENCE + 0.5 * steps)
         folders = [self.run, self.folder / "straight"]
@@ -115,7 +115,7 @@ class Life:
         shutil.rmtree(folders[1])
 
     def _wait(self, moment: Moment, watch: Watch, job: Job) -> None:
-        """Return at the moment; a job that ends before by itself has failed."""
+        """Wait until the moment of the kill; raise ``Violation`` if the job ends by itself before."""
         came = moment.phase == "start" or watch.until(lambda phase: phase != "start", job, PATIENCE)
         if moment.phase in ("step", "save"):
             came = came and watch.until(lambda phase: watch.begun() is not None, job, PATIENCE)
@@ -128,7 +128,7 @@ class Life:
             raise Violation(f"the job {state} with nobody killing it:\n{job.said()}")
 
     def _see_it_end(self, target: str, job: Job, watch: Watch, before: Sequence[Path]) -> float | None:
-        """Return how long the job took to be gone; one that only lost its writer may also go on saving."""
+        """Return the seconds until the job has ended; a job that only lost its writer may also continue to save."""
 
         def saves_again() -> bool:
             return target == "writer" and len(set(watch.committed()) - set(before)) > 1
@@ -140,7 +140,7 @@ class Life:
         return seconds
 
     def _check(self, watch: Watch, before: Sequence[Path], newest: int) -> None:
-        """Raise unless all checkpoints are sound, none was lost, and the job had gone on from the newest."""
+        """Raise unless all checkpoints are valid, none was lost, and the job had continued from the newest."""
         begun, after = watch.begun(), watch.committed()
         if begun not in (None, newest + 1):
             raise Violation(f"the newest checkpoint was of step {newest}, the job began with step {begun}")

@@ -1,11 +1,13 @@
-"""Time saving and loading of a checkpoint: hpctrain, plain writes and reads, torch.save, torch.distributed.checkpoint.
+"""Time of saving and loading a checkpoint: hpctrain, plain writes and reads, torch.save, torch.distributed.checkpoint.
 
     mpiexec -n 2 python benchmarks/checkpoint.py --size 512MiB
 
-A GPT with the moments of AdamW, float32, replicated on all ranks: so many bytes, the same for everybody. The candidates
-take turns. A turn begins with the old file deleted and the disk quiet; the clock runs from a barrier until each rank is
-done, everything flushed to the disk; then the values in the file are compared with those in memory, not timed. Reads
-find their file in the page cache. `make -C benchmarks checkpoint` also lets other numbers of ranks write, before.
+A GPT with the moments of AdamW, float32, replicated on all ranks; the number of bytes is the same
+for all candidates. The candidates are interleaved. A turn begins with the old file deleted and the
+disk idle. The clock runs from a barrier until each rank is done and all data is flushed to the
+disk. Then the values in the file are compared with those in memory, untimed. Reads find their file
+in the page cache. `make -C benchmarks checkpoint` first also writes files with other numbers of
+ranks.
 """
 
 from __future__ import annotations
@@ -49,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Return the options, checked."""
+    """Return the checked options."""
     raw = argparse.RawDescriptionHelpFormatter
     parser = Parser(prog="checkpoint.py", description=__doc__, formatter_class=raw)
     parser.add_argument("--size", default=SIZE, help="bytes of parameters and moments (default: %(default)s)")
@@ -97,7 +99,7 @@ def run(args: argparse.Namespace) -> None:
 
 @contextmanager
 def folder_of(job: Any, asked: Path | None) -> Iterator[Path]:
-    """Keep the folder that all ranks write into: the one asked for, or one beside the results that goes away."""
+    """Provide the folder that all ranks write into: the requested one, or a temporary one next to the results."""
     made = None
     if job.rank == 0 and asked is None:
         made = Path(tempfile.mkdtemp(prefix="checkpoint.tmp-", dir=RESULTS.parent))
@@ -112,7 +114,7 @@ def folder_of(job: Any, asked: Path | None) -> Iterator[Path]:
 
 
 def measure_parts(work: Work, args: argparse.Namespace) -> tuple[list[Row], dict[str, str]]:
-    """Measure saving, then loading of what was saved."""
+    """Measure saving, then loading of the saved files."""
     rows: list[Row] = []
     unable: dict[str, str] = {}
     if "write" in args.parts:
@@ -127,21 +129,21 @@ def measure_parts(work: Work, args: argparse.Namespace) -> tuple[list[Row], dict
 
 
 def measure_loops(work: Work, job: Any, args: argparse.Namespace) -> list[background.BackgroundRow]:
-    """Measure saving from within a training; it changes the values, so nothing is measured after it."""
+    """Measure saving during training; it changes the values, so it comes last."""
     announce(work, "training with saves of")
     ways = [each for each in (*ours.ways(work), *peers.ways(work)) if each.name not in args.without]
     return background.measure(work, job, ways, args.rounds)
 
 
 def writers(work: Work) -> Iterator[Candidate]:
-    """Yield everybody who saves."""
+    """Yield all candidates that save."""
     yield from yardsticks.writers(work)
     yield from ours.writers(work)
     yield from peers.writers(work)
 
 
 def readers(work: Work) -> Iterator[Candidate]:
-    """Yield everybody who loads; a file that is not there yet is written first."""
+    """Yield all candidates that load; a missing file is written first."""
     own = work.from_ranks(work.place.size)
     if not own.exists():
         ours.save(work, own)
@@ -151,17 +153,17 @@ def readers(work: Work) -> Iterator[Candidate]:
 
 
 def written_by(folder: Path) -> list[int]:
-    """Return by how many ranks the files in the folder were written."""
+    """Return the numbers of ranks that wrote the files in the folder."""
     return sorted(int(path.stem.removeprefix("from-")) for path in folder.glob("from-*.h5"))
 
 
 def chosen(candidates: Iterator[Candidate], without: Sequence[str]) -> list[Candidate]:
-    """Return the candidates but for those that were to be left out."""
+    """Return the candidates without the excluded ones."""
     return [each for each in candidates if each.name not in without]
 
 
 def announce(work: Work, what: str) -> None:
-    """Show that something goes on."""
+    """Print a progress line."""
     if work.place.rank == 0:
         print(f"{what} {size_text(work.nbytes)} ...", file=sys.stderr, flush=True)
 
@@ -173,7 +175,7 @@ def finish(
     loops: list[background.BackgroundRow],
     unable: dict[str, str],
 ) -> None:
-    """Print, write and draw a result."""
+    """Print, write and plot a result."""
     figures, filesystem = by_name(rows), filesystem_of(work.place.folder)
     found: list[Target] = [*targets(figures), *background_targets(loops), *kept.targets(args.results)]
     print(f"\ncheckpoint of {size_text(work.nbytes)}, {work.place.size} ranks, {filesystem}, {mpi_name()}\n")

@@ -1,11 +1,12 @@
-"""Time one operation over sizes: hpctrain, the MPI library itself and torch.distributed, in one run on the same ranks.
+"""Time of one operation over sizes: hpctrain, the MPI library and torch.distributed, in one run on the same ranks.
 
     mpiexec -n 2 python benchmarks/communication.py all_reduce --sizes 4,64K,1M,4M,25M,64M
 
-The candidates take turns. A repeat begins with a barrier and consists of as many calls as the size deserves; its figure
-is the mean of them, on the slowest rank. All results are compared with a reference before and after, outside of the
-timing. While timed, tensors hold zeros: their sum stays what it is however often it is taken, so that nothing overflows
-and nobody has to refill them, which would change what lies in the caches.
+The candidates are interleaved. A repeat begins with a barrier and consists of several calls,
+depending on the size; its figure is the mean of them, on the slowest rank. All results are compared
+with a reference before and after, untimed. During timing, tensors are zero: their sum stays zero
+after any number of calls, so that no value overflows. Tensors also need no refill, which would
+change the contents of the caches.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from hpctrain.errors import UsageError
 
 DTYPES = ("float32", "float64", "float16", "bfloat16", "int32", "int64")
 SIZES = "4,64K,1M,4M,25M,64M"
-OVERLAP_SIZES = "64K,1M,4M,25M"  # what is shorter than one piece of compute cannot hide behind it
+OVERLAP_SIZES = "64K,1M,4M,25M"  # shorter messages cannot overlap with one unit of compute
 ROUNDS = 40
 KNOWN = (OURS, f"{OURS} and an algorithm", OUTSIDE, *PEERS)
 
@@ -44,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Return the options, checked."""
+    """Return the checked options."""
     raw = argparse.RawDescriptionHelpFormatter
     parser = Parser(prog="communication.py", description=__doc__, formatter_class=raw)
     parser.add_argument("operation", choices=[*OPERATIONS, "overlap"])
@@ -82,7 +83,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def check_ranks(operation: str, ranks: int) -> None:
-    """Refuse numbers of ranks for which the operation means nothing."""
+    """Raise ``UsageError`` for numbers of ranks for which the operation is meaningless."""
     if operation == "pingpong" and ranks != 2:
         raise UsageError(f"pingpong is between 2 ranks, not {ranks}: set NP=2", everywhere=True)
     if ranks < 2:
@@ -94,7 +95,7 @@ def run_operation(place: Place, args: argparse.Namespace) -> None:
     operation = OPERATIONS[args.operation]
     rows: list[Row] = []
     unable: dict[str, str] = {}
-    for nbytes in reversed(args.sizes):  # the largest first: smaller ones use the beginning of its memory
+    for nbytes in reversed(args.sizes):  # the largest first: smaller sizes use the beginning of its memory
         announce(place, args.operation, nbytes)
         found, problems = measure_size(place, operation, nbytes, args.rounds, args.without)
         rows = found + rows
@@ -104,7 +105,7 @@ def run_operation(place: Place, args: argparse.Namespace) -> None:
 
 
 def run_overlap(place: Place, args: argparse.Namespace) -> None:
-    """Measure at every size how much of a reduction hides."""
+    """Measure at every size how much of a reduction overlaps."""
     rows: list[overlap.OverlapRow] = []
     unable: dict[str, str] = {}
     for nbytes in reversed(args.sizes):
@@ -121,19 +122,19 @@ def run_overlap(place: Place, args: argparse.Namespace) -> None:
 
 
 def heading(place: Place, args: argparse.Namespace) -> str:
-    """Return a line that says what was measured where."""
+    """Return a headline of the measurement and its setting."""
     where = f"{place.size} ranks on {place.comm.nodes} node{'s' if place.comm.nodes > 1 else ''}"
     return f"\n{args.operation}, {where}, {args.dtype}, {args.device}, {mpi_name()}\n"
 
 
 def announce(place: Place, operation: str, nbytes: int) -> None:
-    """Show that something goes on."""
+    """Print a progress line."""
     if place.rank == 0:
         print(f"{operation} {size_text(nbytes)} ...", file=sys.stderr, flush=True)
 
 
 def finish(place: Place, args: argparse.Namespace, rows: list[Row], unable: dict[str, str]) -> None:
-    """Print, write and draw a result."""
+    """Print, write and plot a result."""
     figures = by_size_and_name(rows)
     found = list(targets(args.operation, place.size, figures, ours.twin_name(place.dtype)))
     print(heading(place, args))
@@ -152,7 +153,7 @@ def finish(place: Place, args: argparse.Namespace, rows: list[Row], unable: dict
 
 
 def save(place: Place, args: argparse.Namespace, content: dict[str, Any]) -> None:
-    """Write a result and draw it."""
+    """Write and plot a result."""
     head = {
         "benchmark": args.operation,
         "ranks": place.size,

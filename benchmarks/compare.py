@@ -1,9 +1,10 @@
-"""Compare two results of the same benchmark, before and after a change or of two MPI libraries.
+"""Comparison of two results of the same benchmark, before and after a change or of two MPI libraries.
 
     python benchmarks/compare.py old.json new.json --tolerance 0.1
 
-Exit code 0: nothing of hpctrain's became slower by more than the tolerance; 1: something did; 2: the files cannot be
-compared. Results of two MPI libraries get no verdict: they show hpctrain against the faster library.
+Exit code 0: no figure of hpctrain became slower by more than the tolerance; 1: one did; 2: the
+files cannot be compared. Results of two MPI libraries are not judged: they show hpctrain against
+the faster library.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ TOLERANCE = 0.1
 
 @dataclass(frozen=True)
 class Result:
-    """Hold what two results must have in common, the library, and medians in seconds by (size, candidate)."""
+    """Benchmark result: the keys that must agree, the library, and medians in seconds by (size, candidate)."""
 
     path: Path
     same: dict[str, Any]
@@ -51,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Return the options, checked."""
+    """Return the checked options."""
     parser = Parser(prog="compare.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("old", type=Path)
     parser.add_argument("new", type=Path)
@@ -63,7 +64,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def load(path: Path) -> Result:
-    """Return a result file's medians; it is looked for here, and beside the other results."""
+    """Return a result file's medians; the path is also tried relative to the other results."""
     candidates = (path, RESULTS.parent / path, RESULTS / path)
     found = next((one for one in candidates if one.is_file()), None)
     if found is None:
@@ -80,7 +81,7 @@ def load(path: Path) -> Result:
 
 
 def check_same(old: Result, new: Result) -> None:
-    """Refuse results that measured different things."""
+    """Raise ``UsageError`` if the results measured different things."""
     other = [key for key in SAME if old.same[key] != new.same[key]]
     if other:
         what = "; ".join(f"{key} is {old.same[key]} in {old.path} and {new.same[key]} in {new.path}" for key in other)
@@ -90,7 +91,7 @@ def check_same(old: Result, new: Result) -> None:
 
 
 def compare(old: Result, new: Result, tolerance: float) -> int:
-    """Print times and ratios; return 1 where hpctrain became slower by more than the tolerance."""
+    """Print times and ratios; return 1 if hpctrain became slower by more than the tolerance."""
     print(f"old: {old.path} ({old.mpi})\nnew: {new.path} ({new.mpi})\n")
     judged = old.mpi.split()[0] == new.mpi.split()[0]
     keys = sorted((key for key in old.medians if key in new.medians), key=lambda key: key[0])
@@ -107,7 +108,7 @@ def compare(old: Result, new: Result, tolerance: float) -> int:
 
 
 def grown(old: Result, new: Result, key: tuple[int, str]) -> float:
-    """Return how many times as long the new one takes."""
+    """Return the new median relative to the old one."""
     return new.medians[key] / old.medians[key]
 
 
@@ -147,7 +148,7 @@ def print_better_library(old: Result, new: Result) -> None:
 
 
 def fastest(results: Sequence[Result], size: int, names: Sequence[str]) -> float | None:
-    """Return the shortest median of some candidates in several results."""
+    """Return the shortest median of the named candidates in several results."""
     found: list[Mapping[tuple[int, str], float]] = [result.medians for result in results]
     return min((medians[size, name] for medians in found for name in names if (size, name) in medians), default=None)
 

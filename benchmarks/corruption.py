@@ -1,9 +1,10 @@
-"""Damage checkpoints in every way a disk, a network or a person may, and count what a reader does not notice.
+"""Corruption test of checkpoints: damage by disk, network or user, with a count of undetected damage.
 
-Every single bit of a small checkpoint is flipped in turn; larger ones suffer mutations drawn at random: a flipped bit,
-a page of zeros, two pages swapped, bytes cut off or added, 0x0000 where 0xFFFF was and the other way round. Each time
-the whole file is read. It must be refused, naming the file and the tensor that was hit or that it is the structure.
-One damage that loads, misnames or crashes is exit code 1.
+Every single bit of a small checkpoint is flipped in turn. Larger ones get random mutations: a
+flipped bit, a zeroed page, two swapped pages, truncation or extension, 0x0000 where 0xFFFF was and
+vice versa. Each time the whole file is read. The reader must reject it, and name the file and the
+damaged tensor, or report damaged structure. A single damage that loads, is misreported or crashes
+the reader gives exit code 1.
 
     python benchmarks/corruption.py --mutations 10000 --jobs 2
 """
@@ -33,11 +34,11 @@ from hpctrain.checkpoint.file.source import Source
 from hpctrain.checkpoint.file.writer import write_file
 
 LARGER = (64 << 10, 1 << 20, 4 << 20)  # bytes of tensors of the larger files
-_CHUNK = 500  # mutations that a process gets at a time
+_CHUNK = 500  # mutations per task of a process
 
 
 def small(path: Path) -> Path:
-    """Write a checkpoint as small as they come that has every part: tensors, a scalar, an empty one, values, text."""
+    """Write a minimal checkpoint that has every part: tensors, a scalar, an empty one, values, text."""
     sources = [
         Source.of("/model/a.weight", np.arange(6, dtype="<f4").reshape(2, 3)),
         Source.of("/model/b", np.array(2.5, dtype="<f8")),
@@ -48,13 +49,13 @@ def small(path: Path) -> Path:
 
 
 def large(path: Path, nbytes: int, seed: int = 0) -> Path:
-    """Write a checkpoint of a model with moments, a curve and generators' states, of about so many bytes."""
+    """Write a checkpoint of a model with moments, a loss curve and RNG states, of about ``nbytes`` bytes."""
     draw = np.random.default_rng(seed)
     rows = max(1, nbytes // (3 * 4 * 64 * 6))
     sources = []
     for number in range(6):
         weight = draw.standard_normal((rows, 64), dtype="f4")
-        weight[: rows // 4] = 0  # stretches of zeros and of ones, as embeddings and masks have
+        weight[: rows // 4] = 0  # runs of zeros and of ones, as in embeddings and masks
         sources.append(Source.of(f"/model/h.{number}.weight", weight))
         sources.append(Source.of(f"/optimizer/h.{number}.weight/exp_avg", weight * 0.1))
         sources.append(Source.of(f"/optimizer/h.{number}.weight/step", np.array(number, dtype="<f4")))
@@ -68,16 +69,16 @@ def large(path: Path, nbytes: int, seed: int = 0) -> Path:
 
 @dataclass(frozen=True)
 class Task:
-    """Say what one process does: which file, and which of its mutations."""
+    """Work of one process: a file, and a range of its mutations."""
 
     nbytes: int  # 0: the small file
     start: int
     stop: int
-    seed: int | None = None  # of the mutations; none: every bit
+    seed: int | None = None  # of the mutations; None: every bit
 
 
 def play(task: Task) -> tuple[Counter[tuple[str, str]], list[str]]:
-    """Try the mutations of a task on a file of its own; count what was done and named, and list what went wrong."""
+    """Apply the mutations of a task to its own file; count kinds and reported names, and list wrong answers."""
     counts: Counter[tuple[str, str]] = Counter()
     wrong: list[str] = []
     with tempfile.TemporaryDirectory() as folder:
@@ -92,12 +93,12 @@ def play(task: Task) -> tuple[Counter[tuple[str, str]], list[str]]:
             counts[mutation.kind, "a dataset" if named in patient.extents else named] += 1
             if problem:
                 wrong.append(problem)
-        Reader(path).close()  # healed: the damage was all there was
+        Reader(path).close()  # restored: the damage was the only change
     return counts, wrong
 
 
 def tasks(mutations: int, seed: int, bits: int) -> list[Task]:
-    """Return all tasks: the bits of the small file, and the mutations dealt out over the larger ones."""
+    """Return all tasks: the bits of the small file, and the mutations spread over the larger ones."""
     found = [Task(0, start, min(start + _CHUNK, bits)) for start in range(0, bits, _CHUNK)]
     for number, start in enumerate(range(0, mutations, _CHUNK)):
         nbytes = LARGER[number % len(LARGER)]
@@ -106,7 +107,7 @@ def tasks(mutations: int, seed: int, bits: int) -> list[Task]:
 
 
 def small_bits() -> int:
-    """Return how many bits the small file has."""
+    """Return the number of bits of the small file."""
     with tempfile.TemporaryDirectory() as folder:
         return 8 * small(Path(folder) / "small.h5").stat().st_size
 

@@ -1,4 +1,4 @@
-"""Damage a file in every way a disk, a network or a person may, judge what a reader says of it, and heal it again."""
+"""Mutations of a file as by disk, network or user, check of a reader's answer, and restoration of the file."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Extents = dict[str, tuple[int, int]]
 
 @dataclass(frozen=True)
 class Mutation:
-    """Say what becomes of a file: bytes to put at offsets, and its length where that changes."""
+    """Change of a file: bytes to write at offsets, and a new length if it changes."""
 
     kind: str
     patches: tuple[tuple[int, bytes], ...] = ()
@@ -37,7 +37,7 @@ def every_bit(data: bytes) -> Iterator[Mutation]:
 
 
 def at_random(data: bytes, count: int, seed: int) -> Iterator[Mutation]:
-    """Yield so many mutations, all kinds in turn; each really changes the file."""
+    """Yield ``count`` mutations, all kinds in turn; each really changes the file."""
     draw, made = random.Random(seed), 0
     for kind in itertools.cycle(_KINDS):
         if made == count:
@@ -77,12 +77,12 @@ def _extended(data: bytes, draw: random.Random) -> Mutation:
 
 
 def _inverted(data: bytes, draw: random.Random) -> Mutation:
-    """Put a run of ones for zeros or of zeros for ones: sums modulo 0xFFFF, as fletcher32's, take them for the same."""
+    """Replace zeros by ones or ones by zeros: checksums modulo 0xFFFF, such as fletcher32, do not distinguish them."""
     old, new = draw.choice(((b"\0\0", b"\xff\xff"), (b"\xff\xff", b"\0\0")))
     start = draw.randrange(len(data))
     at = data.find(old, start)
     if at < 0:
-        return Mutation("0x0000 to 0xFFFF")  # none from there on: drawn again
+        return Mutation("0x0000 to 0xFFFF")  # not found from there on: drawn again
     return Mutation("0x0000 to 0xFFFF", ((at, new),))
 
 
@@ -101,7 +101,7 @@ _KINDS: tuple[Callable[[bytes, random.Random], Mutation], ...] = (
 
 
 class Patient:
-    """Hold a file that is damaged and healed again and again."""
+    """File that is repeatedly damaged and restored."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.data = path, path.read_bytes()
@@ -110,7 +110,7 @@ class Patient:
 
     @contextmanager
     def with_damage(self, mutation: Mutation) -> Iterator[None]:
-        """Damage the file for a while."""
+        """Damage the file for the block."""
         with open(self.path, "r+b", buffering=0) as file:
             try:
                 for at, new in mutation.patches:
@@ -126,7 +126,7 @@ class Patient:
                     os.pwrite(file.fileno(), self.data, 0)
 
     def complaint(self, mutation: Mutation) -> tuple[str, str]:
-        """Return what the reader named (a tensor, structure), and what is wrong with its answer (nothing: empty)."""
+        """Return the reported name (a tensor, structure), and the error in the reader's answer (empty if right)."""
         with self.with_damage(mutation):
             try:
                 verify_file(self.path)
@@ -146,7 +146,7 @@ class Patient:
         return named, ""
 
     def owner(self, offset: int) -> str:
-        """Return the dataset that a byte belongs to, or that it is structure."""
+        """Return the dataset that a byte belongs to, or "structure"."""
         for name, (start, count) in self.extents.items():
             if start <= offset < start + count:
                 return name
@@ -159,7 +159,7 @@ def changed(data: bytes, mutation: Mutation) -> Iterable[int]:
 
 
 def extents(path: Path) -> Extents:
-    """Return where each dataset lies: asked of plain h5py, not of the reader under test."""
+    """Return the location of each dataset, from plain h5py instead of the reader under test."""
     found: Extents = {}
 
     def note(name: str, item: object) -> None:

@@ -1,14 +1,15 @@
-"""Time one training step of a GPT of 10.9 million parameters, and what the synchronisation adds to it.
+"""Time of a training step of a GPT with 10.9 million parameters, and the cost of gradient synchronisation in it.
 
-In one run, on the same ranks, the same batches and the same initial weights: the step without synchronisation, torch's
-DistributedDataParallel on gloo (as it comes, and with gradients as bucket views), and hpctrain's DDP. The candidates
-take turns, so that a machine that drifts drifts for all. All ranks start each step together; a step takes as long as on
-the slowest rank. The score is
+In one run, on the same ranks, the same batches and the same initial weights: the step without
+synchronisation, torch's DistributedDataParallel on gloo (with default options, and with gradients
+as bucket views), and hpctrain's DDP. The candidates are interleaved, so that drift of the machine
+affects all of them. All ranks start each step together; the time of a step is that of the slowest
+rank. The score is
 
     (step without synchronisation + 2 S / B) / step
 
-with S the bytes of all gradients and B the rate at which one core streams memory (read + written) while all ranks do:
-a reduction in place cannot move less than 2 S bytes a rank.
+with S the bytes of all gradients, and B the rate at which one core streams memory (read + written)
+while all ranks do: a reduction in place must move at least 2 S bytes per rank.
 
     mpiexec -n 2 python benchmarks/ddp_step.py --rounds 40
 """
@@ -40,7 +41,7 @@ STREAM_BYTES = 64 * 2**20
 
 
 class Candidate:
-    """Hold one way to train the same model, and its timings."""
+    """Training setup of the same model, and its timings."""
 
     def __init__(self, model: nn.Module, attach: Callable[[nn.Module], nn.Module]) -> None:
         self.model = attach(model)
@@ -49,7 +50,7 @@ class Candidate:
         self.losses: list[float] = []
 
     def step(self, inputs: Tensor, targets: Tensor) -> None:
-        """Do one step, forward to update."""
+        """Run one step, from forward to optimizer step."""
         loss = cross_entropy(self.model(inputs).flatten(0, 1), targets.flatten())
         loss.backward()  # type: ignore[no-untyped-call]
         self.optimizer.step()

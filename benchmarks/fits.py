@@ -1,8 +1,9 @@
-"""Show that a model which cannot be trained with DDP inside a memory limit can be trained with FSDP inside it.
+"""Demonstration that a model that does not fit a memory limit with DDP can be trained within it with FSDP.
 
-Several ranks train a GPT that was built on the meta device: with DDP and no limit, to see what that needs; with DDP and
-a limit on each rank's address space (RLIMIT_AS), which has to end with an error; with FSDP inside the same limit, where
-the loss has to fall. The limit is what a rank has when it has joined the job, and a budget beside.
+Several ranks train a GPT that was built on the meta device, in three runs: with DDP and no limit,
+to measure its need; with DDP and a limit on each rank's address space (RLIMIT_AS), which must end
+with an error; and with FSDP within the same limit, where the loss must fall. The limit is the
+address space of a rank after it has joined the job, plus a budget.
 
     python benchmarks/fits.py --ranks 4
 """
@@ -29,16 +30,16 @@ from hpctrain.cli.main import report as report_error
 from hpctrain.errors import UsageError
 
 STEPS = 5
-BUDGET = 5.0  # times the parameters; on four ranks FSDP was seen to need 2.7 to 3.7 times, DDP 8.3 to 8.7 times
-WORDS = 400  # characters of an error that are shown
+BUDGET = 5.0  # multiple of the parameters; on four ranks FSDP needed 2.7 to 3.7 times, DDP 8.3 to 8.7 times
+WORDS = 400  # maximum characters of an error that are shown
 MB = 10**6
 LONGEST = 900.0  # seconds that a run may take
-MARK = "trained "  # before what a run has to tell
+MARK = "trained "  # prefix of a run's result
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """Hold how a run ended: what was trained, or why it was not."""
+    """End of a run: its training result, or its error."""
 
     trained: dict[str, Any] | None
     code: int
@@ -46,7 +47,7 @@ class Outcome:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the benchmark, or one rank of a run of it; return the exit code, 1 where it did not come out as it should."""
+    """Run the benchmark, or one rank of one of its runs; return the exit code, 1 if a run did not end as expected."""
     try:
         args = parse(argv)
         return rank(args) if args.train else compare(args)
@@ -55,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Return the options, checked."""
+    """Return the checked options."""
     raw = argparse.RawDescriptionHelpFormatter
     parser = Parser(prog="fits.py", description=__doc__, formatter_class=raw)
     parser.add_argument("--ranks", type=int, default=4)
@@ -73,7 +74,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def rank(args: argparse.Namespace) -> int:
-    """Train as one rank of a run; the first one tells what came of it."""
+    """Train as one rank of a run; rank 0 prints the result."""
     job = hpctrain.init(device="cpu")
     found = train(job, args.task, args.train, args.steps, args.budget)
     if job.rank == 0:
@@ -82,7 +83,7 @@ def rank(args: argparse.Namespace) -> int:
 
 
 def compare(args: argparse.Namespace) -> int:
-    """Make the three runs, print and write what they came to."""
+    """Make the three runs; print and write their results."""
     budget = args.budget or int(BUDGET * args.task.parameter_bytes)
     free, ddp, fsdp = play(args, "ddp", None), play(args, "ddp", budget), play(args, "fsdp", budget)
     shown = ddp.trained is None and ddp.code != 0 and fell(fsdp)
@@ -103,20 +104,20 @@ def play(args: argparse.Namespace, data: str, budget: int | None) -> Outcome:
 
 
 def fell(outcome: Outcome) -> bool:
-    """Tell whether a run came to its end and its loss fell in every step."""
+    """Return whether a run ended successfully and its loss fell in every step."""
     losses = outcome.trained["losses"] if outcome.trained else []
     return outcome.code == 0 and len(losses) > 1 and all(new < old for old, new in zip(losses, losses[1:]))
 
 
 def last_words(error: str) -> str:
-    """Return what an error output says of why the job ended: from hpctrain's own line on, without the launcher's."""
+    """Return the reason in an error output: from hpctrain's own line on, without the launcher's lines."""
     lines = [line.strip() for line in error.splitlines() if line.strip() and not line.startswith("Abort(")]
     ours = [number for number, line in enumerate(lines) if line.startswith("hpctrain: ")]
     return " ".join(lines[ours[0] if ours else -1 :])[:WORDS] or "nothing was said"
 
 
 def report(args: argparse.Namespace, budget: int, runs: dict[str, Outcome], shown: bool) -> None:
-    """Print what the runs came to, and write it."""
+    """Print and write the results of the runs."""
     millions = args.task.parameter_bytes / 4e6
     print(f"{millions:.1f} million parameters, {args.ranks} ranks, {args.task.context} tokens each")
     print(f"limit: {budget / MB:.0f} MB of address space a rank, beside what it has when it has joined the job\n")

@@ -1,8 +1,9 @@
-"""Compare the memory that `hpctrain plan` forecasts with what training takes: ten models of one's own, whole node.
+"""Comparison of the memory that `hpctrain plan` forecasts with that of training: ten custom models, per node.
 
-Each run is forecast first, from its settings alone. Then `hpctrain train` trains it for some steps, and the peak of
-every rank's memory is read from Linux, from the moment at which its model is made to its end: data, first weights,
-steps, evaluation and checkpoint. Ranks add up to the node; what they share counts once.
+Each run is forecast first, from its settings alone. Then `hpctrain train` trains it for some steps.
+The peak memory of every rank is read from Linux, over the time from just before its model is built
+to its end: data, first weights, steps, evaluation and checkpoint. Ranks add up to the node; memory
+that they share counts once.
 
     python benchmarks/forecast.py --only 'resnet ddp on 2,gpt zb-h1 on 2'
 """
@@ -39,7 +40,7 @@ MB = 1e6
 
 @dataclass(frozen=True)
 class Outcome:
-    """What was forecast of a run, and what its ranks had, in bytes."""
+    """Forecast of a run, and the measured memory of its ranks, in bytes."""
 
     case: Case
     forecast: Memory
@@ -52,22 +53,22 @@ class Outcome:
 
     @property
     def measured(self) -> int:
-        """Return what all ranks had."""
+        """Return the measured memory of all ranks."""
         return sum(one.total for one in self.ranks)
 
     @property
     def ratio(self) -> float:
-        """Return what was measured, against the forecast."""
+        """Return the measured memory relative to the forecast."""
         return self.measured / self.node
 
     @property
     def ratio_of_model(self) -> float:
-        """Return the same without the program, of which the forecast is the same for every model."""
+        """Return the same ratio without the program, whose forecast is the same for every model."""
         program = self.forecast.node.host["program"]
         return (self.measured - program) / (self.node - program)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return it as plain values."""
+        """Return the outcome as plain values."""
         return {
             "ratio": self.ratio,
             "ratio_without_program": self.ratio_of_model,
@@ -92,7 +93,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Return the options, checked."""
+    """Return the checked options."""
     raw = argparse.RawDescriptionHelpFormatter
     parser = Parser(prog="forecast.py", description=__doc__, formatter_class=raw)
     parser.add_argument("--only", default="", help="cases, as in 'resnet ddp on 2,gpt zb-h1 on 2'")
@@ -115,7 +116,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def play(args: argparse.Namespace, folder: Path) -> Iterator[list[Outcome]]:
-    """Forecast and measure every case; yield what has come of both after each."""
+    """Forecast and measure every case; yield all outcomes so far after each case."""
     outcomes = []
     for case in args.cases:
         config = case.config(folder)
@@ -132,13 +133,13 @@ def play(args: argparse.Namespace, folder: Path) -> Iterator[list[Outcome]]:
 
 
 def planned(config: Path, case: Case) -> PlannedRun:
-    """Return the run of a case."""
+    """Return the planned run of a case."""
     settings = load(config, [])
     return PlannedRun(settings, facts_of(settings), case.ranks, case.ranks, "cpu")
 
 
 def measure(config: Path, case: Case, folder: Path) -> list[watch.Rank]:
-    """Train; return what memory the ranks had."""
+    """Train; return the memory of the ranks."""
     launcher = [str(Path(sys.executable).parent / "mpiexec"), "-n", str(case.ranks)] if case.ranks > 1 else []
     environ = without_launcher(os.environ)
     environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), environ.get("PYTHONPATH", "")])
@@ -153,7 +154,7 @@ def measure(config: Path, case: Case, folder: Path) -> list[watch.Rank]:
 
 
 def tell(outcomes: Sequence[Outcome]) -> None:
-    """Print what the forecasts came to."""
+    """Print the results of the forecasts."""
     print(table(rows_of(outcomes)))
     for what, ratios in (
         ("all of the node", [one.ratio for one in outcomes]),
@@ -182,7 +183,7 @@ def save(args: argparse.Namespace, outcomes: Sequence[Outcome]) -> Path:
 
 
 def _measurement(earlier: dict[str, Any] | None) -> dict[str, Any]:
-    """Return where the measured figures come from; forecasts may be made later, by another version."""
+    """Return the provenance of the measured figures; forecasts may be made later, by another version."""
     if earlier is None:
         return provenance(1, "see command")
     found: dict[str, Any] = earlier["measurement"]

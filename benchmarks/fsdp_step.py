@@ -1,14 +1,16 @@
-"""Time a training step of a GPT of 25.5 million parameters, shared among ranks in all ways, and measure its memory.
+"""Time and memory of a training step of a GPT with 25.5 million parameters, with all data-parallel strategies.
 
     make -C benchmarks fsdp-step NP=2
 
-In one run, on the same ranks, batches and first weights: the step without synchronisation, hpctrain's DDP, ZeRO-1,
-ZeRO-2 and FSDP (with parameters that the node maps, and with ranks that believe that each is alone on its node),
-torch's DDP and FSDP2 on gloo. The candidates take turns in random order; all ranks start each step together; a step
-takes as long as on the slowest rank.
+In one run, on the same ranks, batches and first weights: the step without synchronisation,
+hpctrain's DDP, ZeRO-1, ZeRO-2 and FSDP (with parameters in shared memory of the node, and with
+ranks that treat each other as on other nodes), torch's DDP and FSDP2 on gloo. The candidates are
+interleaved in random order; all ranks start each step together; the time of a step is that of the
+slowest rank.
 
-Memory is measured before, of each candidate in ranks of its own, which `--memory NAME --folder F` on the same number of
-ranks does; the run with `--folder F` reports it. `mpiexec -n 2 python benchmarks/fsdp_step.py` alone times steps only.
+Memory is measured first, of each candidate in separate ranks: `--memory NAME --folder F` does so on
+the same number of ranks, and the run with `--folder F` reports it. `mpiexec -n 2 python
+benchmarks/fsdp_step.py` alone only times steps.
 """
 
 from __future__ import annotations
@@ -48,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Return the options, checked."""
+    """Return the checked options."""
     raw = argparse.RawDescriptionHelpFormatter
     parser = Parser(prog="fsdp_step.py", description=__doc__, formatter_class=raw)
     parser.add_argument("--rounds", type=int, default=ROUNDS, help="timed steps of each candidate")
@@ -80,7 +82,7 @@ def _check(args: argparse.Namespace) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Join the job and do what was asked for."""
+    """Join the job and run the requested part."""
     job = hpctrain.init(device="cpu")
     if job.size < 2:
         raise UsageError("one rank shares nothing: make -C benchmarks fsdp-step starts two", everywhere=True)
@@ -105,7 +107,7 @@ def run(args: argparse.Namespace) -> None:
 
 @contextmanager
 def peers_up(job: Any, names: Sequence[str]) -> Iterator[None]:
-    """Keep torch.distributed up where somebody needs it."""
+    """Initialize torch.distributed for the block if a candidate needs it."""
     if not by_torch(names):
         yield
         return
@@ -122,7 +124,7 @@ def finish(
     drift: dict[str, float],
     measured: memory.Memory,
 ) -> None:
-    """Print, write and draw a result."""
+    """Print, write and plot a result."""
     found: list[Target] = list(targets(times, measured))
     content = {
         "benchmark": "fsdp-step",

@@ -1,11 +1,12 @@
-"""Time what guarded parameters cost a training step.
+"""Cost of guarded parameters in a training step.
 
     make -C benchmarks guard NP=2
 
-Under ``zero1`` and ``fsdp`` parameters are of a class that refuses sums of parts, but for the time of passes and
-updates. Models of small layers, by 200 and 2,000 parameters, are trained by fused AdamW with that class and without it.
-The two take turns, the first one by lot; all ranks start each step together; a step takes as long as on the slowest
-rank. The score is the median of the ratios of neighbouring steps.
+Under ``zero1`` and ``fsdp``, parameters belong to a class that rejects sums of shards, except
+during passes and optimizer steps. Models of small layers, with 200 and 2,000 parameters, are
+trained by fused AdamW with and without that class. The two are interleaved, the first one drawn at
+random. All ranks start each step together; the time of a step is that of the slowest rank. The
+score is the median of the ratios of neighbouring steps.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Return the options, checked."""
+    """Return the checked options."""
     words = {name: name for name in STRATEGIES}
     return turns.parse("guard.py", __doc__, argv, rounds=ROUNDS, words=words, candidates=STRATEGIES)
 

@@ -1,4 +1,4 @@
-"""Measure fairly and write down where the numbers come from: shared by all benchmarks."""
+"""Statistics, provenance and output of results, shared by all benchmarks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ RESULTS = Path(__file__).parent / "results"
 
 
 def guarded(run: Callable[[], object]) -> int:
-    """Run a benchmark on this rank; report what is wrong in the input, and return the exit code."""
+    """Run a benchmark on this rank; report errors in the input, and return the exit code."""
     from hpctrain.cli.main import report
     from hpctrain.errors import HpctrainError
     from hpctrain.train.leaving import in_world
@@ -47,12 +47,12 @@ def summary(seconds: Sequence[float]) -> dict[str, float]:
 
 
 def slowest(per_rank: Sequence[Sequence[float]]) -> list[float]:
-    """Return, repeat by repeat, the time of the slowest rank."""
+    """Return the time of the slowest rank, per repeat."""
     return [max(times) for times in zip(*per_rank)]
 
 
 def provenance(ranks: int, mpi: str) -> dict[str, Any]:
-    """Return when, where, with what and by which command a result came about."""
+    """Return the provenance of a result: date, machine, software and command."""
     import torch
 
     return {
@@ -81,14 +81,14 @@ def mpi_name() -> str:
 
 
 def mpi_slug() -> str:
-    """Return the name of the MPI library as part of a file's name: mpich, openmpi."""
+    """Return the name of the MPI library as part of a file name: mpich, openmpi."""
     from mpi4py import MPI
 
     return re.sub("[^a-z0-9]", "", MPI.get_vendor()[0].lower())
 
 
 def write(name: str, content: Mapping[str, Any], folder: Path = RESULTS) -> Path:
-    """Write a result as JSON into the folder of the others; return where."""
+    """Write a result as JSON into the results folder; return its path."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}.json"
     path.write_text(json.dumps(content, indent=2) + "\n")
@@ -96,7 +96,7 @@ def write(name: str, content: Mapping[str, Any], folder: Path = RESULTS) -> Path
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:
-    """Return rows as aligned columns, the first one to the left."""
+    """Return rows as aligned columns; the first one is left-aligned."""
     widths = [max(map(len, column)) for column in zip(*rows)]
     lines = []
     for first, *rest in rows:

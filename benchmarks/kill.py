@@ -1,15 +1,16 @@
-"""Kill a training job at random moments, again and again, and see that it ends as if nothing had happened.
+"""Kill test of a training job: it is killed at random moments, and must end with the result of an undisturbed run.
 
-A job of two ranks, which saves every other step, is started, hit by SIGKILL (one of its ranks, its launcher, a process
-that writes for it, or all at once) and started again, so many times; more than half of the hits are aimed into a save.
-Then it runs to its end. After every hit
+A job of two ranks, which saves every other step, is started, hit by SIGKILL (one of its ranks, its
+launcher, its writer process, or all at once) and restarted, ``--kills`` times; more than half of
+the kills are aimed into a save. Then it runs to its end. After every kill
 
-* nothing of the job is alive 10 seconds later;
-* every file with a checkpoint's name verifies, and none that was there is lost: the newest is no older than before;
+* all processes of the job have ended within 10 seconds;
+* every file with a checkpoint's name verifies, and no earlier checkpoint is lost: the newest is no older than before;
 * the next start resumes from the newest.
 
-In the end weights, moments, curves and generators' states equal those of a run that nobody disturbed, bit for bit, and
-the metrics hold every step once. The first violation ends the benchmark with exit code 1; the folder is kept.
+In the end weights, moments, curves and RNG states equal those of an undisturbed run, bit for bit,
+and the metrics contain every step once. The first violation ends the benchmark with exit code 1;
+the folder is kept.
 
     python benchmarks/kill.py --kills 200 --form both
 """
@@ -35,7 +36,7 @@ from victim import RANKS, make_project
 
 
 def report(hits: Iterable[Hit]) -> str:
-    """Return a table: how often which process was hit while the job did what, and when the rest was gone."""
+    """Return a table: the number of kills per process and phase, and the time until the rest had ended."""
     hits = list(hits)
     phases = ("start", "resume", "step", "save")
     counts = Counter((hit.target, hit.phase) for hit in hits)
@@ -50,7 +51,7 @@ def report(hits: Iterable[Hit]) -> str:
 
 
 def play(folder: Path, form: str, kills: int, seed: int) -> tuple[list[Hit], int]:
-    """Kill one run so many times, let it end and compare it; return the hits and its last step."""
+    """Kill one run ``kills`` times, let it end and compare it; return the kills and its last step."""
     life = Life(folder, form, seed)
     with tqdm(total=kills, desc=form, unit="kill", dynamic_ncols=True) as bar:
         for _ in range(kills):
@@ -64,7 +65,7 @@ def play(folder: Path, form: str, kills: int, seed: int) -> tuple[list[Hit], int
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Play the forms asked for, print and write what was hit; return the exit code."""
+    """Test the requested forms, print and write the kills; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=200, help="of each form (default: %(default)s)")
     parser.add_argument("--form", choices=[*FORMS, "both"], default="both", help="who writes (default: %(default)s)")

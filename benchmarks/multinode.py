@@ -1,11 +1,12 @@
-"""Reduce over several nodes, against the MPI library, gloo, and what the wire between the nodes lets through.
+"""Time of all_reduce over several nodes, compared with the MPI library, gloo, and the bandwidth between the nodes.
 
     python tests/multinode/run.py -n 4 -- python benchmarks/multinode.py --sizes 16M
 
-With N nodes, each of them has to send 2 (N-1)/N S bytes for an all_reduce of S bytes: (N-1)/N S until every byte has
-met its like, and as much until the result is everywhere. The wire's limit is the time which that takes at the rate that
-plain sockets reach between two of the nodes in the same run, before and after, both ways at once, while all other ranks
-sleep. The candidates take turns, as in communication.py; each time is that of the slowest rank.
+With N nodes, each of them must send 2 (N-1)/N S bytes for an all_reduce of S bytes: (N-1)/N S for
+the reduction, and as much for the distribution of the result. The bandwidth limit is the time of
+that transfer at the rate that plain sockets reach between two of the nodes. The rate is measured in
+the same run, before and after, in both directions at once, while all other ranks sleep. The
+candidates are interleaved, as in communication.py; each time is that of the slowest rank.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ from hpctrain.cli.main import report as report_error
 from hpctrain.errors import HpctrainError, UsageError
 from hpctrain.train.leaving import in_world
 
-TARGETS = {"wire": 1.05, LIBRARY: 1.0}  # how many times their time an all_reduce may take
-LARGE = 16 * 2**20  # bytes from which on the wire's rate is all that counts, and not its latency
+TARGETS = {"wire": 1.05, LIBRARY: 1.0}  # maximum time of an all_reduce, relative to theirs
+LARGE = 16 * 2**20  # bytes from which on the bandwidth dominates, and latency is negligible
 SECONDS = 1.5  # of plain TCP, each time
 
 
@@ -52,7 +53,7 @@ def main() -> int:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Join the job, measure wire and candidates, report."""
+    """Join the job, measure bandwidth and candidates, report."""
     job = hpctrain.init(device="cpu")
     place = Place(job.comm, job.device, torch.float32)
     if job.comm.nodes < 2:
@@ -86,9 +87,9 @@ def parse() -> argparse.Namespace:
 
 
 def wire_rates(place: Place) -> list[float]:
-    """Return the bytes a second that plain TCP moves between the first two nodes, one figure a direction.
+    """Return the bytes per second of plain TCP between the first two nodes, one figure per direction.
 
-    The second node's first rank calls the address that goes with rank 0's host name.
+    The second node's first rank connects to the address of rank 0's host name.
     """
     comm, rate, server = place.comm, None, None
     if place.rank == 0:
@@ -105,19 +106,19 @@ def wire_rates(place: Place) -> list[float]:
 
 
 def asleep_until_all_come(place: Place) -> None:
-    """Wait for the others without using a core, which those that measure may need."""
+    """Wait for the other ranks without using a core, which the measuring ranks may need."""
     request = place.world.Ibarrier()
     while not request.Test():
         time.sleep(0.02)
 
 
 def limit(nbytes: int, nodes: int, rates: list[float]) -> float:
-    """Return the seconds of an all_reduce on a wire that is always as fast as it once was."""
+    """Return the seconds of an all_reduce at the highest bandwidth that was measured."""
     return 2 * (nodes - 1) / nodes * nbytes / max(rates)
 
 
 def compare(figures: Figures, size: int, nodes: int, rates: list[float]) -> dict[str, float]:
-    """Return how many times the time of the wire and of the others hpctrain takes, by medians."""
+    """Return the time of hpctrain relative to the bandwidth limit and to the others, by medians."""
     found = {"wire": figures[size, OURS].median / limit(size, nodes, rates)}
     for name in (*PEERS, OUTSIDE):
         value = ratio(figures, size, name, OURS)

@@ -1,14 +1,16 @@
-"""Time the update of parameters in the host's memory, and with a GPU the training that it is for.
+"""Time of the optimizer step in host memory, and, on a GPU, of training with it.
 
     make -C benchmarks offload
 
-In one process, with as many threads as torch takes and with one: 50 million parameters of a GPT in float32, updated by
-AdamW from clipped gradients, with a copy in bfloat16. hpctrain does it in one pass over memory; torch clips
-(``mul_``), updates (``AdamW(fused=True)``) and copies. Both give the same bits, which is checked before. Rates are at
-28 bytes a parameter, beside the rate of STREAM's triad in the same run. Candidates take turns in random order.
+In one process, with torch's default number of threads and with one: 50 million parameters of a GPT
+in float32, updated by AdamW from clipped gradients, with a copy in bfloat16. hpctrain does it in
+one pass over memory; torch clips (``mul_``), updates (``AdamW(fused=True)``) and copies. Both give
+the same bits, which is checked first. Rates count 28 bytes per parameter, and are compared with the
+rate of STREAM's triad in the same run. Candidates are interleaved in random order.
 
-With a GPU: a step of a GPT with the optimizer on the device and on the host, what the device, its link and the host do
-meanwhile, and the largest model that trains inside a tenth of the GPU's memory with and without offload.
+With a GPU, three measurements are added: a step of a GPT with the optimizer on the device and on
+the host; the concurrent work of the device, its link and the host; and the largest model that
+trains within a tenth of the GPU's memory with and without offload.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ WORDS = {"torch": TORCH, "bfloat16": OURS_16, "torch-bfloat16": TORCH_16, "alone
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the benchmark, or one try of a model's size; return the exit code."""
+    """Run the benchmark, or one trial of a model's size; return the exit code."""
     if argv is None and sys.argv[1:2] == ["--try"]:
         from offloading.largest import try_it
 
@@ -45,12 +47,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Return the options, checked."""
+    """Return the checked options."""
     return turns.parse("offload.py", __doc__, argv, rounds=ROUNDS, words=WORDS, candidates=CANDIDATES)
 
 
 def run(args: argparse.Namespace) -> None:
-    """Measure the update, and training where there is a GPU."""
+    """Measure the optimizer step, and training if there is a GPU."""
     update(args)
     if torch.cuda.is_available() and not args.quick:
         train(args)
@@ -59,7 +61,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def update(args: argparse.Namespace) -> None:
-    """Time updates on the host."""
+    """Time optimizer steps on the host."""
     task = SMALL if args.quick else FULL
     check_same(SMALL)
     steps, _ = make(args.names, task)
@@ -94,12 +96,12 @@ def update(args: argparse.Namespace) -> None:
 
 
 def _rate(name: str, numel: int, seconds: float) -> float:
-    """Return bytes a second: at 28 bytes a parameter, or what the triad reads and writes."""
+    """Return bytes per second: at 28 bytes per parameter, or the memory traffic of the triad."""
     return 3 * STREAM_BYTES / seconds if name == TRIAD else rate(numel, seconds)
 
 
 def report(content: dict[str, Any]) -> None:
-    """Print a table for each number of threads."""
+    """Print a table per number of threads."""
     for number, times in content["seconds"].items():
         rates = content["rates"][number]
         rows = [[f"update, {count(number)}", "median ms", "quartile 1", "quartile 3", "min", "GB/s", "of the triad"]]

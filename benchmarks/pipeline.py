@@ -1,16 +1,18 @@
-"""Time forward and backward passes of a batch whose microbatches go through a model that is cut into stages.
+"""Time of the passes of a batch with pipeline parallelism.
 
     make -C benchmarks pipeline NP=2
 
-A GPT of eight blocks of width 384, one stage a rank, 8 microbatches of one sequence of 128 bytes each (4 where a name
-says so), one thread a rank, no update. In one run, on the same batches, cuts and weights: one rank that computes all
-microbatches alone, while the others wait; hpctrain's schedules; torch.distributed.pipelining on gloo. The candidates
-take turns in random order; all ranks start each step together; a step takes as long as on the slowest rank.
+A GPT of eight blocks of width 384, one stage per rank, 8 microbatches of one sequence of 128 bytes
+each (4 where a name says so), one thread per rank, no optimizer step. In one run, on the same
+batches, partitions and weights: one rank that computes all microbatches alone, while the others
+wait; hpctrain's schedules; torch.distributed.pipelining on gloo. The candidates are interleaved in
+random order; all ranks start each step together; the time of a step is that of the slowest rank.
 
     ideal / measured
 
-is the share of the measured time that a schedule needs if every pass takes the median of its kind and chunk in this
-very run, and a message takes none: it is 1 where the pipeline itself costs nothing.
+is the fraction of the measured time that a schedule needs if every pass takes the median time of
+its kind and chunk in the same run, and messages take no time. It is 1 if the pipeline itself has no
+overhead.
 """
 
 from __future__ import annotations
@@ -55,12 +57,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Return the options, checked."""
+    """Return the checked options."""
     return turns.parse("pipeline.py", __doc__, argv, rounds=ROUNDS, words=WORDS, candidates=CANDIDATES)
 
 
 def run(args: argparse.Namespace) -> None:
-    """Measure everybody on the ranks of the job."""
+    """Measure all candidates on the ranks of the job."""
     job = hpctrain.init(device="cpu")
     if job.size < 2:
         raise UsageError("one rank is no pipeline: make -C benchmarks pipeline starts two", everywhere=True)
@@ -97,7 +99,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _schedule(name: str, ranks: int) -> schedule.Schedule:
-    """Return what hpctrain plays for a candidate."""
+    """Return the schedule of an hpctrain candidate."""
     called, microbatches = OURS[name]
     return schedule.make(called, ranks, microbatches, _chunks(name))
 
@@ -107,7 +109,7 @@ def _chunks(name: str) -> int:
 
 
 def _cuts(task: Task, ranks: int, names: Sequence[str]) -> dict[str, list[list[str]]]:
-    """Return the layers of each chunk of the model: those of all, and those of the interleaved schedule."""
+    """Return the layers of each chunk of the model, for the common partition and for the interleaved schedule."""
     found = {"stages": task.cuts(ranks)}
     if INTERLEAVED in names:
         found[INTERLEAVED] = task.cuts(ranks * _chunks(INTERLEAVED))
@@ -115,7 +117,7 @@ def _cuts(task: Task, ranks: int, names: Sequence[str]) -> dict[str, list[list[s
 
 
 def _typical(steps: Sequence[Ranks]) -> Timeline:
-    """Return the timeline of the step that took the median time."""
+    """Return the timeline of the step with the median time."""
     return timeline(sorted(steps, key=seconds)[len(steps) // 2])
 
 
@@ -127,7 +129,7 @@ def report(
     drawn: Mapping[str, Timeline],
     args: argparse.Namespace,
 ) -> None:
-    """Print, write and draw a result."""
+    """Print, write and plot a result."""
     name = f"pipeline-np{content['ranks']}-{mpi_slug()}"
     paths = [write(name, content, args.results), *plot.draw(content, drawn, args.results / name)]
     if args.json:
@@ -149,7 +151,7 @@ def report(
 
 
 def _lost(held: Mapping[str, Held]) -> str:
-    """Return a table of what schedules lose, and on what."""
+    """Return a table of the losses of schedules, by cause."""
     head = ["schedule", "ideal ms", "ideal / measured", "played / measured", "bubble", "simulated", "(p-1)/(m+p-1)"]
     rows = [[*head, "rest of each rank"]]
     for name, one in held.items():

@@ -1,8 +1,9 @@
-"""Compare the forecasts of `hpctrain plan` with what training takes: step times of small models on 1, 2 and 4 ranks.
+"""Comparison of the step times that `hpctrain plan` forecasts with training: small models on 1, 2 and 4 ranks.
 
-Every forecast is made before its run begins, from the rates of this machine and from layers of the model, timed one by
-one. Then `hpctrain train` trains for some steps, and the median of its metrics' step_seconds is compared, the first
-steps left out. Runs take turns: each strategy has a run in each round, and the median over all of them counts.
+Every forecast is made before its run begins, from the rates of this machine and from the model's
+layers, which are timed one by one. Then `hpctrain train` trains for some steps, and the median of
+its metrics' step_seconds is compared, without the first steps. Runs are interleaved: each strategy
+has a run in each round, and the median over all of them counts.
 
     python benchmarks/planning.py --steps 24 --rounds 2
 """
@@ -37,7 +38,7 @@ from hpctrain.estimate.time_step import StepTime
 from hpctrain.train.metrics import read
 from hpctrain.train.settings import Settings, load
 
-WARM = 4  # first steps, which make what later ones use
+WARM = 4  # first steps, which initialize state for later ones
 LONGEST = 600.0  # seconds that a run may take
 TOLERANCE = 0.2
 MODELS = {
@@ -51,7 +52,7 @@ PIXELS, CLASSES, SAMPLES = 32, 10, 1024
 
 @dataclass(frozen=True)
 class Case:
-    """Name a run: its model, how the ranks share the work, and how many they are."""
+    """Training run to compare: its model, its strategy, and its number of ranks."""
 
     model: str
     strategy: str
@@ -59,12 +60,12 @@ class Case:
 
     @property
     def name(self) -> str:
-        """Return how it is listed."""
+        """Return the name of the case in lists."""
         return f"{self.model} {self.strategy} on {self.ranks}"
 
     @property
     def assignments(self) -> list[str]:
-        """Return its settings of the strategy."""
+        """Return the settings of its strategy."""
         if self.strategy == "pipe":
             return [f"parallel.pipe={self.ranks}"]
         return [f"parallel.data={self.strategy}"]
@@ -79,7 +80,7 @@ CASES = (
 
 @dataclass
 class Outcome:
-    """Hold the forecast of a case, and the steps that were measured."""
+    """Forecast of a case, and its measured steps."""
 
     case: Case
     forecast: StepTime
@@ -87,7 +88,7 @@ class Outcome:
 
     @property
     def ratio(self) -> float:
-        """Return the forecast, against the median of what was measured."""
+        """Return the forecast relative to the median of the measured steps."""
         return self.forecast.seconds / statistics.median(self.seconds)
 
 
@@ -104,7 +105,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Return the options, checked."""
+    """Return the checked options."""
     raw = argparse.RawDescriptionHelpFormatter
     parser = Parser(prog="planning.py", description=__doc__, formatter_class=raw)
     parser.add_argument("--steps", type=int, default=24, help="steps of each run")
@@ -127,7 +128,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def play(args: argparse.Namespace, folder: Path) -> list[Outcome]:
-    """Forecast every case, run it, and return what came of both."""
+    """Forecast every case, run it, and return both results."""
     configs = write_configs(args, folder)
     outcomes: list[Outcome] = []
     for case in args.cases:
@@ -141,7 +142,7 @@ def play(args: argparse.Namespace, folder: Path) -> list[Outcome]:
 
 
 def write_configs(args: argparse.Namespace, folder: Path) -> dict[str, Path]:
-    """Write data and settings of each model that is wanted; return the files of the settings."""
+    """Write data and settings of each requested model; return the files of the settings."""
     models, found = SMALL if args.quick else MODELS, {}
     for model in dict.fromkeys(case.model for case in args.cases):
         data = folder / f"{model}.h5"
@@ -160,7 +161,7 @@ def _toml(value: object) -> str:
 
 
 def write_text(path: Path) -> None:
-    """Write tokens: a text of letters by chance, a single file, whose end is the validation split."""
+    """Write tokens: a text of random letters, in a single file whose end is the validation split."""
     source = path.with_suffix(".txt")
     letters = np.random.default_rng(0).integers(97, 123, size=2**19, dtype=np.uint8)
     source.write_bytes(letters.tobytes())
@@ -168,7 +169,7 @@ def write_text(path: Path) -> None:
 
 
 def write_images(path: Path) -> None:
-    """Write images by chance, and classes."""
+    """Write random images with classes."""
     chance = np.random.default_rng(0)
 
     def pair(samples: int) -> tuple[Any, Any]:
@@ -179,13 +180,13 @@ def write_images(path: Path) -> None:
 
 
 def forecast(settings: Settings, ranks: int) -> StepTime:
-    """Return the time of a step, before anything runs."""
+    """Return the forecast time of a step, before any run."""
     run = PlannedRun(settings, facts_of(settings), ranks, ranks)
     return Forecasts(run).step(run)
 
 
 def train(config: Path, case: Case, folder: Path) -> list[float]:
-    """Train, and return the seconds of all steps but the first."""
+    """Train, and return the seconds of all steps except the first ones."""
     where = folder / case.name.replace(" ", "-")
     launcher = [str(Path(sys.executable).parent / "mpiexec"), "-n", str(case.ranks)] if case.ranks > 1 else []
     options = [part for one in [*case.assignments, f"run.folder={where}"] for part in ("--set", one)]
@@ -197,7 +198,7 @@ def train(config: Path, case: Case, folder: Path) -> list[float]:
 
 
 def tell(args: argparse.Namespace, outcomes: Sequence[Outcome]) -> None:
-    """Print and write what the forecasts came to."""
+    """Print and write the results of the forecasts."""
     rows = [["", "forecast ms", "median ms", "least ms", "forecast / median", "forecast / least"]]
     for one in outcomes:
         median, least = statistics.median(one.seconds), min(one.seconds)

@@ -1,8 +1,9 @@
-"""Time a job from `mpiexec` to its first step, against what no job can do without.
+"""Time of a job from `mpiexec` to its first step, compared with the unavoidable minimum.
 
-The ideal is two things measured in the same run: as many concurrent `import torch` as there are ranks, and MPI's own
-start (`mpiexec` to a first barrier). The job is a user's script with the library's face: init, wrap, run; it writes
-into a temporary folder. The candidates take turns.
+The ideal is the sum of two measurements in the same run: concurrent `import torch` in one
+process per rank, and MPI's own start (`mpiexec` to a first barrier). The job is a user's script
+with the public API: init, wrap, run; it writes into a temporary folder. The candidates are
+interleaved.
 
     python benchmarks/startup.py --ranks 2 --rounds 7
 """
@@ -62,7 +63,7 @@ def main() -> None:
 
 
 def concurrent_imports(ranks: int) -> float:
-    """Return how long as many processes as there are ranks take to import torch at the same time."""
+    """Return the seconds of concurrent imports of torch, in one process per rank."""
     started = time.time()
     processes = [subprocess.Popen([sys.executable, "-c", "import torch"]) for _ in range(ranks)]
     for process in processes:
@@ -81,7 +82,7 @@ def first_step(launcher: Sequence[str]) -> tuple[float, float]:
 
 
 def run(command: Sequence[str]) -> str:
-    """Run a command to its end and return what it printed."""
+    """Run a command to its end and return its output."""
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     if done.returncode:
         raise SystemExit(f"{' '.join(command[:4])} ... failed:\n{done.stderr}")
@@ -89,7 +90,7 @@ def run(command: Sequence[str]) -> str:
 
 
 def timed(action: Callable[[], object]) -> float:
-    """Return how long something takes, in seconds."""
+    """Return the duration of an action, in seconds."""
     started = time.time()
     action()
     return time.time() - started

@@ -1,16 +1,18 @@
-"""Time a training step of MLP blocks that are split over the ranks.
+"""Time of a training step of MLP blocks with tensor parallelism.
 
     make -C benchmarks tensor NP=2
 
-Eight blocks of width 512, four times as wide inside, on 512 tokens. In one run, on the same batches and first weights:
-one rank that trains them alone, while the others wait; hpctrain's column- and row-parallel layers; torch's DTensor
-tensor parallelism on gloo. The candidates take turns in random order; all ranks start each step together; a step takes
-as long as on the slowest rank. The score is
+Eight blocks of width 512, four times as wide inside, on 512 tokens. In one run, on the same batches
+and first weights: one rank that trains them alone, while the others wait; hpctrain's column- and
+row-parallel layers; torch's DTensor tensor parallelism on gloo. The candidates are interleaved in
+random order; all ranks start each step together; the time of a step is that of the slowest rank.
+The score is
 
     (step of one rank alone / ranks + all_reduces alone) / step
 
-where "all_reduces alone" is the measured time of the same reductions, one forward and one backward a block, one after
-the other and nothing else: what communication costs at best here. How often a step really reduces is counted.
+where "all_reduces alone" is the measured time of the same reductions, one forward and one backward
+per block, in sequence without other work: the minimum cost of communication here. The actual number
+of reductions per step is counted.
 """
 
 from __future__ import annotations
@@ -49,12 +51,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Return the options, checked."""
+    """Return the checked options."""
     return turns.parse("tensor.py", __doc__, argv, rounds=ROUNDS, words=WORDS, candidates=CANDIDATES)
 
 
 def run(args: argparse.Namespace) -> None:
-    """Measure everybody on the ranks of the job."""
+    """Measure all candidates on the ranks of the job."""
     job = hpctrain.init(device="cpu")
     if job.size < 2:
         raise UsageError("one rank shares nothing: make -C benchmarks tensor starts two", everywhere=True)
@@ -91,7 +93,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def differences(gathered: Sequence[dict[str, list[float]]]) -> dict[str, float]:
-    """Return how far losses are at most from those of one rank alone, relative, over all ranks and steps."""
+    """Return the largest relative difference of losses from those of one rank alone, over all ranks and steps."""
     alone = gathered[0].get(ALONE)
     if alone is None:
         return {}
@@ -103,7 +105,7 @@ def differences(gathered: Sequence[dict[str, list[float]]]) -> dict[str, float]:
 
 
 def report(content: dict[str, Any], found: Sequence[Any], args: argparse.Namespace) -> None:
-    """Print, write and draw a result."""
+    """Print, write and plot a result."""
     name = f"tensor-np{content['ranks']}-{mpi_slug()}"
     paths = [write(name, content, args.results), *plot.draw(content, args.results / name)]
     if args.json:

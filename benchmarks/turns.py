@@ -1,4 +1,4 @@
-"""Read the options of benchmarks whose candidates take turns at one step."""
+"""Options of benchmarks whose candidates are interleaved step by step."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def parse(
     words: Mapping[str, str],
     candidates: Iterable[str],
 ) -> argparse.Namespace:
-    """Return the options, checked; ``names`` are the candidates that ``--without`` leaves, by ``words`` for them."""
+    """Return the checked options; ``names`` are the candidates without those of ``--without``, given by ``words``."""
     raw = argparse.RawDescriptionHelpFormatter
     parser = Parser(prog=program, description=about, formatter_class=raw)
     parser.add_argument("--rounds", type=int, default=rounds, help="timed steps of each candidate")

@@ -1,4 +1,4 @@
-"""Start a training job to be killed: know its processes by their roles, its folder by what happens in it."""
+"""Training job for the kill test: roles of its processes, and phases from the contents of its folder."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ schedule = "constant"  # so that the end of the run may be chosen later
 every = 2
 """
 
-_MARK = "HPCTRAIN_KILL_JOB"  # finds the processes of a job, whoever their parent is by now
+_MARK = "HPCTRAIN_KILL_JOB"  # identifies the processes of a job, even after a change of their parent
 _RANK = ("OMPI_COMM_WORLD_RANK", "PMI_RANK")
-_LOOK = 0.002  # seconds between two looks at a folder
+_LOOK = 0.002  # seconds between two polls of a folder
 
 
 def make_project(folder: Path) -> None:
@@ -56,7 +56,7 @@ def make_project(folder: Path) -> None:
 
 
 class Job:
-    """Be one start of the job: ``mpiexec -n 2 hpctrain train``, in the project's folder."""
+    """One start of the job: ``mpiexec -n 2 hpctrain train``, in the project's folder."""
 
     def __init__(self, folder: Path, words: Iterable[str]) -> None:
         self._mark = uuid.uuid4().hex
@@ -80,11 +80,11 @@ class Job:
         return self._process.poll()
 
     def said(self, lines: int = 12) -> str:
-        """Return the last lines that the job printed."""
+        """Return the last lines of the job's output."""
         return "\n".join(self._log.read_text(errors="replace").splitlines()[-lines:])
 
     def alive(self) -> dict[int, str]:
-        """Return the processes that run, each with its role: launcher, rank 0, rank 1, writer, helper."""
+        """Return the running processes, each with its role: launcher, rank 0, rank 1, writer, helper."""
         found = _marked(f"{_MARK}={self._mark}")
         ranks = {pid: rank for pid, (_, rank) in found.items() if rank and not _below_a_rank(pid, found)}
         roles = {pid: "helper" for pid in found} | {pid: f"rank {rank}" for pid, rank in ranks.items()}
@@ -94,7 +94,7 @@ class Job:
         return roles
 
     def kill(self, role: str) -> list[int]:
-        """Send SIGKILL to the processes of a role, or to ``all``; return which there were."""
+        """Send SIGKILL to the processes of a role, or to ``all``; return their ids."""
         victims = [pid for pid, its in self.alive().items() if role in (its, "all")]
         for pid in victims:
             with contextlib.suppress(ProcessLookupError):
@@ -102,7 +102,7 @@ class Job:
         return victims
 
     def wait(self, limit: float, going_on: Callable[[], bool] = lambda: False) -> float | None:
-        """Return after how many seconds no process was left; ``None`` at the limit, or once it is seen going on."""
+        """Return the seconds until no process was left; ``None`` at the limit, or if the job continues."""
         started = time.monotonic()
         while (seconds := time.monotonic() - started) < limit:
             if self.returncode is not None and not self.alive():
@@ -113,14 +113,14 @@ class Job:
         return None
 
     def close(self) -> None:
-        """Leave nothing of it behind."""
+        """Kill all remaining processes."""
         while self.kill("all"):
             time.sleep(0.02)
         self._process.wait()
 
 
 class Watch:
-    """Look at a run's folder from outside, from the moment on when a job is about to be started."""
+    """Observer of a run's folder, created just before a job is started."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -128,7 +128,7 @@ class Watch:
         self._left_over = set(self._private())
 
     def phase(self) -> str:
-        """Return what the job is doing: start, resume, step, or save, which may go on during steps."""
+        """Return the phase of the job: start, resume, step, or save, which may overlap with steps."""
         if set(self._private()) - self._left_over:
             return "save"
         if self._is_new("run.json"):
@@ -136,17 +136,17 @@ class Watch:
         return "resume" if self._is_new("lock.json") else "start"
 
     def begun(self) -> int | None:
-        """Return the first step of the job; ``None`` where it has not come so far."""
+        """Return the first step of the job; ``None`` if it has not reached a step."""
         if not self._is_new("run.json"):
             return None
         return int(json.loads((self.folder / "run.json").read_text())["attempts"][-1]["first_step"])
 
     def committed(self) -> list[Path]:
-        """Return the files that have a checkpoint's name, oldest first."""
+        """Return the files with a checkpoint's name, oldest first."""
         return list_checkpoints(self.folder / "checkpoints")
 
     def until(self, seen: Callable[[str], bool], job: Job, limit: float) -> bool:
-        """Wait for a phase; tell whether it came before the job ended and within the limit."""
+        """Wait for a phase; return whether it occurred before the end of the job and within the limit."""
         deadline = time.monotonic() + limit
         while time.monotonic() < deadline and job.returncode is None:
             if seen(self.phase()):
@@ -177,11 +177,11 @@ def _identity(path: Path) -> tuple[int, int] | None:
 
 
 def _marked(mark: str) -> dict[int, tuple[int, str]]:
-    """Return the processes that carry a mark: parent and rank, empty for what is no rank nor started by one."""
+    """Return the marked processes with parent and rank; the rank is empty if neither it nor its parent is a rank."""
     found = {}
     for path in Path("/proc").glob("[0-9]*/environ"):
         try:
-            variables = path.read_bytes().decode(errors="replace").split("\0")  # a zombie's are empty
+            variables = path.read_bytes().decode(errors="replace").split("\0")  # a zombie's environment is empty
             parent = int((path.parent / "stat").read_text().rpartition(")")[2].split()[1])
         except OSError:
             continue
@@ -201,7 +201,7 @@ def _below_a_rank(pid: int, found: dict[int, tuple[int, str]]) -> bool:
 
 
 def _is_tracker(pid: int) -> bool:
-    """Tell whether a process is Python's own that looks after shared memory."""
+    """Return whether a process is Python's resource tracker of shared memory."""
     try:
         return b"resource_tracker" in Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:

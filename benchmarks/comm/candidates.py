@@ -1,4 +1,4 @@
-"""Say what takes part in a benchmark: a name, one call, and where its result must lie."""
+"""Candidate of a communication benchmark: a name, a call, and its tensors."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from hpctrain.errors import CommunicationError
 
 Call = Callable[[], object]
 
-LOST = 99  # what nobody has written
+LOST = 99  # value that no rank has written
 
 
 @dataclass
 class Candidate:
-    """Hold one way to do an operation; ``tensors`` are what it reads and writes, ``result`` lies within them."""
+    """Implementation of an operation; ``tensors`` are its inputs and outputs, ``result`` is a part of them."""
 
     name: str
     call: Call
     tensors: Sequence[Tensor]
     result: Tensor
-    every: int = 1  # rounds: slow ones take fewer turns
-    needed: bool = False  # that it cannot serve is an error
-    own: slice = field(default_factory=lambda: slice(None))  # of the first tensor: what only this rank writes
+    every: int = 1  # rounds per turn: slow candidates take fewer turns
+    needed: bool = False  # an error in it ends the benchmark
+    own: slice = field(default_factory=lambda: slice(None))  # part of the first tensor that only this rank writes
 
     @property
     def nbytes(self) -> int:
@@ -36,9 +36,9 @@ class Candidate:
 
 
 def check(place: Place, operation: Operation, candidate: Candidate) -> str:
-    """Let a candidate run once on known values; return why it cannot serve, empty where it can.
+    """Run a candidate once on known values; return why it cannot take part, empty if it can.
 
-    Raises ``CommunicationError`` on all ranks where a result is wrong, or where a needed one cannot serve.
+    Raises ``CommunicationError`` on all ranks if a result is wrong, or if a needed candidate fails.
     """
     numel = candidate.tensors[0].numel()
     own = [candidate.tensors[0][candidate.own], *candidate.tensors[1:]]

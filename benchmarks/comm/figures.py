@@ -1,4 +1,4 @@
-"""Turn timings into the rows of a table, and rows into ratios."""
+"""Rows of the result table from timings, and ratios from rows."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from comm.names import ORDER
 
 @dataclass(frozen=True)
 class Row:
-    """Hold one line of the table: seconds a call, of the slowest rank, and bandwidths in GB/s from the median."""
+    """Row of the table: seconds per call on the slowest rank, and bandwidths in GB/s from the median."""
 
     candidate: str
-    size: int  # bytes of the whole tensor of the dtype that was asked for
-    bytes: int  # of this candidate's tensor, which may have another dtype
+    size: int  # bytes of the whole tensor in the requested dtype
+    bytes: int  # bytes of this candidate's tensor, which may have another dtype
     min: float
     median: float
     p95: float
@@ -34,7 +34,7 @@ Figures = dict[tuple[int, str], Row]
 def row_of(
     operation: str, name: str, nbytes: int, seconds: Sequence[float], *, ranks: int, size: int, calls: int
 ) -> Row:
-    """Return the row of a candidate's repeats. A ping-pong's time is half of its round trip."""
+    """Return the row of a candidate's repeats. The time of a ping-pong is half of its round trip."""
     times = [value / 2 for value in seconds] if operation == "pingpong" else list(seconds)
     median = statistics.median(times)
     return Row(
@@ -52,7 +52,7 @@ def row_of(
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """Return a percentile, between two values by straight line."""
+    """Return a percentile, with linear interpolation."""
     ordered = sorted(values)
     place = (len(ordered) - 1) * percent / 100
     low = math.floor(place)
@@ -71,13 +71,13 @@ def sizes_of(figures: Figures) -> list[int]:
 
 
 def names_of(figures: Figures) -> list[str]:
-    """Return the candidates: hpctrain's in the order in which they first come, then the others."""
+    """Return the candidates: hpctrain's in order of appearance, then the others."""
     found = dict.fromkeys(name for _, name in figures)
     return [name for name in found if name not in ORDER] + [name for name in ORDER if name in found]
 
 
 def ratio(figures: Figures, size: int, name: str, against: str) -> float | None:
-    """Return how many times faster a candidate is than another, by medians; None where one of them is missing."""
+    """Return how many times faster a candidate is than another, by medians; None if one of them is missing."""
     own, other = figures.get((size, name)), figures.get((size, against))
     return other.median / own.median if own and other else None
 

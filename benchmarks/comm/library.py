@@ -1,7 +1,8 @@
-"""Let the MPI library take part, by mpi4py directly: one call on the whole buffer, and messages of 16 MiB.
+"""Candidates of the MPI library, by mpi4py directly: one call on the whole buffer, and messages of 16 MiB.
 
-Both in place where MPI has such a form: that is the library's faster one. The shorter messages show the library at its
-best: above 32 MiB it allocates and frees temporaries of the message's size on every call.
+Both are in place if MPI has that form, which is the library's faster one. The shorter messages show
+the library at its best: above 32 MiB it allocates and frees temporaries of the message's size on
+every call.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ REDUCTIONS = ("all_reduce", "reduce_scatter")
 
 
 def candidates(place: Place, operation: Operation, numel: int) -> Iterator[Candidate]:
-    """Yield the library's own call, and the same in pieces where the whole is larger than a piece."""
+    """Yield the library's own call, and the same in pieces if the buffer is larger than a piece."""
     if lack(place, operation):
         return
     first = place.plain(numel)
@@ -42,7 +43,7 @@ def candidates(place: Place, operation: Operation, numel: int) -> Iterator[Candi
 
 
 def lack(place: Place, operation: Operation) -> str:
-    """Return why the library itself cannot do an operation; empty where it can."""
+    """Return why the library cannot do an operation; empty if it can."""
     from mpi4py import MPI
 
     if place.device.type != "cpu" or operation.name not in REDUCTIONS:
@@ -51,9 +52,9 @@ def lack(place: Place, operation: Operation) -> str:
 
 
 def datatype(dtype: torch.dtype, *, reduces: bool) -> Any:
-    """Return MPI's name of a dtype; the null type where this library cannot reduce it.
+    """Return MPI's datatype for a dtype; the null type if this library cannot reduce it.
 
-    What is only moved needs no more than a type of the same width.
+    For operations without a reduction, a type of the same width suffices.
     """
     from mpi4py import MPI
 
@@ -69,13 +70,13 @@ def datatype(dtype: torch.dtype, *, reduces: bool) -> Any:
 
 
 def _result(place: Place, operation: Operation, first: Tensor, second: Tensor) -> Tensor:
-    if operation.name == "reduce_scatter":  # in place, MPI leaves each rank's share at the beginning
+    if operation.name == "reduce_scatter":  # in place, MPI stores each rank's share at the beginning
         return first[: first.numel() // place.size]
     return second if operation.name == "pingpong" and place.rank == ROOT else first
 
 
 def spec(tensor: Tensor, kind: Any) -> list[Any]:
-    """Return a buffer as mpi4py takes it."""
+    """Return a buffer specification for mpi4py."""
     from mpi4py import MPI
 
     nbytes = tensor.numel() * tensor.element_size()
@@ -87,7 +88,7 @@ def _specs(tensor: Tensor, kind: Any, piece: int) -> list[list[Any]]:
 
 
 def _each(calls: list[Call]) -> Call:
-    """Return the calls as one; a single one as it is, so that nothing stands between it and the clock."""
+    """Return the calls as one; a single call is returned unchanged, so that no wrapper is timed."""
     if len(calls) == 1:
         return calls[0]
 
@@ -109,13 +110,14 @@ def _all_reduce(place: Place, kind: Any, first: Tensor, _: Tensor, piece: int) -
 def _reduce_scatter(place: Place, kind: Any, first: Tensor, _: Tensor, piece: int) -> Call:
     from mpi4py import MPI
 
-    # In place, mpi4py takes the count of a share for a buffer of the whole.
+    # In place, mpi4py interprets the count of a share as that of the whole buffer.
     buffer = [*spec(first, kind)[:1], first.numel() // place.size, kind]
     return partial(place.world.Reduce_scatter_block, MPI.IN_PLACE, buffer, MPI.SUM)
 
 
 def _reduce_by_pieces(place: Place, kind: Any, first: Tensor, _: Tensor, piece: int) -> Call:
-    # The shares of a piece do not lie side by side, and MPI reduces no strided types: so to one root after another.
+    # The shares of a piece are not contiguous, and MPI reduces no strided types: reduce to one root
+    # after another.
     from mpi4py import MPI
 
     calls: list[Call] = []
@@ -134,7 +136,8 @@ def _all_gather(place: Place, kind: Any, first: Tensor, _: Tensor, piece: int) -
         return partial(place.world.Allgather, MPI.IN_PLACE, [*spec(first, kind)[:1], each, kind])
     calls: list[Call] = []
     for start in range(0, each, piece):
-        # A type whose next element lies a whole share away puts the pieces of all ranks where they belong.
+        # The extent of this type is a whole share, so that the pieces of all ranks are placed
+        # correctly.
         block = kind.Create_contiguous(min(piece, each - start))
         strided = block.Create_resized(0, each * first.element_size()).Commit()
         calls.append(partial(place.world.Allgather, MPI.IN_PLACE, [*spec(first[start:], kind)[:1], 1, strided]))

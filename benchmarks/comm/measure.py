@@ -1,4 +1,4 @@
-"""Time candidates that take turns, so that a machine that drifts drifts for all."""
+"""Interleaved timing of candidates, so that drift of the machine affects all of them."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from hpctrain.errors import UsageError
 def measure_size(
     place: Place, operation: Operation, nbytes: int, rounds: int, without: Sequence[str]
 ) -> tuple[list[Row], dict[str, str]]:
-    """Return a row for each candidate, and why others could not take part; a call by all ranks."""
+    """Return a row per candidate, and why others could not take part. Collective."""
     numel = elements(nbytes, place.dtype.itemsize, place.size if operation.shared else 1)
     able, unable = _sort(place, operation, numel, without)
     calls = calls_of(nbytes)
     taking_part = [*able, *_copies(place, operation, numel)]
     own = take_turns(place, taking_part, rounds, calls)
-    for candidate in able:  # once more: what was timed was still right
+    for candidate in able:  # repeat the check: the results after timing must still be right
         check(place, operation, candidate)
     gathered = place.comm.all_gather_object(own)
     rows = []
@@ -43,7 +43,7 @@ def measure_size(
 
 
 def _copies(place: Place, operation: Operation, numel: int) -> Iterator[Candidate]:
-    """Yield a copy of the tensor, which shows in turn with the others what memory gives to all ranks at once."""
+    """Yield a copy of the tensor; interleaved with the others, it shows the memory bandwidth with all ranks active."""
     if operation.name == "all_reduce" and place.device.type == "cpu" and numel * place.dtype.itemsize == STREAM_SIZE:
         source, target = place.plain(numel), place.plain(numel)
         yield Candidate(COPY, partial(target.copy_, source), [target, source], target)
@@ -52,7 +52,7 @@ def _copies(place: Place, operation: Operation, numel: int) -> Iterator[Candidat
 def _sort(
     place: Place, operation: Operation, numel: int, without: Sequence[str]
 ) -> tuple[list[Candidate], dict[str, str]]:
-    """Return the candidates that can serve, and of the others why not."""
+    """Return the candidates that can take part, and the reasons of the others."""
     able = []
     unable = {LIBRARY: why} if (why := library.lack(place, operation)) and LIBRARY not in without else {}
     for candidate in _candidates(place, operation, numel):
@@ -75,16 +75,16 @@ def _candidates(place: Place, operation: Operation, numel: int) -> Iterator[Cand
 
 
 def take_turns(place: Place, candidates: Sequence[Candidate], rounds: int, calls: int) -> list[list[float]]:
-    """Return for each candidate the seconds a call took on this rank, one number a repeat.
+    """Return, per candidate, the seconds per call on this rank, one number per repeat.
 
-    Every round begins with another candidate, because who comes after a slow one finds the caches cold. The first round
-    warms up and does not count.
+    Every round begins with another candidate, because the successor of a slow one finds cold
+    caches. The first round is for warm-up and does not count.
     """
     seconds: list[list[float]] = [[] for _ in candidates]
     with _no_garbage_collection():
         for turn in range(rounds + 1):
             for i in (*range(turn % len(candidates), len(candidates)), *range(turn % len(candidates))):
-                # The first two rounds have everybody, so that every candidate has at least one figure.
+                # The first two rounds include all candidates, so that each has at least one figure.
                 if turn > 1 and turn % candidates[i].every:
                     continue
                 took = _one_repeat(place, candidates[i], calls)

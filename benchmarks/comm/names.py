@@ -1,13 +1,13 @@
-"""Name the candidates, the same everywhere: in tables, results and pictures."""
+"""Names of the candidates in tables, results and plots."""
 
 OURS = "hpctrain"
-OUTSIDE = "hpctrain outside"  # tensors that do not come from comm.empty
-COMMON = "hpctrain common"  # shares that lie in one tensor of comm.common
+OUTSIDE = "hpctrain outside"  # tensors that are not allocated by comm.empty
+COMMON = "hpctrain common"  # shares within one tensor of comm.common
 LIBRARY = "mpi"
 PIECES = "mpi 16 MiB"
 GLOO = "gloo"
 NCCL = "torch nccl"
-COPY = "copy"  # of a tensor of the same size, by every rank for itself: the streaming rate
+COPY = "copy"  # of a tensor of the same size, on every rank: the streaming rate
 
 PEERS = (LIBRARY, PIECES, GLOO, NCCL)
 ORDER = (*PEERS, COPY)

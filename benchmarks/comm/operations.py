@@ -1,7 +1,8 @@
-"""Say what each operation starts from and must end with: the reference, computed by NumPy without any messages.
+"""Input and expected output of each operation: the reference, computed by NumPy without messages.
 
-Values are small whole numbers, so that every dtype holds their sum exactly and results can be compared bit by bit.
-Each rank's values repeat with a prime period, so that a block in the wrong place shows.
+Values are small integers, so that every dtype represents their sum exactly, and results can be
+compared bit by bit. Each rank's values repeat with a prime period, so that a block in the wrong
+place is detected.
 """
 
 from __future__ import annotations
@@ -14,14 +15,14 @@ import torch
 from torch import Tensor
 
 PERIOD = 8191
-LARGEST = 127  # of a sum: whole numbers up to 256 are exact in bfloat16, up to 127 in every dtype
+LARGEST = 127  # of a sum: integers up to 256 are exact in bfloat16, up to 127 in every dtype
 
 ROOT = 0
 
 
 @dataclass(frozen=True)
 class Operation:
-    """Hold how many elements the second tensor has, what the first one holds at first, and what must come out.
+    """Operation: size of the second tensor, initial values of the first one, and the expected result.
 
     Functions take (rank, ranks, elements of the first tensor).
     """
@@ -40,12 +41,12 @@ def share(whole: Tensor, rank: int, ranks: int) -> Tensor:
 
 
 def values(rank: int, ranks: int, numel: int) -> Tensor:
-    """Return what a rank contributes."""
+    """Return the input of a rank."""
     return _repeat(_period(rank, ranks), numel)
 
 
 def total(ranks: int, numel: int) -> Tensor:
-    """Return the elementwise sum of what all ranks contribute."""
+    """Return the elementwise sum of all ranks' inputs."""
     return _repeat(np.sum([_period(rank, ranks) for rank in range(ranks)], axis=0), numel)
 
 
@@ -58,7 +59,7 @@ def _repeat(period: np.ndarray[tuple[int, ...], np.dtype[np.int64]], numel: int)
 
 
 def _nothing(numel: int) -> Tensor:
-    return torch.full((numel,), 255, dtype=torch.uint8)  # no value and no sum is that large
+    return torch.full((numel,), 255, dtype=torch.uint8)  # larger than all values and sums
 
 
 def _own_share(rank: int, ranks: int, numel: int) -> Tensor:
@@ -98,7 +99,7 @@ OPERATIONS = {
         Operation("reduce_scatter", lambda numel, ranks: numel // ranks, values, _summed_share, shared=True),
         Operation("all_gather", _none, _own_share, _gathered, shared=True),
         Operation("broadcast", _none, _only_root, _of_root),
-        # Rank 1 sends back what it got, and rank 0 receives that in its second tensor.
+        # Rank 1 returns the message, and rank 0 receives it in its second tensor.
         Operation("pingpong", lambda numel, ranks: numel, _only_root, _of_root),
     )
 }

@@ -1,4 +1,4 @@
-"""Let hpctrain take part: on tensors of ``comm.empty``, by any algorithm, and on tensors outside."""
+"""Candidates of hpctrain: on tensors of ``comm.empty``, by any algorithm, and on other tensors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hpctrain.collectives.communicator import Communicator
 
 
 def candidates(place: Place, operation: Operation, numel: int) -> Iterator[Candidate]:
-    """Yield hpctrain's ways; a call by all ranks."""
+    """Yield hpctrain's candidates. Collective."""
     if place.device.type == "cuda":
         yield from _on_device(place, operation, numel)
         return
@@ -35,7 +35,7 @@ def candidates(place: Place, operation: Operation, numel: int) -> Iterator[Candi
 
 
 def _common(place: Place, numel: int) -> Candidate:
-    """Return the gathering of shares that lie in their places in one tensor."""
+    """Return the gather of shares that are already in place in one tensor."""
     whole, each = place.common(numel), numel // place.size
     call = _all_gather(place.comm, whole, whole, "auto")
     own = slice(place.rank * each, (place.rank + 1) * each)
@@ -43,7 +43,7 @@ def _common(place: Place, numel: int) -> Candidate:
 
 
 def twin_of(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype whose reduction of equally many elements is measured beside."""
+    """Return the dtype whose reduction of equally many elements is measured for comparison."""
     return torch.float32 if dtype == torch.bfloat16 else torch.bfloat16
 
 

@@ -1,12 +1,13 @@
-"""Measure how much of an all_reduce under way hides behind compute, as OSU's osu_iallreduce does.
+"""Overlap of a nonblocking all_reduce with compute, as in OSU's osu_iallreduce.
 
-Compute is as many small matrix products as take about the time of the reduction; between them the reduction is asked
-whether it has ended, which is what lets it go on. Of three times, each the median of the slowest rank,
+Compute is a series of small matrix products that takes about the time of the reduction. Between the
+products the reduction is polled for completion, which drives its progress. From three times, each
+the median of the slowest rank,
 
     overlap = 100 max(0, 1 - (overall - compute) / communication) %
 
-with compute measured alone: what the questions cost counts as communication. Where the cores that reduce are those that
-compute, only waiting can be hidden, never the reduction itself.
+with compute measured without communication: the cost of polling counts as communication. If the
+same cores reduce and compute, only waiting can overlap, not the reduction itself.
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ from comm.sizes import calls_of, elements
 from harness import slowest
 from torch import Tensor
 
-EDGE = 64  # of the square matrices: one product takes some 10 us on a core
-CALLS = 20  # in one repeat, of what is small
-ASKS = 100  # at most so often is a reduction asked, however long it takes
+EDGE = 64  # rows of the square matrices: one product takes about 10 us on a core
+CALLS = 20  # calls per repeat, for small sizes
+ASKS = 100  # maximum number of polls per reduction
 
 
 KINDS = ("communication", "compute", "overall")
@@ -39,7 +40,7 @@ KINDS = ("communication", "compute", "overall")
 
 @dataclass
 class Way:
-    """Hold one way to reduce a tensor while something else is computed, and its timings on this rank."""
+    """Nonblocking reduction of a tensor concurrent with compute, and its timings on this rank."""
 
     name: str
     tensor: Tensor
@@ -49,13 +50,13 @@ class Way:
     seconds: dict[str, list[float]] = field(default_factory=lambda: {kind: [] for kind in KINDS})
 
     def blocking(self) -> None:
-        """Reduce, and compute nothing."""
+        """Reduce without concurrent compute."""
         self.wait(self.start())
 
 
 @dataclass(frozen=True)
 class OverlapRow:
-    """Hold one line: medians in seconds of the slowest rank; ``median`` is the overall time."""
+    """Row of the table: medians in seconds of the slowest rank; ``median`` is the overall time."""
 
     candidate: str
     size: int
@@ -67,12 +68,12 @@ class OverlapRow:
 
 
 def overlap_percent(communication: float, compute: float, overall: float) -> float:
-    """Return the share of the communication that the compute has hidden, in percent."""
+    """Return the share of the communication that overlaps with compute, in percent."""
     return 100 * max(0.0, 1 - (overall - compute) / communication)
 
 
 def measure(place: Place, nbytes: int, rounds: int, without: Sequence[str]) -> tuple[list[OverlapRow], dict[str, str]]:
-    """Return a row for each way at one size, and why others could not take part; a call by all ranks."""
+    """Return a row per candidate at one size, and why others could not take part. Collective."""
     numel = elements(nbytes, place.dtype.itemsize, 1)
     able, unable = [], {}
     for way in _ways(place, numel):
@@ -121,7 +122,7 @@ def _library(place: Place, numel: int) -> Iterator[Way]:
 
 
 def _product(place: Place) -> Callable[[], object]:
-    """Return one piece of the compute."""
+    """Return one unit of the compute."""
     left, right, out = (torch.full((EDGE, EDGE), 1.0 / EDGE, device=place.device) for _ in range(3))
     return partial(torch.mm, left, right, out=out)
 
@@ -159,7 +160,7 @@ def _one_turn(
 
 
 def _timed(place: Place, action: Callable[[], object], calls: int) -> float:
-    """Return the seconds that an action takes, as the mean of several calls."""
+    """Return the seconds of an action, as the mean of several calls."""
     place.world.Barrier()
     started = time.perf_counter()
     for _ in range(calls):

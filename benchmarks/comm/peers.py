@@ -1,4 +1,4 @@
-"""Let torch.distributed take part: gloo on the host, NCCL on GPUs."""
+"""Candidates of torch.distributed: gloo on the host, NCCL on GPUs."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from comm.place import Place
 from torch import Tensor
 from torch._C._distributed_c10d import Store, TCPStore
 
-GLOO_EVERY = 4  # rounds: it takes ten times as long as the others together
+GLOO_EVERY = 4  # rounds per turn: it takes ten times as long as the others together
 
 
 @contextmanager
 def process_group(place: Place) -> Iterator[None]:
-    """Keep torch.distributed up, among the same ranks."""
+    """Initialize torch.distributed on the same ranks for the block."""
     backend = "nccl" if place.device.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=_store(place), rank=place.rank, world_size=place.size)
     try:
@@ -32,7 +32,8 @@ def process_group(place: Place) -> Iterator[None]:
 
 
 def _store(place: Place) -> Store:
-    # Over TCP and not in a file, because the nodes need not see one folder; MPI tells everybody the port.
+    # A TCP store instead of a file, because nodes may have no common folder; MPI broadcasts the
+    # port.
     host = "127.0.0.1" if place.comm.nodes == 1 else socket.gethostname()
     limit = timedelta(minutes=5)
     own = TCPStore(host, 0, place.size, True, limit, False) if place.rank == ROOT else None
@@ -41,7 +42,7 @@ def _store(place: Place) -> Store:
 
 
 def candidates(place: Place, operation: Operation, numel: int) -> Iterator[Candidate]:
-    """Yield torch.distributed's way."""
+    """Yield torch.distributed's candidate."""
     first, second = place.plain(numel), place.plain(operation.second(numel, place.size))
     result = second if operation.name == "reduce_scatter" else first
     if operation.name == "pingpong" and place.rank == ROOT:

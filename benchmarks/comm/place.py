@@ -1,4 +1,4 @@
-"""Hold where a benchmark runs, and hand out its tensors."""
+"""Setting of a communication benchmark, and allocation of its tensors."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from hpctrain.collectives.communicator import Communicator
 
 @dataclass
 class Place:
-    """Hold the ranks, the device, the dtype and the algorithms that were asked for; ``world`` is mpi4py's."""
+    """Ranks, device, dtype and algorithms of a benchmark; ``world`` is mpi4py's communicator."""
 
     comm: Communicator
     device: torch.device
     dtype: torch.dtype
     algorithms: list[str] = field(default_factory=lambda: ["auto"])
-    chosen: bool = False  # the algorithms were named by the user, who shall hear of one that cannot serve
+    chosen: bool = False  # the user named the algorithms, so one that cannot take part is an error
     _shared: dict[tuple[str, torch.dtype], Tensor] = field(default_factory=dict)
 
     @property
@@ -38,21 +38,21 @@ class Place:
         return self.comm.size
 
     def plain(self, numel: int, dtype: torch.dtype | None = None) -> Tensor:
-        """Return a tensor of zeros of this rank's own, on the device."""
+        """Return a private tensor of zeros on the device."""
         return torch.zeros(numel, dtype=dtype or self.dtype, device=self.device)
 
     def common(self, numel: int) -> Tensor:
-        """Return a tensor that is one and the same for all ranks of a node; a call by all ranks, larger sizes first."""
+        """Return a tensor that all ranks of a node share; larger sizes must come first. Collective."""
         key = "common", self.dtype
         if key not in self._shared or self._shared[key].numel() < numel:
             self._shared[key] = self.comm.common(numel, self.dtype)
         return self._shared[key][:numel]
 
     def shared(self, owner: str, numel: int, dtype: torch.dtype | None = None) -> Tensor:
-        """Return a tensor of zeros from ``comm.empty``; a call by all ranks.
+        """Return a tensor of zeros from ``comm.empty``. Collective.
 
-        That memory lives as long as the communicator, so an owner gets the beginning of what it had before: larger
-        sizes must come first.
+        That memory lives as long as the communicator. Therefore an owner gets the beginning of its
+        earlier tensor, and larger sizes must come first.
         """
         key = owner, dtype or self.dtype
         if key not in self._shared or self._shared[key].numel() < numel:

@@ -1,4 +1,4 @@
-"""Draw a result: one line a candidate over the size, both axes logarithmic."""
+"""Plot of a result: one line per candidate over the size, on logarithmic axes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from comm.sizes import size_text
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# Ours in blue and thick, the library in orange, torch.distributed in green; what is named by hand takes the rest.
+# hpctrain in blue and thick, the library in orange, torch.distributed in green; named algorithms
+# get the other colours.
 STYLES: dict[str, dict[str, Any]] = {
     OURS: {"color": "#1f5fbf", "linewidth": 2.6, "marker": "o", "zorder": 5},
     OUTSIDE: {"color": "#6ba3e8", "linewidth": 1.8, "marker": "o", "markerfacecolor": "white", "zorder": 4},
@@ -35,7 +36,7 @@ TITLES = {
 
 
 def draw(result: dict[str, Any], path: Path) -> list[Path]:
-    """Draw a result beside its JSON, as PNG and SVG; return the files, none where matplotlib is missing."""
+    """Plot a result next to its JSON, as PNG and SVG; return the files, an empty list without matplotlib."""
     try:
         import matplotlib
     except ImportError:
@@ -59,7 +60,7 @@ def draw(result: dict[str, Any], path: Path) -> list[Path]:
 
 
 Value = Callable[[dict[str, Any]], float]
-Panel = tuple[str, str, Value, bool]  # title, unit, what is drawn, whether on a logarithmic axis
+Panel = tuple[str, str, Value, bool]  # title, unit, plotted value, logarithmic axis
 
 
 def _panels(operation: str) -> Sequence[Panel]:
@@ -102,7 +103,7 @@ def _panel(
 
 
 def _ticks(axes: Axes, sizes: Sequence[int]) -> None:
-    """Name the sizes that were measured, as far as there is room for their names."""
+    """Label the measured sizes, as far as their labels fit."""
     from matplotlib.ticker import FuncFormatter, NullLocator
 
     step = -(-len(sizes) // 9)

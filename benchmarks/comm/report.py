@@ -1,4 +1,4 @@
-"""Print a result, ratios first, and put it into JSON."""
+"""Tables of a result, ratios first, and its JSON."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def print_rows(figures: Figures) -> None:
 
 
 def print_overlap(rows: Sequence[OverlapRow]) -> None:
-    """Print the share that hides first, then the times it comes from, in microseconds."""
+    """Print the overlap first, then the times behind it, in microseconds."""
     lines = [["size", "candidate", "overlap %", "overall us", "compute us", "communication us", "products"]]
     for row in sorted(rows, key=lambda row: row.size):
         times = [f"{seconds * 1e6:.1f}" for seconds in (row.median, row.compute, row.communication)]
@@ -59,13 +59,13 @@ def print_overlap(rows: Sequence[OverlapRow]) -> None:
 
 
 def _named(rows: Sequence[Sequence[str]]) -> str:
-    """Return the table with the candidates' names to the left as well."""
+    """Return the table with the candidates' names left-aligned, too."""
     width = max(len(row[1]) for row in rows)
     return table([[row[0], row[1].ljust(width), *row[2:]] for row in rows])
 
 
 def print_unable(unable: dict[str, str]) -> None:
-    """Print who could not take part, and why."""
+    """Print which candidates could not take part, and why."""
     for name, why in unable.items():
         print(f"left out: {name}: {why}")
 
@@ -86,7 +86,7 @@ def ratios_json(figures: Figures) -> dict[str, dict[str, float]]:
 
 
 def explain(library: str) -> str:
-    """Return what the names mean, in one line."""
+    """Return the meaning of the names, in one line."""
     return (
         f"{OURS}: tensors of comm.empty; {OUTSIDE}: any other tensors; "
         f"{LIBRARY}: {library} by mpi4py, in place, one call"

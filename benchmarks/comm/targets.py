@@ -1,4 +1,4 @@
-"""Hold what the communication layer promises against what was measured."""
+"""Performance targets of the communication layer, and their comparison with the measurements."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from comm.names import COMMON, COPY, GLOO, LIBRARY, OURS, OUTSIDE, PIECES
 from comm.sizes import STREAM_SIZE, size_text
 
 MEAN_SIZES = tuple(size * 2**10 for size in (64, 1024, 4096, 25600, 65536))
-MEAN_TARGET = 4.0  # times the library, two ranks
+MEAN_TARGET = 4.0  # times faster than the library, two ranks
 GLOO_SIZE, GLOO_TARGET = 25 * 2**20, 15.0
-LARGE, LARGE_TARGET = 2**20, 3.0  # from so many bytes up, so many times the library
-SLACK, PYTHON = 0.05, 3e-6  # auto may be so much slower than the library, relative and in seconds
+LARGE, LARGE_TARGET = 2**20, 3.0  # from this number of bytes up, times faster than the library
+SLACK, PYTHON = 0.05, 3e-6  # allowed excess of auto over the library, relative and in seconds
 STREAM_TARGET = 0.9  # at STREAM_SIZE
 
 
 @dataclass(frozen=True)
 class Target:
-    """Hold a figure, what it should be at least, and what it is of."""
+    """Figure with its target, which is a minimum."""
 
     what: str
     value: float
@@ -28,14 +28,14 @@ class Target:
 
     @property
     def met(self) -> bool:
-        """Tell whether the figure is as large as it should be."""
+        """Return whether the figure reaches its target."""
         return self.value >= self.target
 
 
 def targets(
     operation: str, ranks: int, figures: Figures, twin: str
 ) -> Iterator[Target]:
-    """Yield those targets for which the run has figures; ``twin`` is hpctrain with the other of two dtypes."""
+    """Yield the targets for which the run has figures; ``twin`` is hpctrain with the other of two dtypes."""
     if operation == "all_reduce" and ranks == 2:
         yield from _mean(figures)
         yield from _gloo(figures)
@@ -82,7 +82,7 @@ def _large(figures: Figures, name: str) -> Iterator[Target]:
 
 
 def _never_slower(figures: Figures, name: str, slack: float) -> Iterator[Target]:
-    """Compare with the time that the library's own call allows: its own and the slack."""
+    """Compare with the allowed time: that of the library's own call and the slack."""
     found = []
     for size in sizes_of(figures):
         own, other = figures.get((size, name)), figures.get((size, LIBRARY))
@@ -94,14 +94,14 @@ def _never_slower(figures: Figures, name: str, slack: float) -> Iterator[Target]
 
 
 def _stream(figures: Figures) -> Iterator[Target]:
-    """Compare with a copy, which reads and writes as many bytes: 2 S / time over 2 S / time of the copy."""
+    """Compare with a copy, which has the same memory traffic: 2 S / time over 2 S / time of the copy."""
     value = ratio(figures, STREAM_SIZE, OURS, COPY)
     if value is not None:
         yield Target("2 S / (time x streaming rate) at 64 MiB", value, STREAM_TARGET)
 
 
 def _twin(figures: Figures, twin: str) -> Iterator[Target]:
-    """Compare bfloat16 with float32 of as many elements, whichever of them the run was asked for."""
+    """Compare bfloat16 with float32 of equally many elements, whichever of them the run measured."""
     halves = (OURS, twin) if twin.endswith("bfloat16") else (twin, OURS)
     found = []
     for size in sizes_of(figures):

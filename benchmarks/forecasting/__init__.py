@@ -1,1 +1,1 @@
-"""Forecasts of memory against what training takes: models, cases, and the measurement."""
+"""Models, cases and measurement of the benchmark that compares memory forecasts with training."""

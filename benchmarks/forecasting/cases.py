@@ -1,4 +1,4 @@
-"""The runs whose memory is forecast and measured: ten models, and the ways in which ranks share them."""
+"""Runs whose memory is forecast and measured: ten models, each with several strategies."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ WAYS: dict[str, dict[str, Any]] = {
     "offload": {"parallel": {"data": "fsdp", "recompute": True}, **OFFLOAD},
     **{name: {"parallel": {"schedule": name}} for name in PIPELINES},
 }
-# In the order in which they are measured: of a benchmark that is stopped, every model has had as many.
+# In the order of measurement: if the benchmark is stopped early, every model has had equally many
+# cases.
 PLACES = (("ddp", 2), ("fsdp", 2), ("zb-h1", 2), ("ddp", 1), ("offload", 2), ("1f1b", 2), ("ddp", 4), ("fsdp", 4))
 
 
@@ -35,7 +36,7 @@ class Model:
     options: dict[str, Any]
     batch: int
     shape: tuple[int, ...] = ()  # of a sample; empty: tokens
-    is_row: bool = False  # and can be cut into stages
+    is_row: bool = False  # sequential, so that it can be partitioned into stages
 
 
 MODELS = (
@@ -54,7 +55,7 @@ MODELS = (
 
 @dataclass(frozen=True)
 class Case:
-    """A run: its model, how the ranks share it, and how many they are."""
+    """Training run of a model with a strategy on a number of ranks."""
 
     model: Model
     way: str
@@ -62,7 +63,7 @@ class Case:
 
     @property
     def name(self) -> str:
-        """Return how it is listed."""
+        """Return the name of the case in lists."""
         return f"{self.model.name} {self.way} on {self.ranks}"
 
     def config(self, folder: Path) -> Path:
@@ -105,7 +106,7 @@ CASES = tuple(
 
 
 def data_for(model: Model, folder: Path) -> Path:
-    """Return a file of samples by chance, which is written unless it is there."""
+    """Return a file of random samples, which is written if it does not exist."""
     path = folder / ("-".join(map(str, model.shape or ("tokens",))) + ".h5")
     if path.exists():
         return path

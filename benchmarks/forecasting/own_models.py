@@ -1,4 +1,4 @@
-"""Ten models as users write them: plain torch, given to runs by ``model.factory``."""
+"""Ten models as users write them: plain torch, passed to runs by ``model.factory``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ VOCABULARY, CONTEXT, CLASSES = 256, 64, 10
 
 
 def mlp(inputs: int = 256, width: int = 512, depth: int = 8) -> nn.Module:
-    """Return a perceptron: a row of linear layers and ReLUs."""
+    """Return a multilayer perceptron: a sequence of linear layers and ReLUs."""
     sizes = [inputs] + [width] * depth
     row: list[nn.Module] = []
     for before, after in zip(sizes, sizes[1:]):
@@ -45,7 +45,7 @@ def cnn(channels: int = 32) -> nn.Module:
 
 
 class Residual(nn.Module):
-    """Two convolutions with a way around them."""
+    """Two convolutions with a skip connection."""
 
     def __init__(self, before: int, after: int, stride: int) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class Residual(nn.Module):
         self.around = nn.Identity() if before == after and stride == 1 else nn.Conv2d(before, after, 1, stride)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the sum of both ways."""
+        """Return the sum of both branches."""
         return F.relu(self.second(F.relu(self.first(x))) + self.around(x))
 
 
@@ -70,7 +70,7 @@ def resnet(channels: int = 32, blocks: int = 3) -> nn.Module:
 
 
 class UNet(nn.Module):
-    """An encoder of images and its decoder, with ways across."""
+    """Encoder of images and its decoder, with skip connections."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ class UNet(nn.Module):
         self.end = nn.Conv2d(2 * channels, CLASSES, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the mean over the image of what each pixel says."""
+        """Return the mean of the pixels' outputs over the image."""
         one = F.relu(self.down1(x))
         two = F.relu(self.down2(one))
         three = F.relu(self.bottom(two))
@@ -96,7 +96,7 @@ def unet(channels: int = 24) -> nn.Module:
 
 
 class Encoder(nn.Module):
-    """torch's transformer encoder over vectors."""
+    """Transformer encoder of torch over vectors."""
 
     def __init__(self, width: int, layers: int) -> None:
         super().__init__()
@@ -116,7 +116,7 @@ def encoder(width: int = 256, layers: int = 6) -> nn.Module:
 
 
 class EncoderDecoder(nn.Module):
-    """torch's transformer, which reads tokens and writes them anew."""
+    """Transformer of torch, with tokens as inputs and outputs."""
 
     def __init__(self, width: int, layers: int) -> None:
         super().__init__()
@@ -133,7 +133,7 @@ class EncoderDecoder(nn.Module):
 
 
 def encoder_decoder(width: int = 192, layers: int = 4) -> nn.Module:
-    """Return a transformer of both halves."""
+    """Return a transformer with encoder and decoder."""
     return EncoderDecoder(width, layers)
 
 
@@ -156,7 +156,7 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """A block of a GPT."""
+    """Block of a GPT."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -172,26 +172,26 @@ class Block(nn.Module):
 
 
 class Begin(nn.Module):
-    """Token and place."""
+    """Embeddings of tokens and positions."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
         self.tokens, self.places = nn.Embedding(VOCABULARY, width), nn.Embedding(CONTEXT, width)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Return the stream that the blocks change."""
+        """Return the initial residual stream."""
         result: Tensor = self.tokens(tokens) + self.places(torch.arange(tokens.shape[1], device=tokens.device))
         return result
 
 
 def gpt(width: int = 256, blocks: int = 6) -> nn.Module:
-    """Return a GPT as a row of layers."""
+    """Return a GPT as a sequence of layers."""
     row = [Block(width) for _ in range(blocks)]
     return nn.Sequential(Begin(width), *row, nn.LayerNorm(width), nn.Linear(width, VOCABULARY))
 
 
 class Mean(nn.Module):
-    """The mean over a sequence's tokens so far."""
+    """Mean over a sequence's tokens so far."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Return a running mean."""
@@ -199,7 +199,7 @@ class Mean(nn.Module):
 
 
 def embedding(rows: int = 60000, width: int = 128) -> nn.Module:
-    """Return a model that is a large table of embeddings, and little else."""
+    """Return a model that consists mostly of a large embedding table."""
     return nn.Sequential(nn.Embedding(rows, width), Mean(), nn.Linear(width, width), nn.Tanh(), nn.Linear(width, 256))
 
 
@@ -210,7 +210,7 @@ FACTORIES: dict[str, Callable[..., nn.Module]] = {
 
 
 def make(kind: str, **options: Any) -> nn.Module:
-    """Return a model by its name; note what memory its rank has before."""
+    """Return a model by its name; first record the memory that its rank already has."""
     from forecasting import watch
 
     watch.begin()

@@ -1,9 +1,10 @@
-"""Measure what memory the ranks of a job have at their peak, by Linux's account of their processes.
+"""Peak memory of the ranks of a job, from Linux's accounting of their processes.
 
-A rank notes what it has when its model is about to be made, and asks Linux to look for its peak anew. From then on the
-process that started the job reads the ranks' peaks until they have ended. A peak is that of resident memory (VmHWM),
-which the kernel keeps by itself, so that none is missed between two readings. Of it files (libraries) are left out; of
-memory that ranks share each counts its part (Pss), so that ranks add up to the node.
+A rank records its memory just before its model is built, and resets the kernel's peak. From then
+on, the process that started the job reads the ranks' peaks until they end. A peak is that of
+resident memory (VmHWM), which the kernel maintains itself, so that no peak between two readings is
+missed. Mapped files (libraries) are excluded. Of shared memory, each rank counts its proportional
+share (Pss), so that ranks add up to the node.
 """
 
 from __future__ import annotations
@@ -16,32 +17,32 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-VARIABLE = "HPCTRAIN_FORECAST_PEAKS"  # the folder in which ranks note what they have before
+VARIABLE = "HPCTRAIN_FORECAST_PEAKS"  # the folder in which ranks record their initial memory
 PAUSE = 0.02  # seconds between two readings
 _KB = 1024
 
 
 @dataclass
 class Rank:
-    """What is known of a rank's memory, in bytes."""
+    """Memory of a rank, in bytes."""
 
-    program: int  # private memory when the model was about to be made
-    private: int = 0  # the most that it had since
-    shared: int = 0  # its part of the memory that ranks share, when they had most of it
+    program: int  # private memory just before the model was built
+    private: int = 0  # peak of private memory since then
+    shared: int = 0  # its proportional share of shared memory, at the peak of all ranks' shared memory
 
     @property
     def total(self) -> int:
-        """Return all that counts for it."""
+        """Return the sum of private and shared memory."""
         return self.private + self.shared
 
 
 def begin() -> None:
-    """Note what this rank has, if a measurement is under way."""
+    """Record the memory of this rank if a measurement is in progress."""
     folder = os.environ.get(VARIABLE)
     if not folder:
         return
     fields = _fields("/proc/self/smaps_rollup")
-    Path("/proc/self/clear_refs").write_text("5")  # the peak so far is forgotten (proc(5))
+    Path("/proc/self/clear_refs").write_text("5")  # reset the peak (proc(5))
     note = {"program": fields["Pss_Anon"]}
     part = Path(folder, f".{os.getpid()}")
     part.write_text(json.dumps(note))
@@ -49,7 +50,7 @@ def begin() -> None:
 
 
 def run(command: Sequence[str], environ: Mapping[str, str], folder: Path, limit: float) -> list[Rank]:
-    """Run a job; return what its ranks had. Raises ``OSError`` if it fails."""
+    """Run a job; return the memory of its ranks. Raises ``OSError`` if the job fails."""
     folder.mkdir(parents=True)
     ranks: dict[str, Rank] = {}
     printed = folder.with_suffix(".log")
@@ -81,13 +82,14 @@ def _look(folder: Path, ranks: dict[str, Rank]) -> None:
             most = status["VmHWM"] - status["RssFile"] - status["RssShmem"]
             rank.private = max(rank.private, most, rollup["Pss_Anon"])
             shared[note.name] = rollup["Pss_Shmem"]
-    # A page that one rank alone has mapped counts whole for it, and by halves later: peaks of ranks do not add up.
+    # A page that a single rank has mapped counts fully for it, and by halves later: peaks of ranks
+    # do not add up.
     if sum(shared.values()) > sum(rank.shared for rank in ranks.values()):
         for name, rank in ranks.items():
             rank.shared = shared.get(name, 0)
 
 
 def _fields(path: str) -> dict[str, int]:
-    """Return the fields of a file of proc that are numbers of kB, in bytes."""
+    """Return the fields of a proc file that are numbers of kB, in bytes."""
     words = (line.split() for line in Path(path).read_text().splitlines())
     return {one[0].rstrip(":"): int(one[1]) * _KB for one in words if len(one) == 3 and one[2] == "kB"}

@@ -1,1 +1,1 @@
-"""Compare updates of parameters in the host's memory, and training with and without them."""
+"""Optimizer steps in host memory, and training with and without them."""

@@ -1,4 +1,4 @@
-"""Update the same parameters by torch's separate passes, and by one."""
+"""Candidates for the same optimizer step: torch's separate passes, and hpctrain's single pass."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from torch import nn
 
 from hpctrain.parallel.offload.update import OnePass
 
-SCALE = 0.999  # of clipping; gradients that torch scales in place each time hardly change
+SCALE = 0.999  # factor of clipping; gradients that torch scales in place each time hardly change
 
 
 class Side:
-    """Hold parameters, gradients in float32 and bfloat16, states, and room for copies in bfloat16."""
+    """Parameters, gradients in float32 and bfloat16, optimizer states, and memory for copies in bfloat16."""
 
     def __init__(self, task: Task) -> None:
         shapes = task.pieces
@@ -27,13 +27,13 @@ class Side:
         self.optimizer = optimizer_of([one for piece in self.parameters for one in piece])
 
     def same(self, other: Side) -> bool:
-        """Tell whether another side has the same masters and copies, bit for bit."""
+        """Return whether another side has the same master weights and copies, bit for bit."""
         pairs = [*zip(self.masters, other.masters), *zip(self.copies, other.copies)]
         return all(one.flat.equal(two.flat) for one, two in pairs)
 
 
 class Torch(Side):
-    """Update in passes over all of memory."""
+    """Optimizer step of torch, in several passes over all of memory."""
 
     def step(self) -> None:
         """Clip, update, and copy."""
@@ -44,13 +44,13 @@ class Torch(Side):
             copy.flat.copy_(master.flat)
 
     def step_16(self) -> None:
-        """Take the gradients from bfloat16 before."""
+        """Convert the gradients from bfloat16 first."""
         for source, target in zip(self.gradients_16, self.gradients):
             target.flat.copy_(source.flat)
         self.step()
 
     def update(self) -> None:
-        """Update alone."""
+        """Update only."""
         for parameters, gradients in zip(self.parameters, self.gradients):
             for parameter, gradient in zip(parameters, gradients.views):
                 parameter.grad = gradient
@@ -58,18 +58,18 @@ class Torch(Side):
 
 
 class Ours(Side):
-    """Update in one pass, piece by piece."""
+    """Optimizer step of hpctrain, in one pass, chunk by chunk."""
 
     def __init__(self, task: Task) -> None:
         super().__init__(task)
         self.one_pass = OnePass(self.optimizer)
 
     def step(self) -> None:
-        """Update by gradients in float32."""
+        """Update with gradients in float32."""
         self._step(self.gradients)
 
     def step_16(self) -> None:
-        """Update by gradients in bfloat16."""
+        """Update with gradients in bfloat16."""
         self._step(self.gradients_16)
 
     def _step(self, gradients: list[Piece]) -> None:
@@ -91,5 +91,5 @@ def make(names: list[str], task: Task) -> tuple[dict[str, Callable[[], None]], l
 
 
 def thread_counts() -> list[int]:
-    """Return with how many threads is measured: with as many as torch takes, and with one."""
+    """Return the thread counts to measure: torch's default, and one."""
     return sorted({torch.get_num_threads(), 1}, reverse=True)

@@ -1,4 +1,4 @@
-"""Measure what needs a GPU: steps with and without offload, and the largest model inside a share of its memory."""
+"""Measurements on a GPU: steps with and without offload, and the largest model within a share of its memory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ STEPS, WARMUP = 10, 3
 
 
 def measure(path: Path) -> tuple[dict[str, Any], list[Path]]:
-    """Return the figures, and the pictures of what a step does."""
+    """Return the figures, and the plots of a step's concurrent work."""
     device = torch.device("cuda", 0)
     steps: dict[str, Any] = {}
     pictures: list[Path] = []

@@ -1,4 +1,4 @@
-"""Find the largest model that trains inside a share of a GPU's memory, each try in a process of its own."""
+"""Search for the largest model that trains within a share of a GPU's memory, with one subprocess per trial."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from pathlib import Path
 import torch
 from offloading.training import EVERYTHING, HERE, OFFLOAD, Shape, Training
 
-CAP = 0.1  # of the GPU's memory
+CAP = 0.1  # share of the GPU's memory
 STEPS = 2  # the second one has the optimizer's states from its beginning
 SHAPE = Shape(layers=1, width=3072, heads=24, batch=1)
-LONGEST = 600.0  # seconds that a try may take
+LONGEST = 600.0  # seconds that a trial may take
 PROGRAM = Path(__file__).resolve().parents[1] / "offload.py"
 
 
 def most(fits: Callable[[int], bool], limit: int) -> int:
-    """Return the largest number up to ``limit`` that fits, where all below it do; 0 where none does."""
+    """Return the largest number up to ``limit`` that fits, if all numbers below it fit, too; 0 if 1 does not fit."""
     low, high = 0, 1
     while high <= limit and fits(high):
         low, high = high, 2 * high
@@ -32,7 +32,7 @@ def most(fits: Callable[[int], bool], limit: int) -> int:
 
 
 def largest(limit: int = 512) -> dict[str, int]:
-    """Return the parameters of the deepest GPT that trains, with and without offload."""
+    """Return the number of parameters of the deepest GPT that trains, with and without offload."""
     found = {}
     for name in (HERE, OFFLOAD):
         layers = most(lambda count, name=name: _try_apart(name, count), limit)  # type: ignore[misc]
@@ -50,7 +50,7 @@ def _try_apart(name: str, layers: int) -> bool:
 
 
 def try_it(text: str) -> int:
-    """Train such a model inside the share of memory; return 0, or 1 where memory did not suffice."""
+    """Train a model of the given depth within the share of memory; return 0, or 1 if the memory did not suffice."""
     wanted = json.loads(text)
     device = torch.device("cuda", 0)
     torch.cuda.set_per_process_memory_fraction(CAP, device)

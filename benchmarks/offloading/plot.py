@@ -1,4 +1,4 @@
-"""Draw results: how fast updates run, how long steps take, and what the streams of a step do."""
+"""Plots of the results: rates of optimizer steps, and the concurrent work of a step."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import Any
 from offloading.names import ALONE, OURS, OURS_16, TORCH, TORCH_16, TRIAD
 from offloading.targets import count
 
-BLUE, GREY, ORANGE = "#1f5fbf", "#9a9a9a", "#d9631e"  # ours, what the machine gives, torch
+BLUE, GREY, ORANGE = "#1f5fbf", "#9a9a9a", "#d9631e"  # hpctrain, the machine's own limits, torch
 COLOURS = {OURS: BLUE, TORCH: ORANGE, OURS_16: BLUE, TORCH_16: ORANGE, ALONE: "#eeb48f"}
 STREAMS = {"kernels": GREY, "down": BLUE, "up": "#6fa0e0", "update": ORANGE}
 LOOK: Any = {"font.size": 10, "svg.fonttype": "none", "axes.spines.top": False, "axes.spines.right": False}
 
-Timeline = Sequence[tuple[str, float, float]]  # what was done, from when, for how long; in seconds
+Timeline = Sequence[tuple[str, float, float]]  # kind of work, start and duration in seconds
 
 
 def draw_update(result: Mapping[str, Any], path: Path) -> list[Path]:
-    """Draw the rates of updates beside their JSON, as PNG and SVG; return the files."""
+    """Plot the rates of optimizer steps next to their JSON, as PNG and SVG; return the files."""
 
     def draw(figure: Any) -> None:
         panels = result["seconds"]
@@ -31,7 +31,7 @@ def draw_update(result: Mapping[str, Any], path: Path) -> list[Path]:
 
 
 def _rates(axes: Any, rates: Mapping[str, float], *, first: bool) -> None:
-    """Draw a bar a candidate, and a line where memory streams."""
+    """Draw one bar per candidate, and a line at the memory's streaming rate."""
     names = [name for name in rates if name in COLOURS]
     axes.barh(range(len(names)), [rates[name] / 1e9 for name in names], color=[COLOURS[name] for name in names])
     for place, name in enumerate(names):
@@ -45,7 +45,7 @@ def _rates(axes: Any, rates: Mapping[str, float], *, first: bool) -> None:
 
 
 def draw_streams(name: str, timeline: Timeline, path: Path) -> list[Path]:
-    """Draw what the device, its link in both directions and the host's update do in a step."""
+    """Plot the work of the device, of its link in both directions and of the host's optimizer in a step."""
 
     def draw(figure: Any) -> None:
         axes = figure.subplots()
@@ -61,12 +61,12 @@ def draw_streams(name: str, timeline: Timeline, path: Path) -> list[Path]:
 
 
 def title(result: Mapping[str, Any]) -> str:
-    """Say what was measured."""
+    """Return a title that states the task."""
     return f"AdamW on {result['parameters'] / 1e6:.1f} million float32 parameters, clipped, with a copy in bfloat16"
 
 
 def _save(path: Path, size: tuple[float, float], draw: Callable[[Any], None]) -> list[Path]:
-    """Let a figure be drawn, and save it as PNG and SVG; return the files, none where matplotlib is missing."""
+    """Draw a figure, and save it as PNG and SVG; return the files, an empty list without matplotlib."""
     try:
         import matplotlib
     except ImportError:

@@ -1,4 +1,4 @@
-"""Read from a profile what a step does at the same time: kernels, copies in both directions, the host's update."""
+"""Concurrent work of a step from a profile: kernels, copies in both directions, the host's optimizer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ UPDATES = ("_fused_adamw_", "_fused_adam_")
 
 
 class Event(NamedTuple):
-    """Be something that a profile has seen; nanoseconds."""
+    """Event of a profile; times in nanoseconds."""
 
     name: str
     on_device: bool
@@ -22,12 +22,12 @@ class Event(NamedTuple):
 
 
 def profile(training: Training) -> list[Event]:
-    """Return what happens in one step."""
+    """Return the profiled events of one step."""
     from torch._C._profiler import _ExperimentalConfig
     from torch.profiler import ProfilerActivity
 
     activities = [ProfilerActivity.CPU, ProfilerActivity.CUDA]
-    everywhere = _ExperimentalConfig(profile_all_threads=True)  # the update has threads of its own
+    everywhere = _ExperimentalConfig(profile_all_threads=True)  # the optimizer has threads of its own
     with torch.profiler.profile(activities=activities, experimental_config=everywhere) as found:
         training.step()
     assert found.profiler is not None, "it has just ended"
@@ -39,14 +39,14 @@ def profile(training: Training) -> list[Event]:
 
 
 def timeline(events: Iterable[Event]) -> Timeline:
-    """Return what is drawn, in seconds from the first of it."""
+    """Return the plotted work, in seconds from its start."""
     kinds = [(kind, event) for event in events if (kind := kind_of(event))]
     first = min((event.begin for _, event in kinds), default=0)
     return [(kind, (event.begin - first) / 1e9, event.length / 1e9) for kind, event in kinds]
 
 
 def kind_of(event: Event) -> str:
-    """Return what an event is: kernels, down, up, update, or nothing that is looked at."""
+    """Return the kind of an event: kernels, down, up, update, or '' for others."""
     if not event.on_device:
         return "update" if event.name.endswith(UPDATES) else ""
     if event.name.startswith("Memcpy DtoH"):
@@ -57,7 +57,7 @@ def kind_of(event: Event) -> str:
 
 
 def busy(line: Timeline) -> dict[str, float]:
-    """Return for how many seconds each kind is at work, on however many streams or threads."""
+    """Return the busy seconds of each kind, without double counting of concurrent streams or threads."""
     return {kind: _covered([(a, a + b) for which, a, b in line if which == kind]) for kind in {one[0] for one in line}}
 
 

@@ -1,4 +1,4 @@
-"""Hold what offload promises against what was measured."""
+"""Performance targets of offload, and their comparison with the measurements."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from offloading.names import PAIRS
 from saving.targets import Target
 
-BYTES = 28  # of memory that AdamW moves for a parameter, at best
+BYTES = 28  # minimum memory traffic of AdamW per parameter
 UPDATE_TARGET = 1.0  # times as fast as torch
 STEP_TARGET = 1.25  # times as long as a step without offload
 LARGEST_TARGET = 5.0  # times as many parameters
@@ -17,7 +17,7 @@ Times = Mapping[str, Mapping[str, float]]
 
 
 def update_targets(by_threads: Mapping[str, Times]) -> Iterator[Target]:
-    """Yield how many times as fast as torch's passes one pass is, for each number of threads."""
+    """Yield the speed of one pass relative to torch's passes, per number of threads."""
     for threads, times in by_threads.items():
         for ours, theirs in PAIRS:
             if ours in times and theirs in times:
@@ -37,7 +37,7 @@ def device_targets(result: Mapping[str, Any]) -> Iterator[Target]:
 
 
 def rate(numel: int, seconds: float) -> float:
-    """Return bytes a second of an update that moves 28 bytes a parameter."""
+    """Return the bytes per second of an optimizer step with 28 bytes of traffic per parameter."""
     return BYTES * numel / seconds
 
 

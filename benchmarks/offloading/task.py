@@ -1,4 +1,4 @@
-"""Say what is updated: the parameters of a GPT, flat, a piece a block, as a strategy that splits them holds them."""
+"""Parameters to update: those of a GPT, in one flat buffer per block, as sharded strategies store them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ LINE = 16  # floats; parameters begin at cache lines
 
 @dataclass(frozen=True)
 class Task:
-    """Hold the shape of the GPT."""
+    """Shape of the GPT."""
 
     layers: int = 6
     width: int = 768
@@ -22,7 +22,7 @@ class Task:
 
     @property
     def pieces(self) -> list[list[tuple[int, ...]]]:
-        """Return the shapes of the parameters of each piece: the embeddings, the blocks, the last norm."""
+        """Return the shapes of the parameters of each buffer: the embeddings, the blocks, the last norm."""
         width = self.width
         norm: list[tuple[int, ...]] = [(width,)] * 2
         linears = [(3 * width, width), (width, width), (4 * width, width), (width, 4 * width)]
@@ -31,20 +31,20 @@ class Task:
 
     @property
     def numel(self) -> int:
-        """Return how many parameters there are."""
+        """Return the number of parameters."""
         return sum(prod(shape) for piece in self.pieces for shape in piece)
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Hold flat memory for the parameters of a piece, and views of it in their shapes."""
+    """Flat buffer of several parameters, and views of it in their shapes."""
 
     flat: Tensor
     views: list[Tensor]
 
 
 def lay_out(shapes: list[tuple[int, ...]], dtype: torch.dtype, seed: int) -> Piece:
-    """Return a piece whose elements are drawn, the same each time; gaps that align it are zeros."""
+    """Return a buffer with reproducible random elements; alignment gaps are zeros."""
     places, end = [], 0
     for shape in shapes:
         places.append(end)
@@ -58,7 +58,7 @@ def lay_out(shapes: list[tuple[int, ...]], dtype: torch.dtype, seed: int) -> Pie
 
 
 def optimizer_of(parameters: list[nn.Parameter]) -> torch.optim.AdamW:
-    """Return torch's fused AdamW, with decay on what has two dims."""
+    """Return torch's fused AdamW, with weight decay for parameters with two dimensions."""
     groups = [
         {"params": [one for one in parameters if one.dim() > 1], "weight_decay": 0.1},
         {"params": [one for one in parameters if one.dim() < 2], "weight_decay": 0.0},

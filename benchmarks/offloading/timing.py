@@ -1,4 +1,4 @@
-"""Time updates that take turns in random order, and the rate at which memory streams."""
+"""Timing of optimizer steps, interleaved in random order, and of the memory's streaming rate."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Seconds = dict[str, list[float]]
 
 
 def triad() -> Callable[[], None]:
-    """Return a = b + s c, as STREAM (McCalpin) has it, on arrays of float32."""
+    """Return a = b + s c, the triad of STREAM (McCalpin), on arrays of float32."""
     a, b, c = (torch.ones(STREAM_BYTES // 4) for _ in range(3))
 
     def run() -> None:
@@ -32,7 +32,7 @@ def triad() -> Callable[[], None]:
 
 @contextmanager
 def threads(count: int) -> Iterator[None]:
-    """Let torch compute with so many threads."""
+    """Set torch's number of threads for the block."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:
@@ -59,12 +59,12 @@ def take_turns(candidates: Mapping[str, Callable[[], None]], rounds: int) -> Sec
 
 
 def check_same(task: Task) -> None:
-    """Raise ``HpctrainError`` unless both ways give the same bits, by gradients of both dtypes."""
+    """Raise ``HpctrainError`` unless both candidates give the same bits, with gradients of both dtypes."""
     theirs, ours = Torch(task), Ours(task)
-    for _ in range(3):  # each time from the same bfloat16 gradients, which nobody writes to
+    for _ in range(3):  # each time from the same bfloat16 gradients, which stay unchanged
         theirs.step_16()
         ours.step_16()
-    theirs.gradients = Torch(task).gradients  # as drawn, where torch scaled them in place
+    theirs.gradients = Torch(task).gradients  # fresh gradients, as torch has scaled them in place
     theirs.step()
     ours.step()
     if not theirs.same(ours):

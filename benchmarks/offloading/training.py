@@ -1,4 +1,4 @@
-"""Train a GPT in bfloat16 with float32 masters, with what an offload keeps on the host and without."""
+"""Training of a GPT in bfloat16 with float32 master weights, with and without offload."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ EVERYTHING = OffloadSettings(optimizer=True, parameters=True, activations=True)
 
 @dataclass(frozen=True)
 class Shape:
-    """Hold the shape of the model and its batches."""
+    """Shape of the model and its batches."""
 
     layers: int
     width: int
@@ -39,23 +39,23 @@ class Shape:
 
     @property
     def flop(self) -> float:
-        """Return the operations of a step: 6 a parameter and token, and those of attention (Narayanan et al., 2021)."""
+        """Return the operations of a step: 6 per parameter and token, plus attention (Narayanan et al., 2021)."""
         tokens = self.batch * self.context
         return 6.0 * tokens * self.config.parameters + 12.0 * tokens * self.layers * self.width * self.context
 
     def batch_of(self, step: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return tokens, and those that follow them."""
+        """Return tokens, and their successors."""
         generator = torch.Generator().manual_seed(step)
         tokens = torch.randint(self.vocabulary, (self.batch, self.context + 1), generator=generator).to(device)
         return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 
-BOTH = Shape(layers=24, width=2048, heads=16)  # 1.3 billion parameters: fits a large GPU in both ways
+BOTH = Shape(layers=24, width=2048, heads=16)  # 1.3 billion parameters: fits a large GPU with and without offload
 TINY = Shape(layers=2, width=64, heads=2, context=32, vocabulary=128, batch=2)
 
 
 class Training:
-    """Hold a model, its strategy and its optimizer on a device."""
+    """Model, its strategy and its optimizer on a device."""
 
     def __init__(self, shape: Shape, offload: OffloadSettings | None, device: torch.device) -> None:
         self.shape, self.device = shape, device
@@ -69,7 +69,7 @@ class Training:
         self.losses: list[float] = []
 
     def step(self) -> None:
-        """Do one step, until the device and the host are done with it."""
+        """Run one step, and wait until the device and the host have finished."""
         inputs, targets = self.shape.batch_of(len(self.losses), self.device)
         loss = self.strategy.forward_backward(inputs, targets, Objective(cross_entropy))
         self.strategy.clip_grad_norm(CLIP)
@@ -90,7 +90,7 @@ class Training:
         return seconds
 
     def close(self) -> None:
-        """Give the memory back."""
+        """Release the memory."""
         self.strategy.detach()
         self.optimizer.state.clear()
         if self.device.type == "cuda":

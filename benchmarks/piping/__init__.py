@@ -1,1 +1,1 @@
-"""Compare the ways to send microbatches through the stages of a model: how long a step takes, and what it waits."""
+"""Pipeline schedules: candidates, timing of steps, and comparison with the ideal time."""

@@ -1,4 +1,4 @@
-"""Compute gradients of a batch on one rank, by hpctrain's pipeline, and by torch's."""
+"""Candidates for the gradients of a batch: one rank alone, hpctrain's pipeline, and torch's."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from hpctrain.parallel.settings import ParallelSettings
 
 
 class Candidate(Protocol):
-    """Be one way to compute the same; all ranks make each candidate, and call its ``step``, together."""
+    """Candidate of the benchmark; all ranks construct it and call its ``step`` together."""
 
     microbatches: int
-    model: nn.Module  # what this rank holds of it
+    model: nn.Module  # the part of the model on this rank
 
     def step(self, inputs: Tensor, targets: Tensor) -> float | None:
-        """Leave the gradients in the parameters; return the loss where it is known."""
+        """Compute the gradients of the parameters; return the loss on ranks that know it, else None."""
 
 
 class Alone:
-    """Compute all on the first rank, one microbatch after the other, while the others wait."""
+    """Computation of all microbatches on the first rank, one after the other, while the others wait."""
 
     def __init__(self, task: Task, comm: Communicator, microbatches: int = MANY) -> None:
         self.microbatches = microbatches
@@ -35,7 +35,7 @@ class Alone:
         self.model: nn.Module = nn.Identity() if self.rests else task.model()
 
     def step(self, inputs: Tensor, targets: Tensor) -> float | None:
-        """Add up the gradients of the microbatches."""
+        """Accumulate the gradients of the microbatches."""
         if self.rests:
             return None
         total = torch.zeros(())
@@ -47,7 +47,7 @@ class Alone:
 
 
 class Ours:
-    """Be hpctrain's pipeline over all ranks."""
+    """Pipeline of hpctrain over all ranks."""
 
     def __init__(self, name: str, task: Task, comm: Communicator) -> None:
         schedule, self.microbatches = OURS[name]
@@ -57,12 +57,12 @@ class Ours:
         self._objective = Objective(cross_entropy)
 
     def step(self, inputs: Tensor, targets: Tensor) -> float | None:
-        """Play the schedule."""
+        """Run the schedule."""
         return self._strategy.forward_backward(inputs, targets, self._objective).item()
 
 
 class Torch:
-    """Be torch's pipeline with the same layers on the same ranks."""
+    """Pipeline of torch with the same layers on the same ranks."""
 
     microbatches = MANY
 
@@ -73,14 +73,14 @@ class Torch:
         self.model: nn.Module = nn.Sequential(*(whole.get_submodule(one) for one in task.cuts(comm.size)[comm.rank]))
         self._first, self._last = comm.rank == 0, comm.rank == comm.size - 1
         stage = pipelining.PipelineStage(self.model, comm.rank, comm.size, torch.device("cpu"))
-        # Dividing the loss costs nothing; what torch does by itself is to scale every gradient in the end.
+        # Dividing the loss has no cost; by default torch scales every gradient in the end.
         self._schedule = getattr(pipelining, TORCH[name])(stage, MANY, loss_fn=self._share, scale_grads=False)
 
     def _share(self, outputs: Tensor, targets: Tensor) -> Tensor:
         return cross_entropy(outputs, targets) / MANY
 
     def step(self, inputs: Tensor, targets: Tensor) -> float | None:
-        """Play the schedule."""
+        """Run the schedule."""
         given = (inputs,) if self._first else ()
         if not self._last:
             self._schedule.step(*given)
@@ -91,7 +91,7 @@ class Torch:
 
 
 def make(names: Iterable[str], task: Task, comm: Communicator) -> dict[str, Candidate]:
-    """Return candidates by name, in the order in which tables have them."""
+    """Return candidates by name, in the order of the tables."""
     wanted = set(names)
     return {name: _make(name, task, comm) for name in CANDIDATES if name in wanted}
 

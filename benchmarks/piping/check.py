@@ -1,4 +1,4 @@
-"""See that all candidates compute the same, before they are timed."""
+"""Comparison of the values that the candidates compute, before they are timed."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from hpctrain.collectives.communicator import Communicator
 
 @dataclass(frozen=True)
 class Found:
-    """Hold the loss of a batch and the norm of all its gradients."""
+    """Loss of a batch and norm of all its gradients."""
 
     loss: float
     norm: float
 
 
 def drift(comm: Communicator, candidates: Mapping[str, Candidate], task: Task) -> dict[str, Found]:
-    """Return how far each candidate is from one rank alone, relative; a call by all ranks."""
+    """Return the relative difference of each candidate from a single rank. Collective."""
     counts = sorted({one.microbatches for one in candidates.values()})
     truth = {count: find(comm, Alone(task, comm, count), task) for count in counts}
     found = {name: find(comm, one, task) for name, one in candidates.items()}
@@ -29,7 +29,7 @@ def drift(comm: Communicator, candidates: Mapping[str, Candidate], task: Task) -
 
 
 def find(comm: Communicator, one: Candidate, task: Task) -> Found:
-    """Return what a candidate makes of a batch: the loss that is furthest from the others' where ranks differ."""
+    """Return a candidate's result for a batch; if ranks differ, the loss furthest from the mean."""
     one.model.zero_grad()
     loss = one.step(*task.batch(-1, one.microbatches))
     gradients = [parameter.grad for parameter in one.model.parameters() if parameter.grad is not None]

@@ -1,7 +1,8 @@
-"""Hold measured steps of a pipeline against the same schedule with the same times of passes and nothing lost between.
+"""Comparison of measured pipeline steps with a simulation of the same schedule without overhead.
 
-``ideal`` goes by the median of each kind of pass of each chunk. ``played`` goes by the time that each single pass took
-in each step: what remains is what the pipeline itself adds, even where other work on the machine slows passes down.
+``ideal`` uses the median time of each kind of pass of each chunk. ``played`` uses the time of each
+single pass in each step: the rest is the overhead of the pipeline itself, even if other processes
+on the machine slow passes down.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from hpctrain.parallel.pipeline.action import Action, Kind
 from hpctrain.parallel.pipeline.schedule import Schedule
 from hpctrain.parallel.pipeline.timeline import WAITS, WORK, Costs, Span, Timeline, simulate
 
-FORMULA = ("gpipe", "1f1b")  # whose idle share is (p-1)/(m+p-1) where all stages take the same time
+FORMULA = ("gpipe", "1f1b")  # schedules whose idle share is (p-1)/(m+p-1) if all stages take the same time
 PASSES = tuple(kind.word for kind in Kind)
 SENDING = "send"
 
@@ -25,7 +26,7 @@ Ranks = Sequence[Step]  # one step of all ranks
 
 @dataclass(frozen=True)
 class Shares:
-    """Say on what a rank spends a step: passes, sending, waiting for others, and the rest, as shares of it."""
+    """Shares of a rank's step: passes, sending, waiting for others, and the rest."""
 
     passes: float
     sending: float
@@ -35,7 +36,7 @@ class Shares:
 
 @dataclass(frozen=True)
 class Bubble:
-    """Hold the idle share of all ranks: as measured, as simulated, and by the formula where there is one."""
+    """Idle share of all ranks: measured, simulated, and by the formula if there is one."""
 
     measured: float
     simulated: float
@@ -44,7 +45,7 @@ class Bubble:
 
 @dataclass(frozen=True)
 class Held:
-    """Hold a schedule's measured steps against their ideal; seconds."""
+    """Measured steps of a schedule and their ideal time, in seconds."""
 
     measured: float
     ideal: float
@@ -55,12 +56,12 @@ class Held:
 
     @property
     def efficiency(self) -> float:
-        """Return the share of the measured time that the schedule would need with these passes."""
+        """Return the fraction of the measured time that the schedule would need with these passes."""
         return self.ideal / self.measured
 
 
 def hold(schedule: Schedule, steps: Sequence[Ranks]) -> Held:
-    """Return what became of a schedule in some steps."""
+    """Return the comparison of a schedule's measured steps with their ideal."""
     medians = medians_of(schedule, steps)
     simulated = simulate(schedule, costs_of(schedule, medians))
     formula = (schedule.ranks - 1) / (schedule.microbatches + schedule.ranks - 1)
@@ -79,12 +80,12 @@ def hold(schedule: Schedule, steps: Sequence[Ranks]) -> Held:
 
 
 def seconds(ranks: Ranks) -> float:
-    """Return the time of a step: the slowest rank's."""
+    """Return the time of a step, on the slowest rank."""
     return max(step.seconds for step in ranks)
 
 
 def timeline(ranks: Ranks) -> Timeline:
-    """Return what the ranks did from the first pass to the last."""
+    """Return the spans of all ranks from the first pass to the last."""
     passes = [span for step in ranks for span in step.spans if span.name in PASSES]
     begin, end = min(span.start for span in passes), max(span.end for span in passes)
     return Timeline(tuple(tuple(_within(step.spans, begin, end)) for step in ranks))
@@ -97,7 +98,7 @@ def _within(spans: Iterable[Span], begin: float, end: float) -> Iterable[Span]:
 
 
 def medians_of(schedule: Schedule, steps: Sequence[Ranks]) -> dict[str, list[float | None]]:
-    """Return the median of each kind of pass of each chunk; None where the schedule has none such."""
+    """Return the median of each kind of pass of each chunk; None for passes that the schedule does not have."""
     found: dict[tuple[str, int | None], list[float]] = {}
     for span in (span for ranks in steps for step in ranks for span in step.spans):
         found.setdefault((span.name, span.chunk), []).append(span.end - span.start)
@@ -109,7 +110,7 @@ def medians_of(schedule: Schedule, steps: Sequence[Ranks]) -> dict[str, list[flo
 
 
 def costs_of(schedule: Schedule, medians: Mapping[str, Sequence[float | None]]) -> Costs:
-    """Return the times for a simulation; a kind of pass that did not occur is not asked for either."""
+    """Return the costs for a simulation; passes that did not occur cost 0, as they are not simulated."""
 
     def of(kind: Kind) -> list[float]:
         return [each or 0.0 for each in medians.get(kind.word, [0.0] * schedule.chunks)]
@@ -119,17 +120,17 @@ def costs_of(schedule: Schedule, medians: Mapping[str, Sequence[float | None]]) 
 
 @dataclass(frozen=True)
 class _Single(Costs):
-    """Be the time of each single pass."""
+    """Time of each single pass."""
 
     times: Mapping[Action, float] = field(default_factory=dict)
 
     def of(self, action: Action) -> float:
-        """Return the time that this pass took."""
+        """Return the time of this pass."""
         return self.times[action]
 
 
 def played(schedule: Schedule, ranks: Ranks) -> float:
-    """Return how long a step takes of which every pass takes what it took, and nothing else takes time."""
+    """Return the time of a step if every pass takes its measured time, and everything else takes no time."""
     kinds = {kind.word: kind for kind in Kind}
     times = {
         Action(kinds[span.name], span.chunk, span.microbatch): span.end - span.start
@@ -142,7 +143,7 @@ def played(schedule: Schedule, ranks: Ranks) -> float:
 
 
 def shares(steps: Sequence[Step]) -> Shares:
-    """Return on what one rank spends its steps: medians."""
+    """Return the shares of one rank's steps, as medians."""
 
     def median(names: Sequence[str]) -> float:
         return statistics.median(covered(step, names) / step.seconds for step in steps)
@@ -155,7 +156,7 @@ def shares(steps: Sequence[Step]) -> Shares:
 def covered(step: Step, names: Sequence[str]) -> float:
     """Return the seconds of a step that spans of these names cover."""
     total, until = 0.0, step.start
-    for span in step.spans:  # in the order in which they began
+    for span in step.spans:  # ordered by their start
         if span.name in names:
             total += max(min(span.end, step.end) - max(span.start, until), 0.0)
             until = max(until, span.end)

@@ -1,4 +1,4 @@
-"""Name the candidates, the same in tables, pictures and results."""
+"""Names of the candidates in tables, plots and results."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ OURS: dict[str, tuple[Literal["naive", "gpipe", "1f1b", "interleaved", "zb-h1"],
 }
 TORCH = {TORCH_GPIPE: "ScheduleGPipe", TORCH_ONE_F_ONE_B: "Schedule1F1B"}
 CANDIDATES = (ALONE, *OURS, *TORCH)
-# What they are called on the command line.
+# Their names on the command line.
 WORDS = {
     "alone": ALONE,
     **{name.removeprefix("hpctrain ").replace(" m=", "-"): name for name in OURS},

@@ -1,4 +1,4 @@
-"""Draw a result: how long a step takes beside what the schedule needs, and what the stages of two schedules did."""
+"""Plots of a result: time of a step with its ideal, and timelines of two schedules."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from piping.names import ALONE, OURS, TORCH
 from hpctrain.parallel.pipeline.picture import figure
 from hpctrain.parallel.pipeline.timeline import Timeline
 
-BLUE, GREY, ORANGE = "#1f5fbf", "#9a9a9a", "#d9631e"  # ours, what the machine gives, torch
+BLUE, GREY, ORANGE = "#1f5fbf", "#9a9a9a", "#d9631e"  # hpctrain, the machine's own limits, torch
 LOOK: Any = {"font.size": 10, "svg.fonttype": "none", "axes.spines.top": False, "axes.spines.right": False}
 
 
 def draw(result: dict[str, Any], timelines: Mapping[str, Timeline], path: Path) -> list[Path]:
-    """Draw a result beside its JSON, and timelines by name, as PNG and SVG; nothing where matplotlib is missing."""
+    """Plot a result next to its JSON, and timelines by name, as PNG and SVG; return [] without matplotlib."""
     try:
         import matplotlib
     except ImportError:
@@ -46,7 +46,7 @@ def _save(drawn: Any, path: Path) -> list[Path]:
 
 
 def _bars(axes: Any, result: dict[str, Any]) -> None:
-    """Draw a bar a candidate, with a line from its first quartile to its third and a mark at its ideal."""
+    """Draw one bar per candidate, with a line between its quartiles and a mark at its ideal."""
     times = result["seconds"]
     axes.barh(range(len(times)), [one["median"] * 1e3 for one in times.values()], color=list(map(_colour, times)))
     for place, (name, one) in enumerate(times.items()):
@@ -80,7 +80,7 @@ def _in_milliseconds(timeline: Timeline) -> Timeline:
 
 
 def title(result: dict[str, Any]) -> str:
-    """Say what was measured."""
+    """Return a title that states the task."""
     task = result["task"]
     return (
         f"GPT of {task['layers']} layers, width {task['width']}, on {result['ranks']} ranks, "

@@ -1,4 +1,4 @@
-"""Hold what pipelines promise against what was measured."""
+"""Performance targets of pipelines, and their comparison with the measurements."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Times = Mapping[str, Mapping[str, float]]
 
 
 def targets(times: Times, held: Mapping[str, Held], drift: Mapping[str, Found]) -> Iterator[Target]:
-    """Yield those targets for which the run has figures."""
+    """Yield the targets for which the run has figures."""
     if ONE_F_ONE_B in held:
         yield Target(f"{ONE_F_ONE_B}: ideal / measured", held[ONE_F_ONE_B].efficiency, EFFICIENCY_TARGET)
     if FEW_ONE_F_ONE_B in held and FEW_ZERO_BUBBLE in held:

@@ -1,4 +1,4 @@
-"""Say what all candidates compute: forward and backward of a GPT on bytes, one sequence a microbatch."""
+"""Task of all candidates: forward and backward of a GPT on bytes, one sequence per microbatch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ BYTES = 256
 
 @dataclass(frozen=True)
 class Task:
-    """Hold the shape of the model and of its sequences; head and embedding are apart, as torch's stages share none."""
+    """Shape of the model and of its sequences; head and embedding are untied, as in torch's stages."""
 
     width: int = 384
     layers: int = 8
@@ -24,20 +24,20 @@ class Task:
     context: int = 128
 
     def model(self) -> GPT:
-        """Return the model, its weights the same each time and on every rank."""
+        """Return the model, with the same weights each time and on every rank."""
         torch.manual_seed(0)
         shape = {"width": self.width, "layers": self.layers, "heads": self.heads, "context": self.context}
         return GPT(GPTConfig(**shape, vocab_size=BYTES, tied=False))
 
     def batch(self, number: int, microbatches: int) -> tuple[Tensor, Tensor]:
-        """Return inputs and targets, a sequence a microbatch; a smaller batch is the begin of a larger one."""
+        """Return inputs and targets, one sequence per microbatch; a smaller batch is the beginning of a larger one."""
         generator = torch.Generator().manual_seed(number)
         tokens = [torch.randint(0, BYTES, (self.context + 1,), generator=generator) for _ in range(microbatches)]
         both = torch.stack(tokens)
         return both[:, :-1].contiguous(), both[:, 1:].contiguous()
 
     def cuts(self, parts: int) -> list[list[str]]:
-        """Return the names of the layers of each part, as hpctrain cuts the model by default."""
+        """Return the names of the layers of each part, by hpctrain's default partition."""
         layers = find_layers(self.model())
         return [[layers[number].name for number in cut] for cut in balance(layers, parts)]
 

@@ -1,4 +1,4 @@
-"""Time steps of candidates that take turns in random order, and note what each rank did meanwhile."""
+"""Timing of steps, interleaved in random order, with a record of each rank's spans."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hpctrain.train.clocks import offsets
 
 @dataclass(frozen=True)
 class Step:
-    """Hold when a step of this rank began and ended, by rank 0's clock, and what it did between."""
+    """Step of this rank: start and end by rank 0's clock, and its spans."""
 
     start: float
     end: float
@@ -27,7 +27,7 @@ class Step:
 
     @property
     def seconds(self) -> float:
-        """Return how long it took."""
+        """Return the duration."""
         return self.end - self.start
 
 
@@ -35,7 +35,7 @@ Steps = dict[str, list[Step]]
 
 
 def take_turns(comm: Communicator, candidates: Mapping[str, Candidate], task: Task, warmup: int, rounds: int) -> Steps:
-    """Return this rank's timed steps, by candidate; a call by all ranks."""
+    """Return this rank's timed steps, by candidate. Collective."""
     steps: Steps = {name: [] for name in candidates}
     ahead = offsets(comm)[comm.rank]
     draw = random.Random(0)
@@ -65,7 +65,7 @@ def _timed(comm: Communicator, one: Candidate, task: Task, number: int, ahead: f
 
 
 def _spans(spans: Sequence[trace.Span], ahead: float) -> tuple[Span, ...]:
-    """Return spans in the order in which they began."""
+    """Return spans ordered by their start."""
     found = (
         Span(one.name, one.start - ahead, one.end - ahead, one.facts.get("chunk"), one.facts.get("microbatch"))
         for one in spans

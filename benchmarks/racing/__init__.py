@@ -1,1 +1,1 @@
-"""Race the workers at their own pace against synchronous training: to the same accuracy, on the same data."""
+"""Asynchronous strategies compared with synchronous training, to the same accuracy on the same data."""

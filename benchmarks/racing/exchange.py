@@ -1,8 +1,9 @@
-"""Measure what exchanging costs a step, against the same step of workers that never talk.
+"""Cost of exchanges in a step, relative to the same step of workers that do not communicate.
 
-Note: what an exchange takes. The time by which a step with an exchange is longer than one without: what is hidden
-behind the passes costs nothing, and what workers wait for each other counts. A step takes as long as on the slowest
-rank, so under ``round-robin`` it is the time in which every worker has exchanged once.
+Note: definition of the cost. It is the time by which a step with an exchange is longer than one
+without: overlapped communication is free, and waiting of workers for each other counts. The
+time of a step is that of the slowest rank, so under ``round-robin`` it is the time in which every
+worker has exchanged once.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from hpctrain.train.job import Job
 
 @dataclass
 class Turns:
-    """Hold seconds of a step, the slowest rank's, and shares that the strategy itself counts, round by round."""
+    """Seconds per step of the slowest rank, and shares that the strategy itself counts, per round."""
 
     seconds: list[float] = field(default_factory=list)
     counted: list[float] = field(default_factory=list)
@@ -31,23 +32,24 @@ class Turns:
 
 @dataclass(frozen=True)
 class Cost:
-    """Hold the seconds of a step, and what exchanging costs: its share of a step, and the seconds of one exchange.
+    """Seconds per step, and the cost of exchanging: its share of a step, and the seconds of one exchange.
 
-    Those ``inside`` are what a worker spends in an exchange, by the strategy's own count, waits and all.
+    ``inside`` is the time that a worker spends in an exchange, including waits, as counted by the
+    strategy.
     """
 
     step: dict[str, float]
     share: float
-    exchange: float | None  # nothing where there is none
-    inside: float | None  # nothing where nobody counts
+    exchange: float | None  # None without an exchange
+    inside: float | None  # None if the strategy does not count
 
 
 def take_turns(job: Job, task: Task, names: Iterable[str], rounds: int) -> dict[str, Turns]:
-    """Time steps of all members in turns, each time in another order; a call by all ranks."""
+    """Time interleaved steps of all members, in random order. Collective."""
     data = task.dataset("train")
     workers = {name: enter(BY_NAME[name], task, job, data) for name in (SILENT, *names)}
     for worker in workers.values():
-        worker.train(task.turn)  # also past the exchange that the first step of all has, whatever the period
+        worker.train(task.turn)  # includes the exchange of the very first step, whatever the period
         worker.figures()
     found = {name: Turns() for name in workers}
     draw = random.Random(task.seed)
@@ -63,7 +65,7 @@ def take_turns(job: Job, task: Task, names: Iterable[str], rounds: int) -> dict[
 
 
 def costs(found: Mapping[str, Turns]) -> dict[str, Cost]:
-    """Return what exchanging costs each member: medians over the rounds, in each of which all had a turn."""
+    """Return the cost of exchanging for each member: medians over the rounds, in which all members are timed."""
     return {name: _cost(name, turns, found[SILENT].seconds) for name, turns in found.items()}
 
 

@@ -1,4 +1,4 @@
-"""Say when a member has come as far as ddp."""
+"""Accuracy that a member must reach, relative to ddp."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ WITHIN = 0.01  # one point
 
 @dataclass(frozen=True)
 class Point:
-    """Hold how far a member has come: samples over all workers, seconds of training, and what was found then."""
+    """Progress of a member: samples over all workers, seconds of training, and evaluation results."""
 
     samples: int
     seconds: float
@@ -20,17 +20,17 @@ class Point:
 
 @dataclass(frozen=True)
 class Mark:
-    """Hold the best accuracy of ddp, and all the samples that it had for it."""
+    """Best accuracy of ddp, and its total number of samples."""
 
     accuracy: float
     samples: int
 
 
 def mark_of(ddp: Sequence[Point]) -> Mark:
-    """Return what the others have to reach."""
+    """Return the mark that the others must reach."""
     return Mark(max(point.accuracy for point in ddp), ddp[-1].samples)
 
 
 def reached(points: Sequence[Point], mark: Mark) -> Point | None:
-    """Return the first point within one point of the mark; None where there is none."""
+    """Return the first point within one point of the mark; None if there is none."""
     return next((point for point in points if point.accuracy >= mark.accuracy - WITHIN), None)

@@ -1,4 +1,4 @@
-"""Say how each member of the race trains: its strategy, and the learning rates that suit it."""
+"""Members of the comparison: strategies with suitable learning rates."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from hpctrain.parallel.server.settings import ServerSettings
 from hpctrain.parallel.settings import ParallelSettings
 
 PERIOD = 4
-NEVER = 10**9  # a period that no run sees the end of
+NEVER = 10**9  # a period longer than any run
 
 
 @dataclass(frozen=True)
 class Member:
-    """Hold the settings of a strategy, and a learning rate for each task."""
+    """Settings of a strategy, and a learning rate for each task."""
 
     name: str
     rates: Mapping[str, float]
@@ -38,24 +38,25 @@ class Member:
 
     @property
     def period(self) -> int:
-        """Return the steps from one exchange to the next."""
+        """Return the steps between exchanges."""
         return self.server.period
 
     @property
     def shares_copy(self) -> bool:
-        """Tell whether the updates of all workers go to the same parameters."""
+        """Return whether the updates of all workers go to the same parameters."""
         return self.parallel.data in ("server", "hogwild")
 
     def rate(self, task: str, workers: int) -> float:
-        """Return the learning rate, which workers share that update the same parameters.
+        """Return the learning rate, divided by the number of workers if they update the same parameters.
 
-        Together they make as many updates as there are workers for one of ddp's, whose gradient is the mean of all.
+        Together they make one update per worker, where ddp makes one with the mean of all
+        gradients.
         """
         return self.rates[task] / (workers if self.shares_copy else 1)
 
     @property
     def makes_own_updates(self) -> bool:
-        """Tell whether every worker makes an update a step, and not all of them one together."""
+        """Return whether every worker makes its own update in each step, instead of one update together."""
         return self.parallel.data != "ddp"
 
 
@@ -63,8 +64,9 @@ def _easgd(name: str, digits: float, gpt: float, server: ServerSettings) -> Memb
     return Member(name, {DIGITS: digits, GPT: gpt}, ParallelSettings(data="easgd"), server)
 
 
-# How the rates were found: ddp's was halved and doubled on two ranks until it came furthest. The others hold the target
-# with the same one, on two and four ranks and with three seeds; those that update the same parameters divide it.
+# Choice of the rates: ddp's was halved and doubled on two ranks to find the best accuracy. The
+# others reach the target with the same rate, on two and four ranks and with three seeds; strategies
+# that update the same parameters divide it.
 _ALL = (
     Member(DDP, {DIGITS: 0.05, GPT: 1e-3}, ParallelSettings(data="ddp")),
     _easgd(EASGD, 0.05, 1e-3, ServerSettings(mode="synchronous")),

@@ -1,4 +1,4 @@
-"""Name the members of the race, the same in tables, pictures and results."""
+"""Names of the members in tables, plots and results."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ LOCAL_SGD = "local sgd"
 SERVER, LOCKED, HOGWILD = "server", "server with lock", "hogwild"
 
 MEMBERS = (DDP, EASGD, EASGD_PERIOD, EASGD_APART, ROUND_ROBIN, LOCAL_SGD, SERVER, LOCKED, HOGWILD)
-# What they are called on the command line.
+# Their names on the command line.
 WORDS = {
     "ddp": DDP,
     "easgd": EASGD,
@@ -24,4 +24,4 @@ WORDS = {
     "server-lock": LOCKED,
     "hogwild": HOGWILD,
 }
-SILENT = "no exchange"  # the yardstick: workers that never talk
+SILENT = "no exchange"  # the reference: workers that do not communicate

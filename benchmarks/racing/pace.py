@@ -1,4 +1,4 @@
-"""Measure how many updates one worker makes a second, and how many all of them make, in turns."""
+"""Update rates of one worker and of all workers, interleaved."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from hpctrain.collectives.communicator import Communicator
 from hpctrain.train.job import Job
 
 PACED = (SERVER, LOCKED, HOGWILD)
-LOOK = 0.002  # seconds between looks of those who wait for one worker that is alone
+LOOK = 0.002  # seconds between polls of the ranks that wait for the single worker
 
 
 @dataclass(frozen=True)
 class Pace:
-    """Hold updates a second of one worker and of all of them, and how many times as many these are: medians."""
+    """Median updates per second of one worker and of all of them, and the median of their ratio."""
 
     alone: float
     together: float
@@ -30,7 +30,7 @@ class Pace:
 
 
 def take_turns(job: Job, task: Task, names: Iterable[str], rounds: int) -> dict[str, Pace]:
-    """Compare one worker with all of them, also for workers that never talk; a call by all ranks."""
+    """Compare one worker with all of them, also without communication. Collective."""
     each = job.comm.split(job.rank)
     try:
         return {name: _compare(job, each, task, name, rounds) for name in (SILENT, *names)}
@@ -42,7 +42,7 @@ def _compare(job: Job, each: Communicator, task: Task, name: str, rounds: int) -
     data, member = task.dataset("train"), BY_NAME[name]
     single, together = enter_alone(member, task, each, data), enter(member, task, job, data)
     alone, all_of_them = [], []
-    for number in range(rounds + 1):  # the first warms up
+    for number in range(rounds + 1):  # the first round warms up
         own = single.train(task.turn) if job.rank == 0 else 0.0
         asleep_until_all_come(job.comm)
         seconds = together.train(task.turn)
@@ -56,7 +56,7 @@ def _compare(job: Job, each: Communicator, task: Task, name: str, rounds: int) -
 
 
 def pace(steps: int, alone: Sequence[float], together: Sequence[Sequence[float]]) -> Pace:
-    """Return updates a second, from the seconds of so many steps of one worker, and of each rank of all."""
+    """Return updates per second, from the seconds of ``steps`` steps of one worker, and of each rank of all."""
     one = [steps / seconds for seconds in alone]
     many = [steps * len(together) / max(ranks) for ranks in zip(*together)]
     times = statistics.median(both / single for single, both in zip(one, many, strict=True))
@@ -64,7 +64,7 @@ def pace(steps: int, alone: Sequence[float], together: Sequence[Sequence[float]]
 
 
 def asleep_until_all_come(comm: Communicator) -> None:
-    """Wait for the others without using a core, which the one that is timed may need."""
+    """Wait for the other ranks without using a core, which the timed one may need."""
     world: Any = comm.transport.comm  # type: ignore[attr-defined]
     request = world.Ibarrier()
     while not request.Test():

@@ -1,4 +1,4 @@
-"""Draw a result: loss against wall time, accuracy against samples, and how stale updates were."""
+"""Plots of a result: loss against wall time, accuracy against samples, and staleness of updates."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from racing.names import DDP, DIGITS, MEMBERS
 
-# ddp is what all are held against; by the same hue go those of the same strategy.
+# Black for ddp, the reference; similar hues for variants of the same strategy.
 COLOURS = dict(
     zip(
         MEMBERS,
@@ -22,7 +22,7 @@ SHOWN = 8  # points of accuracy below the best
 
 
 def draw(result: Mapping[str, Any], path: Path) -> list[Path]:
-    """Draw a result beside its JSON, as PNG and SVG; return the files, none where matplotlib is missing."""
+    """Plot a result next to its JSON, as PNG and SVG; return the files, an empty list without matplotlib."""
     try:
         import matplotlib
     except ImportError:
@@ -50,7 +50,7 @@ def _save(figure: Any, path: Path) -> list[Path]:
 
 
 def _curves(name: str, found: Mapping[str, Any], ranks: int) -> Any:
-    """Draw loss against seconds, and accuracy against samples with the band of one point below the mark."""
+    """Plot loss against seconds, and accuracy against samples with a band of one point below the mark."""
     from matplotlib import pyplot
 
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4.6), layout="constrained")
@@ -61,7 +61,7 @@ def _curves(name: str, found: Mapping[str, Any], ranks: int) -> Any:
         right.plot([point["samples"] for point in points], [point["accuracy"] * 100 for point in points], **look)
     left.set(xlabel="seconds of training", ylabel="validation loss (nats)")
     right.set(xlabel="samples over all workers", ylabel="validation accuracy (%)")
-    if name == DIGITS:  # all get most of them right soon: what is of interest is at the end
+    if name == DIGITS:  # most accuracies are high early: show the differences at the end
         left.set_yscale("log")
         highest = 100 * max(one["best_accuracy"] for one in found["members"].values())
         right.set_ylim(highest - SHOWN, highest + 0.5)
@@ -77,7 +77,7 @@ def _curves(name: str, found: Mapping[str, Any], ranks: int) -> Any:
 
 
 def histograms(members: Mapping[str, Any]) -> dict[str, list[float]]:
-    """Return the share of updates of each staleness, from 0 on, of members that count it."""
+    """Return the share of updates by staleness, from 0 on, of members that count it."""
     found = {}
     for name, one in members.items():
         bars = one["staleness_histogram"]
@@ -87,7 +87,7 @@ def histograms(members: Mapping[str, Any]) -> dict[str, list[float]]:
 
 
 def _staleness(tasks: Mapping[str, Mapping[str, list[float]]], ranks: int) -> Any:
-    """Draw the shares of each staleness, member beside member, a panel a task."""
+    """Plot the shares by staleness, with members side by side and one panel per task."""
     from matplotlib import pyplot
 
     figure, panels = pyplot.subplots(
@@ -110,11 +110,11 @@ def _staleness(tasks: Mapping[str, Mapping[str, list[float]]], ranks: int) -> An
 
 
 def _last_of_interest(members: Mapping[str, list[float]], least: float = 0.005) -> int:
-    """Return the highest staleness that any member's updates have in a number that can be seen."""
+    """Return the highest staleness with a visible share of any member's updates."""
     return max(stale for shares in members.values() for stale, share in enumerate(shares) if share >= least)
 
 
 def title(task: str, ranks: int) -> str:
-    """Say what was trained."""
+    """Return a title that states the task."""
     what = "convnet on digits" if task == DIGITS else "GPT on bytes"
     return f"{what}, {ranks} workers"

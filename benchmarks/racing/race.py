@@ -1,7 +1,8 @@
-"""Race: members train a segment each, in turns, and after each segment it is looked how far they have come.
+"""Interleaved training of members in segments, with an evaluation after each segment.
 
-Note: the clock. It runs while a member trains its segment, from a barrier until the slowest rank is done, and stands
-while it is evaluated. Segments of all members alternate in random order, so a machine that drifts drifts for all.
+Note: the clock. It runs while a member trains its segment, from a barrier until the slowest rank is
+done, and is stopped during evaluation. Segments of all members alternate in random order, so that
+drift of the machine affects all of them.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ from hpctrain.collectives.communicator import Communicator
 from hpctrain.data.dataset import FileDataset
 from hpctrain.train.job import Job
 
-REPEATED = 4  # one segment of so many is trained again, to compare bits
+REPEATED = 4  # one in REPEATED segments is trained again, to compare bits
 
 
 @dataclass
 class Lane:
-    """Hold what one member has done so far."""
+    """Record of one member's training."""
 
     member: Member
     points: list[Point] = field(default_factory=list)
@@ -41,12 +42,12 @@ class Lane:
 
     @property
     def segments(self) -> int:
-        """Return how many segments are trained: the first point comes before them."""
+        """Return the number of trained segments; the first point precedes them."""
         return len(self.points) - 1
 
 
 def race(job: Job, task: Task, names: Iterable[str]) -> dict[str, Lane]:
-    """Let members train until they have reached what ddp has, or twice its samples; a call by all ranks."""
+    """Train members until they reach ddp's mark, or have used twice its samples. Collective."""
     data, held_out = task.dataset("train"), task.dataset("validation")
     lanes = {name: Lane(BY_NAME[name]) for name in names}
     workers = {name: enter(lane.member, task, job, data) for name, lane in lanes.items()}
@@ -61,7 +62,7 @@ def race(job: Job, task: Task, names: Iterable[str]) -> dict[str, Lane]:
 
 
 def goes_on(lane: Lane, ddp: Lane | None, segments: int) -> bool:
-    """Tell whether a member has another segment to train: all have those of ddp, and twice as many to reach it."""
+    """Return whether a member trains another segment: as many as ddp, and up to twice as many until the mark."""
     if lane.segments < segments:
         return True
     if ddp is None or lane.member.name == DDP:
@@ -71,7 +72,7 @@ def goes_on(lane: Lane, ddp: Lane | None, segments: int) -> bool:
 
 
 def train(comm: Communicator, worker: Worker, lane: Lane, held_out: FileDataset) -> None:
-    """Train a segment, and see how far it has led; a call by all ranks."""
+    """Train a segment and evaluate. Collective."""
     steps = worker.task.steps(comm.size)
     own = worker.train(steps)
     samples = steps * worker.task.batch * comm.size
@@ -89,14 +90,14 @@ def _look(worker: Worker, lane: Lane, held_out: FileDataset, samples: int, own: 
 
 
 def _staleness(figures: Mapping[str, object]) -> dict[int, int]:
-    """Return how many updates had which staleness."""
+    """Return the number of updates by staleness."""
     bars = figures.get("staleness_histogram", [])
     assert isinstance(bars, list), "one number for each staleness from 0 on"
     return {stale: count for stale, count in enumerate(bars) if count}
 
 
 def same_bits(job: Job, task: Task, first: Lane) -> tuple[bool, int]:
-    """Train synchronous EASGD once more; tell whether its centre has the same bits, after how many samples."""
+    """Repeat synchronous EASGD; return whether its centre has the same bits, and after how many samples."""
     data, held_out = task.dataset("train"), task.dataset("validation")
     again = Lane(BY_NAME[EASGD])
     worker = enter(again.member, task, job, data)
@@ -108,6 +109,6 @@ def same_bits(job: Job, task: Task, first: Lane) -> tuple[bool, int]:
 
 
 def alike(gathered: Sequence[tuple[Sequence[str], Sequence[str]]]) -> bool:
-    """Tell whether all ranks saw the same centre in both runs, after each segment that both have."""
+    """Return whether all ranks have the same centre in both runs, after each segment that both have."""
     length = min(len(again) for _, again in gathered)
     return len({tuple(run[:length]) for both in gathered for run in both}) == 1

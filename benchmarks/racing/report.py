@@ -1,4 +1,4 @@
-"""Print a result as tables."""
+"""Tables of a result."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from racing.names import SILENT
 
 
 def print_task(name: str, found: Mapping[str, Any], ranks: int) -> None:
-    """Print what is known of a task."""
+    """Print the tables of a task."""
     if "members" in found:
         print(f"{name}: {_race_title(found)}\n")
         print(table(_race(found)) + "\n")
@@ -43,7 +43,7 @@ def _race(found: Mapping[str, Any]) -> list[list[str]]:
 
 
 def _staleness(bars: list[int]) -> list[str]:
-    """Return mean and most; empty where nothing is counted."""
+    """Return mean and maximum; empty if staleness is not counted."""
     if not sum(bars):
         return ["", ""]
     mean = sum(stale * count for stale, count in enumerate(bars)) / sum(bars)

@@ -1,4 +1,4 @@
-"""Put what was measured of a task into plain values, for JSON, tables and pictures."""
+"""Conversion of a task's measurements to plain values, for JSON, tables and plots."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from racing.task import Task
 
 
 def task_of(task: Task) -> dict[str, Any]:
-    """Return the sizes of a task; of its file the name alone."""
+    """Return the sizes of a task, with only the name of its file."""
     return {**asdict(task), "file": Path(task.file).name}
 
 
 def members_of(task: Task, lanes: Mapping[str, Lane], workers: int) -> dict[str, Any]:
-    """Return the mark, where ddp has set one, and what every member did."""
+    """Return the mark, if ddp has set one, and every member's record."""
     mark = mark_of(lanes[DDP].points) if DDP in lanes else None
     found: dict[str, Any] = {"members": {name: _member(task, lane, mark, workers) for name, lane in lanes.items()}}
     return {**({"mark": asdict(mark)} if mark else {}), **found}
@@ -45,10 +45,10 @@ def _member(task: Task, lane: Lane, mark: Mark | None, workers: int) -> dict[str
 
 
 def costs_of(found: Mapping[str, Cost]) -> dict[str, Any]:
-    """Return what exchanging costs; seconds."""
+    """Return the costs of exchanging, in seconds."""
     return {"exchange": {name: asdict(one) for name, one in found.items()}}
 
 
 def paces_of(found: Mapping[str, Pace]) -> dict[str, Any]:
-    """Return updates a second of one worker and of all."""
+    """Return updates per second of one worker and of all."""
     return {"pace": {name: asdict(one) for name, one in found.items()}}

@@ -1,4 +1,4 @@
-"""Hold what the asynchronous family promises against what was measured."""
+"""Performance targets of the asynchronous strategies, and their comparison with the measurements."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from racing.names import DDP, EASGD, HOGWILD, ROUND_ROBIN, SERVER
 from saving.targets import Target
 
 SAMPLES_TARGET = 2.0  # times the samples of ddp
-SHARE_TARGET, SHARE_AIM = 0.14, 0.03  # of a step
-TURNS_TARGET, TURNS_RANKS = 5.0, 4  # times as quick an exchange, at so many ranks
-PACE_TARGET, PACE_RANKS = 1.8, 2  # times the updates of one worker, with so many
-LEAST = 1e-5  # seconds: an exchange that takes less cannot be told from none
+SHARE_TARGET, SHARE_AIM = 0.14, 0.03  # share of a step
+TURNS_TARGET, TURNS_RANKS = 5.0, 4  # ratio of exchange times, at that number of ranks
+PACE_TARGET, PACE_RANKS = 1.8, 2  # ratio to the updates of one worker, with that number of workers
+LEAST = 1e-5  # seconds: shorter exchanges are below the resolution
 
 
 def targets(ranks: int, tasks: Mapping[str, Mapping[str, Any]]) -> Iterator[Target]:
-    """Yield those targets for which the run has figures, task by task."""
+    """Yield the targets for which the run has figures, task by task."""
     for task, found in tasks.items():
         yield from _race(task, found)
         yield from _exchange(task, ranks, found.get("exchange", {}))

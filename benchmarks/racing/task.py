@@ -1,4 +1,4 @@
-"""Say what the race is about: data, a model, an optimizer, and how many samples."""
+"""Tasks: data, model, optimizer, and number of samples."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from hpctrain.errors import UsageError
 from hpctrain.models.build import build
 from hpctrain.models.settings import ModelSettings
 
-WARMUP = 10  # one sample of so many of ddp's comes while the learning rate rises
+WARMUP = 10  # the learning rate rises during the first 1/WARMUP of ddp's samples
 _MAKE = {DIGITS: "make digits", GPT: "hpctrain data pack -o runs/gpt-tiny.h5"}
 
 
 @dataclass(frozen=True)
 class Task:
-    """Hold the sizes of a task; ``batch`` is a worker's own, ``samples`` is what ddp trains on over all workers.
+    """Sizes of a task; ``batch`` is per worker, ``samples`` is ddp's total over all workers.
 
-    It is evaluated after each of so many ``segments``. ``turn`` are the steps of a turn when members are timed: a
-    multiple of the periods after which they exchange.
+    The run is evaluated after each of ``segments`` segments. ``turn`` is the number of steps per
+    turn when members are timed: a multiple of the exchange periods.
     """
 
     name: str
@@ -39,7 +39,7 @@ class Task:
     seed: int = 1
 
     def dataset(self, split: str) -> FileDataset:
-        """Open a split; raise ``UsageError`` that says how to make the file where there is none."""
+        """Open a split; raises ``UsageError`` with the command to create the file if it is missing."""
         if not Path(self.file).exists():
             raise UsageError(f"{self.file} is missing: {_MAKE[self.name]} makes it", everywhere=True)
         if self.name == DIGITS:
@@ -47,31 +47,32 @@ class Task:
         return TokenDataset(self.file, split, self.model.gpt().context)
 
     def network(self, dataset: FileDataset) -> nn.Module:
-        """Return the model, its weights the same each time and on every rank."""
+        """Return the model, with the same weights each time and on every rank."""
         torch.manual_seed(self.seed)
         return build(self.model, **dataset.facts)
 
     def optimizer(self, model: nn.Module, rate: float) -> torch.optim.Optimizer:
-        """Return SGD with Nesterov's momentum for the digits, AdamW for the GPT."""
+        """Return SGD with Nesterov momentum for the digits, AdamW for the GPT."""
         if self.name == DIGITS:
             return torch.optim.SGD(model.parameters(), lr=rate, momentum=0.9, nesterov=True, weight_decay=3e-3)
         return torch.optim.AdamW(model.parameters(), lr=rate, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
 
     def steps(self, workers: int) -> int:
-        """Return the steps of a segment, in which every worker takes a batch a step."""
+        """Return the steps of a segment, in which every worker takes one batch per step."""
         return max(round(self.samples / self.segments / (self.batch * workers)), 1)
 
     def warmup(self, workers: int) -> int:
-        """Return the steps in which the learning rate rises: those of a tenth of ddp's samples."""
+        """Return the warm-up steps of the learning rate: those of a tenth of ddp's samples."""
         return max(round(self.samples / WARMUP / (self.batch * workers)), 1)
 
 
 def correct(outputs: Tensor, targets: Tensor) -> int:
-    """Return how many classes, or next bytes, are right."""
+    """Return the number of correct classes, or next bytes."""
     return int((outputs.argmax(dim=-1) == targets).sum())
 
 
-# Twice as wide as by default, and weights that decay: then ddp comes to the same accuracy with every seed.
+# Twice the default width, and weight decay: with both, ddp reaches the same accuracy with every
+# seed.
 CONVNET = ModelSettings(name="convnet", options={"channels": [32, 64]})
 FULL = {
     DIGITS: Task(DIGITS, "digits.h5", CONVNET, batch=16, samples=15_360, validation=0, turn=32),

@@ -1,4 +1,4 @@
-"""Be one rank's part in a member of the race: a model with a strategy, an optimizer, data."""
+"""One rank's worker of a member: a model with a strategy, an optimizer, and data."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from hpctrain.parallel.objective import Objective, cross_entropy
 from hpctrain.parallel.strategy import Strategy
 from hpctrain.train.job import Job
 
-EVALUATED = 64  # samples a pass
+EVALUATED = 64  # samples per pass
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Hold what the validation split says of the parameters that all workers have come to."""
+    """Evaluation of the workers' common parameters on the validation split."""
 
     accuracy: float
     loss: float
@@ -36,7 +36,7 @@ class Evaluation:
 
 
 class Worker:
-    """Train with one strategy; made, evaluated and closed by all ranks of its communicator together."""
+    """Training with one strategy; all ranks of its communicator construct, evaluate and close it together."""
 
     def __init__(self, member: Member, task: Task, model: nn.Module, strategy: Strategy, data: FileDataset) -> None:
         self.member, self.task, self.model, self.strategy = member, task, model, strategy
@@ -50,7 +50,7 @@ class Worker:
         self._objective = Objective(cross_entropy)
 
     def train(self, steps: int) -> float:
-        """Make so many steps, begun by all ranks at the same time; return this rank's seconds."""
+        """Run ``steps`` steps, started by all ranks at the same time; return this rank's seconds."""
         gc.collect()
         gc.disable()
         self.strategy.comm.barrier()
@@ -61,7 +61,7 @@ class Worker:
             seconds = time.perf_counter() - started
         finally:
             gc.enable()
-        self.strategy.settle()  # a worker on another node that is slower still needs us, and no barrier serves it
+        self.strategy.settle()  # serve slower workers on other nodes, as a barrier does not
         return seconds
 
     def _step(self) -> None:
@@ -75,34 +75,34 @@ class Worker:
         self._optimizer.zero_grad()
 
     def evaluate(self, dataset: FileDataset) -> Evaluation:
-        """Look at the centre, or the served parameters; a call by all ranks."""
+        """Evaluate the centre, or the served parameters. Collective."""
         with self.strategy.meeting():
             found = evaluate(self.model, self.strategy.comm, dataset, self.task.validation)
             return Evaluation(*found, digest(self.model))
 
     def figures(self) -> Mapping[str, Any]:
-        """Return what the strategy has counted since the last time; a call by all ranks."""
+        """Return the strategy's metrics since the last call. Collective."""
         return self.strategy.figures()
 
     def close(self) -> None:
-        """Give back what the strategy holds; a call by all ranks."""
+        """Release the strategy's resources. Collective."""
         self.strategy.detach()
 
 
 def enter(member: Member, task: Task, job: Job, data: FileDataset) -> Worker:
-    """Let all ranks of a job take part, as any program does."""
+    """Return a worker on all ranks of a job, created like in any program."""
     model = job.wrap(task.network(data), member.parallel, server=member.server)
     return Worker(member, task, model, job.strategy(model), data)
 
 
 def enter_alone(member: Member, task: Task, comm: Communicator, data: FileDataset) -> Worker:
-    """Let the ranks of another communicator take part."""
+    """Return a worker on the ranks of another communicator."""
     model = task.network(data)
     return Worker(member, task, model, attach(model, comm, member.parallel, server=member.server), data)
 
 
 def leave(job: Job, workers: Iterable[Worker]) -> None:
-    """Take workers out again that ``enter`` has made; a call by all ranks."""
+    """Close workers that ``enter`` has created. Collective."""
     for worker in workers:
         worker.close()
     job.strategies.clear()
@@ -110,7 +110,7 @@ def leave(job: Job, workers: Iterable[Worker]) -> None:
 
 @torch.no_grad()
 def evaluate(model: nn.Module, comm: Communicator, dataset: FileDataset, limit: int) -> tuple[float, float]:
-    """Return accuracy and mean loss over at most ``limit`` samples, 0 for all; a call by all ranks."""
+    """Return accuracy and mean loss over at most ``limit`` samples, 0 for all. Collective."""
     model.eval()
     sums = torch.zeros(3, dtype=torch.float64)
     for part in evaluation_batches(
@@ -126,6 +126,6 @@ def evaluate(model: nn.Module, comm: Communicator, dataset: FileDataset, limit: 
 
 
 def digest(model: nn.Module) -> str:
-    """Return a fingerprint of all parameters, bit for bit."""
+    """Return a digest of all parameters, bit for bit."""
     flat = torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()])
     return hashlib.sha256(flat.numpy().tobytes()).hexdigest()

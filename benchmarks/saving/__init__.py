@@ -1,1 +1,1 @@
-"""The parts of the checkpoint benchmark: who saves and loads, how it is timed, what comes out."""
+"""Parts of the checkpoint benchmark: candidates for saving and loading, timing, and results."""

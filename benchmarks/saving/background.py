@@ -1,4 +1,4 @@
-"""Time a training loop that saves: how long it stands still, and what the writing costs the steps meanwhile."""
+"""Timing of a training loop that saves: how long it stalls, and how much the write slows the steps down."""
 
 from __future__ import annotations
 
@@ -16,64 +16,64 @@ from saving.state import CONTEXT, State, Values
 from saving.work import Snapshot, Work
 from torch.nn.functional import cross_entropy
 
-WARM_UP, FREE_STEPS = 3, 6  # steps: before all, and without a write before each save
-PATIENCE = 300.0  # seconds for one write: then it is stuck
+WARM_UP, FREE_STEPS = 3, 6  # steps: at the beginning, and without a write before each save
+PATIENCE = 300.0  # seconds for one write, after which it counts as stuck
 
 
 class Way(Protocol):
-    """Be one way to save from within a loop; all ranks call all of it."""
+    """Method to save from within a loop; all of its calls are collective."""
 
     @property
     def name(self) -> str:
         """Return the name in tables."""
 
     def begin(self, step: int) -> None:
-        """Start to save; return when the loop may go on and change the values."""
+        """Start to save; return as soon as the loop may continue and change the values."""
 
     @property
     def pending(self) -> bool:
-        """Tell all ranks the same: whether the write still goes on, as far as the last ``advance`` has seen."""
+        """Return whether the write is still in progress at the last ``advance``; the same on all ranks."""
 
     def advance(self) -> None:
-        """Do at a step's boundary what the write needs, and see whether it is done."""
+        """Make progress of the write at a step boundary, and poll for its completion."""
 
     def check(self, expected: Values) -> str:
-        """Return what the file holds wrongly, empty where it holds these values."""
+        """Return the errors in the file, empty if it contains these values."""
 
     def delete(self) -> None:
-        """Delete what was written."""
+        """Delete the written file."""
 
     def close(self) -> None:
-        """End what would outlive the benchmark."""
+        """End processes that would outlive the benchmark."""
 
 
 @dataclass
 class Times:
-    """Hold seconds on this rank: of the copy of all bytes, of each stall, and of steps without and during a write."""
+    """Seconds on this rank: of the copy of all bytes, of each stall, and of steps without and during a write."""
 
     copy: list[float] = field(default_factory=list)
     stall: list[float] = field(default_factory=list)
     free: list[float] = field(default_factory=list)
     busy: list[float] = field(default_factory=list)
-    written: list[float] = field(default_factory=list)  # from the begin of a save to its end
+    written: list[float] = field(default_factory=list)  # from the start of a save to its end
 
 
 @dataclass(frozen=True)
 class BackgroundRow:
-    """Hold medians in seconds, of the slowest rank, of one way to save in a loop."""
+    """Medians in seconds, of the slowest rank, of one method to save in a loop."""
 
     candidate: str
     stall: float
-    floor: float  # what copying a rank's share of the bytes takes at least
+    floor: float  # minimum time to copy a rank's share of the bytes
     free: float
-    busy: float | None  # None where no step ran during a write
+    busy: float | None  # None if no step ran during a write
     written: float
     busy_steps: int
     saves: int
 
 
 class Loop:
-    """Train the state's model, a step at a time."""
+    """Training loop of the state's model, called step by step."""
 
     def __init__(self, job: Any, state: State) -> None:
         self.job = job
@@ -83,7 +83,7 @@ class Loop:
         self.steps = 0
 
     def step(self) -> None:
-        """Do one step on one sequence, forward to update."""
+        """Run one step on one sequence, from forward to optimizer step."""
         tokens = torch.randint(self._vocabulary, (1, CONTEXT + 1), generator=self._generator)
         loss = cross_entropy(self._model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
         loss.backward()  # type: ignore[no-untyped-call]
@@ -93,7 +93,7 @@ class Loop:
 
 
 def measure(work: Work, job: Any, ways: Sequence[Way], rounds: int) -> list[BackgroundRow]:
-    """Let everybody save in turn from one loop; return a row for each. The first round does not count."""
+    """Measure all methods, interleaved in one loop; return a row for each. The first round does not count."""
     loop = Loop(job, work.state)
     for _ in range(WARM_UP):
         loop.step()
@@ -129,7 +129,7 @@ def _extend(all_of_them: Times, more: Times) -> None:
 
 
 def one_save(work: Work, loop: Loop, way: Way) -> Times:
-    """Run steps, save, run steps until the write is done; compare the file with a copy taken before."""
+    """Run steps, save, run steps until the write is done; compare the file with an earlier copy."""
     place, times = work.place, Times()
     way.delete()
     place.quiet()
@@ -148,7 +148,7 @@ def one_save(work: Work, loop: Loop, way: Way) -> Times:
 
 
 def _while_pending(loop: Loop, way: Way, times: Times) -> None:
-    """Run steps during the write; what the write needs at their boundaries belongs to them, as in a training."""
+    """Run steps during the write; their time includes the write's work at step boundaries, as in training."""
     begun = time.perf_counter()
     while way.pending:
         started = time.perf_counter()
@@ -172,7 +172,7 @@ def _check(place: Place, way: Way, expected: Values) -> None:
 
 
 def row_of(name: str, ranks: Sequence[Times], size: int) -> BackgroundRow:
-    """Return the row of what all ranks measured."""
+    """Return the row of all ranks' measurements."""
     median = {key: _median([getattr(times, key) for times in ranks]) for key in vars(ranks[0])}
     return BackgroundRow(
         candidate=name,

@@ -1,4 +1,4 @@
-"""Say what takes part in the benchmark: a name, what it does before the clock runs, while it runs, and afterwards."""
+"""Candidate of the checkpoint benchmark: a name, and its actions before, during and after timing."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ def _right() -> str:
 
 @dataclass
 class Candidate:
-    """Hold one way to save or to load; all ranks call each of its parts.
+    """Method to save or to load; all ranks call each of its parts.
 
-    ``check`` returns what is wrong with the result, empty where it is right. ``nbytes`` are moved by each rank that
-    moves any, or by all together where they share the work.
+    ``check`` returns the error in the result, empty if it is right. ``nbytes`` are moved by each
+    rank that takes part, or by all together if they share the work.
     """
 
     name: str
@@ -29,8 +29,8 @@ class Candidate:
     call: Callable[[], object]
     check: Callable[[], str] = _right
     prepare: Callable[[], object] = _nothing
-    needed: bool = False  # that it cannot serve is an error
+    needed: bool = False  # an error in it ends the benchmark
 
 
 class WrongResult(HpctrainError, RuntimeError):
-    """A candidate did not write or read what it should, so that its time means nothing."""
+    """Wrong result of a candidate, which makes its time meaningless."""

@@ -1,4 +1,4 @@
-"""Write and read files as plainly as the system allows: the yardstick of what a disk and memory give."""
+"""Plain reads and writes of files by system calls: the reference of disk and memory speed."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import os
 import shutil
 from pathlib import Path
 
-PIECE = 16 * 2**20  # bytes a call
+PIECE = 16 * 2**20  # bytes per call
 
 
 def write_at(path: Path, data: memoryview, offset: int = 0) -> None:
-    """Write bytes at an offset of a file, which is made where there is none, and flush them to the disk."""
+    """Write bytes at an offset of a file, which is created if missing, and flush them to the disk."""
     handle = os.open(path, os.O_WRONLY | os.O_CREAT, 0o666)
     try:
         done = 0
@@ -22,7 +22,7 @@ def write_at(path: Path, data: memoryview, offset: int = 0) -> None:
 
 
 def read_at(path: Path, data: memoryview, offset: int = 0) -> None:
-    """Fill memory from an offset of a file; raise ``EOFError`` where it ends too early."""
+    """Fill memory from an offset of a file; raises ``EOFError`` if the file is too short."""
     handle = os.open(path, os.O_RDONLY)
     try:
         done = 0
@@ -45,7 +45,7 @@ def flush(path: Path) -> None:
 
 
 def delete(path: Path) -> None:
-    """Delete a file or a folder, if it is there."""
+    """Delete a file or a folder, if it exists."""
     if path.is_dir():
         shutil.rmtree(path)
     else:
@@ -60,7 +60,7 @@ def size_of(path: Path) -> int:
 
 
 def filesystem_of(folder: Path) -> str:
-    """Return the kind of the filesystem that a folder lies on: ext4, lustre, tmpfs; ``unknown`` where nobody says."""
+    """Return the type of a folder's filesystem: ext4, lustre, tmpfs; ``unknown`` if the system does not report it."""
     device = os.stat(folder).st_dev
     wanted = f"{os.major(device)}:{os.minor(device)}"
     try:

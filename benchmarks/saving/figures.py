@@ -1,4 +1,4 @@
-"""Turn timings into the rows of a table."""
+"""Rows of the result table from timings."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Row:
-    """Hold one line of the table: seconds on the slowest rank, 10^9 bytes a second from the median."""
+    """Row of the table: seconds on the slowest rank, 10^9 bytes per second from the median."""
 
     kind: str  # write or read
     candidate: str
@@ -40,7 +40,7 @@ def by_name(rows: Iterable[Row]) -> Figures:
 
 
 def ratio(figures: Figures, name: str, against: str) -> float | None:
-    """Return how many times faster a candidate is than another, by medians; None where one of them is missing."""
+    """Return how many times faster a candidate is than another, by medians; None if one of them is missing."""
     own, other = figures.get(name), figures.get(against)
     return other.median / own.median if own and other else None
 

@@ -1,4 +1,4 @@
-"""Look up what other benchmarks have found about checkpoints, so that all that is promised stands in one table."""
+"""Targets from the stored results of other checkpoint benchmarks, so that one table shows all of them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ KILLS, MUTATIONS = 200, 10_000
 
 
 def targets(folder: Path) -> Iterator[Target]:
-    """Yield the targets of damaged files and killed runs, of the results that are there."""
+    """Yield the targets of damaged files and killed runs, from the results that exist."""
     damage = _read(folder / "corruption.json")
     if damage:
         tried = sum(count["times"] for count in damage["counts"])
@@ -21,7 +21,8 @@ def targets(folder: Path) -> Iterator[Target]:
         yield Target("corruption: of them not refused, or misnamed", len(damage["wrong"]), 0, at_least=False)
     kill = _read(folder / "kill.json")
     if kill:
-        # Written only where every resume found its file and the weights were those of the undisturbed run.
+        # The file exists only if every resume found its file and the weights equal those of the
+        # undisturbed run.
         survived = sum(found["kills"] for found in kill["forms"].values())
         yield Target(f"kill: survived, {' and '.join(kill['forms'])}", survived, KILLS)
 

@@ -1,4 +1,4 @@
-"""Time candidates that take turns, so that a machine that drifts drifts for all."""
+"""Interleaved timing of candidates, so that drift of the machine affects all of them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from saving.place import Place
 
 @dataclass(frozen=True)
 class Turn:
-    """Hold what one turn took on this rank, and why it failed, which is the same on all ranks."""
+    """Timing of one turn on this rank, and the reason of a failure, which is the same on all ranks."""
 
     seconds: float
     growth: int | None
@@ -24,7 +24,7 @@ class Turn:
 
 
 def measure(place: Place, kind: str, candidates: Sequence[Candidate], rounds: int) -> tuple[list[Row], dict[str, str]]:
-    """Return a row for each candidate, and why others could not take part; a call by all ranks."""
+    """Return a row per candidate, and why others could not take part. Collective."""
     able, unable = _warm_up(place, candidates)
     gathered = place.comm.all_gather_object(take_turns(place, able, rounds))
     rows = []
@@ -37,7 +37,7 @@ def measure(place: Place, kind: str, candidates: Sequence[Candidate], rounds: in
 
 
 def _warm_up(place: Place, candidates: Sequence[Candidate]) -> tuple[list[Candidate], dict[str, str]]:
-    """Let everybody have a turn that does not count; return who can serve, and of the others why not."""
+    """Run an untimed turn of each candidate; return those that can take part, and the reasons of the others."""
     unable = {each.name: problem for each in candidates if (problem := one_turn(place, each).problem)}
     return [each for each in candidates if each.name not in unable], unable
 
@@ -56,9 +56,10 @@ def take_turns(place: Place, candidates: Sequence[Candidate], rounds: int) -> li
 
 
 def one_turn(place: Place, candidate: Candidate) -> Turn:
-    """Let a candidate do its work once and compare the result; raise ``WrongResult`` everywhere if that is wrong.
+    """Run a candidate once and compare the result; raises ``WrongResult`` on all ranks if it is wrong.
 
-    The clock starts as the ranks leave a barrier, the disk quiet; it stops, on each rank, when that rank is done.
+    The clock starts as the ranks leave a barrier, with an idle disk; it stops, on each rank, when
+    that rank is done.
     """
     candidate.prepare()
     gc.collect()
@@ -91,6 +92,6 @@ def _timed(place: Place, candidate: Candidate) -> Turn:
 
 
 def _first(place: Place, own: str) -> str:
-    """Return what the first rank has to say that has something to say."""
+    """Return the first rank's non-empty text."""
     said = place.comm.all_gather_object(own)
     return next((f"{text} (rank {rank})" for rank, text in enumerate(said) if text), "")

@@ -1,4 +1,4 @@
-"""Watch how far the memory of this process grows in between."""
+"""Peak memory growth of this process."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
 class Growth:
-    """Tell the largest growth of resident memory since it was made, where Linux lets us reset its own mark."""
+    """Largest growth of resident memory since construction, if Linux allows resetting the peak."""
 
     def __init__(self) -> None:
         try:
@@ -18,7 +18,7 @@ class Growth:
             self._start = None
 
     def bytes(self) -> int | None:
-        """Return the growth up to the peak; ``None`` where nobody knows it."""
+        """Return the growth up to the peak; ``None`` if unknown."""
         return None if self._start is None else max(_field("VmHWM") - self._start, 0)
 
 

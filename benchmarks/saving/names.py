@@ -1,6 +1,6 @@
-"""Name the candidates, the same everywhere: in tables, results and pictures."""
+"""Names of the candidates in tables, results and plots."""
 
-RAW = "raw pwrite"  # each rank a file of its own: the yardstick
+RAW = "raw pwrite"  # one file per rank: the reference
 RAW_ONE = "raw pwrite, one file"  # the same bytes, all ranks into one file
 OURS = "hpctrain"
 MPIIO = "hpctrain mpiio"
@@ -9,7 +9,7 @@ DCP = "torch DCP"
 WRITERS = (RAW, RAW_ONE, OURS, MPIIO, TORCH, DCP)
 
 RAW_READ = "raw preadv"
-CRC = "crc32"  # of bytes in memory: what checking costs alone
+CRC = "crc32"  # of bytes in memory: the cost of the checksum alone
 LOAD = "hpctrain load"
 VERIFY = "hpctrain verify"
 TORCH_LOAD = "torch.load"
@@ -22,5 +22,5 @@ ASYNC = "torch DCP async"
 
 
 def load_from(ranks: int) -> str:
-    """Return the name of loading a file that so many ranks wrote."""
+    """Return the name of loading a file that ``ranks`` ranks wrote."""
     return f"{LOAD}, {ranks} wrote"

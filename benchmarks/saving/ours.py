@@ -1,4 +1,4 @@
-"""Let hpctrain take part: saving by all ranks, loading what other numbers of ranks wrote, verifying."""
+"""Candidates of hpctrain: saving by all ranks, loading files of other numbers of ranks, verifying."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hpctrain.checkpoint.saver import Saver, Storage
 
 
 def writers(work: Work) -> Iterator[Candidate]:
-    """Yield hpctrain's ways to save."""
+    """Yield hpctrain's candidates for saving."""
     yield _writer(work, OURS, work.file("hpctrain.h5"))
     yield _writer(work, MPIIO, work.file("hpctrain-mpiio.h5"), how=Storage(io="mpiio"))
 
@@ -42,13 +42,13 @@ def _writer(work: Work, name: str, path: Path, **options: Any) -> Candidate:
 
 
 def save(work: Work, path: Path, **options: Any) -> None:
-    """Save the state, by all ranks."""
+    """Save the state. Collective."""
     state = work.state
     checkpoint.save(path, model=state.model, optimizer=state.optimizer, comm=work.place.comm, **options)
 
 
 def readers(work: Work, written_by: Sequence[int]) -> Iterator[Candidate]:
-    """Yield loading of the files that so many ranks wrote, the same number first, and verifying."""
+    """Yield loading of files by the numbers of ranks that wrote them, the same number first, and verifying."""
     yield _loader(work, LOAD, work.from_ranks(work.place.size))
     for ranks in written_by:
         if ranks != work.place.size:
@@ -69,7 +69,7 @@ def _loader(work: Work, name: str, path: Path) -> Candidate:
 
 
 def _verifier(work: Work, path: Path) -> Candidate:
-    """Return the verification by one rank, as a login node does it."""
+    """Return the verification by one rank, as on a login node."""
 
     def verify() -> None:
         if work.place.rank == 0:
@@ -80,13 +80,13 @@ def _verifier(work: Work, path: Path) -> Candidate:
 
 
 def ways(work: Work) -> Iterator[Way]:
-    """Yield hpctrain's ways to save between the steps of a training."""
+    """Yield hpctrain's methods to save between the steps of a training."""
     yield Between(work, FOREGROUND, work.file("foreground.h5"), Saver(work.place.comm))
     yield Between(work, BACKGROUND, work.file("background.h5"), Saver(work.place.comm, background=True))
 
 
 class Between:
-    """Save between steps as a training does: at once, or by a process beside the loop."""
+    """Saving between steps, as in training: in the foreground, or by a background process."""
 
     def __init__(self, work: Work, name: str, path: Path, saver: Saver) -> None:
         self.name = name
@@ -99,23 +99,23 @@ class Between:
 
     @property
     def pending(self) -> bool:
-        """Tell whether the file is not in its place yet."""
+        """Return whether the file has not been committed yet."""
         return self._saver.pending
 
     def advance(self) -> None:
-        """Bring the write further where no rank would have to wait for it."""
+        """Make progress of the write if no rank would have to wait for it."""
         if not any(self._work.place.comm.all_gather_object(self._saver.busy)):
             self._saver.advance()
 
     def check(self, expected: Values) -> str:
-        """Return what the file holds wrongly."""
+        """Return the errors in the file."""
         return compare_file(self._path, expected) if self._work.place.rank == 0 else ""
 
     def delete(self) -> None:
-        """Delete what was written."""
+        """Delete the written file."""
         if self._work.place.rank == 0:
             delete(self._path)
 
     def close(self) -> None:
-        """End the process that writes."""
+        """End the writer process."""
         self._saver.close()

@@ -1,4 +1,4 @@
-"""Let torch take part: torch.save by rank 0, and torch.distributed.checkpoint by all ranks."""
+"""Candidates of torch: torch.save by rank 0, and torch.distributed.checkpoint by all ranks."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 
 def writers(work: Work) -> Iterator[Candidate]:
-    """Yield torch's ways to save."""
+    """Yield torch's candidates for saving."""
     yield _torch_writer(work, work.file("torch.pt"))
     yield _dcp_writer(work, work.file("torch-dcp"))
 
 
 def readers(work: Work) -> Iterator[Candidate]:
-    """Yield torch's ways to load what its ways to save have left."""
+    """Yield torch's candidates for loading, which read the files of those for saving."""
     yield _torch_reader(work, work.file("torch.pt"))
     yield _dcp_reader(work, work.file("torch-dcp"))
 
 
 def ways(work: Work) -> Iterator[Way]:
-    """Yield torch's way to save while training goes on."""
+    """Yield torch's method to save during training."""
     yield Async(work, work.file("torch-dcp-async"))
 
 
 class Async:
-    """Save by ``async_save`` with its defaults: a copy first, then a thread writes."""
+    """Saving by ``async_save`` with its defaults: a copy first, then a thread writes."""
 
     name = ASYNC
 
@@ -47,32 +47,32 @@ class Async:
         self._future: Any = None
 
     def begin(self, step: int) -> None:
-        """Return when the values may change."""
+        """Start to save; return as soon as the values may change."""
         self._future = dcp_async_save(self._work.state.dicts(), checkpoint_id=self._path)
 
     @property
     def pending(self) -> bool:
-        """Tell whether any rank wrote when last asked."""
+        """Return whether any rank was still writing at the last poll."""
         return self._future is not None
 
     def advance(self) -> None:
-        """Ask whether all ranks are done, and raise what went wrong."""
+        """Poll whether all ranks are done, and raise their errors."""
         if all(self._work.place.comm.all_gather_object(self._future.done())):
             self._future.result()
             self._future = None
 
     def check(self, expected: Values) -> str:
-        """Return what the file holds wrongly."""
+        """Return the errors in the file."""
         if self._work.place.rank:
             return ""
         return _after(self._work, expected, lambda: _load(self._work, self._path, alone=True))
 
     def delete(self) -> None:
-        """Delete what was written."""
+        """Delete the written file."""
         _deletes(self._work, self._path)()
 
     def close(self) -> None:
-        """Have nothing to end."""
+        """Do nothing, as there is no process to end."""
 
 
 def _torch_writer(work: Work, path: Path) -> Candidate:
@@ -92,7 +92,7 @@ def _torch_writer(work: Work, path: Path) -> Candidate:
 
 
 def _dcp_writer(work: Work, path: Path) -> Candidate:
-    """Return DCP with its defaults: FileSystemWriter, a file a rank, each flushed."""
+    """Return DCP with its defaults: FileSystemWriter, one file per rank, each flushed."""
 
     def check() -> str:
         return _after(work, work.state, lambda: _load(work, path, alone=True)) if work.place.rank == 0 else ""
@@ -134,13 +134,13 @@ def _read(path: Path) -> dict[str, Any]:
 def _load(work: Work, path: Path, alone: bool = False) -> None:
     dicts = work.target.dicts()  # its tensors are the target's own, and are filled in place
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # that is what alone means
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # expected with no_dist
         dcp_load(dicts, checkpoint_id=path, no_dist=alone)
     work.target.take(dicts)
 
 
 def _after(work: Work, expected: Values, load: Callable[[], None]) -> str:
-    """Return how the target differs from what was saved after a load into it."""
+    """Load into the target, and return how it differs from the saved values."""
     work.target.spoil()
     load()
     return difference(work.target, expected)

@@ -1,4 +1,4 @@
-"""Hold where the benchmark runs, and let ranks wait without taking the cores of those still at work."""
+"""Setting of the checkpoint benchmark; its ranks wait without using cores that others need."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _NAP = 0.001  # seconds
 
 @dataclass(frozen=True)
 class Place:
-    """Hold the ranks and the folder that they all see."""
+    """Ranks of the benchmark, and the folder that they share."""
 
     comm: Communicator
     folder: Path
@@ -36,17 +36,17 @@ class Place:
         return self.comm.size
 
     def share(self, nbytes: int) -> slice:
-        """Return this rank's part of so many bytes."""
+        """Return this rank's part of ``nbytes`` bytes."""
         return slice(nbytes * self.rank // self.size, nbytes * (self.rank + 1) // self.size)
 
     def rest(self) -> None:
-        """Wait for all ranks asleep: a rank that spins would take a core from the disk and its writers."""
+        """Wait for all ranks while sleeping: a spinning rank would take a core from the disk and its writers."""
         meeting = self.world.Ibarrier()
         while not meeting.Test():
             time.sleep(_NAP)
 
     def quiet(self) -> None:
-        """Return when nothing waits to be written to the disk any more."""
+        """Return once all pending writes have reached the disk."""
         self.rest()
         if self.rank == 0:
             os.sync()

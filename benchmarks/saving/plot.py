@@ -1,4 +1,4 @@
-"""Draw a result as bars: how fast each way saves and loads, and how far what is promised is reached."""
+"""Plots of a result: rates of saving and loading, and measured figures relative to their targets."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from saving.names import CRC, OURS, RAW, RAW_ONE, RAW_READ
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-BLUE, GREY, ORANGE = "#1f5fbf", "#9a9a9a", "#d9631e"  # ours, what the machine gives, torch
+BLUE, GREY, ORANGE = "#1f5fbf", "#9a9a9a", "#d9631e"  # hpctrain, the machine's own limits, torch
 GREEN, RED = "#3b8f54", "#b0413e"
-MOST = 2.0  # times the target: longer bars would hide the short ones
+MOST = 2.0  # multiple of the target at which bars are cut off, so that short ones stay visible
 LOOK: Any = {"font.size": 10, "svg.fonttype": "none", "axes.spines.top": False, "axes.spines.right": False}
 TITLES = {
     "write": "Saving: bytes / time until all ranks are done",
@@ -26,7 +26,7 @@ Panel = tuple[Callable[["Axes", str, Sequence[dict[str, Any]]], None], str, Sequ
 
 
 def draw(result: dict[str, Any], path: Path) -> list[Path]:
-    """Draw a result beside its JSON, as PNG and SVG; return the files, none where matplotlib is missing."""
+    """Plot a result next to its JSON, as PNG and SVG; return the files, an empty list without matplotlib."""
     try:
         import matplotlib
     except ImportError:
@@ -54,7 +54,7 @@ def draw(result: dict[str, Any], path: Path) -> list[Path]:
 
 
 def _bars(axes: Axes, title: str, rows: Sequence[dict[str, Any]]) -> None:
-    """Draw a bar a candidate, first one on top, with a line from its slowest turn to its fastest."""
+    """Draw one bar per candidate, the first on top, with a line from its slowest turn to its fastest."""
     places = range(len(rows))
     rates = [row["rate"] for row in rows]
     axes.barh(places, rates, color=[_colour(row["candidate"]) for row in rows], height=0.66, zorder=2)
@@ -72,7 +72,7 @@ def _bars(axes: Axes, title: str, rows: Sequence[dict[str, Any]]) -> None:
 
 
 def _reached(axes: Axes, title: str, targets: Sequence[dict[str, Any]]) -> None:
-    """Draw how far each target is reached: right of the line it is."""
+    """Draw the measured figures relative to their targets; bars beyond the line have reached them."""
     shares = [min(share_reached(target), MOST) for target in targets]
     places = range(len(targets))
     axes.barh(places, shares, color=[GREEN if target["met"] else RED for target in targets], height=0.66, zorder=2)
@@ -90,7 +90,7 @@ def _reached(axes: Axes, title: str, targets: Sequence[dict[str, Any]]) -> None:
 
 
 def share_reached(target: dict[str, Any]) -> float:
-    """Return how far a target is reached: 1 where it just is, more where by more."""
+    """Return the degree to which a target is reached: 1 if just reached, more if exceeded."""
     bound, value = float(target["wanted"].split()[1]), float(target["value"])
     if target["wanted"].startswith(">="):
         return value / bound

@@ -1,4 +1,4 @@
-"""Print a result, ratios first, and put it into JSON."""
+"""Tables of a result, ratios first, and its JSON."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from saving.names import CRC, DCP_LOAD, LOAD, OURS, READERS, TORCH_LOAD, WRITERS
 from saving.targets import Target
 
 MIB = 2**20
-_SMALL = 0.005  # of which two digits would show nothing
+_SMALL = 0.005  # smaller figures would show as zero with two decimals
 
 
 def print_targets(found: Sequence[Target]) -> None:
@@ -45,7 +45,7 @@ def print_ratios(figures: Figures) -> None:
 
 
 def print_rows(figures: Figures) -> None:
-    """Print the table: seconds of the slowest rank, 10^9 bytes a second, and the largest growth of memory."""
+    """Print the table: seconds of the slowest rank, 10^9 bytes per second, and the largest growth of memory."""
     if not figures:
         return
     rows = [["", "median s", "min", "max", "GB/s", "memory +MiB", "rounds"]]
@@ -57,7 +57,7 @@ def print_rows(figures: Figures) -> None:
 
 
 def print_background(rows: Sequence[BackgroundRow]) -> None:
-    """Print what saving does to a training loop: seconds of the slowest rank, medians."""
+    """Print the effect of saving on a training loop: seconds of the slowest rank, medians."""
     if not rows:
         return
     head = ["in a training loop", "stall s", "copy of a share", "until written", "step", "step meanwhile"]
@@ -70,7 +70,7 @@ def print_background(rows: Sequence[BackgroundRow]) -> None:
 
 
 def print_unable(unable: dict[str, str]) -> None:
-    """Print who could not take part, and why."""
+    """Print which candidates could not take part, and why."""
     for name, why in unable.items():
         print(f"left out: {name}: {why}")
 

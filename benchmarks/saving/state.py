@@ -1,4 +1,4 @@
-"""Make a model with moments of so many bytes: a GPT of the usual proportions after one step of AdamW."""
+"""Model with moments of a given size: a GPT of the usual proportions after one step of AdamW."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from hpctrain.models.shapes import GPTConfig
 CONTEXT = 128
 HEAD_WIDTH = 64
 PER_PARAMETER = 12  # bytes: float32 value and two float32 moments
-LEAST = 2**20  # bytes: below that there is no room for a block and its embeddings
+LEAST = 2**20  # bytes: minimum for a block and its embeddings
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class Values(Protocol):
-    """Be something whose values can be compared."""
+    """Object whose values can be compared."""
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield names and tensors, always in the same order."""
@@ -29,7 +29,7 @@ class Values(Protocol):
 
 @dataclass
 class State:
-    """Hold what is saved and loaded."""
+    """State that is saved and loaded."""
 
     model: GPT
     optimizer: torch.optim.Optimizer
@@ -40,7 +40,7 @@ class State:
         return sum(tensor.nbytes for _, tensor in self.tensors())
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield parameters and moments by the paths that a checkpoint gives them."""
+        """Yield parameters and moments under their paths in a checkpoint."""
         parameters = dict(self.model.named_parameters())
         for name, parameter in parameters.items():
             yield f"model/{name}", parameter.detach()
@@ -49,12 +49,12 @@ class State:
                 yield f"optimizer/{name}/{moment}", self.optimizer.state[parameter][moment]
 
     def spoil(self) -> None:
-        """Overwrite all values, so that only a load can bring them back."""
+        """Overwrite all values, so that only a load can restore them."""
         for _, tensor in self.tensors():
             tensor.fill_(-1.0)
 
     def dicts(self) -> dict[str, Any]:
-        """Return the state dicts, as torch's own ways of saving take them."""
+        """Return the state dicts, in the form that torch saves."""
         return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
 
     def take(self, dicts: dict[str, Any]) -> None:
@@ -64,10 +64,10 @@ class State:
 
 
 def shape_of(nbytes: int) -> GPTConfig:
-    """Return the GPT whose parameters and moments take so many bytes in float32, up to a row of its embeddings.
+    """Return the GPT whose parameters and moments take ``nbytes`` bytes in float32, up to a row of its embeddings.
 
-    Blocks make up to two thirds, as in GPT-2. Head and embeddings share no weight: what is shared, some ways of
-    saving write once and others twice, and the bytes shall be the same for all.
+    Blocks make up to two thirds, as in GPT-2. Head and embeddings are not tied: some candidates
+    would write a tied weight once and others twice, and all must write the same bytes.
     """
     if nbytes < LEAST:
         raise UsageError(f"a checkpoint of {nbytes} bytes is too small to measure: at least {LEAST}", everywhere=True)
@@ -81,7 +81,7 @@ def shape_of(nbytes: int) -> GPTConfig:
 
 
 def _core(width: int) -> int:
-    """Return the parameters of such a model but for its vocabulary."""
+    """Return the number of parameters of such a model without its vocabulary."""
     layers = width // HEAD_WIDTH
     return GPTConfig(layers, layers, width, CONTEXT, 1, tied=False).parameters - 2 * width
 
@@ -99,7 +99,7 @@ def make(nbytes: int, seed: int = 0) -> State:
 
 
 def difference(found: Values, expected: Values) -> str:
-    """Return which value is not as expected, empty where all are, bit for bit."""
+    """Return which value differs from the expected one, empty if all are equal bit for bit."""
     for (name, tensor), (_, wanted) in zip(found.tensors(), expected.tensors(), strict=True):
         if not torch.equal(tensor, wanted):
             return f"{name} is not what was saved"

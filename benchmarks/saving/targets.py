@@ -1,4 +1,4 @@
-"""Hold what checkpoints promise against what was measured."""
+"""Performance targets of checkpoints, and their comparison with the measurements."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from saving.figures import Figures, ratio
 from saving.names import BACKGROUND, DCP, LOAD, OURS, RAW, RAW_READ, TORCH, VERIFY
 
 RAW_TARGET, TORCH_TARGET, DCP_TARGET = 0.95, 3.0, 1.0  # times as fast
-CORE = 2.0  # 10^9 bytes a second: what a core can check, where the file comes faster
+CORE = 2.0  # 10^9 bytes per second that a core can verify; the limit if the file is read faster
 READ_TARGET = 0.9
 RANKS_TARGET = 1.2  # times as long, with files that other numbers of ranks wrote
 STALL_TARGET = 1.2  # times as long as copying the bytes
@@ -19,7 +19,7 @@ SLOWER_TARGET = 1.05  # times as long as a step without a write
 
 @dataclass(frozen=True)
 class Target:
-    """Hold a figure, what it should be at least or at most, and what it is of."""
+    """Figure with its target, which is a minimum or a maximum."""
 
     what: str
     value: float
@@ -28,7 +28,7 @@ class Target:
 
     @property
     def met(self) -> bool:
-        """Tell whether the figure is as it should be."""
+        """Return whether the figure reaches its target."""
         return self.value >= self.target if self.at_least else self.value <= self.target
 
     @property
@@ -38,7 +38,7 @@ class Target:
 
 
 def targets(figures: Figures) -> Iterator[Target]:
-    """Yield those targets of saving and loading for which the run has figures."""
+    """Yield the targets of saving and loading for which the run has figures."""
     for name, times in ((RAW, RAW_TARGET), (TORCH, TORCH_TARGET), (DCP, DCP_TARGET)):
         value = ratio(figures, OURS, name)
         if value is not None:
@@ -48,7 +48,7 @@ def targets(figures: Figures) -> Iterator[Target]:
 
 
 def _reading(figures: Figures) -> Iterator[Target]:
-    """Compare with the read bandwidth or what a core can check, whichever is less."""
+    """Compare with the read bandwidth or the rate of verification on a core, whichever is less."""
     raw = figures.get(RAW_READ)
     for what, name in (("load", LOAD), ("verify", VERIFY)):
         row = figures.get(name)
@@ -58,7 +58,7 @@ def _reading(figures: Figures) -> Iterator[Target]:
 
 
 def _other_ranks(figures: Figures) -> Iterator[Target]:
-    """Compare files of other numbers of ranks with the file of as many ranks as load it."""
+    """Compare loading of files from other numbers of ranks with that of a file from the same number."""
     found = [
         (row.median / figures[LOAD].median, name)
         for name, row in figures.items()
@@ -71,7 +71,7 @@ def _other_ranks(figures: Figures) -> Iterator[Target]:
 
 
 def background_targets(rows: Iterable[BackgroundRow]) -> Iterator[Target]:
-    """Yield the targets of saving in the background: how long the loop stands still, what the write costs a step."""
+    """Yield the targets of background saving: stall of the loop, and slowdown of a step during the write."""
     for row in rows:
         if row.candidate != BACKGROUND:
             continue

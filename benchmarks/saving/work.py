@@ -1,4 +1,4 @@
-"""Hold what is saved, what is loaded into, and plain memory of the same size: made once, used by all candidates."""
+"""Data of all candidates, created once: states to save and to load into, and plain memory of the same size."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torch import Tensor
 
 @dataclass
 class Work:
-    """Hold the state to save, another one to load into, and where."""
+    """State to save, state to load into, and their place."""
 
     place: Place
     state: State
@@ -26,7 +26,7 @@ class Work:
 
     @classmethod
     def of(cls, place: Place, nbytes: int) -> Work:
-        """Make both states, the same on every rank."""
+        """Create both states, the same on every rank."""
         return cls(place, make(nbytes), make(nbytes, seed=1))
 
     @cached_property
@@ -36,12 +36,12 @@ class Work:
 
     @cached_property
     def flat(self) -> Tensor:
-        """Return all values as one piece of memory, which each rank has for itself."""
+        """Return all values in one contiguous buffer, private to each rank."""
         return torch.cat([tensor.reshape(-1) for _, tensor in self.state.tensors()])
 
     @cached_property
     def spare(self) -> Tensor:
-        """Return as much memory to read into, every page of it touched."""
+        """Return equally large memory to read into, with all pages touched."""
         return torch.zeros(self.nbytes // 4)
 
     def file(self, name: str) -> Path:
@@ -49,12 +49,12 @@ class Work:
         return self.place.folder / name
 
     def from_ranks(self, ranks: int) -> Path:
-        """Return the checkpoint that so many ranks wrote."""
+        """Return the checkpoint that ``ranks`` ranks wrote."""
         return self.file(f"from-{ranks}.h5")
 
 
 class Snapshot:
-    """Hold the values of a state at one moment in memory that is there before, and tell how long the copy took."""
+    """Copy of a state's values in existing memory, and the seconds of the copy."""
 
     def __init__(self, state: State, memory: Tensor) -> None:
         self._tensors: list[tuple[str, Tensor]] = []
@@ -72,12 +72,12 @@ class Snapshot:
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """Return the memory of a tensor that lies in one piece."""
+    """Return the memory of a contiguous tensor."""
     return tensor.numpy().reshape(-1).view(np.uint8).data
 
 
 def compare_file(path: Path, expected: Values) -> str:
-    """Return which value of a checkpoint is not as it should be, by h5py alone; empty where all are, bit for bit."""
+    """Return which value of a checkpoint is wrong, by h5py alone; empty if all are equal bit for bit."""
     with h5py.File(path, "r") as file:
         for name, tensor in expected.tensors():
             found = file[name][()]

@@ -1,4 +1,4 @@
-"""Say what disk and memory give at best: plain writes and reads, and what checking costs alone."""
+"""Reference rates of disk and memory: plain writes and reads, and the cost of the checksum alone."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hpctrain.checkpoint.file.checksum import crc32
 
 
 def writers(work: Work) -> Iterator[Candidate]:
-    """Yield the plain writes: each rank its share of the bytes, to a file of its own or to its place in one."""
+    """Yield the plain writes: each rank writes its share of the bytes, to a separate file or to one common file."""
     share = work.place.share(work.nbytes)
     yield _writer(work, RAW, work.file(f"raw-{work.place.rank}"), share, 0)
     yield _writer(work, RAW_ONE, work.file("raw"), share, share.start)
@@ -40,12 +40,12 @@ def _writer(work: Work, name: str, path: Path, share: slice, offset: int) -> Can
 
 
 def readers(work: Work, path: Path) -> Iterator[Candidate]:
-    """Yield the plain read of as many bytes as a load needs, on every rank, and the checksum of as many."""
+    """Yield the plain read of the bytes of a load, on every rank, and the checksum of equally many bytes."""
     data = bytes_of(work.spare)
     yield Candidate(
         RAW_READ,
         work.nbytes,
-        call=lambda: read_at(path, data),  # from the start: the values are not in order, their number is what counts
+        call=lambda: read_at(path, data),  # from the start: the number of bytes matters, not their order
         needed=True,
     )
     flat = bytes_of(work.flat)

@@ -1,1 +1,1 @@
-"""Compare the ways to share a training step among ranks: how long it takes, and what memory it needs."""
+"""Data-parallel strategies of a training step: candidates, time, and memory."""

@@ -1,4 +1,4 @@
-"""Add up what ranks had in memory: by rank and by node, each byte of node memory once."""
+"""Memory of ranks, summed per rank and per node, with each byte of node memory counted once."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ from sharding.addresses import Extent, size, union
 from sharding.names import KINDS, REST
 from sharding.watch import Sample
 
-Split = dict[str, float]  # bytes of each kind, the rest, and all of them as "total"
+Split = dict[str, float]  # bytes of each kind, the rest, and their sum as "total"
 
 
 def account(ranks: Sequence[Sequence[Sample]], before: Sequence[int]) -> dict[str, Any]:
-    """Return the peaks of a node whose ranks took these samples, having had so many bytes ``before``.
+    """Return the peaks of a node whose ranks took these samples, beyond the bytes ``before``.
 
-    ``node`` and ``rank`` are split as they were when the node's memory, or the fullest rank's, was largest: then all
-    kinds and the rest make the total. ``most`` is the largest of each kind, whenever that was.
+    ``node`` and ``rank`` are split as at the peak of the node's memory, or of the fullest rank's;
+    all kinds and the rest add up to the total. ``most`` is the largest value of each kind at any
+    time.
     """
     moments = [_moment(samples, before) for samples in zip(*ranks, strict=True)]
     nodes = [node for node, _ in moments]
@@ -33,7 +34,7 @@ def account(ranks: Sequence[Sequence[Sample]], before: Sequence[int]) -> dict[st
 
 
 def _moment(samples: Sequence[Sample], before: Sequence[int]) -> tuple[Split, list[Split]]:
-    """Return the split of the node and of each rank at one moment; of shared memory each rank has an equal part."""
+    """Return the split of the node and of each rank at one moment; ranks share node memory equally."""
     assert len({sample.moment for sample in samples}) == 1, "the ranks did not look at the same moments"
     shared = _shared(samples)
     each: list[Split] = []
@@ -45,7 +46,7 @@ def _moment(samples: Sequence[Sample], before: Sequence[int]) -> tuple[Split, li
 
 
 def _shared(samples: Sequence[Sample]) -> dict[str, int]:
-    """Return the bytes of node memory of each kind; what one kind has, later ones do not count."""
+    """Return the bytes of node memory of each kind; bytes of one kind are not counted for later ones."""
     found: dict[str, int] = {}
     covered: list[Extent] = []
     for kind in KINDS:

@@ -1,4 +1,4 @@
-"""Ask Linux what memory this process has, and which of it is one and the same memory for several ranks."""
+"""Memory of this process as reported by Linux, with the parts that it shares with other ranks."""
 
 from __future__ import annotations
 
@@ -10,17 +10,18 @@ from pathlib import Path
 
 from hpctrain.errors import UsageError
 
-Extent = tuple[str, int, int]  # a shared object by its device and inode, begin and end in it
+Extent = tuple[str, int, int]  # device and inode of a shared object, with begin and end in it
 
 _ROLLUP, _MAPS = Path("/proc/self/smaps_rollup"), Path("/proc/self/maps")
 
 
 @dataclass(frozen=True)
 class Resident:
-    """Hold this process's bytes in memory: its own, and its part of what it shares.
+    """Resident bytes of this process: private memory, and its part of shared memory.
 
-    Of a page that several processes have mapped each counts an equal part (proc(5): Pss), so that ranks add up.
-    Files, which here are programs and libraries, are left out: their part changes with what else the machine runs.
+    A page that several processes have mapped counts in equal parts for them (proc(5): Pss), so that
+    ranks add up. Mapped files, such as programs and libraries, are excluded: their part depends on
+    other processes of the machine.
     """
 
     private: int
@@ -28,12 +29,12 @@ class Resident:
 
     @property
     def total(self) -> int:
-        """Return both."""
+        """Return the sum of both."""
         return self.private + self.shared
 
 
 def resident(text: str | None = None) -> Resident:
-    """Return what this process has in memory now."""
+    """Return the resident memory of this process now."""
     try:
         lines = (_ROLLUP.read_text() if text is None else text).splitlines()
     except OSError:
@@ -46,7 +47,7 @@ def resident(text: str | None = None) -> Resident:
 
 @dataclass(frozen=True)
 class Region:
-    """Hold where in this process a part of a shared object lies."""
+    """Part of a shared object that is mapped into this process."""
 
     begin: int
     end: int
@@ -55,7 +56,7 @@ class Region:
 
 
 class SharedMap:
-    """Say of an address what it is in the memory that processes share."""
+    """Mapping from addresses to shared memory objects."""
 
     def __init__(self, text: str | None = None) -> None:
         regions = map(_region, (_MAPS.read_text() if text is None else text).splitlines())
@@ -63,7 +64,7 @@ class SharedMap:
         self._begins = [one.begin for one in self._regions]
 
     def find(self, address: int, nbytes: int) -> Extent | None:
-        """Return which part of which object lies at an address; None for memory of the process's own."""
+        """Return the extent of a shared object at an address; None for private memory."""
         place = bisect_right(self._begins, address) - 1
         if place < 0 or address >= self._regions[place].end:
             return None
@@ -73,7 +74,7 @@ class SharedMap:
 
 
 def _region(line: str) -> Region | None:
-    """Return the region of a line of proc(5)'s maps, if it is shared."""
+    """Return the region of a line of proc(5)'s maps if it is shared."""
     addresses, permissions, offset, device, inode = line.split()[:5]
     if permissions[3] != "s":
         return None
@@ -82,7 +83,7 @@ def _region(line: str) -> Region | None:
 
 
 def union(extents: Iterable[Extent]) -> list[Extent]:
-    """Return what extents cover together, each byte once."""
+    """Return the union of extents, each byte once."""
     found: list[Extent] = []
     for key, begin, end in sorted(extents):
         if found and found[-1][0] == key and begin <= found[-1][2]:
@@ -98,7 +99,7 @@ def size(extents: Sequence[Extent]) -> int:
 
 
 def give_back() -> None:
-    """Let the C library return what it keeps of freed memory, where it can."""
+    """Let the C library return freed memory to the system if it can."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)

@@ -1,4 +1,4 @@
-"""Make the candidates: one model each, attached to its ranks in its own way, with its fastest optimizer."""
+"""Candidates: one model each, with its strategy and the fastest optimizer that it supports."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ _PEERS: dict[str, Callable[[nn.Module], nn.Module]] = {TORCH_DDP: peers.ddp, TOR
 
 
 class Candidate:
-    """Hold one way to train the same model; all ranks make each candidate, and call its ``step``, together."""
+    """Training setup of the same model; all ranks construct each candidate and call its ``step`` together."""
 
     def __init__(self, name: str, model: nn.Module, comm: Communicator) -> None:
         self.name = name
         self.strategy: Strategy | None = None
-        self._own: Communicator | None = None  # ranks that it does not share with others
+        self._own: Communicator | None = None  # a communicator that only this candidate uses
         if name in _SETTINGS:
             ranks = self._own = apart(comm) if name == PASSING else None
             self.strategy = attach(model, ranks or comm, _SETTINGS[name])
@@ -48,7 +48,7 @@ class Candidate:
         self.optimizer = torch.optim.AdamW(parameters, lr=LEARNING_RATE, fused=fused, foreach=not fused)
 
     def step(self, inputs: Tensor, targets: Tensor, look: Callable[[str], None] = lambda _: None) -> None:
-        """Do one step, forward to update; ``look`` is told where it has come to."""
+        """Run one step, from forward to optimizer step; ``look`` is called at the end of each phase."""
         loss = cross_entropy(self.model(inputs).flatten(0, 1), targets.flatten())
         look("end of forward")
         loss.backward()  # type: ignore[no-untyped-call]
@@ -64,11 +64,11 @@ class Candidate:
         except (RuntimeError, NotImplementedError):
             if self.strategy is not None or self.optimizer_name == FOREACH or self.losses:
                 raise
-            self._choose(fused=False)  # the first step of a way whose tensors the fused kernel does not take
+            self._choose(fused=False)  # the first step of a candidate whose tensors the fused kernel does not support
             self.optimizer.step()
 
     def close(self) -> None:
-        """Take hooks off and give back ranks of its own; a call by all ranks."""
+        """Remove hooks and free the candidate's own communicator. Collective."""
         if self.strategy is not None:
             self.strategy.detach()
         if self._own is not None:
@@ -76,18 +76,18 @@ class Candidate:
 
 
 def make(names: Iterable[str], model: Callable[[], nn.Module], comm: Communicator) -> dict[str, Candidate]:
-    """Return candidates by name, in the order in which tables have them."""
+    """Return candidates by name, in the order of the tables."""
     wanted = set(names)
     return {name: Candidate(name, model(), comm) for name in CANDIDATES.values() if name in wanted}
 
 
 def by_torch(names: Iterable[str]) -> bool:
-    """Tell whether any of these needs torch.distributed."""
+    """Return whether any of these needs torch.distributed."""
     return any(name in _PEERS for name in names)
 
 
 def apart(comm: Communicator) -> Communicator:
-    """Return another communicator of the same ranks, each of which believes to be alone on its node."""
+    """Return another communicator of the same ranks, each of which treats itself as alone on its node."""
     from hpctrain.transport.mpi import MpiTransport
 
     class Apart(MpiTransport):
@@ -105,5 +105,5 @@ def _nothing(model: nn.Module) -> nn.Module:
 
 
 def synchronised(name: str) -> bool:
-    """Tell whether a candidate's ranks train one model together, so that its losses can be compared."""
+    """Return whether a candidate's ranks train one model together, so that its losses can be compared."""
     return name != ALONE

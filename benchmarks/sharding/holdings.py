@@ -1,6 +1,7 @@
-"""Find the tensors that a candidate holds, and the memory under them, each byte once.
+"""Tensors that a candidate holds, and their memory, each byte once.
 
-Strategies are asked for what nobody but them needs to know, their flat memory: that is what is measured here.
+This module reads private attributes of the strategies, their flat buffers, as those are the
+measured memory.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from hpctrain.parallel.fsdp.strategy import ShardedDataParallel
 
 @dataclass(frozen=True)
 class Held:
-    """Hold the memory of some tensors: bytes of the process's own, and extents of what ranks share."""
+    """Memory of some tensors: private bytes, and extents of memory that ranks share."""
 
     private: int = 0
     shared: tuple[Extent, ...] = ()
@@ -29,14 +30,14 @@ class Held:
 
 @dataclass
 class Holdings:
-    """Tell what a candidate holds at a moment."""
+    """Query of a candidate's memory at a moment."""
 
     candidate: Candidate
     buckets: peers.Buckets
     memory: SharedMap = field(default_factory=SharedMap)
 
     def now(self, fresh: Iterable[Tensor], saved: Iterable[Tensor]) -> dict[str, Held]:
-        """Return the memory of each kind; ``fresh`` gradients are nobody's yet, ``saved`` tensors are autograd's."""
+        """Return the memory of each kind; ``fresh`` gradients are not stored yet, ``saved`` tensors are autograd's."""
         kinds: Mapping[str, Iterable[Any]] = {
             PARAMETERS: self._parameters(),
             GRADIENTS: [*self._gradients(), *fresh],
@@ -47,12 +48,12 @@ class Holdings:
         return {kind: self._claim(tensors(kinds[kind]), claimed) for kind in KINDS}
 
     def _claim(self, found: Iterable[Tensor], claimed: set[int]) -> Held:
-        """Return the memory under tensors, but for storages that are claimed already."""
+        """Return the memory of tensors, without storages that are already claimed."""
         private, shared = 0, []
         for tensor in found:
             if not tensor.numel():
-                continue  # it has no address, and its storage is others'
-            storage = tensor.untyped_storage()  # of no bytes where it was given back
+                continue  # it has no address, and its storage belongs to others
+            storage = tensor.untyped_storage()  # empty if it was freed
             extent = self.memory.find(*_stretch(tensor))
             if extent is not None:
                 shared.append(extent)
@@ -85,7 +86,7 @@ class Holdings:
 
 
 def tensors(nest: Any) -> Iterator[Tensor]:
-    """Yield the tensors in nested containers; of one that is distributed, the part that lies here."""
+    """Yield the tensors in nested containers; of a distributed tensor, its local part."""
     if isinstance(nest, Tensor):
         yield getattr(nest, "_local_tensor", nest)
     elif isinstance(nest, Mapping):
@@ -97,7 +98,7 @@ def tensors(nest: Any) -> Iterator[Tensor]:
 
 
 def _stretch(tensor: Tensor) -> tuple[int, int]:
-    """Return the address and length of a tensor's memory: all of its storage where it has gaps."""
+    """Return the address and length of a tensor's memory: its whole storage if it is not contiguous."""
     if tensor.is_contiguous():
         return tensor.data_ptr(), tensor.nbytes
     return tensor.untyped_storage().data_ptr(), tensor.untyped_storage().nbytes()

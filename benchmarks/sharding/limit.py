@@ -1,4 +1,4 @@
-"""Train a model in ranks whose address space is limited, and tell how much of it they took."""
+"""Training in ranks with a limited address space, and measurement of their use of it."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ MEDIUM = ModelSettings(name="gpt-mini", context=64, layers=6, width=512, heads=8
 
 @dataclass(frozen=True)
 class Trained:
-    """Hold the mean loss of each step, and the memory at most: address space of a rank, pages of all ranks together.
+    """Mean loss of each step, and the peak memory: address space of a rank, resident memory of all ranks together.
 
-    Both beyond what ranks had when they had joined the job, in bytes.
+    Both are in bytes, beyond the memory of the ranks after they had joined the job.
     """
 
     losses: list[float]
@@ -37,7 +37,7 @@ class Trained:
 
 
 def train(job: Job, task: Task, data: Any, steps: int, budget: int | None) -> dict[str, Any]:
-    """Train on one batch a rank; a call by all ranks. ``budget``: bytes of address space that a rank may add."""
+    """Train on one batch per rank; ``budget`` is the address space in bytes that a rank may add. Collective."""
     start, before = _status("VmSize"), resident().total
     if budget is not None:
         resource.setrlimit(resource.RLIMIT_AS, (start + budget, start + budget))

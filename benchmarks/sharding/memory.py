@@ -1,4 +1,4 @@
-"""Measure what memory one candidate needs for its steps, in a process that has done nothing else."""
+"""Measurement of one candidate's memory in its steps, in a fresh process."""
 
 from __future__ import annotations
 
@@ -29,9 +29,10 @@ Memory = dict[str, dict[str, Any]]
 
 
 def measure(comm: Communicator, name: str, task: Task) -> dict[str, Any]:
-    """Return what a candidate's ranks have in memory at most, beyond what they had before; a call by all ranks.
+    """Return the peak memory of a candidate's ranks, beyond their memory before. Collective.
 
-    The first steps, which make optimizer states and learn orders, are not looked at, nor is the making of the model.
+    The first steps, which create optimizer states and record execution orders, are not sampled, and neither
+    is the construction of the model.
     """
     if comm.nodes > 1:
         raise UsageError(f"memory is measured on one node, not on {comm.nodes}", everywhere=True)
@@ -60,7 +61,7 @@ def measure(comm: Communicator, name: str, task: Task) -> dict[str, Any]:
 
 
 def _rehearse() -> None:
-    """Do a step of almost nothing, so that what torch loads and allocates once is there before."""
+    """Run a tiny step first, so that one-time loads and allocations of torch are not counted."""
     model = nn.Linear(8, 8)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     model(torch.ones(8, 8)).sum().backward()
@@ -68,20 +69,20 @@ def _rehearse() -> None:
 
 
 def _moments(candidate: Candidate) -> int:
-    """Return the bytes of this rank's moments; the optimizer's counters of steps are left out."""
+    """Return the bytes of this rank's moments, without the optimizer's step counters."""
     states = candidate.optimizer.state.values()
     found = [getattr(state[name], "_local_tensor", state[name]) for state in states for name in MOMENTS]
     return sum(tensor.untyped_storage().nbytes() for tensor in found)
 
 
 def save(folder: Path, found: dict[str, Any]) -> None:
-    """Keep a result for the run that reports."""
+    """Store a result for the run that reports."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{_word(found['candidate'])}.json").write_text(json.dumps(found))
 
 
 def load(folder: Path | None, ranks: int, task: Task) -> Memory:
-    """Return the results that are kept in a folder; raise ``UsageError`` for one of other ranks, model or batch."""
+    """Return the stored results of a folder; raises ``UsageError`` if one has other ranks, model or batch."""
     found: Memory = {}
     for word, name in CANDIDATES.items():
         path = folder / f"{word}.json" if folder else None
@@ -103,7 +104,7 @@ def _word(name: str) -> str:
 
 
 def names_of(words: Iterable[str]) -> list[str]:
-    """Return candidates' names for words of the command line; raise ``UsageError`` for an unknown one."""
+    """Return candidates' names for words of the command line; raises ``UsageError`` for an unknown one."""
     names = []
     for word in words:
         if word not in CANDIDATES:

@@ -1,13 +1,13 @@
-"""Name the candidates, the same everywhere: short words for the command line, names for tables and pictures."""
+"""Names of the candidates: short words for the command line, names for tables and plots."""
 
 from __future__ import annotations
 
-ALONE = "no synchronisation"  # each rank trains for itself: what the others cannot beat but by sharing memory
+ALONE = "no synchronisation"  # each rank trains independently: only sharing of memory can make a candidate faster
 DDP = "hpctrain DDP"
 ZERO1 = "hpctrain ZeRO-1"
 ZERO2 = "hpctrain ZeRO-2"
 FSDP = "hpctrain FSDP"  # one copy of the parameters in node memory
-PASSING = "hpctrain FSDP, one rank a node"  # ranks that believe so: units are gathered and freed
+PASSING = "hpctrain FSDP, one rank a node"  # each rank acts as if alone on its node: units are gathered and freed
 TORCH_DDP = "torch DDP + gloo"
 TORCH_FSDP = "torch FSDP2 + gloo"
 
@@ -22,7 +22,7 @@ CANDIDATES = {
     "torch-fsdp": TORCH_FSDP,
 }
 
-# What memory is for.
+# Kinds of memory.
 PARAMETERS, GRADIENTS, STATES, ACTIVATIONS, REST = "parameters", "gradients", "states", "activations", "rest"
 KINDS = (PARAMETERS, GRADIENTS, STATES, ACTIVATIONS)
 

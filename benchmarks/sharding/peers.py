@@ -1,4 +1,4 @@
-"""Attach torch's own ways of sharing a step to a model, and tell what they hold."""
+"""Data-parallel candidates of torch, and the tensors that they hold."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 
 
 def ddp(model: nn.Module) -> nn.Module:
-    """Return the model in torch's DistributedDataParallel, as it comes."""
+    """Return the model in torch's DistributedDataParallel, with default options."""
     return nn.parallel.DistributedDataParallel(model)
 
 
@@ -28,12 +28,13 @@ def fsdp(model: nn.Module) -> nn.Module:
 
 
 class Buckets:
-    """Tell which buckets torch's DDP reduces: nothing of Python holds them, but a communication hook sees them."""
+    """Recorder of the buckets of torch's DDP, which are visible only to a communication hook."""
 
     def __init__(self, model: nn.Module) -> None:
         self.found: dict[int, Tensor] = {}
         if isinstance(model, nn.parallel.DistributedDataParallel):
-            # Torch reads the annotations of a hook, and does not take those that are text; a lambda has none.
+            # Torch checks the annotations of a hook, and rejects string annotations; a lambda has
+            # none.
             model.register_comm_hook(None, lambda _, bucket: self._reduce(bucket))
 
     def _reduce(self, bucket: Any) -> Any:
@@ -44,7 +45,7 @@ class Buckets:
 
 
 def fsdp_parameters(model: nn.Module) -> Iterator[Any]:
-    """Yield what ``fully_shard`` holds of parameters: shards, and whole ones as long as they are there."""
+    """Yield the parameter tensors of ``fully_shard``: shards, and unsharded parameters while they exist."""
     for one in _each(model):
         yield one._sharded_param_data
         yield one.all_gather_outputs
@@ -52,7 +53,7 @@ def fsdp_parameters(model: nn.Module) -> Iterator[Any]:
 
 
 def fsdp_gradients(model: nn.Module) -> Iterator[Any]:
-    """Yield what it holds of gradients: shards, whole ones, and those that are under way."""
+    """Yield its gradient tensors: shards, unsharded gradients, and those in reduction."""
     for one in _each(model):
         whole = getattr(one, "_unsharded_param", None)
         yield one.sharded_param.grad

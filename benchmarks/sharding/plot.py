@@ -1,4 +1,4 @@
-"""Draw a result: how long steps take, and what the memory of the node is for."""
+"""Plots of a result: time of steps, and memory of the node by kind."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from sharding.names import ALONE, KINDS, REST
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-BLUE, GREY, ORANGE = "#1f5fbf", "#9a9a9a", "#d9631e"  # ours, what the machine gives, torch
+BLUE, GREY, ORANGE = "#1f5fbf", "#9a9a9a", "#d9631e"  # hpctrain, the machine's own limits, torch
 COLOURS = dict(zip((*KINDS, REST), ("#1f5fbf", "#3b8f54", "#d9a31e", "#7b4fa6", "#c9c9c9")))
 LOOK: Any = {"font.size": 10, "svg.fonttype": "none", "axes.spines.top": False, "axes.spines.right": False}
 MB = 10**6
 
 
 def draw(result: dict[str, Any], path: Path) -> list[Path]:
-    """Draw a result beside its JSON, as PNG and SVG; return the files, none where matplotlib is missing."""
+    """Plot a result next to its JSON, as PNG and SVG; return the files, an empty list without matplotlib."""
     try:
         import matplotlib
     except ImportError:
@@ -44,7 +44,7 @@ def draw(result: dict[str, Any], path: Path) -> list[Path]:
 
 
 def _times(axes: Axes, result: dict[str, Any]) -> None:
-    """Draw a bar a candidate, with a line from its first quartile to its third."""
+    """Draw one bar per candidate, with a line between its quartiles."""
     times = result["seconds"]
     axes.barh(range(len(times)), [one["median"] * 1e3 for one in times.values()], color=list(map(_colour, times)))
     for place, one in enumerate(times.values()):
@@ -57,7 +57,7 @@ def _times(axes: Axes, result: dict[str, Any]) -> None:
 
 
 def _memory(axes: Axes, result: dict[str, Any]) -> None:
-    """Draw what the memory of the node is for when it is fullest, one part behind the other."""
+    """Draw stacked bars of the node's memory by kind, at its peak."""
     nodes = {name: one["node"] for name, one in result["memory"].items()}
     begins = [0.0] * len(nodes)
     for kind, colour in COLOURS.items():

@@ -1,4 +1,4 @@
-"""Print a result: targets, ratios, times, memory."""
+"""Tables of a result: targets, ratios, times, memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MB = 10**6
 
 
 def print_times(times: Times, optimizers: Mapping[str, str], drift: Mapping[str, float]) -> None:
-    """Print milliseconds of a step on the slowest rank, and how far losses are apart."""
+    """Print milliseconds of a step on the slowest rank, and the largest difference of losses."""
     rows = [["step", "median ms", "quartile 1", "quartile 3", "min", f"/ {DDP}", "optimizer"]]
     for name, time in times.items():
         ratio = f"{time['median'] / times[DDP]['median']:.2f}" if DDP in times else ""
@@ -28,7 +28,7 @@ def print_times(times: Times, optimizers: Mapping[str, str], drift: Mapping[str,
 
 
 def print_memory(memory: Memory) -> None:
-    """Print how much memory nodes and ranks have at most, and of what; then what the formulas say."""
+    """Print the peak memory of nodes and ranks by kind; then the values of the formulas."""
     if not memory:
         return
     for where, title in (("node", "MB of the node at its peak"), ("rank", "MB of the fullest rank at its peak")):

@@ -1,4 +1,4 @@
-"""Hold what sharding promises against what was measured."""
+"""Performance targets of sharding, and their comparison with the measurements."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from sharding.formulas import moments_excess, moments_together, parameters_of_ra
 from sharding.memory import Memory
 from sharding.names import DDP, FSDP, PARAMETERS, PASSING, TORCH_FSDP, ZERO1
 
-DDP_TARGET = 1.05  # times as long as our DDP; the aim is below 1
+DDP_TARGET = 1.05  # times as long as hpctrain's DDP; the aim is below 1
 TORCH_TARGET = 1.8  # times as fast as torch's
 MEMORY_TARGET = 1.05  # times the formula
 
@@ -17,7 +17,7 @@ Times = Mapping[str, Mapping[str, float]]
 
 
 def targets(times: Times, memory: Memory) -> Iterator[Target]:
-    """Yield those targets for which the run has figures."""
+    """Yield the targets for which the run has figures."""
     yield from _steps(times)
     if FSDP in memory:
         one = memory[FSDP]

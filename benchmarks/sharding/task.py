@@ -1,4 +1,4 @@
-"""Say what all candidates train: a GPT, the batches, how many steps."""
+"""Training task of all candidates: a GPT and its batches."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from hpctrain.models.build import build
 from hpctrain.models.settings import ModelSettings
 
 VOCABULARY = 256
-# 25.5 million parameters, and for tests 0.1 million.
+# 25.5 million parameters, and 0.1 million for tests.
 FULL = ModelSettings(name="gpt-mini", context=128, layers=8, width=512, heads=8)
 SMALL = ModelSettings(name="gpt-mini", context=32, layers=2, width=64, heads=2)
 
 
 @dataclass(frozen=True)
 class Task:
-    """Hold the model's shape and the sequences that each rank trains on in a step."""
+    """Shape of the model, and number of sequences per rank and step."""
 
     shape: ModelSettings = FULL
     batch: int = 1
@@ -36,12 +36,12 @@ class Task:
         return 4 * self.shape.gpt(VOCABULARY).parameters
 
     def model(self) -> nn.Module:
-        """Return the model, its weights the same each time and on every rank."""
+        """Return the model, with the same weights each time and on every rank."""
         torch.manual_seed(0)
         return build(self.shape, vocab_size=VOCABULARY)
 
     def batches(self, rank: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the inputs and targets of one rank, for ever."""
+        """Yield the inputs and targets of one rank, endlessly."""
         generator = torch.Generator().manual_seed(rank)
         while True:
             tokens = torch.randint(VOCABULARY, (self.batch, self.context + 1), generator=generator)

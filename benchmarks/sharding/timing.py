@@ -1,4 +1,4 @@
-"""Time steps of candidates that take turns in random order, so that a machine that drifts drifts for all."""
+"""Timing of steps, interleaved in random order, so that drift of the machine affects all candidates."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Seconds = dict[str, list[float]]
 def take_turns(
     comm: Communicator, candidates: Mapping[str, Candidate], task: Task, warmup: int, rounds: int
 ) -> Seconds:
-    """Return this rank's seconds of each timed step, by candidate; a call by all ranks."""
+    """Return this rank's seconds of each timed step, by candidate. Collective."""
     seconds: Seconds = {name: [] for name in candidates}
     batches = task.batches(comm.rank)
     for number, order in enumerate(orders(list(candidates), warmup + rounds)):
@@ -37,18 +37,18 @@ def take_turns(
 
 
 def orders(names: Sequence[str], rounds: int, seed: int = 0) -> Iterable[list[str]]:
-    """Return the order of each round, drawn alike on all ranks."""
+    """Return the random order of each round, the same on all ranks."""
     draw = random.Random(seed)
     return [draw.sample(names, len(names)) for _ in range(rounds)]
 
 
 def summaries(gathered: Sequence[Seconds]) -> dict[str, dict[str, float]]:
-    """Return median and spread of each candidate's steps, a step taking as long as on the slowest rank."""
+    """Return median and spread of each candidate's steps, on the slowest rank."""
     return {name: summary(slowest([rank[name] for rank in gathered])) for name in gathered[0]}
 
 
 def drifts(gathered: Sequence[Mapping[str, Sequence[float]]], against: str) -> dict[str, float]:
-    """Return how far each candidate's losses are from another's at most, relative, over all ranks and steps."""
+    """Return the largest relative difference of each candidate's losses from another's, over all ranks and steps."""
     found = {}
     for name in gathered[0]:
         if against in gathered[0] and name != against and synchronised(name):

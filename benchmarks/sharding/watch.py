@@ -1,10 +1,11 @@
-"""Look at a candidate's memory at every turn of a step: before each layer, at each gradient, at the end of each pass.
+"""Sampling of a candidate's memory during a step: before each layer, at each gradient, at the end of each pass.
 
-Note: when memory peaks. Forward, activations grow layer by layer; backward, each layer's gradients come while those of
-the layers before are reduced and its activations go. So a look is taken when a layer is about to run, whose parameters
-are whole then, when the gradient of what it returned has come, and when a gradient of a parameter has come that is
-nobody's yet. What autograd keeps for the backward pass it hands to ``saved_tensors_hooks``; it lets go of it node by
-node, which a weak reference sees.
+Note: when memory peaks. In forward, activations grow layer by layer. In backward, each layer's
+gradients are computed while those of later layers are still reduced, and its activations are freed.
+Therefore a sample is taken at three moments: when a layer is about to run, with its parameters
+unsharded; when the gradient of its output is ready; and when a parameter's gradient is ready but
+not yet stored. The tensors that autograd saves for the backward pass go through
+``saved_tensors_hooks``; a weak reference shows when autograd frees them, node by node.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from torch.utils.hooks import RemovableHandle
 
 @dataclass(frozen=True)
 class Sample:
-    """Hold what a rank had in memory at one moment of a step."""
+    """Memory of a rank at one moment of a step."""
 
     moment: str
     resident: Resident
@@ -34,14 +35,14 @@ class Sample:
 
 
 class Saved:
-    """Be what autograd keeps in place of a tensor."""
+    """Wrapper that autograd saves in place of a tensor."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
 
 
 class Watch:
-    """Take samples of a candidate's steps, for the length of a ``with`` block."""
+    """Sampling of a candidate's steps for the duration of a ``with`` block."""
 
     def __init__(self, candidate: Candidate, buckets: Buckets) -> None:
         self.samples: list[Sample] = []
@@ -68,7 +69,7 @@ class Watch:
             handle.remove()
 
     def look(self, moment: str, fresh: Iterable[Tensor] = ()) -> None:
-        """Take a sample; ``fresh`` are gradients that have just come."""
+        """Take a sample; ``fresh`` are gradients that were just computed."""
         saved = [one.tensor for one in self._saved]
         self.samples.append(Sample(moment, resident(), self._holdings.now(fresh, saved)))
 

@@ -1,1 +1,1 @@
-"""Compare the ways to split the layers of a model over ranks: how long a step takes."""
+"""Tensor parallelism: candidates, and time of a step."""

@@ -1,4 +1,4 @@
-"""Train the blocks on one rank, split by hpctrain, and split by torch's DTensor."""
+"""Training of the blocks on one rank, split by hpctrain, and split by torch's DTensor."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ FUSED, FOREACH = "AdamW fused", "AdamW foreach"
 
 
 class Candidate:
-    """Hold one way to train the same model; all ranks make each candidate, and call its ``step``, together."""
+    """Training setup of the same model; all ranks construct each candidate and call its ``step`` together."""
 
     def __init__(self, name: str, task: Task, comm: Communicator) -> None:
         self.name, self.task = name, task
-        self.rests = name == ALONE and comm.rank > 0  # while the first rank computes
+        self.rests = name == ALONE and comm.rank > 0  # idle while the first rank computes
         self.model: nn.Module = task.model()
         if name == OURS:
             apply(self.model, comm, PLAN)
@@ -34,7 +34,7 @@ class Candidate:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=fused, foreach=not fused)
 
     def step(self, number: int) -> None:
-        """Do one step, forward to update."""
+        """Run one step, from forward to optimizer step."""
         if self.rests:
             return
         inputs, targets = self.task.batch(number)
@@ -45,14 +45,14 @@ class Candidate:
         except (RuntimeError, NotImplementedError):
             if self.name != DTENSOR or self.optimizer_name == FOREACH or self.losses:
                 raise
-            self._choose(fused=False)  # the first step, where the fused kernel does not take DTensors
+            self._choose(fused=False)  # the first step, if the fused kernel does not support DTensors
             self.optimizer.step()
         self.optimizer.zero_grad()
         self.losses.append(float(loss.detach()))
 
 
 def make(names: Iterable[str], task: Task, comm: Communicator) -> dict[str, Candidate]:
-    """Return candidates by name, in the order in which tables have them."""
+    """Return candidates by name, in the order of the tables."""
     wanted = set(names)
     return {name: Candidate(name, task, comm) for name in CANDIDATES if name in wanted}
 

@@ -1,4 +1,4 @@
-"""Name the candidates, the same in tables, pictures and results."""
+"""Names of the candidates in tables, plots and results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Draw a result: how long a step takes, and how long it would take if nothing were lost."""
+"""Plot of a result: time of a step, compared with the ideal time."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any
 from splitting.names import ALONE, DTENSOR, OURS
 from splitting.targets import ideal
 
-BLUE, GREY, ORANGE = "#1f5fbf", "#9a9a9a", "#d9631e"  # ours, what the machine gives, torch
+BLUE, GREY, ORANGE = "#1f5fbf", "#9a9a9a", "#d9631e"  # hpctrain, the machine's own limits, torch
 COLOURS = {ALONE: GREY, OURS: BLUE, DTENSOR: ORANGE}
 LOOK: Any = {"font.size": 10, "svg.fonttype": "none", "axes.spines.top": False, "axes.spines.right": False}
 
 
 def draw(result: dict[str, Any], path: Path) -> list[Path]:
-    """Draw a result beside its JSON, as PNG and SVG; return the files, none where matplotlib is missing."""
+    """Plot a result next to its JSON, as PNG and SVG; return the files, an empty list without matplotlib."""
     try:
         import matplotlib
     except ImportError:
@@ -34,7 +34,7 @@ def draw(result: dict[str, Any], path: Path) -> list[Path]:
 
 
 def _bars(axes: Any, result: dict[str, Any]) -> None:
-    """Draw a bar a candidate, with a line from its first quartile to its third."""
+    """Draw one bar per candidate, with a line between its quartiles."""
     times = {name: one for name, one in result["seconds"].items() if name in COLOURS}
     medians = [one["median"] * 1e3 for one in times.values()]
     axes.barh(range(len(times)), medians, color=[COLOURS[name] for name in times])
@@ -52,6 +52,6 @@ def _bars(axes: Any, result: dict[str, Any]) -> None:
 
 
 def title(result: dict[str, Any]) -> str:
-    """Say what was measured."""
+    """Return a title that states the task."""
     task = result["task"]
     return f"{task['blocks']} MLP blocks of width {task['width']}, {task['tokens']} tokens, {result['ranks']} ranks"

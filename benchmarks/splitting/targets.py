@@ -1,4 +1,4 @@
-"""Hold what split layers promise against what was measured."""
+"""Performance targets of tensor parallelism, and their comparison with the measurements."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Times = Mapping[str, Mapping[str, float]]
 
 
 def targets(times: Times, counts: Mapping[str, int], task: Task, ranks: int) -> Iterator[Target]:
-    """Yield those targets for which the run has figures."""
+    """Yield the targets for which the run has figures."""
     if ALONE in times and OURS in times:
         value = ideal(times, ranks) / _median(times, OURS)
         yield Target(f"({ALONE} / {ranks} + {MESSAGES}) / {OURS}", value, IDEAL_TARGET)
@@ -27,7 +27,7 @@ def targets(times: Times, counts: Mapping[str, int], task: Task, ranks: int) -> 
 
 
 def ideal(times: Times, ranks: int) -> float:
-    """Return the seconds of a step that loses nothing: one rank's, shared, and the messages by themselves."""
+    """Return the seconds of an ideal step: one rank's time divided by the ranks, plus the communication alone."""
     return _median(times, ALONE) / ranks + _median(times, MESSAGES)
 
 

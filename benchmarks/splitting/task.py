@@ -1,4 +1,4 @@
-"""Say what all candidates train: blocks that widen, bend and narrow again, around each of which a residual goes."""
+"""Training task of all candidates: MLP blocks with residual connections."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ PLAN = {"*.fc": "column", "*.project": "row"}
 
 
 class Block(nn.Module):
-    """Add an MLP, four times as wide inside, to what comes in."""
+    """Residual block with an MLP, four times as wide inside."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -25,7 +25,7 @@ class Block(nn.Module):
 
 @dataclass(frozen=True)
 class Task:
-    """Hold the shape of the model and of its batches."""
+    """Shape of the model and of its batches."""
 
     blocks: int = 8
     width: int = 512
@@ -33,21 +33,21 @@ class Task:
 
     @property
     def message(self) -> int:
-        """Return the elements that one all_reduce sums."""
+        """Return the number of elements per all_reduce."""
         return self.tokens * self.width
 
     @property
     def messages(self) -> int:
-        """Return how many of them a step needs: one forward and one backward a block."""
+        """Return the number of all_reduces per step: one forward and one backward per block."""
         return 2 * self.blocks
 
     def model(self) -> nn.Sequential:
-        """Return the blocks, their weights the same each time and on every rank."""
+        """Return the blocks, with the same weights each time and on every rank."""
         torch.manual_seed(0)
         return nn.Sequential(*(Block(self.width) for _ in range(self.blocks)))
 
     def batch(self, number: int) -> tuple[Tensor, Tensor]:
-        """Return inputs, whose gradient is wanted as if other layers came before, and targets; alike on all ranks."""
+        """Return inputs and targets, the same on all ranks; inputs require gradients, as if other layers preceded."""
         generator = torch.Generator().manual_seed(number)
         inputs, targets = torch.randn(2, self.tokens, self.width, generator=generator)
         return inputs.requires_grad_(), targets

@@ -1,4 +1,4 @@
-"""Time steps of candidates that take turns in random order, and the messages of a step by themselves."""
+"""Timing of steps, interleaved in random order, and of a step's communication alone."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Seconds = dict[str, list[float]]
 def take_turns(
     comm: Communicator, candidates: Mapping[str, Candidate], task: Task, warmup: int, rounds: int
 ) -> Seconds:
-    """Return this rank's seconds of each timed step, by candidate, and of the messages; a call by all ranks."""
+    """Return this rank's seconds of each timed step, by candidate, and of the communication alone. Collective."""
     room = comm.empty(task.message).zero_()
 
     def messages(_: int) -> None:
@@ -46,7 +46,7 @@ def take_turns(
 
 
 def count(comm: Communicator, candidates: Mapping[str, Candidate], number: int) -> dict[str, int]:
-    """Return how often hpctrain's step, done once more, reduces: ``forward``, ``backward`` and in all."""
+    """Return the number of reductions in one more step of hpctrain: ``forward``, ``backward`` and total."""
     if OURS not in candidates:
         return {}
     one = candidates[OURS]
@@ -64,5 +64,5 @@ def count(comm: Communicator, candidates: Mapping[str, Candidate], number: int) 
 
 
 def _reductions(recorder: Recorder) -> int:
-    """Return how often this rank reduced: in node memory, or by a call of MPI."""
+    """Return the number of reductions of this rank: in node memory, or by an MPI call."""
     return recorder.calls["window"] + recorder.calls["all_reduce"]

@@ -24,7 +24,7 @@ def moments_of(run: PlannedRun, model: RankModel) -> list[Moment]:
 
 
 def _go_at_once(run: PlannedRun, model: RankModel) -> bool:
-    """Return whether each gradient is moved to its bucket or shard as soon as backward computes it."""
+    """Return whether a backward pass with reduction moves each gradient to its bucket or shard immediately."""
     if run.parallel.pipe > 1:
         return False
     return model.sharded or model.data.size > 1 and lives_in_bucket(run)

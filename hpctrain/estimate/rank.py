@@ -100,7 +100,7 @@ class RankModel:
         return self.local.layers[self.cuts[number].start - 1].gives.nbytes if self.run.device != "cpu" and number else 0
 
     def chunk_gradients(self, number: int) -> int:
-        """Return the bytes of the gradients of a chunk."""
+        """Return the bytes of a chunk's gradients."""
         names = {name for place in self.chunks[number] for name in self._gradients(place)}
         return sum(self.gradients[name] for name in names)
 

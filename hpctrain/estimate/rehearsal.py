@@ -33,7 +33,7 @@ from hpctrain.util.child import python
 MOST_RANKS = 8  # maximum number of processes; each imports torch, which takes seconds of a core
 MOST_SECONDS = 2.0  # maximum forecast time of a step's passes
 MOST_MEMORY = 0.5  # maximum share of the machine's free memory
-WARM, LEAST, MOST, LONGEST = 2, 3, 20, 4.0  # steps; seconds after which only the least are made
+WARM, LEAST, MOST, LONGEST = 2, 3, 20, 4.0  # steps: warm-up, least, most; seconds after which only the least are made
 DEADLINE = 60.0  # seconds for the whole dry run
 
 Process = subprocess.Popen[bytes]

@@ -93,7 +93,7 @@ def _cores(machine: Machine, ranks: int) -> int:
 
 
 def counts_for(run: PlannedRun, largest: int) -> list[int]:
-    """Return the numbers of ranks of a curve: whole replicas, up to ``largest``."""
+    """Return the numbers of ranks of a curve: multiples of a replica's ranks, up to ``largest``."""
     replica = run.parallel.pipe * run.parallel.tensor
     found = {run.ranks}
     count = replica

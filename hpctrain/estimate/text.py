@@ -54,7 +54,7 @@ def peak_line(run: PlannedRun, memory: Memory) -> str:
 
 
 def verdict(one: Candidate) -> str:
-    """Return whether a configuration fits, or how much memory it exceeds."""
+    """Return whether a configuration fits, or by how much it exceeds its limits."""
     if not one.limits.known:
         return ""
     device, host = one.excess

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from hpctrain.collectives.communicator import Communicator
 
 PINGS = 20  # small round-trip messages, for the latency
-PROBE, LARGEST = 2**18, 2**24  # bytes; beyond 16 MiB MPI libraries lose time with memory registration
+PROBE, LARGEST = 2**18, 2**24  # bytes; beyond 16 MiB MPI libraries lose time in memory management
 SHARE = 0.1  # target seconds for the large messages of a pair
 
 

@@ -86,7 +86,7 @@ def _messages(comm: Communicator, part: float, say: Say) -> tuple[dict[int, Tour
 
 
 def _rest(near: Communicator) -> None:
-    """Wait until the node's first rank has come, without taking a core from it by waiting inside of MPI."""
+    """Wait for the node's first rank while sleeping, as a wait inside MPI would take a core from it."""
     import torch
 
     token = torch.zeros(1)
