@@ -56,7 +56,7 @@ def subject(facts: Facts, loss: str, dtype: torch.dtype | None, parallel: Parall
 
 
 def _layers(facts: Facts, model: nn.Module) -> list[Layer]:
-    """Return the layers of a copy that correspond to those of the facts; layers that are no modules of it are unchanged."""
+    """Return the layers of a copy that correspond to those of the facts; other layers are kept unchanged."""
     names = {id(module): name for name, module in facts.model.named_modules()}
     inside = dict(model.named_modules())
     return [
