@@ -1,1 +1,1 @@
-"""Say in what order bytes travel: one algorithm a file, and the communicator that picks among them."""
+"""Collective operations: the communicator, one module per algorithm, and the selection among algorithms."""

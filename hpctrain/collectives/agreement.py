@@ -1,4 +1,4 @@
-"""Let all ranks succeed together or raise the same error together."""
+"""Agreement on errors: an action succeeds on all ranks, or all ranks raise the same error."""
 
 from __future__ import annotations
 
@@ -11,18 +11,20 @@ T = TypeVar("T")
 
 
 class Gathers(Protocol):
-    """Say what of a communicator is needed here."""
+    """Part of a communicator's interface that this module needs."""
 
     def all_gather_object(self, item: Any) -> list[Any]:
-        """Return the objects of all ranks, in rank order."""
+        """Return the objects of all ranks, in rank order. Collective."""
 
 
 def agreed(comm: Gathers | None, action: Callable[[], T], *, alike: bool = True) -> T:
-    """Do something on this rank and return its result, if it succeeded on all ranks.
+    """Run an action on this rank and return its result if it succeeded on all ranks. Collective.
 
-    Otherwise every rank raises the same error, which names the ranks and their reasons and has ``everywhere`` set: it
-    is of the kind that the first failing rank raised. What all ranks do ``alike`` or rank 0 does for all needs no rank
-    in the message when it fails there. Every rank must come here, whatever happens in the action.
+    If the action fails on any rank, every rank raises the same error, with the type that the first
+    failing rank raised. The error lists the failing ranks and their reasons, and its attribute
+    ``everywhere`` is set. If all ranks perform the action ``alike``, or rank 0 performs it for all,
+    the message names no rank if all ranks failed with the same reason or only rank 0 failed. Every
+    rank must make this call, whatever happens in its action.
     """
     if comm is None:
         return action()
@@ -34,13 +36,13 @@ def agreed(comm: Gathers | None, action: Callable[[], T], *, alike: bool = True)
         error = caught
     reports = comm.all_gather_object(None if error is None else _report(error))
     if any(reports):
-        # An error of ours says all in its text; of any other the traceback is wanted too.
+        # The text of a project error is sufficient. For any other exception, chain the traceback.
         raise _joint(reports, alike) from (None if isinstance(error, errors.HpctrainError) else error)
     return outcome[0]
 
 
 def on_first_rank(comm: Any, action: Callable[[], T]) -> T:
-    """Do something on rank 0 only and return its result on all ranks; an error there is raised on all of them."""
+    """Run an action on rank 0 only and return its result on all ranks; all ranks raise its error. Collective."""
     result = agreed(comm, lambda: action() if comm.rank == 0 else None)
     shared: T = comm.broadcast_object(result)
     return shared

@@ -1,4 +1,4 @@
-"""Tell the other ranks what this one is about to do, where ``HPCTRAIN_CHECK`` asks for that."""
+"""Collective mismatch detector of one communicator, enabled by ``HPCTRAIN_CHECK``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hpctrain.transport.base import Transport
 
 
 class Announcer:
-    """Compare the operations of one communicator's ranks; all of them make it together."""
+    """Collective mismatch detector: compares the operations of one communicator's ranks. Construction is collective."""
 
     def __init__(self, transport: Transport, memory: SharedMemory) -> None:
         self._check = order_check(transport)
@@ -18,19 +18,20 @@ class Announcer:
 
     @property
     def compares(self) -> bool:
-        """Tell whether anything is compared."""
+        """Return whether operations are compared."""
         return self._check is not None
 
     def __call__(self, operation: str, *tensors: Tensor, detail: str = "", where: Tensor | None = None) -> None:
-        """Compare what all ranks are about to do.
+        """Compare the operation that each rank is about to start. Collective.
 
-        ``where`` is the tensor that must be the same piece of node memory on all ranks, or on all of them none.
+        ``where`` is a tensor that must be the same segment of node-shared memory on all ranks, or
+        outside of shared memory on all ranks.
         """
         if self._check is not None:
             place = "" if where is None else self._memory.name_of(where)
             self._check(operation, *tensors, detail=", ".join(filter(None, (detail, place))))
 
     def free(self) -> None:
-        """Give back what it talks through; a call by all ranks."""
+        """Free the transport that the detector uses. Collective."""
         if self._check is not None:
             self._check.free()

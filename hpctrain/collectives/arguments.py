@@ -1,4 +1,4 @@
-"""Check what the operations of a communicator are given."""
+"""Argument checks of a communicator's operations."""
 
 from __future__ import annotations
 
@@ -9,28 +9,28 @@ from torch import Tensor
 from hpctrain.errors import CommunicationError
 from hpctrain.transport.base import TAGS
 
-USER_TAGS = TAGS - 2  # the last two are those of the collectives
+USER_TAGS = TAGS - 2  # the last two tags are reserved for collectives
 
 
 @dataclass(frozen=True)
 class Arguments:
-    """Check arguments on rank ``rank`` of ``size``; each method raises ``CommunicationError``."""
+    """Argument checks on rank ``rank`` of ``size``; each method raises ``CommunicationError``."""
 
     rank: int
     size: int
 
     def check_root(self, root: int) -> None:
-        """Refuse a root that is no rank."""
+        """Refuse a root outside of the communicator."""
         if not 0 <= root < self.size:
             raise CommunicationError(f"rank {root} is not in 0..{self.size - 1}")
 
     def check_tag(self, tag: int) -> None:
-        """Refuse a tag that is not for users."""
+        """Refuse a tag outside of the range for users."""
         if not 0 <= tag < USER_TAGS:
             raise CommunicationError(f"tag {tag} is not in 0..{USER_TAGS - 1}")
 
     def check_shares(self, share: Tensor, whole: Tensor) -> None:
-        """Refuse a share that is not one of ``size`` equal ones of the whole."""
+        """Refuse a share whose dtype or size is not that of one of ``size`` equal shares of the whole."""
         if share.dtype != whole.dtype or share.numel() * self.size != whole.numel():
             raise CommunicationError(
                 f"{whole.numel()} elements of {whole.dtype} are not {self.size} shares "
@@ -38,7 +38,7 @@ class Arguments:
             )
 
     def check_exchanged(self, out: Tensor, tensor: Tensor) -> None:
-        """Refuse tensors of which each rank cannot give each other one an equal share."""
+        """Refuse tensors that differ in size or dtype, or that do not divide into equal shares for all ranks."""
         if out.dtype != tensor.dtype or out.numel() != tensor.numel() or tensor.numel() % self.size:
             raise CommunicationError(
                 f"all_to_all of {tensor.numel()} elements of {tensor.dtype} into {out.numel()} of {out.dtype}: "
@@ -46,7 +46,7 @@ class Arguments:
             )
 
     def only_on(self, root: int, whole: Tensor | None, name: str, share: Tensor) -> Tensor | None:
-        """Return the tensor that only the root has to give, checked; None on the other ranks."""
+        """Return the tensor that only the root passes, after a check; return None on the other ranks."""
         self.check_root(root)
         if self.rank != root:
             return None
@@ -59,6 +59,6 @@ class Arguments:
 
 
 def check_contiguous(tensor: Tensor) -> None:
-    """Refuse a tensor into which nothing can arrive while the caller does something else."""
+    """Refuse a non-contiguous tensor: an asynchronous receive cannot write into it."""
     if not tensor.is_contiguous():
         raise CommunicationError(f"irecv wants a contiguous tensor, not strides {tuple(tensor.stride())}; use recv")

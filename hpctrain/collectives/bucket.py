@@ -1,4 +1,4 @@
-"""Carry several small tensors in one message: a message costs its latency, however little it carries."""
+"""Coalescing of small tensors: several share one message, because each message costs its latency."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from hpctrain.collectives.reduction import check_op
 
 @dataclass
 class _Batch:
-    """Hold tensors that can travel together: one operation, one reduction or root, one dtype and device."""
+    """Tensors that can share one message: same operation, reduction or root, dtype and device."""
 
     carry: Callable[[Tensor], object]
     tensors: list[Tensor] = field(default_factory=list)
 
     def go(self) -> None:
-        """Carry the tensors in one, and put them back."""
+        """Communicate the tensors as one flat tensor and copy the results back."""
         if len(self.tensors) == 1:
             self.carry(self.tensors[0])
             return
@@ -31,15 +31,15 @@ class _Batch:
 
 
 class Bucket:
-    """Collect operations on small tensors; those that can travel together do so at the end of the ``with`` block.
+    """Context manager that coalesces operations on small tensors at the end of the ``with`` block.
 
         with comm.bucket() as bucket:
             bucket.all_reduce(loss, "average")
             bucket.all_reduce(norm, "average")  # in the same message
             bucket.broadcast(seed, root=0)
 
-    All ranks put the same tensors in, in the same order. The results are there after the block; an exception in the
-    block carries nothing.
+    All ranks add the same tensors in the same order. The results are available after the block. If
+    the block raises an exception, nothing is sent.
     """
 
     def __init__(self, comm: Any) -> None:

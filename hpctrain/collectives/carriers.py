@@ -1,4 +1,4 @@
-"""Decide who carries a tensor of a communicator: the host, or the collectives of this rank's device."""
+"""Dispatch of a communicator's tensors to the host collectives or to the collectives of this rank's device."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Carriers:
-    """Hold the collectives of host tensors, and those of tensors on a GPU once ``use_device`` has made them."""
+    """Collectives of host tensors, and those of GPU tensors once ``use_device`` has created them."""
 
     def __init__(self, transport: Transport, host: HostCollectives) -> None:
         self._transport = transport
@@ -29,7 +29,7 @@ class Carriers:
         self.place: tuple[torch.device, Verdict | None] | None = None
 
     def of(self, tensor: Tensor) -> HostedCollectives | DeviceCollectives:
-        """Return who carries a tensor."""
+        """Return the collectives that serve a tensor."""
         if tensor.device.type not in ("cpu", "cuda"):
             raise CommunicationError(f"a tensor on {tensor.device} cannot travel: allowed are tensors on cpu and cuda")
         return self.hosted if self.device is None or tensor.device.type == "cpu" else self.device
@@ -37,7 +37,10 @@ class Carriers:
     def use_device(
         self, device: torch.device, verdict: Verdict | None, parent: Carriers | None, table: Table | None
     ) -> None:
-        """Carry tensors on a GPU as ``Communicator.use_device`` says; ``table`` is what was measured there."""
+        """Set up the collectives of GPU tensors (see ``Communicator.use_device``). Collective.
+
+        ``table`` holds the measured choice of paths for this device, if there is one.
+        """
         from hpctrain.collectives.device import DeviceCollectives, maker, paths_of
         from hpctrain.collectives.queue import OperationQueue
         from hpctrain.transport.canary import library_name
@@ -58,6 +61,6 @@ class Carriers:
         self.place = device, verdict
 
     def free(self) -> None:
-        """Give back the transports of the device; a call by all ranks."""
+        """Free the transports of the device. Collective."""
         if self.device is not None:
             self.device.free()

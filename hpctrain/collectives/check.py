@@ -1,9 +1,11 @@
-"""Compare what the ranks are about to do, before they do it: ``HPCTRAIN_CHECK=order``.
+"""Collective mismatch detection, enabled by ``HPCTRAIN_CHECK=order``: ranks compare each collective before it starts.
 
-Without this a collective of different shapes, dtypes or operations gives wrong numbers or waits for ever. With it every
-rank tells all others, on a transport of its own and before each collective, what it calls and where, and the first
-difference is raised on all ranks. That costs 2 (p - 1) messages of ``RECORD`` bytes a rank and collective: for finding
-an error, not for production. All tell all, and not one for all, so that each rank that waits can name who is missing.
+Without the check, a collective with different shapes, dtypes or operations gives wrong numbers or
+hangs. With the check, each rank sends a record of its call and call site to all other ranks before
+each collective. The records travel on a separate transport. All ranks raise an error at the first
+difference. The check costs 2 (p - 1) messages of ``RECORD`` bytes per rank and collective, so it is
+meant for debugging and not for production. Records are exchanged among all pairs, instead of
+through one rank, so that each waiting rank can name the missing ranks.
 """
 
 from __future__ import annotations
@@ -26,9 +28,9 @@ from hpctrain.transport.activity import timeout_seconds, waiting
 from hpctrain.transport.base import Transport, Work
 
 VARIABLE = "HPCTRAIN_CHECK"
-RECORD = 4096  # bytes of one rank's record
-_ROOM = 180  # characters of a text in it, each of which may become twelve; longer texts are cut
-_NAMED = 8  # ranks named in a message before the rest is counted
+RECORD = 4096  # bytes per rank's record
+_ROOM = 180  # characters per text field (each may expand to twelve bytes); longer texts are truncated
+_NAMED = 8  # number of ranks named in a message before the others are only counted
 
 _PACKAGE = str(Path(__file__).parents[1]) + os.sep
 _FLOORS = (f"{_PACKAGE}collectives{os.sep}", f"{_PACKAGE}transport{os.sep}")
@@ -37,11 +39,11 @@ _NOT_USERS = (_PACKAGE, str(Path(torch.__file__).parent) + os.sep, "<frozen ")
 
 @dataclass(frozen=True)
 class Call:
-    """Say what one rank is about to do: its ``number``-th collective."""
+    """Record of the collective that one rank is about to start: its ``number``-th."""
 
     number: int
     operation: str
-    detail: str  # operation of a reduction, root, place in node memory
+    detail: str  # reduction, root, or offset in node-shared memory
     dtype: str
     shape: str
     site: str
@@ -52,7 +54,7 @@ class Call:
 
 
 def wanted() -> bool:
-    """Tell whether ``HPCTRAIN_CHECK`` asks for the check."""
+    """Return whether ``HPCTRAIN_CHECK`` enables the check. Raises ``SettingsError`` for an unknown value."""
     value = os.environ.get(VARIABLE, "")
     if value not in ("", "order"):
         raise SettingsError(f"{VARIABLE}={value!r}: allowed is order, which compares every collective across ranks")
@@ -60,7 +62,10 @@ def wanted() -> bool:
 
 
 def order_check(transport: Transport) -> OrderCheck | None:
-    """Return the check of a communicator, None where it is not wanted; a call by all ranks."""
+    """Return the check of a communicator, or None if the check is disabled. Collective.
+
+    Raises ``MismatchError`` on all ranks if the variable differs between ranks.
+    """
     modes = transport.all_gather_object(os.environ.get(VARIABLE, ""))
     if len(set(modes)) > 1:
         odd = next(rank for rank, mode in enumerate(modes) if mode != modes[0])
@@ -72,7 +77,7 @@ def order_check(transport: Transport) -> OrderCheck | None:
 
 
 class OrderCheck:
-    """Compare the calls of all ranks of a transport, which it owns and which nobody else uses."""
+    """Comparison of the calls of all ranks; owns a transport that serves only this purpose."""
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
@@ -83,10 +88,11 @@ class OrderCheck:
         self._unfinished: list[tuple[Tensor, Work]] = []
 
     def __call__(self, operation: str, *tensors: Tensor, detail: str = "") -> None:
-        """Wait until all ranks have come to this collective; raise where they have not come to the same one.
+        """Wait until all ranks have reached this collective; raise if their calls differ. Collective.
 
-        ``tensors`` are those whose shape and dtype all ranks must agree on. Raises ``MismatchError`` on all ranks, or
-        ``DeadlineError`` on those that wait for others longer than ``HPCTRAIN_TIMEOUT``.
+        ``tensors`` are those whose shape and dtype must be equal on all ranks. Raises
+        ``MismatchError`` on all ranks, or ``DeadlineError`` on the ranks that wait longer than
+        ``HPCTRAIN_TIMEOUT`` for others.
         """
         self._number += 1
         own = _describe(self._number, operation, tensors, detail)
@@ -95,7 +101,7 @@ class OrderCheck:
         self._last = calls
 
     def free(self) -> None:
-        """Give the transport back; a call by all ranks."""
+        """Free the transport. Collective."""
         self._transport.free()
 
     def _collect(self, own: Call) -> dict[int, Call]:
@@ -108,7 +114,7 @@ class OrderCheck:
         missing = self._await({rank: work for rank, (_, work) in arriving.items()}, own)
         calls = {rank: _unpack(place) for rank, (place, _) in arriving.items() if rank not in missing}
         if missing:
-            # MPI may still write there; the memory must outlive this call.
+            # MPI may still write into these buffers; they must outlive this call.
             self._unfinished += [*leaving, *(arriving[rank] for rank in missing)]
             raise DeadlineError(self._report(missing, {self._transport.rank: own, **calls}))
         for _, work in leaving:
@@ -116,7 +122,7 @@ class OrderCheck:
         return calls
 
     def _await(self, works: dict[int, Work], own: Call) -> set[int]:
-        """Return the ranks that have not come before the deadline."""
+        """Return the ranks whose record has not arrived before the deadline."""
         limit = timeout_seconds()
         started, missing = time.monotonic(), set(works)
         with waiting(f"check of {own.operation} at {own.site}"):
@@ -136,7 +142,8 @@ class OrderCheck:
                 raise MismatchError(f"collective {self._number}: the ranks differ in {name}: {called}", everywhere=True)
         sites = tuple(call.site for call in calls)
         if len(set(sites)) > 1 and sites not in self._sites_said:
-            # Often meant (if rank == 0: ...), so it is no error; but where values are wrong, here is where to look.
+            # Different call sites are often intended (if rank == 0: ...), so this is a warning. If
+            # values are wrong, these lines are the first place to look.
             self._sites_said.add(sites)
             if self._transport.rank == 0:
                 called = _grouped(calls, lambda call: call.site)
@@ -156,9 +163,10 @@ class OrderCheck:
 
 
 def call_site() -> str:
-    """Return the line that called a collective: the first outside of the communication layer.
+    """Return the line that called a collective: the first stack frame outside of the communication layer.
 
-    Where that is the package's own (a strategy's hook), the first line of the user's follows it.
+    If that line belongs to the package (a strategy's hook), the first line of user code is
+    appended.
     """
     frame: FrameType | None = sys._getframe(1)
     inner = ""
@@ -174,7 +182,7 @@ def call_site() -> str:
 
 
 def _short(path: str) -> str:
-    """Return the last two parts of a path: enough to find the file, and alike on nodes with other mounts."""
+    """Return the last two parts of a path: they identify the file and are equal on nodes with different mounts."""
     return "/".join(Path(path).parts[-2:])
 
 
@@ -197,7 +205,7 @@ def _unpack(record: Tensor) -> Call:
 
 
 def _grouped(calls: Sequence[Call | None], text: Callable[[Call], str]) -> str:
-    """Say who does what, ranks that do the same named together; None is a rank that does nothing."""
+    """Return a text that lists ranks by what they do; None marks a rank to leave out."""
     groups: dict[str, list[int]] = {}
     for rank, call in enumerate(calls):
         if call is not None:

@@ -1,4 +1,4 @@
-"""Communicators: ranks that exchange tensors, by a transport, node memory, and a choice of algorithms."""
+"""Communicators: groups of ranks that exchange tensors over a transport and node-shared memory."""
 
 from __future__ import annotations
 
@@ -29,12 +29,13 @@ if TYPE_CHECKING:
 
 
 class Communicator:
-    """Group of ``size`` ranks that exchange tensors; this one is number ``rank``.
+    """Group of ``size`` ranks that exchange tensors; this rank is number ``rank``.
 
-    Every collective is called by all ranks in the same order, with tensors of the same size and dtype. Host tensors of
-    ``empty`` are in memory that the ranks of a node share, which makes their reductions several times faster; all ranks
-    then pass the same part of the same tensor. A tensor on a GPU is staged through host memory, unless ``use_device``
-    has found a better way. With ``HPCTRAIN_CHECK=order`` the ranks compare each collective before they begin it.
+    All ranks call every collective in the same order, with tensors of the same size and dtype. Host
+    tensors from ``empty`` are stored in node-shared memory, which makes their reductions several
+    times faster. For such a tensor, all ranks must pass the same part of the same tensor. A tensor
+    on a GPU is staged through host memory unless ``use_device`` has found a faster path. With
+    ``HPCTRAIN_CHECK=order`` the ranks compare each collective before it starts.
     """
 
     def __init__(self, transport: Transport) -> None:
@@ -45,12 +46,13 @@ class Communicator:
         place = discover(transport, self._node)
         self.node, self.nodes, self.uniform = place.node, place.nodes, place.uniform
         self.local_rank, self.local_size = place.local_rank, place.local_size
-        self.crowded = place.crowded  # more ranks than cores on a node
+        self.crowded = place.crowded  # oversubscribed: a node has more ranks than cores
         self._layout = Layout(transport.size, place.nodes, place.local_size)
         self._host = HostCollectives(transport, self._node, place)
         self._announce = Announcer(transport, self._host.memory)
-        # Ways that were carried out before on the same memory: all that is checked was checked then. Where the ranks
-        # compare each operation, or the host takes turns with a GPU, none is taken unseen.
+        # Cache of prepared calls: a repeated call on the same memory needs no second check of its
+        # arguments. The cache stays empty if the ranks compare each operation, or if host
+        # operations must be ordered with those of a GPU.
         self._kept = {} if self._announce.compares else self._host.kept
         self._carriers = Carriers(transport, self._host)
         self._arguments = Arguments(transport.rank, transport.size)
@@ -60,49 +62,52 @@ class Communicator:
         self._freed = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Communicator:
-        return self  # a copy of a model talks to the same ranks
+        return self  # a copied model communicates with the same ranks
 
     @classmethod
     def world(cls, comm: Any = None) -> Communicator:
-        """Return the communicator of all ranks, or of any mpi4py communicator."""
+        """Return the communicator of all ranks, or of the ranks of an mpi4py communicator."""
         return cls(connect(comm)[0])
 
     # Memory -----------------------------------------------------------------------------------------------------------
 
     @property
     def shares_memory(self) -> bool:
-        """Tell whether tensors of ``empty`` are shared, so that their reductions can stay under way (``async_op``)."""
+        """Return whether tensors of ``empty`` are in shared memory, so that ``async_op`` reductions overlap."""
         return self._host.memory.exists
 
     def empty(self, numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Return a flat tensor, in node-shared memory where there is a node to share with. Collective.
+        """Return a flat tensor, in node-shared memory if this rank shares its node. Collective.
 
-        Each rank has its own; the memory lives as long as the communicator.
+        Each rank gets its own tensor. The memory remains valid as long as the communicator.
         """
         self._announce("empty", detail=f"{numel} {dtype}")
         return self._host.empty(numel, dtype)
 
     def has_space(self, nbytes: int) -> bool:
-        """Return whether every node has this much memory left that its ranks can share; warn if not. Collective."""
+        """Return whether every node has this many bytes of shared memory left; warn if not. Collective."""
         self._announce("has_space", detail=str(nbytes))
         return self._host.memory.has_space(nbytes)
 
     def common(self, numel: int, dtype: torch.dtype = torch.float32, *, must_share: bool = False) -> Tensor:
-        """Return a flat tensor that is one and the same for all ranks of the node. Collective.
+        """Return a flat tensor that all ranks of the node share. Collective.
 
-        What one rank writes, the others read, after the next collective. Gathering shares that lie in their places
-        there copies nothing: ``comm.all_gather(whole, whole.chunk(comm.size)[comm.rank])``. Where nothing is shared,
-        or /dev/shm has no space left, each rank has its own; with ``must_share`` the latter raises
-        ``CommunicationError`` on all ranks. The memory lives as long as the communicator.
+        Data that one rank writes are visible to the others after the next collective. Gathering
+        shares that are already in their places copies nothing: ``comm.all_gather(whole,
+        whole.chunk(comm.size)[comm.rank])``. If no memory is shared, or /dev/shm has no space left,
+        each rank gets its own tensor. With ``must_share``, a full /dev/shm raises
+        ``CommunicationError`` on all ranks instead. The memory remains valid as long as the
+        communicator.
         """
         self._announce("common", detail=f"{numel} {dtype}")
         return self._host.empty(numel, dtype, common=True, must_share=must_share)
 
     def slots(self, wanted: Sequence[Handover]) -> list[Slots | None]:
-        """Return rings of node memory through which one rank hands tensors to another. Collective.
+        """Return ring buffers in node memory, each passing tensors from one rank to another. Collective.
 
-        One for each that is wanted, and None where this rank has no part in it or the two share no memory. The memory
-        lives as long as the communicator.
+        The list has one entry per requested ring. An entry is None if this rank is neither end of
+        the ring, or if the two ranks share no memory. The memory remains valid as long as the
+        communicator.
         """
         self._announce("slots", detail=str(wanted))
         return make_slots(self._host.memory, self.rank, wanted)
@@ -110,13 +115,13 @@ class Communicator:
     # Collectives ------------------------------------------------------------------------------------------------------
 
     def barrier(self) -> None:
-        """Wait until all ranks have called it."""
+        """Wait until all ranks have called it. Collective."""
         self._announce("barrier")
         with self._carriers.hosted.turn("barrier"):
             self.transport.barrier()
 
     def broadcast(self, tensor: Tensor, root: int = 0, *, algorithm: str = "auto") -> Tensor:
-        """Copy the root's tensor to every rank, in place; return it.
+        """Copy the root's tensor to every rank, in place; return it. Collective.
 
         Algorithms: mpi, tree, ring, double_tree, window, hierarchical.
         """
@@ -130,9 +135,10 @@ class Communicator:
         return tensor
 
     def reduce(self, tensor: Tensor, op: str = "sum", root: int = 0, *, algorithm: str = "auto") -> Tensor:
-        """Reduce elementwise into the root's tensor; the others keep theirs; return it.
+        """Reduce elementwise into the root's tensor; other ranks' tensors are unchanged; return it. Collective.
 
-        ``op`` is as for ``all_reduce``. Algorithms: mpi, tree, double_tree, window (tensors of ``empty``).
+        ``op`` is as for ``all_reduce``. Algorithms: mpi, tree, double_tree, window (tensors of
+        ``empty``).
         """
         check_op(op, tensor.dtype)
         self._arguments.check_root(root)
@@ -143,14 +149,15 @@ class Communicator:
     def all_reduce(
         self, tensor: Tensor, op: str = "sum", *, algorithm: str = "auto", async_op: bool = False
     ) -> Tensor | Work:
-        """Reduce elementwise over all ranks, in place; return the tensor, or its ``Work`` if ``async_op``.
+        """Reduce elementwise over all ranks, in place; return the tensor, or its ``Work`` if ``async_op``. Collective.
 
-        ``op`` is sum, average, min, max, product, or for integers and bool band, bor, bxor; 16-bit floats are
-        accumulated in float32 (and rounded once more between nodes). All ranks get identical bits. Algorithms: window
-        and hierarchical (on one node, and on several), mpi, direct, tree, ring, recursive, double_tree. With
-        ``async_op`` the reduction of a tensor of ``empty`` goes on whenever ``done`` or ``wait`` of any of them is
-        called; others have ended on return. Raises ``CommunicationError`` for an operation or algorithm that cannot
-        serve.
+        ``op`` is sum, average, min, max or product, or for integers and bool also band, bor or
+        bxor. 16-bit floats are accumulated in float32 (and rounded once more between nodes). All
+        ranks get identical bits. Algorithms: window (one node), hierarchical (several nodes), mpi,
+        direct, tree, ring, recursive, double_tree. With ``async_op`` the reduction of a tensor of
+        ``empty`` progresses whenever ``done`` or ``wait`` of any pending reduction is called.
+        Reductions of other tensors have completed on return. Raises ``CommunicationError`` for an
+        operation or algorithm that is unknown or not applicable.
         """
         operation = "start_all_reduce" if async_op else "all_reduce"
         way = self._kept.get((operation, tensor.data_ptr(), tensor.numel(), tensor.dtype, op, algorithm))
@@ -167,11 +174,11 @@ class Communicator:
     def reduce_scatter(
         self, out: Tensor, tensor: Tensor, op: str = "sum", *, algorithm: str = "auto", async_op: bool = False
     ) -> Tensor | Work:
-        """Reduce over all ranks and keep slice ``rank`` of the flat result in ``out``; return it, or its ``Work``.
+        """Reduce over all ranks; store slice ``rank`` of the flat result in ``out``; return it, or its ``Work``.
 
-        ``tensor`` has ``size`` times the elements of ``out``, which may be its slice ``rank``. ``async_op`` is as for
-        ``all_reduce``: neither tensor may be touched before the end. Algorithms: mpi, direct, ring, recursive, window,
-        hierarchical.
+        Collective. ``tensor`` has ``size`` times the elements of ``out``. ``out`` may be slice
+        ``rank`` of ``tensor``. ``async_op`` is as for ``all_reduce``: do not access either tensor
+        before completion. Algorithms: mpi, direct, ring, recursive, window, hierarchical.
         """
         operation = "start_reduce_scatter" if async_op else "reduce_scatter"
         way = self._kept.get(pair_key(operation, out, tensor, op, algorithm))
@@ -189,16 +196,18 @@ class Communicator:
     def all_gather(
         self, out: Tensor, tensor: Tensor | None = None, *, weight: float = 1.0, algorithm: str = "auto"
     ) -> Tensor:
-        """Concatenate the tensors of all ranks in ``out``, in rank order; return it.
+        """Concatenate the tensors of all ranks in ``out``, in rank order; return it. Collective.
 
-        ``out`` has ``size`` times the elements of ``tensor``, which may be its slice ``rank``. With one tensor only,
-        ``all_gather(tensor)`` returns a new one that holds the rows of all ranks, whose numbers may differ. Algorithms:
-        mpi, ring, recursive, window, hierarchical.
+        ``out`` has ``size`` times the elements of ``tensor``, which may be its slice ``rank``. With
+        a single tensor, ``all_gather(tensor)`` returns a new tensor with the rows of all ranks. The
+        number of rows may differ between ranks. Algorithms: mpi, ring, recursive, window,
+        hierarchical.
 
-        If the tensor requires a gradient, what is returned carries it: the backward pass, a call by all ranks, adds up
-        the gradients of all ranks for this rank's tensor. ``weight``, for one tensor only, is what a strategy
-        will multiply this rank's gradients with (``Strategy.sample_weight``): the sum is over the weighted losses then,
-        and a rank of weight 0 gives no rows.
+        If the tensor requires a gradient, the result is differentiable. The backward pass is
+        collective: it sums the gradients of all ranks with respect to this rank's tensor.
+        ``weight``, for a single tensor only, is the factor that a strategy will apply to this
+        rank's gradients (``Strategy.sample_weight``). The sum is then over the weighted losses, and
+        a rank of weight 0 contributes no rows.
         """
         if tensor is None:
             return gather_rows(self, out, weight, algorithm)
@@ -214,9 +223,10 @@ class Communicator:
         return out
 
     def gather(self, out: Tensor | None, tensor: Tensor, root: int = 0) -> Tensor | None:
-        """Concatenate the tensors of all ranks in the root's ``out``, in rank order; return it.
+        """Concatenate the tensors of all ranks in the root's ``out``, in rank order; return it. Collective.
 
-        On the root ``out`` has ``size`` times the elements of ``tensor``; the other ranks give None.
+        On the root ``out`` has ``size`` times the elements of ``tensor``; the other ranks pass
+        None.
         """
         whole = self._arguments.only_on(root, out, "out", tensor)
         self._announce("gather", tensor, detail=f"root {root}")
@@ -224,9 +234,10 @@ class Communicator:
         return whole
 
     def scatter(self, out: Tensor, tensor: Tensor | None, root: int = 0) -> Tensor:
-        """Give each rank its share of the root's tensor in ``out``; return it.
+        """Copy each rank's share of the root's tensor to ``out``; return it. Collective.
 
-        On the root ``tensor`` has ``size`` times the elements of ``out``; the other ranks give None.
+        On the root ``tensor`` has ``size`` times the elements of ``out``; the other ranks pass
+        None.
         """
         whole = self._arguments.only_on(root, tensor, "tensor", out)
         self._announce("scatter", out, detail=f"root {root}")
@@ -234,9 +245,9 @@ class Communicator:
         return out
 
     def all_to_all(self, out: Tensor, tensor: Tensor) -> Tensor:
-        """Send share r of a tensor to rank r and keep in ``out`` the shares that come, in rank order; return it.
+        """Send share r of a tensor to rank r; store the received shares in ``out``, in rank order; return it.
 
-        Both have the same number of elements, a multiple of ``size``.
+        Collective. Both tensors have the same number of elements, a multiple of ``size``.
         """
         self._arguments.check_exchanged(out, tensor)
         self._announce("all_to_all", tensor)
@@ -244,7 +255,7 @@ class Communicator:
         return out
 
     def bucket(self) -> Bucket:
-        """Return a ``with`` block that carries several small tensors in one message per operation and dtype."""
+        """Return a context manager that coalesces small tensors into one message per operation and dtype."""
         return Bucket(self)
 
     # Point to point ---------------------------------------------------------------------------------------------------
@@ -255,18 +266,18 @@ class Communicator:
         self._carriers.of(tensor).send(tensor, peer, tag)
 
     def recv(self, tensor: Tensor, peer: int, tag: int = 0) -> Tensor:
-        """Receive from one rank into a tensor of the size that was sent; return it."""
+        """Receive a tensor from one rank into a tensor of the same size; return it."""
         self._arguments.check_tag(tag)
         self._carriers.of(tensor).recv(tensor, peer, tag)
         return tensor
 
     def isend(self, tensor: Tensor, peer: int, tag: int = 0) -> Work:
-        """Start to send a tensor to one rank; it must not change before ``wait``."""
+        """Start to send a tensor to one rank; the tensor must not change before ``wait``."""
         self._arguments.check_tag(tag)
         return self._carriers.of(tensor).isend(tensor, peer, tag)
 
     def irecv(self, tensor: Tensor, peer: int, tag: int = 0) -> Work:
-        """Start to receive from one rank into a contiguous tensor; the content is there after ``wait``."""
+        """Start to receive from one rank into a contiguous tensor; the content is valid after ``wait``."""
         self._arguments.check_tag(tag)
         check_contiguous(tensor)
         return self._carriers.of(tensor).irecv(tensor, peer, tag)
@@ -274,13 +285,13 @@ class Communicator:
     # Small objects ----------------------------------------------------------------------------------------------------
 
     def all_gather_object(self, item: Any) -> list[Any]:
-        """Return every rank's object, in rank order."""
+        """Return the objects of all ranks, in rank order. Collective."""
         self._announce("all_gather_object")
         with self._carriers.hosted.turn("all_gather_object"):
             return self.transport.all_gather_object(item)
 
     def broadcast_object(self, item: Any, root: int = 0) -> Any:
-        """Return the root's object."""
+        """Return the root's object. Collective."""
         self._announce("broadcast_object", detail=f"root {root}")
         with self._carriers.hosted.turn("broadcast_object"):
             return self.transport.broadcast_object(item, root)
@@ -288,9 +299,10 @@ class Communicator:
     # Choice -----------------------------------------------------------------------------------------------------------
 
     def use_tables(self, tables: Mapping[Layout, Table]) -> None:
-        """Let ``auto`` choose as was measured for this layout of ranks; a call by all ranks with the same tables.
+        """Make ``auto`` choose algorithms by the measurements for this layout of ranks. Collective.
 
-        Communicators that are split from this one have other layouts, and choose by their tables.
+        All ranks pass the same tables. Communicators split from this one have other layouts and use
+        the tables for those.
         """
         self._tables = tables
         self._host.use_tables(tables)
@@ -298,10 +310,11 @@ class Communicator:
     def use_device(
         self, device: torch.device, verdict: Verdict | None = None, parent: Communicator | None = None
     ) -> None:
-        """Let tensors on a GPU travel by NCCL, by MPI with device pointers, or staged. Collective.
+        """Make tensors on a GPU travel by NCCL, by MPI with device pointers, or staged. Collective.
 
-        ``device`` is this rank's. ``verdict`` is what the canary found out about MPI and device pointers; one about
-        another MPI does not count. A ``parent``, of which this is a part, shares its order of operations.
+        ``device`` is this rank's device. ``verdict`` is the canary's finding on MPI with device
+        pointers; it is ignored if it was measured with another MPI library. ``parent`` is the
+        communicator from which this one was split; both then share one order of operations.
         """
         self._kept = {}
         above = None if parent is None else parent._carriers
@@ -310,9 +323,9 @@ class Communicator:
     # Life -------------------------------------------------------------------------------------------------------------
 
     def split(self, color: int, key: int | None = None) -> Communicator:
-        """Return a communicator among the ranks of the same color, ordered by key (by rank where none is given).
+        """Return a communicator of the ranks with the same color, ordered by key (default: by rank). Collective.
 
-        It ends with this one, unless it is freed before.
+        It is freed with this communicator at the latest.
         """
         part = Communicator(self.transport.split(color, self.rank if key is None else key))
         self._parts = [*(each for each in self._parts if not each._freed), part]
@@ -322,9 +335,9 @@ class Communicator:
         return part
 
     def twin(self) -> Communicator:
-        """Return a communicator of the same ranks whose operations never meet those of this one; made once.
+        """Return a communicator of the same ranks with separate messages, created once.
 
-        The first call is one by all ranks.
+        The first call is collective.
         """
         if self.size == 1:
             return self
@@ -335,14 +348,15 @@ class Communicator:
     def mesh(self, pipe: int = 1, data: int = -1, tensor: int = 1, order: Sequence[str] = AXES) -> Mesh:
         """Return this rank's communicators along the axes of a mesh. Collective.
 
-        One length may be -1: the number of ranks divided by the others. Along the last axis of ``order`` the ranks are
-        neighbours. Raises ``UsageError``, which names what is possible, if the lengths do not fit the number of ranks.
+        One length may be -1: the number of ranks divided by the other lengths. Ranks along the last
+        axis of ``order`` are neighbours. Raises ``UsageError``, which names possible lengths, if
+        the lengths do not fit the number of ranks.
         """
         return Mesh(self, fill_in(self.size, pipe, data, tensor, order))
 
     @contextmanager
     def recording(self) -> Iterator[Recorder]:
-        """Count the calls and bytes of this rank in a ``with`` block, of messages and of node memory."""
+        """Count this rank's calls and bytes in a ``with`` block, for messages and node memory."""
         try:
             with self.transport.recording() as recorder:
                 self._host.memory.share_recorder(recorder)
@@ -351,9 +365,10 @@ class Communicator:
             self._host.memory.share_recorder(self.transport.recorder)
 
     def free(self) -> None:
-        """Free memory and transports, those of its parts too; a second call has no effect. Collective.
+        """Free memory and transports, also those of split communicators. Repeated calls have no effect. Collective.
 
-        Tensors of its memory must not be used afterwards. MPI libraries have few communicators: 2048 with MPICH.
+        Tensors in its memory must not be used afterwards. MPI libraries limit the number of
+        communicators: 2048 with MPICH.
         """
         if self._freed:
             return

@@ -1,8 +1,9 @@
-"""Carry the collectives of tensors on a GPU, on the path that ``transport.device`` chooses.
+"""Collectives of tensors on a GPU, on the path that ``transport.device`` chooses.
 
-Note: reductions that NCCL does otherwise than torch. NCCL rounds 16-bit floats after every rank and drops NaN from
-minimum and maximum. There the ranks exchange slices by NCCL, reduce their own one on the GPU, in rank order and with
-16-bit floats in float32, and exchange the results: the bytes of a ring, 2 S (p-1)/p, and the bits of the host.
+Note: some NCCL reductions differ from torch. NCCL rounds 16-bit floats after every rank and drops
+NaN from minimum and maximum. For these, the ranks exchange slices by NCCL. Each rank reduces its
+own slice on the GPU, in rank order and with 16-bit floats in float32. Then the ranks exchange the
+results. The volume is that of a ring, 2 S (p-1)/p, and the result has the same bits as on the host.
 """
 
 from __future__ import annotations
@@ -34,11 +35,12 @@ _OnHost = Callable[[Tensor, Tensor], object]
 
 
 class DeviceCollectives:
-    """Hold the ways of the tensors on one device of this rank; all ranks make it together, and use it alike.
+    """Collectives of the tensors on one device of this rank; construction is collective.
 
-    ``transport`` and ``host`` carry host tensors for staging. ``make`` makes the transport of a path ("nccl" or "mpi"),
-    here and not at first use: that might be a message between two ranks, and the others would not come. What has been
-    handed to the device has ended in the order of the caller's stream.
+    ``transport`` and ``host`` carry host tensors for staging. ``make`` creates the transport of a
+    path ("nccl" or "mpi"). All transports are created at construction instead of at first use: the
+    first use might be a message between two ranks, while creation needs all ranks. Operations
+    complete in the order of the caller's stream.
     """
 
     def __init__(
@@ -79,7 +81,7 @@ class DeviceCollectives:
             self._stage(pieces, lambda out, tensor: self._host.broadcast(tensor if reads else out, root), flat.dtype)
 
     def all_reduce(self, tensor: Tensor, op: str, algorithm: str = "auto") -> None:
-        """Reduce over all ranks, in place; the result is there for what the caller's stream does next."""
+        """Reduce over all ranks, in place; the result is ready for later work on the caller's stream."""
         path = self._choose("all_reduce", tensor, algorithm, op)
         with self._flat(tensor) as flat, self._queue(path, "all_reduce"):
             if path == "staged":
@@ -89,7 +91,7 @@ class DeviceCollectives:
                 self._reduce_on_device(self._carriers[path], flat, op)
 
     def reduce_scatter(self, out: Tensor, tensor: Tensor, op: str, algorithm: str = "auto") -> None:
-        """Reduce over all ranks and keep share ``rank`` of the flat result in ``out``."""
+        """Reduce over all ranks into ``out``: share ``rank`` of the flat result."""
         path = self._choose("reduce_scatter", tensor, algorithm, op)
         with self._flat(tensor, back=False) as whole, self._flat(out) as part, self._queue(path, "reduce_scatter"):
             if path == "staged":
@@ -100,12 +102,12 @@ class DeviceCollectives:
                 part.copy_(self._reduced_share(carrier, whole, [part.numel()] * carrier.size, op))
 
     def start_reduce_scatter(self, out: Tensor, tensor: Tensor, op: str, algorithm: str = "auto") -> Work:
-        """Start to reduce over all ranks and keep a share: on a GPU nothing else ever happens."""
+        """Reduce as ``reduce_scatter``, which on a GPU is always asynchronous; return a finished ``Work``."""
         self.reduce_scatter(out, tensor, op, algorithm)
         return Finished()
 
     def all_gather(self, out: Tensor, tensor: Tensor, algorithm: str = "auto") -> None:
-        """Put the tensors of all ranks behind each other in ``out``."""
+        """Concatenate the tensors of all ranks in ``out``."""
         path = self._choose("all_gather", tensor, algorithm)
         with self._flat(tensor, back=False) as part, self._flat(out) as whole, self._queue(path, "all_gather"):
             if path == "staged":
@@ -115,7 +117,7 @@ class DeviceCollectives:
                 self._carriers[path].all_gather(whole, part)
 
     def reduce(self, tensor: Tensor, op: str, root: int, algorithm: str = "auto") -> None:
-        """Reduce over all ranks into the root's tensor; the others keep theirs."""
+        """Reduce over all ranks into the root's tensor; other ranks' tensors are unchanged."""
         path = self._choose("reduce", tensor, algorithm, op)
         mine = self._transport.rank == root
         with self._flat(tensor, back=mine) as flat, self._queue(path, "reduce"):
@@ -131,7 +133,7 @@ class DeviceCollectives:
                     flat.copy_(copy)
 
     def gather(self, out: Tensor | None, tensor: Tensor, root: int) -> None:
-        """Put the tensors of all ranks behind each other on the root, which alone gives ``out``."""
+        """Concatenate the tensors of all ranks on the root; only the root passes ``out``."""
         path, whole = self._choose("gather", tensor, "auto"), tensor if out is None else out
         with self._flat(tensor, back=False) as part, self._flat(whole) as target, self._queue(path, "gather"):
             given = None if out is None else target
@@ -142,7 +144,7 @@ class DeviceCollectives:
                 tree.gather(self._carriers[path], given, part, root)
 
     def scatter(self, out: Tensor, tensor: Tensor | None, root: int) -> None:
-        """Give each rank its share of the root's tensor, which alone gives one."""
+        """Copy each rank's share of the root's tensor to ``out``; only the root passes ``tensor``."""
         path, whole = self._choose("scatter", out, "auto"), out if tensor is None else tensor
         with self._flat(out) as part, self._flat(whole, back=False) as source, self._queue(path, "scatter"):
             if path == "staged":
@@ -152,7 +154,7 @@ class DeviceCollectives:
                 tree.scatter(self._carriers[path], part, None if tensor is None else source, root)
 
     def all_to_all(self, out: Tensor, tensor: Tensor) -> None:
-        """Send share r to rank r, and keep the shares that come in rank order."""
+        """Send share r to rank r; store the received shares in rank order."""
         path = self._choose("all_to_all", tensor, "auto")
         with self._flat(tensor, back=False) as source, self._flat(out) as target, self._queue(path, "all_to_all"):
             if path == "staged":
@@ -163,12 +165,12 @@ class DeviceCollectives:
                 self._carriers[path].all_to_all(target, source, shares, shares)
 
     def start_all_reduce(self, tensor: Tensor, op: str, algorithm: str = "auto") -> Work:
-        """Start to reduce over all ranks, in place: on a GPU nothing else ever happens."""
+        """Reduce as ``all_reduce``, which on a GPU is always asynchronous; return a finished ``Work``."""
         self.all_reduce(tensor, op, algorithm)
         return Finished()
 
     def send(self, tensor: Tensor, peer: int, tag: int = 0) -> None:
-        """Send to one rank; with a tag other than 0 on a path that knows tags."""
+        """Send to one rank; a tag other than 0 needs a path that supports tags."""
         path = self._choose("send", tensor, "auto", tag=tag)
         with self._flat(tensor, back=False) as flat, self._queue(path, "send"):
             if path == "staged":
@@ -188,7 +190,7 @@ class DeviceCollectives:
                 self._carriers[path].recv(flat, peer, tag)
 
     def isend(self, tensor: Tensor, peer: int, tag: int = 0) -> Work:
-        """Send to one rank; the tensor may be written again by what the caller's stream does next."""
+        """Send to one rank; later work on the caller's stream may overwrite the tensor."""
         self.send(tensor, peer, tag)
         return Finished()
 
@@ -198,14 +200,14 @@ class DeviceCollectives:
         return Finished()
 
     def free(self) -> None:
-        """Give the transports of the paths back; a call by all ranks."""
+        """Free the transports of the paths. Collective."""
         for channel in self._channels():
             self._queue.forget(channel)
         for carrier in self._carriers.values():
             carrier.free()
         self._carriers.clear()
 
-    # How --------------------------------------------------------------------------------------------------------------
+    # Implementation ---------------------------------------------------------------------------------------------------
 
     def _choose(self, operation: str, tensor: Tensor, algorithm: str, op: str = "", tag: int = 0) -> Path:
         if tensor.device != self._device:
@@ -242,7 +244,7 @@ class DeviceCollectives:
             carrier.all_to_all(flat, own.repeat(carrier.size), [own.numel()] * carrier.size, counts)
 
     def _reduced_share(self, carrier: Transport, flat: Tensor, counts: Sequence[int], op: str) -> Tensor:
-        """Return this rank's slice of the reduction: the slices of all ranks fetched, then reduced in rank order."""
+        """Return this rank's slice of the reduction: fetch the slices of all ranks, then reduce in rank order."""
         own = counts[carrier.rank]
         received = flat.new_empty(own * carrier.size)
         carrier.all_to_all(received, flat, counts, [own] * carrier.size)
@@ -262,7 +264,7 @@ class DeviceCollectives:
 
     @contextmanager
     def _flat(self, tensor: Tensor, *, back: bool = True) -> Iterator[Tensor]:
-        """Yield the tensor flat and contiguous; afterwards copy it ``back`` where that was a copy."""
+        """Yield the tensor flat and contiguous; if that needed a copy, copy it ``back`` afterwards."""
         plain = tensor.detach()
         if plain.is_contiguous():
             yield plain.view(-1)
@@ -278,7 +280,7 @@ def _hindrances(abilities: Abilities) -> dict[Path, str]:
 
 
 def maker(transport: Any, device: torch.device) -> Callable[[Path], Transport]:
-    """Return what makes the transport of a path among the ranks of an MPI transport."""
+    """Return a function that creates the transport of a path among the ranks of an MPI transport."""
 
     def make(path: Path) -> Transport:
         if path == "nccl":
@@ -291,7 +293,7 @@ def maker(transport: Any, device: torch.device) -> Callable[[Path], Transport]:
 
 
 def paths_of(table: Table | None) -> dict[str, Sequence[tuple[float, Path]]]:
-    """Return what a calibration found of tensors on a GPU: by operation, (bytes, the best path up to so many)."""
+    """Return the calibrated paths of GPU tensors: per operation, pairs of (upper limit in bytes, best path)."""
     rules = {} if table is None else table.rules
     return {
         operation: [(limit, path) for limit, name in steps for path in PATHS if path == name]
@@ -301,7 +303,8 @@ def paths_of(table: Table | None) -> dict[str, Sequence[tuple[float, Path]]]:
 
 
 def _message_bytes() -> int:
-    # A message staged in pieces must be cut as MPI's transport cuts one, because the other end may lie on the host.
+    # A staged message must be cut as MPI's transport cuts it, because the peer's tensor may be in
+    # host memory.
     from hpctrain.transport.mpi_calls import MESSAGE_BYTES
 
     return MESSAGE_BYTES

@@ -1,4 +1,4 @@
-"""Lend what works in flat, contiguous host memory any tensor."""
+"""Flat, contiguous host copies of arbitrary tensors."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 @contextmanager
 def hosted(tensor: Tensor, *, back: bool = True) -> Iterator[Tensor]:
-    """Yield a flat, contiguous host tensor of the same content; afterwards copy it ``back`` where it is a copy."""
+    """Yield a flat, contiguous host tensor of the same content; copy it ``back`` afterwards if it is a copy."""
     host = tensor.detach()
     if host.device.type == "cpu" and host.is_contiguous():
         yield host.view(-1)

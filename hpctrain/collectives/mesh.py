@@ -1,4 +1,4 @@
-"""Arrange the ranks in a mesh with the axes pipe, data and tensor, and give each axis its communicator."""
+"""Mesh of ranks with the axes pipe, data and tensor, and one communicator per axis."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ AXES = ("pipe", "data", "tensor")
 
 @dataclass(frozen=True)
 class Shape:
-    """Say how many ranks each axis has, and in which order the axes vary: the last of ``order`` fastest.
+    """Number of ranks along each axis, and the order of the axes: the last of ``order`` varies fastest.
 
-    By default tensor ranks are neighbours, so that they share a node, then those of the data axis, then the stages.
+    By default tensor-parallel ranks are neighbours, so that they share a node. The data axis varies
+    next, and the pipeline stages vary slowest.
     """
 
     pipe: int = 1
@@ -46,15 +47,15 @@ class Shape:
         return {"pipe": self.pipe, "data": self.data, "tensor": self.tensor}[axis]
 
     def stride(self, axis: str) -> int:
-        """Return how far apart neighbours along an axis are in the world."""
+        """Return the distance in world ranks between neighbours along an axis."""
         return prod(self.length(inner) for inner in self.order[self.order.index(axis) + 1 :])
 
     def coordinate(self, axis: str, rank: int) -> int:
-        """Return where along an axis a rank of the world is."""
+        """Return the coordinate of a world rank along an axis."""
         return rank // self.stride(axis) % self.length(axis)
 
     def line(self, axis: str, rank: int) -> list[int]:
-        """Return the ranks of the world along an axis through a rank, in the order of their coordinates."""
+        """Return the world ranks along an axis through a rank, in the order of their coordinates."""
         first = rank - self.coordinate(axis, rank) * self.stride(axis)
         return [first + step * self.stride(axis) for step in range(self.length(axis))]
 
@@ -63,9 +64,9 @@ class Shape:
 
 
 def fill_in(size: int, pipe: int = 1, data: int = -1, tensor: int = 1, order: Sequence[str] = AXES) -> Shape:
-    """Return the shape of a mesh of ``size`` ranks; one axis given as -1 takes what is left over.
+    """Return the shape of a mesh of ``size`` ranks; an axis of -1 takes the remaining factor.
 
-    Raises ``UsageError`` that says which numbers would work.
+    Raises ``UsageError``, which names lengths that would work, if the lengths do not fit.
     """
     given = {"pipe": pipe, "data": data, "tensor": tensor}
     open_axes = [axis for axis, length in given.items() if length == -1]
@@ -83,7 +84,7 @@ def fill_in(size: int, pipe: int = 1, data: int = -1, tensor: int = 1, order: Se
 
 
 def _hint(size: int, given: dict[str, int]) -> str:
-    """Say, for each axis longer than 1, which lengths would do with the others as they are."""
+    """Return, for each axis longer than 1, the lengths that would work with the other axes unchanged."""
     hints = []
     for axis, length in given.items():
         if length in (1, -1):
@@ -104,9 +105,10 @@ def _tell(given: dict[str, int]) -> str:
 
 
 class Mesh:
-    """Hold this rank's communicator along each axis: ``pipe``, ``data`` and ``tensor``.
+    """Communicators of this rank along the axes ``pipe``, ``data`` and ``tensor``.
 
-    A call by all ranks of ``comm``. An axis of all ranks is ``comm`` itself.
+    Construction is collective over ``comm``. If an axis spans all ranks, its communicator is
+    ``comm`` itself.
     """
 
     def __init__(self, comm: Communicator, shape: Shape) -> None:
@@ -125,7 +127,7 @@ class Mesh:
         return part
 
     def free(self) -> None:
-        """Give the communicators back that the mesh made; a call by all ranks."""
+        """Free the communicators that the mesh created. Collective."""
         for part in self._parts:
             part.free()
         self._parts.clear()

@@ -1,15 +1,21 @@
-"""Keep one order among operations that different carriers carry out, so that no two ranks wait crosswise.
+"""Total order of operations across carriers (host, GPU), which prevents deadlocks between ranks.
 
-Note: why carriers need one order. Every rank starts the same operations in the same order; yet an operation under way
-may need its rank's host to go on (a window reduction, an exchange in rounds), and the host may sit in a wait for
-another carrier. Say operation 1 is under way on the host and operation 2 on the GPU. Rank 0 waits for 2 first, and so
-does nothing for 1; rank 1 waits for 1 first, and has not started 2: each waits for the other. So a change of carrier is
-a point of order: before an operation starts by one carrier, all operations before it by another are ended, where they
-need the host, or handed to their stream, where they do not. Then the first operation that has not ended is one that
-every rank can end without any later one, and by induction all end. Between operations of one carrier nothing is waited
-for. Communicators split from each other share the point of order, since their ranks share a host; each numbers its own
-operations, since its ranks alone do so alike. A lock makes this hold for operations that hooks start from other
-threads.
+Note: why carriers need one order. All ranks start the same operations in the same order. However,
+an operation in progress may need its rank's host to progress (a window reduction, an exchange in
+rounds), and the host may be blocked in a wait for another carrier. Example: operation 1 is in
+progress on the host and operation 2 on the GPU. Rank 0 waits for operation 2 first, and thus does
+not progress operation 1. Rank 1 waits for operation 1 first, and has not started operation 2. Each
+rank waits for the other.
+
+Therefore a change of carrier is a synchronization point. Before an operation starts on one carrier,
+all earlier operations of the other carrier are completed if they need the host, or enqueued on
+their stream otherwise. Then every rank can complete the first pending operation without any later
+one, and by induction all operations complete. Operations of the same carrier do not wait for each
+other.
+
+Communicators split from each other share the synchronization point, because their ranks share a
+host. Each numbers its own operations, because only its own ranks number them identically. A lock
+extends these guarantees to operations that hooks start from other threads.
 """
 
 from __future__ import annotations
@@ -21,11 +27,11 @@ from types import TracebackType
 from hpctrain.transport.base import Work
 from hpctrain.transport.nccl_channel import NcclChannel
 
-PRUNE = 64  # works kept before those that have ended are let go
+PRUNE = 64  # number of registered works beyond which finished ones are released
 
 
 class _Order:
-    """Hold what communicators of one process have under way, and by which carrier."""
+    """Operations in progress of all communicators of one process, and their current carrier."""
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
@@ -34,8 +40,8 @@ class _Order:
         self.channels: list[NcclChannel] = []
 
     def change(self, carrier: str) -> None:
-        """Come to the point of order before the first operation of another carrier."""
-        # Ended first, named later: an error leaves the queue where it was.
+        """Synchronize before the first operation of another carrier: complete works and flush channels."""
+        # Wait before removal: if a wait raises, the queue is unchanged.
         while self.works:
             self.works[0].wait()
             self.works.popleft()
@@ -45,9 +51,9 @@ class _Order:
 
 
 class OperationQueue:
-    """Number the operations of one communicator in program order.
+    """Sequence numbers of one communicator's operations, in program order.
 
-    ``with queue("host", "all_reduce") as number:`` stands around the start of each operation.
+    ``with queue("host", "all_reduce") as number:`` encloses the start of each operation.
     """
 
     def __init__(self, parent: OperationQueue | None = None) -> None:
@@ -56,8 +62,9 @@ class OperationQueue:
         self.operation = ""
 
     def __call__(self, carrier: str, operation: str) -> OperationQueue:
-        """Come to the turn of an operation, whose carrier is ``host``, ``mpi``, ``staged`` or ``nccl``."""
-        # What MPI carries on the host it also carries for staging and device pointers: one carrier, one order.
+        """Start an operation on a carrier: ``host``, ``mpi``, ``staged`` or ``nccl``; synchronize if it changes."""
+        # MPI carries host operations, staging and device pointers alike, so these are one carrier
+        # with one order.
         place = "nccl" if carrier == "nccl" else "host"
         order = self._order
         order.lock.acquire()
@@ -80,7 +87,7 @@ class OperationQueue:
         self._order.lock.release()
 
     def hold(self, work: Work) -> Work:
-        """Remember an operation of the host that is left under way; return it."""
+        """Register a host operation that remains in progress; return it."""
         works = self._order.works
         while len(works) >= PRUNE and works[0].done():
             works.popleft()
@@ -88,9 +95,9 @@ class OperationQueue:
         return work
 
     def adopt(self, channel: NcclChannel) -> None:
-        """Hand the messages that this channel holds back to its stream before the host waits for anything else."""
+        """Register a channel whose deferred messages must be enqueued on its stream before the host waits elsewhere."""
         self._order.channels.append(channel)
 
     def forget(self, channel: NcclChannel) -> None:
-        """Let go of a channel that is closed."""
+        """Unregister a closed channel."""
         self._order.channels.remove(channel)

@@ -1,7 +1,7 @@
-"""Do the arithmetic of reductions: rank order, one scratch block, 16-bit floats summed in float32.
+"""Arithmetic of reductions: in rank order, in one scratch block, with 16-bit floats summed in float32.
 
-Note: fixed order. ``reduce_blocks`` adds the ranks' pieces as ((r0 + r1) + r2) + ..., whoever calls it and however the
-pieces were cut, so that every rank computes the same bits and so does every rerun.
+Note: fixed order. ``reduce_block`` sums the ranks' pieces as ((r0 + r1) + r2) + ..., independent of
+the caller and of how the pieces are cut. Therefore all ranks and all reruns compute the same bits.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hpctrain.errors import CommunicationError
 
-BLOCK = 131072  # elements a step: long enough to hide a call, short enough that block and scratch stay in the caches
+BLOCK = 131072  # elements per step: amortizes a call, and block plus scratch stay in the caches
 
 _STEPS: dict[str, Callable[..., Tensor]] = {
     "sum": torch.add,
@@ -41,33 +41,34 @@ def check_op(op: str, dtype: torch.dtype) -> None:
 
 
 def carrier_op(op: str) -> str:
-    """Return the operation that travels: an average is a sum, scaled at the end."""
+    """Return the operation to communicate: an average is a sum that is scaled at the end."""
     return "sum" if op == "average" else op
 
 
 def partial_dtype(dtype: torch.dtype, op: str) -> torch.dtype:
-    """Return the type in which partial results travel, so that 16-bit floats are rounded once, at the end."""
+    """Return the dtype of partial results; 16-bit floats use float32, so that they are rounded once, at the end."""
     return torch.float32 if dtype in _WIDENED and op in _ROUNDING else dtype
 
 
 def reduces_straight(dtype: torch.dtype, op: str, pieces: int) -> bool:
-    """Tell whether a block can be reduced in its result's place and type: two pieces are rounded once in any case.
+    """Return whether a block can be reduced in place and in its own dtype: two pieces are rounded once in any case.
 
-    Two sums of 16 bits may be too large before they are halved, so averages want more. With more than two pieces the
-    result, which may be one of them, would be written before all are read.
+    A sum of two 16-bit values may overflow before it is halved, so averages need a wider type. With
+    more than two pieces, the result may alias one piece and would be written before all pieces are
+    read.
     """
     return pieces == 2 and not (dtype in _WIDENED and op == "average")
 
 
 class Reducer:
-    """Reduce pieces of ranks into one tensor; keeps its scratch block, so one instance serves one thread."""
+    """Reduction of the ranks' pieces into one tensor. Its scratch block is reused, so use one instance per thread."""
 
     def __init__(self) -> None:
         self._scratch: dict[torch.dtype, Tensor] = {}
         self._wide: Tensor | None = None
 
     def scratch(self, dtype: torch.dtype, numel: int) -> Tensor:
-        """Return ``numel`` elements (at most a block) to accumulate this dtype in."""
+        """Return scratch memory of ``numel`` elements (at most one block) to accumulate this dtype."""
         wide = torch.float32 if dtype in _WIDENED else dtype
         block = self._scratch.get(wide)
         if block is None:
@@ -80,7 +81,7 @@ class Reducer:
         return self._wide[: scratch.numel()]
 
     def reduce_block(self, pieces: Sequence[Tensor], op: str, scratch: Tensor, scale: float | None) -> None:
-        """Reduce equally long pieces of at most one block, in the order given, into the scratch."""
+        """Reduce pieces of equal length, at most one block, in the given order into the scratch."""
         step = _STEPS[op]
         if scratch.dtype is pieces[0].dtype and len(pieces) > 1:
             step(pieces[0], pieces[1], out=scratch)
@@ -89,14 +90,14 @@ class Reducer:
             scratch.copy_(pieces[0])
             rest = pieces[1:]
         for piece in rest:
-            # Torch takes twice as long to add two dtypes as to convert one and add.
+            # Torch needs twice as long to add two different dtypes as to convert one and add.
             wide = piece if piece.dtype is scratch.dtype else self._spare(scratch).copy_(piece)
             step(scratch, wide, out=scratch)
         if scale is not None:
             scratch.mul_(scale)
 
     def reduce_into(self, out: Tensor, pieces: Sequence[Tensor], op: str, scale: float | None = None) -> None:
-        """Reduce equally long pieces of any length into ``out``."""
+        """Reduce pieces of equal length, of any size, into ``out``."""
         for start in range(0, out.numel(), BLOCK):
             target = out[start : start + BLOCK]
             scratch = self.scratch(out.dtype, target.numel())
@@ -104,19 +105,19 @@ class Reducer:
             target.copy_(scratch)
 
     def combine(self, out: Tensor, left: Tensor, right: Tensor, op: str) -> None:
-        """Reduce two partial results into ``out``, of their (wider) type; it may be one of them."""
+        """Reduce two partial results of the wider dtype into ``out``, which may be one of them."""
         if left.dtype is right.dtype is out.dtype:
             _STEPS[op](left, right, out=out)
         else:
             self.reduce_into(out, (left, right), op)
 
     def settle(self, out: Tensor, partial: Tensor, op: str, size: int) -> None:
-        """Turn what ``size`` ranks gave into the result: scale an average, round to the type of ``out``."""
+        """Convert the reduction of ``size`` ranks into the result: scale an average, round to the dtype of ``out``."""
         scale = average_scale(op, size)
         if scale is not None or partial is not out:
             self.reduce_into(out, (partial,), op, scale)
 
 
 def average_scale(op: str, size: int) -> float | None:
-    """Return what an averaged sum is multiplied by; None where nothing is to be done."""
+    """Return the factor that turns a sum into an average; None for other operations."""
     return 1.0 / size if op == "average" else None

@@ -1,4 +1,4 @@
-"""All-gather of rows that differ in number from rank to rank, and its gradient."""
+"""All-gather of rows whose number differs between ranks, and its gradient."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ from hpctrain.errors import MismatchError
 if TYPE_CHECKING:
     from hpctrain.collectives.communicator import Communicator
 
-Kind = tuple[tuple[int, ...], str, bool, bool]  # shape, dtype, whether it wants a gradient, whether it counts
+Kind = tuple[tuple[int, ...], str, bool, bool]  # shape, dtype, requires a gradient, has a nonzero weight
 
 
 def gather_rows(comm: Communicator, tensor: Tensor, weight: float, algorithm: str) -> Tensor:
-    """Return the rows of all ranks' tensors behind each other, in rank order; a rank of ``weight`` 0 gives none.
+    """Return the rows of all ranks' tensors, concatenated in rank order; a rank of ``weight`` 0 adds no rows.
 
-    A call by all ranks. Raises ``MismatchError`` on all of them for tensors that differ in more than their rows.
+    Collective. Raises ``MismatchError`` on all ranks if the tensors differ in more than the number
+    of rows.
     """
     wants = tensor.requires_grad and torch.is_grad_enabled()
     kinds: list[Kind] = comm.all_gather_object((tuple(tensor.shape), str(tensor.dtype), wants, weight != 0))
@@ -33,13 +34,13 @@ def gather_rows(comm: Communicator, tensor: Tensor, weight: float, algorithm: st
 
 
 def gather_into(comm: Communicator, out: Tensor, tensor: Tensor, algorithm: str) -> Tensor:
-    """Gather equal shares into ``out``; return an alias of it that carries gradients."""
+    """Gather equal shares into ``out``; return an alias of ``out`` that is differentiable."""
     apply: Callable[..., Tensor] = _GatherInto.apply
     return apply(tensor, out.detach(), comm, algorithm)
 
 
 def _check(kinds: list[Kind]) -> None:
-    """Raise where the tensors of two ranks cannot be gathered; all ranks see the same."""
+    """Raise if the tensors of two ranks cannot be gathered; all ranks reach the same result."""
     shape, dtype, wants, _ = kinds[0]
     for rank, (other, kind, also, _) in enumerate(kinds):
         what = f"{list(other)} of {kind}"
@@ -64,7 +65,7 @@ def _check(kinds: list[Kind]) -> None:
 
 
 def _gather(comm: Communicator, tensor: Tensor, counts: list[int], algorithm: str) -> Tensor:
-    """Return the rows of all ranks; shares of unequal size travel padded to the longest one."""
+    """Return the rows of all ranks; unequal shares are padded to the longest one."""
     most = max(counts)
     own = tensor.detach()[: counts[comm.rank]]
     if min(counts) < most:
@@ -80,7 +81,7 @@ def _gather(comm: Communicator, tensor: Tensor, counts: list[int], algorithm: st
 
 
 class _GatherRows(torch.autograd.Function):
-    """Gather rows; the gradient of a rank's rows is the sum of what all ranks have for them."""
+    """Gather of rows; the gradient of a rank's rows is the sum of all ranks' gradients for them."""
 
     @staticmethod
     def forward(
@@ -93,7 +94,7 @@ class _GatherRows(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
         counts, weight, rank = ctx.counts, ctx.weight, ctx.comm.rank
-        weighted = grad * weight if weight else torch.zeros_like(grad)  # of a stand-in it may be infinite
+        weighted = grad * weight if weight else torch.zeros_like(grad)  # a placeholder batch may have inf gradients
         own = _own_sum(ctx.comm, weighted.contiguous(), counts)
         if not weight:
             return grad.new_zeros((ctx.rows, *grad.shape[1:])), *[None] * 4
@@ -114,7 +115,7 @@ def _own_sum(comm: Communicator, grad: Tensor, counts: list[int]) -> Tensor:
 
 
 class _GatherInto(torch.autograd.Function):
-    """Gather equal shares into a tensor that the caller gives."""
+    """Gather of equal shares into a tensor of the caller."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, out: Tensor, comm: Communicator, algorithm: str) -> Tensor:

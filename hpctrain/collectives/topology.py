@@ -1,4 +1,4 @@
-"""Tell which ranks of a communicator share a node."""
+"""Topology of a communicator: its nodes and the ranks on each."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from hpctrain.transport.base import Transport
 
 @dataclass(frozen=True)
 class Topology:
-    """Place a rank: its node among ``nodes``, its place there, and whether all nodes hold equally many ranks.
+    """Position of a rank: node index, number of nodes, local rank, and all ranks per node.
 
-    ``grid[node][local_rank]`` is a rank of the communicator. ``crowded`` says that a node has more ranks than cores for
-    them, so that they meet only after the system has let each of them run.
+    ``grid[node][local_rank]`` is a rank of the communicator. The last field marks oversubscription:
+    a node has more ranks than cores available to them, so that they progress only after the
+    operating system has scheduled each of them.
     """
 
     node: int
@@ -25,12 +26,12 @@ class Topology:
 
     @property
     def uniform(self) -> bool:
-        """Tell whether all nodes hold equally many ranks."""
+        """Return whether all nodes have the same number of ranks."""
         return len({len(ranks) for ranks in self.grid}) == 1
 
 
 def discover(transport: Transport, node: Transport) -> Topology:
-    """Return the topology of a transport, of which ``node`` is this rank's part; a call by all ranks.
+    """Return the topology of a transport; ``node`` is the part of it on this rank's node. Collective.
 
     Nodes are numbered by their lowest rank.
     """
@@ -45,5 +46,5 @@ def discover(transport: Transport, node: Transport) -> Topology:
 
 
 def _cores() -> frozenset[int]:
-    """Return the cores that this rank may run on; it may be bound to some of the node's."""
+    """Return the cores that this rank may run on; a rank may be bound to a subset of the node's cores."""
     return frozenset(os.sched_getaffinity(0))
