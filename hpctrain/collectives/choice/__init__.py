@@ -1,1 +1,1 @@
-"""Which algorithm carries an operation out: tables, the measurements they come from, and the way that is taken."""
+"""Selection of algorithms: measurements, the tables made from them, and the preparation of a call."""

@@ -1,11 +1,13 @@
-"""Measure how long each algorithm takes, for each operation, place of the tensor and size.
+"""Measurement of each algorithm's time per operation, memory location of the tensor, and size.
 
-Note: how it is measured. A time is that of one call in a row of calls, as in the OSU micro-benchmarks, with a barrier
-before the row; it is the median over many rows of the slowest rank. First every algorithm has short rows at every size;
-what takes several times as long as the best is not tried again. Then sweep follows sweep over all that is undecided, a
-row each, until the time is up: what disturbs the machine for a while disturbs a few rows of everything, and no
-algorithm more than another. The root goes round, because a row of broadcasts from one root would measure how fast that
-one can send, not when the others have it. First results are compared with the numbers that must come out.
+Note: method. The time is that of one call in a row of consecutive calls, as in the OSU
+micro-benchmarks, with a barrier before the row. The result is the median over many rows of the
+slowest rank. First, every algorithm gets short rows at every size. An algorithm that takes several
+times as long as the best is not tried again. Then repeated sweeps measure one row of each undecided
+case until the time is up. A temporary disturbance of the machine thus affects a few rows of every
+case, and no algorithm more than another. The root rotates, because a row of broadcasts from one
+root would measure how fast that root can send, and not when the data arrive. The first results are
+checked against the expected numbers.
 """
 
 from __future__ import annotations
@@ -32,16 +34,16 @@ MOVES = ("all_gather", "broadcast")  # the same for every dtype
 
 @dataclass
 class Measured:
-    """Hold the seconds that each algorithm took, by bytes of the whole tensor."""
+    """Seconds that each algorithm took, by bytes of the whole tensor."""
 
     layout: Layout
     times: dict[Key, dict[str, dict[int, float]]] = field(default_factory=dict)
     left_out: dict[tuple[Key, str], str] = field(default_factory=dict)  # why an algorithm was not measured
-    wrong: set[tuple[Key, str]] = field(default_factory=set)  # brought wrong numbers at some size: chosen at none
+    wrong: set[tuple[Key, str]] = field(default_factory=set)  # produced wrong numbers at some size: never chosen
     complete: bool = True  # False: the time was up before the largest size
 
     def table(self) -> Table:
-        """Return the table of the fastest algorithms; where the time was up, it ends at the largest size measured."""
+        """Return the table of the fastest algorithms; an incomplete table ends at the largest size measured."""
         trusted = {
             key: {name: by_size for name, by_size in times.items() if (key, name) not in self.wrong}
             for key, times in self.times.items()
@@ -54,13 +56,13 @@ class Measured:
 
 
 def layout_of(comm: Communicator) -> Layout:
-    """Return the layout of a communicator, the same on all ranks; a call by all of them."""
+    """Return the layout of a communicator, the same on all ranks. Collective."""
     layout: Layout = comm.broadcast_object(Layout(comm.size, comm.nodes, comm.local_size))
     return layout
 
 
 def keys_of(comm: Communicator, device: torch.device) -> list[Key]:
-    """Return what there is to measure: operations, at the places that this job's tensors can have."""
+    """Return the keys to measure: operations at each memory location that this job's tensors can have."""
     places = [*(["window"] if comm.shares_memory else []), "host", *(["cuda"] if device.type == "cuda" else [])]
     moved: list[Key] = [(operation, place, "carried") for operation in MOVES for place in places]
     return [(operation, place, kind) for operation in REDUCTIONS for place in places for kind in DTYPES] + moved
@@ -73,10 +75,11 @@ def measure(
     device: torch.device = torch.device("cpu"),
     progress: Callable[[float, str], None] = lambda seconds, what: None,
 ) -> Measured:
-    """Measure all algorithms at all sizes in about so many seconds; a call by all ranks, who return the same.
+    """Measure all algorithms at all sizes in about ``seconds``; return the same result on all ranks. Collective.
 
-    ``sizes`` are bytes; for one that the ranks cannot share stands the next larger one that they can. ``progress`` is
-    told after how many seconds what comes next. Where the time is not enough the largest sizes are not measured.
+    ``sizes`` are bytes. A size that the ranks cannot share equally is replaced by the next larger
+    one that they can. ``progress`` is called with the elapsed seconds and the next case. If the
+    time is insufficient, the largest sizes are not measured.
     """
     found = Measured(layout_of(comm))
     keys = keys_of(comm, device) if comm.size > 1 else []
@@ -107,7 +110,7 @@ def _sweep(parts: Sequence[Part], clock: _Clock, progress: Callable[[float, str]
 
 
 def _collect(found: Measured, part: Part, slowest: Mapping[str, Sequence[float]]) -> None:
-    """Add to ``found`` what was measured of one part, given the rows of the slowest rank."""
+    """Add the results of one case to ``found``, given the rows of the slowest rank."""
     found.left_out |= {(part.key, name): reason for name, reason in part.left_out.items()}
     found.wrong |= {(part.key, name) for name in part.wrong}
     for name, first in part.first.items():
@@ -116,7 +119,7 @@ def _collect(found: Measured, part: Part, slowest: Mapping[str, Sequence[float]]
 
 
 def _of_slowest(comm: Communicator, own: list[dict[str, list[float]]]) -> list[dict[str, list[float]]]:
-    """Return, part by part and row by row, the time of the rank that took longest."""
+    """Return, for each case and row, the time of the slowest rank."""
     return [
         {name: [max(row) for row in zip(*(times[name] for times in of_ranks))] for name in of_ranks[0]}
         for of_ranks in zip(*comm.all_gather_object(own))
@@ -124,7 +127,7 @@ def _of_slowest(comm: Communicator, own: list[dict[str, list[float]]]) -> list[d
 
 
 class _Clock:
-    """Tell the time to all ranks alike: rank 0's counts."""
+    """Clock with a time limit; rank 0 decides for all ranks."""
 
     def __init__(self, comm: Communicator, seconds: float) -> None:
         self._comm = comm
@@ -135,5 +138,5 @@ class _Clock:
         return time.monotonic() - self._start
 
     def is_up(self) -> bool:
-        """Tell whether the time is up; a call by all ranks."""
+        """Return whether the time is up. Collective."""
         return bool(self._comm.broadcast_object(self.elapsed() >= self._seconds))

@@ -1,4 +1,4 @@
-"""Pick an algorithm: a pure function of what every rank knows, so that all ranks pick the same."""
+"""Selection of an algorithm: a pure function of data that all ranks share, so that all select the same."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from hpctrain.errors import CommunicationError
 
 KIB = 2**10
 
-# Without a calibration. One node: what MPI carries goes by MPI while the meetings in node memory cost more than its
-# copies; memory of a rank's own has to be copied there too. Measured on x86-64 servers, two ranks.
+# Defaults without a calibration. One node: operations that MPI supports use MPI while the
+# synchronizations in node memory cost more than MPI's copies. Private memory of a rank must also be
+# copied to node memory. Measured on x86-64 servers, two ranks.
 _ONE_NODE: Mapping[Key, Steps] = {
     ("all_reduce", "window", "carried"): ((4 * KIB, "mpi"), (inf, "window")),
     ("all_reduce", "window", "own"): ((inf, "window"),),
@@ -31,7 +32,8 @@ _ONE_NODE: Mapping[Key, Steps] = {
     ("broadcast", "host", "carried"): ((inf, "mpi"),),
 }
 
-# More ranks than cores: a meeting costs a turn of every rank, so only long tensors are worth it.
+# More ranks than cores: each synchronization must schedule every rank once, so node memory is worth
+# it for long tensors only.
 _CROWDED: Mapping[Key, Steps] = {
     ("all_reduce", "window", "carried"): ((128 * KIB, "mpi"), (inf, "window")),
     ("all_reduce", "host", "carried"): ((inf, "mpi"),),
@@ -42,7 +44,7 @@ _CROWDED: Mapping[Key, Steps] = {
     ("broadcast", "window", "carried"): ((128 * KIB, "mpi"), (inf, "window")),
 }
 
-# Several nodes: what crosses the network costs most, so node memory serves as soon as it saves bytes there.
+# Several nodes: network traffic costs most, so node memory is used as soon as it saves bytes there.
 _NODES: Mapping[Key, Steps] = {
     ("all_reduce", "window", "carried"): ((8 * KIB, "mpi"), (inf, "hierarchical")),
     ("all_reduce", "window", "own"): ((inf, "hierarchical"),),
@@ -56,7 +58,7 @@ _NODES: Mapping[Key, Steps] = {
     ("broadcast", "window", "carried"): ((8 * KIB, "mpi"), (inf, "hierarchical")),
 }
 
-# What serves wherever the tables name nothing that can: by messages, of any dtype.
+# Fallbacks if the tables name no applicable algorithm: messages, of any dtype.
 _ALWAYS = {
     "all_reduce": ("mpi", "direct"),
     "reduce": ("mpi", "tree"),
@@ -83,7 +85,10 @@ def check_known(operation: str, algorithm: str) -> None:
 
 
 def default_table(layout: Layout, crowded: bool = False) -> Table:
-    """Return the choices for a layout that nobody has measured; ``crowded``: with more ranks than cores on a node."""
+    """Return the default choices for a layout without measurements.
+
+    The second argument tells whether a node has more ranks than cores (oversubscription).
+    """
     if layout.nodes > 1:
         return Table(layout, _NODES)
     return Table(layout, {**_ONE_NODE, **_CROWDED} if crowded else _ONE_NODE)
@@ -99,10 +104,11 @@ def choose(
     kind: str = "carried",
     nbytes: int = 0,
 ) -> str:
-    """Return the algorithm that was named, or for ``auto`` the first that a table names and that can serve.
+    """Return the named algorithm, or for ``auto`` the first one in the tables that is applicable.
 
-    ``hindrances`` holds, for each algorithm that the operation knows, why it cannot serve; empty where it can. Raises
-    ``CommunicationError`` for a name that is unknown or cannot serve.
+    ``hindrances`` maps each algorithm of the operation to the reason why it is not applicable
+    (empty if it is). Raises ``CommunicationError`` for an algorithm that is unknown or not
+    applicable.
     """
     if algorithm != "auto":
         return _named(operation, algorithm, hindrances)

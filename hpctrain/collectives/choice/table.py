@@ -1,9 +1,9 @@
-"""Hold which algorithm is fastest, as measured: for each operation, place of the tensor, and number of bytes.
+"""Tables of the fastest algorithm per operation, memory location of the tensor, and number of bytes.
 
-Note: whose bytes. They are those of the whole tensor, as in ``cost``: what all_reduce, reduce and broadcast are given,
-the input of reduce_scatter, the output of all_gather.
+Note: the number of bytes is that of the whole tensor, as in ``cost``: the argument of all_reduce,
+reduce and broadcast, the input of reduce_scatter, the output of all_gather.
 
-A table is pure: it is made of timings, asked, written down and read back without ranks.
+A table is a pure value: it is made from timings, queried, serialized and parsed without ranks.
 """
 
 from __future__ import annotations
@@ -17,27 +17,27 @@ from typing import Any
 from hpctrain.errors import SettingsError
 
 OPERATIONS = ("all_reduce", "reduce_scatter", "reduce", "all_gather", "broadcast")
-PLACES = ("window", "host", "cuda")  # a tensor of comm.empty, any other on the host, one on a GPU
-KINDS = ("carried", "own")  # MPI reduces the dtype itself, or hpctrain does (16-bit floats, for one)
+PLACES = ("window", "host", "cuda")  # a tensor of comm.empty, any other host tensor, a GPU tensor
+KINDS = ("carried", "own")  # MPI reduces the dtype itself, or hpctrain does (16-bit floats, for example)
 HOST_ALGORITHMS = ("mpi", "window", "hierarchical", "direct", "tree", "ring", "recursive", "double_tree")
 DEVICE_ALGORITHMS = ("nccl", "mpi", "staged")
-MARGIN = 0.03  # how much slower than the best still counts as noise
+MARGIN = 0.03  # slowdown against the best that still counts as noise
 
 Key = tuple[str, str, str]  # operation, place, kind
-Steps = tuple[tuple[float, str], ...]  # (up to so many bytes, algorithm), ascending; the last one mostly has no end
+Steps = tuple[tuple[float, str], ...]  # (upper limit in bytes, algorithm), ascending; the last limit is mostly infinite
 Times = Mapping[str, Mapping[int, float]]  # seconds, by algorithm and bytes
-_Way = tuple[int, float, tuple[str, ...]]  # changes, what is lost against the best, the choices so far
+_Way = tuple[int, float, tuple[str, ...]]  # number of changes, loss against the best, choices so far
 _Wrong = Callable[[str], SettingsError]
 
 
 def algorithms(place: str) -> tuple[str, ...]:
-    """Return the names of all algorithms that tensors at a place may have."""
+    """Return the names of all algorithms for tensors at a memory location."""
     return DEVICE_ALGORITHMS if place == "cuda" else HOST_ALGORITHMS
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Say how ranks lie on nodes; ``local_size`` is that of the first node."""
+    """Distribution of ranks over nodes; ``local_size`` is that of the first node."""
 
     size: int
     nodes: int
@@ -50,7 +50,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class Crossover:
-    """Say in words which algorithm serves which sizes: a row to be printed."""
+    """Description of the algorithms by size: a row for printing."""
 
     operation: str
     place: str
@@ -60,24 +60,24 @@ class Crossover:
 
 @dataclass(frozen=True)
 class Table:
-    """Hold the fastest algorithms of one layout: ``rules[operation, place, kind]`` are its steps."""
+    """Fastest algorithms of one layout: ``rules[operation, place, kind]`` are its steps."""
 
     layout: Layout
     rules: Mapping[Key, Steps]
 
     def best(self, operation: str, place: str, kind: str, nbytes: int) -> str | None:
-        """Return the fastest algorithm for a whole tensor of ``nbytes``; None where that was not measured."""
+        """Return the fastest algorithm for a whole tensor of ``nbytes``, or None if it was not measured."""
         for limit, name in self.rules.get((operation, place, kind), ()):
             if nbytes <= limit:
                 return name
         return None
 
     def crossovers(self) -> list[Crossover]:
-        """Return the rules in words, in the order of ``OPERATIONS``."""
+        """Return the rules as text, in the order of ``OPERATIONS``."""
         return [Crossover(*key, in_words(self.rules[key])) for key in in_order(self.rules)]
 
     def to_json(self) -> dict[str, Any]:
-        """Return the table as plain values; the end that no step has is null."""
+        """Return the table as JSON values; an infinite limit is null."""
         rules = {
             "/".join(key): [[None if limit == inf else limit, name] for limit, name in self.rules[key]]
             for key in in_order(self.rules)
@@ -86,7 +86,7 @@ class Table:
 
     @classmethod
     def from_json(cls, tree: Any) -> Table:
-        """Return the table of plain values; raise ``SettingsError`` where they are none."""
+        """Return the table of JSON values; raise ``SettingsError`` if they are invalid."""
         parts = members(tree, "a calibration table", ("layout", "rules"))
         rules = parts["rules"]
         if not isinstance(rules, dict):
@@ -96,11 +96,13 @@ class Table:
 
 
 def fastest(times: Times, margin: float = MARGIN) -> Steps:
-    """Return the steps in which to choose, given the seconds that each algorithm took at some sizes.
+    """Return the steps of the selection, given the seconds that each algorithm took at some sizes.
 
-    At every size the choice is within ``margin`` of the best; among such choices that with the fewest changes, then the
-    fastest. A change lies at the geometric mean of two sizes. A time above that of a larger size is an outlier, since
-    fewer bytes take no longer and what disturbs a measurement makes it slower only: the larger size's counts.
+    At every size the choice is within ``margin`` of the best. Among such choices, the fewest
+    changes of algorithm are preferred, then the fastest. The limit between two algorithms is the
+    geometric mean of two sizes. A time above that of a larger size is an outlier, because fewer
+    bytes take no longer and disturbances only slow a measurement down. Such a time is replaced by
+    that of the larger size.
     """
     smooth = {name: _without_outliers(by_size) for name, by_size in times.items()}
     sizes = sorted({size for by_size in smooth.values() for size in by_size})
@@ -120,7 +122,7 @@ def _without_outliers(by_size: Mapping[int, float]) -> dict[int, float]:
 
 
 def _fewest_changes(costs: Sequence[Mapping[str, float]], margin: float) -> tuple[str, ...]:
-    """Return an algorithm for each size; ``costs`` holds the seconds of each at each size, ascending."""
+    """Return an algorithm for each size; ``costs`` holds the seconds of each algorithm, in ascending order of size."""
     ways: dict[str, _Way] = {}
     for by_name in costs:
         best = min(by_name.values())
@@ -145,7 +147,7 @@ def in_words(steps: Steps) -> str:
 
 
 def readable(nbytes: float) -> str:
-    """Return a number of bytes in the unit that suits it, to two digits behind the point at most."""
+    """Return a number of bytes in a suitable unit, with at most two decimals."""
     for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if nbytes >= scale:
             return f"{nbytes / scale:.3g} {unit}" if nbytes < 1000 * scale else f"{nbytes / scale:.0f} {unit}"
@@ -153,17 +155,17 @@ def readable(nbytes: float) -> str:
 
 
 def in_order(keys: Mapping[Key, Any]) -> list[Key]:
-    """Return keys by operation, place and kind, each in the order in which it stands above."""
+    """Return keys sorted by operation, place and kind, each in the order of the constants above."""
     return sorted(keys, key=lambda key: (OPERATIONS.index(key[0]), PLACES.index(key[1]), KINDS.index(key[2])))
 
 
 def layout_to_json(layout: Layout) -> dict[str, int]:
-    """Return a layout as plain values."""
+    """Return a layout as JSON values."""
     return {"size": layout.size, "nodes": layout.nodes, "local_size": layout.local_size}
 
 
 def layout_from_json(tree: Any) -> Layout:
-    """Return the layout of plain values; raise ``SettingsError`` where they are none."""
+    """Return the layout of JSON values; raise ``SettingsError`` if they are invalid."""
     parts = members(tree, "a layout", ("size", "nodes", "local_size"))
     for name, value in parts.items():
         if not _is_whole(value) or value < 1:
@@ -175,7 +177,7 @@ def layout_from_json(tree: Any) -> Layout:
 
 
 def members(tree: Any, what: str, names: Sequence[str]) -> dict[str, Any]:
-    """Return the object that has just these members; raise ``SettingsError`` for any other value."""
+    """Return a JSON object that has exactly these members; raise ``SettingsError`` for any other value."""
     if not isinstance(tree, dict):
         raise SettingsError(f"{what}: expected an object, found {tree!r:.60}")
     odd = sorted(map(str, tree.keys() ^ set(names)))

@@ -1,4 +1,4 @@
-"""Print what was measured: which algorithm serves which sizes, and how much faster it is than MPI's own call."""
+"""Text report of the measurements: the algorithm per size, and its speedup over MPI's own collective."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 
 from hpctrain.collectives.choice.table import Key, Table, in_order, readable
 
-Times = Mapping[str, Mapping[str, Mapping[str, float]]]  # seconds, by rule, algorithm and bytes, as they are kept
-_DTYPES = {"carried": "MPI's own", "own": "others"}  # by who reduces them
+Times = Mapping[str, Mapping[str, Mapping[str, float]]]  # seconds, by rule, algorithm and bytes, as stored
+_DTYPES = {"carried": "MPI's own", "own": "others"}  # by the library that reduces them
 _MOVES = ("all_gather", "broadcast")
 
 
@@ -19,12 +19,12 @@ def lines(table: Table, times: Times) -> list[str]:
 
 
 def dtypes(operation: str, kind: str) -> str:
-    """Return of which dtypes a rule is: those that MPI reduces itself, or the others."""
+    """Return the dtypes of a rule as text: those that MPI reduces itself, or the others."""
     return "all" if operation in _MOVES else _DTYPES[kind]
 
 
 def ratios(table: Table, times: Times) -> list[str]:
-    """Return how many times faster the choice is, by size: than MPI's own call, or the next best where MPI has none."""
+    """Return the speedup of the choice by size: over MPI's own call, or over the next best if MPI has none."""
     sizes = sorted({int(size) for of in times.values() for by_size in of.values() for size in by_size})
     rows = [["operation", "tensor", "dtypes", "against", *(readable(size).replace(" ", "") for size in sizes)]]
     for key in in_order(table.rules):
@@ -49,7 +49,7 @@ def _ratio(table: Table, key: Key, of_key: Mapping[str, Mapping[str, float]], si
 
 
 def columns(rows: Sequence[Sequence[str]], right: int | None = None) -> list[str]:
-    """Return rows as lines with aligned columns, those from number ``right`` on to the right."""
+    """Return rows as lines with aligned columns; columns from number ``right`` on are right-aligned."""
     widths = [max(map(len, column)) for column in zip(*rows)]
     found = []
     for row in rows:

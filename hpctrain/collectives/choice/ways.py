@@ -1,4 +1,4 @@
-"""Make the way in which one operation on certain tensors is carried out: choose the algorithm, bind what it needs."""
+"""Preparation of calls: selects the algorithm of an operation on given tensors and binds its arguments."""
 
 from __future__ import annotations
 
@@ -24,10 +24,11 @@ NODE_ALGORITHMS = ("window", "hierarchical")
 
 
 class Ways:
-    """Make ways for flat, contiguous host tensors, none of them empty, among several ranks.
+    """Factory of prepared calls for flat, contiguous, nonempty host tensors among several ranks.
 
-    A way works on the memory where the tensors lay when it was made, and does not keep it: who keeps ways calls them
-    while tensors of the same size and type are there.
+    A prepared call holds the address of its tensors' memory but no reference to the tensors. A
+    cached call may therefore be used only while tensors of the same size and type exist at these
+    addresses.
     """
 
     def __init__(self, transport: Transport, reducer: Reducer, memory: SharedMemory) -> None:
@@ -39,12 +40,12 @@ class Ways:
         self._tables: tuple[Table, ...] = (self._default,)
 
     def use_tables(self, tables: Mapping[Layout, Table]) -> None:
-        """Choose by what was measured for this layout of ranks, where that says something."""
+        """Choose algorithms by the measurements for this layout of ranks; use the defaults for missing entries."""
         measured = tables.get(self._layout)
         self._tables = (self._default,) if measured is None else (measured, self._default)
 
     def broadcast(self, tensor: Tensor, root: int, algorithm: str) -> Way:
-        """Return the way to copy the root's tensor to every rank."""
+        """Return a prepared call that copies the root's tensor to every rank."""
         place, lent, transport = self._memory.place_of(tensor), borrowed(tensor), self._transport
         makers: _Makers = {
             "mpi": lambda: transport.prepared_broadcast(lent, root),
@@ -60,7 +61,7 @@ class Ways:
         return self._make("broadcast", algorithm, makers, place, tensor.nbytes)
 
     def reduce(self, tensor: Tensor, op: str, root: int, algorithm: str) -> Way:
-        """Return the way to reduce into the root's tensor."""
+        """Return a prepared call that reduces into the root's tensor."""
         place, lent, transport = self._memory.place_of(tensor), borrowed(tensor), self._transport
         makers: _Makers = {
             "mpi": lambda: self._scaled(transport.prepared_reduce(lent, carrier_op(op), root), lent, op, root),
@@ -71,7 +72,7 @@ class Ways:
         return self._make("reduce", algorithm, makers, place, tensor.nbytes, (tensor.dtype, op))
 
     def all_reduce(self, tensor: Tensor, op: str, algorithm: str) -> Way:
-        """Return the way to reduce over all ranks, in place."""
+        """Return a prepared call that reduces over all ranks, in place."""
         place, lent, transport = self._memory.place_of(tensor), borrowed(tensor), self._transport
         makers: dict[str, Callable[[], Way]] = {
             name: partial(partial, module.all_reduce, transport, self._reducer, lent, op)
@@ -82,7 +83,7 @@ class Ways:
         return self._make("all_reduce", algorithm, makers, place, tensor.nbytes, (tensor.dtype, op))
 
     def reduce_scatter(self, out: Tensor, tensor: Tensor, op: str, algorithm: str) -> Way:
-        """Return the way to reduce over all ranks and keep this rank's share."""
+        """Return a prepared call that reduces over all ranks and stores this rank's share."""
         place, transport, memory = self._memory.place_of(tensor), self._transport, self._memory
         part, whole = borrowed(out), borrowed(tensor)
         makers: _Makers = {
@@ -99,7 +100,7 @@ class Ways:
         return self._make("reduce_scatter", algorithm, makers, place, tensor.nbytes, (tensor.dtype, op))
 
     def all_gather(self, out: Tensor, tensor: Tensor, algorithm: str) -> Way:
-        """Return the way to put the tensors of all ranks behind each other."""
+        """Return a prepared call that concatenates the tensors of all ranks."""
         place, transport, memory = self._memory.place_of(out), self._transport, self._memory
         whole, part = borrowed(out), borrowed(tensor)
         makers: _Makers = {
@@ -113,11 +114,12 @@ class Ways:
             ),
         }
         if place == "window" and memory.node.is_common(out):
-            # One tensor for all ranks of a node: any other algorithm would have each of them write the whole of it.
+            # One tensor for all ranks of a node: with any other algorithm each of them would write
+            # the whole tensor.
             algorithm = memory.algorithm if algorithm == "auto" else algorithm
         return self._make("all_gather", algorithm, makers, place, out.nbytes)
 
-    # How --------------------------------------------------------------------------------------------------------------
+    # Implementation ---------------------------------------------------------------------------------------------------
 
     def _make(
         self,
@@ -154,7 +156,7 @@ class Ways:
         return node.staged.all_reduce(tensor, op) if node.nodes == 1 else node.all_reduce_in_chunks(tensor, op)
 
     def _scaled(self, call: Way, tensor: Tensor, op: str, only: int | None = None) -> Way:
-        """Return the call, and after it the scaling of an average."""
+        """Return the call, followed by the scaling of an average."""
         scale = average_scale(op, self._transport.size)
         if scale is None or only not in (None, self._transport.rank):
             return call
@@ -176,7 +178,7 @@ _REDUCING: Mapping[str, Any] = {
 
 
 def borrowed(tensor: Tensor) -> Tensor:
-    """Return a tensor of the same host memory, flat, that does not keep it."""
+    """Return a flat tensor of the same host memory that holds no reference to it."""
     from mpi4py import MPI
 
     memory = MPI.buffer.fromaddress(tensor.data_ptr(), tensor.nbytes)

@@ -1,1 +1,1 @@
-"""Algorithms that go by messages over any transport: each a file, as the steps that it takes."""
+"""Algorithms that send messages over any transport, one module each, written as generators of steps."""

@@ -1,4 +1,4 @@
-"""Let an algorithm be written once, as the steps it takes, and be run to its end or be left under way."""
+"""Collective algorithms written once, as generators of steps, for blocking and asynchronous use."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ from hpctrain.transport.base import TAGS, Chain, Transport, Work
 
 P = ParamSpec("P")
 
-TAG = TAGS - 1  # the messages of collectives; those of a second tree are one below
+TAG = TAGS - 1  # tag of the collectives' messages; a second tree uses the tag below
 
 
 class Algorithm(Generic[P]):
-    """Turn a generator function, which yields each ``Work`` that must end before it can go on, into a collective.
+    """Collective made of a generator function that yields each ``Work`` it must wait for.
 
-    Calling it blocks. ``start`` returns the ``Work``; it goes on when its ``done`` or ``wait`` is called, and one at a
-    time may be under way on a transport. ``steps`` is the generator function, for algorithms made of others.
+    Calling the object blocks. ``start`` returns a ``Work`` that progresses whenever its ``done`` or
+    ``wait`` is called. Only one may be in progress per transport. ``steps`` is the generator
+    function, for algorithms composed of others.
     """
 
     def __init__(self, steps: Callable[P, Iterator[Work]]) -> None:
@@ -32,13 +33,13 @@ class Algorithm(Generic[P]):
         self._operation = steps.__name__
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> None:
-        """Run to the end."""
+        """Run to completion."""
         with waiting(self._operation):
             for work in self.steps(*args, **kwargs):
                 work.wait()
 
     def start(self, *args: P.args, **kwargs: P.kwargs) -> Work:
-        """Start, and return what is under way."""
+        """Start the operation and return its handle."""
         return Chain(self.steps(*args, **kwargs))
 
 
@@ -50,20 +51,21 @@ def exchange(transport: Transport, outgoing: Tensor, to: int, incoming: Tensor, 
 
 
 def cut(flat: Tensor, nbytes: int, itemsize: int) -> Sequence[Tensor]:
-    """Return pieces of a flat tensor, as equal as can be, of ``nbytes`` or little more; an element takes ``itemsize``.
+    """Return nearly equal pieces of a flat tensor, each of about ``nbytes``; an element takes ``itemsize`` bytes.
 
-    The elements of a message, not of the tensor: both ends must cut alike where one of them keeps 16-bit floats.
+    ``itemsize`` refers to the message instead of the tensor: both ends must cut alike if one of
+    them stores 16-bit floats.
     """
     number = min(flat.numel(), -(-flat.numel() * itemsize // nbytes))
     return torch.split(flat, slices(flat.numel(), max(1, number)))
 
 
 def place(out: Tensor, tensor: Tensor) -> None:
-    """Copy a tensor to its place, unless it already lies there."""
+    """Copy a tensor to ``out`` unless both share the same memory."""
     if out.data_ptr() != tensor.data_ptr():
         out.copy_(tensor)
 
 
 def offsets(counts: Sequence[int]) -> list[int]:
-    """Return where each of the slices starts, and where the last one ends."""
+    """Return the start offset of each slice, and the end of the last one."""
     return [0, *accumulate(counts)]

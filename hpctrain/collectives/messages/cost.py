@@ -1,8 +1,9 @@
-"""Say what an algorithm costs, as a formula: messages in a row, bytes, and bytes reduced.
+"""Cost formulas of the algorithms: consecutive messages, bytes, and bytes reduced.
 
-Assumed: a rank sends one message at a time and receives one at a time, both together; a message of n bytes takes
-alpha + n beta seconds, reducing n bytes gamma n. S is the bytes of the whole tensor, in the type that travels: partial
-sums of 16-bit floats travel in float32. Each formula is derived where its algorithm stands.
+Assumptions: a rank sends one message at a time and receives one at a time, both concurrently. A
+message of n bytes takes alpha + n beta seconds, and reducing n bytes takes gamma n. S is the number
+of bytes of the whole tensor in the dtype that is sent: partial sums of 16-bit floats are sent in
+float32. Each formula is derived in the module of its algorithm.
 """
 
 from __future__ import annotations
@@ -13,28 +14,28 @@ from math import ceil, isqrt
 
 from hpctrain.errors import CommunicationError
 
-# What a link carries in the time that a message takes to start, alpha / beta, where nothing was measured: a few
-# microseconds at some GB/s.
+# Default of alpha / beta without a measurement: the bytes that a link transfers during the latency
+# of a message. It corresponds to a few microseconds at some GB/s.
 LATENCY_BYTES = 32768
-RING_SEGMENT = 2**18  # long enough to hide a message's start, short enough to stay in a core's cache
+RING_SEGMENT = 2**18  # long enough to amortize a message's latency, short enough to fit a core's cache
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Hold what the longest chain of messages takes, and what the busiest rank sends."""
+    """Cost of the longest chain of messages, and traffic of the busiest rank."""
 
-    steps: int  # messages one after the other on the longest chain
+    steps: int  # consecutive messages on the longest chain
     path: float  # bytes of these messages
-    messages: int  # sent by the rank that sends the most of them
-    sent: float  # bytes sent by the rank that sends the most
-    reduced: float = 0.0  # bytes reduced one after the other
+    messages: int  # sent by the rank that sends most messages
+    sent: float  # bytes sent by the rank that sends most bytes
+    reduced: float = 0.0  # bytes reduced on the longest chain
 
     def seconds(self, alpha: float, beta: float, gamma: float = 0.0) -> float:
-        """Return the time at alpha seconds a message, beta a byte sent, gamma a byte reduced."""
+        """Return the time for alpha seconds per message, beta per byte sent, gamma per byte reduced."""
         return self.steps * alpha + self.path * beta + self.reduced * gamma
 
     def __add__(self, other: Cost) -> Cost:
-        """Return the cost of one after the other, where the same rank is the busiest in both."""
+        """Return the cost of two consecutive operations with the same busiest rank."""
         return Cost(
             self.steps + other.steps,
             self.path + other.path,
@@ -44,14 +45,15 @@ class Cost:
         )
 
 
-Formula = Callable[[int, int, int | None], Cost]  # of ranks, bytes, and bytes of a segment
+Formula = Callable[[int, int, int | None], Cost]  # arguments: ranks, bytes, bytes per segment
 
 
 def cost(algorithm: str, operation: str, p: int, nbytes: int, segment: int | None = None) -> Cost:
-    """Return what an operation on ``nbytes``, the whole tensor, costs over p ranks.
+    """Return the cost of an operation on a whole tensor of ``nbytes`` over p ranks.
 
-    ``segment`` is the bytes of a piece where an algorithm sends pieces; the one that it takes of itself where none is
-    given. Slices count as equally long. Raises ``CommunicationError`` where the algorithm has no such operation.
+    ``segment`` is the number of bytes per segment, for algorithms that send segments; by default it
+    is the one that the algorithm selects. Slices count as equally long. Raises
+    ``CommunicationError`` if the algorithm does not support the operation.
     """
     formula = FORMULAS.get((algorithm, operation))
     if formula is None:
@@ -61,20 +63,20 @@ def cost(algorithm: str, operation: str, p: int, nbytes: int, segment: int | Non
 
 
 def best_segment(nbytes: int, depth: int) -> int:
-    """Return the bytes of a segment at which a pipeline of ``depth`` further hops is fastest.
+    """Return the bytes per segment at which a pipeline with ``depth`` further hops is fastest.
 
-    That is sqrt(S alpha / (depth beta)), where (depth + S/m) (alpha + m beta) is least.
+    This is sqrt(S alpha / (depth beta)), the minimum of (depth + S/m) (alpha + m beta).
     """
     return max(1, min(nbytes, isqrt(nbytes * LATENCY_BYTES // depth))) if depth > 0 else max(1, nbytes)
 
 
 def tree_height(p: int) -> int:
-    """Return the height of a binary tree of p - 1 ranks that stands below a root: the links from its top to a leaf."""
+    """Return the height of a binary tree of p - 1 ranks below a root: the number of links from its top to a leaf."""
     return max(0, (p - 1).bit_length() - 1)
 
 
 def prefers_doubling(p: int, nbytes: int) -> bool:
-    """Tell whether doubling reduces faster than halving: fewer messages against fewer bytes."""
+    """Return whether recursive doubling reduces faster than halving: fewer messages against fewer bytes."""
     doubling, halving = _doubling(p, nbytes, None), _halving(p, nbytes, None)
     return doubling.seconds(LATENCY_BYTES, 1) <= halving.seconds(LATENCY_BYTES, 1)
 
@@ -103,7 +105,8 @@ def _tree_reduce(p: int, nbytes: int, segment: int | None) -> Cost:
 
 
 def _tree_all_reduce(p: int, nbytes: int, segment: int | None) -> Cost:
-    # Rank 0 sends nothing in the reduction; the second busiest has one child fewer and sends once more.
+    # Rank 0 sends nothing in the reduction. The second busiest rank has one child fewer and sends
+    # one message more.
     steps = _depth(p)
     return Cost(2 * steps, 2 * steps * nbytes, steps, steps * nbytes, steps * nbytes)
 

@@ -1,4 +1,4 @@
-"""Reduce by exchanging slices and adding in rank order: for what MPI does not reduce, over any transport."""
+"""Reduction by exchange of slices and summation in rank order, for reductions that MPI lacks, over any transport."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hpctrain.transport.base import Chain, Transport, Work
 
 
 def slices(numel: int, size: int) -> list[int]:
-    """Return how many elements each rank owns: as equal as can be, the first ones larger."""
+    """Return the number of elements of each rank's slice: nearly equal, the first ones larger."""
     share, rest = divmod(numel, size)
     return [share + (rank < rest) for rank in range(size)]
 
@@ -20,8 +20,9 @@ def slices(numel: int, size: int) -> list[int]:
 def reduce_scatter(transport: Transport, reducer: Reducer, out: Tensor, tensor: Tensor, op: str) -> None:
     """Reduce this rank's slice of a flat tensor into ``out`` (``slices(numel, size)[rank]`` elements).
 
-    Steps: p - 1 messages to each of the others at once. Bytes sent per rank: S (p-1)/p. The result is the same bits
-    whichever rank computes it (see the note on fixed order in ``reduction``).
+    Steps: p - 1 messages, one to each other rank, all at once. Bytes sent per rank: S (p-1)/p. The
+    result has the same bits whichever rank computes it (see the note on fixed order in
+    ``reduction``).
     """
     Chain(reduce_scatter_steps(transport, reducer, out, tensor, op)).wait()
 
@@ -29,7 +30,7 @@ def reduce_scatter(transport: Transport, reducer: Reducer, out: Tensor, tensor: 
 def reduce_scatter_steps(
     transport: Transport, reducer: Reducer, out: Tensor, tensor: Tensor, op: str
 ) -> Iterator[Work]:
-    """Yield what a ``reduce_scatter`` has to wait for."""
+    """Yield the works that a ``reduce_scatter`` must wait for."""
     counts = slices(tensor.numel(), transport.size)
     own = counts[transport.rank]
     received = torch.empty(own * transport.size, dtype=tensor.dtype)
@@ -43,11 +44,11 @@ def all_reduce(transport: Transport, reducer: Reducer, tensor: Tensor, op: str) 
 
 
 def start_all_reduce(transport: Transport, reducer: Reducer, tensor: Tensor, op: str) -> Work:
-    """Start to reduce a flat tensor over all ranks, in place; it goes on when ``done`` or ``wait`` is called.
+    """Start to reduce a flat tensor over all ranks, in place; it progresses when ``done`` or ``wait`` is called.
 
-    Bytes sent per rank: 2 S (p-1)/p, the lower bound. Cost: 2 (p-1) alpha + 2 S (p-1)/p beta + S (p-1)/p gamma
-    (pairwise exchange: Thakur, Rabenseifner, Gropp, "Optimization of Collective Communication Operations in MPICH",
-    2005, section 4). One at a time may be under way on a transport.
+    Bytes sent per rank: 2 S (p-1)/p, the lower bound. Cost: 2 (p-1) alpha + 2 S (p-1)/p beta + S
+    (p-1)/p gamma (pairwise exchange: Thakur, Rabenseifner, Gropp, "Optimization of Collective
+    Communication Operations in MPICH", 2005, section 4). Only one may be in progress per transport.
     """
     return Chain(_exchanges(transport, reducer, tensor, op))
 

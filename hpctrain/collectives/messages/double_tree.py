@@ -1,12 +1,14 @@
-"""Send along two trees at once, half of the tensor over each: full bandwidth, in steps of the order of log p.
+"""Double-tree algorithms: each tree carries half of the tensor; full bandwidth, O(log p) steps.
 
-Source: Sanders, Speck, Träff, "Two-tree algorithms for full bandwidth broadcast, reduction and scan", 2009. Ranks are
-numbered from the root, which stands above both trees. The others form a binary tree in which every odd number is a
-leaf; in the second tree everybody is shifted by one, so that who has children in one tree has none in the other. So
-each rank receives S bytes and sends at most S.
+Source: Sanders, Speck, Träff, "Two-tree algorithms for full bandwidth broadcast, reduction and
+scan", 2009. Ranks are numbered from the root, which is the root of both trees. The others form a
+binary tree in which every odd number is a leaf. In the second tree all numbers are shifted by one,
+so that a rank with children in one tree is a leaf in the other. Therefore each rank receives S
+bytes and sends at most S.
 
-S is the number of bytes of the whole tensor, cut into k segments over both trees; h = floor(log2(p-1)) is the height of
-a tree; alpha the seconds of a message, beta of a byte sent, gamma of a byte reduced.
+S is the number of bytes of the whole tensor, cut into k segments over both trees. h =
+floor(log2(p-1)) is the height of a tree. alpha is the seconds per message, beta per byte sent,
+gamma per byte reduced.
 """
 
 from __future__ import annotations
@@ -28,14 +30,14 @@ TREES = 2
 
 
 def parent_of(role: int, count: int) -> int:
-    """Return the parent of a role, from 1 to ``count``, in the binary tree; 0, which stands above it, for the top."""
+    """Return the parent of a role, from 1 to ``count``, in the binary tree; 0, the root, for the top."""
     low = role & -role
     up = (role ^ low) | (low << 1)
     return up if up <= count else role ^ low
 
 
 def children_of(role: int, count: int) -> list[int]:
-    """Return the children of a role: the lower one, and the higher one if there is any."""
+    """Return the children of a role: the lower one, and the higher one if it exists."""
     found, reach = [], (role & -role) >> 1
     if reach:
         found.append(role - reach)
@@ -46,7 +48,7 @@ def children_of(role: int, count: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Place:
-    """Be the place of a rank in one tree: ranks to talk to, by a tag of the tree's own, and the half that travels."""
+    """Position of a rank in one tree: its neighbours, the tag of the tree, and the half of the tensor to send."""
 
     parent: int
     children: tuple[int, ...]
@@ -55,7 +57,7 @@ class Place:
 
 
 def links(vrank: int, size: int, tree: int) -> tuple[int, tuple[int, ...]]:
-    """Return parent and children of a rank in tree 0 or 1, all of them numbered from the root, 0."""
+    """Return parent and children of a rank in tree 0 or 1; all are numbered from the root, 0."""
     count = size - 1
     if not vrank:
         top = 1 << count.bit_length() >> 1
@@ -66,7 +68,7 @@ def links(vrank: int, size: int, tree: int) -> tuple[int, tuple[int, ...]]:
 
 
 def places(transport: Transport, tensor: Tensor, root: int, segment: int | None, itemsize: int) -> list[Place]:
-    """Return this rank's places in both trees."""
+    """Return this rank's positions in both trees."""
     size, vrank = transport.size, (transport.rank - root) % transport.size
     segment = segment or best_segment(tensor.numel() * itemsize, 2 * tree_height(size))
     found = []
@@ -81,8 +83,9 @@ def places(transport: Transport, tensor: Tensor, root: int, segment: int | None,
 def broadcast(transport: Transport, tensor: Tensor, root: int = 0, segment: int | None = None) -> Iterator[Work]:
     """Copy the root's flat tensor to every rank, in place.
 
-    Steps: k + 2 h. Bytes sent: S by the root, at most S by others. Cost: (k + 2 h) (alpha + S/k beta), which is about
-    S beta + 2 h alpha + sqrt(8 h alpha S beta) at the best ``segment`` (bytes; chosen where none is given).
+    Steps: k + 2 h. Bytes sent: S by the root, at most S by others. Cost: (k + 2 h) (alpha + S/k
+    beta), which is about S beta + 2 h alpha + sqrt(8 h alpha S beta) at the best ``segment``
+    (bytes; selected by default).
     """
     trees = places(transport, tensor, root, segment, tensor.itemsize)
     going: list[Work] = []
@@ -94,8 +97,8 @@ def broadcast(transport: Transport, tensor: Tensor, root: int = 0, segment: int 
         yield from going
         return
     arriving = [[transport.irecv(piece, tree.parent, tree.tag) for piece in tree.pieces] for tree in trees]
-    # First the tree in which others wait for this rank: one that waited for both in turn would tie the trees together,
-    # and each segment would take the way through both of them.
+    # First serve the tree in which other ranks wait for this one. Waiting for both trees in turn
+    # would couple them, and each segment would travel through both.
     for number in sorted(range(TREES), key=lambda number: not trees[number].children):
         for piece, work in zip(trees[number].pieces, arriving[number]):
             yield work
@@ -107,11 +110,12 @@ def broadcast(transport: Transport, tensor: Tensor, root: int = 0, segment: int 
 def reduce(
     transport: Transport, reducer: Reducer, tensor: Tensor, op: str, root: int = 0, segment: int | None = None
 ) -> Iterator[Work]:
-    """Reduce a flat tensor over all ranks into the root's, in place; the others keep theirs.
+    """Reduce a flat tensor over all ranks into the root's tensor, in place; other ranks' tensors are unchanged.
 
-    The broadcast backwards. Steps: k + 2 h. Bytes sent: S by every rank but the root. Cost: (k + 2 h) (alpha +
-    S/k (beta + gamma)). Within a tree a rank adds its lower child, itself, its higher child. Partial sums of 16-bit
-    floats travel in float32 (twice the bytes) and are rounded by the root alone. Memory: S.
+    This is the reverse of the broadcast. Steps: k + 2 h. Bytes sent: S by every rank but the root.
+    Cost: (k + 2 h) (alpha + S/k (beta + gamma)). Within a tree a rank adds its lower child, itself,
+    its higher child. Partial sums of 16-bit floats are sent in float32 (twice the bytes) and are
+    rounded by the root alone. Memory: S.
     """
     wide = partial_dtype(tensor.dtype, op)
     trees = places(transport, tensor, root, segment, wide.itemsize)
@@ -125,15 +129,16 @@ def all_reduce(
 ) -> Iterator[Work]:
     """Reduce a flat tensor over all ranks, in place: reduce to rank 0, then broadcast from it.
 
-    Steps: 2 (k + 2 h). Bytes sent: at most 2 S. Cost: (k + 2 h) (2 alpha + S/k (2 beta + gamma)). One rank computes the
-    result, so that all hold the same bits. Precision as in ``reduce``; the result travels rounded.
+    Steps: 2 (k + 2 h). Bytes sent: at most 2 S. Cost: (k + 2 h) (2 alpha + S/k (2 beta + gamma)).
+    One rank computes the result, so that all ranks get the same bits. Precision as in ``reduce``;
+    the rounded result is broadcast.
     """
     yield from reduce.steps(transport, reducer, tensor, op, 0, segment)
     yield from broadcast.steps(transport, tensor, 0, segment)
 
 
 def _expect(transport: Transport, tree: Place, wide: torch.dtype) -> list[list[tuple[Tensor, Work]]]:
-    """Start to receive everything that the children in a tree will send."""
+    """Start to receive all data that the children in a tree will send."""
     rows = []
     for child in tree.children:
         pieces = [torch.empty(piece.numel(), dtype=wide) for piece in tree.pieces]
@@ -144,7 +149,7 @@ def _expect(transport: Transport, tree: Place, wide: torch.dtype) -> list[list[t
 def _collect(
     transport: Transport, reducer: Reducer, trees: Sequence[Place], op: str, wide: torch.dtype
 ) -> Iterator[Work]:
-    """Add what comes from the tops of both trees to the root's own tensor."""
+    """Add the partial results from the tops of both trees to the root's own tensor."""
     scale = average_scale(op, transport.size)
     arriving = [row for tree in trees for row in _expect(transport, tree, wide)]
     for number, column in enumerate(zip_longest(*arriving)):
@@ -158,7 +163,7 @@ def _collect(
 def _climb(
     transport: Transport, reducer: Reducer, trees: Sequence[Place], op: str, wide: torch.dtype
 ) -> Iterator[Work]:
-    """Send this rank's own where it is a leaf; add what its children send, and pass it on, where it has any."""
+    """Send own data in the tree where this rank is a leaf; combine and forward its children's data in the other."""
     leaves = [tree for tree in trees if not tree.children]
     rows = zip_longest(*(leaf.pieces for leaf in leaves))
     outgoing = iter([(piece, leaf) for row in rows for piece, leaf in zip(row, leaves) if piece is not None])
@@ -168,8 +173,9 @@ def _climb(
         for piece, leaf in (pair for _, pair in zip(range(number), outgoing)):
             going.append(transport.isend(piece.to(wide), leaf.parent, leaf.tag))
 
-    # What a leaf sends goes in turn with what it passes on in the other tree, or the one would hold up the other; the
-    # lead keeps the other tree busy while the first segments climb this one.
+    # The messages of the leaf alternate with those forwarded in the other tree, so that neither
+    # delays the other. The initial lead keeps the other tree busy while the first segments climb
+    # this one.
     send_leaves(max(2, tree_height(transport.size)))
     for tree in trees:
         arriving = _expect(transport, tree, wide)

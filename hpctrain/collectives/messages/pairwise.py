@@ -1,4 +1,4 @@
-"""Exchange with one partner after the other: every byte goes straight to where it belongs."""
+"""Pairwise exchange, one partner per step: all data are sent directly to their destination."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hpctrain.transport.base import Transport, Work
 
 
 def partners(rank: int, size: int) -> list[tuple[int, int]]:
-    """Return to whom a rank sends and from whom it receives in each step, the same one if p is a power of two."""
+    """Return the destination and the source of a rank in each step; they are equal if p is a power of two."""
     if size & (size - 1) == 0:
         return [(rank ^ step, rank ^ step) for step in range(1, size)]
     return [((rank + step) % size, (rank - step) % size) for step in range(1, size)]
@@ -26,11 +26,13 @@ def all_to_all(
     sent: Sequence[int] | None = None,
     received: Sequence[int] | None = None,
 ) -> Iterator[Work]:
-    """Send share r of a flat tensor to each rank r, and put what comes from it at share r of ``out``.
+    """Send share r of a flat tensor to each rank r, and store the share received from rank r at share r of ``out``.
 
-    Shares are equally long; or else ``sent[r]`` elements go to rank r and ``received[r]`` come from it, packed in rank
-    order. Steps: p - 1. Bytes sent: S (p-1)/p, S the bytes of the tensor. Cost: (p-1) alpha + S (p-1)/p beta. Source:
-    Thakur, Rabenseifner, Gropp, "Optimization of Collective Communication Operations in MPICH", 2005, section 4.3.
+    Shares are equally long by default. Otherwise ``sent[r]`` elements are sent to rank r and
+    ``received[r]`` elements are received from it, packed in rank order. Steps: p - 1. Bytes sent: S
+    (p-1)/p, with S the bytes of the tensor. Cost: (p-1) alpha + S (p-1)/p beta. Source: Thakur,
+    Rabenseifner, Gropp, "Optimization of Collective Communication Operations in MPICH", 2005,
+    section 4.3.
     """
     rank, size = transport.rank, transport.size
     outgoing = torch.split(tensor, list(sent or [tensor.numel() // size] * size))

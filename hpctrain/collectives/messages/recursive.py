@@ -1,9 +1,10 @@
-"""Double what is known, or halve what is left, with every step: few steps and few bytes, for any number of ranks.
+"""Recursive halving and doubling for any number of ranks: few steps and few bytes.
 
-S is the number of bytes of the whole tensor; alpha the seconds of a message, beta of a byte sent, gamma of a byte
-reduced; L = ceil(log2 p). Halving and doubling go over a circulant graph (Träff, "Optimal, non-pipelined reduce-scatter
-and allreduce algorithms", 2024), which needs no fold where p is no power of two, as Rabenseifner's exchange with
-rank XOR 2^k does ("Optimization of collective reduction operations", 2004), and costs the same where it is one.
+S is the number of bytes of the whole tensor; alpha is the seconds per message, beta per byte sent,
+gamma per byte reduced; L = ceil(log2 p). Halving and doubling use a circulant graph (Träff,
+"Optimal, non-pipelined reduce-scatter and allreduce algorithms", 2024). Rabenseifner's exchange
+with rank XOR 2^k ("Optimization of collective reduction operations", 2004) needs a fold if p is not
+a power of two; the circulant graph does not. If p is a power of two, both cost the same.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from hpctrain.transport.base import Transport, Work
 
 
 def halvings(size: int) -> list[tuple[int, int]]:
-    """Return the slices that a rank keeps and had in each step of a halving: 5 gives (3, 5), (2, 3), (1, 2)."""
+    """Return (slices kept, slices before) for each step of a halving: 5 gives (3, 5), (2, 3), (1, 2)."""
     steps, had = [], size
     while had > 1:
         steps.append(((had + 1) // 2, had))
@@ -33,10 +34,10 @@ def halvings(size: int) -> list[tuple[int, int]]:
 def reduce_scatter(transport: Transport, reducer: Reducer, out: Tensor, tensor: Tensor, op: str) -> Iterator[Work]:
     """Reduce this rank's slice of a flat tensor into ``out`` (``slices(numel, size)[rank]`` elements).
 
-    ``out`` may be that slice itself. In every step a rank that had the slices of ranks r to r + had - 1 keeps the first
-    half of them and sends the others to the rank that they begin with. Steps: L. Bytes sent: S (p-1)/p. Cost: L alpha +
-    S (p-1)/p (beta + gamma). Partial sums of 16-bit floats travel in float32 (twice the bytes) and are rounded at the
-    end. Memory: 3/2 S.
+    ``out`` may be that slice itself. In every step a rank that had the slices of ranks r to r + had
+    - 1 keeps the first half of them. It sends the other half to the rank of the first slice in that
+    half. Steps: L. Bytes sent: S (p-1)/p. Cost: L alpha + S (p-1)/p (beta + gamma). Partial sums of
+    16-bit floats are sent in float32 (twice the bytes) and are rounded at the end. Memory: 3/2 S.
     """
     rank, size = transport.rank, transport.size
     counts = slices(tensor.numel(), size)
@@ -54,10 +55,10 @@ def reduce_scatter(transport: Transport, reducer: Reducer, out: Tensor, tensor: 
 
 @Algorithm
 def all_gather(transport: Transport, out: Tensor, tensor: Tensor) -> Iterator[Work]:
-    """Put the flat tensors of all ranks behind each other in ``out``, in rank order; they are its ``slices``.
+    """Concatenate the flat tensors of all ranks in ``out``, in rank order; they are its ``slices``.
 
-    ``tensor`` may be its own place in ``out``. The steps of a halving, backwards. Steps: L. Bytes sent: S (p-1)/p.
-    Cost: L alpha + S (p-1)/p beta. Memory: S.
+    ``tensor`` may be its own slice of ``out``. The steps are those of a halving in reverse. Steps:
+    L. Bytes sent: S (p-1)/p. Cost: L alpha + S (p-1)/p beta. Memory: S.
     """
     rank, size = transport.rank, transport.size
     counts = slices(out.numel(), size)
@@ -66,7 +67,8 @@ def all_gather(transport: Transport, out: Tensor, tensor: Tensor) -> Iterator[Wo
     room[: at[1]].copy_(tensor)
     for kept, had in reversed(halvings(size)):
         outgoing, incoming = room[: at[had - kept]], room[at[kept] : at[had]]
-        # The receiver numbers the slices from itself on, so what it lacks begins with this rank's own.
+        # The receiver numbers the slices from its own on, so the slices that it lacks begin with
+        # this rank's.
         yield from exchange(transport, outgoing, (rank - kept) % size, incoming, (rank + kept) % size)
     _rotate(out, room, out.numel() - offsets(counts)[rank])
 
@@ -75,9 +77,9 @@ def all_gather(transport: Transport, out: Tensor, tensor: Tensor) -> Iterator[Wo
 def halve_all_reduce(transport: Transport, reducer: Reducer, tensor: Tensor, op: str) -> Iterator[Work]:
     """Reduce a flat tensor over all ranks, in place: reduce-scatter by halving, then all-gather by doubling.
 
-    Steps: 2 L. Bytes sent: 2 S (p-1)/p, the lower bound; for 16-bit floats half as much again. Cost: 2 L alpha +
-    S (p-1)/p (2 beta + gamma). One rank computes each slice, so that all hold the same bits. Precision as in
-    ``reduce_scatter``; results travel rounded.
+    Steps: 2 L. Bytes sent: 2 S (p-1)/p, the lower bound; for 16-bit floats 1.5 times as much. Cost:
+    2 L alpha + S (p-1)/p (2 beta + gamma). One rank computes each slice, so that all ranks get the
+    same bits. Precision as in ``reduce_scatter``; rounded results are gathered.
     """
     own = torch.split(tensor, slices(tensor.numel(), transport.size))[transport.rank]
     yield from reduce_scatter.steps(transport, reducer, own, tensor, op)
@@ -86,12 +88,14 @@ def halve_all_reduce(transport: Transport, reducer: Reducer, tensor: Tensor, op:
 
 @Algorithm
 def double_all_reduce(transport: Transport, reducer: Reducer, tensor: Tensor, op: str) -> Iterator[Work]:
-    """Reduce a flat tensor over all ranks, in place, by exchanging whole partial results over ever greater distances.
+    """Reduce a flat tensor over all ranks, in place, by recursive doubling: exchange whole partial results.
 
-    Steps: log2 p; where p is no power of two, the even ones of the first 2 (p - 2^l), l = floor(log2 p), hand theirs to
-    their neighbours first and get the result last: l + 2. Bytes sent: l S, or (l + 1) S. Cost: steps (alpha + S beta) +
-    L S gamma. Both partners compute lower ranks first, so that all hold the same bits. Partial sums of 16-bit floats
-    travel in float32 (twice the bytes) and are rounded at the end.
+    The distance between partners doubles with every step. Steps: log2 p. If p is not a power of
+    two, let l = floor(log2 p): the even ranks among the first 2 (p - 2^l) first send their tensors
+    to their neighbours and receive the result last, which makes l + 2 steps. Bytes sent: l S, or (l
+    + 1) S. Cost: steps (alpha + S beta) + L S gamma. Both partners combine the lower ranks first,
+    so that all ranks get the same bits. Partial sums of 16-bit floats are sent in float32 (twice
+    the bytes) and are rounded at the end.
     """
     rank, size, wide = transport.rank, transport.size, partial_dtype(tensor.dtype, op)
     rest = size - (1 << (size.bit_length() - 1))
@@ -118,14 +122,14 @@ def double_all_reduce(transport: Transport, reducer: Reducer, tensor: Tensor, op
 
 @Algorithm
 def all_reduce(transport: Transport, reducer: Reducer, tensor: Tensor, op: str) -> Iterator[Work]:
-    """Reduce a flat tensor over all ranks, in place: by doubling while it is short, by halving and doubling else."""
+    """Reduce a flat tensor over all ranks, in place: short tensors by doubling, others by halving and doubling."""
     nbytes = tensor.numel() * partial_dtype(tensor.dtype, op).itemsize
     chosen = double_all_reduce if prefers_doubling(transport.size, nbytes) else halve_all_reduce
     yield from chosen.steps(transport, reducer, tensor, op)
 
 
 def _rotate(out: Tensor, tensor: Tensor, start: int) -> None:
-    """Copy a flat tensor so that it begins with element ``start``."""
+    """Copy a flat tensor, rotated so that it begins with element ``start``."""
     rest = tensor.numel() - start
     out[:rest].copy_(tensor[start:])
     out[rest:].copy_(tensor[:start])

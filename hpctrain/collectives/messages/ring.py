@@ -1,9 +1,9 @@
-"""Send to the right neighbour, receive from the left: the fewest bytes, in as many steps as there are ranks.
+"""Ring algorithms: send to the right neighbour, receive from the left; fewest bytes, O(p) steps.
 
-S is the number of bytes of the whole tensor; alpha the seconds of a message, beta of a byte sent, gamma of a byte
-reduced. Source of the reductions: Patarasuk, Yuan, "Bandwidth optimal all-reduce algorithms for clusters of
-workstations", 2009; of the pipeline: Sanders, Speck, Träff, "Two-tree algorithms for full bandwidth broadcast,
-reduction and scan", 2009, section 2.
+S is the number of bytes of the whole tensor; alpha is the seconds per message, beta per byte sent,
+gamma per byte reduced. Source of the reductions: Patarasuk, Yuan, "Bandwidth optimal all-reduce
+algorithms for clusters of workstations", 2009. Source of the pipeline: Sanders, Speck, Träff,
+"Two-tree algorithms for full bandwidth broadcast, reduction and scan", 2009, section 2.
 """
 
 from __future__ import annotations
@@ -22,10 +22,11 @@ from hpctrain.transport.base import Transport, Work
 
 @Algorithm
 def broadcast(transport: Transport, tensor: Tensor, root: int = 0, segment: int | None = None) -> Iterator[Work]:
-    """Copy the root's flat tensor to every rank, in place, in k segments that follow each other along the ring.
+    """Copy the root's flat tensor to every rank, in place, in k segments that are pipelined along the ring.
 
-    Steps: p - 2 + k. Bytes sent: S by every rank but the last. Cost: (p - 2 + k) (alpha + S/k beta), which is
-    (sqrt((p-2) alpha) + sqrt(S beta))^2 at the best ``segment`` (bytes; chosen where none is given).
+    Steps: p - 2 + k. Bytes sent: S by every rank but the last. Cost: (p - 2 + k) (alpha + S/k
+    beta), which is (sqrt((p-2) alpha) + sqrt(S beta))^2 at the best ``segment`` (bytes; selected by
+    default).
     """
     rank, size = transport.rank, transport.size
     nbytes = tensor.numel() * tensor.itemsize
@@ -47,10 +48,11 @@ def reduce_scatter(
 ) -> Iterator[Work]:
     """Reduce this rank's slice of a flat tensor into ``out`` (``slices(numel, size)[rank]`` elements).
 
-    ``out`` may be that slice itself. Slice c starts at rank c + 1, and every rank on its way to rank c adds its own
-    part; a slice longer than ``segment`` bytes travels in several messages, so that one is added while the next is on
-    its way. Steps: p - 1 of k messages each. Bytes sent: S (p-1)/p. Cost: (p-1) k alpha + S (p-1)/p (beta + gamma).
-    Partial sums of 16-bit floats travel in float32 (twice the bytes) and are rounded at the end. Memory: 2 S/p.
+    ``out`` may be that slice itself. Slice c starts at rank c + 1, and every rank on its way to
+    rank c adds its own part. A slice longer than ``segment`` bytes is sent in several messages, so
+    that one is reduced while the next is in transit. Steps: p - 1 of k messages each. Bytes sent: S
+    (p-1)/p. Cost: (p-1) k alpha + S (p-1)/p (beta + gamma). Partial sums of 16-bit floats are sent
+    in float32 (twice the bytes) and are rounded at the end. Memory: 2 S/p.
     """
     rank, size = transport.rank, transport.size
     chunks = torch.split(tensor, slices(tensor.numel(), size))
@@ -64,7 +66,7 @@ def reduce_scatter(
     going = [transport.isend(piece, right, TAG) for piece in cut(chunks[left].to(wide), segment, wide.itemsize)]
     for step in range(2, size + 1):
         mine = chunks[(rank - step) % size]
-        yield from before  # they were sent from the room that is filled now
+        yield from before  # these sends read the buffer that is filled next
         pieces = cut(room[step % 2, : mine.numel()], segment, wide.itemsize)
         arriving = [transport.irecv(piece, left, TAG) for piece in pieces]
         before, going = going, []
@@ -81,9 +83,10 @@ def reduce_scatter(
 
 @Algorithm
 def all_gather(transport: Transport, out: Tensor, tensor: Tensor) -> Iterator[Work]:
-    """Put the flat tensors of all ranks behind each other in ``out``, in rank order; they are its ``slices``.
+    """Concatenate the flat tensors of all ranks in ``out``, in rank order; they are its ``slices``.
 
-    ``tensor`` may be its own place in ``out``. Steps: p - 1. Bytes sent: S (p-1)/p. Cost: (p-1) alpha + S (p-1)/p beta.
+    ``tensor`` may be its own slice of ``out``. Steps: p - 1. Bytes sent: S (p-1)/p. Cost: (p-1)
+    alpha + S (p-1)/p beta.
     """
     rank, size = transport.rank, transport.size
     chunks = torch.split(out, slices(out.numel(), size))
@@ -105,9 +108,10 @@ def all_reduce(
 ) -> Iterator[Work]:
     """Reduce a flat tensor over all ranks, in place: reduce-scatter, then all-gather.
 
-    Steps: 2 (p-1), the first half of k messages each. Bytes sent: 2 S (p-1)/p, the lower bound; for 16-bit floats half
-    as much again. Cost: (p-1) (k + 1) alpha + S (p-1)/p (2 beta + gamma). One rank computes each slice, so that all
-    hold the same bits. Precision as in ``reduce_scatter``; results travel rounded.
+    Steps: 2 (p-1), the first half of k messages each. Bytes sent: 2 S (p-1)/p, the lower bound; for
+    16-bit floats 1.5 times as much. Cost: (p-1) (k + 1) alpha + S (p-1)/p (2 beta + gamma). One
+    rank computes each slice, so that all ranks get the same bits. Precision as in
+    ``reduce_scatter``; rounded results are gathered.
     """
     own = torch.split(tensor, slices(tensor.numel(), transport.size))[transport.rank]
     yield from reduce_scatter.steps(transport, reducer, own, tensor, op, segment)

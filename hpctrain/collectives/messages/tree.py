@@ -1,11 +1,12 @@
-"""Send along binomial trees: as few steps as can be, for messages whose latency outweighs their bytes.
+"""Binomial-tree algorithms: fewest steps, for messages whose latency outweighs their bytes.
 
-Ranks are numbered from the root. The parent of rank v is v without its lowest bit set, so that the subtree of v holds
-the ranks v to v + lowest bit - 1. Depth: L = ceil(log2 p). Source: Thakur, Rabenseifner, Gropp, "Optimization of
-Collective Communication Operations in MPICH", 2005, sections 4.2 and 4.4.
+Ranks are numbered from the root. The parent of rank v is v without its lowest bit set, so that the
+subtree of v contains the ranks v to v + lowest bit - 1. Depth: L = ceil(log2 p). Source: Thakur,
+Rabenseifner, Gropp, "Optimization of Collective Communication Operations in MPICH", 2005, sections
+4.2 and 4.4.
 
-S is the number of bytes of the whole tensor; alpha the seconds of a message, beta of a byte sent, gamma of a byte
-reduced.
+S is the number of bytes of the whole tensor; alpha is the seconds per message, beta per byte sent,
+gamma per byte reduced.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from hpctrain.transport.base import Transport, Work
 
 
 def subtree(vrank: int, size: int) -> int:
-    """Return how many ranks the subtree of a rank holds, itself included."""
+    """Return the number of ranks in the subtree of a rank, including the rank itself."""
     return min(vrank & -vrank, size - vrank) if vrank else size
 
 
@@ -48,18 +49,19 @@ def broadcast(transport: Transport, tensor: Tensor, root: int = 0) -> Iterator[W
     size, vrank = transport.size, (transport.rank - root) % transport.size
     if vrank:
         yield transport.irecv(tensor, (parent(vrank) + root) % size, TAG)
-    # The largest subtree has the longest way to go.
+    # Send to the largest subtree first: it is the deepest.
     going = [transport.isend(tensor, (child + root) % size, TAG) for child in reversed(children(vrank, size))]
     yield from going
 
 
 @Algorithm
 def reduce(transport: Transport, reducer: Reducer, tensor: Tensor, op: str, root: int = 0) -> Iterator[Work]:
-    """Reduce a flat tensor over all ranks into the root's, in place; the others keep theirs.
+    """Reduce a flat tensor over all ranks into the root's tensor, in place; other ranks' tensors are unchanged.
 
-    Steps: L. Bytes sent: S by every rank but the root. Cost: L (alpha + S beta + S gamma). Memory: S for each child.
-    A rank adds the subtrees of its children in rank order, counted from the root. Partial sums of 16-bit floats
-    travel in float32 (twice the bytes) and are rounded by the root alone.
+    Steps: L. Bytes sent: S by every rank but the root. Cost: L (alpha + S beta + S gamma). Memory:
+    S per child. A rank adds the subtrees of its children in rank order, counted from the root.
+    Partial sums of 16-bit floats are sent in float32 (twice the bytes) and are rounded by the root
+    alone.
     """
     size, vrank = transport.size, (transport.rank - root) % transport.size
     wide, partial = partial_dtype(tensor.dtype, op), tensor
@@ -80,8 +82,9 @@ def reduce(transport: Transport, reducer: Reducer, tensor: Tensor, op: str, root
 def all_reduce(transport: Transport, reducer: Reducer, tensor: Tensor, op: str) -> Iterator[Work]:
     """Reduce a flat tensor over all ranks, in place: reduce to rank 0, then broadcast from it.
 
-    Steps: 2 L. Bytes sent by rank 0: L S; by others at most as many. Cost: L (2 alpha + 2 S beta + S gamma).
-    One rank computes the result, so that all hold its bits. Precision as in ``reduce``; the result travels rounded.
+    Steps: 2 L. Bytes sent by rank 0: L S; by each other rank at most as many. Cost: L (2 alpha + 2
+    S beta + S gamma). One rank computes the result, so that all ranks get the same bits. Precision
+    as in ``reduce``; the rounded result is broadcast.
     """
     yield from reduce.steps(transport, reducer, tensor, op)
     yield from broadcast.steps(transport, tensor)
@@ -89,9 +92,10 @@ def all_reduce(transport: Transport, reducer: Reducer, tensor: Tensor, op: str) 
 
 @Algorithm
 def gather(transport: Transport, out: Tensor | None, tensor: Tensor, root: int = 0) -> Iterator[Work]:
-    """Put the equally long flat tensors of all ranks behind each other in the root's ``out``, in rank order.
+    """Concatenate the equally long flat tensors of all ranks in the root's ``out``, in rank order.
 
-    ``out`` is for the root alone. Steps: L. Bytes received by the root: S (p-1)/p. Cost: L alpha + S (p-1)/p beta.
+    Only the root passes ``out``. Steps: L. Bytes received by the root: S (p-1)/p. Cost: L alpha + S
+    (p-1)/p beta.
     """
     size, vrank, share = transport.size, (transport.rank - root) % transport.size, tensor.numel()
     direct = out is not None and vrank == 0 == root
@@ -110,9 +114,10 @@ def gather(transport: Transport, out: Tensor | None, tensor: Tensor, root: int =
 
 @Algorithm
 def scatter(transport: Transport, out: Tensor, tensor: Tensor | None, root: int = 0) -> Iterator[Work]:
-    """Give share ``rank`` of the root's flat tensor to each rank, in ``out``; all shares are equally long.
+    """Copy share ``rank`` of the root's flat tensor to each rank's ``out``; all shares are equally long.
 
-    ``tensor`` is for the root alone. Steps: L. Bytes sent by the root: S (p-1)/p. Cost: L alpha + S (p-1)/p beta.
+    Only the root passes ``tensor``. Steps: L. Bytes sent by the root: S (p-1)/p. Cost: L alpha + S
+    (p-1)/p beta.
     """
     size, vrank, share = transport.size, (transport.rank - root) % transport.size, out.numel()
     if vrank:

@@ -1,1 +1,1 @@
-"""Collectives in memory that the ranks of a node share, and in two levels over several nodes."""
+"""Collectives in node-shared memory, and two-level collectives over several nodes."""

@@ -1,6 +1,6 @@
-"""Carry out collectives in memory that the ranks of a node share, and between the nodes where there are several.
+"""Collectives in node-shared memory, extended by messages between nodes if there are several.
 
-Loaded at first use: a world of one rank needs neither memory to share nor MPI.
+The module is imported at first use: a world of one rank needs neither shared memory nor MPI.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from hpctrain.transport.recorder import Recorder
 from hpctrain.transport.shm_space import NoSpaceError
 from hpctrain.transport.window import NodeMemory
 
-CHUNK = 4 * 2**20  # bytes that a tensor of a rank's own memory goes through at once on its way to other nodes
+CHUNK = 4 * 2**20  # bytes per chunk of a private tensor that is staged through node memory for other nodes
 
 Way = Callable[[], object]
 
 
 class NodeCollectives:
-    """Hold the memory of this rank's node; all ranks of ``transport`` make it together.
+    """Collectives in the memory of this rank's node. Construction is collective over ``transport``.
 
-    Methods return a way to carry an operation out, made once and used often: making the views that it needs costs more
-    than reducing a small tensor.
+    Methods return a prepared call, which is created once and reused: creating its views costs more
+    than the reduction of a small tensor.
     """
 
     def __init__(self, transport: Transport, node: MpiTransport, place: Topology, reducer: Reducer) -> None:
@@ -59,66 +59,66 @@ class NodeCollectives:
     # Memory -----------------------------------------------------------------------------------------------------------
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Return a flat tensor in this rank's part of the memory; a call by all ranks."""
+        """Return a flat tensor in this rank's part of the memory. Collective."""
         buffer, offset = self.memory.allocate(max(numel, 1) * dtype.itemsize)
         return buffer.views(offset, numel, dtype)[self.memory.rank]
 
     def common(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Return a flat tensor that is one and the same for all ranks of the node; a call by all ranks."""
+        """Return a flat tensor that all ranks of the node share. Collective."""
         return self.memory.allocate_common(max(numel, 1) * dtype.itemsize).views(0, numel, dtype)[0]
 
     def holds(self, tensor: Tensor) -> bool:
-        """Tell whether a contiguous host tensor lies in this memory."""
+        """Return whether a contiguous host tensor is stored in this memory."""
         return self.memory.find(tensor) is not None
 
     def name_of(self, tensor: Tensor) -> str:
-        """Return the name of a tensor's place in this memory, the same on all ranks; empty for one elsewhere."""
+        """Return the location of a tensor in this memory as text, the same on all ranks; empty for other tensors."""
         found = self.memory.find(tensor)
         return "" if found is None else f"node memory {self.memory.number_of(found[0])} at byte {found[1]}"
 
     def is_common(self, tensor: Tensor) -> bool:
-        """Tell whether a tensor of this memory is one and the same for all ranks."""
+        """Return whether all ranks of the node share a tensor of this memory."""
         found = self.memory.find(tensor)
         return found is not None and found[0].common
 
     def share_recorder(self, recorder: Recorder | None) -> None:
-        """Count into a recorder."""
+        """Set the recorder that counts calls and bytes."""
         self.memory.recorder = recorder
         if self._across is not None:
             self._across.recorder = recorder
 
     def free(self) -> None:
-        """Give the memory back; a call by all ranks."""
+        """Free the memory. Collective."""
         if self._across is not None:
             self._across.free()
         self.memory.free()
 
-    # Collectives of tensors that lie in this memory -------------------------------------------------------------------
+    # Collectives of tensors in this memory ----------------------------------------------------------------------------
 
     def start_all_reduce(self, tensor: Tensor, op: str) -> Callable[[], Work]:
-        """Return the way to start the reduction of a tensor of ``empty``."""
+        """Return a prepared call that starts the reduction of a tensor of ``empty``."""
         share = self._shares.all_reduce(self._views(tensor), op)
         return lambda: self._queue.start("all_reduce", share)
 
     def all_reduce(self, tensor: Tensor, op: str) -> Way:
-        """Return the way to reduce a tensor of ``empty``."""
+        """Return a prepared call that reduces a tensor of ``empty``."""
         return self._run("all_reduce", self._shares.all_reduce(self._views(tensor), op))
 
     def reduce(self, tensor: Tensor, op: str, root: int) -> Way:
-        """Return the way to reduce a tensor of ``empty`` into the root's, on one node."""
+        """Return a prepared call that reduces a tensor of ``empty`` into the root's, on one node."""
         return self._run("reduce", self._inside.reduce(self._views(tensor), op, root))
 
     def reduce_scatter(self, out: Tensor, tensor: Tensor, op: str) -> Way:
-        """Return the way to reduce a tensor of ``empty``, and keep a share in any memory."""
+        """Return a prepared call that reduces a tensor of ``empty`` and stores a share in any memory."""
         return self._run("reduce_scatter", self._shares.reduce_scatter(out, self._views(tensor), op))
 
     def start_reduce_scatter(self, out: Tensor, tensor: Tensor, op: str) -> Callable[[Tensor], Work]:
-        """Return the way to start what ``reduce_scatter`` does, of the tensor that lies where ``out`` does."""
+        """Return a prepared call that starts ``reduce_scatter`` into a tensor at the address of ``out``."""
         share = self._shares.reduce_scatter(out, self._views(tensor), op)
         return lambda out: self._queue.start("reduce_scatter", share, out)
 
     def all_gather(self, out: Tensor, tensor: Tensor) -> Way:
-        """Return the way to gather shares, in any memory, in a tensor of ``empty`` or ``common``."""
+        """Return a prepared call that gathers shares, in any memory, into a tensor of ``empty`` or ``common``."""
         views = self._views(out)
         if not self.is_common(out):
             return self._run("all_gather", self._shares.all_gather(views, tensor))
@@ -127,20 +127,20 @@ class NodeCollectives:
         return self._run("all_gather", self._shares.all_gather(views, tensor))
 
     def broadcast(self, tensor: Tensor, root: int) -> Way:
-        """Return the way to broadcast a tensor of ``empty``."""
+        """Return a prepared call that broadcasts a tensor of ``empty``."""
         return self._run("broadcast", self._shares.broadcast(self._views(tensor), root))
 
     # Collectives of other tensors -------------------------------------------------------------------------------------
 
     @property
     def staged(self) -> StagedCollectives:
-        """Return the collectives of tensors in a rank's own memory, for one node; at first use a call by all ranks."""
+        """Return the collectives of private tensors, for one node. The first access is collective."""
         if self._staged is None:
             self._staged = StagedCollectives(self._queue, self._reducer)
         return self._staged
 
     def all_reduce_in_chunks(self, tensor: Tensor, op: str) -> Way:
-        """Return the way to reduce a tensor of a rank's own memory over several nodes."""
+        """Return a prepared call that reduces a private tensor over several nodes."""
         if self._chunk is None:
             self._chunk = self.empty(CHUNK, torch.uint8)
         room = self._chunk.view(tensor.dtype)
@@ -156,14 +156,14 @@ class NodeCollectives:
 
         return way
 
-    # How --------------------------------------------------------------------------------------------------------------
+    # Implementation ---------------------------------------------------------------------------------------------------
 
     def _run(self, operation: str, share: Share) -> Way:
         queue = self._queue
         return lambda: queue.run(operation, share)
 
     def _views(self, tensor: Tensor) -> Sequence[Tensor]:
-        """Return the same piece of all local ranks' memory."""
+        """Return views of the same segment in the memory of every local rank."""
         found = self.memory.find(tensor)
         assert found is not None, "who asks has looked whether the tensor lies in node memory"
         buffer, offset = found

@@ -1,16 +1,18 @@
-"""Work in two levels: inside a node on shared memory, across nodes by messages, every local rank carrying its slice.
+"""Two-level collectives: shared memory inside a node, messages across nodes, one slice per local rank.
 
-Each local rank is the leader of one slice, so that all of them drive the network at once and no byte crosses it twice
-(Bayatpour et al., "Scalable Reduction Collectives with Data Partitioning-based Multi-Leader Design", SC 2017). With N
-nodes of L ranks and S bytes a rank moves 2 S bytes of node memory and sends, for an all_reduce, 2 (N-1)/N S/L bytes
-to other nodes: a node sends 2 (N-1)/N S, which is what any algorithm must send. Cost: two meetings in the node + S / B
-+ 2 (N-1) alpha + 2 (N-1)/N S beta, with beta the seconds a byte of the node's link and B the streaming rate of a core.
+Each local rank is the leader of one slice, so that all ranks drive the network concurrently and no
+byte crosses it twice (Bayatpour et al., "Scalable Reduction Collectives with Data
+Partitioning-based Multi-Leader Design", SC 2017). With N nodes of L ranks and S bytes per rank, an
+all_reduce moves 2 S bytes of node memory per rank. Each rank sends 2 (N-1)/N S/L bytes to other
+nodes. A node thus sends 2 (N-1)/N S, the lower bound for any algorithm. Cost: two synchronizations
+in the node + S / B + 2 (N-1) alpha + 2 (N-1)/N S beta, with beta the seconds per byte of the node's
+link and B the streaming rate of a core.
 
-Note: the pipeline of an all_reduce. The slice is cut into pieces. While piece k travels to the nodes that reduce it,
-piece k + 1 is reduced in the node, and piece k - 1 travels back: neither link nor memory stands idle. The order is
-fixed, so messages need no numbers.
+Note: the pipeline of an all_reduce. The slice is cut into pieces. While piece k is sent to the
+nodes that reduce it, piece k + 1 is reduced in the node, and piece k - 1 is sent back: both link
+and memory stay busy. The order is fixed, so messages need no sequence numbers.
 
-What waits for another node is yielded and left under way (``node.queue``).
+Works that wait for another node are yielded and remain in progress (``node.queue``).
 """
 
 from __future__ import annotations
@@ -27,22 +29,22 @@ from hpctrain.collectives.node.window import WindowShares
 from hpctrain.collectives.reduction import BLOCK, Reducer, average_scale
 from hpctrain.transport.base import Transport, Work
 
-PIECE = 2**19  # bytes of a slice that travel at once: long enough for a link's full rate
-FEW_NODES = 8  # up to which every node sends to every other at once; more nodes go by halving and doubling
+PIECE = 2**19  # bytes of a slice per message: long enough for a link's full rate
+FEW_NODES = 8  # up to this number every node sends to all others at once; more nodes use halving and doubling
 
 
 class HierarchicalShares:
-    """Make the shares of one local rank; ``across`` connects it with the ranks of the same place on other nodes.
+    """Work of one local rank; ``across`` connects the ranks with the same local rank on all nodes.
 
-    ``inside`` makes those of a node. ``grid[node][local rank]`` is a rank of the whole communicator, and ``across``
-    numbers its ranks by node.
+    ``inside`` provides the work within a node. ``grid[node][local rank]`` is a rank of the whole
+    communicator, and ``across`` numbers its ranks by node.
     """
 
     def __init__(self, inside: WindowShares, across: Transport, grid: Sequence[Sequence[int]]) -> None:
         self._inside = inside
         self._across = across
         self._grid = grid
-        self._members = [ranks[inside.rank] for ranks in grid]  # those that ``across`` connects
+        self._members = [ranks[inside.rank] for ranks in grid]  # ranks that ``across`` connects
 
     def all_reduce(self, views: Sequence[Tensor], op: str) -> Share:
         """Reduce this rank's slice in the node and across nodes, and write the result into all local buffers."""
@@ -54,7 +56,7 @@ class HierarchicalShares:
         return lambda: self._pipelined(rows, op) if few else self._by_halving(rows, op)
 
     def reduce_scatter(self, out: Tensor, views: Sequence[Tensor], op: str) -> Share:
-        """Reduce in the node what the members of this rank keep, and then among them."""
+        """Reduce, first in the node and then across nodes, the shares of the ranks that ``across`` connects."""
         share = out.numel()
         parts = [[view[rank * share : (rank + 1) * share] for view in views] for rank in self._members]
 
@@ -67,7 +69,7 @@ class HierarchicalShares:
         return steps
 
     def all_gather(self, outs: Sequence[Tensor], tensor: Tensor) -> Share:
-        """Fetch the shares of this rank's members into ``out``, and copy them into those of the local ranks."""
+        """Gather the shares of the ranks that ``across`` connects, and copy them to all local ranks' outputs."""
         me, share = self._inside.rank, tensor.numel()
         places = [[out[rank * share : (rank + 1) * share] for out in outs] for rank in self._members]
         spread = self._inside.copying([(place[me], place) for place in places])
@@ -85,7 +87,7 @@ class HierarchicalShares:
         return steps
 
     def broadcast(self, views: Sequence[Tensor], root: int) -> Share:
-        """Carry this rank's slice of the root's buffer to its members, and from each of them to its local ranks."""
+        """Send this rank's slice of the root's buffer across nodes, and copy it to all local ranks."""
         node = next(number for number, ranks in enumerate(self._grid) if root in ranks)
         here = node == self._across.rank
         pieces = self._inside.slices(views)
@@ -98,7 +100,7 @@ class HierarchicalShares:
 
         return steps
 
-    # How --------------------------------------------------------------------------------------------------------------
+    # Implementation ---------------------------------------------------------------------------------------------------
 
     def _pipelined(self, rows: Sequence[Sequence[Tensor]], op: str) -> Iterator[Work]:
         leaving: _Piece | None = None
@@ -131,12 +133,12 @@ class HierarchicalShares:
         self._inside.count((len(row) - 1) * own.nbytes)
 
     def _reduce_inside(self, pieces: Sequence[Tensor], op: str, target: Tensor) -> None:
-        """Reduce pieces of the local ranks' buffers into one, which may be among them."""
+        """Reduce pieces of the local ranks' buffers into one tensor, which may be one of them."""
         self._inside.reducer.reduce_into(target, pieces, op, average_scale(op, self._inside.size))
 
 
 class _Piece:
-    """Be a piece on its way: to the nodes that reduce a slice of it each, and back."""
+    """Piece in transit: to the nodes, each of which reduces a slice of it, and back."""
 
     def __init__(self, across: Transport, reducer: Reducer, row: Sequence[Tensor], own: Tensor, op: str) -> None:
         self.row = row
@@ -149,7 +151,7 @@ class _Piece:
         self._works = self._exchange(self._received, self._slices)
 
     def reduced(self) -> Iterator[Work]:
-        """Wait for what the other nodes have; reduce it, and send them the result."""
+        """Wait for the slices of the other nodes, reduce them, and start to send the result."""
         yield from self._works
         mine = self._slices[self._across.rank]
         self._reducer.reduce_into(mine, self._received, self._op, average_scale(self._op, self._across.size))

@@ -1,8 +1,9 @@
-"""Keep the operations of one node in order: each rank does its share of one when all have come to it.
+"""Queue of one node's operations: each rank does its part of an operation once all ranks have started it.
 
-All ranks start the same operations in the same order. An operation may be left under way: it goes on whenever any of
-them is asked after, so a rank that arrives late finds the others at work, not waiting. A share that has to wait for
-another node says so and is left, too: a rank that waited there would hold up whatever collective the other node is in.
+All ranks start the same operations in the same order. An operation may remain in progress: it
+progresses whenever any pending operation is polled, so a rank that arrives late finds the others at
+work instead of waiting. A part that must wait for another node yields its ``Work`` and remains in
+progress too. A rank that blocked there would delay the collective that the other node is executing.
 """
 
 from __future__ import annotations
@@ -14,25 +15,25 @@ from hpctrain.transport.activity import waiting
 from hpctrain.transport.base import Chain, Work
 from hpctrain.transport.window import NodeMemory
 
-# What one rank does when all have come; yields each ``Work`` that must end before it can go on.
+# Part of one rank, called once all ranks have arrived; yields each ``Work`` that it must wait for.
 Share = Callable[[], Iterator[Work] | None]
 
 
 class NodeQueue:
-    """Start and carry on the operations of one node."""
+    """Queue that starts and progresses the operations of one node."""
 
     def __init__(self, memory: NodeMemory) -> None:
         self.memory = memory
         self._pending: deque[_UnderWay] = deque()
 
     def start(self, operation: str, share: Share, *held: object) -> Work:
-        """Start an operation and leave it under way, with what must live as long."""
+        """Start an operation and leave it in progress; keep ``held`` alive until it completes."""
         under_way = _UnderWay(self, operation, share, self.memory.arrive(), held)
         self._pending.append(under_way)
         return under_way
 
     def run(self, operation: str, share: Share) -> None:
-        """Carry an operation out; return when all ranks have done their shares."""
+        """Execute an operation; return when all ranks have done their parts."""
         if self._pending:
             self.start(operation, share).wait()
             return
@@ -51,7 +52,7 @@ class NodeQueue:
             waiting.end()
 
     def meet(self, operation: str) -> None:
-        """Wait until all ranks have come, and have done their shares of everything before."""
+        """Wait until all ranks have arrived and have done their parts of all earlier operations."""
         self.drain()
         number = self.memory.arrive()
         self.memory.finish(number)
@@ -59,12 +60,12 @@ class NodeQueue:
             self.memory.await_arrived(number, operation)
 
     def drain(self) -> None:
-        """End everything that is under way."""
+        """Complete all pending operations."""
         while self._pending:
             self._pending[-1].wait()
 
     def progress(self) -> None:
-        """Do this rank's share of every operation to which all ranks have come; wait for nobody."""
+        """Do this rank's part of every operation that all ranks have started; do not block."""
         while self._pending and self.memory.all_arrived(self._pending[0].number):
             first = self._pending[0]
             with waiting(first.operation):
@@ -74,7 +75,7 @@ class NodeQueue:
 
 
 class _UnderWay:
-    """Be one operation under way (``Work``)."""
+    """Operation in progress (``Work``)."""
 
     def __init__(self, queue: NodeQueue, operation: str, share: Share, number: int, held: tuple[object, ...]) -> None:
         self._queue = queue
@@ -86,7 +87,7 @@ class _UnderWay:
         self.number = number
 
     def carry_on(self) -> bool:
-        """Do what can be done of this rank's share; tell whether that was the last of it."""
+        """Do what can be done of this rank's part; return whether the part is complete."""
         if not self._begun:
             self._begun = True
             links = self._share()
@@ -94,10 +95,10 @@ class _UnderWay:
         return self._links is None or self._links.done()
 
     def done(self) -> bool:
-        """Do what can be done now, and tell whether all ranks have done theirs."""
+        """Progress without blocking; return whether all ranks have done their parts."""
         self._queue.progress()
         return self._queue.memory.all_finished(self.number)
 
     def wait(self) -> None:
-        """Return when all ranks have done their shares."""
+        """Return when all ranks have done their parts."""
         self._queue.memory.wait(self.done, self.operation, self.number)

@@ -1,4 +1,4 @@
-"""Own the memory that a communicator's ranks share with their node, from its first use to its end."""
+"""Lifecycle of the memory that a communicator's ranks share on their node, from first use to release."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
     from hpctrain.collectives.node.collectives import NodeCollectives
 
 
-# What tensors of a rank's own memory can go through node memory for: on one node, and over several.
+# Operations that private tensors can perform through node memory: on one node, and over several.
 STAGED = ("all_reduce", "reduce_scatter", "all_gather", "broadcast")
 STAGED_ACROSS = ("all_reduce",)
 
 
 class SharedMemory:
-    """Say whether there is memory to share, which tensors lie in it, and what it can do."""
+    """Node-shared memory of a communicator: availability, location of tensors, and applicable algorithms."""
 
     def __init__(self, transport: Transport, node: Transport, place: Topology, reducer: Reducer) -> None:
         self.place = place
@@ -36,17 +36,17 @@ class SharedMemory:
 
     @property
     def exists(self) -> bool:
-        """Tell whether ranks share memory."""
+        """Return whether ranks share memory."""
         return not self._hindrance()
 
     @property
     def algorithm(self) -> str:
-        """Return the name of the algorithm that works in it."""
+        """Return the name of the algorithm that operates in this memory."""
         return "window" if self.place.nodes == 1 else "hierarchical"
 
     @property
     def node(self) -> NodeCollectives:
-        """Return what carries operations out there; all ranks make it together, at first use."""
+        """Return the collectives in this memory. The first access is collective."""
         if self._made is None:
             from hpctrain.collectives.node.collectives import NodeCollectives
             from hpctrain.transport.mpi import MpiTransport
@@ -57,9 +57,10 @@ class SharedMemory:
         return self._made
 
     def empty(self, numel: int, dtype: torch.dtype, *, common: bool, must_share: bool = False) -> Tensor:
-        """Return a flat tensor in this memory, where it exists; ``common``: one and the same for the node's ranks.
+        """Return a flat tensor in this memory if it exists; with ``common`` all ranks of the node share the tensor.
 
-        If there is no space left for it, it lies in the rank's own memory, or, with ``must_share``, all ranks raise.
+        If no space is left, the tensor is in the rank's private memory, or, with ``must_share``,
+        all ranks raise.
         """
         if self.exists:
             try:
@@ -70,7 +71,7 @@ class SharedMemory:
         return torch.empty(numel, dtype=dtype)
 
     def has_space(self, nbytes: int) -> bool:
-        """Return whether all nodes have so much of this memory left; warn if not. A call by all ranks."""
+        """Return whether all nodes have this many bytes of shared memory left; warn if not. Collective."""
         from hpctrain.transport.shm_space import missing_space
 
         if not self.exists:
@@ -79,7 +80,7 @@ class SharedMemory:
         return not (errors and self.lacks_space(errors[0]))
 
     def lacks_space(self, error: CommunicationError) -> bool:
-        """Return whether an error, which all ranks have, is that /dev/shm is full; warn of that once, on rank 0."""
+        """Return whether an error (common to all ranks) means that /dev/shm is full; warn about it once, on rank 0."""
         from hpctrain.transport.shm_space import NoSpaceError
 
         if not isinstance(error, NoSpaceError):
@@ -90,17 +91,17 @@ class SharedMemory:
         return True
 
     def place_of(self, tensor: Tensor) -> str:
-        """Return where a contiguous host tensor lies: in the ``window``, or elsewhere on the ``host``."""
+        """Return the location of a contiguous host tensor: ``window``, or ``host`` for private memory."""
         return "window" if self._made is not None and self._made.holds(tensor) else "host"
 
     def name_of(self, tensor: Tensor) -> str:
-        """Return the name of a tensor's place in this memory, the same on all ranks; empty for one elsewhere."""
+        """Return the location of a tensor in this memory as text, the same on all ranks; empty for other tensors."""
         if self._made is None or tensor.device.type != "cpu" or not tensor.is_contiguous():
             return ""
         return self._made.name_of(tensor)
 
     def why_not(self, algorithm: str, operation: str, place: str) -> str:
-        """Return why an algorithm of node memory cannot serve; empty where it can."""
+        """Return why an algorithm of node memory is not applicable; empty if it is."""
         hindrance = self._hindrance()
         if hindrance:
             return hindrance
@@ -111,12 +112,12 @@ class SharedMemory:
         return ""
 
     def share_recorder(self, recorder: Recorder | None) -> None:
-        """Count what goes through this memory, and between the nodes, into a recorder."""
+        """Set the recorder that counts traffic through this memory and between the nodes."""
         if self._made is not None:
             self._made.share_recorder(recorder)
 
     def free(self) -> None:
-        """Give the memory back; a call by all ranks."""
+        """Free the memory. Collective."""
         if self._made is not None:
             self._made.free()
         self._made = None
@@ -124,5 +125,6 @@ class SharedMemory:
     def _hindrance(self) -> str:
         if max(map(len, self.place.grid)) == 1:
             return "no two ranks share a node"
-        # Nodes with unequal numbers of ranks would cut a tensor into unequal slices, which cannot meet across nodes.
+        # Nodes with unequal numbers of ranks would cut a tensor into unequal slices, which do not
+        # match across nodes.
         return "" if self.place.uniform else "the nodes hold unequal numbers of ranks"

@@ -1,9 +1,10 @@
-"""Hand tensors from one rank to another of its node: one writes them into shared memory, the other reads them there.
+"""Ring buffers in node-shared memory: one rank writes tensors, another rank of the node reads them in place.
 
-Note: a ring of slots. Writer and reader go round the same slots, each in its turn; two counters that only grow say how
-many were filled, which only the writer writes, and how many were freed, which only the reader does. A slot belongs to
-the reader from the moment it is filled until it is freed, so what lies there can be computed with, and kept for a
-backward pass, without a copy. Neither ever waits here: both ask.
+Note: single-producer, single-consumer ring. Writer and reader use the same slots in turn. Two
+monotonic counters hold the number of filled slots, written by the writer only, and of freed slots,
+written by the reader only. A slot belongs to the reader from the moment it is filled until it is
+freed. Its content can therefore be used in computations, and be kept for a backward pass, without a
+copy. Neither side blocks here: both poll.
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ from hpctrain.errors import CommunicationError
 if TYPE_CHECKING:
     from hpctrain.transport.window import NodeMemory
 
-LINE = 16  # int64s: two cache lines a counter, because processors fetch lines in pairs
-COUNTERS = 2 * LINE  # int64s a ring
-_BLOCK = 64  # bytes: slots begin where vector loads like it
+LINE = 16  # int64s: two cache lines per counter, because processors fetch lines in pairs
+COUNTERS = 2 * LINE  # int64s per ring
+_BLOCK = 64  # bytes: alignment of slots, for vector loads
 
 
 @dataclass(frozen=True)
 class Handover:
-    """Say that one rank is to hand so many bytes to another, and how many times before the first is given back."""
+    """Ring specification: source and target rank, bytes per slot, and number of slots."""
 
     source: int
     target: int
@@ -37,32 +38,32 @@ class Handover:
 
     @property
     def room(self) -> int:
-        """Return the bytes of one slot."""
+        """Return the size of one slot in bytes."""
         return -(-max(self.nbytes, 1) // _BLOCK) * _BLOCK
 
 
 class Slots:
-    """Be one ring, on the rank that writes or on the rank that reads."""
+    """One ring buffer, on the writer's or the reader's rank."""
 
     def __init__(self, memory: NodeMemory, flat: Tensor, counters: memoryview, handover: Handover) -> None:
         self._memory, self._counters, self._handover = memory, counters, handover
         self._slots: list[Tensor] = [
-            # .data: what is written into one must not look to autograd like a change of the others.
+            # .data: for autograd, a write into one slot must not count as a change of the others.
             slot[: handover.nbytes].data
             for slot in flat.view(handover.count, handover.room)
         ]
         self._filled = self._taken = self._freed = 0
 
     def room(self) -> bool:
-        """Tell the writer whether a slot is free."""
+        """Return whether a slot is free (writer)."""
         return self._filled - self._counters[LINE] < len(self._slots)
 
     def next(self) -> Tensor:
-        """Return the bytes of the free slot whose turn it is, to write into."""
+        """Return the bytes of the next free slot, to write into."""
         return self._slots[self._filled % len(self._slots)]
 
     def fill(self) -> None:
-        """Give the slot that was written to the reader."""
+        """Publish the written slot to the reader."""
         self._filled += 1
         if self._memory.recorder is not None:
             self._memory.recorder.count("handover", self._handover.nbytes)
@@ -70,26 +71,26 @@ class Slots:
         self._counters[0] = self._filled
 
     def ready(self) -> bool:
-        """Tell the reader whether there is one that it has not taken."""
+        """Return whether there is a filled slot that was not taken yet (reader)."""
         return bool(self._counters[0] > self._taken)
 
     def take(self) -> Tensor:
-        """Return the bytes of the oldest slot that was not taken; they stay the reader's until it is freed."""
+        """Return the bytes of the oldest slot that was not taken; they belong to the reader until the slot is freed."""
         self._memory.fence()
         self._taken += 1
         return self._slots[(self._taken - 1) % len(self._slots)]
 
     def free(self) -> None:
-        """Give the oldest slot that was taken back to the writer."""
+        """Return the oldest taken slot to the writer."""
         self._freed += 1
         self._memory.fence()
         self._counters[LINE] = self._freed
 
 
 def make_slots(shared: SharedMemory, rank: int, wanted: Sequence[Handover]) -> list[Slots | None]:
-    """Return this rank's end of every ring that was wanted, in order; a call by all ranks, who want the same.
+    """Return this rank's end of every requested ring, in order; all ranks pass the same list. Collective.
 
-    None where this rank is at neither end, or the two ends share no memory.
+    An entry is None if this rank is at neither end, or if the two ends share no memory.
     """
     if not shared.exists:
         return [None] * len(wanted)
@@ -99,7 +100,7 @@ def make_slots(shared: SharedMemory, rank: int, wanted: Sequence[Handover]) -> l
     for each in here:
         offsets.append(offsets[-1] + COUNTERS * 8 + each.count * each.room)
     try:
-        flat = shared.node.common(max(offsets[-1], 1), torch.uint8)  # of all ranks: nodes that want none, too
+        flat = shared.node.common(max(offsets[-1], 1), torch.uint8)  # collective, also for nodes without rings
     except CommunicationError as error:
         if not shared.lacks_space(error):
             raise

@@ -1,12 +1,17 @@
-"""Take tensors of a rank's own memory through node memory, in pieces that stay in the cores' caches.
+"""Collectives of private tensors, staged through node memory in pieces that fit the cores' caches.
 
-Note: the staging pipeline of a node. Each rank has two slots of node memory, which take turns. Per piece a rank fills
-its slot with what the others need, all arrive, each does its work on what lies there, all finish; where that leaves
-results in the slots, each empties them. A rank fills one slot before it empties the other, so ranks may be half a piece
-apart. Why two slots suffice: a slot is filled again after all have finished the piece that was there, and results are
-written after all have arrived at the next piece but one, which each does after it has emptied the slot; after the last
-piece all meet once more, but nobody waits there. Slots are read from the caches: of main memory only the tensor itself
-is read and written, 2 S a rank as in a window; about as much goes from cache to cache. Cost: two meetings a piece +
+Note: the staging pipeline of a node. Each rank has two slots of node memory, which alternate. Per
+piece, a rank fills its slot with the data that the others need. All arrive, each does its work on
+the slots, all finish. If results remain in the slots, each rank then copies them out. A rank fills
+one slot before it empties the other, so ranks may be half a piece apart.
+
+Why two slots suffice: a slot is refilled only after all have finished the piece that it contained.
+Results are written only after all have arrived at the next piece but one, and each rank arrives
+there after it has emptied the slot. After the last piece all ranks register once more, without
+waiting.
+
+Slots are read from the caches. Main memory traffic is only that of the tensor itself, 2 S per rank
+as in a window; about as many bytes move from cache to cache. Cost: two synchronizations per piece +
 2 S / B + 2 S (p-1)/p / C, with B the streaming rate of a core from memory and C from the caches.
 """
 
@@ -22,17 +27,17 @@ from hpctrain.collectives.node.window import ALIGN
 from hpctrain.collectives.reduction import BLOCK, Reducer, average_scale, reduces_straight
 from hpctrain.transport.activity import waiting
 
-SLOT = 2**18  # bytes: two of them and what they are reduced into fit a core's second-level cache
+SLOT = 2**18  # bytes: two slots and the buffer for their reduction fit a core's second-level cache
 
 Parts = Sequence[Tensor]
 Way = Callable[[], object]
-_Turn = Callable[[int, Sequence[Parts]], None]  # of a piece's number and every rank's slot, in parts
+_Turn = Callable[[int, Sequence[Parts]], None]  # arguments: number of the piece, and the slots of all ranks, in parts
 
 
 class StagedCollectives:
-    """Carry out collectives of flat tensors in any host memory; they block. On one node only.
+    """Blocking collectives of flat tensors in any host memory, on one node only.
 
-    Methods return a way to carry an operation out, whose views are made once and used often.
+    Methods return a prepared call, whose views are created once and reused.
     """
 
     def __init__(self, queue: NodeQueue, reducer: Reducer) -> None:
@@ -43,10 +48,10 @@ class StagedCollectives:
         buffer, offset = queue.memory.allocate(2 * SLOT)
         self._halves = [buffer.views(offset + half * SLOT, SLOT, torch.uint8) for half in (0, 1)]
         self._parts: dict[tuple[torch.dtype, int], list[list[Parts]]] = {}
-        self._used = [0, 0]  # the number of the operation that used a slot last
+        self._used = [0, 0]  # sequence number of the last operation that used each slot
 
     def all_reduce(self, tensor: Tensor, op: str) -> Way:
-        """Return the way to reduce over all ranks, in place."""
+        """Return a prepared call that reduces over all ranks, in place."""
         share = self._share(tensor.dtype)
         mine = _padded(torch.split(tensor, share), self._size)
         me, size = self._rank, self._size
@@ -69,7 +74,7 @@ class StagedCollectives:
         return self._way("all_reduce", len(mine) // size, self._slots(tensor.dtype, size), fill, work, empty)
 
     def reduce_scatter(self, out: Tensor, tensor: Tensor, op: str) -> Way:
-        """Return the way to reduce over all ranks and keep this rank's share in ``out``."""
+        """Return a prepared call that reduces over all ranks and stores this rank's share in ``out``."""
         share = self._share(tensor.dtype)
         mine, results = [torch.split(part, share) for part in tensor.view(self._size, -1)], torch.split(out, share)
         me = self._rank
@@ -85,7 +90,7 @@ class StagedCollectives:
         return self._way("reduce_scatter", len(results), self._slots(tensor.dtype, self._size), fill, work)
 
     def all_gather(self, out: Tensor, tensor: Tensor) -> Way:
-        """Return the way to put the tensors of all ranks behind each other in ``out``."""
+        """Return a prepared call that concatenates the tensors of all ranks in ``out``."""
         step = SLOT // tensor.itemsize
         mine, places = torch.split(tensor, step), [torch.split(part, step) for part in out.view(self._size, -1)]
 
@@ -102,7 +107,7 @@ class StagedCollectives:
         return self._way("all_gather", len(mine), self._slots(tensor.dtype, 1), fill, work)
 
     def broadcast(self, tensor: Tensor, root: int) -> Way:
-        """Return the way to copy the root's tensor to all ranks."""
+        """Return a prepared call that copies the root's tensor to all ranks."""
         mine = torch.split(tensor, SLOT // tensor.itemsize)
 
         def fill(number: int, slots: Sequence[Parts]) -> None:
@@ -115,7 +120,7 @@ class StagedCollectives:
 
         return self._way("broadcast", len(mine), self._slots(tensor.dtype, 1), fill, work)
 
-    # How --------------------------------------------------------------------------------------------------------------
+    # Implementation ---------------------------------------------------------------------------------------------------
 
     def _way(
         self,
@@ -160,7 +165,7 @@ class StagedCollectives:
             self._used = [last, last]
 
     def _reduce(self, out: Tensor, slots: Sequence[Parts], own: Tensor, op: str) -> None:
-        """Reduce this rank's part of all slots, in which its own piece takes its place, into ``out``."""
+        """Reduce this rank's part of all slots into ``out``; its own data replace those of its own slot."""
         me, numel = self._rank, out.numel()
         pieces = [own if rank == me else _cut(parts[me], numel) for rank, parts in enumerate(slots)]
         straight = reduces_straight(out.dtype, op, self._size)
@@ -170,11 +175,11 @@ class StagedCollectives:
             out.copy_(result)
 
     def _share(self, dtype: torch.dtype) -> int:
-        """Return the elements of a slot that one rank works on: whole cache lines, a block at most."""
+        """Return the number of elements of a slot that one rank works on: whole cache lines, at most a block."""
         return min(SLOT // self._size // ALIGN * ALIGN // dtype.itemsize, BLOCK)
 
     def _slots(self, dtype: torch.dtype, parts: int) -> list[list[Parts]]:
-        """Return both slots of every rank, in so many parts."""
+        """Return both slots of every rank, split into ``parts``."""
         found = self._parts.get((dtype, parts))
         if found is None:
             step = self._share(dtype) if parts > 1 else SLOT // dtype.itemsize
@@ -185,7 +190,7 @@ class StagedCollectives:
 
 
 def _padded(parts: Sequence[Tensor], size: int) -> Sequence[Tensor]:
-    """Return the parts with empty ones behind them, so that every piece has one for each rank."""
+    """Return the parts, padded with empty ones so that every piece has one part per rank."""
     return [*parts, *[parts[0][:0]] * (-len(parts) % size)]
 
 

@@ -1,21 +1,25 @@
-"""Work on tensors where they lie: every rank maps all buffers of its node, so nothing is sent.
+"""Collectives on tensors in place: every rank maps all buffers of its node, so no data are sent.
 
-Note: the in-place window reduction. All ranks arrive; rank r reduces slice r of all buffers, a block at a time, and
-writes the result back into all of them; all ranks finish. Each rank touches 2 S bytes (S read, S written) whatever the
-number of ranks p, where a ring moves 2 S (p-1)/p through memory four times over. Cost: two meetings + 2 S / B, with B
-the streaming rate of one core. The meetings are those of ``transport.window``, so the operation can be left under way
+Note: the in-place window reduction. All ranks arrive; rank r reduces slice r of all buffers, one
+block at a time, and writes the result back into all of them; all ranks finish. Each rank accesses 2
+S bytes (S read, S written) for any number of ranks p, whereas a ring moves 2 S (p-1)/p through
+memory four times. Cost: two synchronizations + 2 S / B, with B the streaming rate of one core. The
+synchronizations are those of ``transport.window``, so the operation can remain in progress
 (``node.queue``).
 
 The other collectives follow the same pattern, and each keeps all p cores of the node busy:
 
-* reduce: as above, but slice r goes into the root's buffer alone. 2 S/p + S (p-1)/p bytes a rank.
-* reduce_scatter: rank r reduces slice r of all buffers into its own share. S read, S/p written a rank.
-* all_gather: every rank copies its share into all other buffers, 2 S (p-1)/p bytes a rank; where all shares lie in one
-  common tensor it copies nothing.
-* broadcast: rank r carries slice r of the root's buffer to all others, S/p read and S (p-1)/p written a rank.
+* reduce: as above, but slice r is written to the root's buffer only. 2 S/p + S (p-1)/p bytes per
+  rank.
+* reduce_scatter: rank r reduces slice r of all buffers into its own share. S read, S/p written per
+  rank.
+* all_gather: every rank copies its share into all other buffers, 2 S (p-1)/p bytes per rank. If all
+  shares are in one common tensor, it copies nothing.
+* broadcast: rank r copies slice r of the root's buffer to all others, S/p read and S (p-1)/p
+  written per rank.
 
-The functions here make one rank's share of an operation (``node.queue.Share``) and hold the views that it needs: making
-these costs more than reducing a small tensor.
+The functions of this module return one rank's part of an operation (``node.queue.Share``), bound to
+the views that it needs: creating these costs more than reducing a small tensor.
 """
 
 from __future__ import annotations
@@ -31,20 +35,20 @@ from hpctrain.collectives.node.queue import Share
 from hpctrain.collectives.reduction import BLOCK, Reducer, average_scale, reduces_straight
 from hpctrain.transport.recorder import Recordable
 
-ALIGN = 64  # bytes: slices end on cache lines, so that no two ranks write into one
+ALIGN = 64  # bytes: slices end on cache lines, to avoid false sharing between ranks
 
 
 Raw = npt.NDArray[np.uint8]
-copyto = np.copyto  # half of what a call costs in torch
+copyto = np.copyto  # costs half as much per call as torch's copy
 
 
 def raw(tensor: Tensor) -> Raw:
-    """Return the bytes of a contiguous host tensor, to be copied."""
+    """Return the bytes of a contiguous host tensor as an array, for copies."""
     return tensor.view(torch.uint8).numpy()
 
 
 def bounds(numel: int, itemsize: int, rank: int, size: int) -> tuple[int, int]:
-    """Return where the slice of a rank begins and ends."""
+    """Return the start and the end of a rank's slice."""
     align = max(ALIGN // itemsize, 1)
     share = -(-numel // (size * align)) * align
     low = min(rank * share, numel)
@@ -52,7 +56,7 @@ def bounds(numel: int, itemsize: int, rank: int, size: int) -> tuple[int, int]:
 
 
 class WindowShares:
-    """Make the shares of local rank ``rank`` of ``size``; ``views`` are one tensor, in every local rank's buffer."""
+    """Work of local rank ``rank`` of ``size``; ``views`` are one tensor, as seen in every local rank's buffer."""
 
     def __init__(self, rank: int, size: int, counted: Recordable, reducer: Reducer) -> None:
         self.rank = rank
@@ -78,10 +82,11 @@ class WindowShares:
         return self._reducing([view[low : low + out.numel()] for view in views], op, out, [], 0)
 
     def all_gather(self, outs: Sequence[Tensor], tensor: Tensor) -> Share:
-        """Copy this rank's tensor to its place in every local rank's ``out``."""
+        """Copy this rank's tensor to its position in every local rank's ``out``."""
         low = self.rank * tensor.numel()
         places = [out[low : low + tensor.numel()] for out in outs]
-        # Each rank begins at another one, so that no two write into one memory at the same time.
+        # Each rank starts with a different target, so that no two ranks write into the same memory
+        # at once.
         return self.copying([(tensor, places[self.rank :] + places[: self.rank])])
 
     def broadcast(self, views: Sequence[Tensor], root: int) -> Share:
@@ -89,7 +94,7 @@ class WindowShares:
         pieces = self.slices(views)
         return self.copying([(pieces[root], [piece for rank, piece in enumerate(pieces) if rank != root])])
 
-    # Parts, of which operations over several nodes are made too -------------------------------------------------------
+    # Building blocks, also used by operations over several nodes ------------------------------------------------------
 
     def slices(self, views: Sequence[Tensor]) -> list[Tensor]:
         """Return this rank's slice of every view."""
@@ -99,7 +104,7 @@ class WindowShares:
     def _reducing(
         self, pieces: Sequence[Tensor], op: str, target: Tensor, others: Sequence[Tensor], nbytes: int
     ) -> Share:
-        """Return the share that reduces pieces into a target and copies that to others, a block after the other."""
+        """Return a part that reduces pieces into a target and copies the target to others, block by block."""
         reduce_block, scratch, scale = self.reducer.reduce_block, self.reducer.scratch, average_scale(op, self.size)
         straight = reduces_straight(target.dtype, op, len(pieces))
         rows = zip(*(torch.split(tensor, BLOCK) for tensor in (*pieces, target, *others)))
@@ -121,7 +126,7 @@ class WindowShares:
         return share
 
     def copying(self, copies: Sequence[tuple[Tensor, Sequence[Tensor]]]) -> Share:
-        """Return the share that copies each source to its targets, a block to all of them before the next."""
+        """Return a part that copies each source to its targets, block by block."""
         moves: list[tuple[Raw, Raw]] = []
         for source, targets in copies:
             others = [target for target in targets if target.data_ptr() != source.data_ptr()]
