@@ -1,1 +1,1 @@
-"""Carry bytes between ranks: who, not in what order (that is ``collectives``)."""
+"""Transports: carriers of bytes between ranks. The algorithms that use them are in ``collectives``."""

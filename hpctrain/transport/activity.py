@@ -1,4 +1,4 @@
-"""Note what this rank waits for, so that a watchdog in another thread can tell a wait from work."""
+"""Record of the blocking operation of this rank, so that a watchdog thread can distinguish waiting from computing."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from hpctrain.errors import SettingsError
 
 
 class Activity:
-    """Say which blocking operation this rank is inside, since when, how many it has entered and how long they took.
+    """Current blocking operation of this rank, its start, and the number and total time of all such operations.
 
-    A class and no generator: it stands around every message, and a generator costs three times as much. Where a
-    microsecond counts, ``begin`` and ``end`` are called instead.
+    This is a class and not a generator-based context manager: it encloses every message, and a
+    generator costs three times as much. Where a microsecond matters, ``begin`` and ``end`` are
+    called directly.
     """
 
     __slots__ = ("operation", "since", "entered", "total", "_depth")
@@ -24,11 +25,11 @@ class Activity:
         self.operation = ""
         self.since = 0.0
         self.entered = 0
-        self.total = 0.0  # seconds in all operations that have ended
+        self.total = 0.0  # seconds in all completed operations
         self._depth = 0
 
     def begin(self, operation: str) -> None:
-        """Name the operation that is waited for until ``end``; one inside another keeps the outer name."""
+        """Set the blocking operation until ``end``; a nested operation keeps the outer name."""
         if not self._depth:
             self.since = time.monotonic()
             self.entered += 1
@@ -36,20 +37,20 @@ class Activity:
         self._depth += 1
 
     def end(self) -> None:
-        """End what ``begin`` began."""
+        """End the operation of the matching ``begin``."""
         self._depth -= 1
         if not self._depth:
             self._note(time.monotonic())
 
     def _note(self, now: float) -> None:
-        """Add up an operation that has ended, and record it where somebody wants a trace."""
+        """Add the time of a completed operation, and record it if tracing is enabled."""
         self.total += now - self.since
         if trace.recording:
             trace.wait(self.operation, self.since, now)
         self.operation = ""
 
     def around(self, operation: str, call: Callable[[], object]) -> Callable[[], None]:
-        """Return a call that is noted as this operation: ``with`` around it, at half of what that costs."""
+        """Return a call that is recorded as this operation: as ``with`` around it, at half the cost."""
         monotonic = time.monotonic
 
         def noted() -> None:
@@ -69,7 +70,7 @@ class Activity:
         return noted
 
     def __call__(self, operation: str) -> Activity:
-        """Name the operation that the following ``with`` block waits for."""
+        """Set the operation of the following ``with`` block."""
         self.begin(operation)
         return self
 
@@ -83,7 +84,7 @@ class Activity:
 
     @property
     def seconds(self) -> float:
-        """Return how long the present operation has lasted; 0 outside of one."""
+        """Return the duration of the current operation in seconds; 0 outside of any operation."""
         return time.monotonic() - self.since if self.operation else 0.0
 
 
@@ -91,7 +92,10 @@ waiting = Activity()
 
 
 def timeout_seconds() -> float:
-    """Return the deadline of one collective in seconds: ``HPCTRAIN_TIMEOUT``, ten minutes where it is not set."""
+    """Return the timeout of a collective in seconds: ``HPCTRAIN_TIMEOUT``, ten minutes by default.
+
+    Raises ``SettingsError`` if the variable is not a positive number.
+    """
     text = os.environ.get("HPCTRAIN_TIMEOUT", "600")
     try:
         seconds = float(text)

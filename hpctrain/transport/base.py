@@ -1,4 +1,4 @@
-"""State what every transport can do; the public methods check and count, the underscored ones carry."""
+"""Interface of all transports: public methods check and count, underscored ones communicate."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from hpctrain.errors import CommunicationError
 from hpctrain.transport.activity import waiting
 from hpctrain.transport.recorder import Recordable
 
-# Tags that a caller may use; the next one, the highest that MPI promises to know, marks the transport's own messages.
+# Tags below this are for callers. This tag, the highest that MPI guarantees, marks the transport's
+# own messages.
 TAGS = 32767
 
 
@@ -22,51 +23,52 @@ Call = Callable[[], object]
 
 
 class Work(Protocol):
-    """Be an operation under way."""
+    """Handle of an operation in progress."""
 
     def done(self) -> bool:
-        """Tell whether it has ended, without waiting."""
+        """Return whether the operation has completed, without blocking."""
 
     def wait(self) -> None:
-        """Return when it has ended."""
+        """Block until the operation has completed."""
 
 
 class Finished:
-    """Be an operation that ended before the caller could ask."""
+    """Handle of an operation that has already completed."""
 
     def done(self) -> bool:
         """Return True."""
         return True
 
     def wait(self) -> None:
-        """Return at once."""
+        """Return immediately."""
 
 
 class Chain:
-    """Be operations of which each is started when the one before it has ended: the iterator starts the next."""
+    """Handle of consecutive operations: the iterator starts the next one after the previous one has completed."""
 
     def __init__(self, links: Iterator[Work]) -> None:
         self._links = links
         self._link = next(links, None)
 
     def done(self) -> bool:
-        """Start what can be started, and tell whether the last one has ended."""
+        """Start all operations that can start; return whether the last one has completed."""
         while self._link is not None and self._link.done():
             self._link = next(self._links, None)
         return self._link is None
 
     def wait(self) -> None:
-        """Return when the last one has ended."""
+        """Block until the last operation has completed."""
         while self._link is not None:
             self._link.wait()
             self._link = next(self._links, None)
 
 
 class Transport(Recordable, ABC):
-    """Carry contiguous host tensors between ``size`` ranks, of which this is number ``rank``.
+    """Carrier of contiguous host tensors between ``size`` ranks; this rank is number ``rank``.
 
-    Collectives here are the carrier's own ones; ``reduces`` says for which dtypes and operations it has reductions.
-    Every rank calls them in the same order.
+    Its collectives are those of the underlying library. ``reduces`` returns for which dtypes and
+    operations the library has a suitable reduction. All ranks call the collectives in the same
+    order.
     """
 
     name: str
@@ -90,7 +92,7 @@ class Transport(Recordable, ABC):
         return self._isend(tensor, peer, tag)
 
     def irecv(self, tensor: Tensor, peer: int, tag: int = 0) -> Work:
-        """Start to receive into a tensor; its content is there after ``wait``."""
+        """Start to receive into a tensor; the content is valid after ``wait``."""
         self._check(tensor, peer, tag)
         self._count("recv", tensor)
         return self._irecv(tensor, peer, tag)
@@ -98,7 +100,7 @@ class Transport(Recordable, ABC):
     # Collectives ----------------------------------------------------------------------------------------------------
 
     def barrier(self) -> None:
-        """Wait until every rank has come."""
+        """Wait until all ranks have called it."""
         with waiting("barrier"):
             self._barrier()
 
@@ -117,7 +119,7 @@ class Transport(Recordable, ABC):
             self._all_reduce(tensor, op)
 
     def all_gather(self, out: Tensor, tensor: Tensor) -> None:
-        """Put the tensors of all ranks behind each other, in rank order; ``tensor`` may be its own place in ``out``."""
+        """Concatenate the tensors of all ranks, in rank order; ``tensor`` may be its own slice of ``out``."""
         self._check(out)
         self._check(tensor)
         self._count("all_gather", tensor)
@@ -130,7 +132,7 @@ class Transport(Recordable, ABC):
             self.iall_to_all(out, tensor, sent, received).wait()
 
     def iall_to_all(self, out: Tensor, tensor: Tensor, sent: Sequence[int], received: Sequence[int]) -> Work:
-        """Start an ``all_to_all``, one at a time; it goes on when ``done`` or ``wait`` is called."""
+        """Start an ``all_to_all``, one at a time; it progresses when ``done`` or ``wait`` is called."""
         self._check(out)
         self._check(tensor)
         self._count("all_to_all", tensor)
@@ -138,9 +140,9 @@ class Transport(Recordable, ABC):
 
     @abstractmethod
     def reduces(self, dtype: torch.dtype, op: str) -> bool:
-        """Tell whether the carrier itself can reduce this dtype by this operation."""
+        """Return whether the underlying library can reduce this dtype by this operation."""
 
-    # Prepared calls, for what is called again and again on the same memory -------------------------------------------
+    # Prepared calls, for repeated operations on the same memory ------------------------------------------------------
 
     def prepared_broadcast(self, tensor: Tensor, root: int) -> Call:
         """Return a call that copies the root's tensor to every rank."""
@@ -151,46 +153,46 @@ class Transport(Recordable, ABC):
         return partial(self.all_reduce, tensor, op)
 
     def prepared_all_gather(self, out: Tensor, tensor: Tensor) -> Call:
-        """Return a call that puts the tensors of all ranks behind each other."""
+        """Return a call that concatenates the tensors of all ranks."""
         return partial(self.all_gather, out, tensor)
 
     def prepared_reduce(self, tensor: Tensor, op: str, root: int) -> Call:
-        """Return a call that reduces over the ranks into the root's tensor; the others keep theirs."""
+        """Return a call that reduces over the ranks into the root's tensor; other ranks' tensors are unchanged."""
         raise CommunicationError(f"transport {self.name} has no reduce")
 
     def prepared_reduce_scatter(self, out: Tensor, tensor: Tensor, op: str) -> Call:
-        """Return a call that reduces over the ranks and keeps share ``rank`` in ``out``."""
+        """Return a call that reduces over the ranks and stores share ``rank`` in ``out``."""
         raise CommunicationError(f"transport {self.name} has no reduce_scatter")
 
-    # Small Python objects, for agreements -----------------------------------------------------------------------------
+    # Small Python objects, for agreement between ranks ----------------------------------------------------------------
 
     @abstractmethod
     def all_gather_object(self, item: Any) -> list[Any]:
-        """Return every rank's object, in rank order."""
+        """Return the objects of all ranks, in rank order."""
 
     @abstractmethod
     def broadcast_object(self, item: Any, root: int = 0) -> Any:
         """Return the root's object."""
 
-    # Life -------------------------------------------------------------------------------------------------------------
+    # Lifecycle --------------------------------------------------------------------------------------------------------
 
     @abstractmethod
     def split(self, color: int, key: int) -> Transport:
-        """Return a transport among the ranks of the same color, ordered by key."""
+        """Return a transport of the ranks with the same color, ordered by key."""
 
     @abstractmethod
     def split_node(self) -> Transport:
-        """Return a transport among the ranks that can share memory with this one."""
+        """Return a transport of the ranks that can share memory with this one."""
 
     @abstractmethod
     def abort(self, code: int) -> None:
-        """End the whole job now, from any rank and thread."""
+        """Abort the whole job immediately, from any rank and thread."""
 
     @abstractmethod
     def free(self) -> None:
-        """Give back what the transport holds; a call by all of its ranks."""
+        """Free the resources of the transport. Collective."""
 
-    # What a carrier writes --------------------------------------------------------------------------------------------
+    # Methods that a carrier implements --------------------------------------------------------------------------------
 
     @abstractmethod
     def _isend(self, tensor: Tensor, peer: int, tag: int) -> Work: ...

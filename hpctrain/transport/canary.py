@@ -1,10 +1,12 @@
-"""Find out whether an MPI really takes device pointers, where a wrong answer cannot harm: in a job of its own.
+"""CUDA-awareness probe: tests in a separate job whether an MPI library accepts device pointers.
 
     mpiexec -n 2 python -m hpctrain.transport.canary
 
-exchanges buffers on GPUs, checks every value, and prints a verdict as one line of JSON. An MPI that does not know
-device memory reads it as host memory: the process dies, or the numbers are wrong, or nothing ever arrives. ``probe``
-starts that job and turns each of these ends into a verdict. At run time nobody tries again: only the verdict counts.
+This command exchanges buffers on GPUs, checks every value, and prints a verdict as one line of
+JSON. An MPI library without support for device memory treats device pointers as host pointers: the
+process crashes, the numbers are wrong, or the exchange hangs. ``probe`` starts that job and
+converts each of these outcomes into a verdict. No training job repeats the test at run time: it
+relies on the verdict.
 """
 
 from __future__ import annotations
@@ -30,36 +32,36 @@ from hpctrain.errors import CommunicationError
 from hpctrain.transport.base import Transport
 from hpctrain.util.child import python
 
-MARK = "hpctrain-canary "  # stands before the verdict: MPI libraries print warnings of their own
-SIZES = (2, 1000, 300_000, 4_000_000)  # elements: each way in which MPI libraries carry a message
+MARK = "hpctrain-canary "  # prefix of the verdict: MPI libraries print warnings of their own
+SIZES = (2, 1000, 300_000, 4_000_000)  # elements: one size per protocol that MPI libraries use for a message
 TIMEOUT = 120.0  # seconds; an exchange takes two
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Say whether an MPI takes device pointers: which MPI, and why not."""
+    """Result of the probe: whether an MPI library accepts device pointers, and the reason."""
 
     cuda_aware: bool
     reason: str
-    library: str  # of MPI.Get_library_version(), its first line: a verdict holds for no other
+    library: str  # first line of MPI.Get_library_version(): the verdict is valid for this library only
 
     def holds_for(self, library: str) -> bool:
-        """Tell whether the verdict is about this MPI."""
+        """Return whether the verdict is about this MPI library."""
         return self.library == library
 
 
 def library_name() -> str:
-    """Return the MPI that this process has loaded, version included."""
+    """Return the name and version of the MPI library that this process has loaded."""
     from mpi4py import MPI
 
     return " ".join(MPI.Get_library_version().splitlines()[0].strip("\0").split())
 
 
 def mpi_says() -> bool | None:
-    """Return what the MPI library says of itself: CUDA-aware or not, None where it has no such function."""
+    """Return whether the MPI library reports CUDA-awareness; None if it has no query function."""
     from mpi4py import MPI
 
-    library = ctypes.CDLL(MPI.__file__)  # finds the functions of the MPI that it is linked to
+    library = ctypes.CDLL(MPI.__file__)  # resolves the functions of the MPI library that it is linked to
     try:
         query = library.MPIX_Query_cuda_support
     except AttributeError:
@@ -69,7 +71,7 @@ def mpi_says() -> bool | None:
 
 
 def exchange(transport: Transport, device: torch.device, sizes: Sequence[int] = SIZES) -> list[str]:
-    """Return what arrived wrong on this rank when all ranks exchanged buffers on ``device``; nothing if all is well."""
+    """Exchange buffers on ``device`` between all ranks; return a description of each wrong result on this rank."""
     wrong: list[str] = []
     checks: dict[str, Callable[[Transport, torch.device, int], tuple[Tensor, Tensor]]] = {
         "send and recv": _ring,
@@ -87,7 +89,8 @@ def exchange(transport: Transport, device: torch.device, sizes: Sequence[int] = 
 
 
 def _values(rank: int, numel: int) -> Tensor:
-    # Whole numbers, exact in float32; no two ranks and no two neighbours have the same.
+    # Integers that are exact in float32; they differ between ranks and between neighbouring
+    # elements.
     return (torch.arange(numel, dtype=torch.float32) * 7 + 13 * rank) % 8191 + 1
 
 
@@ -121,7 +124,7 @@ def _all_gather(transport: Transport, device: torch.device, numel: int) -> tuple
 
 
 def judge(transport: Transport, device: torch.device, library: str, sizes: Sequence[int] = SIZES) -> Verdict:
-    """Return the verdict of an exchange among all ranks, the same on each of them."""
+    """Run the exchange and return its verdict, the same on all ranks. Collective."""
     wrong = [text for texts in transport.all_gather_object(exchange(transport, device, sizes)) for text in texts]
     if wrong:
         return Verdict(False, wrong[0], library)
@@ -132,10 +135,10 @@ def judge(transport: Transport, device: torch.device, library: str, sizes: Seque
 def probe(
     mpiexec: Sequence[str] | None = None, *, program: Sequence[str] | None = None, timeout: float = TIMEOUT
 ) -> Verdict:
-    """Run the canary in a job of its own and return its verdict, a crash, a hang and silence included.
+    """Run the probe in a separate job and return its verdict, also after a crash, a hang or missing output.
 
-    ``mpiexec`` is how to start two ranks, by default the ``mpiexec -n 2`` beside this interpreter or in ``PATH``.
-    Called by a process that is no rank itself.
+    ``mpiexec`` is the command that starts two ranks; the default is ``mpiexec -n 2`` with the
+    ``mpiexec`` beside this interpreter or in ``PATH``. The calling process must not be an MPI rank.
     """
     program = python("-m", "hpctrain.transport.canary") if program is None else program
     command = [*(_mpiexec() if mpiexec is None else mpiexec), *program]
@@ -180,7 +183,7 @@ def _read(output: str, code: int) -> Verdict:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Be one rank of the canary; rank 0 prints the verdict."""
+    """Run one rank of the probe; rank 0 prints the verdict."""
     parser = argparse.ArgumentParser(prog="python -m hpctrain.transport.canary", description=__doc__.splitlines()[0])
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: try the exchange itself")
     wanted = parser.parse_args(arguments).device
@@ -199,7 +202,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _hindrance(wanted: str, size: int) -> str:
-    """Return why there is no need to try, or no way."""
+    """Return why the exchange is impossible or unnecessary; empty if it should run."""
     if size < 2:
         return "the canary needs two ranks"
     if wanted == "cuda" and not torch.cuda.is_available():

@@ -1,4 +1,4 @@
-"""Find the world: MPI where a launcher started us, one rank alone where none did."""
+"""Creation of the world transport: MPI if a launcher started this process, a single rank otherwise."""
 
 from __future__ import annotations
 
@@ -21,14 +21,15 @@ from hpctrain.transport.activity import timeout_seconds
 from hpctrain.transport.base import Transport
 from hpctrain.transport.single import SingleTransport
 
-RDMA_DEVICES = Path("/sys/class/infiniband")  # InfiniBand, RoCE, Omni-Path and EFA alike
+RDMA_DEVICES = Path("/sys/class/infiniband")  # also RoCE, Omni-Path and EFA
 
 
 def connect(comm: Any = None) -> tuple[Transport, Launch]:
-    """Return the transport of the world and what the launcher said of it.
+    """Return the transport of the world and the launcher's description of it.
 
-    ``comm`` is any mpi4py communicator to use in place of ``COMM_WORLD``. Without one and without a launcher, MPI is
-    not even imported. Raises ``LaunchError`` where the launcher started more ranks than MPI sees.
+    ``comm`` is an mpi4py communicator to use instead of ``COMM_WORLD``. Without ``comm`` and
+    without a launcher, MPI is not imported. Raises ``LaunchError`` if the launcher started more
+    ranks than MPI reports.
     """
     launch = detect(os.environ)
     if comm is None and launch.kind == "none":
@@ -43,7 +44,8 @@ def connect(comm: Any = None) -> tuple[Transport, Launch]:
         )
     try:
         with warnings.catch_warnings(), _deadline(timeout_seconds()):
-            # What mpi4py suspects from the environment, check_promise knows, and says once and not on every rank.
+            # mpi4py guesses this problem from the environment on every rank. check_promise detects
+            # it reliably and reports it once.
             warnings.filterwarnings("ignore", "\\s*suspicious MPI execution environment", RuntimeWarning)
             from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
@@ -57,7 +59,7 @@ def connect(comm: Any = None) -> tuple[Transport, Launch]:
 
 
 def _check_node_memory(launch: Launch) -> None:
-    """Remove what dead jobs left in /dev/shm; raise ``LaunchError`` if MPI_Init would die there of SIGBUS."""
+    """Remove left-over files of dead jobs in /dev/shm; raise ``LaunchError`` if MPI_Init would die there of SIGBUS."""
     if not launch.local_rank:
         removed = shared_memory.remove_left_over()
         if removed:
@@ -75,14 +77,14 @@ def _check_node_memory(launch: Launch) -> None:
 
 @contextmanager
 def _deadline(seconds: float) -> Iterator[None]:
-    """End this process, with its stack, if MPI_Init waits longer for ranks that died before they reached it.
+    """Terminate this process with a stack trace if MPI_Init waits too long for ranks that died before reaching it.
 
-    MPI_Init keeps Python's lock, so no thread of Python's could do it. Launchers end a job of which a process dies in
-    MPI_Init.
+    MPI_Init holds the GIL, so a Python thread could not do this. Launchers end a job if one of its
+    processes dies in MPI_Init.
     """
     try:
         faulthandler.dump_traceback_later(seconds, exit=True, file=sys.__stderr__ or 2)
-    except (OSError, RuntimeError, ValueError):  # stderr is closed or has no descriptor
+    except (OSError, RuntimeError, ValueError):  # stderr is closed or has no file descriptor
         yield
         return
     try:
@@ -92,12 +94,13 @@ def _deadline(seconds: float) -> Iterator[None]:
 
 
 def leave_out_unusable(environ: MutableMapping[str, str], devices: Path = RDMA_DEVICES) -> None:
-    """Let Open MPI not consider UCX for windows on a node without a network that UCX could use for them.
+    """Exclude UCX from Open MPI's one-sided components on a node without a network that UCX supports for windows.
 
-    There Open MPI 5 passes over ``osc/ucx`` anyway, and prints an error on every rank for every window as it does so.
-    A node with such a device, and settings of the user for ``osc`` or for UCX, are left alone: over InfiniBand
-    ``osc/ucx`` may be the only way to remote memory that needs no help of its owner. Other MPI libraries do not read
-    the variable. It has an effect before ``MPI_Init`` only.
+    On such a node Open MPI 5 skips ``osc/ucx`` anyway, but prints an error on every rank for every
+    window. The variable is not set on a node with such a device, or if the user has configured
+    ``osc`` or UCX: over InfiniBand ``osc/ucx`` may be the only component with remote memory access
+    that needs no help of the target. Other MPI libraries ignore the variable. It takes effect only
+    before ``MPI_Init``.
     """
     try:
         found = any(devices.iterdir())

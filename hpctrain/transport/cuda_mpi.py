@@ -1,7 +1,7 @@
-"""Hand device pointers to a CUDA-aware MPI; only where a canary exchange has proved that it takes them.
+"""Transport of device tensors over a CUDA-aware MPI, used only after a canary exchange has succeeded.
 
-MPI knows nothing of streams: before each call the host waits until the caller's stream has computed what is sent.
-What MPI has received lies in memory when its call returns.
+MPI has no notion of streams: before each call the host waits until the caller's stream has computed
+the data to send. Received data are in memory when the MPI call returns.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from hpctrain.transport.streams import Streams, streams_of
 
 
 class CudaMpiTransport(OnDevice, MpiTransport):
-    """Carry tensors on ``device`` over a communicator of its own, duplicated from the one given."""
+    """Carrier of tensors on ``device`` over its own duplicate of a communicator."""
 
     name = "mpi"
 
@@ -45,7 +45,7 @@ class CudaMpiTransport(OnDevice, MpiTransport):
         return super()._isend(tensor, peer, tag)
 
     def _irecv(self, tensor: Tensor, peer: int, tag: int) -> Work:
-        # What the caller still computes with the old content must not see the new one.
+        # Pending computations on the old content must not read the new content.
         self._settle()
         return super()._irecv(tensor, peer, tag)
 
@@ -61,7 +61,7 @@ class CudaMpiTransport(OnDevice, MpiTransport):
         share = out.view(-1)[self.rank * tensor.numel() : (self.rank + 1) * tensor.numel()]
         share.copy_(tensor.view(-1))
         self._settle()
-        # The parent copies this share onto itself, which changes nothing while MPI reads it.
+        # The parent class copies this share onto itself, which is harmless while MPI reads it.
         super()._all_gather(out, share)
 
     def _iall_to_all(self, out: Tensor, tensor: Tensor, sent: Sequence[int], received: Sequence[int]) -> Work:

@@ -1,7 +1,7 @@
-"""Decide, in one place, how tensors on a GPU travel: by NCCL, by MPI with device pointers, or staged through the host.
+"""Choice of the path of GPU tensors: NCCL, MPI with device pointers, or staging through the host.
 
-The ranks tell each other what each of them could do (``gather_abilities``); ``choose_path`` is a pure function of that,
-so all ranks choose the same.
+The ranks exchange their capabilities (``gather_abilities``). ``choose_path`` is a pure function of
+the result, so all ranks choose the same path.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ VARIABLE = "HPCTRAIN_CUDA_AWARE"
 
 @dataclass(frozen=True)
 class Belief:
-    """Say whether MPI is trusted with device pointers, and who says so."""
+    """Decision whether MPI is given device pointers, and its reason."""
 
     cuda_aware: bool
     reason: str
@@ -36,28 +36,28 @@ class Belief:
 
 @dataclass(frozen=True)
 class Abilities:
-    """Say what all ranks together can do with tensors on their GPUs."""
+    """Capabilities that all ranks have in common for tensors on their GPUs."""
 
-    no_nccl: str  # why NCCL cannot serve; empty where it can
-    no_mpi: str  # why MPI gets no device pointers; empty where it does
+    no_nccl: str  # why NCCL is not usable; empty if it is
+    no_mpi: str  # why MPI is not given device pointers; empty if it is
     ranks_per_gpu: int = 1
     mpi_reason: str = ""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """Hold a path and the reason for it."""
+    """Path and the reason for it."""
 
     path: Path
     reason: str
 
 
 def believe(verdict: bool | None, environ: Mapping[str, str] = os.environ) -> Belief:
-    """Return whether to hand device pointers to MPI.
+    """Return whether to pass device pointers to MPI.
 
-    ``verdict`` is what the canary exchange of ``hpctrain bench calibrate`` found for this very MPI, None where it never
-    ran. ``HPCTRAIN_CUDA_AWARE`` (1 or 0) counts before it. What an MPI says of itself does not count: it may say yes
-    and crash.
+    ``verdict`` is the result of the canary exchange of ``hpctrain bench calibrate`` for this MPI
+    library, or None if it never ran. ``HPCTRAIN_CUDA_AWARE`` (1 or 0) takes precedence. The
+    library's own statement is ignored: some libraries report support and crash.
     """
     said = environ.get(VARIABLE, "")
     if said not in ("", "0", "1"):
@@ -70,13 +70,13 @@ def believe(verdict: bool | None, environ: Mapping[str, str] = os.environ) -> Be
 
 
 def gather_abilities(transport: Transport, device: torch.device, belief: Belief) -> Abilities:
-    """Return what all ranks can do; a call by all of them. One that cannot is named."""
+    """Return the capabilities common to all ranks, naming a rank that lacks one. Collective."""
     own = (nccl_library.why_missing(), belief, f"{socket.gethostname()} {identity(device)}")
     return combine(transport.all_gather_object(own))
 
 
 def combine(ranks: Sequence[tuple[str, Belief, str]]) -> Abilities:
-    """Return what all ranks can do, of (why no NCCL, belief in MPI, GPU) of each."""
+    """Return the common capabilities, given (why no NCCL, decision on MPI, GPU) of each rank."""
     no_nccl = next((f"{why} (rank {rank})" for rank, (why, _, _) in enumerate(ranks) if why), "")
     no_mpi = next(
         (f"{belief.reason} (rank {rank})" for rank, (_, belief, _) in enumerate(ranks) if not belief.cuda_aware), ""
@@ -98,10 +98,11 @@ def choose_path(
 ) -> Choice:
     """Return the path of one operation of ``nbytes`` bytes.
 
-    ``algorithm`` may name a path, which then must be able to serve. ``mpi_reduces`` says whether MPI reduces the dtype
-    as torch does (True for what is only moved). ``measured`` holds what a calibration found: (bytes, the best path up
-    to so many bytes), ascending; a path that cannot serve is passed over. Without it: NCCL where it can serve, else
-    MPI, else staging.
+    ``algorithm`` may name a path; raises ``CommunicationError`` if that path is not usable.
+    ``mpi_reduces`` tells whether MPI reduces the dtype as torch does (True for operations without
+    arithmetic). ``measured`` holds the results of a calibration: (upper limit in bytes, best path),
+    ascending; unusable paths are skipped. Without measurements: NCCL if usable, else MPI, else
+    staging.
     """
     hindrances: dict[Path, str] = {
         "nccl": abilities.no_nccl,
@@ -132,14 +133,14 @@ def _by_default(hindrances: Mapping[Path, str], abilities: Abilities) -> Choice:
 
 
 class Announcer:
-    """Say each path once a job, on rank 0: what is slow shall not be slow in secret."""
+    """Logger of paths: reports each path once per job, on rank 0, so that a slow path is visible to the user."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
         self._said: set[Path] = set()
 
     def say(self, choice: Choice) -> None:
-        """Log a path when it is first taken."""
+        """Log a path at its first use."""
         if choice.path not in self._said:
             self._said.add(choice.path)
             if self._rank == 0:

@@ -1,4 +1,4 @@
-"""Let ranks say that they leave, and find out who has left, outside of all other traffic."""
+"""Exit notices between ranks, on a separate communicator."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from mpi4py import MPI
 
 from hpctrain.transport.onesided.served import serve
 
-GRACE = 1.0  # seconds in which all ranks of a job that ends well have come to its end
+GRACE = 1.0  # seconds within which all ranks of a regular job reach its end
 
 
 class Farewell:
-    """Hold a communicator of its own for notices.
+    """Exit notifier with its own communicator.
 
-    All ranks of ``comm`` make it together, with MPI at THREAD_MULTIPLE: notices are read from a second thread.
+    Construction is collective over ``comm``. It needs MPI with THREAD_MULTIPLE: notices are read
+    from a second thread.
     """
 
     def __init__(self, comm: MPI.Intracomm) -> None:
@@ -23,9 +24,9 @@ class Farewell:
         self._told = False
 
     def leave(self) -> None:
-        """Return when all ranks leave; if that takes long, tell the others first.
+        """Return when all ranks leave; if that takes longer than ``GRACE``, notify the others first.
 
-        Ranks that still need memory which this one exposes are served meanwhile.
+        Meanwhile, serve ranks that still access memory of this rank.
         """
         together = self._comm.Ibarrier()
         deadline = time.monotonic() + GRACE
@@ -36,7 +37,7 @@ class Farewell:
             time.sleep(0.001)
 
     def who_left(self) -> list[int]:
-        """Return the ranks that have said so, in order."""
+        """Return the ranks whose exit notice has arrived, in order."""
         status = MPI.Status()
         while self._comm.Iprobe(MPI.ANY_SOURCE, 0, status):
             source = status.Get_source()

@@ -1,4 +1,4 @@
-"""Carry host tensors by mpi4py, in messages that the MPI libraries handle well."""
+"""Transport of host tensors over mpi4py, with message sizes that MPI libraries handle well."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from hpctrain.transport.mpi_file import MpiFile
 
 
 class MpiTransport(Transport):
-    """Carry tensors over a communicator of its own, duplicated from the one given."""
+    """Carrier of tensors over its own duplicate of a communicator."""
 
     name = "mpi"
 
@@ -31,39 +31,39 @@ class MpiTransport(Transport):
         self.size = self.comm.Get_size()
 
     def reduces(self, dtype: torch.dtype, op: str) -> bool:
-        """Tell whether MPI reduces this dtype as torch does."""
+        """Return whether MPI reduces this dtype as torch does."""
         return mpi_calls.reduces(dtype, op)
 
     def all_gather_object(self, item: Any) -> list[Any]:
-        """Return every rank's object, pickled on the way."""
+        """Return the objects of all ranks, in rank order; they are pickled."""
         with waiting("all_gather_object"):
             return self.comm.allgather(item)
 
     def broadcast_object(self, item: Any, root: int = 0) -> Any:
-        """Return the root's object, pickled on the way."""
+        """Return the root's object; it is pickled."""
         with waiting("broadcast_object"):
             return self.comm.bcast(item, root)
 
     def split(self, color: int, key: int) -> Transport:
-        """Return a transport among the ranks of the same color, ordered by key."""
+        """Return a transport of the ranks with the same color, ordered by key."""
         return _adopt(self.comm.Split(color, key))
 
     def split_node(self) -> MpiTransport:
-        """Return a transport among the ranks that can share memory with this one."""
+        """Return a transport of the ranks that can share memory with this one."""
         return _adopt(self.comm.Split_type(MPI.COMM_TYPE_SHARED, self.rank))
 
     def create_file(self, path: Path, size: int, hints: Mapping[str, str]) -> MpiFile:
-        """Return a new file, open on all ranks to write together; a call by all of them."""
+        """Return a new file, opened by all ranks for collective writes. Collective."""
         return MpiFile(self.comm, path, size, hints)
 
     def abort(self, code: int) -> None:
-        """End the whole job now: every rank of the world, not only of this communicator."""
+        """Abort the whole job immediately: every rank of the world, beyond this communicator."""
         sys.stdout.flush()
         sys.stderr.flush()
         MPI.COMM_WORLD.Abort(code)
 
     def free(self) -> None:
-        """Give the communicator back; a call by all of its ranks."""
+        """Free the communicator. Collective."""
         self.comm.Free()
 
     def prepared_broadcast(self, tensor: Tensor, root: int) -> Call:
@@ -76,15 +76,15 @@ class MpiTransport(Transport):
         return self._prepared("all_reduce", mpi_calls.all_reduce(self.comm, tensor, op), tensor)
 
     def prepared_reduce(self, tensor: Tensor, op: str, root: int) -> Call:
-        """Return a call that reduces over the ranks into the root's tensor; the others keep theirs."""
+        """Return a call that reduces over the ranks into the root's tensor; other ranks' tensors are unchanged."""
         self._check_reduction(tensor, op)
         return self._prepared("reduce", mpi_calls.reduce(self.comm, tensor, op, root), tensor)
 
     def prepared_reduce_scatter(self, out: Tensor, tensor: Tensor, op: str) -> Call:
-        """Return a call that reduces over the ranks and keeps share ``rank`` in ``out``."""
+        """Return a call that reduces over the ranks and stores share ``rank`` in ``out``."""
         self._check_reduction(tensor, op)
         inside = 0 <= out.data_ptr() - tensor.data_ptr() < tensor.nbytes
-        room = torch.empty_like(out) if inside else out  # MPI wants two memories, or another place for the result
+        room = torch.empty_like(out) if inside else out  # MPI forbids aliased buffers, so reduce into a temporary
         reduce = self._prepared("reduce_scatter", mpi_calls.reduce_scatter(self.comm, room, tensor, op), tensor)
         if not inside:
             return reduce
@@ -93,12 +93,12 @@ class MpiTransport(Transport):
 
         def call() -> None:
             reduce()
-            np.copyto(target, source)  # half of what a copy of torch's costs
+            np.copyto(target, source)  # costs half as much as a torch copy
 
         return call
 
     def prepared_all_gather(self, out: Tensor, tensor: Tensor) -> Call:
-        """Return a call that puts the tensors of all ranks behind each other."""
+        """Return a call that concatenates the tensors of all ranks."""
         own = out.view(-1)[self.rank * tensor.numel() : (self.rank + 1) * tensor.numel()]
         gather = self._prepared("all_gather", mpi_calls.all_gather(self.comm, out, tensor), tensor)
         if own.data_ptr() == tensor.data_ptr():
@@ -146,7 +146,8 @@ class MpiTransport(Transport):
         return Chain(self._rounds(incoming, outgoing))
 
     def _rounds(self, incoming: Sequence[Tensor], outgoing: Sequence[Tensor]) -> Iterator[Work]:
-        # Everybody's partner in round k is k ranks away, so that no rank is written to by all the others at once.
+        # In round k each rank's partner is k ranks away, so that no rank receives from all others
+        # at once.
         for distance in range(1, self.size):
             to, source = (self.rank + distance) % self.size, (self.rank - distance) % self.size
             arriving = self._irecv(incoming[source], source, TAGS)
@@ -155,7 +156,7 @@ class MpiTransport(Transport):
 
 
 class _Requests:
-    """Be the pieces of one message under way; the tensor is held so that its memory stays."""
+    """Handle of one message, sent in pieces; it holds a reference to the tensor, so that its memory stays valid."""
 
     def __init__(self, operation: str, requests: list[MPI.Request], tensor: Tensor) -> None:
         self._operation = operation

@@ -1,7 +1,7 @@
-"""Prepare collectives of MPI, so that a call costs little more than the library itself takes for it.
+"""Prepared MPI collectives, whose calls cost little more than the library itself.
 
-A prepared call knows addresses and counts; what it costs beyond MPI is a note of what this rank waits for. It does not
-keep the memory that it works on.
+A prepared call stores addresses and counts. Beyond the MPI call, it only records the operation that
+this rank waits for. It does not keep its memory alive.
 """
 
 from __future__ import annotations
@@ -18,15 +18,16 @@ from hpctrain.transport.activity import waiting
 from hpctrain.transport.base import Call
 from hpctrain.transport.recorder import Recordable
 
-# Both MPI libraries lose a factor of two on messages above 32 MiB: they allocate temporaries of the message's size,
-# and glibc maps and unmaps anything that large on every call.
+# Both MPI libraries lose a factor of two on messages above 32 MiB: they allocate temporaries of the
+# message's size, and glibc maps and unmaps such large blocks on every call.
 MESSAGE_BYTES = 16 * 2**20
 
-# Collectives of shares cannot be cut without strided types; up to what every library can count they go in one call.
+# Collectives of shares cannot be cut without strided types. Up to the largest count that every
+# library supports, they are one call.
 SHARES_BYTES = 2**31 - 1
 
-# 16-bit floats MPI does not know, or not in every library; sums of 8- and 16-bit integers end at the largest number in
-# Open MPI's vector code, and wrap around elsewhere.
+# MPI does not support 16-bit floats, or not in every library. Sums of 8- and 16-bit integers
+# saturate in Open MPI's vector code, and wrap around elsewhere.
 DTYPES = {
     torch.float64: MPI.DOUBLE,
     torch.float32: MPI.FLOAT,
@@ -35,11 +36,11 @@ DTYPES = {
 }
 OPS = {"sum": MPI.SUM, "min": MPI.MIN, "max": MPI.MAX, "product": MPI.PROD}
 
-Spec = tuple[Any, ...]  # what mpi4py takes for a buffer: memory, count, type; a list takes it longer
+Spec = tuple[Any, ...]  # mpi4py buffer specification: memory, count, type; a tuple is parsed faster than a list
 
 
 def reduces(dtype: torch.dtype, op: str) -> bool:
-    """Tell whether MPI reduces this dtype as torch does; its minimum and maximum may drop NaN, so those do not."""
+    """Return whether MPI reduces this dtype as torch does; min and max of floats may drop NaN in MPI."""
     return dtype in DTYPES and op in OPS and not (dtype.is_floating_point and op in ("min", "max"))
 
 
@@ -49,7 +50,7 @@ def memory(tensor: Tensor) -> MPI.buffer:
 
 
 def in_bytes(tensor: Tensor) -> list[Spec]:
-    """Return the tensor's bytes as messages; one empty message for an empty tensor."""
+    """Return the tensor's bytes as messages; an empty tensor gives one empty message."""
     address, total = tensor.data_ptr(), tensor.nbytes
     sizes = [min(MESSAGE_BYTES, total - start) for start in range(0, max(total, 1), MESSAGE_BYTES)]
     return [
@@ -82,7 +83,7 @@ def reduce(comm: MPI.Intracomm, tensor: Tensor, op: str, root: int) -> list[Call
 
 
 def reduce_scatter(comm: MPI.Intracomm, out: Tensor, tensor: Tensor, op: str) -> list[Call]:
-    """Return the calls of a reduce_scatter into equal shares; too large ones are reduced to one owner after another."""
+    """Return the calls of a reduce_scatter into equal shares; large tensors use one reduce per share."""
     kind = DTYPES[tensor.dtype]
     if tensor.nbytes <= SHARES_BYTES:
         whole, part = (memory(tensor), out.numel(), kind), (memory(out), out.numel(), kind)
@@ -95,7 +96,7 @@ def reduce_scatter(comm: MPI.Intracomm, out: Tensor, tensor: Tensor, op: str) ->
 
 
 def all_gather(comm: MPI.Intracomm, out: Tensor, tensor: Tensor) -> list[Call]:
-    """Return the calls of an all_gather of shares, each of which lies in its place; too large ones go singly."""
+    """Return the calls of an all_gather of shares that are in place; large tensors use one broadcast per share."""
     if out.nbytes <= SHARES_BYTES:
         return [partial(comm.Allgather, MPI.IN_PLACE, (memory(out), MPI.BYTE))]
     return [call for root, share in enumerate(out.view(-1).chunk(comm.size)) for call in broadcast(comm, share, root)]
@@ -104,7 +105,7 @@ def all_gather(comm: MPI.Intracomm, out: Tensor, tensor: Tensor) -> list[Call]:
 def prepared(
     operation: str, calls: Sequence[Call], counted: Recordable, nbytes: int
 ) -> Call:
-    """Return one call that makes them all, notes what it waits for, and counts what it handed over."""
+    """Return one call that makes them all, records the wait, and counts the bytes handed over."""
     noted = waiting.around(operation, calls[0] if len(calls) == 1 else lambda: [call() for call in calls])
 
     def prepared_call() -> None:

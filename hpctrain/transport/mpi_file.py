@@ -1,4 +1,4 @@
-"""Write one file from all ranks by MPI's collective calls, which gather small pieces into what the filesystem likes."""
+"""Collective file writes with MPI-IO, which aggregates small pieces into large requests."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mpi4py import MPI
 
 from hpctrain.transport.activity import waiting
 
-# What the operating system would have said.
+# Error codes of the operating system for MPI's error classes.
 _NUMBERS = {
     MPI.ERR_NO_SPACE: errno.ENOSPC,
     MPI.ERR_QUOTA: errno.EDQUOT,
@@ -26,13 +26,14 @@ _NUMBERS = {
 
 
 class MpiFile:
-    """Hold a new file of ``size`` bytes open on all ranks; every method is a call by all of them.
+    """New file of ``size`` bytes, open on all ranks. Every method is collective.
 
-    The size is set first, because MPI libraries write the holes between pieces too, with what they have read there:
-    behind the end of a file that is whatever their memory held.
+    The size is set first. MPI libraries also write the holes between pieces, with the content that
+    they have read there. Beyond the end of a file, they would write arbitrary content of their
+    buffers.
 
-    ``hints`` are MPI's: ``striping_factor``, ``striping_unit``, ``cb_nodes``, ...; an unknown one is ignored by MPI.
-    Errors come out as ``OSError``.
+    ``hints`` are MPI's: ``striping_factor``, ``striping_unit``, ``cb_nodes``, ...; MPI ignores
+    unknown ones. Errors are raised as ``OSError``.
     """
 
     def __init__(self, comm: MPI.Intracomm, path: Path, size: int, hints: Mapping[str, str]) -> None:
@@ -49,7 +50,7 @@ class MpiFile:
         self._path = path
 
     def write(self, pieces: Sequence[tuple[int, memoryview]]) -> None:
-        """Write pieces of bytes to their offsets; a rank may have none."""
+        """Write pieces of bytes at their offsets; a rank may pass an empty sequence. Collective."""
         ordered = sorted(pieces, key=lambda piece: piece[0])
         lengths = [len(data) for _, data in ordered]
         places = _blocks(lengths, [offset for offset, _ in ordered])
@@ -63,7 +64,7 @@ class MpiFile:
             memory.Free()
 
     def close(self) -> None:
-        """Flush the file to the disk and close it."""
+        """Flush the file to disk and close it. Collective."""
         try:
             with _translating(self._path), waiting("flush a file"):
                 self._file.Sync()

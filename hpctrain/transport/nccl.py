@@ -1,6 +1,7 @@
-"""Carry the tensors of one GPU a rank by NCCL (see the note in ``nccl_channel``).
+"""Transport of GPU tensors over NCCL, one GPU per rank (see the note in ``nccl_channel``).
 
-Data that is only moved moves as bytes; a call of more than ``PIECE_BYTES`` is cut into several.
+Operations without arithmetic treat tensors as bytes. An operation of more than ``PIECE_BYTES`` is
+cut into several calls.
 """
 
 from __future__ import annotations
@@ -23,15 +24,15 @@ PIECE_BYTES = 2**30
 
 
 class NcclTransport(OnDevice, Transport):
-    """Carry tensors on ``device`` between the ranks of a host transport, which stays the caller's.
+    """Carrier of tensors on ``device`` between the ranks of a host transport, which the caller keeps.
 
-    All ranks make it together, each with a GPU of its own. Its collectives end in the order of the caller's stream: the
-    host does not wait for them. ``streams`` and ``library`` default to CUDA's and CuPy's. Raises ``DeviceError`` where
-    two ranks use one GPU, which NCCL refuses.
+    Construction is collective; each rank needs its own GPU. Operations complete in the order of the
+    caller's stream: the host does not wait for them. ``streams`` and ``library`` default to CUDA's
+    and CuPy's. Raises ``DeviceError`` if two ranks use one GPU, which NCCL refuses.
     """
 
     name = "nccl"
-    tags = 1  # NCCL matches messages by their order alone
+    tags = 1  # NCCL matches messages by order only
 
     def __init__(
         self, host: Transport, device: torch.device, *, streams: Streams | None = None, library: Any = None
@@ -46,10 +47,10 @@ class NcclTransport(OnDevice, Transport):
         self.channel = NcclChannel(library, streams or streams_of(device), self.size, self.rank, unique)
 
     def reduces(self, dtype: torch.dtype, op: str) -> bool:
-        """Tell whether NCCL reduces this dtype as torch does; ``op`` may be average too."""
+        """Return whether NCCL reduces this dtype as torch does; ``op`` may also be average."""
         return op_code(dtype, op, self._version) is not None
 
-    # Collectives; each returns its Work -------------------------------------------------------------------------------
+    # Asynchronous collectives -----------------------------------------------------------------------------------------
 
     def ibroadcast(self, tensor: Tensor, root: int = 0) -> Work:
         """Start to copy the root's tensor to every rank."""
@@ -64,7 +65,7 @@ class NcclTransport(OnDevice, Transport):
         return self._iall_reduce(tensor, op)
 
     def ireduce(self, tensor: Tensor, op: str, root: int = 0) -> Work:
-        """Start to reduce over all ranks into the root's tensor; the others keep theirs."""
+        """Start to reduce over all ranks into the root's tensor; other ranks' tensors are unchanged."""
         self._check(tensor, root)
         self._count("reduce", tensor)
         code = self._code(tensor.dtype, op)
@@ -76,7 +77,7 @@ class NcclTransport(OnDevice, Transport):
         return self.channel.start("reduce", [tensor], call)
 
     def ireduce_scatter(self, out: Tensor, tensor: Tensor, op: str) -> Work:
-        """Start to reduce over all ranks and keep share ``rank`` of the flat result in ``out``."""
+        """Start to reduce over all ranks and store share ``rank`` of the flat result in ``out``."""
         self._check(out)
         self._check(tensor)
         self._check_shares(out, tensor)
@@ -88,7 +89,8 @@ class NcclTransport(OnDevice, Transport):
                 kind = DTYPES[out.dtype]
                 comm.reduceScatter(tensor.data_ptr(), out.data_ptr(), out.numel(), kind, code, stream)
                 return
-            # Shares cannot be cut in one call; past the limit every share is reduced to its owner, piece by piece.
+            # One call cannot cut shares. Above the limit, each share is reduced to its owner, piece
+            # by piece.
             with self.channel.group():
                 for root, share in enumerate(tensor.view(-1).chunk(self.size)):
                     for (part, kind), (result, _) in zip(_cut(share), _cut(out)):
@@ -98,14 +100,14 @@ class NcclTransport(OnDevice, Transport):
         return self.channel.start("reduce_scatter", [out, tensor], call)
 
     def iall_gather(self, out: Tensor, tensor: Tensor) -> Work:
-        """Start to put the tensors of all ranks behind each other."""
+        """Start to concatenate the tensors of all ranks."""
         self._check(out)
         self._check(tensor)
         self._count("all_gather", tensor)
         return self._iall_gather(out, tensor)
 
     def igather(self, out: Tensor | None, tensor: Tensor, root: int = 0) -> Work:
-        """Start to put the tensors of all ranks behind each other on the root; ``out`` is the root's alone."""
+        """Start to concatenate the tensors of all ranks on the root; only the root passes ``out``."""
         self._check(tensor, root)
         self._count("gather", tensor)
         shares = self._shares(out, tensor, root)
@@ -119,7 +121,7 @@ class NcclTransport(OnDevice, Transport):
         return self.channel.start("gather", [tensor, *shares], call)
 
     def iscatter(self, out: Tensor, tensor: Tensor | None, root: int = 0) -> Work:
-        """Start to give each rank its share of the root's tensor, which is the root's alone."""
+        """Start to copy each rank's share of the root's tensor to ``out``; only the root passes ``tensor``."""
         self._check(out, root)
         self._count("scatter", out)
         shares = self._shares(tensor, out, root)
@@ -137,13 +139,13 @@ class NcclTransport(OnDevice, Transport):
         return lambda: self.ireduce(tensor, op, root).wait()
 
     def prepared_reduce_scatter(self, out: Tensor, tensor: Tensor, op: str) -> Call:
-        """Return a call that reduces over the ranks and keeps share ``rank`` in ``out``."""
+        """Return a call that reduces over the ranks and stores share ``rank`` in ``out``."""
         return lambda: self.ireduce_scatter(out, tensor, op).wait()
 
-    # What every transport does ----------------------------------------------------------------------------------------
+    # Methods of all transports ----------------------------------------------------------------------------------------
 
     def all_gather_object(self, item: Any) -> list[Any]:
-        """Return every rank's object, through the host."""
+        """Return the objects of all ranks, through the host."""
         self.channel.flush()
         return self._host.all_gather_object(item)
 
@@ -153,27 +155,27 @@ class NcclTransport(OnDevice, Transport):
         return self._host.broadcast_object(item, root)
 
     def split(self, color: int, key: int) -> NcclTransport:
-        """Return a transport among the ranks of the same color, ordered by key."""
+        """Return a transport of the ranks with the same color, ordered by key."""
         self.channel.flush()
         return self._adopt(self._host.split(color, key))
 
     def split_node(self) -> NcclTransport:
-        """Return a transport among the ranks of this node."""
+        """Return a transport of the ranks of this node."""
         self.channel.flush()
         return self._adopt(self._host.split_node())
 
     def abort(self, code: int) -> None:
-        """Stop what NCCL is at, and end the job."""
+        """Abort NCCL's kernels, and abort the job."""
         self.channel.give_up()
         self._host.abort(code)
 
     def free(self) -> None:
-        """Wait for what is under way, and give NCCL's communicator back; a call by all ranks."""
+        """Wait for pending operations, and destroy NCCL's communicator. Collective."""
         self.channel.close()
         if self._owns_host:
             self._host.free()
 
-    # How --------------------------------------------------------------------------------------------------------------
+    # Implementation ---------------------------------------------------------------------------------------------------
 
     def _isend(self, tensor: Tensor, peer: int, tag: int) -> Work:
         return self.channel.hold("send", tensor, lambda comm, stream: _put(comm, tensor, peer, stream))
@@ -251,7 +253,7 @@ class NcclTransport(OnDevice, Transport):
             )
 
     def _shares(self, whole: Tensor | None, share: Tensor, root: int) -> Sequence[Tensor]:
-        """Return the root's shares by rank, none on the others."""
+        """Return the root's shares by rank; an empty sequence on other ranks."""
         if self.rank != root:
             return ()
         if whole is None:
@@ -262,12 +264,12 @@ class NcclTransport(OnDevice, Transport):
 
 
 def identity(device: torch.device) -> str:
-    """Return a name that every process has for this very device, also where each sees others; empty for a host."""
+    """Return a unique name of this device, equal in all processes whatever devices they see; empty for a host."""
     return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
 
 
 def check_own_gpus(identities: Sequence[str]) -> None:
-    """Raise ``DeviceError`` on all ranks where two of them use one GPU."""
+    """Raise ``DeviceError`` on all ranks if two of them use one GPU."""
     for rank, name in enumerate(identities):
         first = identities.index(name)
         if name and first != rank:
@@ -279,7 +281,7 @@ def check_own_gpus(identities: Sequence[str]) -> None:
 
 
 def _share_id(host: Transport, library: Any) -> Sequence[int]:
-    # The id, or why there is none: rank 0 must not leave the others waiting for it.
+    # Broadcast the id or the reason for its absence: rank 0 must not leave the others waiting.
     found: tuple[Any, str] = (None, "")
     if host.rank == 0:
         try:
@@ -297,14 +299,14 @@ def _nbytes(tensor: Tensor) -> int:
 
 
 def _cut(tensor: Tensor) -> Iterator[tuple[Tensor, int]]:
-    """Yield pieces of the tensor and their type, of at most one call."""
+    """Yield pieces of the tensor, each small enough for one call, with their NCCL type."""
     flat, step = tensor.view(-1), PIECE_BYTES // tensor.element_size()
     for start in range(0, flat.numel(), step):
         yield flat[start : start + step], DTYPES[tensor.dtype]
 
 
 def _stretches(tensor: Tensor) -> Iterator[tuple[int, int]]:
-    """Yield address and length of the tensor's bytes, in stretches of at most one call."""
+    """Yield address and length of the tensor's bytes, in ranges small enough for one call."""
     address, total = tensor.data_ptr(), _nbytes(tensor)
     for start in range(0, total, PIECE_BYTES):
         yield address + start, min(PIECE_BYTES, total - start)

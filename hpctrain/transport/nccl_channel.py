@@ -1,11 +1,15 @@
-"""Hand operations to NCCL on a stream of its own, and find out when they have ended, or never will.
+"""NCCL communicator with its own stream, and detection of completed and hanging operations.
 
-Note: NCCL's work and the caller's. Every operation is handed to the channel's own stream, which first waits for what
-the caller's stream has computed; ``wait`` of its ``Work`` makes the caller's stream wait for it. The host waits in
-neither (see the note in ``streams``), so ``done`` is how a program learns that an operation has ended, and ``check``
-how it learns that one never will. Messages from rank to rank are held back until one of them is waited for, or the
-next operation comes, and then go in one group: NCCL does the messages of one group at the same time, but those of two
-groups one after the other, and there two ranks that send to each other would wait for ever.
+Note: the order of NCCL's operations and the caller's. Every operation is enqueued on the channel's
+own stream, which first waits for the work on the caller's stream. ``wait`` of a ``Work`` makes the
+caller's stream wait for the operation. The host waits in neither case (see the note in
+``streams``). Therefore a program uses ``done`` to learn that an operation has completed, and
+``check`` to learn that one hangs or has failed.
+
+Point-to-point messages are deferred until one of them is waited for or the next operation starts.
+They are then enqueued as one group. NCCL executes the messages of one group concurrently, but those
+of two groups one after the other. With separate groups, two ranks that send to each other would
+deadlock.
 """
 
 from __future__ import annotations
@@ -22,11 +26,11 @@ from hpctrain.errors import CommunicationError, DeadlineError
 from hpctrain.transport.activity import timeout_seconds, waiting
 from hpctrain.transport.streams import Streams
 
-Call = Callable[[Any, int], None]  # gives NCCL what it takes: communicator and stream
+Call = Callable[[Any, int], None]  # enqueues an operation, given NCCL's communicator and the stream
 
 
 class NcclWork:
-    """Be an operation on NCCL's stream, or one of a group that has not been handed to it yet."""
+    """Handle of an operation on NCCL's stream, or of a deferred message."""
 
     def __init__(self, channel: NcclChannel, operation: str, tensors: Sequence[Tensor]) -> None:
         self._channel = channel
@@ -36,19 +40,19 @@ class NcclWork:
         self.launched = 0.0
 
     def done(self) -> bool:
-        """Tell whether the result lies in memory; raise where NCCL has failed."""
+        """Return whether the result is in memory; raise if NCCL has failed."""
         self._channel.flush()
         self._channel.check()
         return self._channel.streams.done(self.event)
 
     def wait(self) -> None:
-        """Let the caller's stream, not the host, wait for the result."""
+        """Make the caller's stream, but not the host, wait for the result."""
         self._channel.flush()
         self._channel.streams.wait(self._channel.streams.current(), self.event)
 
 
 class NcclChannel:
-    """Hold one communicator of NCCL and its stream; all of its ranks make it together."""
+    """One NCCL communicator and its stream. Construction is collective."""
 
     def __init__(self, library: Any, streams: Streams, size: int, rank: int, unique: Sequence[int]) -> None:
         self.streams = streams
@@ -62,20 +66,20 @@ class NcclChannel:
         self._stream = streams.new()
 
     def start(self, operation: str, tensors: Sequence[Tensor], call: Call) -> NcclWork:
-        """Hand an operation to the stream, behind all messages that were held back."""
+        """Enqueue an operation on the stream, behind all deferred messages."""
         self.flush()
         work = NcclWork(self, operation, tensors)
         self._launch([work], call)
         return work
 
     def hold(self, operation: str, tensor: Tensor, call: Call) -> NcclWork:
-        """Hold a message back for the next group."""
+        """Defer a message until the next group."""
         work = NcclWork(self, operation, [tensor])
         self._held.append((work, call))
         return work
 
     def flush(self) -> None:
-        """Hand the messages that are held back to the stream, in one group."""
+        """Enqueue the deferred messages on the stream, as one group."""
         if self._held:
             held, self._held = self._held, []
 
@@ -88,7 +92,7 @@ class NcclChannel:
 
     @contextmanager
     def group(self) -> Iterator[None]:
-        """Let NCCL do the calls of a ``with`` block at the same time; groups may lie in groups."""
+        """Make NCCL execute the calls of a ``with`` block concurrently; groups may be nested."""
         self.library.groupStart()
         try:
             yield
@@ -96,7 +100,7 @@ class NcclChannel:
             self.library.groupEnd()
 
     def check(self) -> None:
-        """Raise where NCCL has failed, or an operation has not ended within ``HPCTRAIN_TIMEOUT``."""
+        """Raise if NCCL has failed, or if an operation has not completed within ``HPCTRAIN_TIMEOUT``."""
         with self._translated("NCCL failed"):
             self._comm.check_async_error()
         while self._under_way and self.streams.done(self._under_way[0].event):
@@ -107,9 +111,9 @@ class NcclChannel:
             raise DeadlineError(late)
 
     def overdue(self, limit: float) -> str:
-        """Return what has been on the stream for more than ``limit`` seconds, or an empty text.
+        """Return a text about an operation that is in progress for more than ``limit`` seconds, else an empty text.
 
-        A watchdog may ask from its own thread: nothing is changed.
+        A watchdog may call this from its own thread: it changes no state.
         """
         for work in list(self._under_way):
             if not self.streams.done(work.event):
@@ -119,12 +123,12 @@ class NcclChannel:
         return ""
 
     def give_up(self) -> None:
-        """Stop NCCL's kernels on this rank: they would spin for ranks that do not come."""
+        """Abort NCCL's kernels on this rank, which would otherwise spin for missing ranks."""
         if self._comm is not None:
             self._comm.abort()
 
     def close(self) -> None:
-        """Wait for what is under way, and give the communicator back; a call by all ranks."""
+        """Wait for pending operations, and destroy the communicator. Collective."""
         self.flush()
         for work in self._under_way:
             self.streams.synchronize(work.event)
@@ -136,7 +140,7 @@ class NcclChannel:
         if self._under_way:
             self.check()
         streams.wait(self._stream, streams.record(streams.current()))
-        # The first operation of a kind connects the ranks, and NCCL waits for them here.
+        # The first operation of each kind connects the ranks, and NCCL blocks the host for this.
         with waiting(f"nccl_{works[0].operation}"), streams.entered(), self._translated("NCCL failed"):
             call(self._comm, streams.handle(self._stream))
         event = streams.record(self._stream)

@@ -1,4 +1,4 @@
-"""Find NCCL through CuPy, and say what it calls torch's dtypes and operations (``nccl.h``)."""
+"""Access to NCCL through CuPy, and NCCL's codes of torch's dtypes and operations (``nccl.h``)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 from hpctrain.errors import CommunicationError
 
-BYTES = 1  # ncclUint8: what is only moved, moves as bytes
+BYTES = 1  # ncclUint8: operations without arithmetic treat tensors as bytes
 
 DTYPES = {
     torch.int8: 0,
@@ -22,17 +22,18 @@ DTYPES = {
     torch.bfloat16: 9,
 }
 _OPS = {"sum": 0, "product": 1, "max": 2, "min": 3, "average": 4}
-# A bool is a byte that is 0 or 1, so that these give what torch gives: its sum is "any".
+# A bool is a byte that is 0 or 1. These operations give the same result as in torch: its sum is
+# "any".
 _BOOL_OPS = {"sum": 2, "max": 2, "min": 3, "product": 3}
 _MOVES_WITH_SEND = 2700
 _AVERAGES = 21000
 
 
 def op_code(dtype: torch.dtype, op: str, version: int) -> int | None:
-    """Return NCCL's number of an operation where it gives what torch would give, else None.
+    """Return NCCL's code of an operation if its result equals torch's, else None.
 
-    16-bit floats are left out because NCCL rounds to 16 bits after every rank, minimum and maximum of floats because it
-    drops NaN, 16-bit integers because it does not know them.
+    Excluded are 16-bit floats (NCCL rounds to 16 bits after every rank), minimum and maximum of
+    floats (NCCL drops NaN), and 16-bit integers (NCCL does not support them).
     """
     if dtype is torch.bool:
         return _BOOL_OPS.get(op)
@@ -46,7 +47,7 @@ def op_code(dtype: torch.dtype, op: str, version: int) -> int | None:
 
 
 def why_missing() -> str:
-    """Return why NCCL cannot be used on this rank; an empty text where it can."""
+    """Return why NCCL cannot be used on this rank; an empty text if it can."""
     if not torch.cuda.is_available():
         return "no GPU is visible"
     try:
@@ -57,15 +58,15 @@ def why_missing() -> str:
 
 
 def load() -> Any:
-    """Return CuPy's module of NCCL; raise ``CommunicationError`` with what to install where there is none."""
+    """Return CuPy's NCCL module; raise ``CommunicationError`` with an installation hint if it is missing."""
     return _checked()
 
 
 def _checked() -> Any:
-    # torch is loaded already, and with it the libnccl that it brings: CuPy then finds that one by its name.
+    # torch has already loaded its own libnccl, so CuPy finds that library by name.
     try:
         from cupy.cuda import nccl
-    except Exception as error:  # CuPy built for another CUDA fails in many ways, and none of them is ours
+    except Exception as error:  # CuPy built for another CUDA version fails in many ways, with exceptions of any type
         raise CommunicationError(f"NCCL needs CuPy (pip install hpctrain[cuda]): {error}") from error
     if not getattr(nccl, "available", False):
         raise CommunicationError("CuPy has no NCCL: install nvidia-nccl-cu12, or CuPy's own with cupyx.tools")

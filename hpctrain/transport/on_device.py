@@ -1,4 +1,4 @@
-"""Check what is handed to a transport that carries the tensors of one device, where they lie."""
+"""Argument checks of transports that carry the tensors of one device."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hpctrain.transport.base import TAGS
 
 
 class OnDevice:
-    """Replace the checks of ``Transport`` where the tensors lie on ``device`` and not on the host."""
+    """Mixin that replaces the checks of ``Transport`` for tensors on ``device`` instead of the host."""
 
     name: str
     size: int

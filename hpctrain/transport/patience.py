@@ -1,4 +1,4 @@
-"""Wait by looking: at once where it takes microseconds, and without taking a core from those who are waited for."""
+"""Spin waits: fast for waits of microseconds, and yielding the core to the ranks that are waited for."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from collections.abc import Callable
 from hpctrain.errors import DeadlineError
 from hpctrain.transport.activity import timeout_seconds, waiting
 
-SPINS = 200  # looks before the core is offered to another rank
-CROWDED_SPINS = 2  # the same where ranks outnumber cores: who is waited for needs this very core
-LOOKS = 4096  # between two looks at the clock, where a look costs next to nothing
+SPINS = 200  # polls before the core is yielded to other ranks
+CROWDED_SPINS = 2  # the same if ranks outnumber cores: the late rank may need this core
+LOOKS = 4096  # polls between two readings of the clock, if a poll is cheap
 
 
 class Patience:
-    """Look for a while, then offer the core to other ranks between looks, and mind the deadline."""
+    """Spin wait with a deadline: polls for a while, then yields the core between polls."""
 
     __slots__ = ("_spins", "_period", "_looks", "_deadline")
 
@@ -26,7 +26,7 @@ class Patience:
         self._deadline = 0.0
 
     def ends(self) -> bool:
-        """Come between two looks; tell whether the deadline has passed."""
+        """Account for one poll and yield if due; return whether the deadline has passed."""
         self._looks += 1
         if self._looks <= self._spins:
             return False
@@ -40,9 +40,10 @@ class Patience:
 def until(
     ready: Callable[[], bool], operation: str, late: Callable[[], str], spins: int = SPINS, period: int = LOOKS
 ) -> None:
-    """Look until ``ready()``; at the deadline raise ``DeadlineError`` with what ``late()`` says.
+    """Poll until ``ready()``; at the deadline raise ``DeadlineError`` with the text of ``late()``.
 
-    ``period`` are the looks between two at the clock: 1 where a look is a message to another node and back.
+    ``period`` is the number of polls per reading of the clock: 1 if a poll is a message to another
+    node and back.
     """
     if ready():
         return

@@ -1,4 +1,4 @@
-"""Cut a collective on long tensors into collectives on pieces: pure, so that all ranks cut alike."""
+"""Partition of collectives on long tensors into collectives on pieces; pure, so that all ranks cut alike."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Piece:
-    """Hold the parts of tensors that one host operation reads and writes, each packed in the order given.
+    """Parts of tensors that one host operation reads and writes, each packed in the given order.
 
-    ``in_place`` says that the operation works in the memory that it reads from.
+    ``in_place`` means that the operation works in the memory that it reads.
     """
 
     inputs: list[Tensor]
@@ -21,13 +21,13 @@ class Piece:
 
 
 def _ranges(numel: int, step: int) -> Iterator[slice]:
-    # An empty tensor is one empty piece: the others wait for this rank all the same.
+    # An empty tensor gives one empty piece, because the other ranks wait for this rank in any case.
     for start in range(0, max(numel, 1), max(step, 1)):
         yield slice(start, min(start + step, numel))
 
 
 def elementwise(tensor: Tensor, nbytes: int, *, read: bool = True, write: bool = True) -> list[Piece]:
-    """Cut a flat tensor that is operated on in place (all_reduce, broadcast), only read (send) or only written (recv).
+    """Cut a flat tensor that is changed in place (all_reduce, broadcast), only read (send) or only written (recv).
 
     A piece has at most ``nbytes`` bytes.
     """
@@ -37,7 +37,7 @@ def elementwise(tensor: Tensor, nbytes: int, *, read: bool = True, write: bool =
 
 
 def gathered(out: Tensor, tensor: Tensor, size: int, nbytes: int) -> list[Piece]:
-    """Cut an all_gather of flat tensors: a piece of this rank's share in, the same piece of every share out."""
+    """Cut an all_gather of flat tensors: each input is a piece of this rank's share, the output that of all shares."""
     step = nbytes // (tensor.element_size() * size)
     shares = out.view(size, tensor.numel())
     cuts = _ranges(tensor.numel(), step)
@@ -45,9 +45,10 @@ def gathered(out: Tensor, tensor: Tensor, size: int, nbytes: int) -> list[Piece]
 
 
 def scattered(out: Tensor, tensor: Tensor, size: int, nbytes: int) -> list[Piece]:
-    """Cut a reduce_scatter or an equal all_to_all of flat tensors: a piece of every share in.
+    """Cut a reduce_scatter or an equal all_to_all of flat tensors: the input is a piece of every share.
 
-    Out goes the same piece of ``out``, which is one share (reduce_scatter) or as many as ``tensor`` (all_to_all).
+    The output is the same piece of ``out``, which has one share (reduce_scatter) or as many shares
+    as ``tensor`` (all_to_all).
     """
     step = nbytes // (tensor.element_size() * size)
     shares = tensor.view(size, tensor.numel() // size)

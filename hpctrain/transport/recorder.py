@@ -1,4 +1,4 @@
-"""Count what travels: calls and bytes by operation, so that tests can compare them with a formula."""
+"""Counters of calls and bytes per operation, which tests compare with cost formulas."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from contextlib import contextmanager
 
 
 class Recorder:
-    """Hold how often each operation ran on this rank and how many bytes it handed over.
+    """Numbers of calls and bytes of each operation on this rank.
 
-    ``calls["send"]`` and ``bytes["send"]`` count what this rank gave to the transport; ``"window"`` counts the bytes
-    that this rank wrote into node memory for others, and ``"handover"`` those it wrote there for one (``slots``).
+    ``calls["send"]`` and ``bytes["send"]`` count the data that this rank passed to the transport.
+    ``"window"`` counts the bytes that this rank wrote into node memory for several ranks, and
+    ``"handover"`` those for one rank (``slots``).
     """
 
     def __init__(self) -> None:
@@ -25,13 +26,13 @@ class Recorder:
 
 
 class Recordable:
-    """Be a thing that counts into a recorder while one is attached, and costs one test while none is."""
+    """Mixin that reports calls and bytes to an attached recorder; otherwise one ``is None`` check."""
 
     recorder: Recorder | None = None
 
     @contextmanager
     def recording(self) -> Iterator[Recorder]:
-        """Attach a fresh recorder for the length of a ``with`` block."""
+        """Attach a new recorder for the duration of a ``with`` block."""
         before, self.recorder = self.recorder, Recorder()
         try:
             yield self.recorder

@@ -1,8 +1,9 @@
-"""Space in /dev/shm for the memory that the ranks of a node share: looked up before it is taken, taken at once.
+"""Space in /dev/shm for node-shared memory: checked before allocation, and reserved immediately.
 
-MPI libraries make files there and map them. tmpfs gives a page when it is first touched; if there is none left, the
-process dies of SIGBUS. Containers have 64 MiB unless told otherwise. So the space is looked up before each window, and
-each rank touches all pages of its part by a system call that returns an error instead.
+MPI libraries create files there and map them. tmpfs allocates a page when it is first touched; if
+no page is left, the process dies of SIGBUS. Containers have 64 MiB by default. Therefore the space
+is checked before each window is created. Each rank then populates all pages of its part by a system
+call that returns an error instead.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ from hpctrain.cluster.shared_memory import ENLARGE, FOLDER, free_bytes
 from hpctrain.errors import CommunicationError
 from hpctrain.util import atomic
 
-SLACK = 2**20  # bytes that an MPI library may take for itself with a window
+SLACK = 2**20  # bytes that an MPI library may need for itself per window
 _MADV_POPULATE_WRITE = 23  # Linux 5.14
 
 
 class NoSpaceError(CommunicationError):
-    """The ranks cannot share so much memory; all ranks that asked for it have this error."""
+    """Too little shared memory for a request; raised on all ranks that made the request."""
 
 
 def missing_space(nbytes: int) -> NoSpaceError | None:
@@ -39,10 +40,10 @@ def missing_space(nbytes: int) -> NoSpaceError | None:
 
 
 def window(node: MPI.Intracomm, nbytes: int, agree: Callable[[bool], bool]) -> MPI.Win:
-    """Return a window of ``nbytes`` for this rank, all of it in memory. Collective.
+    """Return a window of ``nbytes`` for this rank, with all pages populated. Collective.
 
-    ``agree`` returns whether it was given true on all ranks that must get memory or go without. Raises
-    ``NoSpaceError`` on all of them if one of them gets none.
+    ``agree`` is a logical AND over all ranks that must get memory together. Raises ``NoSpaceError``
+    on all of them if one of them gets no memory.
     """
     total = node.allreduce(nbytes)
     missing = missing_space(total)
@@ -56,7 +57,8 @@ def window(node: MPI.Intracomm, nbytes: int, agree: Callable[[bool], bool]) -> M
     if agree(made is not None and populate(made.Shared_query(node.rank)[0])):
         assert made is not None, "all ranks have a window"
         return made
-    # Windows are freed by all their ranks together: if one got none, MPI's own clean-up at the end has to do.
+    # All ranks of a window must free it together. If one rank has none, the window is left to MPI's
+    # clean-up at exit.
     if node.allreduce(int(made is not None)) == node.size:
         assert made is not None, "all ranks of this node have a window"
         made.Free()
@@ -65,10 +67,11 @@ def window(node: MPI.Intracomm, nbytes: int, agree: Callable[[bool], bool]) -> M
 
 
 def populate(memory: MPI.buffer) -> bool:
-    """Take all pages of mapped memory; return whether there was space for them.
+    """Populate all pages of mapped memory; return whether there was space for them.
 
-    They lie on the memory bank of the caller, as after a first touch. Linux before 5.14 is asked for the space of the
-    file behind the mapping; if that has lost its name, what ``free_bytes`` says must do.
+    The pages are on the caller's NUMA node, as after a first touch. Before Linux 5.14 the space of
+    the mapped file is reserved instead; if the file was unlinked, the check by ``free_bytes`` must
+    suffice.
     """
     if not memory.nbytes:
         return True
@@ -83,7 +86,7 @@ def populate(memory: MPI.buffer) -> bool:
 
 
 def _reserve(begin: int, length: int) -> bool:
-    """Reserve the space in the file that is mapped at an address; return false if there is not enough."""
+    """Reserve the space in the file that is mapped at an address; return False if there is not enough."""
     for line in Path("/proc/self/maps").read_text().splitlines():
         fields = line.split(maxsplit=5)
         first, last = (int(number, 16) for number in fields[0].split("-"))

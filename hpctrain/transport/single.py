@@ -1,4 +1,4 @@
-"""Be a world of one rank, with no MPI: every collective is the identity."""
+"""Transport of a world of one rank, without MPI: every collective is the identity."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from hpctrain.transport.base import Finished, Transport, Work
 
 
 class SingleTransport(Transport):
-    """Carry nothing anywhere."""
+    """Transport of a single rank, which communicates with no other rank."""
 
     name = "single"
     rank = 0
     size = 1
 
     def reduces(self, dtype: torch.dtype, op: str) -> bool:
-        """Return True: a reduction over one rank leaves any tensor as it is."""
+        """Return True: a reduction over one rank does not change a tensor."""
         return True
 
     def all_gather_object(self, item: Any) -> list[Any]:
-        """Return the one object in a list."""
+        """Return the object in a list."""
         return [item]
 
     def broadcast_object(self, item: Any, root: int = 0) -> Any:
@@ -34,21 +34,21 @@ class SingleTransport(Transport):
         return item
 
     def split(self, color: int, key: int) -> Transport:
-        """Return a world of one again."""
+        """Return a new transport of one rank."""
         return SingleTransport()
 
     def split_node(self) -> Transport:
-        """Return a world of one again."""
+        """Return a new transport of one rank."""
         return SingleTransport()
 
     def abort(self, code: int) -> None:
-        """End the process without unwinding, as MPI's abort would."""
+        """Exit the process without unwinding, as MPI's abort would."""
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
 
     def free(self) -> None:
-        """Have nothing to give back."""
+        """Return: there are no resources to free."""
 
     def _isend(self, tensor: Tensor, peer: int, tag: int) -> Work:
         raise CommunicationError("a world of one rank has nobody to send to")

@@ -1,12 +1,17 @@
-"""Take device tensors through host memory, in pieces, so that copies and host operation run at the same time.
+"""Staging of device tensors through host memory in pieces, with overlap of copies and host operation.
 
-Note: the staging pipeline. Two slots of pinned memory take turns. While the host works on piece k in one slot, one
-stream copies piece k + 1 into the other slot and another stream copies piece k - 1 out of it. Three rules keep them
-apart: a copy into a slot waits, on its stream, for the copy out of the slot that was there before (piece k - 2, or the
-run before); the host waits for the copy in of piece k before it operates; a copy out is given to its stream after the
-host has operated. Both streams first wait for what the caller's stream has computed, and the caller's stream waits for
-the last copy out, so that the result can be used like that of any kernel. Cost: one piece in, one piece out, and in
-between the slowest of the three.
+Note: the staging pipeline. Two slots of pinned memory alternate. While the host works on piece k in
+one slot, one stream copies piece k + 1 into the other slot and another stream copies piece k - 1
+out of it. Three rules keep them apart:
+
+* A copy into a slot waits, on its stream, for the copy out of the slot's previous content (piece k
+  - 2, or the previous run).
+* The host waits for the copy in of piece k before it operates on it.
+* A copy out is enqueued on its stream after the host has operated.
+
+Both streams first wait for the work on the caller's stream. The caller's stream waits for the last
+copy out, so that the result can be used like that of any kernel. Cost: one piece in, one piece out,
+and in between the slowest of the three stages.
 """
 
 from __future__ import annotations
@@ -20,14 +25,15 @@ from torch import Tensor
 from hpctrain.transport.pieces import Piece
 from hpctrain.transport.streams import Streams
 
-PIECE_BYTES = 8 * 2**20  # long enough for full speed of the bus, short enough that the first and last copy cost little
+PIECE_BYTES = 8 * 2**20  # long enough for the bus's full speed, short enough that the first and last copy are cheap
 
-# Operates on one piece: (host memory to write, host memory to read); the same tensor where it works in place.
+# Operation on one piece: (host memory to write, host memory to read); both are the same tensor if
+# in place.
 HostOperation = Callable[[Tensor, Tensor], None]
 
 
 class _Slot:
-    """Hold the pinned memory of one piece under way, and the event after which it may be filled again."""
+    """Pinned memory of one piece in progress, and the event after which it may be refilled."""
 
     def __init__(self, streams: Streams) -> None:
         self._streams = streams
@@ -35,7 +41,7 @@ class _Slot:
         self.emptied: Any = None
 
     def memory(self, which: str, parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-        """Return room for the parts behind each other."""
+        """Return memory for the parts, packed."""
         nbytes = sum(part.numel() for part in parts) * dtype.itemsize
         held = self._memory.get(which)
         if held is None or held.numel() < nbytes:
@@ -46,7 +52,7 @@ class _Slot:
 
 
 class StagedCopier:
-    """Run host operations on device tensors; one run at a time."""
+    """Executor of host operations on device tensors; only one run at a time."""
 
     def __init__(self, streams: Streams) -> None:
         self._streams = streams
@@ -55,7 +61,7 @@ class StagedCopier:
         self._slots = (_Slot(streams), _Slot(streams))
 
     def run(self, pieces: Sequence[Piece], operation: HostOperation, dtype: torch.dtype) -> None:
-        """Operate on all pieces in order; the caller's stream waits for the results, the host for the inputs only."""
+        """Operate on all pieces in order; the caller's stream waits for the results, the host only for the inputs."""
         streams = self._streams
         computed = streams.record(streams.current())
         for stream in (self._inward, self._outward):
@@ -70,7 +76,8 @@ class StagedCopier:
                 operation(target, source)
                 self._copy_out(index, piece, target)
         finally:
-            # The inward stream too: after an error it may still read what the caller is about to free.
+            # Also the inward stream: after an error it may still read tensors that the caller is
+            # about to free.
             for stream in (self._inward, self._outward):
                 streams.wait(streams.current(), streams.record(stream))
 

@@ -1,9 +1,10 @@
-"""Order what a device does: streams and events behind one small face.
+"""Interface to the streams and events of a device.
 
-Note: who waits for whom. A *stream* does its work in order and a stream can wait for an *event* of another; the host
-only hands out work. So a carrier with a stream of its own is ordered in both directions by two events: its stream waits
-for what the caller's stream has computed, and later the caller's stream waits for what the carrier has brought. The
-host waits in ``synchronize`` alone. Tests put a recorder behind the same face and read the order from it.
+Note: the order of work. A *stream* executes its work in order, and a stream can wait for an *event*
+of another; the host only enqueues work. A carrier with its own stream is ordered in both directions
+by two events. Its stream waits for the work on the caller's stream, and later the caller's stream
+waits for the carrier's results. The host waits only in ``synchronize``. Tests substitute a recorder
+with the same interface and check the order.
 """
 
 from __future__ import annotations
@@ -19,49 +20,49 @@ from hpctrain.transport.activity import waiting
 
 
 class Streams(Protocol):
-    """Hand out the streams of one device; what a stream or an event is, only the implementation knows."""
+    """Streams of one device; stream and event objects are opaque to the caller."""
 
     device: torch.device
 
     def current(self) -> Any:
-        """Return the stream that the caller computes on."""
+        """Return the stream on which the caller computes."""
 
     def new(self) -> Any:
-        """Return another stream."""
+        """Return a new stream."""
 
     def handle(self, stream: Any) -> int:
-        """Return a stream as C libraries take it."""
+        """Return a stream as a handle for C libraries."""
 
     def record(self, stream: Any) -> Any:
-        """Return an event that comes when all work that was given to the stream is done."""
+        """Return an event that occurs when all work enqueued on the stream so far has completed."""
 
     def wait(self, stream: Any, event: Any) -> None:
-        """Let a stream wait for an event, without waiting here."""
+        """Make a stream wait for an event, without blocking the host."""
 
     def done(self, event: Any) -> bool:
-        """Tell whether an event has come."""
+        """Return whether an event has occurred."""
 
     def synchronize(self, event: Any) -> None:
-        """Wait here for an event."""
+        """Block the host until an event has occurred."""
 
     def copy(self, target: Tensor, source: Tensor, stream: Any) -> None:
         """Copy between device and pinned memory, as work of a stream."""
 
     def keep(self, tensor: Tensor, stream: Any) -> None:
-        """Keep the memory of a tensor from being used again before the stream's present work is done."""
+        """Prevent reuse of a tensor's memory before the stream's enqueued work has completed."""
 
     def pinned(self, nbytes: int) -> Tensor:
-        """Return host memory that the device can copy from and to by itself."""
+        """Return host memory that the device can access by DMA."""
 
     def entered(self) -> Any:
-        """Return a context in which C libraries find the device current."""
+        """Return a context in which the device is current for C libraries."""
 
     def on(self, stream: Any) -> Any:
-        """Return a context in which what is computed is work of a stream."""
+        """Return a context in which computations are enqueued on a stream."""
 
 
 class CudaStreams:
-    """Be the streams of one GPU."""
+    """Streams of one GPU."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -71,7 +72,7 @@ class CudaStreams:
         return torch.cuda.current_stream(self.device)
 
     def new(self) -> torch.cuda.Stream:
-        """Return a stream of high priority: what others wait for shall not queue behind computation."""
+        """Return a high-priority stream: communication must not queue behind computation."""
         stream: torch.cuda.Stream = torch.cuda.Stream(self.device, priority=-1)  # type: ignore[no-untyped-call]
         return stream
 
@@ -80,21 +81,21 @@ class CudaStreams:
         return int(stream.cuda_stream)
 
     def record(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
-        """Return an event behind the present work of the stream; one without a time stamp costs least."""
+        """Return an event after the enqueued work of the stream; without a time stamp, which is cheapest."""
         event = torch.cuda.Event(enable_timing=False)  # type: ignore[no-untyped-call]
         event.record(stream)
         return event
 
     def wait(self, stream: torch.cuda.Stream, event: torch.cuda.Event) -> None:
-        """Let the stream wait for the event."""
+        """Make the stream wait for the event."""
         stream.wait_event(event)
 
     def done(self, event: torch.cuda.Event) -> bool:
-        """Tell whether the event has come."""
+        """Return whether the event has occurred."""
         return bool(event.query())  # type: ignore[no-untyped-call]
 
     def synchronize(self, event: torch.cuda.Event) -> None:
-        """Wait here; a watchdog sees this as it sees a wait for a message, which it may well be."""
+        """Block until the event; the wait is visible to a watchdog like one for a message, which it may well be."""
         with waiting("device"):
             event.synchronize()
 
@@ -104,7 +105,7 @@ class CudaStreams:
             target.copy_(source, non_blocking=True)
 
     def keep(self, tensor: Tensor, stream: torch.cuda.Stream) -> None:
-        """Tell torch's allocator that the stream uses the tensor."""
+        """Record for torch's allocator that the stream uses the tensor."""
         tensor.record_stream(stream)
 
     def pinned(self, nbytes: int) -> Tensor:
@@ -123,42 +124,42 @@ class CudaStreams:
 
 
 class HostStreams:
-    """Be the streams of a device that does everything at once: the host itself."""
+    """Streams of the host itself, which executes all work immediately."""
 
     device = torch.device("cpu")
 
     def current(self) -> None:
-        """Return nothing: there is one order of work, that of the program."""
+        """Return None: the only order is that of the program."""
 
     def new(self) -> None:
-        """Return nothing."""
+        """Return None."""
 
     def handle(self, stream: None) -> int:
         """Return the default stream."""
         return 0
 
     def record(self, stream: None) -> None:
-        """Return nothing: what was asked for is done already."""
+        """Return None: all requested work has completed."""
 
     def wait(self, stream: None, event: None) -> None:
-        """Return at once."""
+        """Return immediately."""
 
     def done(self, event: None) -> bool:
         """Return True."""
         return True
 
     def synchronize(self, event: None) -> None:
-        """Return at once."""
+        """Return immediately."""
 
     def copy(self, target: Tensor, source: Tensor, stream: None) -> None:
-        """Copy now."""
+        """Copy immediately."""
         target.copy_(source)
 
     def keep(self, tensor: Tensor, stream: None) -> None:
-        """Do nothing: memory that is in use has a name."""
+        """Do nothing: referenced memory is not reused."""
 
     def pinned(self, nbytes: int) -> Tensor:
-        """Return plain memory."""
+        """Return ordinary memory."""
         return torch.empty(nbytes, dtype=torch.uint8)
 
     @contextmanager

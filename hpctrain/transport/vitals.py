@@ -1,7 +1,8 @@
-"""Let the ranks of a node see each other's signs of life: who speaks last, who waits in what, who is late.
+"""Heartbeats of the ranks of a node in shared memory: which rank waits in which operation, and which is late.
 
-Note: a page that needs nobody. Each rank has a line of node memory that it alone writes and everybody reads; nothing
-here sends a message or waits, so it works while MPI hangs, from any thread. Ranks of other nodes are not seen.
+Note: a page without dependencies. Each rank has a record in node memory that only this rank writes
+and all ranks read. No function here sends a message or waits, so the page works while MPI hangs,
+from any thread. Ranks of other nodes are not visible.
 """
 
 from __future__ import annotations
@@ -15,26 +16,26 @@ from mpi4py import MPI
 
 from hpctrain.transport import shm_space
 
-LINE = 128  # bytes a rank: two cache lines, because processors fetch lines in pairs
-_CLAIM, _STACKS, _NAME = 0, 8, 40  # offsets in a line; between them lie beat and since
+LINE = 128  # bytes per rank: two cache lines, because processors fetch lines in pairs
+_CLAIM, _STACKS, _NAME = 0, 8, 40  # offsets in a record; between them are beat and since
 _BEAT = struct.Struct("qq")
 _BEAT_AT = 16
 _NAME_BYTES = LINE - _NAME
-STALE = 3.0  # seconds without a beat after which a rank is stopped, or holds the interpreter's lock
+STALE = 3.0  # seconds without a heartbeat after which a rank is stopped, or holds the GIL
 
 
 @dataclass(frozen=True)
 class Vital:
-    """Say what one rank was doing when it last looked up: ``waited`` seconds in ``operation``, if in any."""
+    """Last heartbeat of one rank: it had waited ``waited`` seconds in ``operation`` (empty if it did not wait)."""
 
     rank: int
     operation: str
     waited: float
-    silent: float  # seconds since then
+    silent: float  # seconds since the heartbeat
 
     @property
     def late(self) -> bool:
-        """Tell whether others may be waiting for this rank."""
+        """Return whether others may be waiting for this rank."""
         return not self.operation or self.silent > STALE
 
     def __str__(self) -> str:
@@ -46,7 +47,7 @@ class Vital:
 
 
 class Vitals:
-    """Hold the page of the ranks of this node; all ranks of ``comm`` make it together.
+    """Heartbeat page of the ranks of this node. Construction is collective over ``comm``.
 
     Raises ``NoSpaceError`` on all ranks of a node that has no space for it in /dev/shm.
     """
@@ -65,7 +66,7 @@ class Vitals:
         node.Barrier()
 
     def claim(self, seconds: float) -> bool:
-        """Tell whether this rank is the first of its node to claim the last word; takes ``seconds``."""
+        """Return whether this rank is the first of its node to claim the right to report; blocks for ``seconds``."""
         stamp = time.monotonic_ns()  # one clock for all processes of a node
         self._put(_CLAIM, stamp)
         time.sleep(seconds)
@@ -73,14 +74,14 @@ class Vitals:
         return min(rival for rival in rivals if rival[0]) == (stamp, self._me)
 
     def beat(self, operation: str, waited: float) -> None:
-        """Say that this rank lives, and how long it has waited in which operation."""
+        """Publish a heartbeat: this rank is alive, and has waited this long in this operation."""
         now = time.monotonic_ns()
         line = self._lines[self._me]
         _BEAT.pack_into(line, _BEAT_AT, now, now - int(waited * 1e9))
         line[_NAME:] = operation.encode()[: _NAME_BYTES - 1].ljust(_NAME_BYTES, b"\0")
 
     def look(self) -> list[Vital]:
-        """Return what the ranks of this node were doing at their last beats, in rank order."""
+        """Return the last heartbeats of this node's ranks, in rank order."""
         now, found = time.monotonic_ns(), []
         for rank, line in zip(self._ranks, self._lines):
             beat, since = _BEAT.unpack_from(line, _BEAT_AT)
@@ -93,7 +94,7 @@ class Vitals:
         self._put(_STACKS, 1)
 
     def stacks_wanted(self) -> bool:
-        """Tell whether any rank of this node has asked for stacks."""
+        """Return whether any rank of this node has asked for stacks."""
         return any(self._get(rank, _STACKS) for rank in range(len(self._lines)))
 
     def _put(self, place: int, value: int) -> None:

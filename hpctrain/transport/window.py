@@ -1,11 +1,14 @@
-"""Share memory among the ranks of a node: every rank maps every rank's buffer.
+"""Node-shared memory: every rank maps the buffers of all ranks of its node.
 
-Note: how ranks meet without messages. Each rank owns two counters in the shared control block, ``arrived`` and
-``finished``; only the owner writes them, everybody reads them. All ranks start the same operations in the same order,
-so an operation is known by its number: "rank r has arrived at 7" means that its data of operation 7, and of all before,
-lies in memory; "finished 7" means that rank r has done its share of it. The counters only grow, so no reset can race,
-and several operations can be under way at once. A wait yields its core after a few hundred looks, because there may be
-more ranks than cores, and looks at the clock now and then, because a rank that never comes must not hang the job.
+Note: synchronization without messages. Each rank owns two counters in the shared control block,
+``arrived`` and ``finished``. Only the owner writes them; all ranks read them. All ranks start the
+same operations in the same order, so a number identifies an operation. "Rank r has arrived at 7"
+means that its data of operation 7, and of all earlier ones, are in memory. "Finished 7" means that
+rank r has done its part of it.
+
+The counters are monotonic, so there is no race on a reset, and several operations can be in
+progress at once. A wait yields its core after a few hundred polls, because there may be more ranks
+than cores. It reads the clock occasionally, because a missing rank must not hang the job.
 """
 
 from __future__ import annotations
@@ -26,16 +29,16 @@ from hpctrain.transport.patience import CROWDED_SPINS, SPINS, Patience, until
 from hpctrain.transport.recorder import Recordable
 
 PAGE = 4096
-SLAB = 2**20  # requests below this share a window, since MPI libraries have few of them
-LINE = 16  # int64s: two cache lines a counter, because processors fetch lines in pairs
+SLAB = 2**20  # requests below this share a window, because MPI libraries have few windows
+LINE = 16  # int64s: two cache lines per counter, because processors fetch lines in pairs
 
-# x86-64 shows stores to other cores in program order; elsewhere a fence must say so.
+# x86-64 makes stores visible to other cores in program order; other processors need a fence.
 _ORDERED = platform.machine() in ("x86_64", "AMD64")
 
 
 @dataclass(frozen=True)
 class NodeBuffer:
-    """Hold one allocation: the bytes of every local rank, as tensors of uint8 that all ranks map.
+    """One allocation: the bytes of every local rank, as uint8 tensors that all ranks map.
 
     In a ``common`` buffer these are the same bytes for all ranks.
     """
@@ -45,18 +48,21 @@ class NodeBuffer:
     common: bool = False
 
     def views(self, offset: int, numel: int, dtype: torch.dtype) -> list[Tensor]:
-        """Return the same piece of every rank's buffer, ``offset`` in bytes."""
+        """Return the same segment of every rank's buffer, at ``offset`` bytes."""
         nbytes = numel * dtype.itemsize
         return [part[offset : offset + nbytes].view(dtype) for part in self.ranks]
 
 
 class NodeMemory(Recordable):
-    """Hold the memory that the ranks of one node share, and the counters by which they meet."""
+    """Memory that the ranks of one node share, and the counters by which they synchronize."""
 
     def __init__(
         self, transport: MpiTransport, *, crowded: bool = False, everyone: MpiTransport | None = None
     ) -> None:
-        """Make the counters; ``everyone`` are the ranks that get memory all together or raise ``NoSpaceError``."""
+        """Create the counters. Collective.
+
+        The ranks of ``everyone`` get memory together, or all of them raise ``NoSpaceError``.
+        """
         self.spins = CROWDED_SPINS if crowded else SPINS
         self.rank = transport.rank
         self.size = transport.size
@@ -81,9 +87,10 @@ class NodeMemory(Recordable):
     # Memory -----------------------------------------------------------------------------------------------------------
 
     def allocate(self, nbytes: int) -> tuple[NodeBuffer, int]:
-        """Return a buffer and the offset in it of ``nbytes`` zeroed bytes a rank; a call by all ranks with one size.
+        """Return a buffer and the offset of ``nbytes`` zeroed bytes per rank in it. Collective.
 
-        The memory lives until ``free``: ranks drop tensors at different times, and only all together can unmap.
+        All ranks pass the same size. The memory remains valid until ``free``: ranks drop tensors at
+        different times, and unmapping is collective.
         """
         rounded = -(-nbytes // 64) * 64
         if rounded >= SLAB:
@@ -94,10 +101,10 @@ class NodeMemory(Recordable):
         return self._slab, offset
 
     def allocate_common(self, nbytes: int) -> NodeBuffer:
-        """Return ``nbytes`` zeroed bytes that are the same for all ranks; a call by all ranks with one size."""
+        """Return ``nbytes`` zeroed bytes that all ranks share; all ranks pass the same size. Collective."""
         paged = -(-nbytes // PAGE) * PAGE
         part = _tensor(self._window(paged if self.rank == 0 else 0).Shared_query(0)[0], paged)
-        # Each rank touches its share first, and so finds it on its own memory bank.
+        # Each rank touches its share first, so that the pages are on its own NUMA node.
         share = -(-paged // PAGE // self.size) * PAGE
         part[self.rank * share : (self.rank + 1) * share].zero_()
         buffer = NodeBuffer([part] * self.size, [part.data_ptr()] * self.size, common=True)
@@ -106,7 +113,7 @@ class NodeMemory(Recordable):
         return buffer
 
     def find(self, tensor: Tensor) -> tuple[NodeBuffer, int] | None:
-        """Return the buffer that a tensor lies in and its offset there in bytes; None for memory of its own."""
+        """Return the buffer that contains a tensor and its offset in bytes; None for private memory."""
         address = tensor.data_ptr()
         for buffer in self._buffers:
             offset = address - buffer.addresses[self.rank]
@@ -115,11 +122,11 @@ class NodeMemory(Recordable):
         return None
 
     def number_of(self, buffer: NodeBuffer) -> int:
-        """Return the number of a buffer, the same on all ranks."""
+        """Return the index of a buffer, the same on all ranks."""
         return next(number for number, other in enumerate(self._buffers) if other is buffer)
 
     def free(self) -> None:
-        """Unmap everything; a call by all ranks, after which no tensor of this memory may be touched."""
+        """Unmap all memory; its tensors must not be used afterwards. Collective."""
         self._buffers.clear()
         self._slab = None
         for counter in self._counters:
@@ -132,7 +139,8 @@ class NodeMemory(Recordable):
         self._transport.free()
 
     def _map(self, nbytes: int) -> NodeBuffer:
-        # Whole pages, so that each page has one owner who touches it first and finds it on its own memory bank.
+        # Whole pages, so that each page has one owner, which touches it first and gets it on its
+        # own NUMA node.
         paged = -(-nbytes // PAGE) * PAGE
         window = self._window(paged)
         ranks = [_tensor(window.Shared_query(rank)[0], paged) for rank in range(self.size)]
@@ -148,10 +156,10 @@ class NodeMemory(Recordable):
         self._windows.append(made)
         return made
 
-    # Meeting ----------------------------------------------------------------------------------------------------------
+    # Synchronization --------------------------------------------------------------------------------------------------
 
     def arrive(self) -> int:
-        """Say that this rank's data of the next operation lies in memory; return the operation's number."""
+        """Announce that this rank's data of the next operation are in memory; return the operation's number."""
         self._started += 1
         if self._fence is not None:
             self._fence()
@@ -159,34 +167,34 @@ class NodeMemory(Recordable):
         return self._started
 
     def finish(self, number: int) -> None:
-        """Say that this rank has done its share of an operation, and of all before it."""
+        """Announce that this rank has done its part of an operation, and of all earlier ones."""
         if self._fence is not None:
             self._fence()
         self._counters[self.rank][LINE] = number
 
     def fence(self) -> None:
-        """Show other ranks what this one has written before, in order, or see so what others have written."""
+        """Order memory accesses: publish earlier writes of this rank, or make those of others visible."""
         if self._fence is not None:
             self._fence()
 
     def all_arrived(self, number: int) -> bool:
-        """Tell whether every rank's data of an operation lies in memory."""
+        """Return whether every rank's data of an operation are in memory."""
         return self._reached(number, 0)
 
     def all_finished(self, number: int) -> bool:
-        """Tell whether every rank has done its share of an operation."""
+        """Return whether every rank has done its part of an operation."""
         return self._reached(number, LINE)
 
     def await_arrived(self, number: int, operation: str) -> None:
-        """Wait until every rank's data of an operation lies in memory; ``DeadlineError`` names late ranks."""
+        """Wait until every rank's data of an operation are in memory; ``DeadlineError`` names late ranks."""
         self._await(0, number, operation)
 
     def await_finished(self, number: int, operation: str) -> None:
-        """Wait until every rank has done its share of an operation; ``DeadlineError`` names late ranks."""
+        """Wait until every rank has done its part of an operation; ``DeadlineError`` names late ranks."""
         self._await(LINE, number, operation)
 
     def wait(self, ready: Callable[[], bool], operation: str, number: int) -> None:
-        """Look until ``ready()``; raise ``DeadlineError`` naming the late ranks at the deadline."""
+        """Poll until ``ready()``; at the deadline raise ``DeadlineError``, which names the late ranks."""
         until(ready, operation, lambda: self._late(operation, number), self.spins)
 
     def _await(self, which: int, number: int, operation: str) -> None:

@@ -1,6 +1,6 @@
-"""Time the algorithms of one operation, at one place and size, and check that they bring the right numbers.
+"""Timing of the algorithms of one operation at one memory location and size, with a check of the results.
 
-Every method is a call by all ranks alike.
+Every method is collective.
 """
 
 from __future__ import annotations
@@ -17,44 +17,44 @@ from hpctrain.errors import CommunicationError
 if TYPE_CHECKING:
     from hpctrain.collectives.communicator import Communicator
 
-ROW_SECONDS = 0.002  # of calls without a barrier: long against what a clock and a barrier take
+ROW_SECONDS = 0.002  # calls per row without a barrier take this long: much longer than the clock and the barrier
 MOST_CALLS = 500
-FIRST_ROWS, FIRST_CALLS = 4, 5  # the best of these rows counts: short ones are likely to be left in peace
-SLOW = 0.001  # seconds of a first call after which one more has to do
-SWEPT = ((2**20, 3), (2**63, 1))  # (up to so many bytes, rows in a sweep): what takes no time shall have more
-CHECKED = 2**20  # bytes up to which first results are checked: every way in which an algorithm cuts its tensor
-HOPELESS = 3.0  # times the best of the first rows
+FIRST_ROWS, FIRST_CALLS = 4, 5  # the best of these short rows counts, because it is likely to be undisturbed
+SLOW = 0.001  # seconds of a first call above which one more call is sufficient
+SWEPT = ((2**20, 3), (2**63, 1))  # (upper limit in bytes, rows per sweep): cheap cases get more rows
+CHECKED = 2**20  # bytes up to which first results are checked: covers every way in which an algorithm cuts its tensor
+HOPELESS = 3.0  # multiple of the best first row above which an algorithm is dropped
 DTYPES = {"carried": torch.float32, "own": torch.bfloat16}
 
 
 class Space:
-    """Hold the memory of one place, for tensors of every dtype up to some bytes."""
+    """Memory at one location, for tensors of every dtype up to a maximum number of bytes."""
 
     def __init__(self, comm: Communicator, place: str, nbytes: int, device: torch.device) -> None:
-        room = -(-nbytes // 64) * 64 + 64 * comm.size  # for sizes that are made larger
+        room = -(-nbytes // 64) * 64 + 64 * comm.size  # room for sizes that are rounded up
         self.device = device if place == "cuda" else torch.device("cpu")
         if place == "window":
             self._bytes = [comm.empty(room, torch.uint8) for _ in range(2)]
         else:
-            # Written, so that every page is there before the clock runs.
+            # Zeros, not empty: all pages must be mapped before the timing starts.
             self._bytes = [torch.zeros(room, dtype=torch.uint8, device=self.device) for _ in range(2)]
 
     def tensors(self, numel: int, ranks: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return the whole tensor, and one for a rank's share of it."""
+        """Return the whole tensor, and a tensor for a rank's share of it."""
         whole, share = (part.view(dtype) for part in self._bytes)
         return whole[:numel], share[: numel // ranks]
 
 
 class Part:
-    """Measure one operation at one place and size; ``times`` holds the rows of each algorithm, on this rank."""
+    """Measurement of one operation at one memory location and size; ``times`` holds this rank's rows per algorithm."""
 
     def __init__(self, comm: Communicator, key: Key, size: int, space: Space) -> None:
         self.name = f"{key[0]} of {readable(size)}"
         self.key = key
         self.size = size
-        self.first: dict[str, float] = {}  # seconds of a call in the best first row, of the slowest rank
+        self.first: dict[str, float] = {}  # seconds per call in the best first row, of the slowest rank
         self.left_out: dict[str, str] = {}  # why an algorithm was not measured
-        self.wrong: set[str] = set()  # those of them that brought wrong numbers
+        self.wrong: set[str] = set()  # subset of them that produced wrong numbers
         self.times: dict[str, list[float]] = {}
         self._comm = comm
         self._cuda = space.device.type == "cuda"
@@ -62,16 +62,17 @@ class Part:
         shares = -(-size // (dtype.itemsize * comm.size))
         numel = shares * comm.size if key[0] in ("reduce_scatter", "all_gather") else -(-size // dtype.itemsize)
         self._whole, self._share = space.tensors(numel, comm.size, dtype)
-        self._calls = comm.size if key[0] in ("reduce", "broadcast") else 1  # in which each rank is root once
+        self._calls = comm.size if key[0] in ("reduce", "broadcast") else 1  # calls in which each rank is root once
 
     @property
     def undecided(self) -> bool:
-        """Tell whether more than one algorithm may be the fastest."""
+        """Return whether more than one algorithm may be the fastest."""
         return len(self.times) > 1
 
     def begin(self) -> None:
-        """Try every algorithm, and keep those in ``times`` that may be the fastest."""
-        # Within one node hierarchical is the window by another name: two candidates that only noise could tell apart.
+        """Try every algorithm and keep in ``times`` those that may be the fastest."""
+        # Within one node hierarchical is identical to window: two candidates that would differ by
+        # noise only.
         names = [name for name in algorithms(self.key[1]) if self._comm.nodes > 1 or name != "hierarchical"]
         own = {name: self._try(name) for name in names}
         first = {name: seconds for name, seconds in own.items() if seconds is not None}
@@ -81,15 +82,16 @@ class Part:
         self.times = {name: [] for name, seconds in self.first.items() if seconds <= HOPELESS * best}
 
     def sweep(self) -> None:
-        """Measure each algorithm that may be the fastest once more."""
+        """Measure each remaining candidate once more."""
         for _ in range(next(rows for limit, rows in SWEPT if self.size <= limit)):
             for name, rows in self.times.items():
                 rows.append(self._row(name, self._row_length(self.first[name])))
 
     def _try(self, name: str) -> float | None:
-        """Return the seconds of a call in the first rows; None for an algorithm that cannot serve, or not rightly.
+        """Return the seconds per call in the first rows; None if the algorithm is inapplicable or its result is wrong.
 
-        Whether it can is known to all ranks alike, before anything is sent: they all go on, or none does.
+        All ranks know whether it is applicable before anything is sent, so all of them proceed or
+        none does.
         """
         checked = self.size <= CHECKED
         if checked:
@@ -101,7 +103,7 @@ class Part:
             return None
         everyone = self._comm.all_gather_object((not checked or self._is_right(), once))
         if checked:
-            self._whole.zero_()  # sums stay what they are however often they are reduced again
+            self._whole.zero_()  # zeros stay zero however often they are reduced again
             self._share.zero_()
         wrong = [str(rank) for rank, (right, _) in enumerate(everyone) if not right]
         if wrong:
@@ -117,9 +119,9 @@ class Part:
         return -(-calls // self._calls) * self._calls
 
     def _row(self, name: str, calls: int) -> float:
-        """Return the seconds of one call of a row."""
+        """Return the seconds per call of a row."""
         if self.size <= CHECKED and self.times:
-            for turn in range(self._calls):  # what is made at first use, and may have been forgotten since the last row
+            for turn in range(self._calls):  # warm-up: first-use state may be gone since the last row
                 self._call(name, turn)
         self._comm.transport.barrier()
         start = time.perf_counter()
@@ -142,15 +144,15 @@ class Part:
         else:
             comm.broadcast(self._whole, root, algorithm=name)
 
-    # The first result -------------------------------------------------------------------------------------------------
+    # Verification of the first result ---------------------------------------------------------------------------------
 
     def _fill(self) -> None:
-        """Put numbers into the tensors that the operation reads, other ones on every rank."""
+        """Fill the input tensors with numbers that differ between ranks."""
         self._share.copy_(self._pattern(self._share)).add_(self._comm.rank)
         self._whole.copy_(self._pattern(self._whole)).add_(self._comm.rank)
 
     def _is_right(self) -> bool:
-        """Tell whether the first call brought this rank the numbers that it must bring."""
+        """Return whether the first call gave this rank the expected numbers."""
         ranks, operation = self._comm.size, self.key[0]
         if operation == "broadcast":
             return torch.equal(self._whole, self._pattern(self._whole))

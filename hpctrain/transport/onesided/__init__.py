@@ -1,1 +1,1 @@
-"""Let ranks read and change each other's memory while its owners compute."""
+"""Remote memory access (one-sided communication): ranks access each other's memory while its owners compute."""

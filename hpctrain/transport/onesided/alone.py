@@ -1,4 +1,4 @@
-"""Expose the memory of a world of one rank to itself."""
+"""Remote memory of a world of one rank, which accesses its own memory."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hpctrain.transport.onesided.exposed import Exposed, Operation, RowOperation
 
 
 class ExposedAlone(Exposed):
-    """Hold the memory of one rank, with no MPI."""
+    """Remote memory of one rank, without MPI."""
 
     name = "alone"
     rank = 0
@@ -27,16 +27,16 @@ class ExposedAlone(Exposed):
         return self._memory
 
     def fetch_add(self, rank: int, word: int, amount: int = 0) -> int:
-        """Add to a counter, and return what it was."""
+        """Add to a counter, and return its previous value."""
         before = self._words[word]
         self._words[word] += amount
         return before
 
     def barrier(self) -> None:
-        """Have nobody to wait for."""
+        """Return immediately: there is no other rank."""
 
     def free(self) -> None:
-        """Let go of the memory."""
+        """Release the memory."""
         self._memory = torch.empty(0, dtype=self.dtype)
 
     def _carry(self, operation: Operation, rank: int, values: Tensor, start: int) -> None:

@@ -1,4 +1,4 @@
-"""Choose what carries exposed memory: MPI's one-sided operations where they prove themselves, messages elsewhere."""
+"""Choice of the implementation of remote memory: MPI's one-sided operations if they pass a test, messages otherwise."""
 
 from __future__ import annotations
 
@@ -21,10 +21,11 @@ WAYS = ("auto", "mpi", "messages")
 
 
 def expose(transport: Transport, length: int, dtype: torch.dtype = torch.float32, words: int = 0) -> Exposed:
-    """Return memory of ``length`` zeros, and counters, that all ranks may reach; a call by all ranks.
+    """Return zeroed memory of ``length`` elements, and counters, that all ranks can access. Collective.
 
-    Lengths may differ between ranks, ``dtype`` is one that MPI adds (float32, float64, int32, int64). The variable
-    ``HPCTRAIN_ONESIDED`` chooses the carrier: mpi, messages, or auto, which tries the first before it trusts it.
+    Lengths may differ between ranks. ``dtype`` must be one that MPI can add (float32, float64,
+    int32, int64). The variable ``HPCTRAIN_ONESIDED`` selects the implementation: mpi, messages, or
+    auto, which uses mpi if it passes a test.
     """
     from hpctrain.transport.onesided.alone import ExposedAlone
 
@@ -61,7 +62,7 @@ def _over_mpi(
 
 
 def _trouble(transport: MpiTransport) -> str:
-    """Return in words what one-sided operations get wrong, the same on all ranks; empty where all is well."""
+    """Return a description of a failure of the one-sided operations, the same on all ranks; empty if they pass."""
     from hpctrain.transport.onesided.trial import trial
 
     found = transport.all_gather_object(trial(transport.comm))

@@ -1,9 +1,10 @@
-"""State what ranks may do with memory that other ranks expose to them, without the owner's help.
+"""Interface of remote memory: operations on memory of other ranks, without the owner's help.
 
-Note: progress. Within a node everything here goes through shared memory, and the owner may compute, sleep or be gone.
-Over a network without hardware for it (TCP), the MPI libraries serve a request only while its owner is inside some MPI
-call: both wheels let a read of 1 MB wait for three seconds while the owner computed for three. So owners call
-``progress`` between pieces of work, and every wait in here does, too.
+Note: progress. Within a node all operations use shared memory; the owner may compute, sleep, or
+have ended. Over a network without hardware support (TCP), MPI libraries serve a request only while
+its owner is inside some MPI call. With both MPI wheels, a read of 1 MB waited three seconds while
+the owner computed for three seconds. Therefore owners call ``progress`` between pieces of work, and
+so does every wait in this package.
 """
 
 from __future__ import annotations
@@ -23,23 +24,24 @@ RowOperation = Literal["get_rows", "put_rows", "add_rows"]
 
 
 class Exposed(Recordable, ABC):
-    """Hold one rank's numbers where all ranks of a transport may read and change them.
+    """Remote memory: elements of one rank that all ranks of a transport may read and change.
 
-    ``lengths`` are the numbers of elements of every rank, ``words`` how many counters each rank has beside them, all
-    zero at first. What the same rank does at the same place happens in its order.
+    ``lengths`` are the numbers of elements of every rank. ``words`` is the number of counters that
+    each rank has in addition; all are initially zero. Operations of one rank on the same element
+    take effect in program order.
     """
 
-    name: str  # of what carries it
+    name: str  # name of the implementation
     rank: int
     dtype: torch.dtype
     lengths: Sequence[int]
 
     @abstractmethod
     def view(self, rank: int) -> Tensor | None:
-        """Return a rank's memory where this one shares it, to read and change in place; None on another node."""
+        """Return a rank's memory for direct access if it is on this node; None otherwise."""
 
     def get(self, rank: int, out: Tensor, start: int = 0) -> None:
-        """Read ``out.numel()`` elements of a rank from ``start`` on; of what others write meanwhile, old or new."""
+        """Read ``out.numel()`` elements of a rank from ``start`` on; concurrent writes may or may not be visible."""
         near = self._near(rank, out, start)
         if near is not None:
             out.view(-1).copy_(near)
@@ -47,7 +49,7 @@ class Exposed(Recordable, ABC):
             self._carry("get", rank, out.view(-1), start)
 
     def put(self, rank: int, values: Tensor, start: int = 0) -> None:
-        """Write elements of a rank; they are there when this returns."""
+        """Write elements of a rank; they are visible when this returns."""
         near = self._near(rank, values, start)
         if near is not None:
             near.copy_(values.view(-1))
@@ -55,10 +57,10 @@ class Exposed(Recordable, ABC):
             self._carry("put", rank, values.view(-1), start)
 
     def add(self, rank: int, values: Tensor, start: int = 0) -> None:
-        """Add to elements of a rank; they are there when this returns.
+        """Add to elements of a rank; the result is visible when this returns.
 
-        Ranks of the owner's node do so in the shared memory, so additions of theirs to one element at the same moment
-        may lose one: take a ``Lock`` where none may be lost.
+        Ranks of the owner's node add in shared memory, so concurrent additions by them to the same
+        element may be lost. Use a ``Lock`` if no addition may be lost.
         """
         near = self._near(rank, values, start)
         if near is not None:
@@ -67,7 +69,7 @@ class Exposed(Recordable, ABC):
             self._carry("add", rank, values.view(-1), start)
 
     def get_rows(self, rank: int, out: Tensor, rows: Tensor, start: int = 0) -> None:
-        """Read rows of a matrix that begins at element ``start`` of a rank and is as wide as ``out``; each once."""
+        """Read distinct rows of a matrix that starts at element ``start`` of a rank and is as wide as ``out``."""
         near = self._near_rows(rank, out, rows, start)
         if near is not None:
             torch.index_select(near, 0, rows, out=out)
@@ -75,7 +77,7 @@ class Exposed(Recordable, ABC):
             self._carry_rows("get_rows", rank, out, rows, start)
 
     def put_rows(self, rank: int, values: Tensor, rows: Tensor, start: int = 0) -> None:
-        """Write rows of a matrix, each once; they are there when this returns."""
+        """Write distinct rows of a matrix; they are visible when this returns."""
         near = self._near_rows(rank, values, rows, start)
         if near is not None:
             near.index_copy_(0, rows, values)
@@ -83,7 +85,7 @@ class Exposed(Recordable, ABC):
             self._carry_rows("put_rows", rank, values, rows, start)
 
     def add_rows(self, rank: int, values: Tensor, rows: Tensor, start: int = 0) -> None:
-        """Add to rows of a matrix, each once, as ``add`` does; they are there when this returns."""
+        """Add to distinct rows of a matrix, as ``add`` does; the result is visible when this returns."""
         near = self._near_rows(rank, values, rows, start)
         if near is not None:
             near.index_add_(0, rows, values)
@@ -92,36 +94,36 @@ class Exposed(Recordable, ABC):
 
     @abstractmethod
     def fetch_add(self, rank: int, word: int, amount: int = 0) -> int:
-        """Add to a counter of a rank, and return what it was; no addition is ever lost. With 0: read it."""
+        """Atomically add to a counter of a rank, and return its previous value. An amount of 0 reads it."""
 
     @abstractmethod
     def _carry(self, operation: Operation, rank: int, values: Tensor, start: int) -> None:
-        """Get, put or add elements of a rank on another node, and wait until that is done."""
+        """Get, put or add elements of a rank on another node; return when the operation has completed."""
 
     @abstractmethod
     def _carry_rows(self, operation: RowOperation, rank: int, values: Tensor, rows: Tensor, start: int) -> None:
-        """Get, put or add rows of a rank on another node, and wait until that is done."""
+        """Get, put or add rows of a rank on another node; return when the operation has completed."""
 
     def progress(self) -> None:
-        """Let others get on with what this rank exposes."""
+        """Serve pending requests of other ranks for this rank's memory."""
 
     @abstractmethod
     def barrier(self) -> None:
-        """Wait until all ranks have come, and serve them meanwhile: what they asked for before has been done then."""
+        """Wait for all ranks and serve them meanwhile; their earlier requests have completed afterwards. Collective."""
 
     @abstractmethod
     def free(self) -> None:
-        """Give the memory back; a call by all ranks, after which no view may be touched."""
+        """Free the memory; views must not be used afterwards. Collective."""
 
     def _near(self, rank: int, values: Tensor, start: int) -> Tensor | None:
-        """Return the elements where this rank shares them; raise ``UsageError`` for such as there are not."""
+        """Return the elements if their owner is on this node; raise ``UsageError`` for elements out of range."""
         end = start + values.numel()
         self._check(rank, values, start, end)
         near = self.view(rank)
         return None if near is None else near[start:end]
 
     def _near_rows(self, rank: int, values: Tensor, rows: Tensor, start: int) -> Tensor | None:
-        """Return the rows from ``start`` to the last that is meant, where this rank shares them."""
+        """Return the rows from ``start`` to the last requested one if their owner is on this node."""
         if values.dim() != 2 or rows.dtype is not torch.int64 or rows.shape != values.shape[:1]:
             raise UsageError(f"values of shape {tuple(values.shape)} and rows of {tuple(rows.shape)}: one is for each")
         first, last = (int(rows.min()), int(rows.max()) + 1) if rows.numel() else (0, 0)

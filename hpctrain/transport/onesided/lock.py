@@ -1,7 +1,8 @@
-"""Let one rank at a time have what a rank exposes.
+"""Mutual exclusion on a rank's remote memory.
 
-Note: a ticket lock. Who wants in draws the next number and waits until it is served, so that ranks come in the order
-in which they asked. Two counters of the owner are all that it takes, and no message to anybody who computes.
+Note: a ticket lock. A rank draws the next ticket and waits until that ticket is served, so ranks
+get the lock in the order of their requests. The lock needs two counters of the owner, and no
+message to a rank that computes.
 """
 
 from __future__ import annotations
@@ -13,29 +14,29 @@ from hpctrain.transport.activity import timeout_seconds, waiting
 from hpctrain.transport.onesided.exposed import Exposed
 from hpctrain.transport.patience import SPINS, until
 
-WORDS = 3  # counters of the owner that a lock takes
+WORDS = 3  # counters of the owner per lock
 _NEXT, _SERVED, _HOLDER = range(WORDS)
 
 
 class Lock:
-    """Be one lock for each rank's memory; ``first`` is the first of its counters."""
+    """One lock per rank's memory; ``first`` is the index of its first counter."""
 
     def __init__(self, exposed: Exposed, first: int = 0) -> None:
         self._exposed, self._first = exposed, first
 
     @contextmanager
     def of(self, rank: int) -> Iterator[int]:
-        """Exclude all others from a rank's memory for the ``with`` block.
+        """Exclude all other ranks from a rank's memory for the ``with`` block.
 
-        It yields how many had the lock before. Raises ``DeadlineError`` that names who holds it where its turn does not
-        come.
+        Yields the number of previous holders. Raises ``DeadlineError``, which names the current
+        holder, if the lock is not acquired in time.
         """
         ticket = self._word(rank, _NEXT, 1)
         operation = f"the lock of rank {rank}'s memory"
         with waiting(operation):
             until(lambda: self._served(rank) >= ticket, operation, lambda: self._late(rank, operation), SPINS, period=1)
         holder = self._exposed.rank + 1
-        self._word(rank, _HOLDER, holder)  # from 0, as the one before left it
+        self._word(rank, _HOLDER, holder)  # the previous holder reset it to 0
         try:
             yield ticket
         finally:

@@ -1,11 +1,16 @@
-"""Expose memory by MPI's one-sided operations: passive targets, epochs that last as long as the memory.
+"""Remote memory over MPI's one-sided operations: passive target, with one epoch for the lifetime of the memory.
 
-Note: what is not one-sided. Within a node all is reached directly, as for ``ExposedByMessages``; the memory that a node
-shares is exposed to other nodes by a window over all ranks, and numbers are read, written and added there. Counters of
-other nodes are still asked for by messages: only their owner can change them as one act with its neighbours, because
-a window over several nodes makes Open MPI let neighbours, too, wait for the owner. Rows of a matrix are read and
-written as one operation, of a type that names them: it took a sixth of the time of one operation a row. They are added
-to by a message, because Open MPI took 250 ms to accumulate 256 of them in that way, and 40 ms by the message.
+Note: operations that are not one-sided. Within a node memory is accessed directly, as in
+``ExposedByMessages``. The shared memory of a node is exposed to other nodes by a window over all
+ranks, for reading, writing and adding elements.
+
+Counters of other nodes are still accessed by messages. They must be atomic with respect to the
+owner's neighbours, which only the owner can ensure: with a window over several nodes, Open MPI
+would make neighbours wait for the owner, too.
+
+Rows of a matrix are read and written as one operation, with a derived datatype. This took a sixth
+of the time of one operation per row. Rows are added by a message: for 256 rows Open MPI took 250 ms
+to accumulate them with a derived datatype, and 40 ms by the message.
 """
 
 from __future__ import annotations
@@ -23,7 +28,7 @@ from hpctrain.transport.onesided.served import ExposedByMessages
 
 
 class ExposedByRma(ExposedByMessages):
-    """Hold memory in windows of MPI; made and freed by all ranks together."""
+    """Remote memory in MPI windows. Construction and release are collective."""
 
     name = "one-sided MPI"
 
@@ -66,7 +71,7 @@ class ExposedByRma(ExposedByMessages):
         kind.Free()
 
     def release(self) -> None:
-        """Free what MPI can be asked with; the memory stays. Collective."""
+        """Free the windows of elements and counters; the memory stays valid. Collective."""
         self._free_window()
         super().release()
 

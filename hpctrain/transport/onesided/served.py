@@ -1,11 +1,13 @@
-"""Expose memory by messages, for MPI libraries whose one-sided operations are broken or slow.
+"""Remote memory over messages, for MPI libraries whose one-sided operations are broken or slow.
 
-Note: the protocol. A request is a row of numbers (operation, first element, elements, counter, amount, answer's tag);
-elements that travel with it follow as a second message. Where they are for some rows of a matrix, a list of these
-comes before them, as long as ``amount`` says. Owners take requests whenever they make ``progress``, and ranks that wait
-for an answer do, so two that ask each other both get on. Every request is answered, so that it is known to be done.
-Within a node all is reached directly. Whoever waits serves all memories that the process exposes: who waits for us may
-wait at another one.
+Note: the protocol. A request is an array of integers (operation, first element or counter, number
+of elements, amount, tag of the answer). Elements to write or add follow as a second message. For
+rows of a matrix, a list of row indices precedes them, whose length is ``amount``.
+
+Owners serve requests whenever they call ``progress``, and so do ranks that wait for an answer.
+Therefore two ranks that request from each other both proceed. Every request is answered, so that
+its completion is known. Within a node memory is accessed directly. A waiting rank serves all
+memories that its process exposes, because a rank that waits for it may wait at another memory.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from hpctrain.transport.onesided.shared import Counters, SharedPieces
 from hpctrain.transport.patience import SPINS, until
 
 _CODES = ("get", "put", "add", "count", "get_rows", "put_rows", "add_rows")
-_REQUEST, _ELEMENTS, _ANSWER = 1, 2, 3  # tags: the last is the first of many
+_REQUEST, _ELEMENTS, _ANSWER = 1, 2, 3  # tags; the last is the first of many
 _ANSWERS = 1000
 _FIELDS = 5
 _DONE = torch.zeros(1, dtype=torch.uint8)
@@ -34,16 +36,17 @@ _LIVE: list[ExposedByMessages] = []
 
 
 def serve() -> None:
-    """Serve the requests that have come for any memory that this process exposes."""
+    """Serve the pending requests for all memories that this process exposes."""
     for one in list(_LIVE):
         one.serve_own()
 
 
 def release(comm: MPI.Intracomm) -> None:
-    """Free the windows behind all memory that is still exposed; its tensors stay, requests end. Collective.
+    """Free the windows of all memories that still exist; their tensors stay valid, requests end. Collective.
 
-    A call when the process ends and ``free`` was not called: UCX warns of windows that it finds in MPI_Finalize. Where
-    the ranks hold different numbers of memories, after an error, all windows are left to MPI.
+    Called at process exit if ``free`` was not called: UCX warns about windows that it finds in
+    MPI_Finalize. If the ranks hold different numbers of memories, after an error, all windows are
+    left to MPI.
     """
     if len(set(comm.allgather(len(_LIVE)))) == 1:
         for one in _LIVE:
@@ -52,7 +55,7 @@ def release(comm: MPI.Intracomm) -> None:
 
 
 class ExposedByMessages(Exposed):
-    """Hold memory that its owner serves; made and freed by all ranks together."""
+    """Remote memory that its owner serves. Construction and release are collective."""
 
     name = "messages"
 
@@ -62,18 +65,18 @@ class ExposedByMessages(Exposed):
         self._pieces = SharedPieces(self._comm, lengths, dtype)
         self._places = {rank: place for place, rank in enumerate(self._pieces.views)}
         self._counters = Counters(self._pieces.node, words + 1)
-        self._arrivals, self._meetings = words, 0  # the last counter: to how many meetings a rank has come
+        self._arrivals, self._meetings = words, 0  # last counter: number of barriers that a rank has reached
         _LIVE.append(self)
-        self._sent: list[tuple[MPI.Request, object]] = []  # answers under way, and what they are made of
+        self._sent: list[tuple[MPI.Request, object]] = []  # answers in transit, and the buffers that they use
         self._numbers = count()
         self._comm.Barrier()
 
     def view(self, rank: int) -> Tensor | None:
-        """Return a rank's memory where this one shares it."""
+        """Return a rank's memory if it is on this node."""
         return self._pieces.views.get(rank)
 
     def fetch_add(self, rank: int, word: int, amount: int = 0) -> int:
-        """Add to a counter of a rank, and return what it was."""
+        """Atomically add to a counter of a rank, and return its previous value."""
         if rank in self._places:
             return self._counters.fetch_add(self._places[rank], word, amount)
         before = torch.zeros(1, dtype=torch.int64)
@@ -86,7 +89,7 @@ class ExposedByMessages(Exposed):
     def _carry_rows(self, operation: RowOperation, rank: int, values: Tensor, rows: Tensor, start: int) -> None:
         self._ask(operation, rank, start, values, rows.numel(), rows.contiguous())
 
-    # Asking -----------------------------------------------------------------------------------------------------------
+    # Requests ---------------------------------------------------------------------------------------------------------
 
     def _ask(
         self, what: str, rank: int, start: int, values: Tensor, amount: int = 0, rows: Tensor | None = None
@@ -111,16 +114,16 @@ class ExposedByMessages(Exposed):
         self.progress()
         return bool(MPI.Request.Testall(pending))
 
-    # Serving ----------------------------------------------------------------------------------------------------------
+    # Service of requests ----------------------------------------------------------------------------------------------
 
     def progress(self) -> None:
-        """Serve the requests that have come, for any memory that this process exposes."""
+        """Serve the pending requests for all memories that this process exposes."""
         serve()
 
     def serve_own(self) -> None:
-        """Serve the requests that have come for this memory."""
+        """Serve the pending requests for this memory."""
         if len(self._places) == len(self.lengths):
-            return  # everybody is near
+            return  # all ranks are on this node
         self._sent = [(request, made_of) for request, made_of in self._sent if not request.Test()]
         status = MPI.Status()
         while self._comm.Iprobe(MPI.ANY_SOURCE, _REQUEST, status):
@@ -134,7 +137,7 @@ class ExposedByMessages(Exposed):
         if what == "count":
             answer = torch.tensor([self.fetch_add(self.rank, start, amount)])
         elif what == "get":
-            answer = self._pieces.own[start : start + numel].clone()  # as it is now
+            answer = self._pieces.own[start : start + numel].clone()  # a snapshot
         elif what.endswith("_rows"):
             answer = self._serve_rows(what, source, start, (amount, numel // amount))
         else:
@@ -152,13 +155,13 @@ class ExposedByMessages(Exposed):
         return values if what == "get_rows" else _DONE
 
     def _elements(self, source: int, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
-        """Receive what travels behind a request."""
+        """Receive the elements that follow a request."""
         values = torch.empty(shape, dtype=dtype or self.dtype)
         self._comm.Recv([memory(values), MPI.BYTE], source, _ELEMENTS)
         return values
 
     def barrier(self) -> None:
-        """Wait until all ranks have come, and serve them meanwhile."""
+        """Wait for all ranks, and serve them meanwhile. Collective."""
         self._meetings += 1
         self.fetch_add(self.rank, self._arrivals, 1)
         meeting = [self._comm.Ibarrier()]
@@ -167,22 +170,22 @@ class ExposedByMessages(Exposed):
             until(lambda: self._done(meeting), operation, lambda: self._absent(operation), SPINS, period=1)
 
     def _absent(self, operation: str) -> str:
-        """Say who has not come, as far as this node knows: those of others cannot be asked."""
+        """Return a text about the missing ranks of this node; the state of other nodes is not known here."""
         absent = [rank for rank in self._places if self.fetch_add(rank, self._arrivals) < self._meetings]
         who = f"ranks {absent} have not come" if absent else "some ranks of other nodes have not come"
         return f"{operation}: {who} within {timeout_seconds():g} s (HPCTRAIN_TIMEOUT)"
 
     def free(self) -> None:
-        """Serve what still comes until all ranks are here, and give the memory back; a call by all ranks."""
+        """Serve requests until all ranks have reached this call, then free the memory. Collective."""
         if self not in _LIVE:
-            return  # the process ends
+            return  # the process is exiting
         self.barrier()
         for request, _ in self._sent:
             request.Wait()
         self._give_back()
 
     def release(self) -> None:
-        """Free what MPI can be asked with; the memory stays. Collective."""
+        """Free the window of the counters; the memory stays valid. Collective."""
         self._counters.free()
 
     def _give_back(self) -> None:

@@ -1,4 +1,4 @@
-"""Expose memory within a node: every rank maps the memory of all ranks of its node."""
+"""Shared memory within a node: every rank maps the memory of all ranks of its node."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PAGE = 4096
 
 
 class SharedPieces:
-    """Hold a piece of memory of each rank of a node, of lengths of their own, mapped by all of them: ``views``."""
+    """Memory segments of all ranks of a node, of individual lengths, mapped by all of them: ``views``."""
 
     def __init__(self, world: MPI.Intracomm, lengths: Sequence[int], dtype: torch.dtype) -> None:
         self.node = node_of(world)
@@ -31,7 +31,7 @@ class SharedPieces:
         self.node.Barrier()
 
     def free(self) -> None:
-        """Unmap everything; a call by all ranks of the node."""
+        """Unmap all segments. Collective over the ranks of the node."""
         self.views.clear()
         del self.own
         self._window.Free()
@@ -39,7 +39,7 @@ class SharedPieces:
 
 
 class Counters:
-    """Hold counters of each rank of a node, which any of them changes as one act, without the owner's help."""
+    """Atomic counters of each rank of a node, which any rank of the node can change without the owner's help."""
 
     def __init__(self, node: MPI.Intracomm, words: int) -> None:
         self._window = MPI.Win.Allocate(8 * max(words, 1), 8, comm=node)
@@ -48,14 +48,14 @@ class Counters:
         self._window.Lock_all(MPI.MODE_NOCHECK)
 
     def fetch_add(self, rank: int, word: int, amount: int) -> int:
-        """Add to a counter of a rank of the node, and return what it was."""
+        """Atomically add to a counter of a rank of the node, and return its previous value."""
         given, before = np.array([amount], dtype=np.int64), np.zeros(1, dtype=np.int64)
         self._window.Fetch_and_op(given, before, rank, word, MPI.SUM if amount else MPI.NO_OP)
         self._window.Flush(rank)
         return int(before[0])
 
     def free(self) -> None:
-        """Give them back; a call by all ranks."""
+        """Free the counters. Collective."""
         self._window.Unlock_all()
         self._window.Free()
 

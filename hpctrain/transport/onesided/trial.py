@@ -1,4 +1,4 @@
-"""Try MPI's one-sided operations on memory of known content before anything is trusted to them."""
+"""Self-test of MPI's one-sided operations on known data, made before they are used."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ from mpi4py import MPI
 
 from hpctrain.transport.onesided.rma import ExposedByRma
 
-LENGTH = 1000  # elements of each rank
+LENGTH = 1000  # elements per rank
 
 
 def trial(comm: MPI.Intracomm) -> str:
-    """Return what went wrong, in words; empty where all went well. A call by all ranks.
+    """Return a description of a failure; empty if the test passes. Collective.
 
-    Each rank writes and adds to the memory of the one farthest from it, and reads it back; all add to one counter.
+    Each rank writes and adds to the memory of the rank farthest from it, and reads it back. All
+    ranks add to one counter.
     """
     try:
         exposed = ExposedByRma(comm, [LENGTH] * comm.size, torch.float32, 1)
@@ -37,7 +38,7 @@ def _tried(exposed: ExposedByRma, comm: MPI.Intracomm) -> str:
     exposed.fetch_add(0, 0, comm.rank + 1)
     exposed.barrier()
     found = _wrong(exposed, back, written + 1, comm.size * (comm.size + 1) // 2)
-    exposed.barrier()  # whatever was found: nobody gives memory back that another looks at
+    exposed.barrier()  # in any case: no rank may free memory that another rank still reads
     return found
 
 
