@@ -1,1 +1,1 @@
-"""Split the work of training over ranks: one strategy a room or file, all attached to the user's own module."""
+"""Parallel training strategies, one per module or sub-package, all attached to the user's own module."""

@@ -1,4 +1,4 @@
-"""Check that all ranks mean the same model, and give them the same values."""
+"""Checks that all ranks have the same model, and broadcasts of its values."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from torch import Tensor, nn
 from hpctrain.collectives.communicator import Communicator
 from hpctrain.errors import MismatchError
 
-# What the ranks compare of one entry: kind, name, shape, dtype, whether it is trained.
+# The ranks compare for each entry: kind, name, shape, dtype, and whether it requires a gradient.
 Entry = tuple[str, str, tuple[int, ...], str, bool]
 
 
 def check_same_model(model: nn.Module, comm: Communicator) -> None:
-    """Raise ``MismatchError`` on all ranks where any rank's parameters or buffers differ in name, shape or dtype.
+    """Raise ``MismatchError`` on all ranks if parameters or buffers of any rank differ in name, shape or dtype.
 
-    MPI itself would add up what does not fit and return garbage. Only digests travel unless there is a difference.
+    Collective. MPI would reduce mismatched tensors without an error and return garbage. Only
+    digests are exchanged unless there is a difference.
     """
     entries = describe(model)
     digest = hashlib.sha256(repr(entries).encode()).digest()
@@ -29,14 +30,14 @@ def check_same_model(model: nn.Module, comm: Communicator) -> None:
 
 
 def broadcast_model(model: nn.Module, comm: Communicator) -> None:
-    """Give every rank the parameters and buffers of rank 0."""
+    """Broadcast the parameters and buffers of rank 0 to all ranks. Collective."""
     tensors: list[Tensor] = [*model.parameters(), *model.buffers()]
     for tensor in tensors:
         comm.broadcast(tensor)
 
 
 def broadcast_buffers(model: nn.Module, comm: Communicator) -> None:
-    """Give every rank the buffers of rank 0, all those of one dtype in one message."""
+    """Broadcast the buffers of rank 0 to all ranks, one message per dtype. Collective."""
     kinds: dict[torch.dtype, list[Tensor]] = {}
     for buffer in model.buffers():
         kinds.setdefault(buffer.dtype, []).append(buffer)
@@ -48,7 +49,7 @@ def broadcast_buffers(model: nn.Module, comm: Communicator) -> None:
 
 
 def describe(model: nn.Module) -> list[Entry]:
-    """Return what must be equal on all ranks, in order."""
+    """Return the entries that must be equal on all ranks, in order."""
     rows: list[Entry] = []
     named: list[tuple[str, str, Any]] = [("parameter", *item) for item in model.named_parameters()]
     named += [("buffer", *item) for item in model.named_buffers()]

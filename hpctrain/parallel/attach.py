@@ -1,6 +1,7 @@
-"""Attach the strategy that the settings name; the others are not even loaded.
+"""Attachment of the configured strategy; the modules of other strategies are not imported.
 
-Modules that compute something else if the samples of a batch are divided are refused, or warned of, before training.
+Before training, modules whose result changes if the samples of a batch are divided cause an error
+or a warning.
 """
 
 from __future__ import annotations
@@ -38,12 +39,12 @@ def attach(
     offload: OffloadSettings = OffloadSettings(),
     server: ServerSettings = ServerSettings(),
 ) -> Strategy:
-    """Attach the strategy of the settings to a module, in place, and bring it to this rank's device.
+    """Attach the configured strategy to a module, in place, and move the module to this rank's device. Collective.
 
-    ``example`` is a microbatch of inputs, for pipelines: a tensor, a tuple of positional arguments or a dict of keyword
-    arguments. ``offload`` says what is
-    to lie in the host's memory, ``server`` how workers with replicas of their own exchange what they have learnt;
-    raises ``SettingsError`` where the strategy cannot do that.
+    ``example`` is a microbatch of inputs, for pipelines: a tensor, a tuple of positional arguments
+    or a dict of keyword arguments. ``offload`` selects the tensors in host memory. ``server``
+    configures the exchange between workers with their own replicas. Raises ``SettingsError`` if the
+    strategy does not support the settings.
     """
     agreed(comm, lambda: check_server(server, settings, offload))
     if offload.any_update or offload.activations:
@@ -78,9 +79,10 @@ def _attach(
         within = partial(_attach, offload=replace(offload, activations=False))
         return ModelParallel(model, comm, settings, device, within, example)
     if offload.any_update and settings.data not in SHARDED:
-        # That every rank made every update would take the host's memory and its cores once a rank.
+        # Otherwise every rank would make every update, which needs the host's memory and cores once
+        # per rank.
         settings = replace(settings, data="zero1")
-    # One rank has nothing to split: it trains the plain model, unless it is to compute in another precision.
+    # A single rank has nothing to split. It trains the plain model, except with another precision.
     divides = comm.size > 1 or settings.mixed_precision != "none" or offload.any_update
     if settings.data in SHARDED and divides:
         from hpctrain.parallel.fsdp.strategy import ShardedDataParallel
@@ -114,7 +116,7 @@ def _attach(
 
 
 def _recompute(model: nn.Module, settings: ParallelSettings) -> list[nn.Module]:
-    """Let every unit but the model itself compute its activations again; return these units."""
+    """Enable activation recomputation for every unit but the model itself; return these units."""
     from hpctrain.parallel.fsdp.units import find_units
     from hpctrain.parallel.recompute import recompute
 
@@ -122,18 +124,18 @@ def _recompute(model: nn.Module, settings: ParallelSettings) -> list[nn.Module]:
     if settings.pipe > 1:
         from hpctrain.parallel.pipeline.layers import find_layers
 
-        # A container that the pipeline takes apart is never called.
+        # A container that the pipeline flattens into layers is never called.
         inside = {module for layer in find_layers(model) for module in layer.module.modules()}
         units = [unit for unit in units if unit in inside]
     recompute(units)
     return units
 
 
-# Modules that divided batches do not suit -----------------------------------------------------------------------------
+# Modules that do not support divided batches --------------------------------------------------------------------------
 
 
 def _check_modules(model: nn.Module, comm: Communicator, settings: ParallelSettings) -> None:
-    """Raise ``UsageError`` for modules that cannot be trained as in one process; warn of what differs in evaluation."""
+    """Raise ``UsageError`` for modules that cannot train as in one process; warn of differences in evaluation."""
     if lazy := [name for name, parameter in model.named_parameters() if is_lazy(parameter)]:
         text = f"the parameter {lazy[0]} has no shape yet: call the model once on a sample, then give it to job.wrap"
         raise UsageError(text, everywhere=True)
@@ -161,7 +163,7 @@ def _check_embedding(name: str, module: nn.Embedding | nn.EmbeddingBag) -> None:
 
 
 def _warn_of_evaluation(model: nn.Module, comm: Communicator) -> None:
-    """Warn of batch norms without running statistics: in evaluation, too, they take those of a rank's samples."""
+    """Warn of batch norms without running statistics: in evaluation, too, they normalise by each rank's samples."""
     names = [
         name
         for name, module in model.named_modules()

@@ -1,4 +1,4 @@
-"""Group gradients that are reduced together, and lay them out in one stretch of (node-shared) memory."""
+"""Gradient buckets: gradients that are reduced together, stored contiguously in (node-shared) memory."""
 
 from __future__ import annotations
 
@@ -13,28 +13,29 @@ ALIGN = 64  # bytes: gradients start on cache lines
 
 @dataclass(eq=False)
 class Bucket:
-    """Hold the gradients of some parameters behind each other in ``flat``.
+    """Gradient bucket: the gradients of some parameters, stored consecutively in ``flat``.
 
-    The last elements of ``flat`` are flags, one a parameter: 1 where this rank's backward pass reached it. They are
-    reduced with the gradients, so that all ranks learn for nothing which parameters nobody used.
+    The last elements of ``flat`` are flags, one per parameter: 1 if this rank's backward pass
+    reached it. They are reduced with the gradients, so that all ranks learn at no extra cost which
+    parameters no rank used.
     """
 
     flat: Tensor
-    members: list[int]  # numbers of the parameters
-    views: list[Tensor]  # their places in flat, in the parameters' shapes
+    members: list[int]  # indices of the parameters
+    views: list[Tensor]  # their gradients as views of flat, in the parameters' shapes
     flags: Tensor
-    missing: set[int] = field(default_factory=set)  # members whose gradient has not come in this backward pass
+    missing: set[int] = field(default_factory=set)  # members without a gradient so far in this backward pass
 
     def __post_init__(self) -> None:
         self.reset()
 
     def reset(self) -> None:
-        """Expect every member's gradient again."""
+        """Mark every member's gradient as missing again."""
         self.missing = set(self.members)
         self.flags.fill_(1)
 
     def put(self, place: int, gradient: Tensor, share: float) -> None:
-        """Write ``share`` x a gradient to its place, in one pass; it may lie there already.
+        """Write ``share`` x a gradient to its view, in one pass over memory; it may be stored there already.
 
         A share of 0 writes zeros, whatever the gradient is: it may be infinite or NaN.
         """
@@ -47,9 +48,10 @@ class Bucket:
             torch.mul(gradient, share, out=view)
 
     def fill_missing(self, gradients: Sequence[Tensor | None], share: float) -> set[int]:
-        """Complete the bucket where no gradient came in this backward pass; return the members without any.
+        """Complete the bucket for members without a gradient in this backward pass; return those without any gradient.
 
-        ``gradients`` are this rank's, by parameter: one accumulated before still counts; where there is none, zeros.
+        ``gradients`` are this rank's, by parameter. A gradient that was accumulated earlier still
+        counts; if there is none, zeros are written.
         """
         absent = set()
         for place, member in enumerate(self.members):
@@ -67,9 +69,9 @@ class Bucket:
 
 
 def group(sizes: Sequence[int], order: Sequence[int], first: int, limit: int) -> list[list[int]]:
-    """Return the parameters, in ``order``, cut into groups of at most ``limit`` bytes (``first`` for the first one).
+    """Return the parameters, in ``order``, cut into groups of at most ``limit`` bytes (``first`` for the first group).
 
-    ``sizes`` are in bytes, by parameter; one that is larger than the limit makes a group of its own.
+    ``sizes`` are in bytes, by parameter. A parameter larger than the limit forms its own group.
     """
     groups: list[list[int]] = []
     filled, room = 0, first
@@ -84,16 +86,16 @@ def group(sizes: Sequence[int], order: Sequence[int], first: int, limit: int) ->
 
 
 def memory_needed(parameters: Sequence[nn.Parameter], dtype: torch.dtype) -> int:
-    """Return the elements that hold all buckets of these parameters, however they are grouped."""
+    """Return the number of elements needed for all buckets of these parameters, for any grouping."""
     align = ALIGN // dtype.itemsize
-    # Each parameter may begin a bucket of its own, whose flags then take a line for themselves.
+    # Each parameter may start its own bucket, whose flags then need a separate cache line.
     return sum(_padded(parameter.numel(), align) + align for parameter in parameters)
 
 
 def lay_out(
     memory: Tensor, parameters: Sequence[nn.Parameter], groups: Sequence[Sequence[int]]
 ) -> list[Bucket]:
-    """Cut buckets from flat ``memory``, one behind the other."""
+    """Cut consecutive buckets from flat ``memory``."""
     align = ALIGN // memory.dtype.itemsize
     buckets, start = [], 0
     for members in groups:

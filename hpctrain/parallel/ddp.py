@@ -1,18 +1,22 @@
-"""Replicate the model, split the batch, average the gradients while backward still runs.
+"""Data parallelism with a replicated model (DDP): gradients are averaged while the backward pass runs.
 
-After Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", VLDB 2020: buckets in
-reverse order of the parameters, reduced from autograd hooks, rebuilt once in the order in which gradients really come.
+After Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", VLDB
+2020: buckets in reverse order of the parameters, reduced from autograd hooks, and rebuilt once in
+the observed order of the gradients.
 
-Note: gradients live in the bucket, the bucket in the window. Autograd hands over a fresh gradient; its hook writes it,
-while it is in cache and divided by the number of ranks on the way, to its place in the bucket and makes that place the
-parameter's ``grad``. From there it is reduced where it lies (see the note in ``collectives.window``), and the optimizer
-reads it there: nothing is copied out. Buckets are started in one order on all ranks, whatever order their gradients
-come in, and nobody waits before the end of the backward pass: a rank that is ahead goes on computing. Where ranks share
-no memory a reduction cannot be left under way; there all of them run at the end, so that they never come between the
-collectives of the model's own backward pass.
+Note: gradients are stored in buckets, and buckets in node-shared memory. When autograd has produced
+a gradient, the hook writes it to its place in the bucket while it is in cache, divided by the
+number of ranks in the same pass. The hook then makes that place the parameter's ``grad``. The
+gradient is reduced in place (see the note in ``collectives.window``), and the optimizer reads it
+there without a copy.
 
-A bucket of another dtype (compression) or device (a GPU without a device transport) is a copy of the gradients, so
-there the result is copied back.
+All ranks start the buckets in the same order, whatever the order of their gradients. No rank waits
+before the end of the backward pass: a rank that is ahead continues to compute. If ranks share no
+memory, a reduction cannot remain in progress. In this case all reductions run at the end, so that
+they never interleave with the collectives of the model's own backward pass.
+
+A bucket of another dtype (compression) or device (a GPU without a device transport) is a copy of
+the gradients, so the result is copied back.
 """
 
 from __future__ import annotations
@@ -44,9 +48,9 @@ FIRST_BUCKET = 2**20  # bytes
 
 
 class DataParallel(Strategy):
-    """Attach data parallelism to a module: same parameters on all ranks, gradients averaged over them.
+    """Data parallelism of a module: same parameters on all ranks, gradients averaged over them.
 
-    Raises ``MismatchError`` where the ranks' models differ. With one rank nothing is hooked.
+    Raises ``MismatchError`` if the ranks' models differ. With one rank no hooks are registered.
     """
 
     adopts_frozen = True
@@ -61,15 +65,15 @@ class DataParallel(Strategy):
         if not named:
             raise UsageError("the model has no parameter that requires a gradient", everywhere=True)
         self._handles: list[UpdateHooks] = []
-        self._own_handles: list[RemovableHandle] = []  # of what is built anew if parameters are added
-        self._running = False  # between a backward pass's first gradient and its end
+        self._own_handles: list[RemovableHandle] = []  # for buckets that are rebuilt if parameters are added
+        self._running = False  # between the first gradient and the end of a backward pass
         self._works: list[Work] = []
         self._observed: list[int] = []
         self._rebuilt = False
         self._buckets: list[Bucket] = []
         self._reductions = 0
         self._used: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
-        self._averaged: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # whose closures' losses are
+        self._averaged: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # with averaged closure losses
         self._gradient_hooks = GradientHooks({})
         self._late = LateParameters(model, model.parameters())
         self._names: list[str] = []
@@ -82,16 +86,16 @@ class DataParallel(Strategy):
 
     @property
     def _share(self) -> float:
-        """Return this rank's share of the average: put in with each gradient, so no pass is needed to divide."""
+        """Return this rank's share of the average; it scales each gradient on copy, so no extra pass divides them."""
         return self._sample_weight / self.comm.size
 
     @property
     def copies(self) -> Communicator:
-        """Return the ranks that hold the same parameters: all."""
+        """Return the ranks with the same parameters: all ranks."""
         return self.comm
 
     def contribute_nothing(self, *, backward: bool = True) -> None:
-        """Take part in a forward (and ``backward``) pass of the others, with no sample of one's own."""
+        """Join a forward (and ``backward``) pass of the other ranks without a sample on this rank. Collective."""
         if not self._buckets or not backward:
             return
         if any(isinstance(module, SyncBatchNorm) for module in self.model.modules()):
@@ -104,7 +108,7 @@ class DataParallel(Strategy):
 
     @contextmanager
     def many_passes(self, *, reduces: bool = True) -> Iterator[None]:
-        """Let gradients accumulate on each rank alone, and average them at the end."""
+        """Let gradients accumulate locally, and average them at the end. Collective."""
         if reduces and self._buckets:
             self._before_forward()
         with self.no_sync():
@@ -115,12 +119,12 @@ class DataParallel(Strategy):
     def clip_grad_norm(self, max_norm: float) -> Tensor:
         """Scale the gradients so that their global norm is at most ``max_norm``; return the norm before, a scalar.
 
-        Every rank holds all gradients, averaged, so the local norm is the global one.
+        Every rank holds all averaged gradients, so the local norm equals the global norm.
         """
         return clip_whole_gradients(self.model, max_norm)
 
     def detach(self) -> None:
-        """Take all hooks off the module; its gradients stay where they are, in the communicator's memory."""
+        """Remove all hooks from the module; its gradients stay in the communicator's memory."""
         for handle in self._own_handles:
             handle.remove()
         for hooks in self._handles:
@@ -131,11 +135,11 @@ class DataParallel(Strategy):
         self._gradient_hooks.close()
 
     def average_gradients(self) -> None:
-        """Average the gradients that the parameters hold now, which the program has set itself. Collective."""
+        """Average the gradients that the program has assigned to the parameters itself. Collective."""
         if self._buckets:
             self._finish()
 
-    # Building ---------------------------------------------------------------------------------------------------------
+    # Construction -----------------------------------------------------------------------------------------------------
 
     def _take_parameters(self, named: list[tuple[str, nn.Parameter]]) -> None:
         """Reduce the gradients of these parameters from now on."""
@@ -145,7 +149,7 @@ class DataParallel(Strategy):
         self._frozen = [parameter for parameter in self.model.parameters() if not parameter.requires_grad]
         for parameter in self._parameters:
             if parameter.grad is not None:
-                parameter.grad = parameter.grad.clone()  # its place goes
+                parameter.grad = parameter.grad.clone()  # its memory is released
         self._gradient_hooks.close()
         self._gradient_hooks = GradientHooks(dict(named))
         for name, parameter in named:
@@ -162,13 +166,13 @@ class DataParallel(Strategy):
         return any(parameter.dtype is not dtype for parameter, dtype in zip(self._parameters, self._dtypes))
 
     def _adopt_changed(self) -> None:
-        """Take parameters that were unfrozen or converted after the model was wrapped. Collective."""
+        """Rebuild for parameters that were unfrozen or converted after the model was wrapped. Collective."""
         for handle in self._own_handles:
             handle.remove()
         self._take_parameters(trainable(self.model))
 
     def _allocate(self) -> dict[torch.dtype, Tensor]:
-        """Return one stretch of memory a dtype that travels."""
+        """Return one memory block per dtype of the reduction."""
         kinds: dict[torch.dtype, list[nn.Parameter]] = {}
         for parameter in self._parameters:
             kinds.setdefault(self._travels_as(parameter), []).append(parameter)
@@ -179,7 +183,7 @@ class DataParallel(Strategy):
         return torch.bfloat16 if narrow else parameter.dtype
 
     def _build(self, order: list[int]) -> None:
-        """Cut the memory into buckets, their members in the given order."""
+        """Cut the memory into buckets with their members in the given order."""
         limit = int(self.settings.bucket_mib * 2**20)
         sizes = [parameter.numel() * self._travels_as(parameter).itemsize for parameter in self._parameters]
         buckets: list[Bucket] = []
@@ -188,7 +192,7 @@ class DataParallel(Strategy):
             groups = group(sizes, members, min(FIRST_BUCKET, limit), limit)
             buckets += lay_out(memory, self._parameters, groups)
         place = {number: rank for rank, number in enumerate(order)}
-        # A bucket can start when its last gradient has come.
+        # A bucket can start when its last gradient is available.
         self._buckets = sorted(buckets, key=lambda bucket: max(place[member] for member in bucket.members))
         self._home = {
             member: (bucket, place) for bucket in self._buckets for place, member in enumerate(bucket.members)
@@ -196,10 +200,10 @@ class DataParallel(Strategy):
         self._next = 0
 
     def _rebuild(self) -> None:
-        """Build once more in the order in which rank 0 saw the gradients of the first backward pass come."""
+        """Rebuild once, in the order of gradients that rank 0 observed in the first backward pass."""
         for parameter in self._parameters:
             if parameter.grad is not None:
-                parameter.grad = parameter.grad.clone()  # its place changes hands
+                parameter.grad = parameter.grad.clone()  # its place is reassigned
         order = self.comm.broadcast_object(self._observed)
         unseen = [number for number in reversed(range(len(self._parameters))) if number not in set(order)]
         self._rebuilt = True
@@ -232,7 +236,7 @@ class DataParallel(Strategy):
             self._note_local()
 
     def _take(self, number: int, parameter: Tensor) -> None:
-        """Put one gradient into its bucket; start the buckets that are full."""
+        """Copy one gradient into its bucket; start the buckets that are full."""
         if not self._running:
             self._running = True
             Variable._execution_engine.queue_callback(self._finish)
@@ -267,10 +271,10 @@ class DataParallel(Strategy):
             self._works.append(work)
             self._next += 1
         if self._works:
-            self._works[-1].done()  # carries on all reductions for which the others are ready
+            self._works[-1].done()  # progresses all reductions for which the other ranks are ready
 
     def _finish(self) -> None:
-        """Reduce what is left when the backward pass has ended, and wait for all of it."""
+        """Reduce the remaining buckets at the end of the backward pass, and wait for all of them."""
         absent: set[int] = set()
         hooked = self._gradient_hooks.any
         got: set[int] = set()
@@ -299,11 +303,12 @@ class DataParallel(Strategy):
     # Updates ----------------------------------------------------------------------------------------------------------
 
     def _before_update(self, optimizer: torch.optim.Optimizer) -> None:
-        """Raise ``UsageError`` for gradients that no backward pass has left, and for parameters that came later."""
+        """Raise ``UsageError`` for gradients that no backward pass has produced, and for parameters added later."""
         self._late.check(optimizer)
         if isinstance(optimizer, torch.optim.LBFGS) and optimizer not in self._averaged and self._updates(optimizer):
             self._averaged.add(optimizer)
-            # Behind the hooks of all optimizers, of which this is one: so it is called before this update, too.
+            # This hook itself runs as a global optimizer hook. Hooks of an instance run later,
+            # hence also before this update.
             optimizer.register_step_pre_hook(self._average_closure)
         if self._used.get(optimizer, 0) != self._reductions:
             self._used[optimizer] = self._reductions
@@ -321,14 +326,14 @@ class DataParallel(Strategy):
                     )
 
     def _updates(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Tell whether an optimizer holds parameters of this model, not of another one."""
+        """Return whether an optimizer updates parameters of this model."""
         held = {id(parameter) for parameter in self._parameters}
         return any(id(each) in held for group in optimizer.param_groups for each in group["params"])
 
     def _average_closure(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Let a closure return the loss of all ranks, by which LBFGS chooses its steps: the ranks must choose alike."""
+        """Make a closure return the loss of all ranks, so that LBFGS selects the same steps on all ranks."""
         given = [one for one in (*args[1:], kwargs.get("closure")) if callable(one)]
         if len(given) != 1 or not self._buckets:
             return None
@@ -343,7 +348,7 @@ class DataParallel(Strategy):
         return (args[0],), {"closure": averaged}
 
     def _is_reduced(self, number: int, parameter: nn.Parameter) -> bool:
-        """Tell whether a gradient is one that was handed out, and is in a bucket unless there are copies."""
+        """Return whether a gradient was written by a reduction: it is in a bucket unless buckets are copies."""
         bucket, place = self._home[number]
         gradient, view = parameter.grad, bucket.views[place]
         assert gradient is not None
@@ -353,10 +358,10 @@ class DataParallel(Strategy):
         return copied or gradient.untyped_storage().data_ptr() == view.untyped_storage().data_ptr()
 
     def _hand_out(self, bucket: Bucket, absent: set[int]) -> None:
-        """Give parameters the gradients that are not in place yet."""
+        """Assign the reduced gradients that are not in place yet."""
         for place, (member, view) in enumerate(zip(bucket.members, bucket.views)):
             parameter = self._parameters[member]
-            # Nobody used it: then its gradient stays what it was, as in a plain backward pass.
+            # No rank used it: its gradient stays unchanged, as in a plain backward pass.
             if member in absent and bucket.flags[place] == 0:
                 continue
             if self._lives_in_bucket(parameter, view):

@@ -1,7 +1,7 @@
-"""Let one process use several GPUs by threads: torch's DataParallel, with which the field started.
+"""Multi-threaded data parallelism of one process on several GPUs, by torch's DataParallel.
 
-The model is copied to every GPU in each forward pass and Python's lock is shared, so it is the plain baseline: a rank a
-GPU is faster.
+The model is copied to every GPU in each forward pass, and the threads share the GIL. This is a
+plain baseline: one rank per GPU is faster.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ from hpctrain.parallel.strategy import Strategy, clip_whole_gradients
 
 
 class ThreadedDataParallel(Strategy):
-    """Split each batch, by the first dim of all inputs, over all GPUs that this process sees, in place.
+    """Data parallelism over all GPUs visible to this process: inputs are split along the first dim, in place.
 
-    Outputs come together on the model's own GPU, gradients in its parameters. Hooks on the model itself see whole
-    batches, those on modules inside it the parts. Raises ``UsageError`` with several ranks, or fewer than two GPUs.
+    Outputs are gathered on the model's own GPU, gradients in its parameters. Hooks on the model
+    itself receive whole batches; those on its submodules receive the parts. Raises ``UsageError``
+    with several ranks, or fewer than two GPUs.
     """
 
     def __init__(self, model: nn.Module, comm: Communicator) -> None:
@@ -39,18 +40,18 @@ class ThreadedDataParallel(Strategy):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Do nothing: there is nobody to synchronise with."""
+        """Do nothing: there are no other ranks."""
         yield
 
     def contribute_nothing(self, *, backward: bool = True) -> None:
-        """Do nothing: there are no others."""
+        """Do nothing: there are no other ranks."""
 
     def clip_grad_norm(self, max_norm: float) -> Tensor:
         """Scale the gradients so that their global norm is at most ``max_norm``; return the norm before, a scalar."""
         return clip_whole_gradients(self.model, max_norm)
 
     def detach(self) -> None:
-        """Give the module its own ``forward`` back."""
+        """Restore the module's own ``forward``."""
         vars(self.model).pop("forward", None)
 
 
@@ -69,7 +70,7 @@ def _check(size: int, gpus: int) -> None:
 
 
 class _Parallel:
-    """Be the ``forward`` of a model; a copy of the model gets a copy of this, which leads to the copy."""
+    """Replacement of a model's ``forward``; a copy of the model gets a copy that refers to the copied model."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -79,18 +80,18 @@ class _Parallel:
 
 
 class _Body(nn.Module):
-    """Hold the model while it is copied: run the forward of its class, without its own hooks, which ran before."""
+    """Wrapper of the model for replication: runs the forward of its class, without its hooks, which ran before."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Compute with one copy on one GPU."""
+        """Compute with one replica on one GPU."""
         return type(self.model).forward(self.model, *args, **kwargs)
 
 
 def _devices(model: nn.Module) -> list[int]:
-    """Return all GPUs, the model's own first: there torch expects it."""
+    """Return all GPUs, the model's own first, as torch requires."""
     own = next((parameter.device.index for parameter in model.parameters()), None) or 0
     return [own, *(gpu for gpu in range(torch.cuda.device_count()) if gpu != own)]

@@ -1,8 +1,8 @@
-"""Subclasses of a module's own class in which only ``forward`` and pickling differ.
+"""Subclasses of a module's own class that differ only in ``forward`` and pickling.
 
-A ``forward`` put on the instance would be shared by copies, which ``copy.deepcopy`` and torch's DataParallel make, and
-would lead them back to the parameters of the original. Such a class cannot be imported: copies and pickles name the
-plain one.
+A ``forward`` assigned to the instance would be shared by copies, which ``copy.deepcopy`` and
+torch's DataParallel make, and would refer to the parameters of the original. The subclass cannot be
+imported: copies and pickles refer to the plain class.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import nn
 
 
 def blank(plain: type[nn.Module], *arguments: Any) -> nn.Module:
-    """Return a module of a plain class whose state is still to come."""
+    """Return an empty module of a plain class, whose state is set later."""
     return plain.__new__(plain, *arguments)
 
 
@@ -26,9 +26,10 @@ def subclass_with(
     marker: str,
     make_copy: Callable[..., nn.Module] = blank,
 ) -> type[nn.Module]:
-    """Return a subclass with another ``forward``, of the same name; its attribute ``marker`` is the plain class.
+    """Return a subclass with another ``forward`` and the same name; its attribute ``marker`` is the plain class.
 
-    ``make_copy(plain)``, a function that pickle can import, makes the module that a copy's state goes into.
+    ``make_copy(plain)``, a function that pickle can import, creates the module that receives a
+    copy's state.
     """
 
     def reduce(self: nn.Module, protocol: Any) -> Any:

@@ -1,8 +1,8 @@
-"""Split a model over stages and matrices, and replicate or shard the parts over the data axis.
+"""Model parallelism (pipeline and tensor axes), combined with replicas or shards on the data axis.
 
-The recipe of ``ModelParallel``: first each rank loses the layers of other stages, so that nothing is made in vain; then
-the matrices that are left become slices; what is left after that is a model like any other, which the strategy of the
-data axis takes as it is.
+The steps of ``ModelParallel``: first each rank drops the layers of other stages, so that they are
+not allocated. Then the remaining weight matrices are sliced. The result is an ordinary model, to
+which the strategy of the data axis is attached unchanged.
 """
 
 from __future__ import annotations
@@ -43,9 +43,10 @@ Attach = Callable[[nn.Module, Communicator, ParallelSettings, torch.device], Str
 
 
 class ModelParallel(Strategy):
-    """Attach the axes pipe, tensor and data to a module, in place; ``attach`` makes the strategy of the data axis.
+    """Strategy for the axes pipe, tensor and data, attached in place; ``attach`` creates that of the data axis.
 
-    A call by all ranks of ``comm``. Raises ``UsageError`` for a model that cannot be split so, before it is changed.
+    Construction is collective over ``comm``. Raises ``UsageError`` for a model that cannot be
+    split, before it is changed.
     """
 
     def __init__(
@@ -67,7 +68,7 @@ class ModelParallel(Strategy):
         self.pipelined = settings.pipe > 1
         plan = plan_of(model, settings.tensor_plan) if settings.tensor > 1 else {}
         chosen = choose(model, plan)
-        check(chosen, settings.tensor)  # while the model is whole
+        check(chosen, settings.tensor)  # before the model is split
         whole = whole_copy(model, comm, settings, device)
         self._pipeline: Pipeline | None = None
         if settings.pipe > 1:
@@ -91,11 +92,12 @@ class ModelParallel(Strategy):
                 self._tensor.separate_backward()
         for module in model.modules():
             if isinstance(module, SyncBatchNorm):
-                module.comm = self.mesh.data  # tensor ranks hold the same samples
+                module.comm = self.mesh.data  # tensor ranks have the same samples
         alone = replace(settings, pipe=1, tensor=1, sequence=False, tensor_plan=(), recompute=False, chunks=0)
         self.inner = attach(model, self.mesh.data, alone, device)
         if not self.inner.partial_parameters()[1] and self.mesh.data.size == 1:
-            # Nothing is reduced: autograd would call them with the gradient of a slice, or of each microbatch.
+            # Without a reduction, autograd would call the hooks with the gradient of a slice, or of
+            # each microbatch.
             self._gradient_hooks = GradientHooks(dict(model.named_parameters()), refused=_HOOKS)
         self._first_step: FirstStep | None = None
         if self._tensor is not None:
@@ -104,7 +106,7 @@ class ModelParallel(Strategy):
                 self, self.inner, self._tensor, self._pipeline, chosen, whole, rounds=rounds, sequence=settings.sequence
             )
         if self._pipeline is not None:
-            vars(model)["forward"] = self._pipeline  # the whole model, for those who only call it
+            vars(model)["forward"] = self._pipeline  # the whole model, for callers other than this strategy
             if self._pipeline.versions is not None:
                 self._pipeline.versions.make_update = self._update
 
@@ -115,20 +117,22 @@ class ModelParallel(Strategy):
 
     @property
     def data(self) -> Communicator:
-        """Return the ranks that share out the samples of a batch."""
+        """Return the ranks that divide the samples of a batch."""
         return self.mesh.data
 
     # Passes -----------------------------------------------------------------------------------------------------------
 
     def forward_backward(self, inputs: Any, targets: Any, objective: Objective, *, weight: float = 1.0) -> Tensor:
-        """Leave the gradients of weight x loss in the parameters; return that loss, of this data rank's samples.
+        """Add the gradients of weight x loss to the parameters; return the loss of this data rank's samples.
 
-        All stages and tensor ranks of the data rank get the same loss, a scalar without a graph.
+        Collective. All stages and tensor ranks of the data rank get the same loss, a scalar without
+        a graph.
         """
         with self._comparing(objective) as split, self.unguarded():
             if self._pipeline is None:
                 return super().forward_backward(inputs, targets, split, weight=weight)
-            # PipeDream reduces what each microbatch leaves by itself, the last one's at the end like all others.
+            # PipeDream reduces the gradients of each microbatch by itself; those of the last one at
+            # the end, as in other schedules.
             with self.inner.many_passes(reduces=self._syncing), self._explained():
                 loss = self._pipeline.train(inputs, targets, split, weight)
                 if self._syncing:
@@ -140,13 +144,13 @@ class ModelParallel(Strategy):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Let gradients accumulate on each rank alone for backward passes inside the ``with`` block."""
+        """Let gradients accumulate locally for backward passes inside the ``with`` block."""
         with super().no_sync(), self.inner.no_sync():
             yield
 
     @torch.no_grad()
     def measure(self, inputs: Any, targets: Any, objective: Objective) -> Tensor:
-        """Return the loss of this data rank's samples, a scalar, on all of its stages and tensor ranks."""
+        """Return the loss of this data rank's samples, a scalar, on all of its stages and tensor ranks. Collective."""
         with self._comparing(objective) as split, self.unguarded():
             if self._pipeline is None:
                 return super().measure(inputs, targets, split)
@@ -154,17 +158,17 @@ class ModelParallel(Strategy):
                 return self._pipeline.measure(inputs, targets, split)
 
     def skip_checks(self) -> None:
-        """Leave out the checks of the first step."""
+        """Disable the checks of the first step."""
         if self._pipeline is not None:
             self._pipeline.skip_checks()
 
     def set_sample_weight(self, weight: float) -> None:
-        """Let this rank's gradients count with ``weight`` in the average over the data ranks, until set again."""
+        """Set the weight of this rank's gradients in the average over the data ranks, until set again."""
         super().set_sample_weight(weight)
         self.inner.set_sample_weight(weight)
 
     def contribute_nothing(self, *, backward: bool = True) -> None:
-        """Take part in a forward (and ``backward``) pass of the others, with no sample of one's own."""
+        """Join a forward (and ``backward``) pass of the other ranks without a sample on this rank. Collective."""
         if self._pipeline is None:
             if backward and self._first_step is not None:
                 self._first_step.stand_in()
@@ -176,7 +180,7 @@ class ModelParallel(Strategy):
 
     @contextmanager
     def _comparing(self, objective: Objective) -> Iterator[Objective]:
-        """Leave logits split over the tensor axis where the loss can be computed so."""
+        """Keep logits split over the tensor axis if the loss can be computed from split logits."""
         tensor = self._tensor
         if tensor is None or not tensor.has_head or objective.compare is not cross_entropy:
             yield objective
@@ -190,7 +194,7 @@ class ModelParallel(Strategy):
     def clip_grad_norm(self, max_norm: float) -> Tensor:
         """Scale the gradients so that their global norm is at most ``max_norm``; return the norm before, a scalar.
 
-        PipeDream's stages clip each by their own norm, as they do within a step.
+        Collective. PipeDream's stages clip by their own norms, as they do within a step.
         """
         held = self.inner.reduced_gradients()
         squares, gradients = self._squares(held), [gradient for _, gradient in held]
@@ -203,12 +207,12 @@ class ModelParallel(Strategy):
         return norm
 
     def _scale(self, norm: Tensor, max_norm: float) -> None:
-        """Scale this stage's gradients, of a norm, down to the largest one, as torch does."""
+        """Scale this stage's gradients, whose norm is given, down to ``max_norm``, as torch does."""
         if math.isfinite(max_norm):
             self.inner.scale_gradients(clip_factor(norm, max_norm))
 
     def _squares(self, held: list[tuple[str, Tensor]]) -> Tensor:
-        """Return the sum of the squares of this stage's gradients, each element counted once."""
+        """Return the sum of squares of this stage's gradients, each element counted once."""
         counted = [gradient for name, gradient in held if self.counts(name)]
         device = held[0][1].device if held else torch.device("cpu")
         squares = sum_of_squares(counted, device)
@@ -218,13 +222,13 @@ class ModelParallel(Strategy):
         return squares
 
     def counts(self, name: str) -> bool:
-        """Tell whether this rank is the one to count a parameter, of all that hold the same elements of it."""
+        """Return whether this rank counts a parameter, among all ranks that hold the same elements of it."""
         if self._tensor is not None and self.mesh.tensor.rank and not self._tensor.is_split(name):
             return False
         return self._pipeline is None or self._pipeline.tied.counts(name)
 
     def _update(self, optimizer: torch.optim.Optimizer, max_norm: float) -> None:
-        """Make an update of this stage's parameters alone (pipedream)."""
+        """Update only this stage's parameters (pipedream)."""
         with self.inner.many_passes():
             pass
         held = self.inner.reduced_gradients()
@@ -237,19 +241,19 @@ class ModelParallel(Strategy):
             self.updates_itself = False
 
     def norm_groups(self) -> list[Communicator]:
-        """Return the groups of ranks over which sums over this rank's parts are to be reduced, in this order."""
+        """Return the groups of ranks over which sums over this rank's parts must be reduced, in this order."""
         return [*self.inner.norm_groups(), self.mesh.tensor, self.mesh.pipe]
 
     def before_write(self) -> None:
-        """Take note that the program is about to change guarded parameters itself; a call by all ranks."""
+        """Prepare for a change of guarded parameters by the program itself. Collective."""
         self.inner.before_write()
 
     def gradients_final(self) -> None:
-        """Apply to the gradients what waits for their next use."""
+        """Apply pending changes to the gradients before their next use."""
         self.inner.gradients_final()
 
     def partial_parameters(self) -> tuple[str, Mapping[str, nn.Parameter], bool]:
-        """Return what the data axis splits, else slices of matrices, and all parameters of a stage."""
+        """Return the shards of the data axis, else slices of matrices or all parameters of a stage."""
         what, parts, in_passes = self.inner.partial_parameters()
         if parts:
             return what, parts, in_passes
@@ -261,36 +265,35 @@ class ModelParallel(Strategy):
         return "this tensor rank's slice of parameter", slices, True
 
     def local_gradients(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the gradients that backward passes under ``no_sync`` have left on this rank alone, by name."""
+        """Yield the local gradients that backward passes under ``no_sync`` have accumulated, by name."""
         return self.inner.local_gradients()
 
     def reduced_gradients(self) -> list[tuple[str, Tensor]]:
-        """Return what this rank holds of the averaged gradients, by name."""
+        """Return this rank's part of the averaged gradients, by name."""
         return self.inner.reduced_gradients()
 
     def scale_gradients(self, factor: Tensor) -> None:
-        """Multiply what this rank holds of the averaged gradients by a factor, a scalar."""
+        """Multiply this rank's part of the averaged gradients by a factor, a scalar."""
         self.inner.scale_gradients(factor)
 
     def update_early(self, optimizer: torch.optim.Optimizer) -> None:
-        """Promise that updates need no look at the gradients, and that ``announce_update`` comes before each last pass.
-        """
+        """Allow updates within the backward pass; ``announce_update`` must precede the last pass before each update."""
         self.inner.update_early(optimizer)
 
     def announce_update(self) -> None:
-        """Say that the backward pass that comes is the last before an update."""
+        """Announce that the next backward pass is the last before an update."""
         if self._syncing:
             self.inner.announce_update()
 
     def settle(self) -> None:
-        """End what goes on beside the steps; a call by all ranks."""
+        """Complete background work. Collective."""
         self.inner.settle()
 
     def drop_gradients(self) -> None:
-        """Forget all gradients, reduced or not."""
+        """Discard all gradients, reduced or not."""
         self.inner.drop_gradients()
 
-    # How the model is split -------------------------------------------------------------------------------------------
+    # Layout of the split model ----------------------------------------------------------------------------------------
 
     def whole_shape(self, name: str) -> tuple[int, ...] | None:
         """Return the shape of the whole tensor; None if neither the tensor axis nor the data axis splits it."""
@@ -308,37 +311,37 @@ class ModelParallel(Strategy):
 
     @property
     def copies(self) -> Communicator | None:
-        """Return the ranks that hold the same parameters, of those that share out the data."""
+        """Return the data ranks that hold the same parameters."""
         return self.inner.copies
 
     @property
     def reduces_early(self) -> bool:
-        """Tell whether each backward pass of a step should be reduced by itself."""
+        """Return whether each backward pass of a step should be reduced by itself."""
         return self._pipeline is None and self.inner.reduces_early
 
     @contextmanager
     def summon(self, *, write: bool = False) -> Iterator[None]:
-        """Put whole what the data axis splits; stages and slices of matrices stay what they are."""
+        """Unshard the parameters that the data axis splits; stages and matrix slices stay unchanged. Collective."""
         with self.inner.summon(write=write):
             yield
 
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Raise ``UsageError`` where an optimizer cannot update what this rank holds."""
+        """Raise ``UsageError`` if an optimizer cannot update this rank's parameters."""
         self.inner.check_optimizer(optimizer)
         if self._pipeline is not None and self._pipeline.versions is not None:
             self._pipeline.versions.optimizer = optimizer
 
     def refresh(self) -> None:
-        """Take note that parameters were changed by other hands than the optimizer's; a call by all ranks."""
+        """Synchronise after a change of parameters other than by the optimizer. Collective."""
         self.inner.refresh()
 
     def agree_on_generators(self) -> None:
-        """Let the ranks of a tensor line draw the same dropout; where they must not, the split sees to it."""
+        """Make ranks along the tensor axis draw the same dropout; the tensor split handles masks that must differ."""
         if self.mesh.tensor.size > 1:
             agree(self.mesh.tensor, *{torch.device("cpu"), self.device})
 
     def detach(self) -> None:
-        """Take all hooks off the module; what it has lost to other ranks does not come back."""
+        """Remove all hooks from the module; the parts on other ranks are not restored."""
         self.inner.detach()
         if self._first_step is not None:
             self._first_step.close()
@@ -355,7 +358,7 @@ def _check_hooks(model: nn.Module) -> None:
 
 
 def _agree_on_values(model: nn.Module, comm: Communicator) -> None:
-    """Give all ranks the model of rank 0, before each loses its part; those without values must draw the same."""
+    """Broadcast rank 0's model before each rank drops its part; models without values must draw the same ones."""
     check_same_model(model, comm)
     if not is_meta(model):
         broadcast_model(model, comm)
@@ -371,17 +374,17 @@ def _agree_on_values(model: nn.Module, comm: Communicator) -> None:
 
 
 class _Whole:
-    """Be the ``Split`` of a model whose tensors are whole, but not all of them on every rank."""
+    """``Split`` of a model whose tensors are whole, but not all present on every rank."""
 
     def shards(self, name: str, tensor: Tensor) -> list[Shard]:
-        """Return the one box that covers everything."""
+        """Return a single box that covers the whole tensor."""
         return [Shard.whole(name, tensor)]
 
 
 class _Staged:
-    """Be the ``Split`` of a stage: what it shares with a stage before is that one's to write.
+    """``Split`` of a stage: a tensor shared with an earlier stage is written by that stage.
 
-    Two stages cut what they share in places of their own, where they shard it.
+    If two stages shard a tensor that they share, they may cut it in different places.
     """
 
     def __init__(self, split: Split, tied: TiedGradients) -> None:

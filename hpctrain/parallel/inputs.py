@@ -1,4 +1,4 @@
-"""What a call gives to a model, and how the samples of it are cut into microbatches."""
+"""Arguments of a model call, and their partition into microbatches."""
 
 from __future__ import annotations
 
@@ -23,10 +23,11 @@ class Arguments:
 
     @classmethod
     def of(cls, inputs: Any) -> Arguments:
-        """Return the call that inputs stand for: ``model(x)``, ``model(*inputs)`` or ``model(**inputs)``.
+        """Return the call that inputs represent: ``model(x)``, ``model(*inputs)`` or ``model(**inputs)``.
 
-        A tuple or list holds positional arguments, a mapping with names as keys holds keyword arguments, anything else
-        is the only argument. A named tuple and a dataclass are one argument.
+        A tuple or list contains positional arguments, a mapping with string keys contains keyword
+        arguments, and any other value is the only argument. A named tuple and a dataclass are one
+        argument.
         """
         if isinstance(inputs, Arguments):
             return inputs
@@ -37,32 +38,32 @@ class Arguments:
         return cls((inputs,))
 
     def call(self, model: Callable[..., Any]) -> Any:
-        """Return what a model makes of the arguments."""
+        """Call a model with the arguments and return its output."""
         return model(*self.args, **self.kwargs)
 
     def changed(self, change: Callable[[Tensor], Tensor]) -> Arguments:
-        """Return the call with other tensors."""
+        """Return the call with each tensor transformed."""
         return Arguments(mapped(self.args, change), mapped(dict(self.kwargs), change))
 
     @property
     def device(self) -> torch.device:
-        """The device of the first tensor; the host if there is none."""
+        """Device of the first tensor; the host if there is none."""
         return next((tensor.device for tensor in tensors_of((self.args, dict(self.kwargs)))), torch.device("cpu"))
 
     @property
     def samples(self) -> int:
-        """The number of samples: the first dim of every tensor that has one.
+        """Number of samples: the first dim of every tensor that has one.
 
-        Raises ``UsageError`` if tensors differ in it, or if there are none.
+        Raises ``UsageError`` if tensors differ in it, or if no tensor has one.
         """
         return samples_of(self._named(), "inputs of the model")
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the tensors by the expressions that lead to them."""
+        """Return the tensors by the expressions that address them."""
         return {name: leaf for name, leaf in named_leaves_of(self._named()) if isinstance(leaf, Tensor)}
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return the shape of each tensor by the expression that leads to it."""
+        """Return the shape of each tensor by the expression that addresses it."""
         return {name: tuple(tensor.shape) for name, tensor in self.tensors().items()}
 
     def cut(self, count: int) -> list[Arguments]:
@@ -71,7 +72,7 @@ class Arguments:
         return [Arguments(args, kwargs) for args, kwargs in pieces]
 
     def key(self) -> tuple[Any, ...]:
-        """Return what the shapes and structures of a model's activations may depend on, as a key of a dict."""
+        """Return a hashable key of everything that the shapes and structures of a model's activations may depend on."""
         skeleton, tensors = take_apart((self.args, dict(self.kwargs)))
         leaves = named_leaves(skeleton, "")
         rest = [(name, leaf) for name, leaf in leaves if isinstance(leaf, (bool, str, type(None)))]
@@ -93,12 +94,12 @@ class Arguments:
 
 
 def named_leaves_of(values: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    """Return the leaves of named values with the expressions that lead to them."""
+    """Return the leaves of named values with the expressions that address them."""
     return [leaf for name, each in values.items() for leaf in named_leaves(each, name)]
 
 
 def samples_of(values: Mapping[str, Any], what: str) -> int:
-    """Return the first dim of all tensors that have one. Raises ``UsageError`` if they differ, or are none."""
+    """Return the first dim of all tensors that have one. Raises ``UsageError`` if they differ or none has one."""
     for name, value in values.items():
         check_leaves(value, name)
     sizes = {name: leaf.shape[0] for name, leaf in named_leaves_of(values) if isinstance(leaf, Tensor) and leaf.dim()}
@@ -118,7 +119,7 @@ def samples_of(values: Mapping[str, Any], what: str) -> int:
 
 
 def cut(value: Any, count: int) -> list[Any]:
-    """Return ``count`` equal pieces of the samples of a nest; what is no tensor with a first dim goes into each."""
+    """Return ``count`` equal pieces of the samples of a nest; leaves without a first dim are shared by all pieces."""
     pieces: dict[int, tuple[Tensor, ...]] = {}
 
     def piece(number: int) -> Callable[[Tensor], Tensor]:

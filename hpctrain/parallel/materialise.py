@@ -1,7 +1,7 @@
-"""Give models that were built on the meta device their memory and their first values, a module at a time.
+"""Materialisation of models built on the meta device: memory and initial values, module by module.
 
-A module draws its values by ``reset_parameters()``, as torch's own do; or the model draws them, by a method
-``initialise(name, module)`` that is called with the module and its name.
+A module initialises its values by ``reset_parameters()``, as torch's own modules do. Alternatively
+the model has a method ``initialise(name, module)``, which is called with each module and its name.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from torch import Tensor, nn
 
 from hpctrain.errors import UsageError
 
-Cut = Callable[[str, Tensor], Tensor]  # from a parameter's name in its module and its value to what is kept
+Cut = Callable[[str, Tensor], Tensor]  # maps a parameter's name in its module and its value to the part to keep
 
-# The attribute of a module that holds, by name, what was taken out of it (as it lies on another stage of a pipeline)
-# before it had values.
+# Module attribute that holds, by name, tensors that were removed before they had values (for
+# example, because they belong to another stage of a pipeline).
 GONE = "_hpctrain_gone"
 
 
 def is_meta(model: nn.Module) -> bool:
-    """Tell whether any parameter or buffer has no memory."""
+    """Return whether any parameter or buffer is on the meta device."""
     return any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
 
 
 def check_drawable(model: nn.Module) -> None:
-    """Raise ``UsageError`` for a module with parameters or buffers on the meta device that nobody can draw."""
+    """Raise ``UsageError`` for a module with meta parameters or buffers that has no initialisation method."""
     for name, module in model.named_modules():
         own = [*module.parameters(recurse=False), *module.buffers(recurse=False), *_gone(module).values()]
         if any(tensor.is_meta for tensor in own) and _draws(model, name, module) is None:
@@ -40,10 +40,11 @@ def check_drawable(model: nn.Module) -> None:
 
 
 def materialise(model: nn.Module, device: torch.device, cuts: Mapping[nn.Module, Cut] | None = None) -> None:
-    """Give a whole model its memory and its values, in place.
+    """Allocate and initialise a whole model, in place.
 
-    ``cuts`` say what this rank keeps of the values of modules, by attribute. Where the model draws every module from
-    its name alone, only those modules get values then; elsewhere all do, because one draw depends on those before.
+    ``cuts`` maps modules to functions that return the part of each value that this rank keeps, by
+    attribute. If the model initialises every module from its name alone, only these modules get
+    values in this case. Otherwise all modules do, because each draw depends on the earlier ones.
     """
     check_drawable(model)
     modules = list(model.named_modules())
@@ -56,14 +57,14 @@ def materialise(model: nn.Module, device: torch.device, cuts: Mapping[nn.Module,
     else:
         blank |= {model.get_submodule(name) for name in make_buffers(model, device)}
     slices: dict[nn.Parameter, Tensor] = {}
-    for name, module in reversed(modules):  # of a tied parameter the first owner has the last word
+    for name, module in reversed(modules):  # the first owner of a tied parameter initialises it last
         if module not in blank:
-            continue  # it has its values, which may be slices of what it would draw
+            continue  # it has its values, which may be slices of a draw
         for attribute, value in draw(model, name, module, device).items():
             parameter = cast(nn.Parameter, module._parameters[attribute])
             if cuts is None or module not in cuts:
                 _give(parameter, value)
-            else:  # which another owner may draw again, as long as it is whole
+            else:  # another owner may draw it again while it is whole
                 slices[parameter] = cuts[module](attribute, value)
         vars(module).pop(GONE, None)
     for parameter, value in slices.items():
@@ -71,7 +72,7 @@ def materialise(model: nn.Module, device: torch.device, cuts: Mapping[nn.Module,
 
 
 def _give(parameter: nn.Parameter, value: Tensor) -> None:
-    """Give a parameter its values; it stays the same object, for those who share it."""
+    """Assign a parameter's values; it remains the same object, because other modules may share it."""
     if parameter.is_meta:
         swap: Callable[[Tensor, Tensor], None] = torch.utils.swap_tensors
         swap(parameter, nn.Parameter(value, requires_grad=parameter.requires_grad))
@@ -80,7 +81,7 @@ def _give(parameter: nn.Parameter, value: Tensor) -> None:
 
 
 def make_buffers(model: nn.Module, device: torch.device) -> list[str]:
-    """Give buffers memory, whose values come with those of their module's parameters; return the modules' names."""
+    """Allocate meta buffers, which are initialised with their module's parameters; return the modules' names."""
     found = []
     for path, module in model.named_modules():
         for name, buffer in module._buffers.items():
@@ -92,9 +93,9 @@ def make_buffers(model: nn.Module, device: torch.device) -> list[str]:
 
 @torch.no_grad()
 def draw(model: nn.Module, name: str, module: nn.Module, device: torch.device) -> dict[str, Tensor]:
-    """Return first values of a module's own parameters, by attribute; its buffers get theirs in place.
+    """Return initial values of a module's own parameters, by attribute; initialise its buffers in place.
 
-    The parameters themselves stay as they are.
+    The parameters themselves do not change.
     """
     call = _draws(model, name, module)
     if call is None or not (module._parameters or module._buffers):
@@ -113,12 +114,12 @@ def _gone(module: nn.Module) -> dict[str, Tensor]:
 
 
 def _by_name(model: nn.Module) -> bool:
-    """Tell whether the model draws every module from its name alone; otherwise each draw moves torch's generator."""
+    """Return whether the model initialises modules by name; otherwise each draw advances torch's generator."""
     return callable(getattr(model, "initialise", None))
 
 
 def _draws(model: nn.Module, name: str, module: nn.Module) -> Callable[[], object] | None:
-    """Return what draws a module's values, if anything does."""
+    """Return the function that initialises a module, or None."""
     whole = getattr(model, "initialise", None)
     if callable(whole):
         return lambda: whole(name, module)
@@ -131,7 +132,7 @@ def _draws(model: nn.Module, name: str, module: nn.Module) -> Callable[[], objec
 
 @contextmanager
 def _lent(module: nn.Module, device: torch.device) -> Iterator[dict[str, Tensor]]:
-    """Put memory under a module's own parameters, and where others are gone, for the length of a ``with`` block."""
+    """Allocate a module's own and removed parameters for the ``with`` block; yield their memory by name."""
     parameters, buffers = dict(module._parameters), set(module._buffers)
     lent: dict[str, Tensor] = {}
     try:

@@ -12,13 +12,14 @@ from torch.utils.hooks import RemovableHandle
 
 
 class ModuleHook:
-    """A hook of one module: copies and files of the module get one that does nothing.
+    """Hook of one module; copies and pickles of the module get a hook that does nothing.
 
-    It runs between compiled graphs, never inside of them: it communicates, and exchanges the module's parameters.
+    It runs between compiled graphs, never inside them: it communicates, and replaces the module's
+    parameters.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
-        def call(*args: Any, **kwargs: Any) -> Any:  # torch writes to its attributes, which a bound method refuses
+        def call(*args: Any, **kwargs: Any) -> Any:  # torch sets attributes on it, which a bound method does not allow
             return function(*args, **kwargs)
 
         self._function = _disable_dynamo(call)
@@ -27,12 +28,12 @@ class ModuleHook:
         return self._function(*args, **kwargs)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Copy and pickle as a hook that does nothing."""
+        """Return a hook that does nothing, for copies and pickles."""
         return _NoHook, ()
 
 
 class _NoHook:
-    """A hook that does nothing, in copies of a module that has a strategy."""
+    """Hook that does nothing, in copies of a module with a strategy."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
         """Do nothing."""
@@ -41,8 +42,9 @@ class _NoHook:
 def after_gradient(parameter: Tensor, method: Callable[..., None], *args: int | str) -> RemovableHandle:
     """Call the bound ``method`` with ``args`` and the parameter whenever autograd has accumulated its gradient.
 
-    Python's garbage collector does not see what such a hook of torch refers to. So the hook must not keep its owner,
-    nor ``args`` the parameter: a model and its strategy would never be freed.
+    Python's garbage collector does not traverse the references of such a hook. Therefore the hook
+    must not hold a reference to its owner, nor ``args`` to the parameter: a model and its strategy
+    would never be freed.
     """
     owned = weakref.WeakMethod(method)
 
@@ -51,12 +53,12 @@ def after_gradient(parameter: Tensor, method: Callable[..., None], *args: int | 
         if own is not None:
             own(*args, parameter)
 
-    # Torch's own: the parameter's defers.
+    # Use torch's own method: the parameter's attribute of the same name defers hooks.
     register: Callable[..., RemovableHandle] = Tensor.register_post_accumulate_grad_hook
     return register(parameter, hook)
 
 
 def plain_module(model: nn.Module) -> nn.Module:
-    """Return the module that ``torch.compile`` was given, for what it returned; any other module as it is."""
+    """Return the original module of a ``torch.compile`` wrapper; any other module unchanged."""
     inner = model._modules.get("_orig_mod")
     return inner if inner is not None and type(model).__name__ == "OptimizedModule" else model

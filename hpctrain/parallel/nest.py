@@ -1,6 +1,7 @@
-"""Nested values (tuples, lists, dicts, dataclasses) taken apart into tensors and a skeleton, and put together again.
+"""Nested values (tuples, lists, dicts, dataclasses): flattening into tensors and a skeleton, and the inverse.
 
-A skeleton is the same nest with a ``Slot`` in place of each tensor. Skeletons can be pickled and compared.
+A skeleton is the same nest with a ``Slot`` in place of each tensor. Skeletons can be pickled and
+compared.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from hpctrain.errors import UsageError
 
 @dataclasses.dataclass(frozen=True)
 class Slot:
-    """The place of a tensor in a skeleton, by its number."""
+    """Placeholder of a tensor in a skeleton, with its index."""
 
     number: int
 
@@ -25,7 +26,7 @@ ONE_TENSOR = Slot(0)  # the skeleton of a plain tensor
 
 
 def mapped(value: Any, change: Callable[[Any], Any], kind: type | tuple[type, ...] = Tensor) -> Any:
-    """Return a nest in which leaves of a class are changed; other leaves stay as they are."""
+    """Return a nest with all leaves of a class transformed; other leaves stay unchanged."""
     if isinstance(value, kind):
         return change(value)
     if isinstance(value, Mapping):
@@ -40,7 +41,7 @@ def mapped(value: Any, change: Callable[[Any], Any], kind: type | tuple[type, ..
 
 
 def named_leaves(value: Any, name: str) -> Iterator[tuple[str, Any]]:
-    """Yield the leaves of a nest with the expressions that lead to them, in the order of ``mapped``."""
+    """Yield the leaves of a nest with the expressions that address them, in the order of ``mapped``."""
     if isinstance(value, Mapping):
         for key, each in value.items():
             yield from named_leaves(each, f"{name}[{key!r}]")
@@ -74,12 +75,12 @@ def take_apart(value: Any) -> tuple[Any, tuple[Tensor, ...]]:
 
 
 def put_together(skeleton: Any, tensors: Sequence[Tensor]) -> Any:
-    """Return the nest that was taken apart, with other tensors."""
+    """Return the nest that was flattened, with other tensors."""
     return mapped(skeleton, lambda slot: tensors[slot.number], Slot)
 
 
 def check_leaves(value: Any, name: str) -> None:
-    """Raise ``UsageError`` for an object that hides tensors in its attributes, where they cannot be cut or sent."""
+    """Raise ``UsageError`` for an object with tensors in its attributes, which cannot be cut or sent."""
     for place, leaf in named_leaves(value, name):
         inside = getattr(leaf, "__dict__", None)
         if isinstance(leaf, Tensor) or callable(leaf) or not isinstance(inside, dict):
@@ -102,7 +103,7 @@ def _fields(value: Any) -> list[tuple[str, Any]]:
 
 
 def _remade(mapping: Mapping[Any, Any], values: dict[Any, Any]) -> Any:
-    """Return values in a mapping of the same class; a plain dict if that class cannot be made of one."""
+    """Return values in a mapping of the same class; a plain dict if that class cannot be constructed from one."""
     kind: Any = type(mapping)
     if kind is dict:
         return values

@@ -1,4 +1,4 @@
-"""Say what a step makes small, so that a strategy can compute it in pieces, and where its parts are."""
+"""Objective of a step: the loss function, autocast dtype and clipping that a strategy needs."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ Compare = Callable[[Any, Any], Tensor]
 
 
 def cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Return the mean over samples and, for tokens, positions, in float32."""
+    """Return the mean cross entropy over samples and, for tokens, positions, in float32."""
     return F.cross_entropy(outputs.float().flatten(0, -2), targets.flatten())
 
 
 def mse(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Return the mean square of the difference, in float32.
+    """Return the mean squared error, in float32.
 
-    Samples that are vectors on one side may have any shape on the other: targets ``[n]`` fit outputs ``[n, 1]``.
-    Raises ``UsageError`` for other shapes, which torch would broadcast.
+    One side may have shape ``[n]`` if the other has ``[n, 1]``: their elements are compared sample
+    by sample. Raises ``UsageError`` for other shapes, which torch would broadcast.
     """
     given, wanted = tuple(outputs.shape), tuple(targets.shape)
     if given != wanted:
@@ -42,7 +42,7 @@ LOSSES: dict[str, Compare] = {"cross_entropy": cross_entropy, "mse": mse}
 
 
 def loss_named(name: str) -> Compare:
-    """Return a loss of ``LOSSES``, or the user's function that ``package.module:function`` names."""
+    """Return a loss of ``LOSSES``, or the user's function named by ``package.module:function``."""
     if name in LOSSES:
         return LOSSES[name]
     function = function_named(name, "train.loss")
@@ -59,9 +59,10 @@ def loss_named(name: str) -> Compare:
 
 @dataclass(frozen=True)
 class Objective:
-    """Compare outputs with targets, by a mean over the samples; the model computes under autocast where ``dtype`` says.
+    """Loss of a step: a mean over the samples, computed from outputs and targets; ``dtype`` enables autocast.
 
-    ``max_norm`` is for strategies that make updates by themselves (pipedream): what their gradients are clipped to.
+    ``max_norm`` is for strategies that make updates by themselves (pipedream): they clip gradients
+    to this norm.
     """
 
     compare: Compare
@@ -69,5 +70,5 @@ class Objective:
     max_norm: float = float("inf")
 
     def computing(self, device: torch.device) -> torch.autocast:
-        """Return the ``with`` block in which the model computes forward."""
+        """Return the autocast context of the model's forward pass."""
         return torch.autocast(device.type, self.dtype, enabled=self.dtype is not None)

@@ -1,4 +1,4 @@
-"""Work out the mesh and the microbatches of a run from its settings, before anything is built."""
+"""Derivation of a run's mesh and microbatches from its settings, before anything is built."""
 
 from __future__ import annotations
 
@@ -6,23 +6,24 @@ from hpctrain.collectives.mesh import Shape, fill_in
 from hpctrain.errors import SettingsError
 from hpctrain.parallel.settings import ParallelSettings
 
-A_STAGE = 4  # microbatches a stage that are enough to keep the bubble small
+A_STAGE = 4  # microbatches per stage that suffice to keep the pipeline bubble small
 
 
 def shape_of(settings: ParallelSettings, size: int) -> Shape:
-    """Return the mesh of ``size`` ranks; raises ``UsageError`` that says which numbers would work."""
+    """Return the mesh of ``size`` ranks. Raises ``UsageError``, which names lengths that would work."""
     return fill_in(size, pipe=settings.pipe, tensor=settings.tensor, order=settings.order)
 
 
 def generator_number(shape: Shape, rank: int) -> int:
-    """Return a number that ranks share which must draw the same dropout: those of one tensor line."""
+    """Return a number shared by the ranks that must draw the same dropout: those along the tensor axis."""
     return shape.line("tensor", rank)[0]
 
 
 def microbatches_for(settings: ParallelSettings, samples: int) -> int:
-    """Return into how many microbatches a rank's samples are cut.
+    """Return the number of microbatches for a rank's samples.
 
-    Raises ``SettingsError`` for a number that does not divide them, or that the schedule cannot take.
+    Raises ``SettingsError`` for a number that does not divide the samples, or that the schedule
+    does not support.
     """
     stages = settings.pipe
     if settings.microbatches:

@@ -1,9 +1,10 @@
-"""Trade time for memory: keep a module's inputs alone, and compute what is inside it again in the backward pass.
+"""Activation recomputation (checkpointing): a module keeps only its inputs, and the backward pass reruns it.
 
-After Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016, by ``torch.utils.checkpoint`` without reentry.
+After Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016, by non-reentrant
+``torch.utils.checkpoint``.
 
-Note: a module gets a subclass of its own class (``forward_subclass``), and so do its copies. Hooks are called around
-``forward``, so they run once, outside.
+Note: a module gets a subclass of its own class (``forward_subclass``), and so do its copies. Hooks
+are called around ``forward``, so they run once, outside of the recomputation.
 """
 
 from __future__ import annotations
@@ -24,19 +25,20 @@ from hpctrain.parallel.pipeline import deferred, skip
 from hpctrain.parallel.recompute_inputs import snapshot
 
 Contexts = tuple[AbstractContextManager[None], AbstractContextManager[None]]
-_KINDS: dict[type[nn.Module], type[nn.Module]] = {}  # the subclass for each class
+_KINDS: dict[type[nn.Module], type[nn.Module]] = {}  # the recomputing subclass of each class
 _AROUND: weakref.WeakKeyDictionary[nn.Module, Callable[[], AbstractContextManager[object]]] = (
     weakref.WeakKeyDictionary()
 )
-_PLAIN = "_recomputes"  # the attribute of the subclasses that holds the class they stand for
+_PLAIN = "_recomputes"  # attribute of the subclasses that holds the original class
 
 
 def recompute(modules: Iterable[nn.Module]) -> Callable[[], None]:
-    """Let modules compute their activations again in the backward pass, in place; return what undoes it.
+    """Enable recomputation of modules, in place; return a function that disables it.
 
-    They do so where they train and gradients are taken: random generators then repeat what they gave before, and batch
-    norms count a batch once. A module that is given twice, or recomputes already, does so once. Raises ``UsageError``,
-    with all modules as they were, for one that is compiled or has a ``forward`` on the instance.
+    Modules recompute in training mode while gradients are enabled. Random generators then repeat
+    their numbers, and batch norms count a batch once. A module that is given twice, or that
+    recomputes already, is recomputed once. Raises ``UsageError``, with all modules unchanged, for a
+    module that is compiled or has a ``forward`` on the instance.
     """
     plain = {module: type(module) for module in modules if not hasattr(type(module), _PLAIN)}
     for module in plain:
@@ -58,12 +60,12 @@ def recompute(modules: Iterable[nn.Module]) -> Callable[[], None]:
 
 
 def keep_inputs(module: nn.Module, keeping: Callable[[], AbstractContextManager[object]]) -> None:
-    """Let autograd save what a recomputing module is given inside a context, a new one for each call."""
+    """Enter a context, a new one per call, in which autograd saves the inputs of a recomputing module."""
     _AROUND[module] = keeping
 
 
 def _recomputing(plain: type[nn.Module]) -> type[nn.Module]:
-    """Return the subclass that recomputing modules of a class have, always the same one."""
+    """Return the recomputing subclass of a class, always the same one."""
     if plain not in _KINDS:
         _KINDS[plain] = _subclass(plain)
     return _KINDS[plain]
@@ -79,22 +81,22 @@ def _subclass(plain: type[nn.Module]) -> type[nn.Module]:
 
 
 def _blank(plain: type[nn.Module], *arguments: Any) -> nn.Module:
-    """Return a recomputing module whose state is still to come."""
+    """Return an empty recomputing module, whose state is set later."""
     kind = _recomputing(plain)
     return kind.__new__(kind, *arguments)
 
 
 def _forward_twice(module: nn.Module, plain: type[nn.Module], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run a module's own forward, and again when the backward pass needs what it would have kept."""
-    count, names = len(args), list(kwargs)  # what is given is for the checkpoint to keep, and for nobody else
+    """Run a module's own forward, and rerun it when the backward pass needs its activations."""
+    count, names = len(args), list(kwargs)  # only the checkpoint may hold the arguments
     copies = ((one, snapshot(one)) for one in (*args, *kwargs.values()))
-    before = [None if copied is one else copied for one, copied in copies]  # no reference to a tensor of its own
+    before = [None if copied is one else copied for one, copied in copies]  # holds no reference to tensors
     passes = 0
 
     def run(*given: Any) -> Any:
         nonlocal passes
         passes += 1
-        if passes > 1:  # the first pass may have changed what it was given
+        if passes > 1:  # the first pass may have changed its arguments
             given = tuple(now if old is None else snapshot(old) for old, now in zip(before, given))
         return plain.forward(module, *given[:count], **dict(zip(names, given[count:])))
 
@@ -105,7 +107,8 @@ def _forward_twice(module: nn.Module, plain: type[nn.Module], args: tuple[Any, .
 
     keeping = _AROUND.get(module, nullcontext)
     with keeping():
-        # All by position: torch restores the generators of devices that it finds there.
+        # Pass all arguments by position: torch restores the generators only of devices that it
+        # finds there.
         return checkpoint(run, *args, *kwargs.values(), use_reentrant=False, context_fn=contexts)
 
 
@@ -119,7 +122,7 @@ def _together(*contexts: AbstractContextManager[object]) -> Iterator[None]:
 
 @contextmanager
 def _counted_once(module: nn.Module) -> Iterator[None]:
-    """Let batch norms take their running statistics on copies."""
+    """Let batch norms update their running statistics on copies."""
     norms = [inner for inner in module.modules() if isinstance(inner, _NormBase)]
     kept = [dict(norm._buffers) for norm in norms]
     for norm in norms:

@@ -1,4 +1,4 @@
-"""What a recomputed module is given that its first pass may change: caches of keys and values, lists, tables."""
+"""Snapshots of a recomputed module's mutable inputs: key-value caches, lists, tables."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-# Never copied: their identity counts, or they cannot change.
+# Never copied, because their identity matters or they are immutable.
 _SHARED = (
     torch.Tensor,
     nn.Module,
@@ -24,10 +24,10 @@ _CONSTANT = (int, float, complex, str, bytes, bool, type(None), torch.dtype, tor
 
 
 def snapshot(value: Any) -> Any:
-    """Return a copy of a nest of objects that shares its tensors and modules; what has no state of its own as it is.
+    """Return a copy of a nest of objects that shares its tensors and modules; return immutable values unchanged.
 
-    A decoder's cache of keys and values is an example: layers append to it, or look whether they have filled it. The
-    second pass must find it as the first one did.
+    An example is a decoder's key-value cache: layers append to it, or check whether they have
+    filled it. The second pass must find it in the same state as the first.
     """
     if isinstance(value, (*_SHARED, *_CONSTANT)):
         return value
@@ -36,12 +36,12 @@ def snapshot(value: Any) -> Any:
         return value
     try:
         return copy.deepcopy(value, memo)
-    except Exception:  # an object that cannot be copied: torch says if the second pass differs
+    except Exception:  # an object that cannot be copied: torch reports a second pass that differs
         return value
 
 
 def _collect(value: Any, shared: dict[int, Any]) -> bool:
-    """Enter all that is shared into ``shared``, by id; tell whether anything can change."""
+    """Add all shared objects to ``shared``, by id; return whether the value contains mutable objects."""
     seen: set[int] = set()
     stack, changeable = [value], False
     while stack:

@@ -1,4 +1,4 @@
-"""Hold the settings of the strategies."""
+"""Settings of the strategies."""
 
 from __future__ import annotations
 
@@ -17,59 +17,69 @@ SHARDED = ("zero1", "zero2", "fsdp")
 
 @dataclass(frozen=True)
 class ParallelSettings:
-    """Choose how the ranks share the work."""
+    """Distribution of the work over the ranks (section ``[parallel]``)."""
 
-    # The strategy of the data axis. ddp: every rank holds the whole model; zero1: the optimizer's states are split over
-    # the ranks; zero2: gradients too; fsdp: parameters too (ZeRO 3); dp: torch's DataParallel, one process, many GPUs;
-    # easgd: every rank trains a replica of its own, held together by a centre (section server).
+    # Strategy of the data axis. ddp: every rank holds the whole model; zero1: the optimizer states
+    # are sharded over the ranks; zero2: also the gradients; fsdp: also the parameters (ZeRO 3); dp:
+    # torch's DataParallel, one process, several GPUs; easgd: every rank trains its own replica,
+    # coupled by a centre (section server).
     data: Literal["ddp", "zero1", "zero2", "fsdp", "dp", "easgd", "server", "hogwild"] = "ddp"
-    # Split over all ranks, or only inside each node, with a replica on every node.
+    # Shard over all ranks, or only inside each node, with a replica on every node.
     shard_within: Literal["world", "node"] = "world"
-    # Stages that the model's layers are cut into, each on other ranks; and ranks that split its matrices. What is left
-    # of the ranks shares the data.
+    # Number of pipeline stages, and number of ranks that split each weight matrix. The remaining
+    # factor of the ranks is the data axis.
     pipe: int = 1
     tensor: int = 1
-    # The axes of the mesh from the slowest to the fastest: the last one's ranks are neighbours.
+    # Axes of the mesh from the slowest to the fastest: ranks along the last axis are neighbours.
     order: tuple[str, ...] = AXES
-    # Who computes which microbatch when: naive, gpipe, 1f1b, interleaved, zb-h1, or pipedream, which updates the
+    # Pipeline schedule: naive, gpipe, 1f1b, interleaved, zb-h1, or pipedream, which updates the
     # weights after every microbatch.
     schedule: Literal["naive", "gpipe", "1f1b", "interleaved", "zb-h1", "pipedream"] = "1f1b"
-    # Parts of a backward pass that go through the pipeline one after the other; 0: as many as the samples allow, up to
-    # four a stage.
+    # Number of microbatches per backward pass; 0: as many as the samples allow, up to four per
+    # stage.
     microbatches: int = 0
-    # Pieces of the model that each stage holds (interleaved); 0: 2 for interleaved, else 1.
+    # Model chunks per stage (interleaved); 0: 2 for interleaved, else 1.
     chunks: int = 0
-    # Where the layers are cut: by the work that they are estimated to be (compute), by their measured time, by their
-    # parameters, or by hand: numbers of layers ("3,5") or names of the layers that stages begin with ("blocks.2").
+    # Partition of the layers into stages: by their estimated work (compute), by their measured
+    # time, by their parameters, or explicitly: layer numbers ("3,5") or names of the first layers
+    # of stages ("blocks.2").
     partition: str = "compute"
-    # How matrices are split, besides what the model says: "*.fc=column", "*.project=row" (docs/tensor.md).
+    # Tensor-parallel plan in addition to the model's own: "*.fc=column", "*.project=row"
+    # (docs/tensor.md).
     tensor_plan: tuple[str, ...] = ()
-    # Split what lies between the split matrices too, along the sequence.
+    # Sequence parallelism: also split the activations between the split matrices, along the
+    # sequence.
     sequence: bool = False
-    # What is gathered together (fsdp) or recomputed together: names of classes ("Block") or modules ("blocks.*");
-    # empty: repeated blocks, and what is large enough.
+    # Modules that are unsharded (fsdp) or recomputed as a unit: names of classes ("Block") or
+    # modules ("blocks.*"); empty: repeated blocks, and sufficiently large modules.
     units: tuple[str, ...] = ()
-    # Units that are gathered ahead of the one that computes, where a GPU can do both at once.
+    # Number of units to unshard ahead of the computing one, if a GPU can do both concurrently.
     prefetch: int = 1
-    # Compute and communicate in bfloat16, with shards, moments and updates in float32 (zero1, zero2, fsdp).
+    # Compute and communicate in bfloat16, with shards, moments and updates in float32 (zero1,
+    # zero2, fsdp).
     mixed_precision: Literal["none", "bfloat16"] = "none"
-    # Gradients of all but the last backward pass of a step: keep them whole on each rank (local), or reduce them at
-    # once (reduced), which takes messages and no memory; auto: reduced for zero2 and fsdp.
+    # Gradients of all but the last backward pass of a step: keep them whole on each rank (local),
+    # or reduce them immediately (reduced), which needs messages but no memory; auto: reduced for
+    # zero2 and fsdp.
     accumulate: Literal["auto", "local", "reduced"] = "auto"
-    # Compute the activations of each unit again in the backward pass instead of keeping them.
+    # Recompute the activations of each unit in the backward pass instead of storing them.
     recompute: bool = False
-    # Classes of optimizers that are known to update every element by itself, besides those of torch.
+    # Optimizer classes that update each element independently, in addition to those of torch.
     elementwise: tuple[str, ...] = ()
-    # Gradients that are reduced together, in MiB; the first bucket is kept small, so that reducing starts early.
+    # Bucket size of the gradient reduction, in MiB; the first bucket is small, so that reductions
+    # start early.
     bucket_mib: float = 4.0
-    # Round gradients to bfloat16 for the reduction, which halves its bytes; sums are still taken in float32.
+    # Round gradients to bfloat16 for the reduction, which halves its bytes; sums are still computed
+    # in float32.
     compression: Literal["none", "bfloat16"] = "none"
-    # Give every rank the batch-norm statistics (and all other buffers) of rank 0 before each forward pass in training.
+    # Broadcast the batch-norm statistics (and all other buffers) of rank 0 before each forward pass
+    # in training.
     broadcast_buffers: bool = True
-    # Turn batch norms into ones that take their statistics over the batches of all data ranks. Unset: wherever ranks
-    # share out the samples of a batch by a synchronous strategy (ddp, zero1, zero2, fsdp) without a pipeline.
+    # Convert batch norms to use the statistics of all data ranks' batches. Unset: if a synchronous
+    # strategy (ddp, zero1, zero2, fsdp) without a pipeline divides the samples of a batch.
     sync_batchnorm: bool | None = None
-    # Compare the outputs of a model that is split over tensor ranks with those of the whole model, in the first pass.
+    # Compare the outputs of a tensor-parallel model with those of the whole model, in the first
+    # pass.
     check_split: bool = True
 
     def __post_init__(self) -> None:
@@ -120,24 +130,24 @@ class ParallelSettings:
 
     @property
     def splits_model(self) -> bool:
-        """Tell whether ranks hold parts of the model (pipe, tensor)."""
+        """Return whether ranks hold parts of the model (pipe, tensor)."""
         return self.pipe * self.tensor > 1
 
     @property
     def chunks_a_rank(self) -> int:
-        """Return the pieces of the model that each stage holds."""
+        """Return the number of model chunks per stage."""
         return self.chunks or (2 if self.schedule == "interleaved" else 1)
 
     @property
     def reduces_early(self) -> bool:
-        """Tell whether every backward pass of a step is reduced by itself."""
+        """Return whether every backward pass of a step is reduced by itself."""
         return self.accumulate == "reduced" or self.accumulate == "auto" and self.data in ("zero2", "fsdp")
 
 
 def parallel_settings(value: ParallelSettings | Mapping[str, Any] | str | None) -> ParallelSettings:
-    """Return the settings that a program gave: themselves, a dict of them, or the name of a data strategy.
+    """Return the settings that a program passed: an instance, a dict, or the name of a data strategy.
 
-    Raises ``SettingsError`` for anything else.
+    Raises ``SettingsError`` for any other value.
     """
     if isinstance(value, str):
         value = {"data": value}

@@ -1,10 +1,12 @@
-"""Checks of the first step of a model that is split over tensor ranks.
+"""Checks of the first step of a tensor-parallel model.
 
-In the first forward pass a wrong plan raises an error that names modules (``first_pass``), and the outputs are compared
-with those of the whole model (``whole_model``); before the first update the gradients of parameters that are not split
-are compared over the tensor ranks (``same_gradients``). A later step costs nothing.
+In the first forward pass, a wrong plan raises an error that names modules (``first_pass``), and the
+outputs are compared with those of the whole model (``whole_model``). Before the first update, the
+gradients of parameters that are not split are compared over the tensor ranks (``same_gradients``).
+Later steps have no overhead.
 
-An error is raised by all tensor ranks of a replica. If there are ranks besides, it ends the job, as others may wait.
+All tensor ranks of a replica raise the error. If the job has other ranks, the error ends the job,
+because they may be waiting.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ from hpctrain.plain_tensors import as_parts
 def whole_copy(
     model: nn.Module, comm: Communicator, settings: ParallelSettings, device: torch.device
 ) -> nn.Module | None:
-    """Return what a model is compared with, before it is split; None if it is not to be. Collective."""
+    """Return a copy of the whole model for the comparison, made before it is split; None to skip it. Collective."""
     if settings.tensor == 1 or not settings.check_split or settings.pipe > 1 and can_drop(model):
         return None
     if not fits(model, comm, device):
@@ -50,10 +52,10 @@ def whole_copy(
 
 
 class FirstStep:
-    """Checks of a strategy whose model is split as ``chosen`` says; ``inner`` is the strategy of the data axis.
+    """First-step checks of a strategy whose model is split as ``chosen``; ``inner`` is that of the data axis.
 
-    ``whole`` is a ``whole_copy`` of the model, ``rounds`` tells whether the split model computes in lower precision,
-    ``sequence`` whether it splits sequences. Checks that are done take themselves off.
+    ``whole`` is a ``whole_copy`` of the model. ``rounds`` means that the split model computes in
+    lower precision, ``sequence`` that it splits sequences. Completed checks remove their hooks.
     """
 
     def __init__(
@@ -83,19 +85,19 @@ class FirstStep:
             self._compare_first_pass()
 
     def close(self) -> None:
-        """Take off what is left."""
+        """Remove the remaining hooks."""
         unwatch(self._model)
         if self._update_hooks is not None:
             self._update_hooks.remove()
 
     def stand_in(self) -> None:
-        """Take part in the first training pass of the other data ranks, without a sample."""
+        """Join the first training pass of the other data ranks, without a sample."""
         if self._compared is not None and not self._compared.done:
             self._compared.stand_in(lambda: self._inner.contribute_nothing(backward=False))
 
     @contextmanager
     def _raising(self) -> Iterator[None]:
-        """Let errors in the ``with`` block end the job if not all ranks raise them."""
+        """Make errors in the ``with`` block end the job if not all ranks raise them."""
         try:
             yield
         except HpctrainError as error:
@@ -127,7 +129,7 @@ class FirstStep:
 
     @contextmanager
     def explained(self) -> Iterator[None]:
-        """Explain errors of the first training passes of a pipeline, in the ``with`` block."""
+        """Add explanations to errors of a pipeline's first training passes, in the ``with`` block."""
         trail, self._trail = self._trail, None
         if trail is None:
             yield
@@ -136,7 +138,7 @@ class FirstStep:
             yield
 
     def _watch_stages(self, pipeline: Pipeline, kinds: Mapping[nn.Module, str]) -> None:
-        """Search the graph of each stage for partial gradients, and compare its first pass with the whole layers'."""
+        """Search each stage's graph for partial gradients, and compare its first pass with that of the whole layers."""
         search, compared = self._tensor.partial_gradients, self._compared
         varies = _varying_inputs(pipeline.modules, kinds)
         parts = self._split_sequences(pipeline.modules, kinds)
@@ -177,7 +179,7 @@ class FirstStep:
 
     @as_parts
     def _before_update(self, optimizer: torch.optim.Optimizer) -> None:
-        """Compare the gradients that tensor ranks must hold alike, before the first update. Collective over them."""
+        """Compare the gradients that must be equal on all tensor ranks, before the first update. Collective."""
         held = {id(parameter) for parameter in self._model.parameters()}
         if not any(id(each) in held for group in optimizer.param_groups for each in group["params"]):
             return
@@ -193,14 +195,14 @@ class FirstStep:
             check_same([sums for _, sums in everyone])
 
     def _piece(self, name: str, gradient: Tensor) -> str:
-        """Name what of a gradient this rank holds: the data axis may cut it in other places on other tensor ranks."""
+        """Return a name of this rank's part of a gradient, which the data axis may cut differently on other ranks."""
         split = self._inner.split
         boxes = [] if split is None else [(each.start, each.extent) for each in split.shards(name, gradient)]
         return f"{name} {boxes}" if boxes else name
 
 
 def _varying_inputs(chunks: Sequence[Sequence[nn.Module]], kinds: Mapping[nn.Module, str]) -> list[bool]:
-    """Return where a model is cut between a column- and a row-parallel layer: before each chunk, and at the end."""
+    """Return whether each chunk starts, and the last ends, between a column- and a row-parallel layer."""
     found, varies = [], False
     for layers in chunks:
         found.append(varies)

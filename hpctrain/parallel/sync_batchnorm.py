@@ -1,14 +1,15 @@
-"""Batch norm over the batches of all data ranks.
+"""Synchronised batch norm over the batches of all data ranks.
 
-After Ioffe and Szegedy, "Batch Normalization", ICML 2015, with the sums of section 3 taken over all ranks: one
-reduction of 2 C + 1 numbers forward and one of 2 C backward. Sums travel in float64, so that samples that are dealt out
-otherwise give the same statistics.
+After Ioffe and Szegedy, "Batch Normalization", ICML 2015, with the sums of section 3 computed over
+all ranks: one reduction of 2 C + 1 numbers forward and one of 2 C backward. Sums are reduced in
+float64, so that another distribution of the samples gives the same statistics.
 
-Note: sample weights. A strategy averages the gradients of rank r with weight w_r (``Strategy.set_sample_weight``) when
-it reduces them, after the backward pass. The sums of the backward pass run over the samples of all ranks, so they need
-the weights already there: rank r adds w_r times its gradients, and divides by w_r what the sums contribute to its own
-gradient, which is multiplied by w_r later. A rank of weight 0 computes on a stand-in sample: its statistics count for
-nothing, and its gradient is zero.
+Note: sample weights. A strategy averages the gradients of rank r with weight w_r
+(``Strategy.set_sample_weight``) when it reduces them, after the backward pass. The sums of the
+backward pass cover the samples of all ranks, so they already need the weights. Rank r adds w_r
+times its gradients, and divides the contribution of the sums to its own gradient by w_r, because
+that gradient is multiplied by w_r later. A rank of weight 0 computes on a placeholder sample: its
+statistics do not count, and its gradient is zero.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from hpctrain.parallel.plan import shape_of
 from hpctrain.parallel.settings import ParallelSettings
 from hpctrain.transport.single import SingleTransport
 
-TOGETHER = 2**18  # elements that are multiplied at a time, or more so that there are about MOST_PARTS parts
+TOGETHER = 2**18  # elements multiplied at a time; more if the tensor would be cut into more than about MOST_PARTS parts
 MOST_PARTS = 16
 SYNCHRONOUS = ("ddp", "zero1", "zero2", "fsdp")
 FORWARDS = (_BatchNorm.forward, nn.SyncBatchNorm.forward)
@@ -40,11 +41,11 @@ FORWARDS = (_BatchNorm.forward, nn.SyncBatchNorm.forward)
 class SyncBatchNorm(_BatchNorm):
     """Batch norm of any number of dims whose statistics in training are those of all ranks' samples.
 
-    Ranks may hold different numbers of samples; the sample of a rank whose ``sample_weight`` is 0 does not count. In
-    evaluation it is the plain batch norm.
+    Ranks may have different numbers of samples; the sample of a rank whose ``sample_weight`` is 0
+    does not count. In evaluation it is the plain batch norm.
     """
 
-    sample_weight = 1.0  # that this rank's gradients will be averaged with
+    sample_weight = 1.0  # weight of this rank's gradients in the average
 
     def __init__(self, comm: Communicator, num_features: int, **options: Any) -> None:
         super().__init__(num_features, **options)
@@ -62,7 +63,7 @@ class SyncBatchNorm(_BatchNorm):
             return plain
         return self._normalised(input)
 
-    @_disable_dynamo  # compiled graphs leave out what communicates
+    @_disable_dynamo  # not part of compiled graphs, because it communicates
     def _normalised(self, input: Tensor) -> Tensor:  # noqa: A002
         self._check_input_dim(input)
         normalise: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]] = _Normalise.apply
@@ -89,10 +90,9 @@ class SyncBatchNorm(_BatchNorm):
             )
 
 
-# Instances of torch's own classes too, for code that looks for these (to choose what an optimizer decays).
 @contextmanager
 def own_statistics(model: nn.Module) -> Iterator[None]:
-    """Let batch norms take their statistics from this rank's samples alone in the ``with`` block."""
+    """Let batch norms use the statistics of only this rank's samples in the ``with`` block."""
     norms = {module: module.comm for module in model.modules() if isinstance(module, SyncBatchNorm)}
     alone = Communicator(SingleTransport())
     for norm in norms:
@@ -104,6 +104,8 @@ def own_statistics(model: nn.Module) -> Iterator[None]:
             norm.comm = comm
 
 
+# Also subclasses of torch's own classes, for code that checks for these (such as the selection of
+# parameters for weight decay).
 class SyncBatchNorm1d(SyncBatchNorm, nn.BatchNorm1d):
     """Synchronised ``nn.BatchNorm1d``."""
 
@@ -124,10 +126,10 @@ _KINDS: dict[type[nn.Module], type[SyncBatchNorm]] = {
 
 
 class _Normalise(torch.autograd.Function):
-    """Normalise over all ranks; the gradient takes the same sums.
+    """Normalisation over all ranks; the backward pass uses the same sums.
 
-    Elements are computed in the input's dtype (16-bit ones in float32), centred on this rank's own mean so that large
-    offsets do not cancel; only sums are in float64.
+    Elements are computed in the input's dtype (16-bit ones in float32), centred on this rank's own
+    mean so that large offsets do not cancel. Only sums are in float64.
     """
 
     @staticmethod
@@ -142,7 +144,7 @@ class _Normalise(torch.autograd.Function):
         squares = _sum_of_products(centred, centred, dims) + centre * (2 * total - number * centre)
         sums = torch.cat([total, squares, total.new_full((1,), number)])
         if share == 0:
-            sums.zero_()  # not by a product, as the stand-in may be infinite
+            sums.zero_()  # no product: placeholder values may be infinite
         comm.all_reduce(sums)
         count = sums[-1]
         mean, squares = (sums[:-1] / count).chunk(2)
@@ -181,12 +183,12 @@ class _Normalise(torch.autograd.Function):
 
 
 def _wide(tensor: Tensor) -> Tensor:
-    """Return a tensor in the dtype that its elements are computed in."""
+    """Return a tensor in the dtype in which its elements are computed."""
     return tensor if tensor.dtype in (torch.float32, torch.float64) else tensor.float()
 
 
 def _sum_of_products(one: Tensor, other: Tensor, dims: list[int]) -> Tensor:
-    """Return the sums of products over dims, some samples at a time: all of them would take as much memory again."""
+    """Return sums of products over dims, in groups of samples: one product of all would double the memory."""
     total = torch.zeros(one.shape[1], dtype=torch.float64, device=one.device)
     if one.numel():
         samples = max(TOGETHER * len(one) // one.numel(), len(one) // MOST_PARTS, 1)
@@ -198,8 +200,9 @@ def _sum_of_products(one: Tensor, other: Tensor, dims: list[int]) -> Tensor:
 def convert(model: nn.Module, comm: Communicator) -> nn.Module:
     """Replace every batch norm below ``model`` by a synchronised one with the same parameters and buffers.
 
-    Names in ``state_dict`` do not change, a module that stands in several places still does, and an optimizer made
-    before keeps working. Returns the model, or its replacement where the model itself is a batch norm.
+    Names in ``state_dict`` do not change, a module used in several places stays shared, and an
+    existing optimizer keeps working. Returns the model, or its replacement if the model itself is a
+    batch norm.
     """
     twins: dict[nn.Module, SyncBatchNorm] = {}
 
@@ -217,7 +220,7 @@ def convert(model: nn.Module, comm: Communicator) -> nn.Module:
 
 
 def _synchronised(norm: nn.Module, comm: Communicator) -> SyncBatchNorm:
-    """Return a twin that shares parameters, buffers and hooks with a batch norm."""
+    """Return a synchronised batch norm that shares parameters, buffers and hooks with a batch norm."""
     kind = _KINDS.get(type(norm), SyncBatchNorm)
     twin = kind.__new__(kind)
     vars(twin).update(vars(norm))
@@ -226,16 +229,17 @@ def _synchronised(norm: nn.Module, comm: Communicator) -> SyncBatchNorm:
 
 
 def convertible(module: nn.Module) -> bool:
-    """Tell whether a module is a batch norm that is not synchronised yet, and computes as torch's own do."""
+    """Return whether a module is a batch norm that is not synchronised yet, and computes as torch's own do."""
     return (
         isinstance(module, _BatchNorm) and not isinstance(module, SyncBatchNorm) and type(module).forward in FORWARDS
     )
 
 
 def synchronise(model: nn.Module, comm: Communicator, settings: ParallelSettings) -> None:
-    """Convert the batch norms of a model as ``parallel.sync_batchnorm`` says, and log what was done; once per model.
+    """Convert the batch norms of a model according to ``parallel.sync_batchnorm``, and log it; once per model.
 
-    Unset, they are converted if the ranks of a synchronous strategy share out the samples of a batch.
+    If unset, they are converted if the ranks of a synchronous strategy divide the samples of a
+    batch.
     """
     wanted = settings.sync_batchnorm
     if wanted is False:
@@ -274,7 +278,7 @@ def synchronise(model: nn.Module, comm: Communicator, settings: ParallelSettings
 
 
 def _why_not(model: nn.Module, settings: ParallelSettings) -> str:
-    """Say why the batch norms of a model cannot be synchronised; empty if they can."""
+    """Return why the batch norms of a model cannot be synchronised; empty if they can."""
     if settings.pipe > 1:
         return "parallel.pipe is above 1"
     if settings.data not in SYNCHRONOUS:

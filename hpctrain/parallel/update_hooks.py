@@ -1,8 +1,9 @@
-"""Calls before and after every update that an optimizer of the process makes.
+"""Hooks before and after every optimizer step of the process.
 
-Note: torch keeps such hooks in a dict that it iterates over at each step. If the garbage collector frees an owner
-meanwhile, that owner must not take its hooks out of the dict ("OrderedDict mutated during iteration"). So torch gets
-one hook of each kind, for good, and these go through a copy of the list of owners.
+Note: torch stores such hooks in a dict that it iterates over at each step. If the garbage collector
+frees an owner meanwhile, that owner must not remove its hooks from the dict ("OrderedDict mutated
+during iteration"). Therefore torch gets one permanent hook of each kind, and these iterate over a
+copy of the list of owners.
 """
 
 from __future__ import annotations
@@ -14,14 +15,14 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-Call = Callable[[Any, torch.optim.Optimizer], None]  # with the owner and the optimizer
+Call = Callable[[Any, torch.optim.Optimizer], None]  # arguments: owner and optimizer
 
 _hooks: list[UpdateHooks] = []
 _registered = False
 
 
 class UpdateHooks:
-    """Call ``before(owner, optimizer)`` and ``after(owner, optimizer)`` as long as the owner lives, until removed."""
+    """Registered ``before(owner, optimizer)`` and ``after(owner, optimizer)``, until removed or the owner is freed."""
 
     def __init__(self, owner: Any, before: Call | None = None, after: Call | None = None) -> None:
         global _registered
@@ -33,7 +34,7 @@ class UpdateHooks:
             register_optimizer_step_post_hook(_after)
 
     def remove(self) -> None:
-        """End the calls."""
+        """Unregister the hooks."""
         if self in _hooks:
             _hooks.remove(self)
 
