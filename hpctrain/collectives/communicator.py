@@ -93,11 +93,11 @@ class Communicator:
         """Return a flat tensor that all ranks of the node share. Collective.
 
         Data that one rank writes are visible to the others after the next collective. Gathering
-        shares that are already in their places copies nothing: ``comm.all_gather(whole,
-        whole.chunk(comm.size)[comm.rank])``. If no memory is shared, or /dev/shm has no space left,
-        each rank gets its own tensor. With ``must_share``, a full /dev/shm raises
-        ``CommunicationError`` on all ranks instead. The memory remains valid as long as the
-        communicator.
+        shares that are already in their places copies nothing:
+        ``comm.all_gather(whole, whole.chunk(comm.size)[comm.rank])``. If no memory is shared, or
+        /dev/shm has no space left, each rank gets its own tensor. With ``must_share``, a full
+        /dev/shm raises ``CommunicationError`` on all ranks instead. The memory remains valid as
+        long as the communicator.
         """
         self._announce("common", detail=f"{numel} {dtype}")
         return self._host.empty(numel, dtype, common=True, must_share=must_share)
@@ -296,7 +296,7 @@ class Communicator:
         with self._carriers.hosted.turn("broadcast_object"):
             return self.transport.broadcast_object(item, root)
 
-    # Choice -----------------------------------------------------------------------------------------------------------
+    # Selection --------------------------------------------------------------------------------------------------------
 
     def use_tables(self, tables: Mapping[Layout, Table]) -> None:
         """Make ``auto`` choose algorithms by the measurements for this layout of ranks. Collective.
@@ -320,7 +320,7 @@ class Communicator:
         above = None if parent is None else parent._carriers
         self._carriers.use_device(device, verdict, above, self._tables.get(self._layout))
 
-    # Life -------------------------------------------------------------------------------------------------------------
+    # Lifecycle --------------------------------------------------------------------------------------------------------
 
     def split(self, color: int, key: int | None = None) -> Communicator:
         """Return a communicator of the ranks with the same color, ordered by key (default: by rank). Collective.

@@ -34,7 +34,7 @@ class HostCollectives:
         self.transport = transport
         self.memory = SharedMemory(transport, node, place, reducer)
         self._ways = Ways(transport, reducer, self.memory)
-        self.kept: dict[Hashable, Callable[..., Any]] = {}  # by operation, addresses, sizes, dtype, and reduction
+        self.kept: dict[Hashable, Callable[..., Any]] = {}  # by operation, addresses, sizes, dtype, and options
 
     def use_tables(self, tables: Mapping[Layout, Table]) -> None:
         """Choose algorithms by measured tables, the same on all ranks. Collective."""

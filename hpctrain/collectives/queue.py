@@ -7,13 +7,13 @@ progress on the host and operation 2 on the GPU. Rank 0 waits for operation 2 fi
 not progress operation 1. Rank 1 waits for operation 1 first, and has not started operation 2. Each
 rank waits for the other.
 
-Therefore a change of carrier is a synchronization point. Before an operation starts on one carrier,
+Therefore a change of carrier is a synchronisation point. Before an operation starts on one carrier,
 all earlier operations of the other carrier are completed if they need the host, or enqueued on
 their stream otherwise. Then every rank can complete the first pending operation without any later
 one, and by induction all operations complete. Operations of the same carrier do not wait for each
 other.
 
-Communicators split from each other share the synchronization point, because their ranks share a
+Communicators split from each other share the synchronisation point, because their ranks share a
 host. Each numbers its own operations, because only its own ranks number them identically. A lock
 extends these guarantees to operations that hooks start from other threads.
 """
@@ -40,7 +40,7 @@ class _Order:
         self.channels: list[NcclChannel] = []
 
     def change(self, carrier: str) -> None:
-        """Synchronize before the first operation of another carrier: complete works and flush channels."""
+        """Synchronise before the first operation of another carrier: complete works and flush channels."""
         # Wait before removal: if a wait raises, the queue is unchanged.
         while self.works:
             self.works[0].wait()
@@ -62,7 +62,7 @@ class OperationQueue:
         self.operation = ""
 
     def __call__(self, carrier: str, operation: str) -> OperationQueue:
-        """Start an operation on a carrier: ``host``, ``mpi``, ``staged`` or ``nccl``; synchronize if it changes."""
+        """Start an operation on a carrier: ``host``, ``mpi``, ``staged`` or ``nccl``; synchronise if it changes."""
         # MPI carries host operations, staging and device pointers alike, so these are one carrier
         # with one order.
         place = "nccl" if carrier == "nccl" else "host"

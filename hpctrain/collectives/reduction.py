@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hpctrain.errors import CommunicationError
 
-BLOCK = 131072  # elements per step: amortizes a call, and block plus scratch stay in the caches
+BLOCK = 131072  # elements per step: amortises a call, and block plus scratch stay in the caches
 
 _STEPS: dict[str, Callable[..., Tensor]] = {
     "sum": torch.add,

@@ -24,8 +24,9 @@ def cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
 def mse(outputs: Tensor, targets: Tensor) -> Tensor:
     """Return the mean squared error, in float32.
 
-    One side may have shape ``[n]`` if the other has ``[n, 1]``: their elements are compared sample
-    by sample. Raises ``UsageError`` for other shapes, which torch would broadcast.
+    If the samples of one side are vectors or scalars, the shapes of the samples may differ: targets
+    ``[n]`` fit outputs ``[n, 1]``. The elements per sample must be equally many. Raises
+    ``UsageError`` for other shapes, which torch would broadcast.
     """
     given, wanted = tuple(outputs.shape), tuple(targets.shape)
     if given != wanted:

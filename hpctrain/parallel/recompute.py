@@ -60,7 +60,7 @@ def recompute(modules: Iterable[nn.Module]) -> Callable[[], None]:
 
 
 def keep_inputs(module: nn.Module, keeping: Callable[[], AbstractContextManager[object]]) -> None:
-    """Enter a context, a new one per call, in which autograd saves the inputs of a recomputing module."""
+    """Set the context in which autograd saves the inputs of a recomputing module, created anew per call."""
     _AROUND[module] = keeping
 
 

@@ -66,8 +66,8 @@ class Chain:
 class Transport(Recordable, ABC):
     """Carrier of contiguous host tensors between ``size`` ranks; this rank is number ``rank``.
 
-    Its collectives are those of the underlying library. ``reduces`` returns for which dtypes and
-    operations the library has a suitable reduction. All ranks call the collectives in the same
+    Its collectives are those of the underlying library. ``reduces`` returns whether the library has a
+    suitable reduction for a dtype and an operation. All ranks call the collectives in the same
     order.
     """
 

@@ -57,7 +57,7 @@ class MpiTransport(Transport):
         return MpiFile(self.comm, path, size, hints)
 
     def abort(self, code: int) -> None:
-        """Abort the whole job immediately: every rank of the world, beyond this communicator."""
+        """Abort the whole job immediately: all ranks of the world, also those outside of this communicator."""
         sys.stdout.flush()
         sys.stderr.flush()
         MPI.COMM_WORLD.Abort(code)

@@ -111,7 +111,7 @@ class NcclChannel:
             raise DeadlineError(late)
 
     def overdue(self, limit: float) -> str:
-        """Return a text about an operation that is in progress for more than ``limit`` seconds, else an empty text.
+        """Return a text about an operation in progress for more than ``limit`` seconds, else an empty text.
 
         A watchdog may call this from its own thread: it changes no state.
         """

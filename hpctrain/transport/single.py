@@ -48,7 +48,7 @@ class SingleTransport(Transport):
         os._exit(code)
 
     def free(self) -> None:
-        """Return: there are no resources to free."""
+        """Do nothing: there are no resources to free."""
 
     def _isend(self, tensor: Tensor, peer: int, tag: int) -> Work:
         raise CommunicationError("a world of one rank has nobody to send to")

@@ -4,8 +4,8 @@ Note: the staging pipeline. Two slots of pinned memory alternate. While the host
 one slot, one stream copies piece k + 1 into the other slot and another stream copies piece k - 1
 out of it. Three rules keep them apart:
 
-* A copy into a slot waits, on its stream, for the copy out of the slot's previous content (piece k
-  - 2, or the previous run).
+* A copy into a slot waits, on its stream, for the copy out of the slot's previous content
+  (piece k - 2, or the previous run).
 * The host waits for the copy in of piece k before it operates on it.
 * A copy out is enqueued on its stream after the host has operated.
 

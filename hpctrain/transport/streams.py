@@ -114,12 +114,12 @@ class CudaStreams:
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """Make the device the current one of the CUDA runtime."""
+        """Return a context in which the device is the current one of the CUDA runtime."""
         with torch.cuda.device(self.device):
             yield
 
     def on(self, stream: torch.cuda.Stream) -> Any:
-        """Make the stream torch's current one."""
+        """Return a context in which the stream is torch's current one."""
         return torch.cuda.stream(stream)
 
 
@@ -164,11 +164,11 @@ class HostStreams:
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """Change nothing."""
+        """Return a context without effect."""
         yield
 
     def on(self, stream: None) -> Any:
-        """Change nothing."""
+        """Return a context without effect."""
         return nullcontext()
 
 

@@ -66,7 +66,7 @@ class Vitals:
         node.Barrier()
 
     def claim(self, seconds: float) -> bool:
-        """Return whether this rank is the first of its node to claim the right to report; blocks for ``seconds``."""
+        """Return whether this rank is the first of its node to claim the end of the job; block for ``seconds``."""
         stamp = time.monotonic_ns()  # one clock for all processes of a node
         self._put(_CLAIM, stamp)
         time.sleep(seconds)

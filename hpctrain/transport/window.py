@@ -1,6 +1,6 @@
 """Node-shared memory: every rank maps the buffers of all ranks of its node.
 
-Note: synchronization without messages. Each rank owns two counters in the shared control block,
+Note: synchronisation without messages. Each rank owns two counters in the shared control block,
 ``arrived`` and ``finished``. Only the owner writes them; all ranks read them. All ranks start the
 same operations in the same order, so a number identifies an operation. "Rank r has arrived at 7"
 means that its data of operation 7, and of all earlier ones, are in memory. "Finished 7" means that
@@ -54,7 +54,7 @@ class NodeBuffer:
 
 
 class NodeMemory(Recordable):
-    """Memory that the ranks of one node share, and the counters by which they synchronize."""
+    """Memory that the ranks of one node share, and the counters by which they synchronise."""
 
     def __init__(
         self, transport: MpiTransport, *, crowded: bool = False, everyone: MpiTransport | None = None
@@ -156,7 +156,7 @@ class NodeMemory(Recordable):
         self._windows.append(made)
         return made
 
-    # Synchronization --------------------------------------------------------------------------------------------------
+    # Synchronisation --------------------------------------------------------------------------------------------------
 
     def arrive(self) -> int:
         """Announce that this rank's data of the next operation are in memory; return the operation's number."""

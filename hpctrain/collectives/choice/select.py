@@ -11,7 +11,7 @@ from hpctrain.errors import CommunicationError
 KIB = 2**10
 
 # Defaults without a calibration. One node: operations that MPI supports use MPI while the
-# synchronizations in node memory cost more than MPI's copies. Private memory of a rank must also be
+# synchronisations in node memory cost more than MPI's copies. Private memory of a rank must also be
 # copied to node memory. Measured on x86-64 servers, two ranks.
 _ONE_NODE: Mapping[Key, Steps] = {
     ("all_reduce", "window", "carried"): ((4 * KIB, "mpi"), (inf, "window")),
@@ -32,7 +32,7 @@ _ONE_NODE: Mapping[Key, Steps] = {
     ("broadcast", "host", "carried"): ((inf, "mpi"),),
 }
 
-# More ranks than cores: each synchronization must schedule every rank once, so node memory is worth
+# More ranks than cores: each synchronisation must schedule every rank once, so node memory is worth
 # it for long tensors only.
 _CROWDED: Mapping[Key, Steps] = {
     ("all_reduce", "window", "carried"): ((128 * KIB, "mpi"), (inf, "window")),

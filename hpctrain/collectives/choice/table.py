@@ -3,7 +3,7 @@
 Note: the number of bytes is that of the whole tensor, as in ``cost``: the argument of all_reduce,
 reduce and broadcast, the input of reduce_scatter, the output of all_gather.
 
-A table is a pure value: it is made from timings, queried, serialized and parsed without ranks.
+A table is a pure value: it is made from timings, queried, serialised and parsed without ranks.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from hpctrain.errors import CommunicationError
 if TYPE_CHECKING:
     from hpctrain.collectives.communicator import Communicator
 
-ROW_SECONDS = 0.002  # calls per row without a barrier take this long: much longer than the clock and the barrier
+ROW_SECONDS = 0.002  # duration of the calls of a row, without a barrier: much longer than clock and barrier take
 MOST_CALLS = 500
 FIRST_ROWS, FIRST_CALLS = 4, 5  # the best of these short rows counts, because it is likely to be undisturbed
 SLOW = 0.001  # seconds of a first call above which one more call is sufficient
@@ -90,8 +90,8 @@ class Part:
     def _try(self, name: str) -> float | None:
         """Return the seconds per call in the first rows; None if the algorithm is inapplicable or its result is wrong.
 
-        All ranks know whether it is applicable before anything is sent, so all of them proceed or
-        none does.
+        All ranks know whether it is applicable before anything is sent. Therefore either all ranks
+        proceed or all skip it.
         """
         checked = self.size <= CHECKED
         if checked:

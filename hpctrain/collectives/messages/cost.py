@@ -17,7 +17,7 @@ from hpctrain.errors import CommunicationError
 # Default of alpha / beta without a measurement: the bytes that a link transfers during the latency
 # of a message. It corresponds to a few microseconds at some GB/s.
 LATENCY_BYTES = 32768
-RING_SEGMENT = 2**18  # long enough to amortize a message's latency, short enough to fit a core's cache
+RING_SEGMENT = 2**18  # long enough to amortise a message's latency, short enough to fit a core's cache
 
 
 @dataclass(frozen=True)

@@ -46,8 +46,8 @@ def all_reduce(transport: Transport, reducer: Reducer, tensor: Tensor, op: str) 
 def start_all_reduce(transport: Transport, reducer: Reducer, tensor: Tensor, op: str) -> Work:
     """Start to reduce a flat tensor over all ranks, in place; it progresses when ``done`` or ``wait`` is called.
 
-    Bytes sent per rank: 2 S (p-1)/p, the lower bound. Cost: 2 (p-1) alpha + 2 S (p-1)/p beta + S
-    (p-1)/p gamma (pairwise exchange: Thakur, Rabenseifner, Gropp, "Optimization of Collective
+    Bytes sent per rank: 2 S (p-1)/p, the lower bound. Cost: 2 (p-1) alpha + 2 S (p-1)/p beta +
+    S (p-1)/p gamma (pairwise exchange: Thakur, Rabenseifner, Gropp, "Optimization of Collective
     Communication Operations in MPICH", 2005, section 4). Only one may be in progress per transport.
     """
     return Chain(_exchanges(transport, reducer, tensor, op))

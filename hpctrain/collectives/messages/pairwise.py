@@ -29,8 +29,8 @@ def all_to_all(
     """Send share r of a flat tensor to each rank r, and store the share received from rank r at share r of ``out``.
 
     Shares are equally long by default. Otherwise ``sent[r]`` elements are sent to rank r and
-    ``received[r]`` elements are received from it, packed in rank order. Steps: p - 1. Bytes sent: S
-    (p-1)/p, with S the bytes of the tensor. Cost: (p-1) alpha + S (p-1)/p beta. Source: Thakur,
+    ``received[r]`` elements are received from it, packed in rank order. Steps: p - 1. Bytes sent:
+    S (p-1)/p, with S the bytes of the tensor. Cost: (p-1) alpha + S (p-1)/p beta. Source: Thakur,
     Rabenseifner, Gropp, "Optimization of Collective Communication Operations in MPICH", 2005,
     section 4.3.
     """

@@ -92,10 +92,10 @@ def double_all_reduce(transport: Transport, reducer: Reducer, tensor: Tensor, op
 
     The distance between partners doubles with every step. Steps: log2 p. If p is not a power of
     two, let l = floor(log2 p): the even ranks among the first 2 (p - 2^l) first send their tensors
-    to their neighbours and receive the result last, which makes l + 2 steps. Bytes sent: l S, or (l
-    + 1) S. Cost: steps (alpha + S beta) + L S gamma. Both partners combine the lower ranks first,
-    so that all ranks get the same bits. Partial sums of 16-bit floats are sent in float32 (twice
-    the bytes) and are rounded at the end.
+    to their neighbours and receive the result last, which makes l + 2 steps. Bytes sent: l S, or
+    (l + 1) S. Cost: steps (alpha + S beta) + L S gamma. Both partners combine the lower ranks
+    first, so that all ranks get the same bits. Partial sums of 16-bit floats are sent in float32
+    (twice the bytes) and are rounded at the end.
     """
     rank, size, wide = transport.rank, transport.size, partial_dtype(tensor.dtype, op)
     rest = size - (1 << (size.bit_length() - 1))

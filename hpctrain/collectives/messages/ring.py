@@ -50,9 +50,9 @@ def reduce_scatter(
 
     ``out`` may be that slice itself. Slice c starts at rank c + 1, and every rank on its way to
     rank c adds its own part. A slice longer than ``segment`` bytes is sent in several messages, so
-    that one is reduced while the next is in transit. Steps: p - 1 of k messages each. Bytes sent: S
-    (p-1)/p. Cost: (p-1) k alpha + S (p-1)/p (beta + gamma). Partial sums of 16-bit floats are sent
-    in float32 (twice the bytes) and are rounded at the end. Memory: 2 S/p.
+    that one is reduced while the next is in transit. Steps: p - 1 of k messages each. Bytes sent:
+    S (p-1)/p. Cost: (p-1) k alpha + S (p-1)/p (beta + gamma). Partial sums of 16-bit floats are
+    sent in float32 (twice the bytes) and are rounded at the end. Memory: 2 S/p.
     """
     rank, size = transport.rank, transport.size
     chunks = torch.split(tensor, slices(tensor.numel(), size))
@@ -85,8 +85,8 @@ def reduce_scatter(
 def all_gather(transport: Transport, out: Tensor, tensor: Tensor) -> Iterator[Work]:
     """Concatenate the flat tensors of all ranks in ``out``, in rank order; they are its ``slices``.
 
-    ``tensor`` may be its own slice of ``out``. Steps: p - 1. Bytes sent: S (p-1)/p. Cost: (p-1)
-    alpha + S (p-1)/p beta.
+    ``tensor`` may be its own slice of ``out``. Steps: p - 1. Bytes sent: S (p-1)/p. Cost:
+    (p-1) alpha + S (p-1)/p beta.
     """
     rank, size = transport.rank, transport.size
     chunks = torch.split(out, slices(out.numel(), size))

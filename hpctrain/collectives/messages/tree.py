@@ -82,9 +82,9 @@ def reduce(transport: Transport, reducer: Reducer, tensor: Tensor, op: str, root
 def all_reduce(transport: Transport, reducer: Reducer, tensor: Tensor, op: str) -> Iterator[Work]:
     """Reduce a flat tensor over all ranks, in place: reduce to rank 0, then broadcast from it.
 
-    Steps: 2 L. Bytes sent by rank 0: L S; by each other rank at most as many. Cost: L (2 alpha + 2
-    S beta + S gamma). One rank computes the result, so that all ranks get the same bits. Precision
-    as in ``reduce``; the rounded result is broadcast.
+    Steps: 2 L. Bytes sent by rank 0: L S; by each other rank at most as many. Cost: L (2 alpha +
+    2 S beta + S gamma). One rank computes the result, so that all ranks get the same bits.
+    Precision as in ``reduce``; the rounded result is broadcast.
     """
     yield from reduce.steps(transport, reducer, tensor, op)
     yield from broadcast.steps(transport, tensor)
@@ -94,8 +94,8 @@ def all_reduce(transport: Transport, reducer: Reducer, tensor: Tensor, op: str) 
 def gather(transport: Transport, out: Tensor | None, tensor: Tensor, root: int = 0) -> Iterator[Work]:
     """Concatenate the equally long flat tensors of all ranks in the root's ``out``, in rank order.
 
-    Only the root passes ``out``. Steps: L. Bytes received by the root: S (p-1)/p. Cost: L alpha + S
-    (p-1)/p beta.
+    Only the root passes ``out``. Steps: L. Bytes received by the root: S (p-1)/p. Cost: L alpha +
+    S (p-1)/p beta.
     """
     size, vrank, share = transport.size, (transport.rank - root) % transport.size, tensor.numel()
     direct = out is not None and vrank == 0 == root
@@ -116,8 +116,8 @@ def gather(transport: Transport, out: Tensor | None, tensor: Tensor, root: int =
 def scatter(transport: Transport, out: Tensor, tensor: Tensor | None, root: int = 0) -> Iterator[Work]:
     """Copy share ``rank`` of the root's flat tensor to each rank's ``out``; all shares are equally long.
 
-    Only the root passes ``tensor``. Steps: L. Bytes sent by the root: S (p-1)/p. Cost: L alpha + S
-    (p-1)/p beta.
+    Only the root passes ``tensor``. Steps: L. Bytes sent by the root: S (p-1)/p. Cost: L alpha +
+    S (p-1)/p beta.
     """
     size, vrank, share = transport.size, (transport.rank - root) % transport.size, out.numel()
     if vrank:

@@ -4,7 +4,7 @@ Each local rank is the leader of one slice, so that all ranks drive the network 
 byte crosses it twice (Bayatpour et al., "Scalable Reduction Collectives with Data
 Partitioning-based Multi-Leader Design", SC 2017). With N nodes of L ranks and S bytes per rank, an
 all_reduce moves 2 S bytes of node memory per rank. Each rank sends 2 (N-1)/N S/L bytes to other
-nodes. A node thus sends 2 (N-1)/N S, the lower bound for any algorithm. Cost: two synchronizations
+nodes. A node thus sends 2 (N-1)/N S, the lower bound for any algorithm. Cost: two synchronisations
 in the node + S / B + 2 (N-1) alpha + 2 (N-1)/N S beta, with beta the seconds per byte of the node's
 link and B the streaming rate of a core.
 

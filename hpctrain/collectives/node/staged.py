@@ -11,7 +11,7 @@ there after it has emptied the slot. After the last piece all ranks register onc
 waiting.
 
 Slots are read from the caches. Main memory traffic is only that of the tensor itself, 2 S per rank
-as in a window; about as many bytes move from cache to cache. Cost: two synchronizations per piece +
+as in a window; about as many bytes move from cache to cache. Cost: two synchronisations per piece +
 2 S / B + 2 S (p-1)/p / C, with B the streaming rate of a core from memory and C from the caches.
 """
 

@@ -1,10 +1,10 @@
 """Collectives on tensors in place: every rank maps all buffers of its node, so no data are sent.
 
 Note: the in-place window reduction. All ranks arrive; rank r reduces slice r of all buffers, one
-block at a time, and writes the result back into all of them; all ranks finish. Each rank accesses 2
-S bytes (S read, S written) for any number of ranks p, whereas a ring moves 2 S (p-1)/p through
-memory four times. Cost: two synchronizations + 2 S / B, with B the streaming rate of one core. The
-synchronizations are those of ``transport.window``, so the operation can remain in progress
+block at a time, and writes the result back into all of them; all ranks finish. Each rank accesses
+2 S bytes (S read, S written) for any number of ranks p, whereas a ring moves 2 S (p-1)/p through
+memory four times. Cost: two synchronisations + 2 S / B, with B the streaming rate of one core. The
+synchronisations are those of ``transport.window``, so the operation can remain in progress
 (``node.queue``).
 
 The other collectives follow the same pattern, and each keeps all p cores of the node busy:

@@ -2,9 +2,9 @@
 
 Note: progress. Within a node all operations use shared memory; the owner may compute, sleep, or
 have ended. Over a network without hardware support (TCP), MPI libraries serve a request only while
-its owner is inside some MPI call. With both MPI wheels, a read of 1 MB waited three seconds while
-the owner computed for three seconds. Therefore owners call ``progress`` between pieces of work, and
-so does every wait in this package.
+the owner of the memory is inside some MPI call. With both MPI wheels, a read of 1 MB waited three
+seconds while the owner computed for three seconds. Therefore owners call ``progress`` between
+pieces of work, and so does every wait in this package.
 """
 
 from __future__ import annotations
