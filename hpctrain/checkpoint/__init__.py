@@ -1,7 +1,8 @@
-"""Keep a training run in one HDF5 file: the model, not the ranks.
+"""Checkpoints: the state of a training run in one HDF5 file that is independent of the number of ranks.
 
-``save`` and ``load`` need torch and come at first use. ``file`` is one file, ``together`` how many ranks write it,
-``look`` what a login node does with it: ``file`` and ``look`` run with h5py and NumPy alone.
+``save`` and ``load`` need torch, which is imported at first use. ``file`` reads and writes one
+file, ``together`` writes one file from many ranks, ``look`` contains the operations for a login
+node. ``file`` and ``look`` need h5py and NumPy only.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name when it is first asked for (PEP 562)."""
+    """Import a public name when it is first requested (PEP 562)."""
     if name in _HOMES:
         return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""Compare what a file holds with what a program expects, and say all differences at once."""
+"""Comparison of the tensors in a file with those that a program expects; all differences are reported at once."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Difference:
-    """Say how one thing differs; ``in_file`` and ``in_program`` are what each side has, ``-`` where it has nothing."""
+    """One difference: ``in_file`` and ``in_program`` describe the two sides; ``-`` marks a missing one."""
 
     name: str
     problem: str
@@ -18,7 +18,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class Description:
-    """Say what a tensor looks like; ``dtype`` is the torch name."""
+    """Shape and element type of a tensor; ``dtype`` is the torch name."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -28,7 +28,7 @@ class Description:
 
 
 def compare(in_file: Mapping[str, Description], in_program: Mapping[str, Description]) -> list[Difference]:
-    """Return all differences in names, shapes and dtypes; the program's order, then what only the file has."""
+    """Return all differences in names, shapes and dtypes: in the program's order, then what only the file has."""
     found: list[Difference] = []
     for name, expected in in_program.items():
         stored = in_file.get(name)
@@ -43,7 +43,7 @@ def compare(in_file: Mapping[str, Description], in_program: Mapping[str, Descrip
 
 
 def table(differences: Sequence[Difference]) -> str:
-    """Return the differences as lines of aligned columns under a heading."""
+    """Return the differences as aligned columns under a heading."""
     rows = [("name", "problem", "in the file", "in the program")]
     rows += [(each.name, each.problem, each.in_file, each.in_program) for each in differences]
     widths = [max(len(row[column]) for row in rows) for column in range(4)]

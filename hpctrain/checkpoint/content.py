@@ -1,4 +1,4 @@
-"""Say what of a training run goes where in its checkpoint: the datasets and the groups with their attributes."""
+"""Mapping of a training run to a checkpoint file: datasets, and groups with their attributes."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ from hpctrain.shard import Shard
 
 Groups = dict[str, dict[str, Value]]
 
-CURVES = "curves"  # the key of ``train`` whose entries are stored as arrays
-STATES = "states"  # the key of ``train`` whose entries may hold tensors
-# The attributes with which viewers (NeXus: h5web, silx) find the loss curve; they are the file's, not the run's.
+CURVES = "curves"  # key of ``train`` whose entries are stored as arrays
+STATES = "states"  # key of ``train`` whose entries may contain tensors
+# Attributes by which viewers (NeXus: h5web, silx) find the loss curve; they belong to the file, not to the run.
 _PLOT = ("NX_class", "signal", "axes")
 
 
 def shard_sources(shards: Iterable[Shard]) -> list[Source]:
-    """Return what to store of tensors; the name of each shard is its path in the file."""
+    """Return the sources of tensors; the name of each shard is its path in the file."""
     return [_shard_source(shard) for shard in shards]
 
 
@@ -48,7 +48,7 @@ def _shard_source(shard: Shard) -> Source:
 
 @dataclass(frozen=True)
 class Content:
-    """Hold datasets and groups of a file."""
+    """Datasets and groups of a file."""
 
     sources: list[Source]
     groups: Groups
@@ -61,7 +61,7 @@ def rest(
     provenance: Mapping[str, Any] | None,
     world_size: int,
 ) -> Content:
-    """Return everything of a checkpoint but model and optimizer; ``states`` are the generators' of all ranks."""
+    """Return everything in a checkpoint except model and optimizer; ``states`` are the RNG states of all ranks."""
     step = train.get("step", 0)
     if isinstance(step, bool) or not isinstance(step, int) or step < 0:
         raise UsageError(f"step in train is {step!r}: expected a whole number from 0")
@@ -77,12 +77,12 @@ def rest(
 
 
 def model_groups(models: Models) -> Groups:
-    """Return the groups of several models, and the version of the format that has them; nothing for a single one."""
+    """Return the groups of several models with their attributes; empty for a single model."""
     return {group: dict(attributes) for group, attributes in models.groups().items()}
 
 
 def optimizer_groups(states: Mapping[str, OptimizerState]) -> Groups:
-    """Return the attributes that numbers and hyperparameters of the optimizers become, by key."""
+    """Return the attributes that store the numbers and hyperparameters of the optimizers, by key."""
     groups: Groups = {group: dict(attributes) for group, attributes in key_groups(layout.OPTIMIZER, [*states]).items()}
     for key, state in states.items():
         root, what = group_of(layout.OPTIMIZER, key), f"the optimizer {key}".rstrip()
@@ -93,7 +93,7 @@ def optimizer_groups(states: Mapping[str, OptimizerState]) -> Groups:
 
 
 def train_content(train: Mapping[str, Any]) -> tuple[list[Source], Groups]:
-    """Return the curves as datasets and everything else as attributes of ``/train``, ready to be plotted."""
+    """Return curves as datasets and everything else as attributes of ``/train``, with the attributes for viewers."""
     curves = train.get(CURVES, {})
     values = {key: value for key, value in train.items() if key != CURVES}
     for key in _PLOT:
@@ -111,7 +111,10 @@ def train_content(train: Mapping[str, Any]) -> tuple[list[Source], Groups]:
 
 
 def _signal(curves: Mapping[str, Sequence[float]]) -> tuple[str, str]:
-    """Return the curve that viewers draw and its steps: the loss, else the first that is called so; empty if none."""
+    """Return the names of the curve that viewers draw and of its steps; two empty strings if there is none.
+
+    The curve is ``loss``, else the first one with ``loss`` in its name.
+    """
     if "loss" in curves and "step" in curves and not all(map(isnan, curves["loss"])):
         return "loss", "step"
     others = [name for name in curves if "loss" in name and f"{name}_step" in curves]
@@ -125,7 +128,7 @@ def _state_source(path: str, leaf: torch.Tensor | Array) -> Source:
 
 
 def without_plot(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of ``/train`` less those that only viewers need."""
+    """Return the values of ``/train`` without those that only viewers need."""
     return {key: value for key, value in values.items() if key not in _PLOT}
 
 
@@ -137,7 +140,7 @@ def _curve(name: str, data: Sequence[float]) -> Source:
 
 
 def rng_content(states: Sequence[Mapping[str, Any] | None]) -> tuple[list[Source], Groups]:
-    """Return the generators' states of all ranks: arrays as datasets, the rest as attributes of ``/rng/<rank>``."""
+    """Return the RNG states of all ranks: arrays as datasets, the rest as attributes of ``/rng/<rank>``."""
     sources: list[Source] = []
     groups: Groups = {}
     for rank, state in enumerate(states):
@@ -152,7 +155,7 @@ def rng_content(states: Sequence[Mapping[str, Any] | None]) -> tuple[list[Source
 
 
 def plain_rng(state: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """Return a generator's state with its tensors as arrays, fit to travel between ranks."""
+    """Return an RNG state with its tensors as arrays, so that it can be sent to another rank."""
     if state is None:
         return None
     plain = {name: to_numpy(value) if isinstance(value, torch.Tensor) else value for name, value in state.items()}
@@ -163,7 +166,7 @@ def plain_rng(state: Mapping[str, Any] | None) -> dict[str, Any] | None:
 
 
 def provenance_group(given: Mapping[str, Any] | None, world_size: int) -> Groups:
-    """Return who wrote the file, where and with which versions; what the caller gives comes on top."""
+    """Return the user, host and versions that write the file; entries of ``given`` override them."""
     values: dict[str, Any] = {
         "host": socket.gethostname(),
         "user": _user(),

@@ -1,4 +1,4 @@
-"""Fill the memory of a program from a file, and know what is to be left alone."""
+"""Filling of a program's tensors from a file, and the patterns of names to skip."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from hpctrain.shard import Shard
 
 
 def is_skipped(name: str, patterns: Sequence[str]) -> bool:
-    """Tell whether one of the patterns (``"head.*"``) matches a name."""
+    """Return whether one of the patterns (``"head.*"``) matches a name."""
     return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def fill_shard(reader: Reader, path: str, shard: Shard) -> None:
-    """Read the box of a stored tensor that a shard holds into the shard's memory; element types are converted."""
+    """Read a shard's box of a stored tensor into the shard's memory; element types are converted."""
     stored = torch_dtype(reader.records[path].dtype)
     read = partial(reader.read_box, path, shard.start, shard.extent)
     if shard.tensor.dtype == stored:

@@ -1,4 +1,4 @@
-"""Look after a folder of checkpoints: list them, find the newest that is sound, delete what need not stay."""
+"""Folder of checkpoints: listing, search for the newest valid one, retention."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from hpctrain.log import logger
 from hpctrain.util.retry import PASSING, retries
 from hpctrain.util.text import shown
 
-LOGGED = "logged"  # in /train: what the run logged in the step of the file, by name
-KEEP_BEST, BEST = "keep_best", "best"  # in /train: the name by which the run keeps its best, and which value is that
+LOGGED = "logged"  # in /train: the values that the run logged in the step of the file, by name
+KEEP_BEST, BEST = "keep_best", "best"  # in /train: the value that selects the best checkpoint; "lowest" or "highest"
 _LEFTOVER = re.compile(r"\.step_\d+\.h5\.tmp-.+")
 
 
 def list_checkpoints(folder: str | Path) -> list[Path]:
-    """Return the files named ``step_*.h5`` in a folder, oldest step first; none where there is no folder."""
+    """Return the files named ``step_*.h5`` in a folder, oldest step first; an empty list for a missing folder."""
     try:
         names = retries.call(os.listdir, folder)
     except FileNotFoundError:
@@ -32,10 +32,11 @@ def list_checkpoints(folder: str | Path) -> list[Path]:
 
 
 def newest_valid(folder: str | Path, *, strict: bool = False) -> Path | None:
-    """Return the newest checkpoint of which every byte is as written, ``None`` where the folder holds none at all.
+    """Return the newest valid checkpoint, in which every byte is as written; ``None`` if the folder has no checkpoint.
 
-    A damaged one is named in a warning and the one before it tried; with ``strict`` it raises ``CheckpointError``.
-    Files that are all damaged raise it too: starting again from step 0 is for the user to decide.
+    If a checkpoint is damaged, a warning names it and the one before it is tried; with ``strict``
+    it raises ``CheckpointError``. Raises ``CheckpointError`` if all checkpoints are damaged: only
+    the user may decide to start again from step 0.
     """
     files = list_checkpoints(folder)
     for path in reversed(files):
@@ -55,7 +56,7 @@ def newest_valid(folder: str | Path, *, strict: bool = False) -> Path | None:
 
 
 def _verify(path: Path) -> None:
-    """Verify a file; a fault that passes must not cost the steps since the file before."""
+    """Verify a file; retry transient faults, which must not cost the steps since the previous checkpoint."""
     found: list[CheckpointError] = []
 
     def verify() -> None:
@@ -76,9 +77,10 @@ def _verify(path: Path) -> None:
 
 
 def verify_named(path: Path) -> None:
-    """Raise ``CheckpointError`` unless every byte of a file is as written, and the file holds the step of its name.
+    """Raise ``CheckpointError`` unless every byte of a file is as written and its step is the one in its name.
 
-    A copy under another name would be resumed from as the newest, and outlive those that are newer.
+    A copy under another name would be resumed from as the newest checkpoint, and would be kept
+    longer than newer ones.
     """
     with Reader(path) as reader:
         reader.verify()
@@ -88,19 +90,19 @@ def verify_named(path: Path) -> None:
 
 
 def keep_last(folder: str | Path, count: int, *, verified: Path | None = None) -> list[Path]:
-    """Delete the oldest checkpoints but for the last ``count`` and return what was deleted.
+    """Delete the oldest checkpoints except the last ``count``, and return the deleted paths.
 
-    Nothing is deleted unless the newest is sound; ``verified`` names a file that was just committed and so needs no
-    second look.
+    If the newest checkpoint is damaged, no file is deleted. ``verified`` names a file that was just
+    committed and is not verified again.
     """
     return Keeper(folder, Keep(last=count)).tidy(verified=verified)
 
 
 class Keeper:
-    """Delete the checkpoints of a folder that a policy does not ask to keep.
+    """Retention: deletes the checkpoints of a folder that a policy does not keep.
 
-    What the best is chosen by is read from the files themselves, so that it outlives every restart; each file is
-    looked at once.
+    The value that selects the best checkpoint is read from the files themselves, so it survives
+    every restart. Each file is read once.
     """
 
     def __init__(self, folder: str | Path, keep: Keep) -> None:
@@ -108,10 +110,11 @@ class Keeper:
         self._values: dict[tuple[str, int, int], float | None] = {}
 
     def tidy(self, *, verified: Path | None = None) -> list[Path]:
-        """Delete what need not stay and return it.
+        """Delete the checkpoints that the policy does not keep, and return their paths.
 
-        Nothing is deleted unless the newest is sound; ``verified`` names a file that was just committed and so needs
-        no second look. A file that cannot be read stays where the best is wanted: it may be that.
+        If the newest checkpoint is damaged, no file is deleted. ``verified`` names a file that was
+        just committed and is not verified again. If the policy keeps the best checkpoint, a file
+        that cannot be read is kept: it may be the best one.
         """
         files = list_checkpoints(self.folder)
         if len(files) <= self.keep.last:
@@ -122,7 +125,7 @@ class Keeper:
         return [path for one in old if _delete(path := self.folder / one.name)]
 
     def best(self) -> Path | None:
-        """Return the checkpoint with the best value, ``None`` where no best is wanted or no file has a value."""
+        """Return the checkpoint with the best value; ``None`` if the policy keeps no best or no file has a value."""
         found = best_of(self._candidates(list_checkpoints(self.folder)), self.keep.which) if self.keep.best else None
         return self.folder / found.name if found else None
 
@@ -163,7 +166,7 @@ def _is_sound(newest: Path, verified: Path | None) -> bool:
 
 
 def remove_leftovers(folder: str | Path) -> list[Path]:
-    """Delete what killed writers left under private names; only for who holds the lock of the folder."""
+    """Delete the private files that killed writers left behind; only for the process that holds the folder's lock."""
     try:
         entries = sorted(Path(folder).iterdir())
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""Say what a rank holds of a training run, and let the ranks learn from each other what all of them hold."""
+"""Local state of a rank for a checkpoint, and the exchange of its description with the other ranks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Description:
-    """Tell other ranks what one holds: the boxes of its tensors, and the optimizer without its tensors."""
+    """Description of a rank's local state: the boxes of its tensors, and the optimizers without their tensors."""
 
     boxes: list[Shard]
     optimizers: dict[str, OptimizerState]
@@ -33,11 +33,11 @@ class Description:
 
 @dataclass(frozen=True)
 class Holdings:
-    """Hold the sources of this rank: of the model, then of the optimizer, then of what is its own alone."""
+    """Local state of this rank: sources of the model, then of the optimizers, then of its rank-local tensors."""
 
     sources: list[Source]
     optimizers: dict[str, OptimizerState]  # by key
-    parameters: frozenset[str]  # paths; what is not among them is a buffer
+    parameters: frozenset[str]  # paths of parameters; other paths are buffers
 
     @classmethod
     def of(
@@ -47,7 +47,7 @@ class Holdings:
         own: Mapping[str, torch.Tensor] = MappingProxyType({}),
         rank: int = 0,
     ) -> Holdings:
-        """Return what this rank holds, ``own`` being what no other does; no tensor is copied."""
+        """Return the local state of this rank; ``own`` are rank-local tensors. No tensor is copied."""
         shards = models.shards()
         states = {key: capture(models, key, optimizer) for key, optimizer in optimizers.items()}
         for state in states.values():
@@ -56,9 +56,10 @@ class Holdings:
         return cls(content.shard_sources(shards), states, frozenset(models.parameter_paths()))
 
     def check_finite(self) -> None:
-        """Keep NaN and infinity out; an infinite buffer may be meant (an attention mask), a NaN never is.
+        """Refuse NaN and infinity, except infinity in a buffer, which may be intended (an attention mask).
 
-        Raises ``NonFiniteError`` for anything that this rank holds of the model, whether it writes that or not.
+        Raises ``NonFiniteError`` for any part of the model on this rank, including parts that
+        another rank writes.
         """
         for box in (source.box for source in self.sources):
             if box.name.startswith(f"{layout.WORKERS}/") and not is_finite(box.tensor):
@@ -72,18 +73,18 @@ class Holdings:
                 raise NonFiniteError(f"the buffer {name} holds NaN: it must not reach a checkpoint")
 
     def description(self) -> Description:
-        """Return what other ranks need to know."""
+        """Return the description that other ranks need."""
         told = {key: OptimizerState(one.kind, [], one.values, one.groups) for key, one in self.optimizers.items()}
         return Description([described(source) for source in self.sources], told)
 
 
 def worker_group(rank: int) -> str:
-    """Return where lies what a rank holds alone."""
+    """Return the group of a rank's rank-local tensors."""
     return f"{layout.WORKERS}/{rank}"
 
 
 def own_path(rank: int, name: str) -> str:
-    """Return the path of a tensor that a rank holds alone; the name of one of several models begins with its key."""
+    """Return the path of a rank-local tensor. With several models, its name begins with the key of the model."""
     path = worker_group(rank)
     for part in name.split("/", 1):
         path = layout.child(path, part)
@@ -91,9 +92,10 @@ def own_path(rank: int, name: str) -> str:
 
 
 def exchange(comm: Communicator, own: Description, *more: Any) -> tuple[bytes, list[Description]]:
-    """Return a digest of all boxes of all ranks, and the descriptions; a call by all ranks.
+    """Return a digest of the boxes of all ranks, and all descriptions. Collective.
 
-    Where all ranks hold the same, which is the rule, no more than digests travel. ``more`` must be equal everywhere.
+    If all ranks describe the same state, which is the rule, only digests are sent. ``more`` must be
+    equal on all ranks.
     """
     boxes, state = (hashlib.sha256(repr(part).encode()).digest() for part in (own.boxes, own.optimizers))
     digests = comm.all_gather_object((boxes, state, more))
@@ -111,7 +113,7 @@ def exchange(comm: Communicator, own: Description, *more: Any) -> tuple[bytes, l
 
 
 def joined(everyone: Sequence[Description]) -> dict[str, OptimizerState]:
-    """Return the optimizers of all ranks by key: parameters of each group in the order in which ranks name them."""
+    """Return the optimizers of all ranks by key; a group's parameters are in the order in which ranks name them."""
     if all(each is everyone[0] for each in everyone):
         return everyone[0].optimizers
     keys = list(dict.fromkeys(key for each in everyone for key in each.optimizers))

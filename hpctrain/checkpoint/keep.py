@@ -1,4 +1,4 @@
-"""Decide which checkpoints of a run stay: the last few, one of every so many steps, and the best."""
+"""Retention policy for the checkpoints of a run: the last few, one per fixed number of steps, and the best."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ Best = Literal["lowest", "highest"]
 
 @dataclass(frozen=True)
 class Keep:
-    """Say what stays; a checkpoint that any of the three asks for does.
+    """Retention policy; a checkpoint is kept if any of its three rules keeps it.
 
-    ``last`` counts the newest. ``every`` is a number of steps: a checkpoint whose step is a multiple stays (0: none).
-    ``best`` names a number that the run logs: the checkpoint in whose step it was ``lowest`` or ``highest`` stays, the
-    earliest of equal ones (empty: none).
+    ``last`` is the number of newest checkpoints to keep. ``every`` is a number of steps: a
+    checkpoint whose step is a multiple of it is kept (0: off). ``best`` names a value that the run
+    logs: the checkpoint in whose step the value was ``lowest`` or ``highest`` is kept, the earliest
+    among equal ones (empty: off).
     """
 
     last: int = 2
@@ -37,7 +38,7 @@ class Keep:
 
 @dataclass(frozen=True)
 class Candidate:
-    """Describe a checkpoint; ``value`` is the number that decides which is best, ``None`` where it was not logged."""
+    """A checkpoint to keep or delete; ``value`` selects the best, ``None`` if it was not logged."""
 
     name: str
     step: int
@@ -45,7 +46,7 @@ class Candidate:
 
 
 def superseded(candidates: Sequence[Candidate], keep: Keep) -> list[Candidate]:
-    """Return the candidates that nothing asks to keep, oldest first."""
+    """Return the candidates that no rule keeps, oldest first."""
     ordered = sorted(candidates, key=lambda one: one.step)
     staying = {one.name for one in ordered[-keep.last :]}
     staying |= {one.name for one in ordered if keep.every and one.step % keep.every == 0}
@@ -54,7 +55,7 @@ def superseded(candidates: Sequence[Candidate], keep: Keep) -> list[Candidate]:
 
 
 def best_of(candidates: Sequence[Candidate], which: Best = "lowest") -> Candidate | None:
-    """Return the first candidate with the best value; one without a value, or with NaN or infinity, is none."""
+    """Return the first candidate with the best value; candidates without a finite value are ignored."""
     valued = [one for one in candidates if one.value is not None and math.isfinite(one.value)]
     sign = 1 if which == "lowest" else -1
     return min(valued, key=lambda one: (sign * (one.value or 0.0), one.step), default=None)

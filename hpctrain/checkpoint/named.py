@@ -1,7 +1,8 @@
-"""Models and optimizers of one checkpoint under their keys, and the names that their tensors have in the file.
+"""Models and optimizers of one checkpoint by key, and the names of their tensors in the file.
 
-A single model has no key: its tensors are ``/model/NAME``. Of several, ``/model/KEY/NAME``. Names relative to
-``/model`` (``NAME`` or ``KEY/NAME``) also name parameters in the state of an optimizer.
+A single model has no key: its tensors are ``/model/NAME``. With several models they are
+``/model/KEY/NAME``. Names relative to ``/model`` (``NAME`` or ``KEY/NAME``) also identify
+parameters in the state of an optimizer.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ class Parameter:
     split: Split | None
 
     def shards(self, path: str, value: torch.Tensor) -> list[Shard]:
-        """Return the boxes of a tensor of the parameter's shape that this rank holds, named ``path``."""
+        """Return this rank's boxes of a tensor with the parameter's shape, named ``path``."""
         if self.split is None:
             return [Shard.whole(path, value)]
         return [replace(shard, name=path) for shard in self.split.shards(self.name, value)]
@@ -66,7 +67,7 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Models:
-    """Models by key, and how each is split over the ranks; a key that ``splits`` lacks is held whole by every rank."""
+    """Models by key, and how each is split over the ranks; a model without an entry in ``splits`` is replicated."""
 
     modules: Mapping[str, torch.nn.Module]
     splits: Mapping[str, Split | None]
@@ -77,7 +78,7 @@ class Models:
         model: torch.nn.Module | Mapping[str, torch.nn.Module] | None,
         split: Split | Mapping[str, Split | None] | None = None,
     ) -> Models:
-        """Return the models that a caller names; raises ``UsageError`` for keys that do not fit."""
+        """Return the models that a caller names. Raises ``UsageError`` if ``split`` has a key that ``model`` lacks."""
         modules = by_key(model, "model")
         splits = split if isinstance(split, Mapping) else {key: split for key in modules}
         unknown = sorted(set(splits) - set(modules))
@@ -87,11 +88,11 @@ class Models:
 
     @property
     def is_split(self) -> bool:
-        """Tell whether any model is split over the ranks."""
+        """Return whether any model is split over the ranks."""
         return any(split is not None for split in self.splits.values())
 
     def shards(self) -> list[Shard]:
-        """Return what this rank holds of parameters and buffers; a shard's name is its path in the file."""
+        """Return this rank's shards of parameters and buffers; a shard's name is its path in the file."""
         found: list[Shard] = []
         for key, module in self.modules.items():
             split, group = self.splits.get(key), group_of(layout.MODEL, key)
@@ -106,14 +107,14 @@ class Models:
         return found
 
     def parameter_paths(self) -> Iterator[str]:
-        """Yield the paths of the parameters; what is not among them is a buffer."""
+        """Yield the paths of the parameters; all other tensors are buffers."""
         for key, module in self.modules.items():
             group = group_of(layout.MODEL, key)
             for name, _ in module.named_parameters(remove_duplicate=False):
                 yield layout.child(group, name)
 
     def parameters(self) -> dict[int, Parameter]:
-        """Return the parameters by their ``id``; a shared one has the first of its names."""
+        """Return the parameters by their ``id``; a shared parameter has the first of its names."""
         found: dict[int, Parameter] = {}
         for key, module in self.modules.items():
             for name, tensor in module.named_parameters():
@@ -122,5 +123,5 @@ class Models:
         return found
 
     def groups(self) -> dict[str, dict[str, tuple[str, ...]]]:
-        """Return the groups of the file with their attributes; a single model has none of its own."""
+        """Return the groups of the file with their attributes; empty for a single model."""
         return key_groups(layout.MODEL, list(self.modules))

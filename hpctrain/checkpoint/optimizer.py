@@ -1,9 +1,9 @@
-"""Name an optimizer's state by its parameters, so that it outlives their order, their ranks and the strategy.
+"""Optimizer state by parameter name, independent of parameter order, number of ranks and strategy.
 
-A state tensor is called ``<parameter name>/<key>``. The name of a parameter is its name below ``/model``, which begins
-with the model's key if there are several: an optimizer may hold parameters of any of them. Numbers in the state (some
-optimizers count steps with an int) become attributes beside them. Hyperparameters of the groups are JSON, with the
-names of their parameters.
+A state tensor is named ``<parameter name>/<key>``. The name of a parameter is its name below
+``/model``. With several models it begins with the model's key: an optimizer may contain parameters
+of any of them. Numbers in the state (some optimizers count steps with an int) are stored as
+attributes. Hyperparameters of the groups are stored as JSON, with the names of their parameters.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from hpctrain.checkpoint.tensors import check_storable, torch_dtype
 from hpctrain.errors import CheckpointError, UsageError
 from hpctrain.shard import Shard
 
-# How the running program computes, not what it computes: these stay as the program has them.
+# These flags select an implementation, not a result: the program's own values are kept.
 _FLAGS = {"foreach", "fused", "capturable", "differentiable"}
 
-_LIST = "list of tensors"  # the key of a plain value that stands for a list with tensors
+_LIST = "list of tensors"  # the key of a plain value that represents a list with tensors
 
 Groups = list[dict[str, Any]]
 
 
 @dataclass(frozen=True)
 class OptimizerState:
-    """Hold an optimizer's state under names: tensors, numbers by parameter, hyperparameters by group."""
+    """State of an optimizer by name: tensors, numbers per parameter, hyperparameters per group."""
 
     kind: str
     shards: list[Shard]
@@ -43,7 +43,7 @@ class OptimizerState:
 
 
 def capture(models: Models, key: str, optimizer: torch.optim.Optimizer) -> OptimizerState:
-    """Return what this rank holds of the state of an optimizer of the models; the tensors are its own, not copies."""
+    """Return this rank's state of an optimizer of the models; the tensors are not copied."""
     shards: list[Shard] = []
     values: dict[str, dict[str, Any]] = {}
     known = models.parameters()
@@ -63,7 +63,8 @@ def capture(models: Models, key: str, optimizer: torch.optim.Optimizer) -> Optim
 def _flat(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     """Return the plain values of a state, and its tensors by key; the items of a list have the keys ``key.0``, ...
 
-    LBFGS keeps lists of tensors. Of such a list the plain value is a table of its length and its other items.
+    LBFGS keeps lists of tensors. The plain value of such a list is a table with its length and its
+    other items.
     """
     plain: dict[str, Any] = {}
     tensors: dict[str, torch.Tensor] = {}
@@ -80,7 +81,7 @@ def _flat(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, torch.Ten
 
 
 def _with_lists(saved: dict[str, Any]) -> dict[str, Any]:
-    """Return a state of which ``_flat`` has given the values and tensors, in one mapping."""
+    """Return the state from its plain values and tensors in one mapping; the inverse of ``_flat``."""
     tables = {key: value[_LIST] for key, value in saved.items() if isinstance(value, dict) and list(value) == [_LIST]}
     for key, items in tables.items():
         saved[key] = [saved.pop(f"{key}.{number}", item) for number, item in enumerate(items)]
@@ -88,7 +89,7 @@ def _with_lists(saved: dict[str, Any]) -> dict[str, Any]:
 
 
 def _shards(path: str, value: torch.Tensor, parameter: Parameter) -> list[Shard]:
-    """Return the boxes of a state: those of its parameter where it has the same shape, else it is whole everywhere."""
+    """Return the boxes of a state tensor: those of its parameter if the shapes are equal, else the whole tensor."""
     if value.shape != parameter.tensor.shape:
         return [Shard.whole(path, value)]
     return parameter.shards(path, value)
@@ -97,7 +98,7 @@ def _shards(path: str, value: torch.Tensor, parameter: Parameter) -> list[Shard]
 def differences(
     reader: Reader, states: Mapping[str, OptimizerState], skipped: Callable[[str], bool]
 ) -> list[Difference]:
-    """Return how the file's optimizers differ from the program's: keys, kinds, groups, the parameters in each."""
+    """Return how the file's optimizers differ from the program's: keys, kinds, groups, parameters per group."""
     stored, found = keys_in(reader, layout.OPTIMIZER), list[Difference]()
     for key, state in states.items():
         if key in stored:
@@ -142,10 +143,10 @@ def _kept(names: set[str], skipped: Callable[[str], bool]) -> list[str]:
 def restore(
     reader: Reader, models: Models, key: str, optimizer: torch.optim.Optimizer, skip: Sequence[str] = ()
 ) -> None:
-    """Give an optimizer the file's state, as torch itself would hold it; call ``differences`` first.
+    """Load an optimizer's state from the file in the form that torch itself uses; call ``differences`` first.
 
-    Tensors that the optimizer already has are filled in place. What the file does not have goes away. Unlike torch's
-    ``load_state_dict``, moments keep the dtype that they were saved in.
+    Tensors that the optimizer already has are filled in place. State that the file lacks is
+    removed. Unlike torch's ``load_state_dict``, moments keep the dtype in which they were saved.
     """
     root = group_of(layout.OPTIMIZER, key)
     flags = {id(tensor): group for group in optimizer.param_groups for tensor in group["params"]}
@@ -169,19 +170,20 @@ def restore(
 
 
 def _tensor(reader: Reader, path: str, owner: Parameter, group: dict[str, Any], old: object) -> torch.Tensor:
-    """Return the tensor to hold a state: on the parameter's device, but for step counters of plain loops."""
+    """Return the tensor to load a state into, on the device where torch keeps this state."""
     record, parameter, key = reader.records[path], owner.tensor, path.rpartition("/")[2]
     whole = reader.records[f"{layout.MODEL}/{owner.relative}"].shape
-    # A state of the parameter's shape is split as the parameter is; a counter of a scalar parameter is no such state.
+    # A state of the parameter's shape is split like the parameter, except the step counter of a
+    # scalar parameter.
     shape = tuple(parameter.shape) if record.shape == whole and key != "step" else record.shape
     dtype, device = torch_dtype(record.dtype), parameter.device
-    if key == "step":  # where torch keeps it, see _process_value_according_to_param_policy in torch/optim/optimizer.py
+    if key == "step":  # torch's device: see _process_value_according_to_param_policy in torch/optim/optimizer.py
         on_device = bool(group.get("capturable") or group.get("fused"))
         dtype, device = (torch.float32, device) if on_device else (dtype, torch.device("cpu"))
     if isinstance(old, torch.Tensor) and (tuple(old.shape), old.dtype, old.device) == (shape, dtype, device):
         return old
     if tuple(parameter.shape) == shape:
-        return torch.empty_like(parameter, dtype=dtype, device=device, requires_grad=False)  # its memory format too
+        return torch.empty_like(parameter, dtype=dtype, device=device, requires_grad=False)  # same memory format
     return torch.empty(shape, dtype=dtype, device=device)
 
 
@@ -207,7 +209,7 @@ def _groups(known: Mapping[int, Parameter], optimizer: torch.optim.Optimizer) ->
 
 
 def _plain(value: Any) -> Any:
-    """Return a hyperparameter as a number where it is a tensor or holds some (learning rates on a GPU)."""
+    """Return a hyperparameter with its one-element tensors as numbers (learning rates on a GPU)."""
     if isinstance(value, torch.Tensor) and value.numel() == 1:
         return value.item()
     return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value
@@ -221,7 +223,7 @@ def _members(groups: Groups, reader: Reader) -> list[set[str]]:
 
 
 def _held(known: Mapping[int, Parameter], optimizer: torch.optim.Optimizer) -> Iterator[Parameter]:
-    """Yield the optimizer's parameters with their names; a shared one has the first of its names."""
+    """Yield the optimizer's parameters with their names; a shared parameter has the first of its names."""
     for number, group in enumerate(optimizer.param_groups):
         for position, parameter in enumerate(group["params"]):
             if id(parameter) not in known:

@@ -1,4 +1,4 @@
-"""Take and set the state of the random number generators of this process."""
+"""Capture and restore of the random number generators of this process."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ from hpctrain.util.text import printable, shorten
 
 
 def capture_rng() -> dict[str, Any]:
-    """Return the states of torch (and of its current GPU, if one is in use), NumPy's global generator and Python's."""
+    """Return the RNG states of torch, of NumPy's global generator and of Python.
+
+    The state of torch's current GPU is included if a GPU is in use.
+    """
     version, words, gauss = random.getstate()
     state: dict[str, Any] = {
         "torch": to_numpy(torch.get_rng_state()).copy(),
@@ -28,7 +31,7 @@ def capture_rng() -> dict[str, Any]:
 
 
 def restore_rng(state: Mapping[str, Any]) -> None:
-    """Set the generators to captured states; one whose state is not there is left alone."""
+    """Restore captured RNG states; a generator without a captured state is not changed."""
     try:
         setters = [make(state[name]) for name, make in _CHECKED.items() if name in state]
         for set_one in setters:
@@ -40,7 +43,8 @@ def restore_rng(state: Mapping[str, Any]) -> None:
         raise CheckpointError(f"the state of the random number generators does not fit: {reason}") from error
 
 
-# Each state is set on a generator of its own first: an index beyond the state's end makes NumPy read other memory.
+# Each state is first set on a separate generator: an index beyond the state's end makes NumPy read
+# other memory.
 
 
 def _torch(saved: Any) -> Callable[[], object]:

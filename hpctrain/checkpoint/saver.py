@@ -1,4 +1,4 @@
-"""Save the state of a training run into one file that all ranks write together, at once or in the background."""
+"""Saver: all ranks together write the state of a training run into one file, in the foreground or in the background."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ if TYPE_CHECKING:
     from hpctrain.collectives.communicator import Communicator
 
 IO = Literal["posix", "mpiio"]
-SMALL = layout.ALIGNMENT  # bytes: smaller tensors are not dealt out, however wide the stripes of the filesystem are
-BURDEN = 128 << 10  # bytes: rank 0 could write so many in the time in which it lays a dataset out
+SMALL = layout.ALIGNMENT  # bytes: smaller tensors are not divided over ranks, however wide the filesystem's stripes are
+BURDEN = 128 << 10  # bytes that rank 0 could write in the time in which it lays out one dataset
 
 _KNOWN = 8
-PLACES: dict[bytes, dict[str, int | None]] = {}  # by digest of what was written: where the tensors lie in such a file
+PLACES: dict[bytes, dict[str, int | None]] = {}  # by digest of the written state: offsets of the tensors in such a file
 
 
 @dataclass(frozen=True)
 class Storage:
-    """How files are written: by ``pwrite`` of each rank, or by collective calls of MPI, with hints to it.
+    """How files are written: with ``pwrite`` by each rank, or with collective MPI-IO and its hints.
 
-    Tensors of ``alignment`` bytes and more start at multiples of it, a power of two; the stripe of a parallel
-    filesystem is a good choice.
+    Tensors of at least ``alignment`` bytes start at multiples of ``alignment``, a power of two. The
+    stripe size of a parallel filesystem is a good choice.
     """
 
     io: IO = "posix"
@@ -60,12 +60,13 @@ class Storage:
 
 
 class Saver:
-    """Writer of checkpoints, one after the other; all ranks of ``comm`` make the same calls.
+    """Writer of checkpoints, one at a time; all ranks of ``comm`` make the same calls.
 
-    In the foreground ``save`` returns when the file is in its place. In the background it returns as soon as the
-    tensors are copied: a process of each rank writes the copy, and the ranks call ``advance`` now and then, at best
-    when none is ``busy``; the file is there when nothing is ``pending``. There is one copy: a ``save`` waits
-    for the one before it.
+    In the foreground ``save`` returns when the file is complete under its name. In the background
+    it returns as soon as the tensors are copied. A writer process per rank then writes the copy,
+    and the ranks call ``advance`` from time to time, preferably when no rank is ``busy``. The file
+    is complete when no save is ``pending``. There is one copy, so a ``save`` waits for the previous
+    one.
     """
 
     def __init__(
@@ -78,7 +79,7 @@ class Saver:
         self._saving: Saving | None = None
         self._planned: tuple[bytes, Plan] | None = None
         self._written: tuple[bytes, list[str]] = (b"", [])
-        self.claim: Claim | None = None  # on the folder, on rank 0: without it no file is written
+        self.claim: Claim | None = None  # on the folder, held by rank 0: it is checked before a file is written
 
     def __enter__(self) -> Saver:
         return self
@@ -106,9 +107,9 @@ class Saver:
         split: Split | Mapping[str, Split | None] | None = None,
         own: Mapping[str, torch.Tensor] = MappingProxyType({}),
     ) -> None:
-        """Write a checkpoint, all of it or nothing; see ``hpctrain.checkpoint.save``.
+        """Write a complete checkpoint or none; see ``hpctrain.checkpoint.save``. Collective.
 
-        ``own`` are tensors that this rank holds alone, to be found again by ``load_own``. Of several models, their
+        ``own`` are rank-local tensors, which ``load_own`` loads again. With several models, their
         names begin with the key of the model and ``/``.
         """
         self.wait()
@@ -122,7 +123,8 @@ class Saver:
         plain = agreed(comm, lambda: content.plain_rng(rng))
         told = comm.all_gather_object((plain, digest in PLACES))
         states = [each for each, _ in told]
-        # Calls of all ranks cannot be made while rank 0 lays the file out, and may not come to it.
+        # MPI-IO calls are collective: they cannot be made while rank 0 lays the file out, and rank
+        # 0 may not reach them.
         known = all(knows for _, knows in told) and self._how.io == "posix"
         expected = PLACES[digest] if known else None
 
@@ -142,16 +144,16 @@ class Saver:
 
     @property
     def pending(self) -> bool:
-        """Tell whether a checkpoint is not in its place yet."""
+        """Return whether a checkpoint is not complete yet."""
         return self._saving is not None
 
     @property
     def busy(self) -> bool:
-        """Tell whether ``advance`` would have to wait for this rank's process."""
+        """Return whether ``advance`` would wait for this rank's writer process."""
         return self._saving is not None and self._saving.busy
 
     def advance(self) -> None:
-        """Bring the pending checkpoint a move further; a call by all ranks. Raises on all what failed on one."""
+        """Make the next step of the pending checkpoint. Collective. An error on one rank is raised on all ranks."""
         if self._saving is None:
             return
         try:
@@ -162,17 +164,17 @@ class Saver:
                 self._saving = None
 
     def wait(self) -> None:
-        """Return when the last checkpoint is in its place; a call by all ranks."""
+        """Wait until the last checkpoint is complete. Collective."""
         while self._saving is not None:
             self.advance()
 
     def close(self) -> None:
-        """Give up what is pending, without the other ranks, and end the process that writes."""
+        """Drop a pending checkpoint, without the other ranks, and end the writer process."""
         self._saving = None
         self._worker.close()
 
     def _plan(self, own: Description, target: str) -> tuple[bytes, list[Description], Plan]:
-        """Return what all ranks hold, its digest, and who writes what: as last time where nothing has changed."""
+        """Return the digest and descriptions of all ranks' state, and the write plan; it is cached per digest."""
         digest, descriptions = exchange(self._comm, own, target)
         alignment = self._how.alignment
         if self._planned is None or self._planned[0] != digest:
@@ -183,7 +185,7 @@ class Saver:
     def _order(
         self, path: Path, held: Holdings, descriptions: Sequence[Description], deal: Plan, rest: content.Content
     ) -> Job:
-        """Return what rank 0 brings: besides its share, everything that is no tensor of the model or optimizer."""
+        """Return rank 0's job: its share, and everything that is not a tensor of a model or optimizer."""
         sources = [*held.sources, *rest.sources]
         parts = [*deal.parts[0]]
         for number, source in enumerate(rest.sources, len(held.sources)):
@@ -199,7 +201,7 @@ class Saver:
 
 
 def _remember(written: tuple[bytes, list[str]], places: Places | None) -> None:
-    """Keep where the tensors lie, for the next file that holds the same."""
+    """Cache the offsets of the tensors for the next file with the same state."""
     if places is None:
         return
     digest, names = written

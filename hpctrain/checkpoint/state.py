@@ -1,4 +1,4 @@
-"""Save the state of a training run into one file and load it back, on one rank or on all ranks together."""
+"""Saving the state of a training run into one file and loading it, on one rank or on all ranks together."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 class Loaded:
     """Contents of a checkpoint besides the model and the optimizer.
 
-    ``train`` is what ``save`` was given, its curves as arrays; ``rng`` is the state of this rank's generators, ``None``
-    where the file has none for it; ``config`` is the TOML text of the run.
+    ``train`` is the argument of ``save``, with its curves as arrays. ``rng`` is the RNG state of
+    this rank, ``None`` if the file has none for it. ``config`` is the TOML text of the run.
     """
 
     path: Path
@@ -60,21 +60,23 @@ def save(
     split: Split | Mapping[str, Split | None] | None = None,
     how: Storage | None = None,
 ) -> None:
-    """Write a checkpoint, all of it or nothing.
+    """Write a complete checkpoint or none.
 
-    Several models and optimizers are given as mappings: ``model={"generator": g, "discriminator": d}``; their keys name
-    groups of the file. An optimizer may hold parameters of any of the models. ``split`` is then a mapping by the keys
-    of the models.
+    Several models and optimizers are passed as mappings: ``model={"generator": g, "discriminator":
+    d}``; their keys name groups of the file. An optimizer may contain parameters of any of the
+    models. ``split`` is then a mapping with the keys of the models.
 
-    ``train`` holds numbers, text, lists and tables under names of the caller's. Its ``step`` is also the file's. Its
-    ``curves`` (name to list of numbers) become arrays to plot. Its ``states`` (name to state) may hold tensors and
-    NumPy arrays in dicts, lists and tuples; those of rank 0 are stored. ``rng`` is this rank's state, from
-    ``capture_rng()``, ``config`` TOML text, ``provenance`` adds to what is recorded anyway. With ``comm`` every rank
-    must call and writes its share, and all succeed or raise the same error. ``split`` says how the model is split over
-    the ranks, if it is, and ``how`` to write.
+    ``train`` contains numbers, text, lists and tables under names that the caller chooses. Its
+    ``step`` is the step of the file. Its ``curves`` (name to list of numbers) become arrays to
+    plot. Its ``states`` (name to state) may contain tensors and NumPy arrays in dicts, lists and
+    tuples; those of rank 0 are stored. ``rng`` is the state of this rank, from ``capture_rng()``.
+    ``config`` is TOML text. ``provenance`` is added to the facts that are always recorded. With
+    ``comm`` the call is collective: every rank writes its share, and all ranks succeed or raise the
+    same error. ``split`` describes how the model is split over the ranks, ``how`` the way of
+    writing.
 
-    Raises ``NonFiniteError`` for a parameter that is NaN or infinite, ``CheckpointError`` if the file cannot be
-    written; a file that was there before is then untouched.
+    Raises ``NonFiniteError`` for a parameter that is NaN or infinite, ``CheckpointError`` if the
+    file cannot be written. A file that existed before is then unchanged.
     """
     with Saver(comm, how) as saver:
         saver.save(
@@ -99,15 +101,18 @@ def load(
     split: Split | Mapping[str, Split | None] | None = None,
     skip: Sequence[str] = (),
 ) -> Loaded:
-    """Fill models and optimizers in place from a checkpoint and return what else it holds; mappings as for ``save``.
+    """Fill models and optimizers in place from a checkpoint and return the other contents; mappings as in ``save``.
 
-    First every name, shape and dtype is compared; any difference raises one ``CheckpointError`` with a table of all
-    of them, and nothing has changed. Every byte is checked as it is read: damage found then raises too, and leaves the
-    model half filled. With ``comm`` every rank must call and reads what it holds; all succeed or raise the same.
+    First, all names, shapes and dtypes are compared. If any differ, one ``CheckpointError`` with a
+    table of all differences is raised, and nothing has been changed. Every byte is checked as it is
+    read: damage found then raises ``CheckpointError`` too, and leaves the model partly filled. With
+    ``comm`` the call is collective: every rank reads its own part, and all ranks succeed or raise
+    the same error.
 
-    What a pattern in ``skip`` matches (``"head.*"``) is neither compared nor filled, its optimizer state included:
-    it may be in the file only, in the program only, or have another shape. Each pattern must match something. The names
-    of several models begin with their keys: ``"generator/head.*"``.
+    Tensors that match a pattern in ``skip`` (``"head.*"``) are neither compared nor filled, and
+    neither is their optimizer state. They may exist in the file only, in the program only, or have
+    another shape. Each pattern must match something. With several models the names begin with their
+    keys: ``"generator/head.*"``.
     """
     if optimizer is not None and model is None:
         raise UsageError("loading an optimizer needs its model: the state is stored by the names of parameters")
@@ -117,7 +122,7 @@ def load(
     with reader:
         if models.modules:
             own = agreed(comm, lambda: holdings.Holdings.of(models, held_by)).description()
-            # Without a split every rank holds all of the models, and whose differs is told so.
+            # Without a split, every rank has all models; a rank that differs is named in the error.
             everyone = [own] if comm is None or not models.is_split else holdings.exchange(comm, own, *skip)[1]
             agreed(comm, lambda: _refuse_differences(reader, everyone, skip))
             agreed(comm, lambda: _fill(reader, models, held_by, skip))
@@ -126,10 +131,10 @@ def load(
 
 @as_parts
 def load_own(path: str | Path, tensors: Mapping[str, torch.Tensor], *, comm: Communicator) -> bool:
-    """Fill the tensors that this rank holds alone from what it saved as ``own``; tell whether that is there.
+    """Fill rank-local tensors from those that ``save`` stored as ``own``; return whether the file has them. Collective.
 
-    A call by all ranks. Where the file was written by another number of them, or holds none, nothing is filled. Raises
-    ``CheckpointError`` for tensors of other names or shapes.
+    If the file was written by another number of ranks, or has no rank-local tensors, nothing is
+    filled. Raises ``CheckpointError`` for tensors with other names or shapes.
     """
     reader = agreed(comm, lambda: Reader(path))
     with reader:
@@ -153,7 +158,7 @@ def _fill_own(reader: Reader, group: str, own: Sequence[Shard]) -> None:
 
 
 def _refuse_differences(reader: Reader, everyone: Sequence[holdings.Description], skip: Sequence[str]) -> None:
-    """Compare the file with what all ranks together hold."""
+    """Raise ``CheckpointError`` if the file differs from the joint state of all ranks."""
     stored = {name: Description(each.shape, each.dtype) for name, each in reader.below(layout.MODEL).items()}
     start = f"{layout.MODEL}/"
     expected = {
@@ -211,7 +216,7 @@ def _rest(reader: Reader, rank: int) -> Loaded:
 
 
 def _state(reader: Reader, path: str, dtype: str | None) -> torch.Tensor | Array:
-    """Return a tensor of a state, or with a dtype an array."""
+    """Return a tensor of a state; with a dtype, an array."""
     if path not in reader.records:
         raise CheckpointError(f"{reader.path}: a state refers to {path}, which the file lacks")
     stored = reader.read(path)

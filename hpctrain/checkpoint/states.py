@@ -1,13 +1,13 @@
-"""States of any shape as values and tensors of a file: schedulers, averaged models, generators, tables of tensors.
+"""Nested states as JSON values and tensors of a file: schedulers, averaged models, generators, tables of tensors.
 
-``pack_states`` turns a nested state into JSON values and a list of tensors; ``unpack_states`` turns them back. Plain
-values (numbers, text, true and false, nothing, lists, tables with text as keys) are JSON as they are. The rest is a
-table with the key ``$``, which names its kind:
+``pack_states`` turns a nested state into JSON values and a list of tensors; ``unpack_states`` turns
+them back. Plain values (numbers, text, booleans, ``None``, lists, tables with text as keys) are
+stored as JSON. Any other value is a table with the key ``$``, which names its kind:
 
     {"$": "tensor", "at": "/states/ema/module.weight"}      a dataset of the file
     {"$": "array", "at": "/states/noise/key", "dtype": "uint32"}      a NumPy array
     {"$": "tuple", "items": [...]}
-    {"$": "dict", "items": [[key, value], ...]}      a table with other keys than text, or with the key $
+    {"$": "dict", "items": [[key, value], ...]}      a table with keys other than text, or with the key $
     {"$": "counter", "items": [[key, count], ...]}      a collections.Counter
 """
 
@@ -27,23 +27,23 @@ from hpctrain.errors import CheckpointError, UsageError
 
 ALLOWED = "tensors, NumPy arrays, numbers, text, true and false, None, and lists, tuples and dicts of them"
 _KIND, _AT, _ITEMS, _DTYPE = "$", "at", "items", "dtype"
-_LONGEST = 200  # bytes of a dataset's name
-# Unsigned integers that a file has no torch name for are stored as signed ones of the same width.
+_LONGEST = 200  # bytes in the name of a dataset
+# Unsigned integers without a torch type name in the file are stored as signed integers of the same width.
 _UNSIGNED = {"uint16": "int16", "uint32": "int32", "uint64": "int64"}
 
 Leaf = torch.Tensor | Array
 
 
 class Packed:
-    """JSON values of a state, and the tensors and arrays that they refer to, by path in the file."""
+    """JSON values of a state, and the tensors and arrays to which they refer, by path in the file."""
 
     def __init__(self) -> None:
         self.tensors: dict[str, Leaf] = {}
 
     def add(self, value: Any, where: str, trail: tuple[str, ...]) -> Any:
-        """Return the JSON value for a state; ``where`` names it in errors, ``trail`` in the file.
+        """Return the JSON value of a state; ``where`` names it in errors, ``trail`` in the file.
 
-        Raises ``UsageError`` for what a checkpoint cannot store.
+        Raises ``UsageError`` for a value that a checkpoint cannot store.
         """
         if isinstance(value, np.generic):
             value = value.item()
@@ -104,9 +104,9 @@ def pack_states(states: Mapping[str, Any], where: Callable[[str], str] | None = 
 
 
 def unpack_states(values: Any, read: Callable[[str, str | None], Any], file: object) -> Any:
-    """Return what ``pack_states`` was given; ``read(path, dtype)`` returns a tensor, or with a dtype an array.
+    """Return the argument of ``pack_states``; ``read(path, dtype)`` returns a tensor, or with a dtype an array.
 
-    Raises ``CheckpointError`` for a kind that this version does not know.
+    Raises ``CheckpointError`` for a kind that this version does not support.
     """
     if isinstance(values, list):
         return [unpack_states(item, read, file) for item in values]
@@ -126,7 +126,7 @@ def unpack_states(values: Any, read: Callable[[str, str | None], Any], file: obj
 
 
 def as_unsigned(array: Array, dtype: str) -> Array:
-    """Return a stored array with the element type that it had."""
+    """Return a stored array with its original element type."""
     if dtype == "bool":
         return array.astype(np.bool_)
     return array.view(dtype) if dtype in _UNSIGNED else array
@@ -134,19 +134,19 @@ def as_unsigned(array: Array, dtype: str) -> Array:
 
 def _plain(value: Any, where: str) -> Any:
     if isinstance(value, str):
-        return str(value)  # a subclass would bring its package along
+        return str(value)  # an instance of a subclass would need its package when it is unpickled
     if value is None or isinstance(value, bool):
         return value
     return int(value) if isinstance(value, int) else float(value)
 
 
 def _little(array: Array) -> Array:
-    """Return a contiguous array in the byte order of the file, which is that of the machine."""
+    """Return a contiguous array in little-endian byte order, that of the file."""
     return np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("<")).reshape(array.shape)
 
 
 def _safe(text: str) -> str:
-    """Return a name that a dataset or group may have, close to the text."""
+    """Return a valid name for a dataset or group that resembles the text."""
     kept = "".join(c if c.isprintable() and c != "/" else "_" for c in text)
     kept = kept.encode()[:_LONGEST].decode(errors="ignore")
     return kept if kept.strip(".") else f"_{kept}"

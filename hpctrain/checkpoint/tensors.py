@@ -1,4 +1,4 @@
-"""Carry torch tensors to NumPy and back, without a copy where memory allows it."""
+"""Conversion between torch tensors and NumPy arrays, without a copy if the memory allows it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def dtype_name(tensor: torch.Tensor) -> str:
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """Return the torch element type of a name in the layout's table."""
+    """Return the torch element type for a name in the layout's table."""
     storage_of(name, "a tensor")
     dtype = getattr(torch, name)
     assert isinstance(dtype, torch.dtype)
@@ -25,7 +25,7 @@ def torch_dtype(name: str) -> torch.dtype:
 
 
 def check_storable(tensor: torch.Tensor, name: str) -> None:
-    """Raise ``CheckpointError`` unless the tensor is dense, has memory and an element type that a file holds."""
+    """Raise ``CheckpointError`` unless the tensor is dense, has memory, and has a supported element type."""
     if tensor.layout != torch.strided or tensor.is_quantized:
         raise CheckpointError(f"{name} is a {tensor.layout} tensor: a checkpoint holds dense ones")
     if tensor.is_meta:
@@ -34,7 +34,7 @@ def check_storable(tensor: torch.Tensor, name: str) -> None:
 
 
 def to_numpy(tensor: torch.Tensor) -> Array:
-    """Return the elements as a C-contiguous array in the storage type; a view where the tensor lies so on the host."""
+    """Return the elements as a C-contiguous array of the storage type; a view of a tensor contiguous on the host."""
     plain = tensor.detach().to("cpu").contiguous()
     if plain.dtype == torch.bfloat16:
         plain = plain.view(torch.int16)
@@ -42,12 +42,12 @@ def to_numpy(tensor: torch.Tensor) -> Array:
 
 
 def flat(tensor: torch.Tensor, begin: int, end: int) -> Array:
-    """Return elements of a tensor in C order, in the storage type; a view where the tensor lies so on the host."""
+    """Return a range of elements in C order, in the storage type; a view of a tensor contiguous on the host."""
     return to_numpy(tensor.detach().contiguous().view(-1)[begin:end])
 
 
 def fill(tensor: torch.Tensor, read_into: Callable[[Array], None]) -> None:
-    """Let ``read_into`` fill the tensor in place, through its own memory or, where it must, through a host copy."""
+    """Fill the tensor in place by ``read_into``: directly if it is contiguous on the host, else through a host copy."""
     target = tensor.detach()
     if target.device.type == "cpu" and target.is_contiguous():
         read_into(to_numpy(target))
@@ -58,20 +58,20 @@ def fill(tensor: torch.Tensor, read_into: Callable[[Array], None]) -> None:
 
 
 def from_numpy(array: Array, dtype: str) -> torch.Tensor:
-    """Return a new tensor of a stored array."""
+    """Return a new tensor with the values of a stored array."""
     tensor = torch.empty(array.shape, dtype=torch_dtype(dtype))
     np.copyto(to_numpy(tensor), array)
     return tensor
 
 
 def copy_flat(tensor: torch.Tensor, begin: int, end: int, out: Array) -> None:
-    """Copy elements of a tensor, in C order, to memory of the host: by torch, from a GPU too."""
+    """Copy a range of elements, in C order, to host memory; the tensor may be on a GPU."""
     target = torch.from_numpy(out.view(np.uint8)).view(tensor.dtype)
     target.copy_(tensor.detach().contiguous().view(-1)[begin:end])
 
 
 def is_finite(tensor: torch.Tensor) -> bool:
-    """Tell whether no element is NaN or infinite; one pass and no memory, as long as the sum stays finite."""
+    """Return whether all elements are finite; one pass without extra memory as long as the sum is finite."""
     if not tensor.is_floating_point():
         return True
     narrow = tensor.dtype in (torch.float16, torch.bfloat16)

@@ -1,1 +1,1 @@
-"""Write one file from many processes: who writes what, in which moves, in the rank or beside it."""
+"""Collective writing of one file: the plan, the steps, and writers inside the rank or in the background."""

@@ -1,4 +1,4 @@
-"""Have checkpoints written by a process of their own, while the rank goes on."""
+"""Background writer: a separate process writes checkpoints while the rank continues to train."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from hpctrain.util import atomic
 from hpctrain.util.child import python
 
 _FOR_RANKS = {signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2}
-_FAREWELL = 5.0  # seconds that an idle process gets to end
+_FAREWELL = 5.0  # seconds that an idle process gets to exit
 _PROGRAM = """
 import sys
 sys.path[:] = {path!r}
@@ -34,47 +34,47 @@ main(*{arguments!r})
 
 
 class Aside:
-    """Work in another process; see ``worker.Worker`` for the calls."""
+    """Background writer: the worker that passes its calls to a writer process; see ``worker.Worker``."""
 
     def __init__(self) -> None:
         self._snapshot = Snapshot()
         self._copied: Sequence[Copied] = ()
-        self._place: Place | None = None  # of the file that this rank is to clear away
+        self._place: Place | None = None  # of the file that this rank must remove
         self._start()
 
     def take(self, share: Share) -> None:
-        """Copy what to write."""
+        """Copy the data to write."""
         if self._process.poll() is not None:
             self._start()
         self._copied = self._snapshot.take(share.sources, share.parts)
 
     def lay_out(self, order: Order) -> None:
-        """Begin to lay the file out."""
+        """Start to lay the file out."""
         self._place = order.place
         self._send("lay_out", order)
 
     def write(self, place: Place, places: Places) -> None:
-        """Begin to write what was copied."""
+        """Start to write the copied data."""
         rows = [((places[each.name] or 0) + each.to, each.at, each.nbytes, each.name) for each in self._copied]
         self._send("write", place, rows)
 
     def write_as_laid_out(self, place: Place) -> None:
-        """Begin to write what was copied, to where the process has laid it out."""
+        """Start to write the copied data to the offsets of the layout that the process has made."""
         self._send("write_as_laid_out", place, [tuple(each) for each in self._copied])
 
     def finish(self, written: Written) -> None:
-        """Begin to complete the file."""
+        """Start to complete the file."""
         self._send("finish", written)
 
     @property
     def busy(self) -> bool:
-        """Tell whether the process owes an answer."""
+        """Return whether the process has not answered all requests."""
         while not self._gone and self._answers.poll():
             self._receive()
         return not self._gone and len(self._received) < self._under_way
 
     def result(self) -> Any:
-        """Wait for the earliest answer; return it, or raise what it says."""
+        """Wait for the earliest answer; return its result, or raise its error."""
         if not self._received and not self._gone:
             self._receive()
         if not self._received:
@@ -88,7 +88,11 @@ class Aside:
         raise kind(result) if known and kind is not None else CheckpointError(f"{error}: {result}")
 
     def give_up(self) -> None:
-        """Drop what is under way; the process, which cannot be stopped in the middle, is replaced when it is needed."""
+        """Drop pending work and remove the private file.
+
+        A busy process cannot be stopped in the middle of a request: it is killed, and replaced at
+        the next save.
+        """
         self._end(0 if self._under_way else _FAREWELL)
         if self._place is not None:
             atomic.discard(self._place.private)
@@ -101,7 +105,7 @@ class Aside:
 
     def _start(self) -> None:
         self._received: deque[tuple[str | None, Any]] = deque()
-        self._under_way, self._gone = 0, False  # answers that have not been taken; whether none will come any more
+        self._under_way, self._gone = 0, False  # answers not taken yet; whether the process is gone
         inbox, self._orders = Pipe(duplex=False)
         self._answers, outbox = Pipe(duplex=False)
         try:
@@ -113,7 +117,8 @@ class Aside:
         finally:
             inbox.close()
             outbox.close()
-        # A pipe holds little, and the process may be waiting to get rid of an answer: only this thread waits for it.
+        # A pipe buffers little, and the process may be blocked on sending an answer: only this
+        # thread blocks on the pipe.
         self._outgoing: SimpleQueue[Any] = SimpleQueue()
         self._sender = threading.Thread(target=_send_all, args=(self._orders, self._outgoing), daemon=True)
         self._sender.start()
@@ -133,7 +138,7 @@ class Aside:
         return f"killed by {signal.Signals(-code).name}" if code < 0 else f"it ended with exit code {code}"
 
     def _end(self, patience: float) -> None:
-        """End the process: idle, it goes when it is told to; at work, it is killed."""
+        """End the process: an idle one exits on request, a busy one is killed."""
         if self._process.poll() is None:
             self._outgoing.put((LEAVE, ()))
             try:
@@ -150,7 +155,7 @@ class Aside:
 
 
 def _launch(*descriptors: int) -> subprocess.Popen[bytes]:
-    """Start the process. Signals to the whole job are for its ranks: it is born with them blocked, and stays so."""
+    """Start the process with the job's signals blocked: those are for the ranks. It never unblocks them."""
     program = _PROGRAM.format(path=sys.path, arguments=(os.getpid(), *descriptors))
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _FOR_RANKS)
     try:
@@ -169,4 +174,4 @@ def _send_all(orders: Any, outgoing: SimpleQueue[Any]) -> None:
         try:
             orders.send(order)
         except OSError:
-            return  # it is gone; who waits for its answer hears of it
+            return  # the process is gone; ``result`` raises the error

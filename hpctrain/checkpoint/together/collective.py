@@ -1,4 +1,4 @@
-"""Write a rank's share by collective calls of MPI, all ranks at once: what some parallel filesystems like best."""
+"""Writing of a rank's share by collective MPI-IO, which some parallel filesystems handle best."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ if TYPE_CHECKING:
     from hpctrain.transport.mpi import MpiTransport
     from hpctrain.transport.mpi_file import MpiFile
 
-BATCH = 64 << 20  # bytes that a rank hands to MPI at a time
+BATCH = 64 << 20  # bytes that a rank passes to MPI per call
 
 
 class Collective(Here):
-    """Work in the rank itself, as ``Here``, but write together with the other ranks."""
+    """Inline writer like ``Here``, but all ranks write together through MPI-IO."""
 
     def __init__(self, transport: MpiTransport, hints: Mapping[str, str]) -> None:
         super().__init__()
         self._transport, self._hints = transport, hints
 
     def write(self, place: Place, places: Places) -> None:
-        """Write what was taken; a call by all ranks, of which each comes to the end even where one has failed."""
+        """Write this rank's share. Collective: every rank completes the call, even if one of them has failed."""
         self._do(lambda: self._write(place, self._share, places))
 
     def _write(self, place: Place, share: Share, places: Places) -> Written:
@@ -40,7 +40,7 @@ class Collective(Here):
         return pour.written(rows)
 
     def _pour(self, place: Place, size: int, mine: Iterable[Stretch]) -> list[Row]:
-        """Write batch after batch until no rank has more; where one has failed, all stop at the same place."""
+        """Write batches until no rank has more; if a rank fails, all ranks stop after the same batch."""
         file, rows = self._create(place, size), list[Row]()
         failure: Exception | None = None
         source = batches(mine)
@@ -66,7 +66,7 @@ class Collective(Here):
         return rows
 
     def _create(self, place: Place, size: int) -> MpiFile:
-        """Make the file, or raise where it could not be made on all ranks."""
+        """Create the file, or raise if a rank could not create it."""
         file: MpiFile | None = None
         failure: Exception | None = None
         try:
@@ -82,7 +82,7 @@ class Collective(Here):
 
 
 def end_of(share: Share, places: Places) -> int:
-    """Return where in the file the last byte of a share ends."""
+    """Return the offset in the file at which a share ends."""
     ends = [0]
     for part in share.parts:
         source = share.sources[part.box]
@@ -91,7 +91,7 @@ def end_of(share: Share, places: Places) -> int:
 
 
 def batches(mine: Iterable[Stretch], most: int = BATCH) -> Iterator[list[Stretch]]:
-    """Yield stretches by the list, each of about so many bytes."""
+    """Yield lists of byte ranges, each of about ``most`` bytes."""
     batch: list[Stretch] = []
     held = 0
     for stretch in mine:

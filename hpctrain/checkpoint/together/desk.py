@@ -1,6 +1,7 @@
-"""Do what one process has to do for a checkpoint that many write: lay it out, write its share, finish it.
+"""File writer: one process's part in writing a checkpoint: lay the file out, write a share, complete the file.
 
-No torch and no MPI here, so that a process of its own can do the work while the rank goes on.
+This module needs neither torch nor MPI, so that a separate process can do the work while the rank
+continues.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from hpctrain.util.claim import Claim
 
 @dataclass(frozen=True)
 class Place:
-    """Say where a checkpoint goes, under which private name it is written, and how many bytes its tensors take."""
+    """Target of a checkpoint: its path, the private name under which it is written, and the bytes of its tensors."""
 
     target: Path
     private: Path
@@ -34,21 +35,22 @@ class Place:
 
 @dataclass(frozen=True)
 class Order:
-    """Say what a checkpoint is to hold: datasets with more attributes by path, groups with theirs."""
+    """Write request: datasets with further attributes by path, and groups with their attributes."""
 
     place: Place
     datasets: Sequence[Shard]
     groups: Groups
     attributes: Mapping[str, Mapping[str, Value]] = field(default_factory=dict)
     alignment: int = layout.ALIGNMENT
-    create: bool = True  # the private file; else who writes into it does
-    claim: Claim | None = None  # on the folder: checked before the file takes its name
+    create: bool = True  # the private file; if false, its writers create it
+    claim: Claim | None = None  # on the folder: checked before the file is renamed to its target
 
 
 class Desk:
-    """Carry one checkpoint at a time through this process's part of it.
+    """File writer: one process's part of one checkpoint at a time.
 
-    Every error comes out as the ``CheckpointError`` to show: the path, the reason, for a full disk what is missing.
+    Every error is raised as the ``CheckpointError`` to show: the path, the reason, and the missing
+    space if the disk is full.
     """
 
     def __init__(self) -> None:
@@ -57,22 +59,22 @@ class Desk:
         self._claim: Claim | None = None
 
     def lay_out(self, order: Order) -> dict[str, int | None]:
-        """Return where the bytes of each dataset belong; for rank 0."""
+        """Return the offset of each dataset in the file; for rank 0."""
         self._place, self._claim = order.place, order.claim
         with explaining(order.place):
             self._draft = Draft(order.datasets, order.attributes, order.groups, order.alignment)
         return {dataset.name: at for dataset, at in zip(order.datasets, self._draft.places)}
 
     def write(self, place: Place, stretches: Iterable[Stretch]) -> Written:
-        """Write a share into the private file, compare and flush it; return what was written."""
+        """Write a share into the private file, verify and flush it; return the written byte ranges."""
         with explaining(place):
             with opened(place.private) as handle:
                 rows = pour.pour(handle, stretches)
-                os.fsync(handle)  # by the descriptor that wrote: it is the one that hears of failures
+                os.fsync(handle)  # by the descriptor that wrote: only that one reports failures
         return pour.written(rows)
 
     def finish(self, written: Written) -> None:
-        """Complete the file and give it its name, given all that was written; for rank 0."""
+        """Complete the file and rename it to its target, given all written byte ranges; for rank 0."""
         place, draft = self._place, self._draft
         assert place is not None and draft is not None
         with explaining(place):
@@ -87,7 +89,7 @@ class Desk:
         commit.flush_folder(place.target)
 
     def give_up(self) -> None:
-        """Forget the checkpoint at hand and remove what there is of it."""
+        """Drop the current checkpoint and remove its private file."""
         if self._draft is not None:
             self._draft.close()
         if self._place is not None:
@@ -96,7 +98,7 @@ class Desk:
 
 
 def create(order: Order) -> None:
-    """Make the private file, empty; for rank 0."""
+    """Create the empty private file; for rank 0."""
     place = order.place
     with explaining(place):
         commit.prepare(place.target)
@@ -105,7 +107,7 @@ def create(order: Order) -> None:
 
 
 def clear(place: Place) -> None:
-    """Take back what was written into the private file; for rank 0."""
+    """Discard the contents of the private file; for rank 0."""
     with explaining(place):
         with opened(place.private) as handle:
             os.ftruncate(handle, 0)
@@ -113,7 +115,7 @@ def clear(place: Place) -> None:
 
 @contextmanager
 def opened(private: Path) -> Iterator[int]:
-    """Open the file that is being written, to write and to read."""
+    """Open the file that is being written, for reading and writing."""
     try:
         handle = atomic.reopen(private)
     except FileNotFoundError:
@@ -129,7 +131,7 @@ def opened(private: Path) -> Iterator[int]:
 
 @contextmanager
 def explaining(place: Place) -> Iterator[None]:
-    """Turn whatever a filesystem raises into the error that says which checkpoint cannot be written, and why."""
+    """Convert any error of the filesystem to the one that names the checkpoint and the reason."""
     try:
         yield
     except Exception as error:

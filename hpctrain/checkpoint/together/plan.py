@@ -1,10 +1,11 @@
-"""Decide which rank writes which bytes of a checkpoint: pure functions over what every rank says it holds.
+"""Write plan: which rank writes which bytes of a checkpoint, computed by pure functions from the boxes of all ranks.
 
-Note: the deal. What only one rank holds, it writes. What several hold alike (parameters under data parallelism) is
-dealt out in the order of the file, so that each of them writes about as many bytes and these lie together. Cuts fall
-on the borders of extents only. A small tensor stays with the first of its holders, who so writes its neighbours
-too: two ranks that write into one page of a network filesystem ask for trouble. Rank 0 gets less, for it lays the
-file out meanwhile.
+Note: distribution. A rank writes the boxes that it alone has. Boxes that several ranks have
+(parameters under data parallelism) are divided in file order, so that each of these ranks writes
+about as many bytes, in one region of the file. Boxes are cut only at extent boundaries. A small
+tensor is written by the first rank that has it, which then also writes the neighbouring small
+tensors: two ranks that write to one page of a network filesystem cause conflicts. Rank 0 gets less,
+because it lays the file out at the same time.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from hpctrain.shard import Shard
 
 @dataclass(frozen=True)
 class Part:
-    """Name the elements from ``begin`` to ``end`` of the box number ``box`` among those that a rank holds."""
+    """The elements from ``begin`` to ``end`` of one box; ``box`` is its index among the boxes of a rank."""
 
     box: int
     begin: int
@@ -33,7 +34,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Plan:
-    """Hold the datasets in the order of the file, and by rank what it writes."""
+    """Datasets in the order of the file, and the parts that each rank writes."""
 
     datasets: list[Shard]
     parts: list[list[Part]]
@@ -41,7 +42,7 @@ class Plan:
 
 @dataclass
 class _Dataset:
-    """Collect who holds which box of a dataset: by start and extent, ranks with their number of the box."""
+    """A dataset and the ranks that have its boxes: by start and extent, ranks with their index of the box."""
 
     whole: Shard
     first: int
@@ -51,11 +52,12 @@ class _Dataset:
 
 
 def plan(held: Sequence[Sequence[Shard]], small: int, burden: int = 0) -> Plan:
-    """Return who writes what, given the boxes of each rank; tensors of less than ``small`` bytes are not dealt out.
+    """Return the write plan for the boxes of each rank; tensors smaller than ``small`` bytes are not divided.
 
-    Rank 0 is spared as many bytes as ``burden`` says for each dataset, as far as others can write them.
+    Rank 0 gets ``burden`` bytes less per dataset, as far as other ranks can write them.
 
-    Raises ``CheckpointError`` where ranks disagree about a dataset, or their boxes overlap or leave something out.
+    Raises ``CheckpointError`` if ranks disagree about a dataset, or if their boxes overlap or leave
+    gaps.
     """
     datasets = _collect(held)
     deal = _Deal(len(held), small, burden * len(datasets))
@@ -83,7 +85,7 @@ def _collect(held: Sequence[Sequence[Shard]]) -> list[_Dataset]:
 
 
 def _check_cover(dataset: _Dataset) -> None:
-    """Raise unless the boxes fill the dataset, each element once."""
+    """Raise ``CheckpointError`` unless the boxes cover each element of the dataset exactly once."""
     boxes = [(start, extent) for start, extent in dataset.boxes if math.prod(extent)]
     missing = math.prod(dataset.whole.shape) - sum(math.prod(extent) for _, extent in boxes)
     if len(boxes) > 1:
@@ -103,16 +105,16 @@ def _where(box: tuple[tuple[int, ...], tuple[int, ...]], dataset: _Dataset) -> s
 
 
 class _Deal:
-    """Deal boxes out among those who hold them, evenly by bytes and in order."""
+    """Distribution of boxes among the ranks that have them: balanced in bytes, and in file order."""
 
     def __init__(self, ranks: int, small: int, burden: int) -> None:
         self._small, self._burden = small, burden
         self._parts: list[list[Part]] = [[] for _ in range(ranks)]
-        # By the ranks that hold the same: boxes, each with its number on each of these ranks.
+        # By the ranks that have the same boxes: the boxes, each with its index on each of these ranks.
         self._groups: dict[tuple[int, ...], list[tuple[Shard, list[int]]]] = defaultdict(list)
 
     def take(self, box: Shard, holders: Sequence[tuple[int, int]]) -> None:
-        """Add a box with the ranks that hold it."""
+        """Add a box with the ranks that have it."""
         self._groups[tuple(rank for rank, _ in holders)].append((box, [number for _, number in holders]))
 
     def parts(self) -> list[list[Part]]:
@@ -120,7 +122,7 @@ class _Deal:
         for ranks, boxes in self._groups.items():
             large = [each for each in boxes if nbytes_of(each[0]) >= self._small]
             total = sum(nbytes_of(box) for box, _ in large)
-            # Rank 0 may be spared its share, and no other rank's.
+            # At most rank 0's own share can be moved to other ranks.
             done = min(self._burden, total // max(len(ranks) - 1, 1)) if ranks[0] == 0 else 0
             total += done
             for box, numbers in boxes:
@@ -134,7 +136,7 @@ class _Deal:
         return [sorted(parts, key=lambda part: (part.box, part.begin)) for parts in self._parts]
 
     def _give(self, rank: int, number: int, begin: int, end: int) -> None:
-        """Note a part; one that goes on where the last one ended makes it longer."""
+        """Add a part; if it continues the previous one, extend that."""
         parts = self._parts[rank]
         if parts and (parts[-1].box, parts[-1].end) == (number, begin):
             parts[-1] = Part(number, parts[-1].begin, end)
@@ -143,7 +145,7 @@ class _Deal:
 
 
 def _cuts(box: Shard, holders: int) -> Iterator[tuple[int, int]]:
-    """Yield the stretches in which a box may be dealt out: by extents where it lies in one piece, else whole."""
+    """Yield the ranges into which a box may be divided: by extents if it is contiguous in the file, else whole."""
     runs = list(box.runs()) if holders > 1 and _is_one_run(box) else []
     if not runs:
         yield 0, math.prod(box.extent)
@@ -157,7 +159,7 @@ def _cuts(box: Shard, holders: int) -> Iterator[tuple[int, int]]:
 
 
 def _is_one_run(box: Shard) -> bool:
-    """Tell whether a box lies in one piece, without listing its runs."""
+    """Return whether a box is contiguous in the dataset, without listing its runs."""
     inner = len(box.shape)
     while inner and box.extent[inner - 1] == box.shape[inner - 1]:
         inner -= 1

@@ -1,11 +1,13 @@
-"""Carry one checkpoint from all ranks into one file, in moves that the ranks make together.
+"""Collective save of one checkpoint: all ranks write one file, in steps that they make together.
 
-Rank 0 lays the file out; every rank writes its share; rank 0 completes the file and gives it its name. Between these,
-the ranks tell each other how it went: an error on one of them is raised on all, and nothing of the file stays.
+Rank 0 lays the file out, every rank writes its share, and rank 0 completes the file and renames it
+to its target. Between these steps the ranks exchange their outcome: an error on one rank is raised
+on all, and the file is removed.
 
-Note: writing at once. Where a dataset lies follows from those before it and itself, so in a run each file has its
-tensors where the one before had them. Then nobody waits for the layout: all ranks write while rank 0 makes it. It is
-compared with what was expected; were it another, the share would be written again.
+Note: writing without waiting. The offset of a dataset depends only on the datasets before it and on
+itself, so within a run each file has its tensors at the same offsets as the previous file. Then no
+rank waits for the layout: all ranks write while rank 0 makes it. The layout is compared with the
+expected one; if it differs, the shares are written again.
 """
 
 from __future__ import annotations
@@ -28,9 +30,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Job:
-    """Hold what a rank brings to a checkpoint: its share, and on rank 0 the order for the whole.
+    """A rank's part of a checkpoint: its share, and on rank 0 the write request for the file.
 
-    ``expected`` says where the datasets of the model and the optimizer are expected to lie, on all ranks or on none.
+    ``expected`` contains the expected offsets of the model and optimizer datasets, on all ranks or
+    on no rank.
     """
 
     share: Share
@@ -39,10 +42,10 @@ class Job:
 
 
 class Saving:
-    """Be a checkpoint under way; made by all ranks together, which then all call ``advance`` until it is ``done``.
+    """Collective save in progress; created by all ranks, which then all call ``advance`` until it is ``done``.
 
-    ``advance`` waits for what this rank's worker is doing; while that is ``busy`` there is something better to do.
-    ``places`` are those of the datasets, once they are known.
+    ``advance`` waits for this rank's worker; while the worker is ``busy``, the rank can do other
+    work. ``places`` are the offsets of the datasets, once they are known.
     """
 
     def __init__(self, comm: Communicator, worker: Worker, job: Job) -> None:
@@ -51,7 +54,7 @@ class Saving:
         self.places: Places | None = None
         self._moves: Iterator[Callable[[], None]] = iter((self._write, self._finish, self._end))
         self._together(lambda: worker.take(job.share))
-        # The file is there before anybody looks for it.
+        # The file exists before any rank opens it.
         self._together(lambda: create(job.order) if job.order is not None else None)
         own = job.order.place if job.order is not None else None
         self._place: Place = comm.broadcast_object(own)
@@ -66,11 +69,11 @@ class Saving:
 
     @property
     def busy(self) -> bool:
-        """Tell whether this rank's worker has not ended the present move."""
+        """Return whether this rank's worker has not finished the current step."""
         return not self.done and self._worker.busy
 
     def advance(self) -> None:
-        """Make the next move; a call by all ranks. Raises the same error on all of them where one has failed."""
+        """Make the next step. Collective. If a rank failed, all ranks raise the same error."""
         next(self._moves)()
 
     def _write(self) -> None:
@@ -80,7 +83,7 @@ class Saving:
         self._worker.write(self._place, self.places)
 
     def _compare(self) -> None:
-        """See whether the layout is what was expected, if not write again at the right places, and go on."""
+        """Compare the layout with the expected one; if it differs, write again. Then complete the file."""
         laid_out = self._together(lambda: self._worker.result() if self._first else None)
         expected = self._job.expected
         assert expected is not None
@@ -107,7 +110,7 @@ class Saving:
         return self._comm.rank == 0
 
     def _together(self, action: Callable[[], T], *, alike: bool = True) -> T:
-        """Do something that may fail; if it fails anywhere, drop the checkpoint and raise on all ranks."""
+        """Run an action that may fail; if it fails on any rank, drop the checkpoint and raise on all ranks."""
         try:
             return agreed(self._comm, action, alike=alike)
         except BaseException:

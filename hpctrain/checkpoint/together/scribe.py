@@ -1,7 +1,8 @@
-"""Be the process that writes checkpoints while its rank trains on.
+"""Writer process: writes checkpoints while its rank continues to train.
 
-It has the rank's copy of the tensors in shared memory, is told by a pipe what to do, and answers by another. It knows
-neither torch nor MPI, takes the processor only when nobody else wants it, leaves signals to its rank, and dies with it.
+It maps the rank's copy of the tensors from shared memory, receives requests through one pipe and
+answers through another. It imports neither torch nor MPI, runs at low priority, leaves signals to
+its rank, and ends if the rank dies.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ from hpctrain.checkpoint.file.extents import Written
 from hpctrain.checkpoint.file.pour import Stretch
 from hpctrain.checkpoint.together.desk import Desk, Order, Place
 
-NICENESS = 15  # beside a rank that never rests it gets a thirtieth of a core, on an idle core all of it
-LEAVE = "leave"  # the order to end: a closed pipe says so too, unless a process that the rank has forked holds it open
-_GLANCE = 1.0  # seconds between looks at whether the rank still lives
+NICENESS = 15  # it gets a thirtieth of a core beside a rank that never idles, and all of an idle core
+LEAVE = "leave"  # request to exit: needed besides EOF if a process that the rank has forked keeps the pipe open
+_GLANCE = 1.0  # seconds between checks whether the rank is alive
 
 
 def main(parent: int, memory: int, inbox: int, outbox: int) -> None:
-    """Serve one rank, the process ``parent``, until it closes the pipe; the numbers are file descriptors."""
+    """Serve one rank, the process ``parent``, until it closes the pipe; the other arguments are file descriptors."""
     scribe = Scribe(parent, memory)
     os.nice(NICENESS)
     orders, answers = Connection(inbox, writable=False), Connection(outbox, readable=False)
@@ -40,7 +41,7 @@ def main(parent: int, memory: int, inbox: int, outbox: int) -> None:
 
 
 class Scribe:
-    """Do at a desk what a rank asks for, with the bytes that lie in its memory."""
+    """Request handler of the writer process; it writes from the memory that it shares with the rank."""
 
     def __init__(self, parent: int, memory: int) -> None:
         self._desk, self._parent, self._handle = Desk(), parent, memory
@@ -48,7 +49,7 @@ class Scribe:
         self._places: dict[str, int | None] | None = None
 
     def check_parent(self) -> None:
-        """End this process if its rank has died: nobody is left to say what becomes of the file."""
+        """End this process if its rank has died: no process is left to decide about the file."""
         if os.getppid() != self._parent:
             os._exit(1)
 
@@ -60,24 +61,24 @@ class Scribe:
             return type(error).__name__, str(error)
 
     def lay_out(self, order: Order) -> dict[str, int | None]:
-        """Return where the datasets belong."""
+        """Return the offsets of the datasets."""
         self._places = None
         self._places = self._desk.lay_out(order)
         return self._places
 
     def write(self, place: Place, rows: Sequence[tuple[int, int, int, str]]) -> Written:
-        """Write bytes of the memory (offset in the file, offset in the memory, length, name)."""
+        """Write ranges of the shared memory (offset in the file, offset in the memory, length, name)."""
         return self._desk.write(place, self._stretches(rows))
 
     def write_as_laid_out(self, place: Place, copied: Sequence[tuple[str, int, int, int]]) -> Written | None:
-        """Write bytes of the memory (dataset, offset in it, offset in the memory, length), if there is a layout."""
+        """Write ranges of the shared memory (dataset, offset in it, offset in memory, length) if a layout exists."""
         places = self._places
         if places is None:
             return None
         return self.write(place, [((places[name] or 0) + to, at, n, name) for name, to, at, n in copied])
 
     def finish(self, written: Written) -> None:
-        """Complete the file and give it its name."""
+        """Complete the file and rename it to its target."""
         self.check_parent()
         self._desk.finish(written)
 

@@ -1,7 +1,7 @@
-"""Copy what a rank writes into memory that another process can see, so that training may go on.
+"""Snapshot of a rank's share in memory that it shares with its writer process, so that training can continue.
 
-The memory is a file without a name (``memfd_create``): it belongs to the rank and its writing process alone, is
-kept from one checkpoint to the next, and is gone with them.
+The memory is an anonymous file (``memfd_create``). Only the rank and its writer process can access
+it. It is reused for all checkpoints, and is freed when both processes end.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from hpctrain.checkpoint.together.plan import Part
 from hpctrain.errors import CheckpointError
 from hpctrain.log import logger
 
-_BORDER = 64  # bytes: where each part begins, so that any element type may
+_BORDER = 64  # bytes: alignment of each part, sufficient for any element type
 
 
 class Copied(NamedTuple):
-    """Say where some bytes of a dataset lie in the memory: offset in the dataset, offset in the memory, length."""
+    """A byte range of a dataset in the snapshot: offset in the dataset, offset in the memory, length."""
 
     name: str
     to: int
@@ -35,7 +35,7 @@ class Copied(NamedTuple):
 
 
 class Snapshot:
-    """Be memory that is shared with another process; it grows to what the largest checkpoint takes."""
+    """Memory shared with another process; it grows to the size of the largest checkpoint."""
 
     def __init__(self) -> None:
         self.handle = os.memfd_create("hpctrain-checkpoint")
@@ -45,11 +45,11 @@ class Snapshot:
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of the memory."""
+        """Return the size of the memory in bytes."""
         return self._bytes.nbytes
 
     def take(self, sources: Sequence[Source], parts: Sequence[Part]) -> list[Copied]:
-        """Copy parts of sources; return where each stretch of them lies."""
+        """Copy parts of sources; return the location of each of their byte ranges."""
         sizes = [(part.end - part.begin) * sources[part.box].itemsize for part in parts]
         self._reserve(sum(-(-size // _BORDER) * _BORDER for size in sizes), sources)
         found, at = [], 0
@@ -62,7 +62,7 @@ class Snapshot:
         return found
 
     def close(self) -> None:
-        """Give the memory back."""
+        """Free the memory."""
         self._unmap()
         if self.handle >= 0:
             os.close(self.handle)
@@ -76,7 +76,7 @@ class Snapshot:
                 self._memory = mmap.mmap(self.handle, nbytes)
             except (OSError, ValueError) as error:
                 raise CheckpointError(f"cannot get {nbytes} bytes of memory for a checkpoint: {error}") from error
-            with suppress(AttributeError, OSError):  # where the system knows no such pages
+            with suppress(AttributeError, OSError):  # no huge pages on this system
                 self._memory.madvise(mmap.MADV_HUGEPAGE)
             self._may_pin = True
             self._bytes = np.frombuffer(self._memory, dtype=np.uint8)
@@ -84,7 +84,7 @@ class Snapshot:
             self._pin()
 
     def _pin(self) -> None:
-        """Let the GPU copy straight into the memory; where that is refused, copies are slower and as right."""
+        """Pin the memory for direct copies from the GPU; without pinning, copies are slower and equally correct."""
         self._may_pin = False
         runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         outcome = int(runtime.cudaHostRegister(self._bytes.ctypes.data, self.nbytes, 0))
@@ -99,7 +99,7 @@ class Snapshot:
             self._pinned = False
         self._bytes = np.empty(0, dtype=np.uint8)
         if self._memory is not None:
-            with suppress(BufferError):  # an error under way may hold views of it; it goes with them
+            with suppress(BufferError):  # an error in progress may have views of it, which are freed with the error
                 self._memory.close()
             self._memory = None
 

@@ -1,4 +1,4 @@
-"""Say how a rank has its part of a checkpoint done: here and now, or by a process of its own while it goes on."""
+"""Interface of the workers that write a rank's part of a checkpoint, and the inline one, which writes in the rank."""
 
 from __future__ import annotations
 
@@ -18,49 +18,50 @@ Places = Mapping[str, "int | None"]
 
 @dataclass(frozen=True)
 class Share:
-    """Hold what a rank writes: parts of its sources."""
+    """Share of a rank: the parts of its sources that it writes."""
 
     sources: Sequence[Source]
     parts: Sequence[Part]
 
 
 class Worker(Protocol):
-    """Do one thing after another for a rank; ``result`` ends what the earliest call has begun that has not been ended.
+    """Sequential worker of a rank; ``result`` completes the earliest call without a result.
 
-    One checkpoint takes ``take``, then ``lay_out`` on rank 0, ``write`` everywhere, ``finish`` on rank 0.
+    One checkpoint takes ``take``, then ``lay_out`` on rank 0, ``write`` on all ranks, ``finish`` on
+    rank 0.
     """
 
     def take(self, share: Share) -> None:
-        """Get hold of what to write. A worker that goes on beside the rank copies it."""
+        """Accept the data to write. A worker in another process copies it."""
 
     def lay_out(self, order: Order) -> None:
-        """Begin to lay the file out; the result says where each dataset belongs."""
+        """Start to lay the file out; the result is the offset of each dataset."""
 
     def write(self, place: Place, places: Places) -> None:
-        """Begin to write what was taken; the result says what was written."""
+        """Start to write the share; the result is the list of written byte ranges."""
 
     def write_as_laid_out(self, place: Place) -> None:
-        """Begin to write what was taken, to the places that the layout before it says."""
+        """Start to write the share to the offsets of the preceding layout."""
 
     def finish(self, written: Written) -> None:
-        """Begin to complete the file; it is in its place when that has ended."""
+        """Start to complete the file; it has its final name when the result is available."""
 
     @property
     def busy(self) -> bool:
-        """Tell whether anything that was begun is still under way."""
+        """Return whether a call that was started has not finished."""
 
     def result(self) -> Any:
-        """Wait for the earliest and return its result, or raise its error."""
+        """Wait for the earliest call and return its result, or raise its error."""
 
     def give_up(self) -> None:
-        """Drop what is under way, and remove what there is of the file."""
+        """Drop pending work and remove the private file."""
 
     def close(self) -> None:
-        """End, and drop what is under way."""
+        """Drop pending work and end the worker."""
 
 
 class Here:
-    """Work in the rank itself, at once."""
+    """Inline writer: the rank itself does the work, within the call."""
 
     busy = False
 
@@ -71,7 +72,7 @@ class Here:
         self._outcomes: deque[tuple[Any, Exception | None]] = deque()
 
     def take(self, share: Share) -> None:
-        """Note what to write; nothing is copied."""
+        """Store the share without a copy."""
         self._share = share
 
     def lay_out(self, order: Order) -> None:
@@ -80,11 +81,11 @@ class Here:
         self._places = self._outcomes[-1][0]
 
     def write(self, place: Place, places: Places) -> None:
-        """Write what was taken."""
+        """Write the share."""
         self._do(lambda: self._desk.write(place, stretches(self._share.sources, self._share.parts, places)))
 
     def write_as_laid_out(self, place: Place) -> None:
-        """Write what was taken, if there is a layout."""
+        """Write the share if a layout exists."""
         if self._places is not None:
             self.write(place, self._places)
         else:
@@ -96,20 +97,20 @@ class Here:
         self._share = Share((), ())
 
     def result(self) -> Any:
-        """Return what came of the earliest call, or raise it."""
+        """Return the result of the earliest call, or raise its error."""
         outcome, error = self._outcomes.popleft()
         if error is not None:
             raise error
         return outcome
 
     def give_up(self) -> None:
-        """Remove what there is of the file."""
+        """Remove the private file."""
         self._share = Share((), ())
         self._outcomes.clear()
         self._desk.give_up()
 
     def close(self) -> None:
-        """Have nothing to end."""
+        """Drop pending work."""
         self.give_up()
 
     def _do(self, action: Callable[[], Any]) -> None:
