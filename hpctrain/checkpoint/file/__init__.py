@@ -1,1 +1,1 @@
-"""Be one checkpoint file: what it holds, how it is laid out, written by one process, and read; without torch."""
+"""The checkpoint file: its contents and layout, a writer for one process, and a reader; without torch."""

@@ -1,8 +1,9 @@
-"""Turn Python values into attributes and back: numbers and text as themselves, everything else as JSON text.
+"""Conversion of Python values to HDF5 attributes and back: numbers and text directly, all other values as JSON text.
 
-An attribute is an int64, a float64, a uint32, a text of fixed length (UTF-8, padded with NUL) or a list of such texts:
-texts of variable length would lie in a heap that HDF5 does not checksum. What fits none of these (true and false,
-nothing, lists, tables, huge integers) is JSON under the name with ``.json`` behind it.
+An attribute is an int64, a float64, a uint32, a text of fixed length (UTF-8, padded with NUL) or a
+list of such texts. Texts of variable length would be stored in a heap that HDF5 does not checksum.
+Other values (booleans, ``None``, lists, tables, huge integers) are JSON under the name with the
+suffix ``.json``.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _INT64 = range(-(1 << 63), 1 << 63)
 
 
 def to_array(value: Value) -> Array:
-    """Return the value exactly as it is to lie in the file."""
+    """Return the value exactly as the file stores it."""
     if isinstance(value, np.uint32):
         return np.array(value, dtype="<u4")
     if isinstance(value, int):
@@ -31,12 +32,12 @@ def to_array(value: Value) -> Array:
     if isinstance(value, float):
         return np.array(value, dtype="<f8")
     texts = [_encode(value)] if isinstance(value, str) else [_encode(text) for text in value]
-    length = max([1, *map(len, texts)])  # HDF5 knows no text of length 0
+    length = max([1, *map(len, texts)])  # HDF5 has no text of length 0
     return np.array(texts[0] if isinstance(value, str) else texts, dtype=f"S{length}")
 
 
 def from_array(array: Array) -> Value:
-    """Return what ``to_array`` was given."""
+    """Return the argument of ``to_array``."""
     if array.dtype.kind != "S":
         value: Value = np.uint32(array.item()) if array.dtype == np.uint32 else array.item()
         return value
@@ -46,7 +47,7 @@ def from_array(array: Array) -> Value:
 
 
 def pack(values: Mapping[str, Any], what: str) -> dict[str, Value]:
-    """Return the attributes that hold a mapping; ``what`` names it in the error for a value that cannot be stored."""
+    """Return the attributes that store a mapping; ``what`` names it in the error for an unsupported value."""
     attributes: dict[str, Value] = {}
     for name, value in values.items():
         check_name(name, f"of {what}")
@@ -54,7 +55,7 @@ def pack(values: Mapping[str, Any], what: str) -> dict[str, Value]:
             raise UsageError(f"the name {name!r} of {what} must not end in {JSON_SUFFIX}: that marks JSON text")
         plain = value.item() if isinstance(value, np.generic) else value
         if isinstance(plain, str):
-            plain = str(plain)  # a subclass, as torch's version is, would bring torch along to who unpickles it
+            plain = str(plain)  # to unpickle a subclass, such as torch's version, would import its package
         if _is_plain(plain):
             attributes[name] = plain
         else:
@@ -63,7 +64,7 @@ def pack(values: Mapping[str, Any], what: str) -> dict[str, Value]:
 
 
 def unpack(attributes: Mapping[str, Array], file: object) -> dict[str, Any]:
-    """Return the mapping that ``pack`` was given; tuples come back as lists."""
+    """Return the argument of ``pack``; tuples become lists."""
     values: dict[str, Any] = {}
     for name, array in attributes.items():
         value = from_array(array)

@@ -1,7 +1,8 @@
-"""Compute CRC-32s at the speed of memory, and that of a whole from those of its parts.
+"""CRC-32 at the speed of memory, and the CRC-32 of a whole from those of its parts.
 
-Intel's library (``isal``) computes the same CRC-32 as zlib several times faster. A login node that only looks into
-files needs neither it nor the combination, which is for those who write in parts.
+Intel's library (``isal``) computes the same CRC-32 as zlib several times faster. A login node that
+only reads files needs neither the library nor the combination, which is for those who write in
+parts.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ __all__ = ["combined", "crc32"]
 
 
 def combined(parts: Iterable[tuple[int, int]]) -> int:
-    """Return the CRC-32 of bytes one after the other, from the CRC-32 and the length of each stretch of them."""
+    """Return the CRC-32 of consecutive byte ranges, from the CRC-32 and the length of each."""
     from isal.isal_zlib import crc32_combine
 
     whole = 0

@@ -1,8 +1,8 @@
-"""Put a checkpoint in its place whole or not at all.
+"""Atomic commit of a checkpoint file.
 
-Note: the commit. The file is written under a private name beside its target, what was written is read back and
-compared, and flushed to the disk; only then is it renamed, and the folder flushed. After any error the private file is
-removed and never promoted.
+Note: the commit. The file is written under a private name in the folder of its target. The written
+bytes are read back, compared, and flushed to the disk. Only then is the file renamed, and the
+folder flushed. After any error the private file is removed, and is never renamed to the target.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ _NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
 def commit(path: Path, write: Callable[[Path], None], needed: int) -> None:
-    """Let ``write`` make a file under a private name, verify it and rename it to ``path``.
+    """Create a file by ``write`` under a private name, verify it and rename it to ``path``.
 
-    ``needed`` is the number of bytes to write, for the error message of a full disk. Raises ``CheckpointError``
-    that says why; what was at ``path`` before is then still there.
+    ``needed`` is the number of bytes to write, for the error message of a full disk. Raises
+    ``CheckpointError`` with the reason; a previous file at ``path`` then still exists.
     """
     temporary = atomic.private_name(path)
     try:
@@ -43,12 +43,12 @@ def commit(path: Path, write: Callable[[Path], None], needed: int) -> None:
 
 
 def prepare(path: Path) -> None:
-    """Make the folder of a checkpoint."""
+    """Create the folder of a checkpoint."""
     retries.call(lambda: path.parent.mkdir(parents=True, exist_ok=True))
 
 
 def flush_folder(path: Path) -> None:
-    """Make the rename last; by now the new file is complete and in its place, whatever happens here."""
+    """Make the rename durable. The new file is complete under its name by now, even if this raises."""
     try:
         retries.call(atomic.flush_folder, path.parent)
     except OSError as error:
@@ -61,7 +61,7 @@ def flush_folder(path: Path) -> None:
 def explained(error: Exception, path: Path, temporary: Path, needed: int) -> Exception:
     """Return the ``CheckpointError`` that says why a file cannot be written; ``needed`` is its number of bytes.
 
-    What the private file takes counts as free: it is about to be removed.
+    The bytes of the private file count as free, because it is about to be removed.
     """
     number = error.errno if isinstance(error, OSError) else None
     if isinstance(error, HpctrainError) and number is None:
@@ -78,7 +78,7 @@ def explained(error: Exception, path: Path, temporary: Path, needed: int) -> Exc
 
 
 def _free_bytes(temporary: Path) -> int | None:
-    """Return the bytes that there were to write into."""
+    """Return the bytes that were free before the private file was written."""
     try:
         status = os.statvfs(temporary.parent)
     except OSError:

@@ -1,7 +1,8 @@
-"""Lay a checkpoint out in memory: HDF5 says where everything lies, before any byte of a tensor is written.
+"""Layout of a checkpoint in memory: HDF5 assigns all offsets before any byte of a tensor is written.
 
-Every dataset is contiguous, allocated at once and never filled by HDF5. The places of the tensors are known as soon as
-the draft is made; their checksums come when the bytes are written, and complete it.
+Every dataset is contiguous, allocated at once and never filled by HDF5. The offsets of the tensors
+are known as soon as the draft is made. Their checksums are known when the bytes are written, and
+complete the draft.
 """
 
 from __future__ import annotations
@@ -28,9 +29,10 @@ Groups = Mapping[str, Mapping[str, Value]]
 
 
 class Draft:
-    """Hold the structure of a file that is being written.
+    """Structure of a file that is being written.
 
-    ``places`` says for each dataset, in the order given, where its bytes begin; ``None`` where it has none.
+    ``places`` contains the offset of each dataset, in the given order; ``None`` for a dataset
+    without bytes.
     """
 
     def __init__(
@@ -40,10 +42,11 @@ class Draft:
         groups: Groups,
         alignment: int = layout.ALIGNMENT,
     ) -> None:
-        """Lay out datasets with more ``attributes`` by path, and ``groups`` (``"/"`` is the root) with theirs.
+        """Lay out datasets with further ``attributes`` by path, and ``groups`` (``"/"`` is the root) with theirs.
 
-        The groups above a dataset are made without being named. Datasets come first, and groups get their attributes
-        last: so a dataset's place follows from those before it and itself, whatever else the file is to hold.
+        The groups above a dataset are created implicitly. Datasets are created first, and groups
+        get their attributes last: a dataset's offset therefore depends only on itself and the
+        datasets before it, whatever else the file contains.
         """
         self.records = [_record(dataset, attributes.get(dataset.name, {})) for dataset in datasets]
         self._groups = _all_groups(groups, self.records)
@@ -51,7 +54,7 @@ class Draft:
         self._file = h5py.File(
             self._image,
             "w",
-            libver=("v110", "v110"),  # checksummed structure, and a torn file that refuses to open; read by HDF5 1.10
+            libver=("v110", "v110"),  # checksummed structure; a torn file fails to open; readable by HDF5 1.10
             alignment_threshold=alignment,
             alignment_interval=alignment,
             track_order=True,
@@ -68,26 +71,26 @@ class Draft:
         _set_attributes(self._file.id, {layout.DIGEST: to_array(digest(""))})
 
     def _group(self, path: str) -> h5py.h5g.GroupID:
-        """Return a group, made with those above it if it is not there yet."""
+        """Return a group; create it and its parents if it does not exist yet."""
         if path not in self._made:
             above, _, name = path.rpartition("/")
             self._made[path] = h5py.h5g.create(self._group(above), name.encode(), *_group_lists())
         return self._made[path]
 
     def close(self) -> None:
-        """Give up a draft that will not be finished."""
+        """Discard a draft that will not be completed."""
         if self._file:
             self._file.close()
 
     @property
     def size(self) -> int:
-        """Return the bytes of the file, once it is finished."""
+        """Return the size of the completed file in bytes."""
         return self._image.size
 
     def finish(self, written: Written) -> Iterator[tuple[int, bytes]]:
-        """Return offset and bytes of all but the tensors, given offset, length and CRC-32 of all that was written.
+        """Return offset and bytes of everything but the tensors, given offset, length and CRC-32 of all written ranges.
 
-        Raises ``CheckpointError`` where that is not all bytes of all tensors, each once.
+        Raises ``CheckpointError`` unless each byte of all tensors was written exactly once.
         """
         places = [(place, record.nbytes) for place, record in zip(self.places, self.records) if place is not None]
         table = extents.table_of(places, written)
@@ -148,7 +151,7 @@ def _record(dataset: Shard, more: Mapping[str, Value]) -> Record:
 
 
 def _all_groups(groups: Groups, records: Sequence[Record]) -> dict[str, dict[str, Array]]:
-    """Return the attributes of every group, each group after the one that holds it."""
+    """Return the attributes of every group, each group after its parent."""
     version = layout.version_for(groups, (record.path for record in records))
     root: dict[str, Value] = {
         **groups.get("/", {}),
@@ -178,7 +181,7 @@ def _dataset(group: h5py.h5g.GroupID, record: Record) -> h5py.h5d.DatasetID:
 def _create(
     group: h5py.h5g.GroupID, name: str, kind: h5py.h5t.TypeID, space: h5py.h5s.SpaceID
 ) -> h5py.h5d.DatasetID:
-    """Create a dataset whose place in the file is fixed at once and whose bytes HDF5 never touches."""
+    """Create a dataset that is allocated at once and whose bytes HDF5 never touches."""
     plist, links = _property_lists()
     return h5py.h5d.create(group, name.encode(), kind, space, dcpl=plist, lcpl=links)
 
@@ -196,7 +199,7 @@ def _property_lists() -> tuple[h5py.h5p.PropDCID, h5py.h5p.PropLCID]:
 
 
 def _set_attributes(target: h5py.h5g.GroupID | h5py.h5d.DatasetID, attributes: Mapping[str, Array]) -> None:
-    """Create attributes by HDF5's own calls: h5py's take several times as long, and a model has thousands."""
+    """Create attributes by HDF5's low-level API: h5py's takes several times as long, and a model has thousands."""
     for name, array in attributes.items():
         kind = _string_type(array.dtype.itemsize) if array.dtype.kind == "S" else _number_type(array.dtype)
         space = h5py.h5s.create_simple(array.shape) if array.shape else _scalar()

@@ -1,8 +1,8 @@
-"""Keep the table that covers every byte of the tensors: where each extent lies, how long it is, and its CRC-32.
+"""Table of extents, which covers every byte of the tensors: offset, length and CRC-32 of each extent.
 
-A tensor is cut into extents of 4 MiB from its start. The CRC-32 of each lets a reader check a slice without reading
-all of the tensor; the tensor's own follows from them. Writers hand in what they wrote, in pieces of any size
-that cross no border between extents.
+A tensor is divided into extents of 4 MiB from its start. With the CRC-32 of each, a reader can
+check a slice without reading all of the tensor. The CRC-32 of the tensor follows from them. Writers
+report what they wrote, in ranges of any size that do not cross the boundary between extents.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from hpctrain.errors import CheckpointError
 
 COLUMNS = ("tensor", "offset", "length", "crc32")
 
-Table = npt.NDArray[np.int64]  # rows of the columns; tensors are counted in the order of their places, from 0
+Table = npt.NDArray[np.int64]  # rows of the columns; tensors are numbered from 0 in the order of their offsets
 Written = npt.NDArray[np.int64]  # rows of offset in the file, length, CRC-32
 
 
 @dataclass(frozen=True)
 class Extent:
-    """Say where some bytes of a tensor lie in the file, and what their CRC-32 is."""
+    """A byte range of a tensor: its offset in the file, its length and its CRC-32."""
 
     offset: int
     nbytes: int
@@ -38,9 +38,9 @@ def rows_of(nbytes: int) -> int:
 
 
 def table_of(places: Sequence[tuple[int, int]], written: Written) -> Table:
-    """Return the table of tensors at ``places`` (offset and bytes), from what was written.
+    """Return the table of the tensors at ``places`` (offset and bytes), from the written ranges.
 
-    Raises ``CheckpointError`` where what was written does not fill the places, each byte once.
+    Raises ``CheckpointError`` unless the ranges cover each byte of the tensors exactly once.
     """
     pieces = written[np.argsort(written[:, 0], kind="stable")].tolist() if len(written) else []
     rows: list[tuple[int, int, int, int]] = []
@@ -66,7 +66,7 @@ def crc_of(extents: Sequence[Extent]) -> int:
 
 
 def by_tensor(table: Table, count: int) -> list[list[Extent]]:
-    """Return the extents of each of so many tensors, in the order of their places."""
+    """Return the extents of each of ``count`` tensors, in the order of their offsets."""
     found: list[list[Extent]] = [[] for _ in range(count)]
     for number, offset, nbytes, crc in table.tolist():
         if not 0 <= number < count:
@@ -76,7 +76,7 @@ def by_tensor(table: Table, count: int) -> list[list[Extent]]:
 
 
 def check(extents: Sequence[Extent], offset: int, nbytes: int, what: str) -> None:
-    """Raise ``CheckpointError`` unless the extents cover the bytes of a tensor, each once and in order."""
+    """Raise ``CheckpointError`` unless the extents cover each byte of a tensor once and in order."""
     reached = offset
     for extent in extents:
         if extent.offset != reached or extent.nbytes <= 0:

@@ -1,8 +1,9 @@
-"""Hold a file in memory of which only a few parts are ever written.
+"""Sparse file in memory.
 
-Note: HDF5 never touches the disk. On a full disk or past a quota HDF5 may report success, or crash the whole process
-when it closes the file. So it lays the file out in such an image, which cannot fail, and the bytes reach the disk by
-system calls whose errors are ours to handle. The places of the tensors are holes here: they take no memory.
+Note: HDF5 never touches the disk. On a full disk, or beyond a quota, HDF5 may report success, or
+crash the process when it closes the file. So HDF5 writes the layout to such an image, which cannot
+fail, and the bytes reach the disk by system calls whose errors hpctrain handles. The ranges of the
+tensors are holes here and take no memory.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ _BLOCK = 4096
 
 
 class Image(io.RawIOBase):
-    """Behave like a file opened for reading and writing; what was never written reads as zeros."""
+    """File object in memory for reading and writing; bytes that were never written read as zeros."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -25,7 +26,7 @@ class Image(io.RawIOBase):
         self.size = 0
 
     def parts(self, stretches: Iterable[tuple[int, int]]) -> Iterator[tuple[int, bytes]]:
-        """Yield offset and bytes of what was written within stretches (offset and length); the rest are holes."""
+        """Yield offset and bytes of the written blocks within ranges (offset and length); the rest are holes."""
         numbers = sorted(self._blocks)
         for offset, count in stretches:
             end = min(offset + count, self.size)
@@ -37,7 +38,7 @@ class Image(io.RawIOBase):
                 yield low, bytes(self._blocks[number][low - start : high - start])
 
     def written(self, offset: int, count: int) -> int:
-        """Return after how many of these bytes nothing was ever written."""
+        """Return the number of bytes up to the end of the last written block; the rest of the range is a hole."""
         first, behind = offset // _BLOCK, -(-(offset + count) // _BLOCK)
         last = next((number for number in reversed(range(first, behind)) if number in self._blocks), None)
         return 0 if last is None else min(count, (last + 1) * _BLOCK - offset)
@@ -55,7 +56,7 @@ class Image(io.RawIOBase):
         return True
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """Move the position as a file does."""
+        """Set the position."""
         self._position = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self.size}[whence]
         return self._position
 
@@ -64,7 +65,7 @@ class Image(io.RawIOBase):
         return self._position
 
     def truncate(self, size: int | None = None) -> int:
-        """Set the size; what lies behind it is gone."""
+        """Set the size; bytes beyond it are discarded."""
         self.size = self._position if size is None else size
         for number in [number for number in self._blocks if number * _BLOCK >= self.size]:
             del self._blocks[number]
@@ -74,7 +75,7 @@ class Image(io.RawIOBase):
         return self.size
 
     def readinto(self, buffer: object) -> int:
-        """Fill a buffer from the position on; return how many bytes there were."""
+        """Fill a buffer from the current position; return the number of bytes read."""
         target = memoryview(buffer).cast("B")  # type: ignore[arg-type]
         count = max(0, min(len(target), self.size - self._position))
         for number, inside, done, length in self._spans(count):
@@ -84,7 +85,7 @@ class Image(io.RawIOBase):
         return count
 
     def write(self, data: object) -> int:
-        """Put bytes at the position; return their number."""
+        """Write bytes at the current position; return their number."""
         source = memoryview(data).cast("B")  # type: ignore[arg-type]
         for number, inside, done, length in self._spans(len(source)):
             block = self._blocks.setdefault(number, bytearray(_BLOCK))
@@ -94,7 +95,7 @@ class Image(io.RawIOBase):
         return len(source)
 
     def _spans(self, count: int) -> Iterator[tuple[int, int, int, int]]:
-        """Yield block, offset in it, bytes done before and bytes to do there, for a stretch from the position on."""
+        """Yield block, offset in the block, bytes done so far and bytes in the block, for a range from the position."""
         done = 0
         while done < count:
             number, inside = divmod(self._position + done, _BLOCK)

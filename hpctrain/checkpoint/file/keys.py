@@ -1,6 +1,6 @@
-"""Keys of several models or optimizers in one file: a group for each below ``/model`` or ``/optimizer``.
+"""Keys of several models or optimizers in one file: one group each below ``/model`` or ``/optimizer``.
 
-A single one has no key (``""``) and lies in the common group itself.
+A single model or optimizer has no key (``""``) and is stored in the common group itself.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ KEYS = "keys"  # the attribute of /model and of /optimizer that lists the keys
 
 
 def group_of(group: str, key: str) -> str:
-    """Return the group of a model or of an optimizer: the common one if there is no key."""
+    """Return the group of a model or optimizer: the common group if there is no key."""
     return layout.child(group, key) if key else group
 
 
 def keys_in(reader: Reader, group: str) -> list[str]:
-    """Return the keys of the models or optimizers in a file: ``[""]`` for a single one, none if it has none."""
+    """Return the keys of the models or optimizers in a file: ``[""]`` for a single one, ``[]`` for none."""
     if group not in reader.groups:
         return []
     keys = reader.values(group).get(KEYS, ("",))
@@ -30,7 +30,7 @@ def keys_in(reader: Reader, group: str) -> list[str]:
 
 
 def key_groups(group: str, keys: Sequence[str]) -> dict[str, dict[str, tuple[str, ...]]]:
-    """Return the groups of several models or optimizers with their attributes; none for a single one."""
+    """Return the groups of several models or optimizers with their attributes; empty for a single one."""
     if not keys or list(keys) == [""]:
         return {}
     return {group: {KEYS: tuple(keys)}, **{layout.child(group, key): {} for key in keys}}

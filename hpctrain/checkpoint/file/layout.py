@@ -1,7 +1,7 @@
-"""Name what a checkpoint file holds and where: format, groups, attributes, element types, rules for names.
+"""Names of a checkpoint file: format, groups, attributes, element types, rules for names.
 
-Everything here is pure: tables and functions over text and NumPy types. ``docs/checkpoint-format.md`` says the same
-in words.
+Everything here is pure: tables and functions over text and NumPy types.
+``docs/checkpoint-format.md`` describes the same in words.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from hpctrain.errors import CheckpointError
 Array = npt.NDArray[np.generic]
 
 FORMAT = "hpctrain-checkpoint"
-VERSION = (1, 3)  # (major, minor): a reader refuses a newer major and ignores what a newer minor added
-COMMON = (1, 2)  # what a file has that needs nothing newer: keys of models or optimizers, tensors of states
+VERSION = (1, 3)  # (major, minor): a reader refuses a newer major version and ignores additions of a newer minor one
+COMMON = (1, 2)  # version of a file without newer features: keys of models or optimizers, tensors of states
 
 MODEL, OPTIMIZER, WORKERS, TRAIN, RNG = "/model", "/optimizer", "/workers", "/train", "/rng"
 STATES = "/states"
 CONFIG, PROVENANCE, MANIFEST, EXTENTS, SEAL = "/config", "/provenance", "/manifest", "/extents", "/seal"
-SEALED_SINCE, EXTENTS_SINCE = (1, 1), (1, 2)  # files of an older version have no seal, no table of extents
+SEALED_SINCE, EXTENTS_SINCE = (1, 1), (1, 2)  # files of older versions have no seal or no table of extents
 CRC32, TORCH_DTYPE, DIGEST = "crc32", "torch_dtype", "manifest_sha256"
 
-PIECE = 16 << 20  # bytes moved at a time: large enough for any filesystem, small enough to stay bounded
-EXTENT = 4 << 20  # bytes of a tensor that share a CRC-32 of their own: who needs a slice reads no more around it
-ALIGNMENT = 1 << 20  # where tensors of that size and more start, unless the settings say otherwise
+PIECE = 16 << 20  # bytes per I/O: large enough for any filesystem, and a small, bounded buffer
+EXTENT = 4 << 20  # bytes of a tensor with a CRC-32 of their own: to read a slice, at most this much is read around it
+ALIGNMENT = 1 << 20  # bytes: tensors of at least this size start at multiples of it, unless the settings differ
 
-# What HDF5 stores for each torch element type. HDF5 has no bfloat16: its 16 bits travel as an unsigned integer.
+# Storage type in HDF5 per torch type. HDF5 has no bfloat16: its 16 bits are stored as an unsigned integer.
 STORAGE: dict[str, np.dtype[np.generic]] = {
     "float64": np.dtype("<f8"),
     "float32": np.dtype("<f4"),
@@ -52,9 +52,9 @@ _STEP_FILE = re.compile(r"step_(\d+)\.h5")
 
 @dataclass(frozen=True)
 class Record:
-    """Describe a stored tensor; ``dtype`` is the torch name, ``crc32`` covers its bytes in C order, little endian.
+    """A stored tensor; ``dtype`` is the torch name, ``crc32`` covers its bytes in C order, little endian.
 
-    ``attributes`` are all that the dataset carries, as they lie in the file.
+    ``attributes`` are all attributes of the dataset, as the file stores them.
     """
 
     path: str
@@ -70,25 +70,25 @@ class Record:
 
     @property
     def nbytes(self) -> int:
-        """Return the number of bytes of the tensor."""
+        """Return the size of the tensor in bytes."""
         return math.prod(self.shape) * self.storage.itemsize
 
 
 def storage_of(dtype: str, what: str) -> np.dtype[np.generic]:
-    """Return the element type in the file for a torch name, or say which names there are."""
+    """Return the element type in the file for a torch name; raises ``CheckpointError`` with the allowed names."""
     if dtype not in STORAGE:
         raise CheckpointError(f"{what} has the dtype {dtype}: a checkpoint holds {', '.join(STORAGE)}")
     return STORAGE[dtype]
 
 
 def child(group: str, name: str) -> str:
-    """Return the path of ``name`` in a group; dots stay, what HDF5 would read as a path is refused."""
+    """Return the path of ``name`` in a group; dots stay, names that HDF5 would read as a path are refused."""
     check_name(name, f"in {group}")
     return f"{group.rstrip('/')}/{name}"
 
 
 def check_name(name: str, where: str) -> None:
-    """Raise ``CheckpointError`` unless the name may stand as one part of a path."""
+    """Raise ``CheckpointError`` unless the name is valid as one component of a path."""
     reason = _unfit(name)
     if reason:
         shown = name if len(name) <= 80 else name[:80] + "..."
@@ -100,7 +100,7 @@ def _unfit(name: str) -> str:
         return "it must not be empty, '.' or '..'"
     if "/" in name:
         return "it must not contain '/'"
-    if not name.isprintable():  # also covers lone surrogates, which UTF-8 cannot hold
+    if not name.isprintable():  # also covers lone surrogates, which UTF-8 cannot encode
         return "it must not contain control characters"
     if len(name.encode()) > _LONGEST_NAME:
         return f"it must not be longer than {_LONGEST_NAME} bytes"
@@ -113,18 +113,18 @@ def step_file(step: int) -> str:
 
 
 def step_of(name: str) -> int | None:
-    """Return the step that a file name speaks of, ``None`` where it is no checkpoint's name."""
+    """Return the step in a file name; ``None`` if it is not the name of a checkpoint."""
     match = _STEP_FILE.fullmatch(name)
     return int(match[1]) if match else None
 
 
 def version_for(groups: Mapping[str, Mapping[str, object]], paths: Iterable[str]) -> tuple[int, int]:
-    """Return the version of the format that a file needs, given its groups with attributes and its datasets."""
+    """Return the format version that a file needs, given its groups with attributes and its datasets."""
     keyed = any("keys" in groups.get(group, {}) for group in (MODEL, OPTIMIZER))
     return VERSION if keyed or any(path.startswith(f"{STATES}/") for path in paths) else COMMON
 
 
 def format_version(text: str) -> tuple[int, int]:
-    """Read ``"1.0"``; raise ``ValueError`` where it is not two numbers."""
+    """Return ``"1.0"`` as two numbers; raises ``ValueError`` if the text is not two numbers."""
     major, minor = text.split(".")
     return int(major), int(minor)

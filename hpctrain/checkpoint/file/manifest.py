@@ -1,8 +1,9 @@
-"""List every object and attribute of a file in one canonical text, whose digest finds what is missing or altered.
+"""Canonical list of every object and attribute of a file; its digest detects missing or altered ones.
 
-HDF5 checksums its own structure, not its meaning: a file from which a dataset was removed, or in which a dataset was
-never written, opens without complaint. The manifest is what the writer promised; the reader lists the file again
-and compares. One line an object or attribute, fields separated by tabs, lines sorted by their bytes:
+HDF5 checksums its own structure, not its meaning: a file from which a dataset was removed, or in
+which a dataset was never written, opens without an error. The writer stores the manifest; the
+reader lists the file again and compares. One line per object or attribute, fields separated by
+tabs, lines sorted by their bytes:
 
     group       PATH
     dataset     PATH  TYPE  SHAPE
@@ -21,7 +22,7 @@ Attributes = Mapping[str, Array]
 
 
 def manifest(groups: Mapping[str, Attributes], records: Iterable[Record]) -> str:
-    """Return the manifest of a file's groups (path to attributes) and datasets, less what protects it itself."""
+    """Return the manifest of a file's groups (path to attributes) and datasets, without the manifest's own objects."""
     lines: list[str] = []
     for path, attributes in groups.items():
         lines.append(f"group\t{path}")
@@ -38,7 +39,7 @@ def digest(text: str) -> str:
 
 
 def differences(promised: str, found: str) -> list[str]:
-    """Say what a file lacks, has too much or has altered, one entry a thing."""
+    """Return what a file lacks, has in addition or has altered, one entry per object."""
     before, after = promised.splitlines(), found.splitlines()
     missing = _things(set(before) - set(after))
     extra = _things(set(after) - set(before))
@@ -60,7 +61,7 @@ def _shape(shape: tuple[int, ...]) -> str:
 
 
 def _things(lines: set[str]) -> set[str]:
-    """Name what lines speak of; the attributes of something that is named itself go without saying."""
+    """Return the objects of the lines; attributes of an object that is listed itself are left out."""
     fields = [line.split("\t") for line in lines]
     objects = {path for kind, path, *_ in fields if kind != "attribute"}
     named = {f"{kind} {path}" for kind, path, *_ in fields if kind != "attribute"}

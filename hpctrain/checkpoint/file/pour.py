@@ -1,6 +1,6 @@
-"""Write bytes to their places in a file, read them back, and know that they are the same.
+"""Writing of bytes at offsets of a file, with read-back and comparison.
 
-Everything here works on memory and a file descriptor, in whatever process: a rank, or the one that writes for it.
+Everything here works on memory and a file descriptor, in any process: a rank or its writer process.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from hpctrain.errors import CheckpointError
 
 
 class Stretch(NamedTuple):
-    """Say what belongs where: bytes, their offset in the file, and the tensor that they are of."""
+    """Bytes to write: their offset in the file, the data, and the name of their tensor."""
 
     offset: int
     data: memoryview
@@ -27,7 +27,7 @@ class Stretch(NamedTuple):
 
 
 class Row(NamedTuple):
-    """Say what was written: offset in the file, length, CRC-32 and tensor."""
+    """A written range: offset in the file, length, CRC-32 and name of the tensor."""
 
     offset: int
     nbytes: int
@@ -36,14 +36,14 @@ class Row(NamedTuple):
 
 
 _STEP = 1 << 20  # bytes handled at a time: the CRC finds in the cache what was just copied
-_START_WRITING = 2  # SYNC_FILE_RANGE_WRITE: begin, do not wait
+_START_WRITING = 2  # SYNC_FILE_RANGE_WRITE: start writeback, do not wait
 
 
 def pour(handle: int, stretches: Iterable[Stretch]) -> list[Row]:
-    """Write stretches of bytes to their offsets, read them back, and return what was written.
+    """Write byte ranges at their offsets, read them back, and return the written ranges.
 
-    The disk works on one stretch while the next is copied and compared. Raises ``CheckpointError`` where the file holds
-    something else than memory.
+    The disk works on one range while the next is copied and compared. Raises ``CheckpointError`` if
+    the file differs from memory.
     """
     rows, buffer = [], _buffer()
     for offset, data, name in stretches:
@@ -60,7 +60,7 @@ def pour(handle: int, stretches: Iterable[Stretch]) -> list[Row]:
 
 
 def sums(stretches: Iterable[Stretch]) -> list[Row]:
-    """Return what ``pour`` returns, without writing."""
+    """Return the result of ``pour`` without writing."""
     return [Row(offset, len(data), crc32(data), name) for offset, data, name in stretches]
 
 
@@ -70,7 +70,7 @@ def written(rows: Sequence[Row]) -> Written:
 
 
 def check(handle: int, rows: Iterable[Row]) -> None:
-    """Read back what was written; raise ``CheckpointError`` where it is not the same."""
+    """Read the written ranges back; raise ``CheckpointError`` if a CRC-32 differs."""
     buffer = _buffer()
     for row in rows:
         _compare(handle, row, buffer)
@@ -94,7 +94,7 @@ def _compare(handle: int, row: Row, buffer: memoryview) -> None:
 
 
 def write_at(handle: int, data: memoryview, offset: int) -> None:
-    """Write all of the bytes to a place in the file."""
+    """Write all of the bytes at an offset of the file."""
     done = 0
     while done < len(data):
         written = os.pwrite(handle, data[done : done + layout.PIECE], offset + done)
@@ -113,7 +113,7 @@ def _read_at(handle: int, piece: memoryview, offset: int, name: str) -> None:
 
 
 def _start_writing(handle: int, offset: int, nbytes: int) -> None:
-    """Let the disk begin with these bytes while the next are prepared; systems without the call wait for fsync."""
+    """Start writeback of a range while the next is prepared; systems without this call write at fsync."""
     if _sync_file_range is not None:
         _sync_file_range(handle, ctypes.c_int64(offset), ctypes.c_int64(nbytes), _START_WRITING)
 

@@ -1,6 +1,6 @@
-"""Read a checkpoint file safely: no pickle, no other file, no more memory than asked for, every byte checked.
+"""Safe reader of a checkpoint file: no pickle, no other file, bounded memory, every byte checked.
 
-Needs h5py and NumPy only, so that a login node can look inside.
+It needs h5py and NumPy only, so that it runs on a login node.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ from hpctrain.util.reading import open_regular
 _SUPERBLOCK = struct.Struct("<8s4B3Q")
 _SIGNATURE = b"\x89HDF\r\n\x1a\n"
 _NOWHERE = (1 << 64) - 1
-_MOSTLY_HOLES = 1 << 50  # bytes from which on a file must not consist of holes: nothing ends that reads them
+_MOSTLY_HOLES = 1 << 50  # bytes: a larger file must not consist mostly of holes, because reading them would never end
 _STEP = 1 << 20  # bytes read at a time: the CRC finds them in the cache
-_SHOWN = 5  # differences named in an error; the rest is counted
+_SHOWN = 5  # differences named in an error; the others are counted
 
 
 class Reader:
-    """Hold a checkpoint open whose structure is sound; the bytes of a tensor are checked when they are read.
+    """Open checkpoint with a valid structure; the bytes of a tensor are checked when they are read.
 
-    Raises ``CheckpointError``, naming the file and what is wrong with it, for everything that ``write_file`` would
-    not have written so.
+    Raises ``CheckpointError``, which names the file and the fault, for anything that ``write_file``
+    would not have written.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -90,17 +90,17 @@ class Reader:
         return self.values("/")
 
     def values(self, group: str) -> dict[str, Any]:
-        """Return what a group's attributes hold; nothing for a group that is not there."""
+        """Return the values in a group's attributes; an empty dict for a missing group."""
         with refusing(self.path):
             return unpack(self.groups.get(group, {}), self.path)
 
     def below(self, group: str) -> dict[str, Record]:
-        """Return the tensors under a group, named relative to it."""
+        """Return the tensors below a group, named relative to it."""
         start = group.rstrip("/") + "/"
         return {path.removeprefix(start): record for path, record in self.records.items() if path.startswith(start)}
 
     def read(self, path: str) -> Array:
-        """Return a tensor in its storage type, after its CRC-32 was found right."""
+        """Return a tensor in its storage type, after its CRC-32 was checked."""
         record = self.records[path]
         array: Array = np.empty(record.shape, dtype=record.storage)
         self.read_into(path, array)
@@ -114,8 +114,8 @@ class Reader:
     def read_box(self, path: str, start: tuple[int, ...], extent: tuple[int, ...], out: Array) -> None:
         """Read the box of a tensor that begins at ``start`` into a C-contiguous array of the shape ``extent``.
 
-        Only the extents are read that the box touches, and their CRC-32s compared; all of the tensor for a file that
-        has no table of them.
+        Only the extents that the box touches are read, and their CRC-32s compared. If the file has
+        no table of extents, all of the tensor is read.
         """
         record = self.records[path]
         if out.shape != extent or out.dtype != record.storage or not out.flags.c_contiguous:
@@ -127,7 +127,7 @@ class Reader:
         self._read_runs(record, runs, data)
 
     def _read_runs(self, record: Record, runs: Sequence[tuple[int, int, int]], data: memoryview) -> None:
-        """Fill ``data`` by runs of offset in the file, offset in ``data`` and length, which ascend in both."""
+        """Fill ``data`` from runs (offset in the file, offset in ``data``, length), ascending in both offsets."""
         first = 0
         for extent in self._extents_of(record):
             begin, end = extent.offset, extent.offset + extent.nbytes
@@ -144,7 +144,7 @@ class Reader:
     def _read_around(
         self, record: Record, extent: Extent, runs: Sequence[tuple[int, int, int]], data: memoryview
     ) -> None:
-        """Read an extent of which only parts are wanted, and take them from it."""
+        """Read an extent of which only parts are needed, and copy those."""
         piece = memoryview(bytearray(extent.nbytes))
         self._read_extent(record, extent, piece)
         for offset, at, length in runs:
@@ -168,7 +168,7 @@ class Reader:
         return self._extents.get(record.path, whole)
 
     def pieces(self, path: str) -> Iterator[Array]:
-        """Yield a tensor's elements in C order, a bounded number at a time; raise at the end if its CRC-32 is wrong."""
+        """Yield a tensor's elements in C order, in bounded pieces; raise at the end if its CRC-32 is wrong."""
         record, crc = self.records[path], 0
         buffer = bytearray(min(layout.PIECE, record.nbytes))
         for start in range(0, record.nbytes, layout.PIECE):
@@ -179,7 +179,7 @@ class Reader:
         self._check_crc(record, crc, record.crc32)
 
     def verify(self, progress: Callable[[int], object] | None = None) -> None:
-        """Read every byte of every tensor and compare; ``progress`` is told the bytes done since it was last called."""
+        """Read and check every byte of every tensor; ``progress`` gets the number of bytes since its last call."""
         for path in self.records:
             for piece in self.pieces(path):
                 if progress:
@@ -206,7 +206,7 @@ class Reader:
             )
 
     def _take_extents(self, found: Structure, version: tuple[int, int]) -> None:
-        """Keep the table of extents, which the seal has found as it was written; files before 1.2 have none."""
+        """Store the table of extents, which the seal has verified; files before version 1.2 have no table."""
         if found.table is None:
             if version >= layout.EXTENTS_SINCE:
                 raise CheckpointError(f"{self.path} lacks {layout.EXTENTS}")
@@ -218,7 +218,7 @@ class Reader:
             self._extents[path] = of_tensor
 
     def _check_manifest(self, promised: str | None) -> None:
-        """Compare what was promised with what is there; nothing of the file is believed before."""
+        """Compare the stored manifest with the contents; no part of the file is trusted before."""
         found = manifest(self.groups, self.records.values())
         kept = self.groups["/"].get(layout.DIGEST)
         if promised is None or kept is None or digest(promised).encode() != kept.tobytes():
@@ -230,7 +230,7 @@ class Reader:
         raise CheckpointError(f"{self.path} is not as it was written: {', '.join(said[:_SHOWN])}{more}")
 
     def _check_seal(self, found: Structure, version: tuple[int, int]) -> None:
-        """Compare the bytes that belong to no dataset with their seal; files before 1.1 have none."""
+        """Compare the bytes outside of all datasets with their seal; files before version 1.1 have no seal."""
         if found.seal is None and version < layout.SEALED_SINCE:
             return
         if found.seal != seal(self.size, found.apart, self._read_at, self._next_data):
@@ -240,13 +240,13 @@ class Reader:
             )
 
     def _read_at(self, offset: int, count: int) -> bytes:
-        """Return bytes, without those at their end that were never written, where the filesystem knows which."""
+        """Return bytes without the hole at their end, if the filesystem reports holes."""
         data = bytearray(_written(self._handle, offset, count))
         self._fill_from(layout.SEAL, memoryview(data), offset)
         return bytes(data)
 
     def _next_data(self, offset: int) -> int:
-        """Return where the next bytes lie that were written, from an offset on; the offset itself if nobody knows."""
+        """Return the offset of the next written bytes; ``offset`` itself if the filesystem cannot tell."""
         try:
             return os.lseek(self._handle, offset, os.SEEK_DATA)
         except OSError as error:
@@ -254,13 +254,13 @@ class Reader:
 
 
 def verify_file(path: str | Path, progress: Callable[[int], object] | None = None) -> None:
-    """Raise ``CheckpointError`` unless every stored bit of a file is as it was written."""
+    """Raise ``CheckpointError`` unless every stored bit of a file is as written."""
     with Reader(path) as reader:
         reader.verify(progress)
 
 
 def _check_superblock(path: Path) -> int:
-    """Return the size of the file after a look at its first bytes; HDF5 has not seen it yet."""
+    """Return the size of the file after a check of its first bytes, before HDF5 opens it."""
     try:
         if not stat.S_ISREG(os.stat(path).st_mode):
             raise CheckpointError(f"{path} is not a regular file")
@@ -289,7 +289,7 @@ def _check_superblock(path: Path) -> int:
 
 
 def _open(path: Path) -> h5py.File:
-    """Open without locks, which many parallel filesystems lack, unless this process has the file open with them."""
+    """Open without locks, which many parallel filesystems lack, unless this process has the file open with locks."""
     try:
         return h5py.File(path, "r", driver="sec2", locking=False)
     except OSError as error:
@@ -299,7 +299,7 @@ def _open(path: Path) -> h5py.File:
 
 
 def _written(handle: int, offset: int, count: int) -> int:
-    """Return after how many bytes the rest of a stretch is a hole; all of them where the filesystem cannot tell."""
+    """Return the bytes before the hole at the end of a range; all of them if the filesystem cannot tell."""
     end = offset + count
     try:
         reached = offset
@@ -309,11 +309,11 @@ def _written(handle: int, offset: int, count: int) -> int:
                 return count
         return reached - offset
     except OSError as error:
-        return reached - offset if error.errno == errno.ENXIO else count  # ENXIO: nothing but a hole up to the end
+        return reached - offset if error.errno == errno.ENXIO else count  # ENXIO: only a hole up to the end of the file
 
 
 def _check_format(file: h5py.File, path: Path, size: int) -> tuple[int, int]:
-    """Return the version; refuse a foreign file and a newer major version before anything else of it is looked at."""
+    """Return the version; refuse a foreign file and a newer major version before anything else is read."""
     if "format" not in file.attrs or "format_version" not in file.attrs:
         raise CheckpointError(f"{path} is an HDF5 file, but not a checkpoint: it lacks the attribute format")
     name, version = (

@@ -1,9 +1,10 @@
-"""Seal the bytes of a file that nothing else protects: HDF5's structure, the table of extents, what lies unused.
+"""Seal: digest of the bytes that have no other checksum: HDF5's structure, the table of extents, unused space.
 
-Note: the seal. Tensors have a CRC-32 and the manifest has a digest; HDF5 checksums most of its structure, but neither
-what it leaves unused nor what a newer library might read there. The seal is the SHA-256 of all of that, so that no
-bit of a file may flip unseen. It is a dataset itself: its place is known before its content, and it is not part
-of what it seals. Stretches of zeros, which alignment makes long, cost nothing but their reading.
+Note: the seal. Tensors have a CRC-32 and the manifest has a digest. HDF5 checksums most of its
+structure, but neither its unused space nor what a newer library might read there. The seal is the
+SHA-256 of all of that, so that a flip of any bit in the file is detected. The seal is a dataset
+itself: its offset is known before its content, and it does not cover itself. Ranges of zeros, which
+alignment makes long, only cost the time to read them.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator
 from hpctrain.errors import CheckpointError
 
 LENGTH = 64  # hexadecimal digits
-_PIECE = 1 << 20  # bytes looked at together; part of the format
+_PIECE = 1 << 20  # bytes per piece; part of the format
 _MOST = 1 << 17  # pieces
 _ZEROS = bytes(4096)
 _AT = struct.Struct("<Q")
@@ -29,13 +30,14 @@ def seal(
     read: Callable[[int, int], bytes],
     next_data: Callable[[int], int] = lambda at: at,
 ) -> str:
-    """Return the seal of a file of ``size`` bytes, but for the stretches that are protected ``apart``.
+    """Return the seal of a file of ``size`` bytes, without the ranges ``apart``, which have other checksums.
 
-    ``read`` returns the bytes at an offset; it may leave out zeros at their end. Each stretch between those is cut into
-    pieces of 1 MiB from its start; a piece counts with its offset and its bytes up to the last one that is not zero.
-    ``next_data`` returns an offset from one on, up to which the file has only zeros: holes cost nothing.
+    ``read`` returns the bytes at an offset; it may omit zeros at their end. Each range between
+    those in ``apart`` is divided into pieces of 1 MiB from its start. A piece contributes its
+    offset and its bytes up to the last one that is not zero. ``next_data`` returns an offset up to
+    which the file has only zeros, so that holes cost nothing.
 
-    Raises ``CheckpointError`` if there is more to read than the structure of any checkpoint.
+    Raises ``CheckpointError`` if there is more to read than the structure of any checkpoint has.
     """
     digest, read_so_far = hashlib.sha256(_AT.pack(size)), 0
     for start, count in outside(size, apart):
@@ -52,7 +54,7 @@ def seal(
 
 
 def _stripped(data: bytes) -> bytes:
-    """Return the bytes without zeros at their end; a page at a time, since ``rstrip`` looks at each."""
+    """Return the bytes without the zeros at their end; page by page, because ``rstrip`` tests each byte."""
     end = len(data)
     while end >= len(_ZEROS) and data.endswith(_ZEROS, 0, end):
         end -= len(_ZEROS)
@@ -60,7 +62,7 @@ def _stripped(data: bytes) -> bytes:
 
 
 def overlap(stretches: Iterable[Stretch]) -> Stretch | None:
-    """Return a stretch that begins before another one ends, ``None`` where each has bytes of its own."""
+    """Return a range that begins before another one ends; ``None`` if no ranges overlap."""
     end = 0
     for start, count in sorted(stretches):
         if start < end:
@@ -70,7 +72,7 @@ def overlap(stretches: Iterable[Stretch]) -> Stretch | None:
 
 
 def outside(size: int, apart: Iterable[Stretch]) -> Iterator[Stretch]:
-    """Yield the stretches between those that are apart, which must not overlap, in order."""
+    """Yield the ranges between those in ``apart``, in order; these must not overlap."""
     done = 0
     for start, count in sorted(apart):
         if start > done:

@@ -1,4 +1,4 @@
-"""Describe what goes into a dataset: its name and shape, and the box of it that this process holds."""
+"""Sources of datasets: name and shape of a dataset, and the box of it that this process has."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ from hpctrain.shard import Shard
 
 @dataclass(frozen=True)
 class Source:
-    """Say what goes into a dataset, and how to come by its elements.
+    """Source of a dataset, or of a box of it, and the function that returns its elements.
 
-    ``box`` names the dataset by its path, its shape and torch dtype, and says which part of it is held here.
-    ``read(begin, end)`` returns a flat array of these elements of the box, in C order, in the storage type of
-    ``layout.STORAGE`` for the dtype; it may be a view, and it must not change until it is written.
+    ``box`` contains the path, the shape and the torch dtype of the dataset, and the location of the
+    local part. ``read(begin, end)`` returns a flat array of these elements of the box, in C order,
+    in the storage type of ``layout.STORAGE`` for the dtype. The array may be a view; it must not
+    change until it is written.
     """
 
     box: Shard
@@ -30,14 +31,14 @@ class Source:
 
     @classmethod
     def of(cls, path: str, array: Array, dtype: str | None = None, **attributes: Value) -> Source:
-        """Describe an array that is at hand; ``dtype`` is needed where the array only stands in (bfloat16)."""
+        """Return the source of an array in memory; ``dtype`` is needed if the array has another type (bfloat16)."""
         return cls.lazy(path, array.shape, dtype or array.dtype.name, lambda: array, **attributes)
 
     @classmethod
     def lazy(
         cls, path: str, shape: tuple[int, ...], dtype: str, load: Callable[[], Array], **attributes: Value
     ) -> Source:
-        """Describe a whole array that ``load`` returns when it is written."""
+        """Return the source of a whole array that ``load`` returns when it is written."""
 
         def read(begin: int, end: int) -> Array:
             array = load()
@@ -54,11 +55,11 @@ class Source:
 
     @property
     def itemsize(self) -> int:
-        """Return the bytes of an element in the file."""
+        """Return the bytes per element in the file."""
         return layout.storage_of(self.box.dtype, self.path).itemsize
 
     def bytes(self, begin: int, end: int) -> memoryview:
-        """Return some elements of the box as they lie in the file, without a copy where memory holds them so."""
+        """Return elements of the box in the file's representation, without a copy if memory has the same."""
         storage, array = layout.storage_of(self.box.dtype, self.path), self.read(begin, end)
         in_memory = np.dtype("bool") if self.box.dtype == "bool" else storage
         if array.shape != (end - begin,) or array.dtype.newbyteorder("<") not in (storage, in_memory):
@@ -69,9 +70,10 @@ class Source:
         return array.astype(storage, copy=False).view(np.uint8).data
 
     def stretches(self, begin: int, end: int) -> Iterator[tuple[int, int, int]]:
-        """Yield offset in the dataset, offset behind ``begin`` and length, in bytes, of what lies together in both.
+        """Yield the byte ranges that are contiguous both in the dataset and in the box.
 
-        No stretch crosses the border between two extents of the dataset.
+        Each is its offset in the dataset, its offset from ``begin`` and its length, in bytes. No
+        range crosses the boundary between two extents of the dataset.
         """
         size = self.itemsize
         each = layout.EXTENT // size
@@ -90,11 +92,11 @@ def box_of(path: str, shape: tuple[int, ...], dtype: str) -> Shard:
 
 
 def described(source: Source) -> Shard:
-    """Return what other ranks may know of a source: its box, without the tensor."""
+    """Return the description of a source for other ranks: its box without the tensor."""
     box = source.box
     return replace(box, tensor=None)
 
 
 def nbytes_of(box: Shard) -> int:
-    """Return the bytes that a box takes in a file."""
+    """Return the size of a box in the file, in bytes."""
     return math.prod(box.extent) * layout.storage_of(box.dtype, box.name).itemsize

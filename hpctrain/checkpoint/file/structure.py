@@ -1,9 +1,10 @@
-"""Walk through a file that nobody vouches for, and return what it holds or refuse it.
+"""Traversal of an untrusted file: returns its contents or refuses it.
 
-Note: what could reach outside. HDF5 follows external storage, external links and virtual datasets to other files, and
-loads plugins for filters, as soon as an object is read. So each link is looked at before it is followed, and the
-layout of a dataset before its shape is asked for. Sizes are checked against the file before memory is taken, and
-the structure as a whole against a bound of its own: a file with holes may be as large as it likes.
+Note: access to other files. HDF5 follows external storage, external links and virtual datasets to
+other files, and loads plugins for filters, as soon as an object is read. So each link is examined
+before it is followed, and the layout of a dataset before its shape is read. Sizes are compared with
+the size of the file before memory is allocated. The structure as a whole has a limit of its own,
+because a file with holes may claim any size.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ from hpctrain.checkpoint.file.seal import Stretch, overlap
 from hpctrain.errors import CheckpointError
 
 _DEEPEST = 8
-_MOST = 256 << 20  # bytes of attributes and names that a walk keeps; GPT-3 with its optimizer needs less than 10 MiB
-_EACH = 512  # bytes that an object or attribute takes in memory besides
-_ELEMENTS = 1 << 62  # bytes of the product of all dimensions, zeros left out: NumPy multiplies so
+_MOST = 256 << 20  # bytes of attributes and names in memory; GPT-3 with its optimizer needs less than 10 MiB
+_EACH = 512  # bytes of overhead in memory per object or attribute
+_ELEMENTS = 1 << 62  # bytes of the product of all dimensions without zeros: NumPy computes it so
 _NUMBERS = ("<f8", "<f4", "<f2", "<i8", "<i4", "<i2", "|i1", "|u1", "<u2", "<u4")
 _TYPES = {kind: h5py.h5t.py_create(np.dtype(kind)) for kind in _NUMBERS}
-# What may be meant by a type's class and size: few comparisons instead of one with each.
+# Candidates by a type's class and size: a few comparisons instead of one per known type.
 _CANDIDATES: dict[tuple[int, int], list[str]] = {}
 for _name, _known in _TYPES.items():
     _CANDIDATES.setdefault((_known.get_class(), _known.get_size()), []).append(_name)
@@ -36,14 +37,15 @@ _LAYOUTS = {h5py.h5d.COMPACT: "compact", h5py.h5d.CHUNKED: "chunked", h5py.h5d.V
 
 @dataclass
 class Structure:
-    """Hold what a walk found: attributes of each group, a record and a place for each tensor, and what protects them.
+    """Structure of a file: attributes per group, a record and an offset per tensor, and the checksums.
 
-    ``apart`` are the stretches of the file that the seal leaves out: tensors, manifest and the seal itself.
+    ``apart`` are the ranges of the file that the seal leaves out: tensors, manifest and the seal
+    itself.
     """
 
     groups: dict[str, dict[str, Array]] = field(default_factory=dict)
     records: dict[str, Record] = field(default_factory=dict)
-    offsets: dict[str, int] = field(default_factory=dict)  # none for a tensor without elements
+    offsets: dict[str, int] = field(default_factory=dict)  # no entry for a tensor without elements
     apart: list[Stretch] = field(default_factory=list)
     manifest: str | None = None
     seal: str | None = None
@@ -52,7 +54,7 @@ class Structure:
 
 
 def walk(file: h5py.File, name: str, size: int) -> Structure:
-    """Return the structure of an open file of ``size`` bytes; ``name`` is how errors call it."""
+    """Return the structure of an open file of ``size`` bytes; ``name`` identifies it in errors."""
     walker = _Walker(name, size)
     walker.seen.add(h5py.h5o.get_info(file.id).addr)
     walker.group(file.id, "/", 0)
@@ -63,7 +65,7 @@ def walk(file: h5py.File, name: str, size: int) -> Structure:
 
 
 def read_attribute(target: h5py.h5g.GroupID | h5py.h5d.DatasetID, key: str, where: str, limit: int) -> Array:
-    """Return an attribute of at most ``limit`` bytes as it lies in the file; refuse types that a checkpoint lacks."""
+    """Return an attribute of at most ``limit`` bytes as stored; refuse types that a checkpoint does not use."""
     return _read_attribute(h5py.h5a.open(target, key.encode()), key, where, limit)
 
 
@@ -79,7 +81,7 @@ def _read_attribute(attribute: h5py.h5a.AttrID, key: str, where: str, limit: int
 
 
 class _Walker:
-    """Carry what is still allowed: each object once, no more bytes in all than the file has, and little structure."""
+    """Traversal with its limits: each object once, bytes up to the size of the file, a bounded structure."""
 
     def __init__(self, name: str, size: int) -> None:
         self.name, self.size, self.left, self.room = name, size, size, _MOST
@@ -160,7 +162,7 @@ class _Walker:
         shape: tuple[int, ...],
         attributes: Mapping[str, Array],
     ) -> str:
-        """Return what the manifest or the seal says."""
+        """Return the text of the manifest or the seal."""
         if dtype.kind != "S" or shape or attributes:
             raise self._refusal(path, "is not one text without attributes")
         self._take(path, dtype.itemsize)
@@ -175,7 +177,7 @@ class _Walker:
         shape: tuple[int, ...],
         attributes: Mapping[str, Array],
     ) -> extents.Table:
-        """Return the table of extents; whether it fits the tensors is for who reads them to see."""
+        """Return the table of extents; its reader checks whether it fits the tensors."""
         if dtype != np.dtype("<i8") or len(shape) != 2 or shape[1] != len(extents.COLUMNS) or attributes:
             raise self._refusal(layout.EXTENTS, f"is not a table of {len(extents.COLUMNS)} columns without attributes")
         self._take(layout.EXTENTS, math.prod(shape) * dtype.itemsize)
@@ -199,7 +201,7 @@ class _Walker:
     def _attributes(self, target: h5py.h5g.GroupID | h5py.h5d.DatasetID, path: str) -> dict[str, Array]:
         where, found = f"{self.name}: {path}", {}
         with refusing(where):
-            # By number, and by HDF5's own calls: h5py's take several times as long, and a model has thousands.
+            # By index, and by HDF5's low-level API: h5py's takes several times as long, and a model has thousands.
             for number in range(h5py.h5a.get_num_attrs(target)):
                 attribute = h5py.h5a.open(target, index=number)
                 key = _checked_name(attribute.name, f"of {where}")
@@ -209,7 +211,7 @@ class _Walker:
         return found
 
     def _take(self, path: str, nbytes: int) -> None:
-        """Count what an object or an attribute takes in memory; raise where there is no room left."""
+        """Count the memory of an object or attribute; raise if the limit is exceeded."""
         self.room -= nbytes + _EACH
         if self.room < 0:
             raise self._refusal(path, f"and what comes before it take more than {_MOST} bytes besides the tensors")
@@ -226,7 +228,7 @@ class _Walker:
 
 @contextmanager
 def refusing(what: object) -> Iterator[None]:
-    """Turn whatever HDF5 and decoding raise over a damaged file into one kind of error that names the thing."""
+    """Convert the errors of HDF5 and of decoding to a ``CheckpointError`` that names the damaged object."""
     try:
         yield
     except CheckpointError:
@@ -237,9 +239,9 @@ def refusing(what: object) -> Iterator[None]:
 
 
 def _checked_name(name: str | bytes, where: str) -> str:
-    """Return the name of a member or an attribute as text, if it may stand in a checkpoint."""
+    """Return the name of a member or an attribute as text, if it is valid in a checkpoint."""
     try:
-        text = name.decode() if isinstance(name, bytes) else name  # h5py hands out bytes where it cannot decode
+        text = name.decode() if isinstance(name, bytes) else name  # h5py returns bytes if it cannot decode them
     except UnicodeDecodeError:
         raise CheckpointError(f"the name {name[:80]!r} {where} cannot be stored: it is not UTF-8") from None
     layout.check_name(text, where)
@@ -247,7 +249,7 @@ def _checked_name(name: str | bytes, where: str) -> str:
 
 
 def _element_type(kind: h5py.h5t.TypeID, key: str | None, where: str) -> np.dtype[np.generic]:
-    """Return the NumPy type of an HDF5 type that a checkpoint may hold: exact, so that nothing is converted."""
+    """Return the NumPy type of an allowed HDF5 type; the match is exact, so that HDF5 converts nothing."""
     if not kind.committed():
         if isinstance(kind, h5py.h5t.TypeStringID) and not kind.is_variable_str():
             return np.dtype(f"S{kind.get_size()}")

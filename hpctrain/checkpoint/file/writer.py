@@ -1,8 +1,8 @@
-"""Write a checkpoint file from one process: HDF5 lays it out, the bytes go straight from memory to their places.
+"""Writer of a checkpoint file from one process: HDF5 lays it out, the bytes go from memory directly to their offsets.
 
-Note: layout first, bytes second. A ``Draft`` tells where each dataset lies; then structure and bytes are written with
-``pwrite`` at their offsets: at the disk's own speed, without HDF5's global lock. The result is a plain HDF5 file.
-``together.saving`` does the same from many processes.
+Note: layout first, bytes second. A ``Draft`` returns the offset of each dataset. Then structure and
+bytes are written with ``pwrite``, at the speed of the disk and without HDF5's global lock. The
+result is a plain HDF5 file. ``together.saving`` does the same from many processes.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ def write_file(
 ) -> None:
     """Write a new file of tensors and of groups with their attributes (``"/"`` is the root), flushed to the disk.
 
-    The groups above a dataset are made without being named. Nothing at ``path`` is overwritten. The bytes of the
-    tensors must not change meanwhile.
+    The groups above a dataset are created implicitly. A file at ``path`` is not overwritten. The
+    bytes of the tensors must not change during the call.
     """
     sources = list(sources)
     deal = plan([[described(source) for source in sources]], alignment)
@@ -42,7 +42,7 @@ def write_file(
             places = dict(zip((dataset.name for dataset in deal.datasets), draft.places))
             rows = pour(handle, stretches(sources, deal.parts[0], places))
             put(handle, draft, written(rows))
-            os.fsync(handle)  # by the descriptor that wrote: it is the one that hears of failures
+            os.fsync(handle)  # by the descriptor that wrote: only that one reports failures
         finally:
             os.close(handle)
     finally:
@@ -52,7 +52,7 @@ def write_file(
 def stretches(
     sources: Sequence[Source], parts: Iterable[Part], places: Mapping[str, int | None]
 ) -> Iterator[Stretch]:
-    """Yield offset in the file and bytes of each part of sources; ``places`` says where each dataset begins."""
+    """Yield offset in the file and bytes of each part of the sources; ``places`` are the datasets' offsets."""
     for part in parts:
         source = sources[part.box]
         place, data = places[source.path], source.bytes(part.begin, part.end)
@@ -63,7 +63,7 @@ def stretches(
 
 
 def put(handle: int, draft: Draft, rows: Written) -> None:
-    """Write the structure of a file whose tensors are written, and make the file as long as it is to be."""
+    """Write the structure of a file whose tensors are written, and set the final size of the file."""
     parts = draft.finish(rows)
     os.ftruncate(handle, draft.size)
     pour(handle, (Stretch(offset, memoryview(part), "the structure of the file") for offset, part in parts))

@@ -1,1 +1,1 @@
-"""Look into checkpoints, compare them, draw them, and carry them to other formats and back."""
+"""Inspection of checkpoints: contents, comparison, plots, and conversion to and from other formats."""

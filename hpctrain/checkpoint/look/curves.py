@@ -1,4 +1,4 @@
-"""Read the curves of a run out of its checkpoint, in bounded memory, and draw them in a line of text."""
+"""Curves of a run, read from its checkpoint in bounded memory, and drawn as a line of text."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hpctrain.checkpoint.file.layout import Array
 from hpctrain.checkpoint.file.reader import Reader
 from hpctrain.errors import CheckpointError
 
-LONGEST = 20_000  # points handed out: files carry half as many, those of older versions and of others any number
+LONGEST = 20_000  # points returned: files have half as many, those of older versions or other programs any number
 
 _LARGEST = 1 << 30  # bytes of a curve
 
@@ -22,13 +22,13 @@ _BARS = "▁▂▃▄▅▆▇█"
 
 
 def read_curves(reader: Reader, longest: int = LONGEST) -> dict[str, list[float]]:
-    """Return the curves of a run by name; of longer ones every second, third, ... point, counted from the last."""
+    """Return the curves of a run by name; longer ones are thinned to every n-th point, counted from the last."""
     found = reader.below(layout.TRAIN)
     return {name: read_curve(reader, record.path, longest) for name, record in found.items() if len(record.shape) == 1}
 
 
 def read_curve(reader: Reader, path: str, longest: int = LONGEST) -> list[float]:
-    """Return one curve; raises ``CheckpointError`` where its bytes are damaged."""
+    """Return one curve. Raises ``CheckpointError`` if its bytes are damaged."""
     record = reader.records[path]
     count = math.prod(record.shape)
     if record.nbytes > _LARGEST:
@@ -43,24 +43,24 @@ def read_curve(reader: Reader, path: str, longest: int = LONGEST) -> list[float]
 
 
 def as_floats(array: Array, dtype: str) -> npt.NDArray[np.float64]:
-    """Return stored numbers as float64, those of bfloat16 too."""
+    """Return stored numbers as float64, including bfloat16."""
     if dtype == "bfloat16":
         return widened(array).astype(np.float64)
     return array.astype(np.float64)
 
 
 def widened(array: Array) -> npt.NDArray[np.float32]:
-    """Return the numbers of bfloat16, which are stored as integers, as float32 with the same values."""
+    """Return bfloat16 numbers, which are stored as integers, as float32 with the same values."""
     return (array.astype(np.uint32) << np.uint32(16)).view(np.float32)
 
 
 def is_steps(name: str) -> bool:
-    """Tell whether a curve holds the steps of others, not numbers of the run."""
+    """Return whether a curve contains the steps of other curves instead of values of the run."""
     return name == "step" or name.endswith("_step")
 
 
 def steps_of(curves: Mapping[str, Sequence[float]], name: str) -> Sequence[float]:
-    """Return the steps of a curve, or places where the file has none that fit."""
+    """Return the steps of a curve; the indices from 1 if the file has no steps of the same length."""
     for steps in (f"{name}_step", "validation_step" if name == "validation_loss" else "step", "step"):
         if len(curves.get(steps, ())) == len(curves[name]):
             return curves[steps]
@@ -68,12 +68,12 @@ def steps_of(curves: Mapping[str, Sequence[float]], name: str) -> Sequence[float
 
 
 def drawable(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """Return values within what sums and pictures can take; NaN stays, infinity becomes NaN."""
+    """Return values clipped to a range that sums and plots can handle; infinity becomes NaN, NaN stays."""
     return np.where(np.isfinite(values), np.clip(values, -_HIGHEST, _HIGHEST), np.nan)
 
 
 def sparkline(values: Iterable[float], width: int = 60) -> str:
-    """Draw a curve in one line of text: the mean of each stretch as a bar, a space where nothing is finite."""
+    """Return a curve as one line of text: a bar per group of points with their mean, a space if no point is finite."""
     data = drawable(np.asarray(list(values), dtype=np.float64))
     stretches = np.array_split(data, min(width, data.size)) if data.size else []
     means = [_finite_mean(stretch) for stretch in stretches]

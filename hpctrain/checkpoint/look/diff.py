@@ -1,6 +1,6 @@
-"""Say in what two checkpoints differ: tensors by name, shape and value, settings, values of the loop, versions.
+"""Differences between two checkpoints: tensors by name, shape and value, settings, values of the loop, versions.
 
-Needs h5py and NumPy only. Both files are read once, side by side, in bounded memory.
+This needs h5py and NumPy only. Both files are read once, side by side, in bounded memory.
 """
 
 from __future__ import annotations
@@ -23,18 +23,20 @@ from hpctrain.checkpoint.look.curves import as_floats
 Progress = Callable[[int], object]
 Names = tuple[str | None, str | None]
 
-# What decides the numbers that a run computes; who ran it, where and when, does not.
+# Versions that affect the numbers that a run computes; user, place and time of the run do not.
 VERSIONS = ("hpctrain", "python", "torch", "numpy", "mpi4py", "h5py", "hdf5", "creator", "format_version")
 _PROVENANCE = ("created", "creator", "format_version", layout.DIGEST)  # of the root
 
 
 @dataclass(frozen=True)
 class TensorDifference:
-    """Say how a tensor differs.
+    """Difference of a tensor.
 
-    ``problem`` is ``missing`` (``first`` or ``second`` is ``None``), ``shape``, ``dtype`` or ``values``; then ``count``
-    of ``elements`` differ in their bits, by at most ``maximum``, and by at most ``relative`` of the larger one of each
-    pair. The two are ``None`` where a pair has a NaN or an infinity, which ``nonfinite`` counts, and no other differs.
+    ``problem`` is ``missing`` (``first`` or ``second`` is ``None``), ``shape``, ``dtype`` or
+    ``values``. For ``values``, ``count`` of ``elements`` differ in their bits: by at most
+    ``maximum``, and relative to the larger one of each pair by at most ``relative``. ``nonfinite``
+    counts the pairs with a NaN or an infinity. ``maximum`` and ``relative`` are ``None`` if no
+    other pairs differ.
     """
 
     path: str
@@ -50,7 +52,7 @@ class TensorDifference:
 
 @dataclass(frozen=True)
 class ValueDifference:
-    """Say how a value differs; ``None`` stands for one that is not there."""
+    """Difference of a value; ``None`` marks a missing one."""
 
     place: str
     name: str
@@ -60,11 +62,11 @@ class ValueDifference:
 
 @dataclass
 class Diff:
-    """Hold all differences; ``provenance`` (who, where, when) is told and does not count."""
+    """All differences of two files; ``provenance`` (user, place, time) is reported but does not count."""
 
     first: str
     second: str
-    equal: int = 0  # tensors
+    equal: int = 0  # number of equal tensors
     tensors: list[TensorDifference] = field(default_factory=list)
     settings: list[ValueDifference] = field(default_factory=list)
     values: list[ValueDifference] = field(default_factory=list)
@@ -73,12 +75,12 @@ class Diff:
 
     @property
     def same(self) -> bool:
-        """Tell whether both hold the same run at the same step, computed with the same versions."""
+        """Return whether both files have the same run at the same step, computed with the same versions."""
         return not (self.tensors or self.settings or self.values or self.versions)
 
 
 def diff(first: str | Path, second: str | Path, progress: Progress | None = None) -> Diff:
-    """Compare two checkpoints; raises ``CheckpointError`` where one of them is damaged."""
+    """Compare two checkpoints. Raises ``CheckpointError`` if one of them is damaged."""
     with Reader(first) as one, Reader(second) as two:
         found = Diff(str(first), str(second))
         for path in [*one.records, *(path for path in two.records if path not in one.records)]:
@@ -94,7 +96,7 @@ def diff(first: str | Path, second: str | Path, progress: Progress | None = None
 
 
 def _sort_out(found: Diff, differences: list[ValueDifference]) -> None:
-    """Put the differences of a group where they belong."""
+    """Add the differences of a group to the right lists."""
     for each in differences:
         about = each.place == layout.PROVENANCE or (each.place == "/" and each.name in _PROVENANCE)
         if about and each.name in VERSIONS:
@@ -150,7 +152,7 @@ def _values(
 
 
 def _distance(x: Array, y: Array, dtype: str) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
-    """Return how far pairs lie apart and the larger magnitude of each; integers of 64 bits are subtracted exactly."""
+    """Return the distance of each pair and its larger magnitude; 64-bit integers are subtracted exactly."""
     a, b = as_floats(x, dtype), as_floats(y, dtype)
     with np.errstate(all="ignore"):
         scale = np.maximum(np.abs(a), np.abs(b))
@@ -171,7 +173,7 @@ def _settings(reader: Reader) -> dict[str, str]:
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    """Return nested values by dotted names, each as text that tells 1 from 1.0 and from "1"."""
+    """Return nested values by dotted names, each as text that distinguishes 1, 1.0 and "1"."""
     flat: dict[str, str] = {}
     for name, value in values.items():
         if isinstance(value, Mapping) and value:

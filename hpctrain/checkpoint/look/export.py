@@ -1,9 +1,10 @@
-"""Write what a checkpoint holds in the formats of others: safetensors, NumPy's npz, torch.
+"""Export of a checkpoint to other formats: safetensors, NumPy's npz, torch.
 
-The model alone goes out under the names of its ``state_dict``; everything under paths such as ``model/head.weight``
-and ``optimizer/head.weight/exp_avg``. For torch it is one table with a ``state_dict`` of the model and of the
-optimizer, or with tables of them by key if there are several.
-Tensors pass through in pieces, checked as they are read; only torch, whose own function writes, needs all in memory.
+A model alone is exported under the names of its ``state_dict``, a whole checkpoint under paths such
+as ``model/head.weight`` and ``optimizer/head.weight/exp_avg``. The torch format is one table with a
+``state_dict`` of the model and of the optimizer, or with tables of them by key if there are
+several. Tensors are copied in pieces and checked as they are read. Only torch, whose own function
+writes, needs all of them in memory.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ def export(
 ) -> int:
     """Write the file ``output`` of a kind in ``SUFFIXES`` and return the number of its tensors.
 
-    Raises ``UsageError`` where it exists, unless told to replace it, and ``CheckpointError`` where the checkpoint is
-    damaged or the output cannot be written: then nothing is left of it.
+    Raises ``UsageError`` if the output exists and ``force`` is false, ``CheckpointError`` if the
+    checkpoint is damaged or the output cannot be written. After an error the output does not exist.
     """
     if kind not in SUFFIXES:
         raise UsageError(f"cannot export to {kind!r}: allowed are {', '.join(SUFFIXES)}")
@@ -58,7 +59,7 @@ def export(
 def _to_safetensors(
     reader: Reader, chosen: dict[str, Record], out: BinaryIO, model_only: bool, progress: Progress | None
 ) -> None:
-    ordered = sorted(chosen.items(), key=lambda item: -item[1].storage.itemsize)  # each begins where it may be mapped
+    ordered = sorted(chosen.items(), key=lambda item: -item[1].storage.itemsize)  # aligned for mapping
     data = (_pieces(reader, record, progress) for _, record in ordered)
     metadata = {"format": "pt", "step": str(reader.root.get("step")), "creator": str(reader.root.get("creator"))}
     safetensors.write(out, [(name, record.shape, record.dtype) for name, record in ordered], data, metadata)
@@ -67,7 +68,7 @@ def _to_safetensors(
 def _to_npz(
     reader: Reader, chosen: dict[str, Record], out: BinaryIO, model_only: bool, progress: Progress | None
 ) -> None:
-    """Write one array a tensor; NumPy has no bfloat16, float32 holds the same values."""
+    """Write one array per tensor; bfloat16, which NumPy lacks, becomes float32 with the same values."""
     with zipfile.ZipFile(out, "w", zipfile.ZIP_STORED, allowZip64=True) as archive:
         for name, record in chosen.items():
             stored = {"bfloat16": np.dtype("<f4"), "bool": np.dtype("?")}.get(record.dtype, record.storage)
@@ -82,7 +83,7 @@ def _to_npz(
 def _to_torch(
     reader: Reader, chosen: dict[str, Record], out: BinaryIO, model_only: bool, progress: Progress | None
 ) -> None:
-    import torch  # only here: everything else of this page runs on a login node
+    import torch  # only here: the other formats of this module work on a login node
 
     from hpctrain.checkpoint.states import unpack_states
     from hpctrain.checkpoint.tensors import from_numpy
@@ -103,7 +104,7 @@ def _to_torch(
         everything["optimizer"] = optimizers[""] if "" in optimizers else optimizers
     everything["train"] = {**reader.values(layout.TRAIN)}
     if "states" in everything["train"]:
-        tensor = lambda path, dtype: load(reader.records[path])  # NumPy arrays, too: torch reads its own without pickle
+        tensor = lambda path, dtype: load(reader.records[path])  # arrays too: torch loads only tensors without pickle
         everything["train"]["states"] = unpack_states(everything["train"]["states"], tensor, reader.path)
     curves = {name: load(record) for name, record in reader.below(layout.TRAIN).items()}
     everything["train"] |= {"curves": curves} if curves else {}
@@ -116,7 +117,7 @@ def _torch_model(reader: Reader, key: str, load: Callable[[Record], Any]) -> dic
 
 
 def _torch_optimizer(reader: Reader, key: str, load: Callable[[Record], Any]) -> dict[str, Any]:
-    """Return what the optimizer's ``state_dict`` was: parameters are numbers there, counted over the groups."""
+    """Return the optimizer's ``state_dict``, in which parameters are numbered over all groups."""
     root = group_of(layout.OPTIMIZER, key)
     groups = reader.values(root).get("param_groups")
     try:

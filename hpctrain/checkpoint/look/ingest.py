@@ -1,6 +1,7 @@
-"""Make a checkpoint of a model that another program saved: safetensors, or a ``state_dict`` that torch saved.
+"""Import of a model that another program saved: safetensors, or a ``state_dict`` that torch saved.
 
-Nothing of the file is run: safetensors are a header and bytes, torch's files are read with ``weights_only``.
+No code of the file is executed: safetensors are a header and bytes, torch's files are read with
+``weights_only``.
 """
 
 from __future__ import annotations
@@ -32,19 +33,20 @@ if TYPE_CHECKING:
 SUFFIXES = (".safetensors", ".pt", ".pth", ".bin")
 _MOST_NAMES = 64  # names that may share the bytes of a tensor, as tied and repeated layers do
 _SMALL = 1 << 20  # bytes
-_INSIDE = ("model", "state_dict", "model_state_dict", "module")  # where training programs put the model
+_INSIDE = ("model", "state_dict", "model_state_dict", "module")  # keys under which training programs store the model
 
-# Name, shape and torch dtype of each tensor, and what returns elements of it, from one to another in C order.
+# Name, shape and torch dtype of each tensor, and a function that returns a range of its elements in C order.
 Found = Iterable[tuple[str, tuple[int, ...], str, Callable[[int, int], Array]]]
 
 
 def ingest(
     file: str | Path, output: str | Path, *, step: int = 0, strip: str = "", force: bool = False
 ) -> list[str]:
-    """Write a checkpoint of the model in a file, and return the names that were stored.
+    """Write a checkpoint of the model in a file, and return the names of the stored tensors.
 
-    ``strip`` is taken off the front of every name. A whole export (``model/``, ``optimizer/``, ...) gives its model.
-    Raises ``UsageError`` for a file of another kind or an output that exists, ``CheckpointError`` for a damaged one.
+    ``strip`` is removed from the front of every name. If the file is a whole export (``model/``,
+    ``optimizer/``, ...), only its model is imported. Raises ``UsageError`` for an unknown suffix or
+    an existing output, ``CheckpointError`` for a damaged file.
     """
     path, target = Path(file), Path(output)
     if path.suffix not in SUFFIXES:
@@ -103,7 +105,7 @@ def _from_torch(path: Path) -> Found:
 
 
 def _state_dict(path: Path) -> Mapping[str, torch.Tensor]:
-    """Return the model's tensors of a file that torch saved, itself or under one of the usual names."""
+    """Return the model's tensors in a file that torch saved, at the top level or under one of the usual keys."""
     content = _load(path)
     for name in ("", *_INSIDE):
         found = content.get(name) if name and isinstance(content, dict) else content
@@ -117,7 +119,7 @@ def _state_dict(path: Path) -> Mapping[str, torch.Tensor]:
 
 
 def _load(path: Path) -> Any:
-    import pickle  # for the name of its error only: torch reads, and with weights_only it builds nothing but tensors
+    import pickle  # for the name of its error only: torch reads the file, and with weights_only it builds only tensors
 
     import torch
 
@@ -132,13 +134,13 @@ def _load(path: Path) -> Any:
         raise CheckpointError(f"{path} holds more than tensors, or is damaged, and was not run: {reason}") from error
     except OSError as error:
         raise CheckpointError(f"cannot read {path}: {error.strerror or error}") from error
-    except Exception as error:  # torch raises whatever its parser stumbles over
+    except Exception as error:  # torch raises many types of errors for malformed files
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise CheckpointError(f"{path} is not a file that torch wrote, or is damaged: {reason}") from error
 
 
 def _check_archive(file: BinaryIO, path: Path) -> None:
-    """Refuse a ZIP archive whose members are larger than itself; torch packs nothing. The file stays at its start."""
+    """Refuse a ZIP archive with compressed members, which torch never writes; the file position is reset to 0."""
     size = os.fstat(file.fileno()).st_size
     if zipfile.is_zipfile(file):
         file.seek(0)

@@ -1,7 +1,7 @@
-"""Look inside checkpoints: what a folder holds, what a file holds, whether it is sound.
+"""Inspection of checkpoints: contents of a folder, contents of a file, validity.
 
-Runs on a login node: h5py and NumPy, neither torch nor MPI. Everything is returned as plain dataclasses; the command
-line decides how they look.
+It runs on a login node with h5py and NumPy, without torch and MPI. All results are plain
+dataclasses; the command line formats them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Progress = Callable[[int], object]
 
 @dataclass(frozen=True)
 class Entry:
-    """Describe a file of a folder; ``error`` says why nothing more is known."""
+    """A file of a folder; ``error`` is the reason if nothing more is known."""
 
     file: str
     bytes: int
@@ -37,15 +37,15 @@ class Entry:
     created: str | None = None
     world_size: int | None = None
     loss: float | None = None
-    best: bool = False  # by the number that the run keeps its best checkpoint for
-    by: str | None = None  # the name of that number, and its value in the step of the file
+    best: bool = False  # by the value for which the run keeps its best checkpoint
+    by: str | None = None  # name of that value; ``value`` is the one logged in the step of the file
     value: float | None = None
     error: str | None = None
 
 
 @dataclass(frozen=True)
 class TensorStats:
-    """Describe a tensor and its finite values; ``nonfinite`` counts the others, ``values`` are a single one's own."""
+    """A tensor and statistics of its finite values; ``nonfinite`` counts the others, ``values`` lists few elements."""
 
     path: str
     shape: tuple[int, ...]
@@ -60,7 +60,7 @@ class TensorStats:
 
 @dataclass(frozen=True)
 class Contents:
-    """Describe a file: what its root says, its groups of values, its curves and its tensors."""
+    """Contents of a file: attributes of its root, its groups of values, its curves and its tensors."""
 
     file: str
     bytes: int
@@ -74,7 +74,7 @@ class Contents:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Say whether a file is as it was written, and otherwise what is damaged."""
+    """Result of a verification; ``error`` is the damage if ``ok`` is false."""
 
     file: str
     ok: bool
@@ -82,10 +82,10 @@ class Verdict:
 
 
 def ls(folder: str | Path) -> list[Entry]:
-    """Describe the checkpoints of a folder, or of the ``checkpoints`` folder of a run, oldest first.
+    """Return the checkpoints of a folder, or of the ``checkpoints`` folder of a run, oldest first.
 
-    Their structure is checked, and the curve of the loss; the bytes of the tensors are not. The best is marked if the
-    run keeps its best checkpoint.
+    Their structure and the curve of the loss are checked, the bytes of the tensors are not. The
+    best one is marked if the run keeps its best checkpoint.
     """
     folder = Path(folder)
     if not folder.is_dir():
@@ -93,15 +93,15 @@ def ls(folder: str | Path) -> list[Entry]:
     entries = [_entry(path) for path in list_checkpoints(folder_of(folder))]
     try:
         chosen = judge(folder).file
-    except UsageError:  # nothing says which is the best
+    except UsageError:  # no value is defined by which to choose
         return entries
     return [replace(entry, best=entry.file == chosen) for entry in entries]
 
 
 def show(file: str | Path, name: str | None = None, progress: Progress | None = None) -> Contents:
-    """Describe a file, or what it holds under a name (a path, a tensor of the model, a parameter of the optimizer).
+    """Return the contents of a file, or of a name in it (a path, a tensor of the model, a parameter of the optimizer).
 
-    Reads the tensors it describes and raises ``CheckpointError`` where one is damaged.
+    Reads the tensors that it describes. Raises ``CheckpointError`` if one of them is damaged.
     """
     with Reader(file) as reader:
         toml = reader.values(layout.CONFIG).get("toml")
@@ -118,7 +118,7 @@ def show(file: str | Path, name: str | None = None, progress: Progress | None = 
 
 
 def verify(file: str | Path, progress: Progress | None = None) -> Verdict:
-    """Read every byte of a file and say whether it is sound."""
+    """Read every byte of a file and return whether it is valid."""
     try:
         verify_file(file, progress)
     except CheckpointError as error:
@@ -151,7 +151,7 @@ def _entry(path: Path) -> Entry:
 
 
 def _chosen(reader: Reader, name: str | None) -> Sequence[Record]:
-    """Return the tensors that a name means; without one all but the curves, which are shown as such."""
+    """Return the tensors that a name selects; without a name, all but the curves, which are returned separately."""
     if name is None:
         return [record for path, record in reader.records.items() if not path.startswith(f"{layout.TRAIN}/")]
     path = "/" + name.strip("/")
@@ -170,7 +170,7 @@ def _chosen(reader: Reader, name: str | None) -> Sequence[Record]:
 
 
 def _groups(reader: Reader) -> list[str]:
-    """Return the groups below which a name may be given: also those of each model and of each optimizer."""
+    """Return the groups to which a name may be relative, including those of each model and of each optimizer."""
     models = [group_of(layout.MODEL, key) for key in keys_in(reader, layout.MODEL)]
     optimizers = [group_of(layout.OPTIMIZER, key) for key in keys_in(reader, layout.OPTIMIZER)]
     below = [group_of(root, key) for root in optimizers for key in keys_in(reader, layout.MODEL)]

@@ -1,4 +1,4 @@
-"""Put a file that is no checkpoint in its place whole or not at all."""
+"""Atomic writing of output files that are not checkpoints."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from hpctrain.util import atomic
 
 
 def check_output(target: Path, inputs: Iterable[str | Path], *, force: bool) -> None:
-    """Raise ``UsageError`` where the output exists and is not to be replaced; one of the inputs never is."""
+    """Raise ``UsageError`` if the output exists and must not be replaced; an input is never replaced."""
     if not target.name:
         raise UsageError("the name of the output is empty: give the file to write")
     if not target.exists():
         return
-    # A link is replaced, and what it leads to stays.
+    # A link is replaced; its target is not changed.
     if not target.is_symlink() and any(Path(each).exists() and target.samefile(each) for each in inputs):
         raise UsageError(f"{target} is what is read: choose another name to write")
     if not force:
@@ -24,7 +24,7 @@ def check_output(target: Path, inputs: Iterable[str | Path], *, force: bool) -> 
 
 
 def put_in_place(target: Path, write: Callable[[BinaryIO], object]) -> None:
-    """Let ``write`` fill a file under a private name, flush it and rename it; leave nothing after an error.
+    """Fill a file under a private name by ``write``, flush it and rename it; remove it after an error.
 
     Raises ``CheckpointError`` if the file cannot be written.
     """

@@ -1,4 +1,4 @@
-"""Checkpoints of a run's folder: the newest valid one, all of them, and the best by a number that the run logged."""
+"""Checkpoints in a run's folder: the newest valid one, all of them, and the best by a value that the run logged."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hpctrain.errors import CheckpointError, UsageError
 
 @dataclass(frozen=True)
 class Judged:
-    """Best checkpoint of a run; ``by`` names the number that decides, ``which`` value of it is the best."""
+    """Best checkpoint of a run; ``by`` names the value that decides, ``which`` is "lowest" or "highest"."""
 
     file: str
     step: int
@@ -26,16 +26,16 @@ class Judged:
 
 
 def folder_of(run: str | Path) -> Path:
-    """Return the folder with the checkpoints of a run; a folder without ``checkpoints`` in it is that itself."""
+    """Return the folder with the checkpoints of a run; the folder itself if it has no ``checkpoints`` folder."""
     inner = Path(run) / "checkpoints"
     return inner if inner.is_dir() else Path(run)
 
 
 def newest_of(path: str | Path) -> Path:
-    """Return a checkpoint: the path itself, or the newest valid one if it is the folder of a run.
+    """Return a checkpoint: the path itself, or the newest valid one if the path is the folder of a run.
 
-    Every byte of that one is read. Raises ``UsageError`` for a folder without checkpoints, ``CheckpointError`` if none
-    of them is valid.
+    Every byte of that checkpoint is read. Raises ``UsageError`` for a folder without checkpoints,
+    ``CheckpointError`` if all of them are damaged.
     """
     if not Path(path).is_dir():
         return Path(path)
@@ -58,13 +58,13 @@ def all_of(path: str | Path) -> list[Path]:
 def best(run: str | Path, *, by: str = "", which: Best | None = None) -> Path:
     """Return the path of a run's best checkpoint, as ``hpctrain checkpoint best`` prints it.
 
-    ``run`` is the folder of a run. The number that decides is the one that the run keeps its best checkpoint for
-    (``keep_best``, ``run.save(best=...)``), or ``by``, a number that it logged; ``which`` is ``"lowest"`` or
-    ``"highest"``, without it as the run has it, else the lowest. Damaged files are left out. Any process may call this
-    alone; it needs neither torch nor MPI.
+    ``run`` is the folder of a run. ``by`` is a number that the run logged; by default it is the one
+    for which the run keeps its best checkpoint (``keep_best``, ``run.save(best=...)``). ``which``
+    is ``"lowest"`` or ``"highest"``; by default it is the choice of the run, else ``"lowest"``.
+    Damaged files are ignored. Any process may call this alone; it needs neither torch nor MPI.
 
-    Raises ``UsageError`` if the folder holds no checkpoint, if nothing says which is the best, or if no file has the
-    number.
+    Raises ``UsageError`` if the folder has no checkpoint, if no number is defined by which to
+    choose, or if no file has the number.
     """
     if not Path(run).exists():
         raise UsageError(f"no folder {run}: give the folder of a run, as checkpoints= of job.run or run.folder")
@@ -72,9 +72,10 @@ def best(run: str | Path, *, by: str = "", which: Best | None = None) -> Path:
 
 
 def judge(run: str | Path, by: str = "", which: Best | None = None) -> Judged:
-    """Return the best checkpoint of a run, by what its newest file says (``keep_best``), or by a name that is given.
+    """Return the best checkpoint of a run, by the ``keep_best`` of its newest file, or by a given name.
 
-    Damaged files are left out. Raises ``UsageError`` if nothing says by what, or if no file has the number.
+    Damaged files are ignored. Raises ``UsageError`` if no name is defined, or if no file has the
+    value.
     """
     if which not in (None, "lowest", "highest"):
         raise UsageError(f"which = {which!r}: allowed are 'lowest' and 'highest'")
@@ -103,7 +104,7 @@ def judge(run: str | Path, by: str = "", which: Best | None = None) -> Judged:
 
 
 def _facts(path: Path) -> dict[str, Any] | None:
-    """Return the values of ``/train``; None for a damaged file."""
+    """Return the values of ``/train``; ``None`` for a damaged file."""
     try:
         with Reader(path) as reader:
             return reader.values(layout.TRAIN)

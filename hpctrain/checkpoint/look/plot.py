@@ -1,4 +1,4 @@
-"""Draw the curves of a run from its checkpoint: losses above, each other number that it logged in a panel below."""
+"""Plot of the curves in a checkpoint: losses in the upper panel, each other logged value in a panel below."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ KINDS = (".png", ".svg", ".pdf")
 _INK, _PALE, _MARK = "#1f4e79", "#9dbad7", "#c55a11"
 _BELOW = {"learning_rate": "learning rate", "grad_norm": "gradient norm"}
 _HISTOGRAM = "staleness_histogram"
-_HANDED_OUT = 100  # bars that a run writes: the last of so many counts what is staler, too
-_ROUGH = 200  # points from which a running mean is drawn over the single ones
+_HANDED_OUT = 100  # bars that a run writes; the last one also counts higher staleness
+_ROUGH = 200  # points: longer curves also get a running mean
 
 Floats = npt.NDArray[np.float64]
 Curves = Mapping[str, Sequence[float]]
 
 
 def plot(file: str | Path, output: str | Path) -> None:
-    """Draw the curves of a checkpoint into a picture; raises ``UsageError`` without curves or without matplotlib."""
+    """Plot the curves of a checkpoint to an image. Raises ``UsageError`` without curves or without matplotlib."""
     target = Path(output)
     if target.suffix not in KINDS:
         raise UsageError(f"cannot draw {target}: its name must end in {', '.join(KINDS)}")
@@ -44,7 +44,7 @@ def plot(file: str | Path, output: str | Path) -> None:
 
 
 def _losses(curves: Curves) -> list[str]:
-    """Return the curves of the upper panel: ``loss``, else all that are called so, else the first one."""
+    """Return the curves of the upper panel: ``loss``, else all with ``loss`` in their name, else the first one."""
     drawn = _drawable(curves)
     if "loss" in drawn or (curves.get("loss") and not drawn):
         return ["loss"]
@@ -52,7 +52,7 @@ def _losses(curves: Curves) -> list[str]:
 
 
 def _drawable(curves: Curves) -> list[str]:
-    """Return the names of curves with a finite value, those of every run last."""
+    """Return the names of curves with a finite value, those that every run logs last."""
     names = [name for name, values in curves.items() if not is_steps(name) and name != _HISTOGRAM and _finite(values)]
     return [name for name in names if name not in _BELOW] + [name for name in _BELOW if name in names]
 
@@ -94,7 +94,7 @@ def _figure(curves: Curves, top: Sequence[str], title: str) -> Any:
 
 
 def _draw_staleness(axis: Any, counts: Sequence[float]) -> None:
-    """Draw how many updates had each staleness, on a scale that shows the few very stale ones."""
+    """Draw the number of updates per staleness, on a scale that shows the few very stale ones."""
     axis.bar(range(len(counts)), counts, width=0.85, color=_PALE)
     axis.set_yscale("log")
     axis.set_ylim(bottom=0.5)
@@ -121,7 +121,7 @@ def _draw_loss(axis: Any, curves: Curves) -> None:
     loss = np.asarray(curves["loss"], dtype=np.float64)
     steps = steps_of(curves, "loss")
     if loss.size > _ROUGH:
-        width = loss.size // 50 | 1  # odd: as many to either side
+        width = loss.size // 50 | 1  # odd: symmetric around each point
         smooth = running_mean(loss, width)
         axis.plot(steps, loss, color=_PALE, linewidth=0.6, label="training")
         axis.plot(steps, smooth, color=_INK, linewidth=1.6, label=f"training, mean of {width} points")
@@ -130,7 +130,7 @@ def _draw_loss(axis: Any, curves: Curves) -> None:
 
 
 def running_mean(values: Floats, width: int) -> Floats:
-    """Return the mean of what is finite around each value, ``width // 2`` to either side as far as there is."""
+    """Return the mean of the finite values around each value, up to ``width // 2`` on either side."""
     finite = np.isfinite(values)
     total = np.concatenate([[0.0], np.cumsum(np.where(finite, values, 0.0))])
     count = np.concatenate([[0], np.cumsum(finite)])

@@ -1,8 +1,8 @@
-"""Read and write the safetensors format: a header of JSON, then the bytes of the tensors.
+"""Reader and writer of the safetensors format: a JSON header, then the bytes of the tensors.
 
-The format is at https://github.com/huggingface/safetensors#format: eight bytes with the length of the header (little
-endian), the header (name to dtype, shape and place; text under ``__metadata__``), the data, without a gap. It has no
-checksums.
+The format is described at https://github.com/huggingface/safetensors#format: eight bytes with the
+length of the header (little endian), the header (name to dtype, shape and offsets; text under
+``__metadata__``), the data without gaps. It has no checksums.
 """
 
 from __future__ import annotations
@@ -38,21 +38,21 @@ NAMES = {
 _DTYPES = {word: name for name, word in NAMES.items()}
 _METADATA = "__metadata__"
 _LENGTH = struct.Struct("<Q")
-_LONGEST = 16 << 20  # bytes of a header, which 100,000 tensors need; 100 MB, the format's limit, take 1 GB as JSON
+_LONGEST = 16 << 20  # bytes of a header, enough for 100,000 tensors; the format's limit of 100 MB takes 1 GB as JSON
 
 
 @dataclass(frozen=True)
 class Tensor:
-    """Describe a tensor of a file; ``dtype`` is the torch name."""
+    """A tensor in a file; ``dtype`` is the torch name."""
 
     name: str
     shape: tuple[int, ...]
     dtype: str
-    offset: int  # from the beginning of the file
+    offset: int  # from the start of the file
 
     @property
     def nbytes(self) -> int:
-        """Return the number of its bytes."""
+        """Return the size of the tensor in bytes."""
         return math.prod(self.shape) * STORAGE[self.dtype].itemsize
 
 
@@ -62,7 +62,7 @@ def write(
     data: Iterable[Iterable[Array]],
     metadata: Mapping[str, str],
 ) -> None:
-    """Write tensors (name, shape, torch dtype); ``data`` has for each, in that order, the pieces of its bytes."""
+    """Write tensors (name, shape, torch dtype); ``data`` contains the pieces of each, in the same order."""
     header: dict[str, Any] = {_METADATA: dict(metadata)}
     end = 0
     for name, shape, dtype in tensors:
@@ -71,7 +71,7 @@ def write(
         start, end = end, end + math.prod(shape) * STORAGE[dtype].itemsize
         header[name] = {"dtype": NAMES[dtype], "shape": list(shape), "data_offsets": [start, end]}
     text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # so that the data begin at a multiple of 8
+    text += b" " * (-len(text) % 8)  # align the data to 8 bytes
     file.write(_LENGTH.pack(len(text)) + text)
     for pieces in data:
         for piece in pieces:
@@ -79,7 +79,7 @@ def write(
 
 
 def read_header(path: str | Path) -> tuple[list[Tensor], dict[str, str]]:
-    """Return what a file holds, and its metadata; raise ``CheckpointError`` for whatever breaks the format."""
+    """Return the tensors in a file and its metadata. Raises ``CheckpointError`` if the file violates the format."""
     try:
         with open(open_regular(path), "rb") as file:
             size = os.fstat(file.fileno()).st_size
@@ -104,7 +104,7 @@ def read_header(path: str | Path) -> tuple[list[Tensor], dict[str, str]]:
 
 
 def load(path: str | Path, tensor: Tensor, begin: int, end: int) -> Array:
-    """Return some elements of a tensor, in C order and the storage type.
+    """Return a range of a tensor's elements, in C order and in the storage type.
 
     Raises ``CheckpointError`` if the file has become shorter since its header was read.
     """
@@ -123,7 +123,7 @@ def load(path: str | Path, tensor: Tensor, begin: int, end: int) -> Array:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Refuse a name that stands twice, which JSON allows and readers understand differently."""
+    """Refuse duplicate names, which JSON allows and readers interpret differently."""
     found = dict(pairs)
     if len(found) != len(pairs):
         raise ValueError("a name stands twice")
@@ -143,7 +143,7 @@ def _tensor(name: str, entry: Mapping[str, Any], begin: int) -> Tensor:
 
 
 def _check_places(tensors: Sequence[Tensor], begin: int, size: int, path: str | Path) -> None:
-    """Raise unless the tensors lie one behind the other, and fill the file."""
+    """Raise ``CheckpointError`` unless the tensors are contiguous and fill the file."""
     for tensor in _by_place(tensors):
         if tensor.offset != begin:
             raise CheckpointError(f"{path}: {tensor.name!r} does not begin where the tensor before it ends")
