@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 IO = Literal["posix", "mpiio"]
 SMALL = layout.ALIGNMENT  # bytes: smaller tensors are not divided over ranks, however wide the filesystem's stripes are
-BURDEN = 128 << 10  # bytes that rank 0 could write in the time in which it lays out one dataset
+BURDEN = 128 << 10  # bytes that rank 0 could write in the time in which it makes the layout of one dataset
 
 _KNOWN = 8
 PLACES: dict[bytes, dict[str, int | None]] = {}  # by digest of the written state: offsets of the tensors in such a file
@@ -40,7 +40,7 @@ PLACES: dict[bytes, dict[str, int | None]] = {}  # by digest of the written stat
 
 @dataclass(frozen=True)
 class Storage:
-    """How files are written: with ``pwrite`` by each rank, or with collective MPI-IO and its hints.
+    """Method of writing files: ``pwrite`` by each rank, or collective MPI-IO with hints.
 
     Tensors of at least ``alignment`` bytes start at multiples of ``alignment``, a power of two. The
     stripe size of a parallel filesystem is a good choice.
@@ -123,7 +123,7 @@ class Saver:
         plain = agreed(comm, lambda: content.plain_rng(rng))
         told = comm.all_gather_object((plain, digest in PLACES))
         states = [each for each, _ in told]
-        # MPI-IO calls are collective: they cannot be made while rank 0 lays the file out, and rank
+        # MPI-IO calls are collective: they cannot be made while rank 0 makes the layout, and rank
         # 0 may not reach them.
         known = all(knows for _, knows in told) and self._how.io == "posix"
         expected = PLACES[digest] if known else None

@@ -42,7 +42,7 @@ class Draft:
         groups: Groups,
         alignment: int = layout.ALIGNMENT,
     ) -> None:
-        """Lay out datasets with further ``attributes`` by path, and ``groups`` (``"/"`` is the root) with theirs.
+        """Make the layout of datasets with more ``attributes`` by path, and ``groups`` (``"/"``: the root) with theirs.
 
         The groups above a dataset are created implicitly. Datasets are created first, and groups
         get their attributes last: a dataset's offset therefore depends only on itself and the

@@ -1,4 +1,4 @@
-"""Writer of a checkpoint file from one process: HDF5 lays it out, the bytes go from memory directly to their offsets.
+"""Writer of a checkpoint file from one process: HDF5 makes the layout, the bytes go from memory to their offsets.
 
 Note: layout first, bytes second. A ``Draft`` returns the offset of each dataset. Then structure and
 bytes are written with ``pwrite``, at the speed of the disk and without HDF5's global lock. The

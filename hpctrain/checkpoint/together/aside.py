@@ -49,7 +49,7 @@ class Aside:
         self._copied = self._snapshot.take(share.sources, share.parts)
 
     def lay_out(self, order: Order) -> None:
-        """Start to lay the file out."""
+        """Start to make the layout."""
         self._place = order.place
         self._send("lay_out", order)
 

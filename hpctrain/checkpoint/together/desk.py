@@ -1,4 +1,4 @@
-"""File writer: one process's part in writing a checkpoint: lay the file out, write a share, complete the file.
+"""File writer: one process's part in writing a checkpoint: make the layout, write a share, complete the file.
 
 This module needs neither torch nor MPI, so that a separate process can do the work while the rank
 continues.
@@ -35,7 +35,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Order:
-    """Write request: datasets with further attributes by path, and groups with their attributes."""
+    """Request to write: datasets with further attributes by path, and groups with their attributes."""
 
     place: Place
     datasets: Sequence[Shard]

@@ -1,6 +1,6 @@
 """Collective save of one checkpoint: all ranks write one file, in steps that they make together.
 
-Rank 0 lays the file out, every rank writes its share, and rank 0 completes the file and renames it
+Rank 0 makes the layout, every rank writes its share, and rank 0 completes the file and renames it
 to its target. Between these steps the ranks exchange their outcome: an error on one rank is raised
 on all, and the file is removed.
 

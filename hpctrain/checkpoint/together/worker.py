@@ -18,7 +18,7 @@ Places = Mapping[str, "int | None"]
 
 @dataclass(frozen=True)
 class Share:
-    """Share of a rank: the parts of its sources that it writes."""
+    """The parts of a rank's sources that it writes: its share."""
 
     sources: Sequence[Source]
     parts: Sequence[Part]
@@ -35,7 +35,7 @@ class Worker(Protocol):
         """Accept the data to write. A worker in another process copies it."""
 
     def lay_out(self, order: Order) -> None:
-        """Start to lay the file out; the result is the offset of each dataset."""
+        """Start to make the layout; the result is the offset of each dataset."""
 
     def write(self, place: Place, places: Places) -> None:
         """Start to write the share; the result is the list of written byte ranges."""
@@ -76,7 +76,7 @@ class Here:
         self._share = share
 
     def lay_out(self, order: Order) -> None:
-        """Lay the file out."""
+        """Make the layout of the file."""
         self._do(lambda: self._desk.lay_out(order))
         self._places = self._outcomes[-1][0]
 
