@@ -62,9 +62,10 @@ def save(
 ) -> None:
     """Write a complete checkpoint or none.
 
-    Several models and optimizers are passed as mappings: ``model={"generator": g, "discriminator":
-    d}``; their keys name groups of the file. An optimizer may contain parameters of any of the
-    models. ``split`` is then a mapping with the keys of the models.
+    Several models and optimizers are passed as mappings:
+    ``model={"generator": g, "discriminator": d}``; their keys name groups of the file. An optimizer
+    may contain parameters of any of the models. ``split`` is then a mapping with the keys of the
+    models.
 
     ``train`` contains numbers, text, lists and tables under names that the caller chooses. Its
     ``step`` is the step of the file. Its ``curves`` (name to list of numbers) become arrays to

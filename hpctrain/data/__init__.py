@@ -1,8 +1,8 @@
-"""Turn files into batches: corpora packed once, and samples in an order that does not know how many ranks there are.
+"""Data: corpora packed into files, and batches of samples in an order that is independent of the number of ranks.
 
-Importing this package loads neither torch nor h5py; each name below comes from its own file at first use.
-``hpctrain.data.pack.pack`` and ``hpctrain.data.describe.describe`` have their files' names, so they are imported
-from there.
+Importing this package loads neither torch nor h5py; each name below is imported from its module at
+first use. ``hpctrain.data.pack.pack`` and ``hpctrain.data.describe.describe`` have the names of
+their modules, so they are imported from there.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name when it is first asked for (PEP 562)."""
+    """Import a public name when it is first requested (PEP 562)."""
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)

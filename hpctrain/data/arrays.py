@@ -1,8 +1,9 @@
-"""Read images or vectors and their targets from plain HDF5 arrays.
+"""Dataset of images or vectors with their targets, from plain HDF5 arrays.
 
-The file holds ``/train/inputs``, ``/train/targets`` and the same under ``/validation``. Inputs are ``[n, ...]``: uint8
-images (scaled to 0..1) or floats; images are ``[n, height, width]`` or ``[n, channels, height, width]``. Targets are
-classes, integers of shape ``[n]``, or floats ``[n, ...]``.
+The file contains ``/train/inputs``, ``/train/targets`` and the same under ``/validation``. Inputs
+are ``[n, ...]``: uint8 images (scaled to 0..1) or floats; images are ``[n, height, width]`` or
+``[n, channels, height, width]``. Targets are classes, integers of shape ``[n]``, or floats
+``[n, ...]``.
 """
 
 from __future__ import annotations
@@ -29,10 +30,10 @@ Pair = tuple[npt.ArrayLike, npt.ArrayLike]
 
 
 class ArrayDataset:
-    """Hand out rows of a split: inputs as float32, targets as int64 classes or float32."""
+    """Samples of a split: inputs as float32, targets as int64 classes or float32."""
 
     def __init__(self, path: str | Path, split: str) -> None:
-        """Open and check a split of an array file; raise ``DataError`` saying what was found and what is allowed."""
+        """Open and check a split of an array file. Raises ``DataError`` with the fault and the allowed values."""
         self.path, self.split = str(path), split
         file = open_file(path)
         kind = attribute(file, "format", FORMAT)
@@ -49,7 +50,7 @@ class ArrayDataset:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """Return what a model must know: the shape of an input and how many numbers describe a target."""
+        """Return the facts that a model needs: the shape of an input and the number of outputs per target."""
         return {"input_shape": tuple(int(size) for size in self._input_shape), "outputs": self._outputs}
 
     def __len__(self) -> int:
@@ -71,7 +72,7 @@ class ArrayDataset:
 
 
 def write_arrays(path: str | Path, *, train: Pair, validation: Pair) -> None:
-    """Write an array file of two ``(inputs, targets)`` pairs; an existing file is replaced, in one piece."""
+    """Write an array file of two ``(inputs, targets)`` pairs; an existing file is replaced atomically."""
     splits = {"train": train, "validation": validation}
     with new_file(Path(path), FORMAT, FORMAT_VERSION) as file:
         for split, pair in splits.items():
@@ -101,7 +102,7 @@ def _check(path: str, split: str, inputs: h5py.Dataset, targets: h5py.Dataset) -
 
 
 def _count_classes(file: h5py.File, split: str) -> int:
-    """Return one more than the highest class of any split, so that both splits ask for the same model."""
+    """Return one more than the highest class of any split, so that both splits need the same model."""
     lowest, highest = 0, -1
     for name in {"train", "validation", split}:
         targets = find_dataset(file, f"{name}/targets")
@@ -120,7 +121,7 @@ def _mapped(dataset: h5py.Dataset) -> Any:
 
 
 def _rows(array: Any, indices: Indices) -> npt.NDArray[Any]:
-    """Return rows in any order and with repetition, of which h5py itself can do neither."""
+    """Return rows in any order and with repetition; h5py itself supports neither."""
     if isinstance(array, h5py.Dataset):
         unique, back = np.unique(indices, return_inverse=True)
         return np.asarray(array[unique])[back]

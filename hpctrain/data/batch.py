@@ -1,4 +1,4 @@
-"""Hold a rank's part of a global batch."""
+"""A rank's part of a global batch."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Batch:
-    """Carry the samples of one rank in one step, and how much they count.
+    """Samples of one rank in one step, and their weight.
 
-    ``weight`` is local samples x ranks / global samples: the average over the ranks of weight x (mean loss of the
-    local samples) is the mean loss of the global batch, also where the ranks hold different numbers of samples. It
-    is 1 when they hold equally many. A rank without samples has weight 0; the mean of nothing is NaN, so its loss is
-    best written as ``0 * outputs.sum()``, which still runs every backward hook.
+    ``weight`` is local samples x ranks / global samples. The average over the ranks of weight x
+    (mean loss of the local samples) is the mean loss of the global batch, even if the ranks have
+    different numbers of samples. The weight is 1 if all ranks have the same number. A rank without
+    samples has weight 0. The mean of an empty tensor is NaN, so the loss of that rank is best
+    written as ``0 * outputs.sum()``, which still runs every backward hook.
     """
 
     inputs: Tensor
@@ -27,7 +28,7 @@ class Batch:
     samples: int
 
     def split(self, count: int) -> list[Batch]:
-        """Return microbatches, in order, whose weights add up to this one's; sizes differ by at most one."""
+        """Return microbatches, in order, whose weights add up to that of the batch; sizes differ by at most one."""
         pieces = []
         for index in range(count):
             begin, end = _bounds(self.samples, index, count)

@@ -1,4 +1,4 @@
-"""Find the documents of a corpus: the Python standard library's own source, or any files and folders."""
+"""Documents of a corpus: the source of the Python standard library, or any files and folders."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 
 from hpctrain.errors import DataError
 
-# Other people's packages, tests (thousands of near-equal lines), and tables that a program wrote: not prose to learn.
+# Third-party packages, tests (thousands of near-equal lines), and generated tables: no prose to learn from.
 _NOT_LIBRARY = {
     "dist-packages",
     "site-packages",
@@ -26,7 +26,7 @@ _NOT_LIBRARY = {
 
 @dataclass(frozen=True)
 class Document:
-    """Name a file of the corpus by its path relative to the source that it came from, with forward slashes."""
+    """A file of the corpus; ``name`` is its path relative to its source, with forward slashes."""
 
     name: str
     path: Path
@@ -35,9 +35,10 @@ class Document:
 def find_documents(sources: Sequence[str | Path] = (), left_out: list[Path] | None = None) -> list[Document]:
     """Return the documents of all sources, sorted by name; without a source, those of the standard library.
 
-    A folder gives the regular files below it, hidden ones and ``__pycache__`` left out; a file gives itself. A file
-    met twice counts once. Links that lead out of their folder are left out, and added to ``left_out``. Raises
-    ``DataError`` if a source is missing or unreadable, or if nothing is found.
+    For a folder these are the regular files below it, except hidden files and ``__pycache__``; for
+    a file it is the file itself. A file that is found twice counts once. Links to targets outside
+    of their folder are skipped and added to ``left_out``. Raises ``DataError`` if a source is
+    missing or unreadable, or if no file is found.
     """
     outside: list[Path] = [] if left_out is None else left_out
     found = [document for source in sources for document in _expand(Path(source), outside)] if sources else _library()
@@ -49,7 +50,7 @@ def find_documents(sources: Sequence[str | Path] = (), left_out: list[Path] | No
 
 
 def name_sources(sources: Sequence[str | Path]) -> list[str]:
-    """Say in words where a corpus came from."""
+    """Return a description of the sources of a corpus."""
     if not sources:
         return [f"python {platform.python_version()} standard library"]
     return [_printable(os.path.abspath(source)) for source in sources]
@@ -80,13 +81,13 @@ def _expand(source: Path, outside: list[Path]) -> list[Document]:
 
 
 def _walk(folder: Path, leave_out: set[str], outside: list[Path]) -> Iterator[Path]:
-    """Yield the files below a folder; links to files elsewhere go into ``outside``: the folder may be another's."""
+    """Yield the files below a folder; links to files elsewhere go to ``outside``: another user may own the folder."""
     root = os.path.realpath(folder) + os.sep
     for place, folders, files in os.walk(folder, onerror=_refuse):
         folders[:] = [name for name in folders if not _is_noise(name) and name not in leave_out]
         for name in files:
             path = Path(place, name)
-            # Sockets, pipes and dangling links are not documents; opening a pipe would wait for ever.
+            # Sockets, pipes and dangling links are not documents; opening a pipe would block forever.
             if _is_noise(name) or not path.is_file():
                 continue
             if path.is_symlink() and not os.path.realpath(path).startswith(root):
@@ -108,5 +109,5 @@ def _relative(path: Path, folder: Path) -> str:
 
 
 def _printable(name: str | Path) -> str:
-    """Return a file name as text that UTF-8 can hold: names on disk may be any bytes."""
+    """Return a file name as text that UTF-8 can encode: names on disk may be any bytes."""
     return os.fsencode(name).decode("utf-8", "backslashreplace")

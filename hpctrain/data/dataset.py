@@ -1,4 +1,4 @@
-"""Say what the loader needs of a dataset, and what a file adds to that."""
+"""Interface of datasets, and the concatenation of several files."""
 
 from __future__ import annotations
 
@@ -17,29 +17,29 @@ Indices = npt.NDArray[np.int64]
 
 
 class Dataset(Protocol):
-    """Be a numbered set of samples that hands out any of them at once; users may bring their own."""
+    """A numbered set of samples that returns several of them at once; users may provide their own."""
 
     def __len__(self) -> int:
         """Return the number of samples."""
 
     def batch(self, indices: Indices) -> tuple[Tensor, Tensor]:
-        """Return inputs and targets of the samples named, first dim in the order of ``indices``."""
+        """Return inputs and targets of the samples; the first dimension is in the order of ``indices``."""
 
 
 class FileDataset(Dataset, Protocol):
-    """Be a dataset that knows its file and what a model must know of its samples."""
+    """A dataset with its file and the facts about its samples that a model needs."""
 
     @property
     def path(self) -> str:
-        """Name the file."""
+        """Return the path of the file."""
 
     @property
     def facts(self) -> dict[str, Any]:
-        """Return what ``hpctrain.models.build`` takes by name: vocabulary, or shapes."""
+        """Return the keyword arguments for ``hpctrain.models.build``: vocabulary, or shapes."""
 
 
 class JoinedDataset:
-    """Make one dataset of several, one after the other; all must show a model the same face."""
+    """Concatenation of several datasets; all must have the same facts for a model."""
 
     def __init__(self, parts: Sequence[FileDataset]) -> None:
         for part in parts[1:]:
@@ -53,19 +53,19 @@ class JoinedDataset:
 
     @property
     def path(self) -> str:
-        """Name the files."""
+        """Return the paths of the files."""
         return ", ".join(part.path for part in self._parts)
 
     @property
     def facts(self) -> dict[str, Any]:
-        """Return what all parts have in common: everything that a model must know."""
+        """Return the facts that a model needs, which all parts have in common."""
         return self._parts[0].facts
 
     def __len__(self) -> int:
         return int(self._ends[-1])
 
     def batch(self, indices: Indices) -> tuple[Tensor, Tensor]:
-        """Return inputs and targets of the samples named, whichever file they lie in."""
+        """Return inputs and targets of the samples from the files that contain them."""
         import torch
 
         check_indices(indices, len(self), self.path)

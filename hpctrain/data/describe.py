@@ -1,4 +1,4 @@
-"""Say what a data file holds, without torch."""
+"""Description of the contents of a data file, without torch."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ _COLUMNS = ("dataset", "shape", "dtype", "documents", "bytes", "crc32")
 
 
 def describe(path: str | Path) -> dict[str, Any]:
-    """Return a data file's attributes and, for every dataset, shape, dtype, size and whether its checksum holds.
+    """Return a data file's attributes and, for every dataset, shape, dtype, size and whether its checksum is correct.
 
-    All values are plain (JSON). Reads the whole file, in blocks. Raises ``DataError`` for anything but a data file.
+    All values are plain (JSON). The whole file is read, in blocks. Raises ``DataError`` if it is
+    not a data file.
     """
     with open_file(path) as file:
         found: dict[str, Any] = {"path": str(path)}
@@ -35,7 +36,7 @@ def describe(path: str | Path) -> dict[str, Any]:
 
 
 def render(found: dict[str, Any]) -> str:
-    """Return a description as text: one line of facts each, then a table."""
+    """Return a description as text: one line per fact, then a table."""
     lines = [f"{key + ':':21}{value}" for key, value in found.items() if key not in ("sources", "datasets")]
     sources = found.get("sources", [])
     lines += [f"{'sources:' if not number else '':21}{source}" for number, source in enumerate(sources[:8])]

@@ -1,4 +1,4 @@
-"""Walk through a validation split once, in order, divided over the ranks."""
+"""Batches of a validation split: one pass, in order, divided over the ranks."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from hpctrain.errors import SettingsError
 def evaluation_batches(
     dataset: Dataset, *, batch: int, rank: int = 0, size: int = 1, limit: int | None = None
 ) -> Iterator[Batch]:
-    """Yield a rank's shares of at most ``limit`` samples, ``batch`` samples at a time over all ranks.
+    """Yield a rank's shares of at most ``limit`` samples, with ``batch`` samples at a time over all ranks.
 
-    With a limit, the samples are spread evenly over the split, always the same ones: its beginning alone would be
-    the documents whose names come first. Every rank gets equally many batches, so that a forward pass may
-    communicate; shares differ by at most one sample and may be empty. Mean loss of the split: add up
-    ``mean loss x samples`` and ``samples`` over batches with samples, then over ranks, and divide.
+    With a limit, the samples are always the same ones, spread evenly over the split: its beginning
+    alone would be the documents whose names sort first. Every rank gets the same number of batches,
+    so that a forward pass may communicate. Shares differ by at most one sample and may be empty. To
+    compute the mean loss of the split, add up ``mean loss x samples`` and ``samples`` over batches
+    with samples, then over ranks, and divide.
     """
     if batch < 1 or (limit is not None and limit < 1):
         raise SettingsError(f"evaluation with batch {batch} and limit {limit}: each must be 1 or more")

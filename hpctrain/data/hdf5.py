@@ -1,4 +1,4 @@
-"""Open HDF5 files for reading, every way in which that fails said in one line, and map what can be mapped."""
+"""Opening of HDF5 files for reading, with one-line errors for all failures, and memory maps of their datasets."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from hpctrain.util.text import printable, shorten
 
 _ITSELF = "a data file must hold its data itself"
 _MOST_LINKS = 8  # links within a file that are followed for one name
-_DENSEST = 1 << 20  # bytes that one stored byte may stand for, and bytes that may be there unwritten
-BLOCK = 4 << 20  # elements read at a time where a whole dataset is looked at
+_DENSEST = 1 << 20  # bytes that one stored byte may represent, and bytes that may be unwritten
+BLOCK = 4 << 20  # elements per read when a whole dataset is scanned
 
 
 def open_file(path: str | Path) -> h5py.File:
-    """Return the file, opened for reading; raise ``DataError`` where it is missing or not HDF5."""
+    """Return the file, opened for reading. Raises ``DataError`` if it is missing or not HDF5."""
     path = Path(path)
     if not path.exists():
         raise DataError(f"no data file {path}: hpctrain data pack makes one")
@@ -33,17 +33,18 @@ def open_file(path: str | Path) -> h5py.File:
         os.close(open_regular(path))
         if not h5py.is_hdf5(path):
             raise DataError(f"{path} is not an HDF5 file: hpctrain data pack makes one from text")
-        # No lock: data files appear by rename and are never written again, and parallel filesystems often have none.
+        # No lock: data files appear by rename and are never modified, and parallel filesystems often have no locks.
         return h5py.File(path, "r", locking=False)
     except OSError as error:
         raise DataError(f"cannot open data file {path}: {error.strerror or error}") from error
 
 
 def dataset_of(file: h5py.File, name: str) -> h5py.Dataset:
-    """Return a dataset whose bytes lie in this file; raise ``DataError`` with the names that the file has instead.
+    """Return a dataset whose bytes are in this file. Raises ``DataError`` with the available names if it is missing.
 
-    HDF5 follows external links, external storage and virtual datasets to other files as soon as a dataset is read, so
-    each link is examined before it is followed, and the layout before the shape.
+    HDF5 follows external links, external storage and virtual datasets to other files as soon as a
+    dataset is read. So each link is examined before it is followed, and the layout before the
+    shape.
     """
     found = find_dataset(file, name)
     if found is not None:
@@ -54,7 +55,7 @@ def dataset_of(file: h5py.File, name: str) -> h5py.Dataset:
 
 
 def find_dataset(file: h5py.File, name: str) -> h5py.Dataset | None:
-    """Return a dataset as ``dataset_of`` does; None if there is none of this name."""
+    """Return a dataset as ``dataset_of`` does; ``None`` if it does not exist."""
     try:
         found = _follow(file, name, _MOST_LINKS)
         if not isinstance(found, h5py.h5d.DatasetID):
@@ -69,7 +70,7 @@ def find_dataset(file: h5py.File, name: str) -> h5py.Dataset | None:
 
 
 def _follow(file: h5py.File, name: str, left: int) -> Any:
-    """Return the identifier of an object; links within the file are followed, links out of it refused."""
+    """Return the identifier of an object; links within the file are followed, links to other files are refused."""
     here: Any = file.id
     parts = [part for part in name.split("/") if part not in ("", ".")]
     for at, part in enumerate(parts):
@@ -89,7 +90,7 @@ def _follow(file: h5py.File, name: str, left: int) -> Any:
 
 
 def _check_layout(file: h5py.File, dataset: h5py.h5d.DatasetID, name: str) -> None:
-    """Refuse bytes of other files, and more bytes than the file can hold."""
+    """Refuse bytes in other files, and more bytes than the file can contain."""
     plist, where = dataset.get_create_plist(), f"{file.filename}: /{name}"
     if plist.get_layout() == h5py.h5d.VIRTUAL:
         raise DataError(f"{where} is a virtual dataset: {_ITSELF}")
@@ -104,7 +105,7 @@ def _check_layout(file: h5py.File, dataset: h5py.h5d.DatasetID, name: str) -> No
 
 
 def _names(file: h5py.File) -> list[str]:
-    """Return names of datasets, a few; nothing is opened that a link leads to."""
+    """Return the names of a few datasets; objects behind links are not opened."""
     names: list[str] = []
 
     def visit(key: str, item: Any) -> bool | None:
@@ -132,25 +133,25 @@ def attribute(item: Any, name: str, default: Any = None) -> Any:
 
 
 def map_dataset(dataset: h5py.Dataset) -> npt.NDArray[Any] | None:
-    """Return the dataset as a read-only memory map, or ``None`` where its bytes do not lie in the file in one piece.
+    """Return the dataset as a read-only memory map; ``None`` if its bytes are not contiguous in the file.
 
-    A map costs no copy, no lock and no open handle, and all ranks of a node share its pages.
+    A map needs no copy, no lock and no open handle, and all ranks of a node share its pages.
     """
-    offset = dataset.id.get_offset()  # none where chunked, virtual, external or not yet allocated
+    offset = dataset.id.get_offset()  # None if chunked, virtual, external or not yet allocated
     if offset is None or dataset.dtype.hasobject:
         return None
     return np.memmap(dataset.file.filename, dtype=dataset.dtype, mode="r", offset=offset, shape=dataset.shape)
 
 
 def check_whole(array: Any, path: str) -> None:
-    """Raise ``DataError`` if the file behind a map has become shorter: to touch what is gone would kill the process."""
+    """Raise ``DataError`` if the mapped file has become shorter: an access beyond its end would kill the process."""
     file = getattr(array, "_mmap", None)
     if file is not None and file.size() < array.offset + array.nbytes:
         raise DataError(f"{path} was truncated while it was read: it has {file.size()} bytes; pack it again")
 
 
 def checksum(dataset: h5py.Dataset) -> int:
-    """Return the CRC-32 of a dataset's bytes in C order, read in blocks along its first dim."""
+    """Return the CRC-32 of a dataset's bytes in C order, read in blocks along its first dimension."""
     rows = max(1, BLOCK // max(1, int(np.prod(dataset.shape[1:]))))
     crc32 = 0
     for start in range(0, len(dataset), rows):

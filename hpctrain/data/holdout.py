@@ -1,4 +1,4 @@
-"""Decide which documents are held out for validation."""
+"""Split of the documents into training and validation."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SPLITS: tuple[Split, Split] = ("train", "validation")
 
 @dataclass(frozen=True)
 class Piece:
-    """Name a stretch of a document, in bytes; nearly always all of it."""
+    """A byte range of a document; almost always the whole document."""
 
     source: Measured
     start: int
@@ -24,19 +24,20 @@ class Piece:
 
 
 def is_held_out(name: str, fraction: float, seed: int) -> bool:
-    """Tell from the name alone whether a document is held out.
+    """Return whether a document is held out; this depends on its name, the fraction and the seed alone.
 
-    A document keeps its side when others come or go, and whatever order they are found in.
+    A document stays in its split when other documents are added or removed, in whatever order they
+    are found.
     """
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
     return int.from_bytes(digest[:8], "big") < fraction * 2**64
 
 
 def plan_splits(measured: Sequence[Measured], fraction: float, seed: int) -> dict[Split, list[Piece]]:
-    """Return the pieces of each split, in the order given; no byte is in both, none in neither.
+    """Return the pieces of each split, in the given order; each byte is in exactly one split.
 
-    Where hashing leaves a split empty, as with a single big file, the longest document is cut: its beginning is
-    trained on and its last part held out.
+    If hashing leaves a split empty, as for a single large file, the longest document is cut: its
+    beginning is used for training and its end is held out.
     """
     splits: dict[Split, list[Piece]] = {"train": [], "validation": []}
     for found in measured:

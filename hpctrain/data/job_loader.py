@@ -1,4 +1,4 @@
-"""The loader of ``job.loader``: a DataLoader whose order of samples is a function of seed and position."""
+"""The loader of ``job.loader``: a DataLoader whose sample order is a function of seed and position."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hpctrain.errors import DataError, UsageError
 
 
 class BatchOrder:
-    """A batch sampler that finds any batch of any pass without those before it."""
+    """Batch sampler with direct access to any batch of any epoch."""
 
     def __init__(self, samples: int, batch: int, *, shuffle: bool, seed: int, drop_last: bool) -> None:
         self.samples, self.batch, self.shuffle, self.drop_last = samples, batch, shuffle, drop_last
@@ -29,11 +29,11 @@ class BatchOrder:
         return self.start_at(0)
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the pass, counted from 0."""
+        """Set the epoch, counted from 0."""
         self.epoch = epoch
 
     def start_at(self, number: int) -> Iterator[list[int]]:
-        """Yield the batches of this pass from a number on."""
+        """Yield the batches of this epoch from batch ``number`` on."""
         for place in range(number, len(self)):
             begin = place * self.batch
             end = min(begin + self.batch, self.samples)
@@ -44,9 +44,9 @@ class BatchOrder:
 
 
 class JobLoader(DataLoader[Any]):
-    """A ``DataLoader`` of batches of all ranks: a run splits them; iterated over alone, it gives this rank's shares.
+    """A ``DataLoader`` of batches of all ranks: a run splits them; without a run, iteration returns this rank's shares.
 
-    ``epochs`` is the number of passes that a run makes if it is given neither ``steps`` nor ``run.epochs``.
+    ``epochs`` is the number of epochs of a run that is given neither ``steps`` nor ``run.epochs``.
     """
 
     is_split = False
@@ -62,7 +62,7 @@ class JobLoader(DataLoader[Any]):
         return self._shares()
 
     def _shares(self) -> Iterator[Any]:
-        """Yield this rank's shares; of a batch of fewer samples than ranks, some ranks get none."""
+        """Yield this rank's shares; if a batch has fewer samples than ranks, some ranks get none."""
         twin = split_loader(self, self._rank, self._parts, RandomStreams(self.seed))
         drawn = shares_of(twin)
         for batch in twin:
@@ -71,7 +71,7 @@ class JobLoader(DataLoader[Any]):
 
 
 class Rows:
-    """A map-style dataset over one that hands out several samples at once, as hpctrain's files do."""
+    """Map-style dataset over one that returns several samples at once, as hpctrain's files do."""
 
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset
@@ -84,7 +84,7 @@ class Rows:
         return inputs[0], targets[0]
 
     def __getitems__(self, indices: list[int]) -> Any:
-        """Return inputs and targets of all of them, as two tensors."""
+        """Return inputs and targets of all indices, as two tensors."""
         return self.dataset.batch(np.asarray(list(indices), np.int64))
 
 

@@ -1,4 +1,4 @@
-"""Deal out global batches to the ranks, in an order that does not depend on how many there are."""
+"""Loader that divides global batches over the ranks, in an order that is independent of their number."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ from hpctrain.errors import DataError, SettingsError
 
 
 class Loader:
-    """Iterate over a rank's share of the global batches, endlessly or for a number of epochs.
+    """Iterator over a rank's shares of the global batches, endless or for a number of epochs.
 
-    Without ``epochs`` the stream runs on across the borders of epochs and every batch is full. With ``epochs`` each
-    epoch is cut into batches of its own; what is left over at its end is dropped, or with ``drop_last=False`` comes
-    as a smaller batch whose shares may differ by one sample (see ``Batch.weight``).
+    Without ``epochs`` the stream crosses the boundaries of epochs and every batch is full. With
+    ``epochs`` each epoch is divided into its own batches; the remaining samples at its end are
+    dropped, or with ``drop_last=False`` form a smaller batch whose shares may differ by one sample
+    (see ``Batch.weight``).
 
-    ``position`` counts samples of the whole run over all ranks; it is all the state there is.
+    ``position`` counts samples of the whole run over all ranks; it is the only state.
 
-    Note: batches are read when they are asked for, without a thread. A window of a memory map costs microseconds,
-    and on a full node a helper thread takes the core from the compute.
+    Note: batches are read when they are requested, without a thread. A window of a memory map takes
+    microseconds, and on a full node a helper thread takes a core from the compute.
     """
 
     def __init__(
@@ -37,7 +38,7 @@ class Loader:
         epochs: int | None = None,
         drop_last: bool = True,
     ) -> None:
-        """Check that ``batch`` samples can be dealt out evenly to ``size`` ranks x ``microbatches``."""
+        """Check that ``batch`` samples can be divided evenly over ``size`` ranks x ``microbatches``."""
         check_batch(batch, size, microbatches)
         if not 0 <= rank < size:
             raise SettingsError(f"rank {rank} of {size}: ranks are numbered 0 to {size - 1}")
@@ -52,14 +53,14 @@ class Loader:
 
     @property
     def epoch(self) -> int:
-        """Return the number of epochs that lie in full before the position."""
+        """Return the number of complete epochs before the position."""
         return self.position // len(self.dataset)
 
     def __iter__(self) -> Loader:
         return self
 
     def __next__(self) -> Batch:
-        """Return this rank's share of the next global batch and move on."""
+        """Return this rank's share of the next global batch and advance the position."""
         count = self._advance()
         indices = self._order.indices(self.position, count)
         shared = take(self.dataset, indices, self.rank, self.size)
@@ -67,11 +68,11 @@ class Loader:
         return shared
 
     def state_dict(self) -> dict[str, int]:
-        """Return where the run stands in its data: plain numbers, the same on every rank, whatever the batch."""
+        """Return the position in the data: plain numbers, the same on every rank, for any batch size."""
         return {"position": self.position, "seed": self._order.seed, "samples": len(self.dataset)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where a run stopped; raise ``DataError`` where order or data are not those of that run."""
+        """Restore the position of a run. Raises ``DataError`` if the order or the data differ."""
         mine = self.state_dict()
         missing = sorted(set(mine) - set(state))
         if missing:
@@ -86,7 +87,7 @@ class Loader:
         self.position = int(state["position"])
 
     def _advance(self) -> int:
-        """Step over what is dropped and return the size of the next global batch."""
+        """Skip dropped samples and return the size of the next global batch."""
         if self.epochs is None:
             return self.batch
         left = len(self.dataset) - self.position % len(self.dataset)
@@ -99,7 +100,7 @@ class Loader:
 
 
 def check_batch(batch: int, size: int, microbatches: int = 1) -> None:
-    """Raise ``SettingsError`` unless every rank gets equally many samples in each of its microbatches."""
+    """Raise ``SettingsError`` unless all ranks get the same number of samples in each of their microbatches."""
     if batch < 1 or size < 1 or microbatches < 1:
         raise SettingsError(f"batch of {batch} for {size} ranks x {microbatches} microbatches: each must be 1 or more")
     unit = size * microbatches

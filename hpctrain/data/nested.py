@@ -1,4 +1,4 @@
-"""Batches of any make: tuples, lists, dicts and tensors within each other, measured and cut along the first dim."""
+"""Nested batches: tuples, lists, dicts and tensors, counted and sliced along the first dimension."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ def leaves(batch: Any) -> Iterator[Tensor]:
 
 
 def samples_in(batch: Any) -> int:
-    """Return the number of samples: the first dim of the tensors. Raises ``UsageError`` if they differ, or are none."""
+    """Return the number of samples, the first dimension of all tensors.
+
+    Raises ``UsageError`` if the tensors differ in it, or if no tensor has one.
+    """
     sizes = {leaf.shape[0] for leaf in leaves(batch) if leaf.dim()}
     if len(sizes) != 1:
         found = "no tensor with a first dim" if not sizes else f"tensors of first dims {sorted(sizes)}"
@@ -35,13 +38,13 @@ def samples_in(batch: Any) -> int:
 
 
 def cut(batch: Any, begin: int, end: int) -> Any:
-    """Return the samples from ``begin`` to ``end`` of a batch, as a batch of the same make."""
+    """Return the samples from ``begin`` to ``end`` of a batch, as a batch of the same structure."""
     count = samples_in(batch)
     return _mapped(batch, lambda leaf: leaf[begin:end] if leaf.dim() else leaf, count, slice(begin, end))
 
 
 def rows_of(batch: Any, rows: Tensor) -> Any:
-    """Return samples by number, as a batch of the same make."""
+    """Return samples by index, as a batch of the same structure."""
     count = samples_in(batch)
     numbers = rows.tolist()
     return _mapped(batch, lambda leaf: leaf[rows.to(leaf.device)] if leaf.dim() else leaf, count, numbers)
@@ -58,7 +61,7 @@ def _mapped(batch: Any, take: Callable[[Tensor], Tensor], count: int, which: sli
     if isinstance(batch, (tuple, list)):
         if any(True for _ in leaves(batch)):
             return type(batch)(_mapped(value, take, count, which) for value in batch)
-        if len(batch) == count:  # a value per sample, such as names
+        if len(batch) == count:  # one value per sample, such as names
             return batch[which] if isinstance(which, slice) else type(batch)(batch[number] for number in which)
     return batch
 

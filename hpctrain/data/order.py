@@ -1,4 +1,4 @@
-"""Put the samples in an order that depends on the seed and the position alone."""
+"""Order of the samples as a function of seed and position alone."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from hpctrain.errors import SettingsError
 
 
 class SampleOrder:
-    """Number the samples of an endless run: every epoch is its own permutation of all ``length`` samples.
+    """Endless sequence of sample indices: every epoch is a permutation of its own of all ``length`` samples.
 
-    Position p lies in epoch ``p // length``. Epoch e is ``Generator(PCG64([seed, e])).permutation(length)``, so any
-    position can be found without the ones before it, on any number of ranks.
+    Position p is in epoch ``p // length``. Epoch e is
+    ``Generator(PCG64([seed, e])).permutation(length)``, so any position can be computed without the
+    previous ones, on any number of ranks.
     """
 
     def __init__(self, length: int, seed: int = 0) -> None:
@@ -23,7 +24,7 @@ class SampleOrder:
         self._permutation: npt.NDArray[np.int64] = np.empty(0, np.int64)
 
     def indices(self, start: int, count: int) -> npt.NDArray[np.int64]:
-        """Return the samples at positions ``start`` to ``start + count - 1``, across the borders of epochs."""
+        """Return the samples at positions ``start`` to ``start + count - 1``, across the boundaries of epochs."""
         pieces = [self._permutation[:0]]
         while count > 0:
             epoch, offset = divmod(start, self.length)

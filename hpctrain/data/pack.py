@@ -1,8 +1,9 @@
-"""Pack a corpus into one HDF5 file of byte tokens with a held-out split.
+"""Packing of a corpus into one HDF5 file of byte tokens with a held-out split.
 
-The file holds ``/train`` and ``/validation``, each with ``tokens`` (u1; every document is followed by a NUL byte),
-``offsets`` (where each document begins, and where the last one ends) and ``names``. Memory stays bounded: the corpus
-is read twice, once to measure and once to copy, block by block.
+The file contains ``/train`` and ``/validation``, each with ``tokens`` (u1; every document is
+followed by a NUL byte), ``offsets`` (the start of each document, and the end of the last one) and
+``names``. Memory stays bounded: the corpus is read twice, once to measure and once to copy, block
+by block.
 """
 
 from __future__ import annotations
@@ -30,14 +31,14 @@ SEPARATOR = b"\0"
 
 @dataclass(frozen=True)
 class PackReport:
-    """Say what a packed file holds, and whether it was written now (or had been, from the same corpus)."""
+    """Contents of a packed file; ``written`` is false if the file already existed with the same corpus."""
 
     path: Path
     written: bool
     tokens: dict[Split, int]
     documents: dict[Split, int]
-    skipped: int  # files left out because they are not text
-    links: int = 0  # links left out because they lead out of their folder
+    skipped: int  # number of files skipped because they are not text
+    links: int = 0  # number of links skipped because they lead out of their folder
 
 
 def pack(
@@ -51,8 +52,8 @@ def pack(
 ) -> PackReport:
     """Pack the text of files and folders into ``out``; without sources, that of the Python standard library.
 
-    A file that holds the same corpus, packed in the same way, is left as it is; any other file is only replaced with
-    ``force``. Raises ``DataError`` or ``SettingsError`` with nothing written.
+    A file with the same corpus, packed in the same way, is not changed; any other file is only
+    replaced with ``force``. After a ``DataError`` or ``SettingsError`` no file was written.
     """
     out = Path(out)
     if not 0 < validation_fraction < 1:
@@ -85,7 +86,7 @@ def pack(
 
 
 def _is_current(out: Path, identity: dict[str, object]) -> bool:
-    """Tell whether ``out`` need not be written; raise ``DataError`` where it exists and is something else."""
+    """Return whether ``out`` is up to date. Raises ``DataError`` if it exists and has other contents."""
     if not out.exists():
         return False
     try:
@@ -105,7 +106,7 @@ def _write(
     out: Path, splits: dict[Split, list[Piece]], identity: dict[str, object], sources: list[str], progress: bool
 ) -> None:
     total = sum(_length(pieces) for pieces in splits.values())
-    # disable=None: a bar on a terminal only
+    # disable=None: a progress bar only on a terminal
     bar = tqdm(total=total, unit="B", unit_scale=True, desc="pack", leave=False, disable=None if progress else True)
     with bar, new_file(out, FORMAT, FORMAT_VERSION) as file:
         file.attrs.update(identity)
@@ -135,7 +136,7 @@ def _write_split(group: h5py.Group, pieces: list[Piece], bar: tqdm[None]) -> Non
 
 
 def _blocks(piece: Piece) -> Iterator[bytes]:
-    """Yield the bytes of a piece and the separator; raise ``DataError`` where the file is no longer what it was."""
+    """Yield the bytes of a piece and the separator. Raises ``DataError`` if the file has changed since the survey."""
     document, position, crc32 = piece.source.document, 0, 0
     for block in read_blocks(document.path):
         crc32 = zlib.crc32(block, crc32)

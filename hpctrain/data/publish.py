@@ -1,4 +1,4 @@
-"""Write a data file so that it is either there in full or not there at all."""
+"""Atomic writing of a data file."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from hpctrain.util import atomic
 
 
 class _Sink(io.FileIO):
-    """Be the file under HDF5: keep the first failure, and from then on take everything and write nothing.
+    """The file under HDF5: after the first failure, which is stored, all further writes are ignored.
 
-    Note: HDF5 holds data back and cannot give up a file whose disk is full. It tries again at every close and at the
-    end of the process, where the library was seen to crash. So it never hears of the failure; whoever opened the
-    sink looks at ``failure`` and removes the file.
+    Note: HDF5 buffers data and cannot give up a file whose disk is full. It tries again at every
+    close and at the end of the process, where the library was seen to crash. So HDF5 does not see
+    the failure; the code that opened the sink checks ``failure`` and removes the file.
     """
 
     failure: OSError | None = None
 
     def write(self, data: Any) -> int:
-        """Write all bytes, or none after a failure."""
+        """Write all bytes, or none after a failure; return the full length."""
         view = memoryview(data).cast("B")
         done = 0
         while self.failure is None and done < len(view):
@@ -38,14 +38,14 @@ class _Sink(io.FileIO):
         return len(view)
 
     def readinto(self, buffer: Any) -> int:
-        """Read all that was asked for; what could not be written is zeros, where HDF5 would take chance bytes."""
+        """Fill the buffer; bytes that could not be written read as zeros, where HDF5 would use random memory."""
         view = memoryview(buffer).cast("B")
         done = super().readinto(view) or 0
         view[done:] = bytes(len(view) - done)
         return len(view)
 
     def truncate(self, size: int | None = None) -> int:
-        """Set the length, if that can be done."""
+        """Set the length if possible."""
         try:
             return super().truncate(size)
         except OSError as error:
@@ -55,9 +55,10 @@ class _Sink(io.FileIO):
 
 @contextlib.contextmanager
 def new_file(out: Path, kind: str, version: int) -> Iterator[h5py.File]:
-    """Open a temporary HDF5 file that takes the name ``out`` when the block ends without an error.
+    """Open a temporary HDF5 file that is renamed to ``out`` when the block ends without an error.
 
-    Folders above it are made; on any error the temporary file is removed and the old file, if any, stays.
+    Missing parent folders are created. After an error the temporary file is removed, and an
+    existing file stays.
     """
     if out.is_dir():
         raise DataError(f"cannot write {out}: it is a folder")

@@ -1,15 +1,18 @@
-"""Two streams of random numbers: one that is equal on all ranks, and one per sample and per step that is not.
+"""Two random streams: one that is equal on all ranks, and one per sample and per step that differs between ranks.
 
-Outside of steps a script draws from the generators as it has seeded them: initial weights, the order of samples. These
-draws are equal on all ranks. Inside a step (dropout) and inside the loading of a sample (augmentation) torch's and
-NumPy's generators are seeded anew, from the run's seed and the place of the step or sample in the run, and put back
-afterwards. So a rank draws other masks than its neighbours even if all of them call ``torch.manual_seed(0)``, the
-draws of a step depend on nothing that came before it, and a resumed run repeats none of them.
+Outside of steps a script draws from the generators as it has seeded them: initial weights, the
+order of samples. These draws are equal on all ranks. Inside a step (dropout) and while a sample is
+loaded (augmentation), the generators of torch and NumPy are seeded from the run's seed and the
+position of the step or sample in the run, and restored afterwards. So a rank draws other masks than
+its neighbours even if all of them call ``torch.manual_seed(0)``, the draws of a step are
+independent of everything before it, and a resumed run repeats no draws.
 
-In a step Python's ``random`` draws alike on all ranks: scripts decide with it what all of them must decide alike.
+In a step Python's ``random`` draws the same numbers on all ranks: scripts use it for decisions that
+must be equal.
 
-Note: reading and setting the state of NumPy's global generator takes 40 and 108 us, exchanging the bit generator
-below it 3 us. It forgets the second number of a pair of normal ones, which is therefore put back where there is one.
+Note: reading and setting the state of NumPy's global generator takes 40 and 108 us, exchanging its
+bit generator 3 us. The exchange loses the second number of a pair of normal ones, so that one is
+restored separately.
 """
 
 from __future__ import annotations
@@ -28,52 +31,52 @@ from torch import Tensor
 from hpctrain.collectives.communicator import Communicator
 
 _NUMPY_SEED = 2**32
-_GLOBAL: Any = np.random  # get_bit_generator and set_bit_generator have no types
+_GLOBAL: Any = np.random  # get_bit_generator and set_bit_generator have no type annotations
 
 
 def mixed(*numbers: int) -> int:
-    """Return a seed of 63 bits that depends on all numbers and their order."""
+    """Return a 63-bit seed that depends on all numbers and their order."""
     packed = struct.pack(f"<{len(numbers)}q", *(number % 2**63 for number in numbers))
     return int.from_bytes(hashlib.blake2b(packed, digest_size=8).digest(), "little") >> 1
 
 
 def seed_sample(seed: int) -> None:
-    """Seed the generators that transforms draw from: torch's, NumPy's and Python's."""
+    """Seed the generators that transforms use: those of torch, NumPy and Python."""
     torch.default_generator.manual_seed(seed)
     np.random.seed(seed % _NUMPY_SEED)
     random.seed(seed)
 
 
 class RandomStreams:
-    """The generators of this process, as seen from outside of steps and from inside of one.
+    """Generators of this process, with an outer stream outside of steps and an inner stream within a step.
 
-    ``seed`` is the run's, ``place`` what tells this rank from the ones that must draw other numbers: its index on the
-    data axis and its pipeline stage.
+    ``seed`` is the run's seed. ``place`` distinguishes this rank from those that must draw other
+    numbers: its index on the data axis and its pipeline stage.
     """
 
     def __init__(self, seed: int = 0, place: tuple[int, ...] = (0, 0)) -> None:
         self.seed, self.place = seed, place
         self._inner = np.random.MT19937(0)
-        self._saved: _Saved | None = None  # the outer stream, while an inner one is in use
+        self._saved: _Saved | None = None  # state of the outer stream while an inner one is in use
 
     @property
     def inside(self) -> bool:
-        """Whether an inner stream is in use."""
+        """Return whether an inner stream is in use."""
         return self._saved is not None
 
     def enter_step(self, iteration: int) -> None:
-        """Keep the outer stream and seed the generators for an iteration, counted over the whole run."""
+        """Save the outer stream and seed the generators for an iteration, counted over the whole run."""
         self._keep()
         random.seed(mixed(self.seed, iteration))
         self._seed(mixed(self.seed, iteration, *self.place))
 
     def leave_step(self) -> None:
-        """Put the outer stream back; without effect outside of a step."""
+        """Restore the outer stream; no effect outside of a step."""
         self._put_back()
 
     @contextmanager
     def loading(self) -> Iterator[None]:
-        """Let samples be loaded in this process, whose transforms seed the generators for themselves."""
+        """Save the outer stream while this process loads samples, whose transforms seed the generators themselves."""
         self._keep()
         try:
             yield
@@ -82,7 +85,7 @@ class RandomStreams:
 
     @contextmanager
     def outer(self) -> Iterator[None]:
-        """Draw from the outer stream although an inner one is in use; afterwards the inner one must be seeded anew."""
+        """Draw from the outer stream while an inner one is in use; afterwards the inner one must be seeded again."""
         inside = self._saved is not None
         self._put_back()
         try:
@@ -93,7 +96,7 @@ class RandomStreams:
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """Draw from the outer stream in the ``with`` block, and go on with the inner one as if nothing was drawn."""
+        """Draw from the outer stream in the ``with`` block; the inner stream continues as if nothing was drawn."""
         inner = torch.get_rng_state(), random.getstate()
         cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
         inside = self.inside
@@ -102,7 +105,7 @@ class RandomStreams:
             yield
         finally:
             if inside:
-                self._keep()  # NumPy's inner generator is another object, and is where it was
+                self._keep()  # NumPy's inner generator is a separate object, whose state has not changed
                 torch.set_rng_state(inner[0])
                 random.setstate(inner[1])
                 if cuda is not None:
@@ -110,7 +113,7 @@ class RandomStreams:
 
     @contextmanager
     def untouched(self) -> Iterator[None]:
-        """Put all generators back to where they were before the ``with`` block."""
+        """Restore the state of all generators at the end of the ``with`` block."""
         state = OuterState.capture()
         try:
             yield
@@ -134,7 +137,7 @@ class RandomStreams:
 
 
 class _Saved:
-    """The outer stream of torch (host and device), NumPy and Python, put aside."""
+    """Saved state of the outer stream of torch (host and device), NumPy and Python."""
 
     def __init__(self, inner: np.random.MT19937) -> None:
         self._torch, self._python = torch.get_rng_state(), random.getstate()
@@ -146,7 +149,7 @@ class _Saved:
         _GLOBAL.set_bit_generator(inner)
 
     def put_back(self) -> None:
-        """Let the generators go on where they were."""
+        """Restore the generators."""
         torch.set_rng_state(self._torch)
         random.setstate(self._python)
         if self._cuda is not None:
@@ -159,20 +162,20 @@ class _Saved:
 
 
 class OuterState:
-    """The states of torch's, NumPy's and Python's generators at one moment, fit to travel between ranks."""
+    """States of the generators of torch, NumPy and Python at one moment; it can be sent to another rank."""
 
     def __init__(self, torch_state: Tensor, numpy_state: Any, python_state: Any, cuda: Tensor | None = None) -> None:
         self.torch, self.numpy, self.python, self.cuda = torch_state, numpy_state, python_state, cuda
 
     @classmethod
     def capture(cls) -> OuterState:
-        """Return the present states of this process."""
+        """Return the current states in this process."""
         on_device = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
         cuda = torch.cuda.get_rng_state() if on_device else None
         return cls(torch.get_rng_state(), np.random.get_state(legacy=False), random.getstate(), cuda)
 
     def restore(self) -> None:
-        """Set this process's generators."""
+        """Set the generators of this process."""
         torch.set_rng_state(self.torch)
         np.random.set_state(self.numpy)
         random.setstate(self.python)
@@ -181,7 +184,7 @@ class OuterState:
 
 
 def draw_alike(comm: Communicator) -> None:
-    """Give all ranks the generators of rank 0. Collective."""
+    """Set the generators of all ranks to the state of rank 0. Collective."""
     outer = comm.broadcast_object(OuterState.capture())
     if comm.rank:
         outer.restore()

@@ -1,4 +1,4 @@
-"""Set which data a run reads."""
+"""Settings for the data that a run reads."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class DataSettings:
-    """Name the data files and how to read them."""
+    """The data files and their format."""
 
-    # HDF5 files that each hold a train and a validation split; several are read as one, in this order
+    # HDF5 files with a train and a validation split each; several are concatenated in this order
     files: tuple[str, ...] = ()
 
-    # tokens: what `hpctrain data pack` writes; arrays: /train/inputs and /train/targets, images or vectors
+    # tokens: written by `hpctrain data pack`; arrays: /train/inputs and /train/targets, images or vectors
     format: Literal["tokens", "arrays"] = "tokens"
 
-    # samples of the validation split that an evaluation looks at, spread evenly over it; 0 for all
+    # samples of the validation split used by an evaluation, spread evenly over it; 0 for all
     validation_samples: int = 256
 
     def __post_init__(self) -> None:
@@ -34,17 +34,17 @@ class DataSettings:
 
     @property
     def has_tokens(self) -> bool:
-        """Tell whether samples are sequences of tokens."""
+        """Return whether samples are sequences of tokens."""
         return self.format == "tokens"
 
     @property
     def validation_limit(self) -> int | None:
-        """Return the limit that ``evaluation_batches`` takes."""
+        """Return the limit for ``evaluation_batches``."""
         return self.validation_samples or None
 
 
 def open_dataset(settings: DataSettings, split: str, context: int | None = None) -> FileDataset:
-    """Open a split of the files that are set; token files are cut into windows of ``context`` tokens."""
+    """Open a split of the configured files; token files are divided into windows of ``context`` tokens."""
     from hpctrain.data.arrays import ArrayDataset
     from hpctrain.data.dataset import JoinedDataset
     from hpctrain.data.tokens import TokenDataset

@@ -1,12 +1,14 @@
-"""A DataLoader whose batches are shared out to the data ranks: each rank loads only its part of every batch.
+"""A DataLoader whose batches are divided over the data ranks: each rank loads only its part of every batch.
 
-The batch of the loader is the batch of all ranks. Every rank draws the indices of all batches, in the same order, and
-loads a contiguous share of each; shares differ by at most one sample. Workers, ``collate_fn``, transforms, pinned
-memory and prefetching stay as they are: the loader is copied, and the copy gets another ``batch_sampler`` (for an
-``IterableDataset``, of which every rank reads all samples, another ``collate_fn``).
+The batch of the loader is the batch of all ranks. Every rank draws the indices of all batches, in
+the same order, and loads a contiguous share of each; shares differ by at most one sample. Workers,
+``collate_fn``, transforms, pinned memory and prefetching are unchanged: the loader is copied, and
+the copy gets another ``batch_sampler``. For an ``IterableDataset``, of which every rank reads all
+samples, it gets another ``collate_fn``.
 
-A rank whose share of a small last batch would be empty loads one sample of another rank's share instead, and counts it
-with weight 0. So the loop's body runs on every rank: schedulers, averages of weights and counters stay alike.
+If a rank's share of a small last batch is empty, the rank loads one sample of another rank's share
+with weight 0. So the body of the loop runs on every rank: schedulers, averages of weights and
+counters stay equal.
 """
 
 from __future__ import annotations
@@ -27,13 +29,13 @@ from hpctrain.data.random_streams import RandomStreams, mixed, seed_sample
 from hpctrain.errors import UsageError
 from hpctrain.log import logger
 
-_QUIET = 1.0  # seconds of skipping after which it is told
+_QUIET = 1.0  # seconds of skipping after which progress is logged
 _RANK_NAMES = (("rank", "num_replicas"), ("rank", "world_size"), ("rank", "num_shards"), ("dp_rank", "dp_size"))
 
 
 @dataclass(frozen=True)
 class Share:
-    """A rank's part of a batch: samples ``begin`` to ``end`` of ``total``; ``mark`` tells the order of all of them."""
+    """A rank's part of a batch: samples ``begin`` to ``end`` of ``total``; ``mark`` is a checksum of all indices."""
 
     total: int
     begin: int
@@ -48,12 +50,12 @@ class Share:
 
     @property
     def weight(self) -> float:
-        """Return what a mean over this share counts beside the means of the other ranks; the weights' mean is 1."""
+        """Return the weight of the mean over this share relative to those of other ranks; the weights' mean is 1."""
         return self.samples * self.parts / self.total
 
     @property
     def loaded(self) -> slice:
-        """Return which samples are loaded: one that counts nothing where the share is empty."""
+        """Return the range of loaded samples: one sample with weight 0 if the share is empty."""
         first = min(self.begin, self.total - 1)
         return slice(first, max(self.end, first + 1))
 
@@ -64,10 +66,11 @@ def share_of(total: int, rank: int, parts: int, mark: int = 0) -> Share:
 
 
 class SeededIndices(list[Any]):
-    """Indices of samples that seed the generators before each sample is loaded, by its place in the run.
+    """Indices of samples that seed the generators before each sample is loaded, by its position in the run.
 
-    ``DataLoader`` iterates over them where the sample is loaded: in this process or in a worker. Datasets that load
-    several samples at once (``__getitems__``) mostly iterate, too; one that does not is seeded for its first sample.
+    ``DataLoader`` iterates over them where the sample is loaded: in this process or in a worker.
+    Datasets that load several samples at once (``__getitems__``) usually iterate too; one that does
+    not is seeded for its first sample only.
     """
 
     def __init__(self, indices: Sequence[Any], seed: int) -> None:
@@ -84,16 +87,17 @@ class SeededIndices(list[Any]):
 
 
 class SharedBatches:
-    """A batch sampler that gives a rank's share of the batches of another one.
+    """Batch sampler that returns a rank's shares of the batches of another one.
 
-    ``place`` tells ranks apart that load samples by a sampler of their own; it is 0 where batches are shared out.
+    ``place`` distinguishes ranks that load samples by a sampler of their own; it is 0 if batches
+    are divided.
     """
 
     def __init__(self, batches: Any, rank: int, parts: int, streams: RandomStreams, place: int = 0) -> None:
         self.batches, self.rank, self.parts, self.streams, self.place = batches, rank, parts, streams, place
         self.epoch = 0
-        self.skip = 0  # batches at the beginning of the next pass
-        self.drawn: deque[Share] = deque()  # what was drawn and has not come out of the loader yet
+        self.skip = 0  # batches to skip at the beginning of the next epoch
+        self.drawn: deque[Share] = deque()  # shares that were drawn and are not yet returned by the loader
 
     def __len__(self) -> int:
         return len(self.batches)
@@ -103,8 +107,8 @@ class SharedBatches:
         return self._shares()
 
     def _shares(self) -> Iterator[Sequence[Any]]:
-        # Nothing happens before the first batch is asked for: a loader with workers makes two iterators, of which it
-        # uses one, and draws the seed of its workers in between.
+        # Nothing happens before the first batch is requested: a loader with workers makes two
+        # iterators, uses one of them, and draws the seed of its workers in between.
         number, self.skip = self.skip, 0
         with self.streams.outer():
             if number and hasattr(self.batches, "start_at"):
@@ -128,7 +132,7 @@ class SharedBatches:
 
 
 class ShareOfSamples:
-    """A ``collate_fn`` that keeps a rank's share of the samples of a batch, and passes it to another one."""
+    """A ``collate_fn`` that selects a rank's share of the samples of a batch and passes it to another one."""
 
     def __init__(self, collate: Callable[[list[Any]], Any], rank: int, parts: int) -> None:
         self.collate, self.rank, self.parts = collate, rank, parts
@@ -145,8 +149,8 @@ def split_loader(
 ) -> DataLoader[Any]:
     """Return a copy of a DataLoader that gives each rank its share of every batch.
 
-    With one part it is a copy that resumes by its indices alone. Raises ``UsageError`` for loaders whose batches cannot
-    be shared out.
+    With one part it is a copy that resumes by its indices alone. Raises ``UsageError`` for loaders
+    whose batches cannot be divided.
     """
     if loader.batch_sampler is None:
         raise UsageError(
@@ -157,8 +161,8 @@ def split_loader(
     twin = copy.copy(loader)
     inside = vars(twin)  # DataLoader refuses to set these attributes
     inside["_iterator"] = None
-    inside["is_split"] = True  # for loaders of ours, which else split themselves
-    inside["in_order"] = True  # shares of one batch must come in the same step on all ranks
+    inside["is_split"] = True  # for hpctrain's own loaders, which would otherwise split again
+    inside["in_order"] = True  # shares of one batch must arrive in the same step on all ranks
     if isinstance(loader.dataset, IterableDataset):
         if loader.num_workers and parts > 1:
             raise UsageError(
@@ -174,14 +178,14 @@ def split_loader(
 
 
 def shares_of(twin: DataLoader[Any]) -> deque[Share]:
-    """Return the shares that a split loader has drawn, the oldest first."""
+    """Return the shares that a split loader has drawn, oldest first."""
     drawing: Any = twin.collate_fn if isinstance(twin.collate_fn, ShareOfSamples) else twin.batch_sampler
     drawn: deque[Share] = drawing.drawn
     return drawn
 
 
 def splits_itself(loader: DataLoader[Any]) -> str | None:
-    """Return what of a loader deals out samples by rank already: a ``DistributedSampler`` and what looks like one."""
+    """Return the type of a part that already divides samples by rank (``DistributedSampler`` or similar), if any."""
     parts = [loader, loader.sampler, loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None)]
     parts += [loader.dataset, getattr(loader.dataset, "pipeline", None)]
     for part in parts:
@@ -189,21 +193,21 @@ def splits_itself(loader: DataLoader[Any]) -> str | None:
             if isinstance(getattr(part, rank, None), int) and isinstance(getattr(part, count, None), int):
                 return type(part).__name__
         if getattr(part, "_distributed", None) is not None and getattr(part, "info", None) is not None:
-            return type(part).__name__  # a dataset of Hugging Face after split_dataset_by_node
+            return type(part).__name__  # a Hugging Face dataset after split_dataset_by_node
         if type(part).__module__.partition(".")[0] == "webdataset" and _splits_by_node(part):
             return type(part).__name__
     return None
 
 
 def _splits_by_node(part: Any) -> bool:
-    """Tell whether a pipeline of WebDataset deals out its shards to the nodes."""
+    """Return whether a WebDataset pipeline divides its shards over the nodes."""
     stages = getattr(part, "pipeline", None) or []
     names = [getattr(getattr(stage, "f", stage), "__name__", type(stage).__name__) for stage in stages]
     return any("split_by_node" in name or "nodesplitter" in name for name in names)
 
 
 def generators_of(loader: DataLoader[Any]) -> list[torch.Generator]:
-    """Return the generators that a loader and its samplers have of their own, each once."""
+    """Return the generators that belong to a loader and its samplers, without duplicates."""
     inner = getattr(loader.batch_sampler, "batches", loader.batch_sampler)
     owners = [loader, loader.sampler, inner, getattr(inner, "sampler", None)]
     found = [getattr(owner, "generator", None) for owner in owners]
@@ -211,7 +215,7 @@ def generators_of(loader: DataLoader[Any]) -> list[torch.Generator]:
 
 
 def set_epoch(loader: Any, epoch: int) -> None:
-    """Tell a loader and its parts which pass over the data begins, where they want to know."""
+    """Set the epoch of a loader and of its parts that support it."""
     inner = getattr(loader, "batch_sampler", None)
     inner = getattr(inner, "batches", inner)
     parts = [loader, getattr(loader, "sampler", None), inner, getattr(inner, "sampler", None)]
@@ -223,7 +227,7 @@ def set_epoch(loader: Any, epoch: int) -> None:
 
 
 def mark_of(indices: Any) -> int:
-    """Return a number that tells other indices, or another order of them."""
+    """Return a checksum of the indices and their order."""
     try:
         return zlib.crc32(np.asarray(indices, np.int64).tobytes())
     except (TypeError, ValueError, OverflowError):
@@ -231,7 +235,7 @@ def mark_of(indices: Any) -> int:
 
 
 def skip_over(source: Iterator[Any], count: int, what: str) -> None:
-    """Take ``count`` items from an iterator; tell how far it is where that takes long."""
+    """Take ``count`` items from an iterator; log the progress if that takes long."""
     began = told = time.monotonic()
     for done in range(count):
         try:

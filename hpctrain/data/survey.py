@@ -1,4 +1,4 @@
-"""Read every document once: is it text, how long is it, what is its checksum."""
+"""First reading of every document: test for text, length, checksum."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from hpctrain.data.corpus import Document
 from hpctrain.errors import DataError
 from hpctrain.util.reading import open_regular
 
-BLOCK = 4 << 20  # bytes of a document held in memory at a time
+BLOCK = 4 << 20  # bytes of a document in memory at a time
 
 
 @dataclass(frozen=True)
 class Measured:
-    """Hold what one reading of a document found: its length in bytes and their CRC-32."""
+    """Result of reading a document: its length in bytes and its CRC-32."""
 
     document: Document
     length: int
@@ -26,9 +26,10 @@ class Measured:
 
 
 def survey(documents: Iterable[Document]) -> tuple[list[Measured], int]:
-    """Return the documents that hold text, in the order given, and how many were skipped because they do not.
+    """Return the documents that are text, in the given order, and the number of the other ones.
 
-    Text is UTF-8 without NUL bytes (which part the documents from each other). Empty files vanish uncounted.
+    Text is UTF-8 without NUL bytes (which separate the documents). Empty files are skipped and not
+    counted.
     """
     measured: list[Measured] = []
     skipped = 0
@@ -42,7 +43,7 @@ def survey(documents: Iterable[Document]) -> tuple[list[Measured], int]:
 
 
 def fingerprint(measured: Sequence[Measured]) -> str:
-    """Return a digest of all names and contents, equal exactly for equal corpora."""
+    """Return a digest of all names and contents, which is equal only for equal corpora."""
     digest = hashlib.sha256()
     for found in measured:
         digest.update(f"{found.document.name}\0{found.length}\0{found.crc32:08x}\n".encode())
@@ -50,7 +51,7 @@ def fingerprint(measured: Sequence[Measured]) -> str:
 
 
 def read_blocks(path: Path) -> Iterator[bytes]:
-    """Yield a file's bytes in blocks; raise ``DataError`` where it cannot be read."""
+    """Yield a file's bytes in blocks. Raises ``DataError`` if it cannot be read."""
     try:
         with open(open_regular(path), "rb", buffering=0) as file:
             while block := file.read(BLOCK):
@@ -60,7 +61,7 @@ def read_blocks(path: Path) -> Iterator[bytes]:
 
 
 def _measure(document: Document) -> Measured | None:
-    """Return length and checksum, or ``None`` for a file that is not text."""
+    """Return length and checksum; ``None`` for a file that is not text."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     length = crc32 = 0
     try:

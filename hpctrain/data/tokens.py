@@ -1,4 +1,4 @@
-"""Read windows of tokens from a packed corpus."""
+"""Dataset of token windows from a packed corpus."""
 
 from __future__ import annotations
 
@@ -21,14 +21,15 @@ _SCAN_BLOCKS = 64
 
 
 class TokenDataset:
-    """Hand out windows of ``context + 1`` tokens, each starting where the inputs of the one before end.
+    """Windows of ``context + 1`` tokens, each starting where the inputs of the previous one end.
 
-    Inputs are a window without its last token, targets the same window without its first, so every token of the
-    split but the first is a target exactly once (up to a tail shorter than the context).
+    Inputs are a window without its last token, targets the same window without its first. So every
+    token of the split except the first is a target exactly once (up to a tail shorter than the
+    context).
     """
 
     def __init__(self, path: str | Path, split: str, context: int) -> None:
-        """Open and check a split of a token file; raise ``DataError`` saying what was found and what is allowed."""
+        """Open and check a split of a token file. Raises ``DataError`` with the fault and the allowed values."""
         if context < 1:
             raise SettingsError(f"context of {context} tokens: allowed is 1 or more")
         self.path, self.split, self.context = str(path), split, context
@@ -44,7 +45,7 @@ class TokenDataset:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """Return what a model must know: the size of the vocabulary."""
+        """Return the facts that a model needs: the size of the vocabulary."""
         return {"vocab_size": self.vocab_size}
 
     @property
@@ -82,9 +83,10 @@ class TokenDataset:
             )
 
     def _scan(self) -> None:
-        """Look for ids beyond the vocabulary: everywhere in small files, in blocks spread over large ones.
+        """Check for ids beyond the vocabulary: all tokens of small files, blocks spread evenly over large ones.
 
-        A corpus may be larger than anyone wants to read before the first step; ``batch`` checks what it hands out.
+        A corpus may be too large to read before the first step; ``batch`` checks the tokens that it
+        returns.
         """
         if np.iinfo(self._tokens.dtype).max < self.vocab_size and np.iinfo(self._tokens.dtype).min == 0:
             return
@@ -103,7 +105,7 @@ class TokenDataset:
 
 
 def _vocab_size(file: h5py.File) -> int:
-    """Return the vocabulary that a token file declares; raise ``DataError`` for a file that is none."""
+    """Return the vocabulary size in a token file. Raises ``DataError`` if the file is not a token file."""
     kind, version = attribute(file, "format"), attribute(file, "format_version")
     if kind != FORMAT:
         raise DataError(
