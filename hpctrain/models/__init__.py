@@ -1,7 +1,7 @@
-"""Hold small reference models and build the one that the settings ask for.
+"""Small reference models, and the function that builds the one in the settings.
 
-Importing this package does not load torch; each name below comes from its own file at first use.
-``hpctrain.models.build.build`` has its file's name, so it is imported from there.
+Importing this package does not load torch; each name below is imported from its module at first
+use. ``hpctrain.models.build.build`` has the name of its module, so it is imported from there.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ __all__ = ["ConvNet", "GPT", "GPTConfig", "MLP", "ModelSettings", "generate"]
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name when it is first asked for (PEP 562)."""
+    """Import a public name when it is first requested (PEP 562)."""
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)

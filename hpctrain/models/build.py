@@ -1,4 +1,4 @@
-"""Build the model that the settings ask for."""
+"""Construction of the model that the settings name."""
 
 from __future__ import annotations
 
@@ -25,10 +25,11 @@ def build(
     input_shape: Sequence[int] | None = None,
     outputs: int | None = None,
 ) -> nn.Module:
-    """Return the model, its weights drawn from torch's generator as the caller seeded it.
+    """Return the model, with weights drawn from torch's generator as the caller has seeded it.
 
-    The keyword arguments are what the data say (a dataset's ``facts``). Raises ``SettingsError`` where the settings
-    do not fit them or a factory cannot be imported, called, or does not return a module.
+    The keyword arguments describe the data (a dataset's ``facts``). Raises ``SettingsError`` if the
+    settings do not fit them, or if a factory cannot be imported or called, or does not return a
+    module.
     """
     if settings.factory is not None:
         return _from_factory(settings.factory, settings.options)
@@ -48,7 +49,7 @@ def build(
 
 
 def _from_factory(path: str, options: dict[str, Any]) -> nn.Module:
-    """Import and call a user's function; its own errors pass through with their traceback."""
+    """Import and call a user's function; its own errors propagate with their traceback."""
     function = function_named(path, "model.factory")
     _check_options(f"model.factory {path}", function, options)
     model = function(**options)
@@ -58,11 +59,11 @@ def _from_factory(path: str, options: dict[str, Any]) -> nn.Module:
 
 
 def _check_options(what: str, function: Callable[..., Any], options: dict[str, Any]) -> None:
-    """Raise ``SettingsError`` for options that a function does not take, or lacks."""
+    """Raise ``SettingsError`` if a function does not accept the options, or needs others."""
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):
-        return  # some built-in callables have none: calling it will tell
+        return  # some built-in callables have no signature; calling them reports the error
     try:
         signature.bind(**options)
     except TypeError as error:

@@ -1,4 +1,4 @@
-"""Build a small convolutional network for images of digits and the like."""
+"""Small convolutional network for images, such as digits."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from hpctrain.models.weights import blank, draw_weights, give_memory, initialise
 
 
 class ConvNet(nn.Module):
-    """Run convolution, batch norm, ReLU and pooling once for each of ``channels``, then one linear layer.
+    """Convolution, batch norm, ReLU and pooling for each entry of ``channels``, then one linear layer.
 
-    Images are ``(height, width)`` or ``(channels, height, width)``; every pooling halves height and width.
+    Images are ``(height, width)`` or ``(channels, height, width)``; every pooling halves height and
+    width.
     """
 
     def __init__(self, input_shape: Sequence[int], outputs: int, channels: Sequence[int] = (16, 32)) -> None:
@@ -39,11 +40,11 @@ class ConvNet(nn.Module):
         return self.head(_flat(self.features(_with_channels(images))))  # type: ignore[no-any-return]
 
     def layers(self) -> list[Callable[[Tensor], Tensor]]:
-        """Return the parts in a row that the model is, between any two of which it can be cut."""
+        """Return the sequence of layers that make up the model; pipeline stages may begin at any of them."""
         return [_with_channels, *self.features, _flat, self.head]
 
     def initialise(self, name: str, module: nn.Module) -> None:
-        """Draw the weights of one module in place, from torch's seed and the module's name in the model."""
+        """Initialise the weights of one module in place, from torch's seed and the module's name in the model."""
         initialise_as_torch(name, module)
 
 
@@ -59,7 +60,7 @@ def _layers(channels: Sequence[int]) -> list[nn.Module]:
     layers: list[nn.Module] = []
     for size, next_size in zip(channels, channels[1:]):
         layers += [
-            nn.Conv2d(size, next_size, kernel_size=3, padding=1, bias=False),  # the norm brings its own
+            nn.Conv2d(size, next_size, kernel_size=3, padding=1, bias=False),  # the norm has a bias
             nn.BatchNorm2d(next_size),
             nn.ReLU(),
             nn.MaxPool2d(2),

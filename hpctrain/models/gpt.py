@@ -1,8 +1,9 @@
-"""Build GPT-2: learned positions, norm before each part, GELU, biases everywhere but in the head.
+"""GPT-2: learned positions, pre-norm, GELU, biases everywhere except in the head.
 
-The model is four parts in a row, ``embedding``, ``blocks``, ``norm`` and ``head``, so that it can be cut between any
-two blocks. Inside a block, ``attention.qkv`` and ``mlp.fc`` widen and ``project`` narrows again: the first two can be
-split by rows and the last by columns of their weights, as Megatron-LM does (``tensor_plan``).
+The model is a sequence of four parts, ``embedding``, ``blocks``, ``norm`` and ``head``, so that a
+pipeline stage may begin at any block. Inside a block, ``attention.qkv`` and ``mlp.fc`` widen the
+features and ``project`` narrows them: the first two can be split along the rows and the last along
+the columns of their weights, as in Megatron-LM (``tensor_plan``).
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from hpctrain.models.weights import blank, draw, draw_weights, generator_for, gi
 
 
 class Embedding(nn.Module):
-    """Turn tokens into vectors and add where they stand."""
+    """Token embedding plus position embedding."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -37,10 +38,11 @@ class Embedding(nn.Module):
 
 
 class Attention(nn.Module):
-    """Let every token look at itself and the ones before it.
+    """Causal self-attention.
 
-    The rows of ``qkv`` are ordered by head, then query, key, value, so that a contiguous piece of the weight is
-    whole heads. The number of heads follows from the weight, which may be such a piece.
+    The rows of ``qkv`` are ordered by head, then query, key, value, so that a contiguous shard of
+    the weight consists of whole heads. The number of heads is derived from the weight, which may be
+    such a shard.
     """
 
     def __init__(self, config: GPTConfig) -> None:
@@ -55,7 +57,7 @@ class Attention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Map ``[batch, length, width]`` to the same shape."""
         features = self.qkv(x)
-        batch, length, _ = features.shape  # those of x may be a piece of the sequence
+        batch, length, _ = features.shape  # x may be a shard of the sequence
         query, key, value = features.view(batch, length, -1, 3, self.head_width).permute(3, 0, 2, 1, 4)
         dropout = self.dropout if self.training else 0.0
         mixed = F.scaled_dot_product_attention(query, key, value, dropout_p=dropout, is_causal=True)
@@ -63,13 +65,13 @@ class Attention(nn.Module):
         return self.residual_dropout(self.project(joined))  # type: ignore[no-any-return]
 
     def flops_beside_weights(self) -> float:
-        """Return the multiplications and additions that a token's place in the longest sequence takes, on average."""
-        # Two products with the vectors of all tokens before it: half of them, taken over the sequence.
+        """Return the average number of multiplications and additions of attention per token of the longest sequence."""
+        # Two products with the vectors of all preceding tokens, which are half of the sequence on average.
         return 2 * 2 * self.project.in_features * self.context / 2
 
 
 class MLP(nn.Module):
-    """Transform every token by itself, four times as wide inside."""
+    """Feed-forward network of each token, with four times the width inside."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -84,7 +86,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """Add attention and then the MLP to the stream, each seeing a normalised copy of it."""
+    """Transformer block: attention and MLP, each with pre-norm and a residual connection."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -100,9 +102,9 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Predict the next token at every position. Radford et al. 2019; weights as its authors initialised them."""
+    """GPT-2 language model. Radford et al. 2019; initialised as by its authors."""
 
-    # How to split it over tensor ranks: patterns of module names, and what becomes of the modules.
+    # Tensor parallelism: patterns of module names, and the way in which the modules are split.
     tensor_plan = {
         "embedding": "scatter",
         "embedding.token": "embedding",
@@ -134,18 +136,19 @@ class GPT(nn.Module):
         return x
 
     def layers(self) -> list[nn.Module]:
-        """Return the parts in a row that the model is, between any two of which it can be cut."""
+        """Return the sequence of layers that make up the model; pipeline stages may begin at any of them."""
         return [self.embedding, *self.blocks, self.norm, self.head]
 
     def initialise(self, name: str, module: nn.Module) -> None:
-        """Draw the weights of one module in place; ``name`` is its name in the model, whose other modules need not be.
+        """Initialise the weights of one module in place; ``name`` is its name in the model.
 
-        They follow from torch's seed and the name. On the meta device nothing is drawn.
+        The weights depend on torch's seed and the name alone; other modules of the model need not
+        exist. Modules on the meta device are skipped.
         """
         if not has_weights(module):
             return
         if isinstance(module, (nn.Linear, nn.Embedding)):
-            # Each block adds two terms to the stream: scaled down, the sum's variance does not grow with depth.
+            # Each block adds two terms to the residual stream; with this scale, the variance does not grow with depth.
             std = 0.02 / math.sqrt(2 * self.config.layers) if name.endswith(".project") else 0.02
             shared = self.config.tied and name == "head"
             generator = generator_for("embedding.token" if shared else name)

@@ -1,4 +1,4 @@
-"""Build a multi-layer perceptron."""
+"""Multi-layer perceptron."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hpctrain.models.weights import blank, draw_weights, give_memory, initialise
 
 
 class MLP(nn.Sequential):
-    """Flatten the input, then alternate linear layers and ReLU; a plain sequence, easy to cut into stages.
+    """Flattened input, then alternating linear layers and ReLU; a plain sequence, easy to split into stages.
 
     Maps ``[batch, *input_shape]`` to ``[batch, outputs]``.
     """
@@ -26,7 +26,7 @@ class MLP(nn.Sequential):
             for size, next_size in zip(sizes, sizes[1:]):
                 layers += [nn.Linear(size, next_size), nn.ReLU()]
         super().__init__(*layers[:-1])
-        # How to split it over tensor ranks: every other layer by its outputs, the one behind it by its inputs.
+        # Tensor parallelism: of each pair of linear layers, the first is split by outputs, the second by inputs.
         linear = [str(place) for place in range(1, len(layers), 2)]
         pairs = zip(linear[::2], linear[1::2])
         self.tensor_plan = {name: kind for pair in pairs for name, kind in zip(pair, ("column", "row"))}
@@ -34,5 +34,5 @@ class MLP(nn.Sequential):
         draw_weights(self, self.initialise)
 
     def initialise(self, name: str, module: nn.Module) -> None:
-        """Draw the weights of one module in place, from torch's seed and the module's name in the model."""
+        """Initialise the weights of one module in place, from torch's seed and the module's name in the model."""
         initialise_as_torch(name, module)

@@ -1,4 +1,4 @@
-"""Let a GPT write."""
+"""Text generation with a GPT."""
 
 from __future__ import annotations
 
@@ -21,11 +21,12 @@ def generate(
     generator: torch.Generator | None = None,
     multiple: int = 1,
 ) -> Tensor:
-    """Return the prompt, int64 ``[batch, length]`` or ``[length]``, with ``count`` sampled tokens after it.
+    """Return the prompt, int64 ``[batch, length]`` or ``[length]``, followed by ``count`` sampled tokens.
 
-    Temperature 0 takes the likeliest token; ``top_k`` samples among the k likeliest only. What lies further back than
-    the model's context is not seen. The model's training mode is left as it was. Sequences are filled up to a
-    ``multiple`` of tokens, behind those that are seen, where ranks are to split them.
+    Temperature 0 selects the likeliest token; with ``top_k`` only the k likeliest tokens are
+    sampled. Tokens before the model's context have no effect. The model's training mode is
+    restored. Sequences are padded at the end to a ``multiple`` of tokens, for models whose ranks
+    split the sequence.
     """
     if prompt.shape[-1] < 1 or count < 0 or temperature < 0 or (top_k is not None and top_k < 1):
         raise UsageError(
@@ -47,7 +48,7 @@ def generate(
 
 
 def _choose(logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator | None) -> Tensor:
-    """Return one token a row, ``[batch, 1]``."""
+    """Return one token per row, ``[batch, 1]``."""
     if temperature == 0:
         return logits.argmax(dim=-1, keepdim=True)
     best, tokens = logits.topk(min(top_k or logits.shape[-1], logits.shape[-1]))

@@ -1,4 +1,4 @@
-"""Set which model a run trains; needs no torch."""
+"""Settings for the model that a run trains; without torch."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _GPT_FIELDS = ("layers", "heads", "width", "vocab_size", "dropout", "tied")
 
 @dataclass(frozen=True)
 class ModelSettings:
-    """Name the model, or the function that makes it."""
+    """Name of the model, or the function that makes it, with options."""
 
-    # a shape of the GPT family (gpt-tiny ... gpt2-1.5b), mlp or convnet; not used where a factory is set
+    # a shape of the GPT family (gpt-tiny ... gpt2-1.5b), mlp or convnet; not used if a factory is set
     name: str = "gpt-tiny"
 
     # your own model: "package.module:function", called with the options as keyword arguments
@@ -29,14 +29,15 @@ class ModelSettings:
     # keyword arguments of the factory, of mlp (hidden) or of convnet (channels)
     options: dict[str, Any] = field(default_factory=dict)
 
-    # build the factory's model without memory; job.wrap lets each module draw its values by its reset_parameters(), and
-    # ranks that divide the model never hold all of it (models by name are built so by themselves)
+    # build the factory's model on the meta device; job.wrap initialises each module with its
+    # reset_parameters(), and ranks that split the model never allocate all of it (always done for
+    # models by name)
     meta: bool = False
 
-    # length of the token windows; overrides the named shape, and must be set for a factory that reads tokens
+    # length of the token windows; overrides the named shape; required for a factory that reads tokens
     context: int | None = None
 
-    # what else to change of a named GPT; vocab_size follows the data where it is not set
+    # other changes to a named GPT; vocab_size defaults to that of the data
     layers: int | None = None
     heads: int | None = None
     width: int | None = None
@@ -62,16 +63,16 @@ class ModelSettings:
 
     @property
     def gpt_name(self) -> str | None:
-        """Return the name of the GPT shape, or ``None`` where the model is none."""
+        """Return the name of the GPT shape; ``None`` if the model is not a GPT."""
         return self.name if self.factory is None and self.name in SHAPES else None
 
     @property
     def window(self) -> int | None:
-        """Return the length of the token windows to train on, where the settings say one."""
+        """Return the length of the token windows for training; ``None`` if the settings do not define it."""
         return self.gpt().context if self.gpt_name else self.context
 
     def gpt(self, vocab_size: int | None = None) -> GPTConfig:
-        """Return the shape of the named GPT with all changes; ``vocab_size`` is the data's."""
+        """Return the shape of the named GPT with all changes; ``vocab_size`` is that of the data."""
         if self.gpt_name is None:
             raise SettingsError(f"model {self.factory or self.name} is not of the GPT family")
         changes = {name: getattr(self, name) for name in ("context", *_GPT_FIELDS)}

@@ -1,4 +1,4 @@
-"""Describe a GPT by its numbers, and name the usual ones; needs no torch."""
+"""Shapes of GPT models by name; without torch."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from dataclasses import dataclass
 from hpctrain.errors import SettingsError
 from hpctrain.util.text import shown
 
-# Above what anybody trains, and low enough to count parameters and bytes, and to list the layers.
+# Far above real models, and low enough to count parameters and bytes, and to list the layers.
 _MOST = {"layers": 10_000, "heads": 2**16, "width": 2**20, "context": 2**24, "vocab_size": 2**24}
 
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """Fix the shape of a GPT; checked at birth."""
+    """Shape of a GPT; checked at construction."""
 
     layers: int
     heads: int  # must divide the width
-    width: int  # numbers that describe a token between the blocks
+    width: int  # features per token between the blocks
     context: int  # longest sequence, in tokens
     vocab_size: int = 50257
     dropout: float = 0.0
@@ -41,7 +41,7 @@ class GPTConfig:
 
     @property
     def parameters(self) -> int:
-        """Return the number of trainable parameters, a shared weight counted once."""
+        """Return the number of trainable parameters; a shared weight counts once."""
         block = 12 * self.width**2 + 13 * self.width
         embeddings = (self.vocab_size + self.context) * self.width
         head = 0 if self.tied else self.vocab_size * self.width
@@ -54,8 +54,8 @@ def _nearest(wanted: int, fitting: list[int]) -> str:
 
 _BYTES = 256
 
-# GPT-2's shapes: Radford et al., Language Models are Unsupervised Multitask Learners, 2019, table 2. The smaller ones
-# are meant for bytes.
+# GPT-2's shapes: Radford et al., Language Models are Unsupervised Multitask Learners, 2019, table
+# 2. The smaller shapes are meant for byte tokens.
 SHAPES = {
     "gpt-tiny": GPTConfig(layers=4, heads=4, width=128, context=64, vocab_size=_BYTES, tied=False),
     "gpt-mini": GPTConfig(layers=6, heads=6, width=384, context=256, vocab_size=_BYTES, tied=False),

@@ -1,9 +1,10 @@
-"""Draw a model's weights module by module, each from a generator of its own.
+"""Initialisation of a model's weights, module by module, each from a generator of its own.
 
-So they depend on torch's seed and on the module's name, and neither on the order in which modules are built nor on
-which of them a rank builds: a stage of a pipeline, or a part that gets its memory later, has the very weights of the
-whole model. They are drawn on the host in float32, so that device and dtype change nothing but the rounding. Two models
-of one seed and the same names have the same weights.
+The weights depend only on torch's seed and on the module's name. They do not depend on the order in
+which modules are built, nor on which modules a rank builds: a pipeline stage, or a module that is
+materialised later, has exactly the weights of the whole model. They are drawn on the host in
+float32, so that device and dtype only affect rounding. Two models with the same seed and names have
+the same weights.
 """
 
 from __future__ import annotations
@@ -24,14 +25,14 @@ NORMS = (nn.LayerNorm, nn.BatchNorm2d)
 
 
 def generator_for(name: str) -> torch.Generator:
-    """Return a generator seeded by torch's own seed and a name; torch's generator is left alone."""
+    """Return a generator seeded by torch's own seed and a name; torch's generator is not changed."""
     digest = hashlib.sha256(f"{torch.initial_seed()} {name}".encode()).digest()
-    return torch.Generator("cpu").manual_seed(int.from_bytes(digest[:4], "little"))  # it takes 32 bits of a seed
+    return torch.Generator("cpu").manual_seed(int.from_bytes(digest[:4], "little"))  # it uses 32 bits of a seed
 
 
 @torch.no_grad()
 def draw(tensor: Tensor, how: Callable[[Tensor], object]) -> None:
-    """Fill a tensor of any device and dtype with what is drawn into a host tensor of its shape."""
+    """Fill a tensor of any device and dtype with values that ``how`` draws into a host tensor of the same shape."""
     direct = tensor.device.type == "cpu" and tensor.dtype is torch.float32 and tensor.is_contiguous()
     host = tensor if direct else torch.empty(tensor.shape, dtype=torch.float32, device="cpu")
     how(host)
@@ -40,7 +41,7 @@ def draw(tensor: Tensor, how: Callable[[Tensor], object]) -> None:
 
 
 def initialise_as_torch(name: str, module: nn.Module) -> None:
-    """Draw the weights of one module in place, distributed as torch's own are: uniform, within 1/sqrt(fan in)."""
+    """Initialise the weights of one module in place with torch's distribution: uniform within 1/sqrt(fan in)."""
     if not has_weights(module):
         return
     if isinstance(module, (nn.Linear, nn.Conv2d)):
@@ -52,12 +53,12 @@ def initialise_as_torch(name: str, module: nn.Module) -> None:
 
 
 def has_weights(module: nn.Module) -> bool:
-    """Tell whether a module has parameters of its own, in memory."""
+    """Return whether a module has own parameters that are not on the meta device."""
     return any(not parameter.is_meta for parameter in module.parameters(recurse=False))
 
 
 def reset_norm(name: str, module: nn.Module) -> None:
-    """Set a normalisation to ones and zeros; raise ``UsageError`` for a module that is none."""
+    """Set a normalisation to ones and zeros. Raises ``UsageError`` for any other module."""
     if not isinstance(module, NORMS):
         raise UsageError(
             f"module {name!r} is a {type(module).__name__}, whose weights this model does not know how to draw: "
@@ -67,7 +68,7 @@ def reset_norm(name: str, module: nn.Module) -> None:
 
 
 class _Undrawn(TorchFunctionMode):
-    """Let torch's initialisers do nothing: on the meta device some load sympy, which takes seconds, to no end."""
+    """Mode that disables torch's initialisers: useless on meta tensors, and some load sympy, which takes seconds."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if getattr(func, "__module__", "") == "torch.nn.init":
@@ -77,20 +78,20 @@ class _Undrawn(TorchFunctionMode):
 
 @contextmanager
 def blank() -> Iterator[None]:
-    """Build modules that have no memory, and whose weights nobody draws, in the ``with`` block."""
+    """Build modules without memory and without initialisation in the ``with`` block."""
     with torch.device("meta"), _Undrawn():
         yield
 
 
 def give_memory(model: nn.Module) -> None:
-    """Move a model that was built on meta to torch's default device, its weights not drawn yet."""
+    """Move a model from the meta device to torch's default device, without initialisation."""
     device = torch.get_default_device()
-    # to_empty by empty_like, which on the meta device loads sympy
+    # not to_empty: it calls empty_like, which loads sympy on the meta device
     model._apply(lambda one: torch.empty(one.shape, dtype=one.dtype, device=device))  # type: ignore[no-untyped-call]
 
 
 def draw_weights(model: nn.Module, initialise: Callable[[str, nn.Module], None]) -> None:
-    """Draw the weights of every module of a model, and those that two share once."""
+    """Initialise the weights of every module of a model; a shared weight is drawn once."""
     drawn: set[nn.Parameter] = set()
     for name, module in model.named_modules():
         own = set(module.parameters(recurse=False))

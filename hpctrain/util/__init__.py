@@ -1,1 +1,1 @@
-"""Helpers that know nothing of training: files, text for terminals, child processes."""
+"""Helpers that are independent of training: files, text for terminals, child processes."""

@@ -1,12 +1,12 @@
-"""The one place where hpctrain opens files for writing: whole files under a private name, and files that grow by lines.
+"""The only module of hpctrain that opens files for writing: atomic whole files, and files that grow by lines.
 
-Folders of runs are shared, so their files may be prepared by somebody else. A file is therefore written under a name
-that cannot be guessed, which must not exist and is never a link. It is flushed, renamed to its target, and the folder
-is flushed. A link at the target is replaced and never followed. ``tests/util/test_writers.py`` checks that no other
-module opens files for writing.
+Folders of runs are shared, so another user may have prepared files in them. A file is therefore
+written under a name that cannot be guessed, which must not exist and is never a link. It is
+flushed, renamed to its target, and the folder is flushed. A link at the target is replaced and
+never followed. ``tests/util/test_writers.py`` checks that no other module opens files for writing.
 
-Every system call that may be repeated goes through ``call``: a function that calls its first argument with the others.
-A caller passes its own to repeat calls that fail with EIO or ESTALE.
+Every system call that may be repeated goes through ``call``: a function that calls its first
+argument with the others. A caller passes its own to repeat calls that fail with EIO or ESTALE.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ Call = Callable[..., Any]
 _NEW = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _KNOWN = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _GROWING = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-# Some network filesystems flush folders by themselves; a folder may be writable and not readable.
+# Some network filesystems flush folders themselves; a folder may be writable but not readable.
 _NO_FOLDER_FSYNC = {errno.EINVAL, errno.ENOTSUP, errno.EACCES, errno.EPERM}
 _DEVICES = (("/", "dev"), ("/", "proc"), ("/", "sys"))  # /dev/stdout is a link, which must not be replaced
 _MEMORY = ("/", "dev", "shm")  # plain files in memory
-_LONGEST = 150  # bytes of a target's name in the private name: filesystems allow 255 in all
+_LONGEST = 150  # bytes of a target's name in the private name: filesystems allow 255 in total
 
 
 def plainly(function: Callable[..., Any], *arguments: Any) -> Any:
@@ -43,26 +43,26 @@ def plainly(function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def write_text(path: str | Path, text: str, *, mode: int = 0o666, call: Call = plainly) -> None:
-    """Write a text file in UTF-8; raises ``OSError``, and the file that was there before stays."""
+    """Write a text file in UTF-8. Raises ``OSError``; an existing file then stays."""
     write_bytes(path, text.encode("utf-8"), mode=mode, call=call)
 
 
 def write_bytes(path: str | Path, data: bytes, *, mode: int = 0o666, call: Call = plainly) -> None:
-    """Write a file; raises ``OSError``, and the file that was there before stays."""
+    """Write a file. Raises ``OSError``; an existing file then stays."""
     with replacing(path, mode=mode, call=call) as file:
         file.write(data)
 
 
 @contextmanager
 def replacing(path: str | Path, *, mode: int = 0o666, call: Call = plainly) -> Iterator[BinaryIO]:
-    """Open a private file that takes the name ``path`` if the block ends without an error; raises ``OSError``."""
+    """Open a private file that is renamed to ``path`` if the block ends without an error. Raises ``OSError``."""
     with private_file(path, mode=mode, call=call) as handle, open(handle, "w+b", closefd=False) as file:
         yield file
 
 
 @contextmanager
 def private_file(path: str | Path, *, mode: int = 0o666, call: Call = plainly) -> Iterator[int]:
-    """Open a private file as a descriptor; at the end of the block it is flushed and takes the name ``path``.
+    """Open a private file as a descriptor; at the end of the block it is flushed and renamed to ``path``.
 
     Raises ``OSError`` if it cannot be written. After any error the private file is removed.
     """
@@ -84,11 +84,11 @@ def private_file(path: str | Path, *, mode: int = 0o666, call: Call = plainly) -
 
 
 def check_target(path: Path) -> None:
-    """Raise ``OSError`` if no file may take this name: that of a folder, a device, a named pipe, or one in ``/dev``."""
+    """Raise ``OSError`` if a file must not have this name: that of a folder, a device, a named pipe, or in ``/dev``."""
     try:
         mode = os.stat(path).st_mode
     except OSError:
-        mode = stat.S_IFREG  # not there, or a link that leads nowhere
+        mode = stat.S_IFREG  # missing, or a dangling link
     if stat.S_ISDIR(mode):
         raise OSError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     parts = Path(os.path.realpath(path.parent)).parts
@@ -96,39 +96,39 @@ def check_target(path: Path) -> None:
         raise OSError(errno.EINVAL, "it is not a regular file", str(path))
 
 
-# The parts, for writers that need them one by one ---------------------------------------------------------------------
+# The steps, for writers that need them one by one ---------------------------------------------------------------------
 
 
 def private_name(path: Path) -> Path:
-    """Return a private name beside a target: hidden, of this host and process, and not to be guessed."""
+    """Return a private name beside a target: hidden, with this host and process, and impossible to guess."""
     name = os.fsdecode(os.fsencode(path.name)[:_LONGEST])
     return path.with_name(f".{name}.tmp-{socket.gethostname()[:32]}-{os.getpid()}-{secrets.token_hex(8)}")
 
 
 def create(path: str | Path, mode: int = 0o666) -> int:
-    """Create a file that must not exist, and return its descriptor, to write and to read; raises ``OSError``."""
+    """Create a file that must not exist, and return its descriptor for reading and writing. Raises ``OSError``."""
     return os.open(path, _NEW, mode)
 
 
 def reopen(path: str | Path) -> int:
-    """Open a private file that another process has created, to write and to read; raises ``OSError`` for a link."""
+    """Open a private file of another process for reading and writing. Raises ``OSError`` for a link."""
     return _checked(os.open(path, _KNOWN), path)
 
 
 def put(private: Path, path: Path, *, call: Call = plainly) -> None:
-    """Give a complete and flushed private file its name; raises ``OSError``. The folder is not flushed."""
+    """Rename a complete and flushed private file to its target. Raises ``OSError``. The folder is not flushed."""
     check_target(path)
     call(_rename, private, path, _identity(os.lstat(private)))
 
 
 def discard(private: Path) -> None:
-    """Remove a private file if it is there."""
-    with suppress(OSError):  # the error that led here matters more
+    """Remove a private file if it exists."""
+    with suppress(OSError):  # the error that led here is more important
         private.unlink(missing_ok=True)
 
 
 def flush_folder(folder: str | Path) -> None:
-    """Flush a folder, so that a rename in it survives a power failure; raises ``OSError``."""
+    """Flush a folder, so that a rename in it survives a power failure. Raises ``OSError``."""
     try:
         handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
@@ -141,7 +141,7 @@ def flush_folder(folder: str | Path) -> None:
 
 
 def set_aside(path: Path) -> Path:
-    """Give a damaged file another name beside its own, so that nothing of it is lost; return that name."""
+    """Rename a damaged file beside its own name, so that its contents are kept; return the new name."""
     now = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
     aside = path.with_name(f"{path.name}.damaged-{now}-{secrets.token_hex(4)}")
     os.rename(path, aside)
@@ -149,7 +149,7 @@ def set_aside(path: Path) -> Path:
 
 
 def remove_leftovers(folder: Path, names: Iterable[str]) -> None:
-    """Remove the private files that killed processes left of these targets; only for the holder of a folder's lock."""
+    """Remove private files that killed processes left for these targets; only for the holder of the folder's lock."""
     starts = tuple(f".{name}.tmp-" for name in names)
     with suppress(OSError):
         for entry in os.scandir(folder):
@@ -158,7 +158,7 @@ def remove_leftovers(folder: Path, names: Iterable[str]) -> None:
 
 
 def _begin(path: Path, mode: int) -> tuple[Path, int]:
-    """Create a private file under a new name: a call that is repeated must not find its own first file."""
+    """Create a private file under a new name: a repeated call must not find its own first file."""
     private = private_name(path)
     return private, create(private, mode)
 
@@ -180,9 +180,9 @@ def _identity(status: os.stat_result) -> tuple[int, int]:
 
 
 def open_growing(path: str | Path, *, mode: int = 0o666, call: Call = plainly) -> int:
-    """Open a file to append to, and create it if it is not there; return its descriptor.
+    """Open a file for appending, create it if it does not exist, and return its descriptor.
 
-    Raises ``OSError`` for a link and for everything but a regular file with one name.
+    Raises ``OSError`` for a link and for anything but a regular file with one name.
     """
     if os.path.islink(path):
         raise OSError(errno.ELOOP, "it is a link", str(path))
@@ -197,7 +197,7 @@ def append_line(handle: int, line: str, *, call: Call = plainly) -> None:
     """Append a line to a growing file in one call, so that lines of several processes do not mix."""
     data = (line + "\n").encode("utf-8")
     done = call(os.write, handle, data)
-    while done < len(data):  # a full disk takes a part first and raises then
+    while done < len(data):  # a full disk first accepts a part and then raises
         done += call(os.write, handle, data[done:])
 
 

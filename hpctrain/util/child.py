@@ -1,7 +1,7 @@
 """Command lines of child processes that are Python programs of this package.
 
-``python -c`` and ``python -m`` put the current folder first on the module path: a file ``pickle.py`` of somebody else
-there would run. ``-P`` (Python 3.11) leaves the folder out.
+``python -c`` and ``python -m`` put the current folder first on the module path, so that a foreign
+file ``pickle.py`` there would be executed. ``-P`` (Python 3.11) leaves the folder out.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def python(*arguments: str) -> list[str]:
 
 @contextmanager
 def safe_path() -> Iterator[None]:
-    """Let all processes that are started within the block leave the current folder out, whoever starts them."""
+    """Make all Python processes started within the block, also indirectly, leave the current folder out."""
     before = os.environ.get(SAFE_PATH)
     os.environ[SAFE_PATH] = "1"
     try:

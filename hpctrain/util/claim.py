@@ -1,4 +1,4 @@
-"""A claim on a folder: a file there that holds the token of whoever may write."""
+"""A claim on a folder: a file in it with the token of the process that may write."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ _MOST = 64 * 1024  # bytes of such a file
 
 @dataclass(frozen=True)
 class Claim:
-    """The file and the token that it must hold. Processes that write for the claimant check it, too."""
+    """The file and its expected token. Processes that write for the claimant check it too."""
 
     path: str
     token: str
 
     def check(self) -> None:
-        """Raise ``LockError`` if the file is gone or another's, ``FileSystemError`` if it cannot be read.
+        """Raise ``LockError`` if the file is gone or has another token, ``FileSystemError`` if it cannot be read.
 
-        A start of the same run on another node takes the folder over if the scheduler says that this one has ended. It
-        may be wrong: a node that lost its connection computes on.
+        A start of the same run on another node takes the folder over if the scheduler reports that
+        this one has ended. The scheduler may be wrong: a node that lost its connection continues to
+        compute.
         """
         try:
             found: Any = retries.call(read_json, self.path, _MOST)

@@ -1,7 +1,8 @@
-"""Whose code a module is, found out without importing it.
+"""Owner of a module's code, determined without importing the module.
 
-A config names functions (``model.factory = "package.module:function"``), and to import a module runs it. Verbs of a
-login node, which people call on configs of others, run only code of this user, of root or of the active environment.
+A config names functions (``model.factory = "package.module:function"``), and to import a module
+executes it. Commands for a login node, which people run on configs of other users, execute only
+code of this user, of root or of the active environment.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from pathlib import Path
 
 
 def foreign_file(module: str, uid: int | None = None) -> str:
-    """Return the first file that an import of this module would run and that is another's, with its owner; else "".
+    """Return the first file of another user that an import of this module would execute, with its owner; else "".
 
     ``uid`` is the user, by default that of this process. A module that is not found has no file.
     """
@@ -37,7 +38,7 @@ def foreign_file(module: str, uid: int | None = None) -> str:
 
 
 def files_of(module: str) -> Iterator[str]:
-    """Yield the files that an import would run: of packages above the module, and its own; folders of namespaces."""
+    """Yield the files that an import would execute: of parent packages and of the module; folders for namespaces."""
     parts = module.split(".")
     found = _first(parts[0])
     for depth in range(1, len(parts) + 1):
@@ -53,7 +54,7 @@ def files_of(module: str) -> Iterator[str]:
 
 
 def is_standard(module: str) -> bool:
-    """Tell whether a module is of Python's standard library."""
+    """Return whether a module belongs to Python's standard library."""
     return module.partition(".")[0] in sys.stdlib_module_names
 
 
@@ -65,7 +66,7 @@ def _first(name: str) -> importlib.machinery.ModuleSpec | None:
 
 
 def _of_environment(path: str, prefixes: Iterable[str] = (sys.prefix, sys.base_prefix)) -> bool:
-    """Tell whether a file lies where packages of the active environment are installed."""
+    """Return whether a file belongs to the packages of the active environment."""
     real = Path(os.path.realpath(path))
     return any(real.is_relative_to(Path(os.path.realpath(prefix), "lib")) for prefix in prefixes)
 

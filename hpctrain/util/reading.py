@@ -1,7 +1,7 @@
-"""The one way to read a file of unknown origin: a regular file only, no more bytes than allowed, one error per kind.
+"""The only way to read untrusted files: regular files only, a limit on their bytes, one error per kind of fault.
 
-A named pipe waits for its writer, a device never ends, and a sparse file claims more than any memory. So files are
-opened without waiting, checked by their descriptor, and read up to a limit.
+A named pipe waits for its writer, a device never ends, and a sparse file may claim more than any
+memory. So files are opened without blocking, checked by their descriptor, and read up to a limit.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ _PIECE = 4 * MIB
 
 
 def open_regular(path: str | Path) -> int:
-    """Return a descriptor to read a regular file; raises ``OSError`` for everything else, and never waits."""
-    _check(os.stat(path), path)  # some devices act when they are opened
+    """Return a descriptor to read a regular file. Raises ``OSError`` for any other file, and never blocks."""
+    _check(os.stat(path), path)  # some devices react when they are opened
     handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         _check(os.fstat(handle), path)
@@ -32,7 +32,7 @@ def open_regular(path: str | Path) -> int:
 
 
 def read_bytes(path: str | Path, limit: int = TEXT) -> bytes:
-    """Return the content of a regular file; raises ``OSError``, also if it has more than ``limit`` bytes."""
+    """Return the content of a regular file. Raises ``OSError``, also if it has more than ``limit`` bytes."""
     with open(open_regular(path), "rb", buffering=0) as file:
         size = os.fstat(file.fileno()).st_size
         found = bytearray()
@@ -45,7 +45,7 @@ def read_bytes(path: str | Path, limit: int = TEXT) -> bytes:
 
 
 def read_text(path: str | Path, limit: int = TEXT) -> str:
-    """Return a text file in UTF-8; raises ``OSError``, or ``ValueError`` if it is not UTF-8."""
+    """Return the content of a text file. Raises ``OSError``, or ``ValueError`` if it is not UTF-8."""
     try:
         return read_bytes(path, limit).decode("utf-8")
     except UnicodeDecodeError:
@@ -55,7 +55,8 @@ def read_text(path: str | Path, limit: int = TEXT) -> str:
 def read_lines(path: str | Path, longest: int = MIB) -> Iterator[str]:
     """Yield the lines of a regular file of any size, without those longer than ``longest`` bytes.
 
-    Raises ``OSError``, also for a file that is mostly holes: programs that append leave none.
+    Raises ``OSError``, also for a file that consists mostly of holes: programs that append leave no
+    holes.
     """
     with open(open_regular(path), "rb") as file:
         status = os.fstat(file.fileno())
@@ -70,12 +71,12 @@ def read_lines(path: str | Path, longest: int = MIB) -> Iterator[str]:
 
 
 def read_json(path: str | Path, limit: int = TEXT) -> Any:
-    """Return the value of a JSON file; raises ``OSError``, or ``ValueError`` that says why it is not JSON."""
+    """Return the value of a JSON file. Raises ``OSError``, or ``ValueError`` with the reason if it is not JSON."""
     return parse_json(read_text(path, limit))
 
 
 def parse_json(text: str) -> Any:
-    """Return the value of a JSON text; raises ``ValueError`` with a short reason."""
+    """Return the value of a JSON text. Raises ``ValueError`` with a short reason."""
     try:
         return json.loads(text)
     except RecursionError:

@@ -1,4 +1,4 @@
-"""Calls of the file system that failed in a way that may pass: repeated with growing pauses, counted, bounded."""
+"""Retries of file system calls after transient faults, with growing pauses, a limit and a counter."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ logger = logging.getLogger("hpctrain")
 VARIABLE = "HPCTRAIN_FILE_PATIENCE"
 PATIENCE = 15.0  # seconds: a failover of a file server takes about ten
 _FIRST, _LONGEST = 0.05, 1.0  # seconds of a pause
-# ESTALE: the server has lost a handle. EIO, ETIMEDOUT and their like: a connection or a server is away. ENOSPC and
-# EDQUOT: somebody is about to clear away. EINTR and EAGAIN: the call asks to be repeated.
+# ESTALE: the server has lost a handle. EIO, ETIMEDOUT and similar: a connection or a server is
+# down. ENOSPC and EDQUOT: space may be freed soon. EINTR and EAGAIN: the call must be repeated.
 PASSING = {
     getattr(errno, name)
     for name in "EIO ESTALE ENOSPC EDQUOT EINTR EAGAIN ETIMEDOUT EREMOTEIO ENOLINK ECOMM EHOSTDOWN ENOTCONN".split()
@@ -26,7 +26,7 @@ PASSING = {
 
 
 class Retries:
-    """Repeater of calls. ``count`` and ``seconds`` add up over the process, ``last`` is the last error."""
+    """Repeater of calls. ``count`` and ``seconds`` are totals of the process, ``last`` is the last error."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -34,10 +34,10 @@ class Retries:
         self.last = ""
 
     def call(self, function: Callable[..., T], *arguments: Any) -> T:
-        """Call a function until it does not fail, at most for the patience; raises its last ``OSError``.
+        """Call a function until it succeeds, at most for ``patience()`` seconds. Raises its last ``OSError``.
 
-        The function must be one that may be done twice: after ``fsync`` has failed, a second one succeeds, and the data
-        is lost.
+        The function must be safe to repeat. ``fsync`` is not: after a failure, a second ``fsync``
+        succeeds although the data is lost.
         """
         began, pause = time.monotonic(), _FIRST
         while True:
@@ -52,7 +52,7 @@ class Retries:
                 pause = min(2 * pause, _LONGEST)
 
     def note(self, reason: str, pause: float, where: str = "") -> None:
-        """Count a call that is about to be repeated; the first one is a warning."""
+        """Count a call that is about to be repeated; the first one logs a warning."""
         self.last = reason
         if not self.count:
             text = "a call%s failed: %s; such calls are repeated for %g s (%s), the receipt counts them"
@@ -61,7 +61,7 @@ class Retries:
         self.seconds += pause
 
     def facts(self, before: tuple[int, float] = (0, 0.0)) -> dict[str, Any]:
-        """Return what a receipt says of the calls since ``count`` and ``seconds`` were ``before``; may be empty."""
+        """Return the facts for a receipt since ``count`` and ``seconds`` were ``before``; empty without retries."""
         count, seconds = self.count - before[0], self.seconds - before[1]
         if not count:
             return {}
@@ -69,7 +69,7 @@ class Retries:
 
 
 def patience() -> float:
-    """Return for how many seconds a call is repeated; ``HPCTRAIN_FILE_PATIENCE``, if that is a number."""
+    """Return the seconds for which a call is repeated: ``HPCTRAIN_FILE_PATIENCE`` if a number, else the default."""
     try:
         return max(float(os.environ[VARIABLE]), 0.0)
     except (KeyError, ValueError):

@@ -1,4 +1,4 @@
-"""Text of unknown origin for terminals: nothing that a terminal obeys, and no more than a line holds."""
+"""Untrusted text for terminals: without control characters, and of limited length."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ def printable(text: object) -> str:
 
 
 def printable_lines(text: str) -> str:
-    """Return text of several lines, each of them printable; tabs stay."""
+    """Return text of several lines with each line made printable; tabs stay."""
     return "\n".join("\t".join(map(printable, line.split("\t"))) for line in text.split("\n"))
 
 
 def shorten(text: str, longest: int = VALUE) -> str:
-    """Return the text, its middle replaced by ``...`` if it is too long."""
+    """Return the text; if it is too long, its middle is replaced by ``...``."""
     if len(text) <= longest:
         return text
     tail = (longest - 3) // 3
@@ -28,9 +28,9 @@ def shorten(text: str, longest: int = VALUE) -> str:
 
 
 def fitted(message: str, words: Iterable[str], longest: int = LINE) -> str:
-    """Return an error message as a line that fits: words of the command line are shortened where they are too long.
+    """Return an error message that fits into a line: long words from the command line are shortened.
 
-    A message that tells of other things may be longer, up to five lines.
+    Other messages may be longer, up to five lines.
     """
     found = printable(message)
     longer = sorted({printable(word) for word in words}, key=len, reverse=True)
@@ -42,7 +42,7 @@ def fitted(message: str, words: Iterable[str], longest: int = LINE) -> str:
 
 
 def shown(value: object, longest: int = VALUE) -> str:
-    """Return the ``repr`` of a value for an error message: printable, and short whatever the value is."""
+    """Return the ``repr`` of a value for an error message: printable and short, whatever the value is."""
     if isinstance(value, (str, bytes)) and len(value) > longest:
         return shorten(repr(shorten(value, longest) if isinstance(value, str) else value[:longest]), longest)
     if isinstance(value, int) and value.bit_length() > 256:
@@ -54,7 +54,7 @@ def shown(value: object, longest: int = VALUE) -> str:
 
 
 def without_math(value: object) -> str:
-    """Return text for matplotlib: printable, and without formulas, which begin with a dollar sign."""
+    """Return printable text for matplotlib, without formulas, which begin with a dollar sign."""
     return printable(value).replace("$", r"\$")
 
 
@@ -62,6 +62,6 @@ def _escaped(character: str) -> str:
     if character.isprintable():
         return character
     code = ord(character)
-    if 0xDC80 <= code <= 0xDCFF:  # a byte that was not UTF-8, as Python hands it on
+    if 0xDC80 <= code <= 0xDCFF:  # a byte that was not UTF-8, as Python represents it
         return f"\\x{code - 0xDC00:02x}"
     return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
