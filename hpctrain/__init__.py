@@ -1,6 +1,7 @@
-"""Train PyTorch models on the ranks that ``mpirun`` or ``srun`` started.
+"""Training of PyTorch models on the ranks that ``mpirun`` or ``srun`` started.
 
-Importing this package loads neither torch nor MPI; both come at first use of one of the names below.
+Importing this package loads neither torch nor MPI; both are imported at first use of one of the
+names below.
 
     import hpctrain
 
@@ -49,7 +50,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name when it is first asked for (PEP 562)."""
+    """Import a public name when it is first requested (PEP 562)."""
     if name == "checkpoint":
         return importlib.import_module("hpctrain.checkpoint")
     if name in _HOMES:

@@ -1,4 +1,4 @@
-"""Be ``python -m hpctrain``: the command, where no program of that name is in PATH."""
+"""Entry point of ``python -m hpctrain``: the command, if its script is not in PATH."""
 
 import sys
 

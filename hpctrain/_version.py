@@ -1,3 +1,3 @@
-"""Hold the version, where packaging can read it without importing anything else."""
+"""The version, in a module that packaging can read without importing anything else."""
 
 __version__ = "0.1.0"

@@ -1,4 +1,4 @@
-"""Name the kinds of failure: one class each, every one also the built-in that a caller would expect.
+"""Exception classes: one per kind of failure, each also derived from the built-in that a caller would expect.
 
 A message says what was wrong, what is allowed, and where to look: lower case, short, no full stop.
 """
@@ -9,14 +9,14 @@ EXIT_FAILURE = 1
 EXIT_USAGE = 2  # bad input: nothing was started, nothing was written
 EXIT_INTERRUPTED = 130  # SIGINT
 EXIT_TERMINATED = 143  # SIGTERM before there was anything to save
-EXIT_REQUEUE = 75  # EX_TEMPFAIL: saved, please start the same command again
+EXIT_REQUEUE = 75  # EX_TEMPFAIL: saved, start the same command again
 
 
 class HpctrainError(Exception):
     """Base of the errors that this package raises on purpose.
 
-    ``everywhere`` says that all ranks raise the same error together, so that rank 0 may speak for all of them
-    and every rank can leave on its own feet; otherwise the raising rank must end the job.
+    If ``everywhere`` is true, all ranks raise the same error together: rank 0 may print it for all
+    of them, and every rank can exit normally. Otherwise the raising rank must end the job.
     """
 
     exit_code = EXIT_FAILURE
@@ -41,13 +41,13 @@ class DataError(UsageError):
 
 
 class LaunchError(HpctrainError, RuntimeError):
-    """The launcher promised something that MPI did not keep, or MPI is missing."""
+    """The ranks that the launcher started and those that MPI sees do not match, or MPI is missing."""
 
     exit_code = EXIT_USAGE
 
 
 class DeviceError(HpctrainError, RuntimeError):
-    """The ranks of a node cannot have the devices that they ask for."""
+    """The devices that the ranks of a node request are not available."""
 
     exit_code = EXIT_USAGE
 
@@ -59,11 +59,11 @@ class MismatchError(HpctrainError, RuntimeError):
 
 
 class CommunicationError(HpctrainError, RuntimeError):
-    """A message or a collective cannot be carried out as asked."""
+    """A message or a collective cannot be completed as requested."""
 
 
 class DeadlineError(CommunicationError, TimeoutError):
-    """Other ranks did not come to a collective in time."""
+    """Other ranks did not join a collective in time."""
 
 
 class CheckpointError(HpctrainError, OSError):
@@ -73,15 +73,15 @@ class CheckpointError(HpctrainError, OSError):
 
 
 class CheckpointFaultError(CheckpointError):
-    """The file system failed in a way that may pass while a checkpoint was written."""
+    """The file system failed while a checkpoint was written, with an error that may be temporary."""
 
 
 class FileSystemError(HpctrainError, OSError):
-    """The file system of a run's folder fails, and went on failing while the call was repeated."""
+    """The file system of a run's folder failed, and so did all retries."""
 
 
 class LockError(HpctrainError, OSError):
-    """Another job works in the same folder."""
+    """Another job uses the same folder."""
 
     exit_code = EXIT_USAGE
 

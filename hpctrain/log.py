@@ -1,4 +1,4 @@
-"""Log with the rank in front, and only when asked: the root logger belongs to the user."""
+"""Logging with a rank prefix, only on request: the root logger belongs to the user."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ logger.addHandler(logging.NullHandler())
 
 
 class _RankPrefix(logging.Formatter):
-    """Put ``[rank host]`` before the lines of every rank but the first."""
+    """Formatter that puts ``[rank host]`` before the lines of every rank but the first."""
 
     def __init__(self, rank: int) -> None:
         super().__init__("%(message)s")
@@ -26,7 +26,7 @@ class _RankPrefix(logging.Formatter):
 
 
 class _StderrHandler(logging.StreamHandler[TextIO]):
-    """Write to whatever ``sys.stderr`` is at that moment, and not through a progress bar."""
+    """Handler that writes to the current ``sys.stderr`` without breaking a progress bar."""
 
     def emit(self, record: logging.LogRecord) -> None:
         self.stream = sys.stderr
@@ -44,7 +44,7 @@ def configure(rank: int = 0, *, verbose: bool = False) -> None:
     """Send the package's messages to standard error.
 
     Rank 0 shows INFO and above, the others WARNING and above; ``verbose`` lowers both by one level.
-    Calling it again replaces the earlier choice.
+    A later call replaces the earlier choice.
     """
     for handler in list(logger.handlers):
         logger.removeHandler(handler)

@@ -1,7 +1,8 @@
-"""Blocks of code that compute with this rank's parts of parameters as they are.
+"""Access to this rank's shards of parameters without the guard of split parameters.
 
-Between the passes of a program, parameters that are split over ranks refuse what would need all of their elements (see
-``parallel.guard``). The library itself, which knows what it holds, is not to be asked.
+Between forward and backward passes, parameters that are split over ranks refuse operations that
+need all of their elements (see ``parallel.guard``). The library itself knows the shards, so its own
+code runs without this check.
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ import torch
 P = ParamSpec("P")
 T = TypeVar("T")
 
-plain_tensors = torch._C.DisableTorchFunctionSubclass  # ``with plain_tensors():``
-guarded_tensors = torch._C._EnableTorchFunction  # inside of it, for what the program has written
+plain_tensors = torch._C.DisableTorchFunctionSubclass  # usage: ``with plain_tensors():``
+guarded_tensors = torch._C._EnableTorchFunction  # nested inside it, for code of the program
 
 
 def as_parts(function: Callable[P, T]) -> Callable[P, T]:
-    """Let a function compute with parts as they are; not for generators."""
+    """Decorate a function so that it computes with shards as they are; not for generators."""
 
     @functools.wraps(function)
     def called(*args: P.args, **kwargs: P.kwargs) -> T:

@@ -1,9 +1,9 @@
-"""Read settings: dataclasses from TOML files and ``a.b=c`` assignments, every mistake named.
+"""Settings: dataclasses from TOML files and ``a.b=c`` assignments, with an error for every mistake.
 
-A section is a frozen dataclass whose fields carry their types and defaults; what a field means stands beside it
-in the source. Its ``__post_init__`` calls ``check``, which converts and checks the types and the named choices of all
-fields, and then checks ranges; so a section made in Python is refused for the same reasons, in the same words, as one
-from a file.
+A section is a frozen dataclass whose fields have types and defaults; comments in the source explain
+them. Its ``__post_init__`` calls ``check``, which converts and checks the types and the allowed
+choices of all fields, and then checks ranges. So a section made in Python is refused for the same
+reasons, in the same words, as one from a file.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _STRINGS = re.compile(
 )
 _BETWEEN = re.compile(r"[\n=\[\]{},]")
 
-# Other names of what a setting may be set to: they are never taken, only pointed out.
+# Other names for allowed values: they are not accepted, but the error suggests the allowed one.
 _SPELLINGS = {
     "zero3": "fsdp",
     "zero-3": "fsdp",
@@ -54,7 +54,7 @@ _SPELLINGS = {
 
 
 def read_toml(path: str | Path) -> Tree:
-    """Return the tree of a TOML file; raise ``SettingsError`` where it is missing or does not parse."""
+    """Return the tree of a TOML file. Raises ``SettingsError`` if it is missing or does not parse."""
     try:
         return parse_toml(read_text(path, LARGEST))
     except OSError as error:
@@ -66,14 +66,14 @@ def read_toml(path: str | Path) -> Tree:
 
 
 def parse_toml(text: str) -> Tree:
-    """Return the tree of a TOML text; raises ``ValueError`` with a short reason.
+    """Return the tree of a TOML text. Raises ``ValueError`` with a short reason.
 
-    Keys of many parts take quadratic time and memory in ``tomllib`` (80,000 dots: a minute, then SIGKILL), so they are
-    refused before it sees them.
+    Keys of many parts take quadratic time and memory in ``tomllib`` (80,000 dots: a minute, then
+    SIGKILL), so they are refused before it parses them.
     """
     if len(text) > LARGEST:
         raise ValueError(f"it has more than {LARGEST} characters")
-    # Without strings and comments, dots stand in keys, floats and dates only.
+    # Without strings and comments, dots occur in keys, floats and dates only.
     if any(piece.count(".") > _MOST_PARTS for piece in _BETWEEN.split(_STRINGS.sub("s", text))):
         raise ValueError(f"a key has more than {_MOST_PARTS} parts")
     try:
@@ -87,7 +87,7 @@ def parse_toml(text: str) -> Tree:
 
 
 def assign(tree: Tree, assignment: str) -> None:
-    """Apply one ``a.b=value`` to a tree in place; the value is TOML, or plain text where it is not."""
+    """Apply one ``a.b=value`` to a tree in place; the value is TOML, or plain text if it is not valid TOML."""
     key, equals, text = assignment.partition("=")
     parts = [part.strip() for part in key.split(".")]
     if not equals or not all(parts):
@@ -99,7 +99,7 @@ def assign(tree: Tree, assignment: str) -> None:
     except ValueError:
         value = text.strip()
     if isinstance(value, (datetime.date, datetime.time)):
-        value = text.strip()  # 04:00:00 is meant as it stands
+        value = text.strip()  # 04:00:00 is meant literally
     node = tree
     for part in parts[:-1]:
         node = node.setdefault(part, {})
@@ -109,7 +109,7 @@ def assign(tree: Tree, assignment: str) -> None:
 
 
 def build(kind: type[T], tree: Mapping[str, Any], path: str = "") -> T:
-    """Make a settings dataclass of a tree; unknown keys and wrong types raise ``SettingsError``."""
+    """Return a settings dataclass from a tree. Raises ``SettingsError`` for unknown keys and wrong types."""
     hints = _hints(typing.cast(Any, kind))
     known = [field.name for field in dataclasses.fields(kind)]  # type: ignore[arg-type]
     values: Tree = {}
@@ -123,7 +123,8 @@ def build(kind: type[T], tree: Mapping[str, Any], path: str = "") -> T:
 def check(settings: Any, section: str) -> None:
     """Convert every field of a settings dataclass to its type, in place; called from its ``__post_init__``.
 
-    Raises ``SettingsError`` for a value of another type, or one that is not among the named choices.
+    Raises ``SettingsError`` for a value of another type, or one that is not among the allowed
+    choices.
     """
     path = f"{section}." if section else ""
     for name, hint in _hints(settings.__class__).items():
@@ -138,7 +139,7 @@ def check(settings: Any, section: str) -> None:
 def check_most(settings: Any, section: str, **limits: int) -> None:
     """Raise ``SettingsError`` if a number of a settings dataclass is larger than allowed.
 
-    The limits are far above what anybody trains, and low enough that sizes and schedules can be worked out from them.
+    The limits are far above real values, and low enough to compute sizes and schedules from them.
     """
     for name, most in limits.items():
         value = getattr(settings, name)
@@ -147,9 +148,10 @@ def check_most(settings: Any, section: str, **limits: int) -> None:
 
 
 def section_of(kind: type[T], value: Any, section: str, *, allowed: str = "") -> T:
-    """Return a section that a program gave: the dataclass itself, a dict of its fields, or None for the defaults.
+    """Return a section from a program's argument: the dataclass itself, a dict of its fields, or None for the defaults.
 
-    Raises ``SettingsError`` for anything else; ``allowed`` names what the caller takes besides.
+    Raises ``SettingsError`` for anything else; ``allowed`` names the other types that the caller
+    accepts.
     """
     if value is None:
         return kind()
@@ -169,13 +171,13 @@ def unknown(what: str, name: str, known: Sequence[str]) -> str:
 
 
 def names_function(path: str) -> bool:
-    """Tell whether a text is of the form ``package.module:function``."""
+    """Return whether a text has the form ``package.module:function``."""
     module, colon, function = path.partition(":")
     return bool(colon) and all(part.isidentifier() for part in [*module.split("."), *function.split(".")])
 
 
 def function_named(path: str, setting: str) -> Callable[..., Any]:
-    """Import what ``package.module:function`` names; raise ``SettingsError`` that names the setting otherwise."""
+    """Import ``package.module:function``. Raises ``SettingsError``, which names the setting, if that fails."""
     module_name, _, name = path.partition(":")
     if is_standard(module_name):
         raise SettingsError(_not_standard(path, setting))
@@ -202,9 +204,10 @@ def function_named(path: str, setting: str) -> Callable[..., Any]:
 
 
 def check_code(path: str, setting: str, uid: int | None = None) -> None:
-    """Raise ``SettingsError`` if ``package.module:function`` is code of somebody else; nothing is imported.
+    """Raise ``SettingsError`` if ``package.module:function`` is code of another user; nothing is imported.
 
-    For verbs that people call on configs of others: those are programs as soon as they name a function.
+    For commands that people run on configs of other users: a config that names a function is a
+    program.
     """
     module_name, _, name = path.partition(":")
     if is_standard(module_name):
@@ -219,9 +222,10 @@ def check_code(path: str, setting: str, uid: int | None = None) -> None:
 
 
 def _look_here() -> None:
-    """Look for modules in the current folder as well, after all others.
+    """Append the current folder to the module path.
 
-    As ``python -m`` does: a console script's own folder is on the path, the user's is not.
+    ``python -m`` searches it too: a console script has its own folder on the path, but not the
+    current one.
     """
     if os.getcwd() not in sys.path and "" not in sys.path:
         sys.path.append(os.getcwd())
@@ -232,7 +236,7 @@ def _not_standard(path: str, setting: str) -> str:
 
 
 def to_tree(settings: Any) -> Tree:
-    """Return a settings dataclass as plain nested dictionaries, unset (``None``) values left out."""
+    """Return a settings dataclass as plain nested dictionaries, without unset (``None``) values."""
     tree: Tree = {}
     for field in dataclasses.fields(settings):
         value = getattr(settings, field.name)
@@ -244,7 +248,7 @@ def to_tree(settings: Any) -> Tree:
 
 
 def to_toml(tree: Mapping[str, Any]) -> str:
-    """Write a tree of sections as TOML that ``read_toml`` reads back unchanged."""
+    """Return a tree of sections as TOML that ``read_toml`` reads back unchanged."""
     lines: list[str] = []
     _write_table(lines, tree, ())
     return "\n".join(lines).strip() + "\n"
@@ -283,7 +287,7 @@ def _quote(text: str) -> str:
 
 
 def _convert(hint: Any, value: Any, path: str) -> Any:
-    """Return the value as the hint wants it, or say what was expected."""
+    """Return the value converted to the type hint. Raises ``SettingsError`` with the expected type."""
     origin = typing.get_origin(hint)
     if dataclasses.is_dataclass(hint):
         if isinstance(value, typing.cast(type, hint)):
@@ -318,7 +322,7 @@ def _convert(hint: Any, value: Any, path: str) -> Any:
 
 
 def meant(value: Any, allowed: Sequence[Any]) -> str:
-    """Return the hint at the choice that was probably meant, or nothing."""
+    """Return a hint at the choice that was probably meant, or an empty text."""
     if not isinstance(value, str):
         return ""
     lower = {str(choice).lower(): choice for choice in allowed}
@@ -329,13 +333,13 @@ def meant(value: Any, allowed: Sequence[Any]) -> str:
 
 @functools.cache
 def _hints(kind: type) -> dict[str, Any]:
-    """Return the types of a dataclass's fields; resolving them is slow, and settings are made often."""
+    """Return the types of a dataclass's fields, cached: resolving them is slow, and settings are made often."""
     hints = typing.get_type_hints(kind)
     return {field.name: hints[field.name] for field in dataclasses.fields(kind)}
 
 
 def _named(key: str) -> str:
-    """Return a key as an error names it: keys come from files of others, too."""
+    """Return a key for an error message; keys may come from untrusted files."""
     return shorten(printable(key), _LONGEST_NAME)
 
 

@@ -1,4 +1,4 @@
-"""Describe a rank's piece of a tensor: the word with which strategies and checkpoints speak of it."""
+"""Shard of a tensor: the description that strategies and checkpoints share."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from hpctrain.errors import UsageError
 
 @dataclass(frozen=True)
 class Shard:
-    """Say which box of a global tensor the local tensor holds.
+    """The box of a global tensor that the local tensor holds.
 
-    ``name`` is the logical name, ``shape`` the global shape and ``dtype`` the torch name of the element type
-    (``"float32"``). The local piece starts at ``start`` and has the shape ``extent``, both in elements a dim;
-    ``tensor`` holds it. A tensor that is not split is the box that covers everything. A ``spare`` box is one more copy
-    of what other boxes hold among them, cut in other places: it is filled like any other, and nobody need write it.
+    ``name`` is the logical name, ``shape`` the global shape and ``dtype`` the torch name of the
+    element type (``"float32"``). The box begins at ``start`` and has the shape ``extent``, both in
+    elements per dimension; ``tensor`` contains it. A tensor that is not split is the box that
+    covers everything. A ``spare`` box is an additional copy of what other boxes contain together,
+    cut in other places: it is filled like any other, but need not be written.
     """
 
     name: str
@@ -43,19 +44,20 @@ class Shard:
 
     @classmethod
     def whole(cls, name: str, tensor: Any) -> Shard:
-        """Describe a tensor that this rank holds in full."""
+        """Return the shard for a tensor that this rank holds in full."""
         shape = tuple(tensor.shape)
         return cls(name, shape, str(tensor.dtype).removeprefix("torch."), (0,) * len(shape), shape, tensor)
 
     @property
     def is_whole(self) -> bool:
-        """Tell whether the local tensor is the global one."""
+        """Return whether the local tensor is the global one."""
         return self.extent == self.shape
 
     def runs(self) -> Iterator[tuple[int, int, int]]:
-        """Yield ``(global_offset, local_offset, count)`` of each stretch that is contiguous in both, in elements.
+        """Yield ``(global_offset, local_offset, count)`` of each run that is contiguous in both, in elements.
 
-        Offsets count in C order. Trailing dims that the box covers in full melt into one stretch.
+        Offsets count in C order. Trailing dimensions that the box covers in full merge into one
+        run.
         """
         if 0 in self.extent:
             return
@@ -75,11 +77,11 @@ class Shard:
 
 
 class Split(Protocol):
-    """Know how a model is split over the ranks; a strategy that splits it has one."""
+    """Interface of a split model: the mapping of its tensors to shards; provided by a strategy that splits models."""
 
     def shards(self, name: str, tensor: Any) -> list[Shard]:
         """Return the boxes of the global tensor that a local one holds, each with its part of the local memory.
 
-        ``name`` is a name of the model's ``state_dict``. ``tensor`` is what this rank has under it, or a state of the
-        optimizer that has the parameter's shape.
+        ``name`` is a name in the model's ``state_dict``. ``tensor`` is this rank's tensor of that
+        name, or a state of the optimizer that has the parameter's shape.
         """

@@ -1,10 +1,10 @@
-"""Record what this process does and when, for a picture of a few steps; while nobody asks, it costs next to nothing.
+"""Recorder of the activities of this process over time, for a timeline of a few steps; almost free when off.
 
     with trace.span("forward", microbatch=3, chunk=1):
         ...
 
-Times are seconds of ``time.monotonic``, which all processes of a node share. On a GPU a span tells when work was handed
-to the device, not when the device did it.
+Times are seconds of ``time.monotonic``, which all processes of a node share. On a GPU a span is the
+time at which work was submitted to the device, not the time at which the device executed it.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
 
-_WORDS = {"reduce": "reduce", "send": "send", "recv": "receive", "device": "device"}  # by what the operation contains
-LIMIT = 200_000  # spans of one recording: what comes later is only counted
+_WORDS = {"reduce": "reduce", "send": "send", "recv": "receive", "device": "device"}  # by a substring of the operation
+LIMIT = 200_000  # spans of one recording; later ones are only counted
 
 
 @dataclass(frozen=True)
 class Span:
-    """Say what one thread did from ``start`` to ``end``."""
+    """Activity of one thread from ``start`` to ``end``."""
 
     name: str
     start: float
@@ -32,19 +32,19 @@ class Span:
 
 @dataclass(frozen=True)
 class Recording:
-    """Hold what was recorded; ``dropped`` counts the spans beyond the limit."""
+    """Recorded spans; ``dropped`` counts those beyond the limit."""
 
     spans: list[Span] = field(default_factory=list)
     dropped: int = 0
 
 
-recording = False  # whether anybody wants to know; asked before anything is worked out for a span
+recording = False  # whether spans are recorded; tested before anything is computed for a span
 _spans: list[Span] = []
 _dropped = 0
 
 
 def start() -> None:
-    """Begin to record; what was recorded and not taken is forgotten."""
+    """Start recording; spans that were recorded and not taken are discarded."""
     global recording, _spans, _dropped
     _spans, _dropped, recording = [], 0, True
 
@@ -58,7 +58,7 @@ def take() -> Recording:
 
 
 def add(name: str, began: float, ended: float, **facts: Any) -> None:
-    """Record a span that somebody else has timed, if anybody wants to know."""
+    """Record a span that the caller has timed, if recording is on."""
     global _dropped
     if not recording:
         return
@@ -81,12 +81,12 @@ def _word(operation: str) -> str:
 
 
 def span(name: str, **facts: Any) -> _Open | _Nothing:
-    """Record what the ``with`` block does, under a name, with facts such as ``microbatch``."""
+    """Record a ``with`` block as a span, under a name, with facts such as ``microbatch``."""
     return _Open(name, facts) if recording else _NOTHING
 
 
 class _Open:
-    """Be a span that has not ended; a class and no generator, which costs three times as much."""
+    """Span that has not ended; a class instead of a generator, which costs three times as much."""
 
     __slots__ = ("_name", "_facts", "_began")
 
@@ -103,7 +103,7 @@ class _Open:
 
 
 class _Nothing:
-    """Be a span while nothing records."""
+    """Empty span while recording is off."""
 
     __slots__ = ()
 

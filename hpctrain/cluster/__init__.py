@@ -1,1 +1,1 @@
-"""Find out where this process runs and who started it, from the environment alone: no MPI, no torch."""
+"""Environment of this process: launcher, scheduler, nodes and CPUs; without MPI and torch."""

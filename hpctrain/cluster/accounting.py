@@ -1,6 +1,7 @@
-"""What the schedulers know of some jobs: their state, and the energy that their nodes took (Slurm's accounting).
+"""States of jobs from the schedulers, and the energy of their nodes (Slurm's accounting).
 
-Asked by those who read, never during a run. Without ``sacct``, accounting or ``qstat`` nothing is known.
+This is for commands that show jobs, never for a run. Without ``sacct``, accounting or ``qstat`` the
+results are empty.
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ from dataclasses import dataclass
 from hpctrain.cluster import pbs_server
 
 ANSWER = 10.0  # seconds that sacct has to answer
-_MOST = 1e15  # joules; Slurm writes 2**64 - 2 where its plugin has nothing to say
+_MOST = 1e15  # joules; Slurm writes 2**64 - 2 if its plugin has no value
 _ENDED = "BOOT_FAIL CANCELLED COMPLETED DEADLINE FAILED NODE_FAIL OUT_OF_MEMORY PREEMPTED REVOKED TIMEOUT".split()
-# Job states of PBS in which no process of the job runs: ended (F, X), moved, and those that wait, maybe once more.
+# Job states of PBS in which no process of the job runs: ended (F, X), moved, and waiting, maybe after an earlier start.
 _AWAY = "FXMQHWT"
 _UNKNOWN = "unknown to PBS"
 _ID = re.compile(r"[0-9]+(_[0-9]+)?", re.ASCII)
@@ -25,19 +26,19 @@ Ask = Callable[[Sequence[str]], str]
 
 @dataclass(frozen=True)
 class Account:
-    """What is known of a job: its ``state`` in the scheduler's words, ``joules`` over all its starts if measured."""
+    """Record of a job: its ``state`` as the scheduler names it, ``joules`` over all its starts if measured."""
 
     state: str
     joules: float | None
 
     @property
     def has_ended(self) -> bool:
-        """Tell whether no process of the job runs any more."""
+        """Return whether no process of the job runs any more."""
         return self.state in (*_ENDED, *_AWAY, _UNKNOWN)
 
 
 def ask_slurm(job_ids: Iterable[str], ask: Ask | None = None) -> dict[str, Account]:
-    """Return what accounting knows, by job id; ids that it does not know are left out."""
+    """Return the accounting records by job id; unknown ids are left out."""
     wanted = sorted({job_id for job_id in job_ids if _ID.fullmatch(job_id)})
     if not wanted:
         return {}
@@ -49,7 +50,7 @@ def ask_slurm(job_ids: Iterable[str], ask: Ask | None = None) -> dict[str, Accou
 
 
 def ask_pbs(job_ids: Iterable[str], ask: pbs_server.Ask | None = None) -> dict[str, Account]:
-    """Return what PBS knows, by job id; a job that PBS does not know has ended long ago. Empty if no PBS answers."""
+    """Return the records of PBS by job id; a job unknown to PBS has ended long ago. Empty if no PBS answers."""
     wanted = {job_id for job_id in job_ids if pbs_server.ID.fullmatch(job_id)}
     known = pbs_server.jobs(wanted, ask) if wanted else None
     if known is None:
@@ -59,10 +60,10 @@ def ask_pbs(job_ids: Iterable[str], ask: pbs_server.Ask | None = None) -> dict[s
 
 @dataclass(frozen=True)
 class _Line:
-    """Hold a line of sacct's: of a job, ``1234``, or of one of its steps, ``1234.0`` or ``1234.batch``."""
+    """A line of sacct: of a job, ``1234``, or of one of its steps, ``1234.0`` or ``1234.batch``."""
 
     raw: str
-    shown: str  # as 1230_4 for a task of an array
+    shown: str  # 1230_4 for a task of an array
     state: str
     energy: str
 
@@ -83,8 +84,8 @@ def _account(job_id: str, lines: Sequence[_Line]) -> Account | None:
     whole = [line for line in mine if not line.step]
     if not whole:
         return None
-    # What the steps of srun took, over all starts. The step of the batch script and the one called extern see the same
-    # nodes at the same time, so they count only where there is nothing else.
+    # Energy of the steps of srun, over all starts. The steps batch and extern measure the same
+    # nodes at the same time, so they count only if there is no other value.
     steps = sum(line.joules for line in mine if line.step.isdecimal())
     joules = steps or sum(line.joules for line in mine if line.step == "batch") or sum(line.joules for line in whole)
     return Account(whole[-1].state.split()[0] if whole[-1].state else "", joules or None)

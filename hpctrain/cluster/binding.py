@@ -1,4 +1,4 @@
-"""Tell which CPUs each rank may use, how many threads are its fair share, and print both as a table."""
+"""CPUs that each rank may use, its fair number of threads, and the table of both."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import astuple, dataclass
 
 @dataclass(frozen=True)
 class Binding:
-    """Say where one rank runs: a row of the binding table."""
+    """Host, CPUs, threads and device of one rank: a row of the binding table."""
 
     host: str
     rank: int
@@ -21,14 +21,14 @@ class Binding:
 
 
 def cpu_affinity() -> tuple[int, ...]:
-    """Return the CPUs that this process may run on, in order."""
+    """Return the CPUs on which this process may run, in order."""
     if hasattr(os, "sched_getaffinity"):
         return tuple(sorted(os.sched_getaffinity(0)))
     return tuple(range(os.cpu_count() or 1))
 
 
 def format_cpus(cpus: Iterable[int]) -> str:
-    """Write CPU numbers as ``taskset`` and ``lscpu`` do: ``0-2,7``."""
+    """Return CPU numbers in the format of ``taskset`` and ``lscpu``: ``0-2,7``."""
     runs: list[list[int]] = []
     for cpu in sorted(set(cpus)):
         if runs and cpu == runs[-1][1] + 1:
@@ -39,11 +39,12 @@ def format_cpus(cpus: Iterable[int]) -> str:
 
 
 def threads_for(my_cpus: Sequence[int], all_cpus_on_node: Sequence[Sequence[int]]) -> int:
-    """Return how many threads a rank should run: its share of its CPUs, at least one.
+    """Return the number of threads for a rank: its share of its CPUs, at least one.
 
-    ``all_cpus_on_node`` holds the CPUs of every rank of the node, this one's among them. A CPU that k ranks may use
-    counts 1/k for each of them. So bound ranks use all of their own CPUs, ranks that were not bound divide the
-    node, and the threads of all ranks together never outnumber the CPUs (but for the one that each must have).
+    ``all_cpus_on_node`` contains the CPUs of every rank of the node, including this one. A CPU that
+    k ranks may use counts 1/k for each of them. So bound ranks use all of their own CPUs, unbound
+    ranks divide the node, and the threads of all ranks together never outnumber the CPUs (except
+    for the minimum of one per rank).
     """
     users = Counter(cpu for cpus in all_cpus_on_node for cpu in set(cpus))
     share = sum(1 / max(users[cpu], 1) for cpu in set(my_cpus))
@@ -51,7 +52,7 @@ def threads_for(my_cpus: Sequence[int], all_cpus_on_node: Sequence[Sequence[int]
 
 
 def table(rows: Iterable[Binding]) -> str:
-    """Return the binding table as text: a heading and a line for each rank, numbers to the right."""
+    """Return the binding table as text: a heading and one line per rank, numbers aligned right."""
     header = ("host", "rank", "local rank", "cpus", "threads", "device")
     lines = [header]
     for row in rows:

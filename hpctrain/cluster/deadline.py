@@ -1,7 +1,8 @@
-"""Find out when the batch system will end this job: from the environment, or by asking the scheduler.
+"""End of this job according to the batch system: from the environment, or from the scheduler.
 
-Slurm says so in ``SLURM_JOB_END_TIME`` (since 23.02) and to ``squeue``; Torque in ``PBS_WALLTIME`` how long a job may
-take, OpenPBS to ``qstat`` when it began, too. Neither PBS sends a signal before the end, so a job has to know.
+Slurm publishes it in ``SLURM_JOB_END_TIME`` (since 23.02) and by ``squeue``. Torque publishes the
+walltime in ``PBS_WALLTIME``; OpenPBS reports walltime and start by ``qstat``. Neither PBS sends a
+signal before the end, so a job must know it.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from hpctrain.errors import SettingsError
 
 VARIABLE = "HPCTRAIN_DEADLINE"
 _ANSWER = 10.0  # seconds that a scheduler has to answer
-_LATEST = 2**40  # seconds since the epoch; what is later is no date
+_LATEST = 2**40  # seconds since the epoch; larger numbers are not a date
 _CLOCK = re.compile(r"(?:(?P<days>\d+)-)?(?P<hours>\d+):(?P<minutes>[0-5]?\d):(?P<seconds>[0-5]?\d)")
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
@@ -27,7 +28,7 @@ Ask = Callable[[Sequence[str]], str]
 
 @dataclass(frozen=True)
 class Deadline:
-    """Say when the job will be ended, in seconds since the epoch, and who said so."""
+    """End of the job in seconds since the epoch, and its source."""
 
     time: float
     source: str
@@ -36,10 +37,11 @@ class Deadline:
 def find(
     environ: Mapping[str, str], walltime: str = "", *, started: float | None = None, ask: Ask | None = None
 ) -> Deadline | None:
-    """Return the end of this job; None where nobody knows of one.
+    """Return the end of this job; ``None`` if it is unknown.
 
-    ``walltime`` is what a user allows from ``started`` on (now), and comes first; then ``HPCTRAIN_DEADLINE``, in
-    seconds since the epoch; then the scheduler. Raises ``SettingsError`` for one that cannot be read.
+    ``walltime`` is the user's limit, counted from ``started`` (default: now), and comes first. Then
+    follow ``HPCTRAIN_DEADLINE``, in seconds since the epoch, and the scheduler. Raises
+    ``SettingsError`` for a malformed value.
     """
     if walltime:
         began = time.time() if started is None else started
@@ -95,7 +97,7 @@ def _pbs(environ: Mapping[str, str], ask: Ask) -> Deadline | None:
 
 
 def _deadline(text: str, form: str, later: float, source: str) -> Deadline | None:
-    """Return the deadline that is some seconds later than a local time; none for what is no time (``NONE``)."""
+    """Return a local time plus ``later`` seconds as a deadline; ``None`` for text that is not a time (``NONE``)."""
     try:
         return Deadline(time.mktime(time.strptime(text, form)) + later, source)
     except (ValueError, OverflowError):
@@ -103,7 +105,7 @@ def _deadline(text: str, form: str, later: float, source: str) -> Deadline | Non
 
 
 def _run(command: Sequence[str]) -> str:
-    """Return what a scheduler's command prints; nothing where it is missing, fails or does not answer."""
+    """Return the output of a scheduler's command; empty if it is missing, fails or does not answer."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_ANSWER, stdin=subprocess.DEVNULL)
     except (OSError, subprocess.SubprocessError):

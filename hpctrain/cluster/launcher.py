@@ -1,9 +1,10 @@
-"""Find out from the environment who started this process, as which rank, and in which job.
+"""Launcher of this process, its rank and its job, from environment variables.
 
-Note: layers of launchers. A rank sees the variables of every launcher above it. ``mpirun`` in a Slurm job starts
-its daemons by ``srun``, and the ranks inherit the daemons' ``SLURM_PROCID``; ``srun --mpi=pmi2`` sets ``PMI_RANK`` as
-Hydra does; a batch script is a process of Slurm's too and has ``SLURM_PROCID=0``. So the rows below are asked
-from the innermost launcher outwards, and a row speaks only if all of its signs are there.
+Note: layers of launchers. A rank sees the variables of every launcher above it. ``mpirun`` in a
+Slurm job starts its daemons with ``srun``, and the ranks inherit the daemons' ``SLURM_PROCID``;
+``srun --mpi=pmi2`` sets ``PMI_RANK`` as Hydra does; a batch script is also a process of Slurm and
+has ``SLURM_PROCID=0``. So the rows below are tested from the innermost launcher outwards, and a row
+matches only if all of its signs are set.
 """
 
 from __future__ import annotations
@@ -25,9 +26,10 @@ Environ = Mapping[str, str]
 
 @dataclass(frozen=True)
 class Launch:
-    """Hold what the launcher and the scheduler promised to this process; None where they do not say.
+    """Values that the launcher and the scheduler set for this process; ``None`` for missing ones.
 
-    ``local_rank`` is the launcher's count: Open MPI's may follow another order than the ranks of the node do.
+    ``local_rank`` is the launcher's count. With Open MPI its order may differ from that of the
+    ranks of the node.
     """
 
     kind: Kind
@@ -37,12 +39,12 @@ class Launch:
     local_size: int | None
     job_id: str | None
     scheduler: Scheduler | None
-    restart_count: int | None  # how often the scheduler has requeued this job
+    restart_count: int | None  # number of times that the scheduler has requeued this job
 
 
 @dataclass(frozen=True)
 class _Row:
-    """Name the variables of one launcher; of several names for one thing the first that is set counts."""
+    """Variables of one launcher; among several names for one value, the first that is set counts."""
 
     kind: Kind
     signs: tuple[str, ...]
@@ -86,7 +88,7 @@ _TABLE = (
         local_rank=("SLURM_LOCALID",),
         local_size=(),
     ),
-    # A process manager that speaks PMI but is none of the above, such as an older Hydra.
+    # Other process managers with PMI, such as an older Hydra.
     _Row(
         "hydra",
         signs=("PMI_RANK", "PMI_SIZE"),
@@ -98,16 +100,16 @@ _TABLE = (
     _Row("pmix", signs=("PMIX_RANK",), rank="PMIX_RANK", size=(), local_rank=(), local_size=()),
 )
 
-# Slurm numbers what is not a step of srun (interactive shell, batch script, container) from here up: slurm.h.
+# Slurm numbers job parts that are not steps of srun (interactive shell, batch script, container) from here up: slurm.h.
 _SLURM_FIRST_SPECIAL_STEP = 0xFFFFFFF0
 
-# What launchers and schedulers set, and what of it is the user's own choice.
+# Prefixes of variables that launchers and schedulers set, and those among them that the user chooses.
 _THEIRS = ("HYDI_", "MPI_LOCAL", "OMPI_", "PALS_", "PBS_", "PMI_", "PMI2_", "PMIX_", "PRTE_", "SLURM_", "SPANK_")
 _USERS = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_MCA_", "PMIX_MCA_", "PMIX_PREFIX", "PRTE_MCA_", "PRTE_PREFIX")
 
 
 def detect(environ: Environ = os.environ) -> Launch:
-    """Return what the launcher says about this process; a number that is none raises ``LaunchError``.
+    """Return the launcher's values for this process. Raises ``LaunchError`` if a variable is not a number.
 
     Without a launcher the kind is "none" and the process is rank 0 of 1.
     """
@@ -124,7 +126,7 @@ def detect(environ: Environ = os.environ) -> Launch:
 
 
 def first_guess_of_rank(environ: Environ = os.environ) -> int:
-    """Return the rank that the launcher gave this process, 0 where it does not say or contradicts itself."""
+    """Return the rank from the launcher; 0 if it is missing or contradicts the size."""
     try:
         return detect(environ).rank or 0
     except LaunchError:
@@ -132,7 +134,7 @@ def first_guess_of_rank(environ: Environ = os.environ) -> int:
 
 
 def is_launched(environ: Environ = os.environ) -> bool:
-    """Return whether a launcher started this process as one of several ranks, or as the rank of a world of one."""
+    """Return whether a launcher started this process, as one of several ranks or as a single one."""
     try:
         return detect(environ).kind != "none"
     except LaunchError:
@@ -142,9 +144,10 @@ def is_launched(environ: Environ = os.environ) -> bool:
 def end_ranks(code: int, environ: Environ = os.environ) -> None:
     """Ask the launcher to end all ranks of this job, from a rank that has not initialized MPI.
 
-    Hydra kills the other ranks if a rank dies of a signal or leaves after MPI_Init, but not if it leaves before, with
-    whatever exit code: they would wait in MPI_Init without end. Its protocol (PMI-1) has a message for that. Open MPI's
-    mpirun and ``srun --kill-on-bad-exit`` need no message.
+    Hydra kills the other ranks if a rank dies of a signal or exits after MPI_Init. If a rank exits
+    before MPI_Init, with any exit code, Hydra does not, and the others would wait in MPI_Init
+    forever. Its protocol (PMI-1) has a message for this case. Open MPI's mpirun and
+    ``srun --kill-on-bad-exit`` need no message.
     """
     descriptor = environ.get("PMI_FD", "")
     if descriptor.isdigit():
@@ -153,10 +156,10 @@ def end_ranks(code: int, environ: Environ = os.environ) -> None:
 
 
 def ended_early(launch: Launch, parent: int | None = None) -> int:
-    """Return how many ranks of this node have ended already, if hydra started them; 0 if that cannot be known.
+    """Return how many ranks of this node have already exited, if Hydra started them; 0 if that is unknown.
 
-    Hydra lets the others wait in MPI_Init for a rank that left before it. Ranks, or the scripts around them, are the
-    children of its proxy, which is the ``parent`` of this process.
+    Hydra lets the other ranks wait in MPI_Init for a rank that exited before it. Ranks, or the
+    scripts around them, are children of Hydra's proxy, which is the ``parent`` of this process.
     """
     if launch.kind != "hydra" or not launch.local_size:
         return 0
@@ -204,7 +207,7 @@ def _speaks(row: _Row, environ: Environ) -> bool:
 
 
 def _slurm_local_size(environ: Environ) -> int | None:
-    """Return the tasks that the step has on this node: entry ``SLURM_NODEID`` of the list of counts."""
+    """Return the number of tasks of the step on this node: entry ``SLURM_NODEID`` of the list of counts."""
     counts, node = environ.get("SLURM_STEP_TASKS_PER_NODE"), _number(environ, "SLURM_NODEID")
     if counts is None or node is None:
         return None

@@ -1,4 +1,4 @@
-"""Read which nodes the batch system gave to the job, PBS node files and Slurm's compressed lists; write the latter."""
+"""Nodes of the job: parsing of PBS node files and of Slurm's compressed lists, and writing of the latter."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pathlib import Path
 from hpctrain.errors import LaunchError
 from hpctrain.util.reading import read_text, reason
 
-MAX_NODES = 65536  # more than any Slurm takes; a typo such as n[1-99999999] must not fill the memory
+MAX_NODES = 65536  # more than any Slurm supports; a typo such as n[1-99999999] must not fill the memory
 
 _NAME = re.compile(r"(?:[^\s,\[\]]|\[[0-9,-]+\])+")
 _RANGE = re.compile(r"([0-9]{1,18})(?:-([0-9]{1,18}))?")
@@ -24,17 +24,18 @@ _COUNT = re.compile(r"([0-9]{1,18})(?:\(x([0-9]{1,18})\))?")
 
 @dataclass(frozen=True)
 class Allocation:
-    """Name the hosts of a job in the scheduler's order, and, where it is known, the ranks asked for on each."""
+    """Hosts of a job in the scheduler's order, and if known, the number of ranks requested per host."""
 
     hosts: tuple[str, ...]
     slots: tuple[int, ...] | None
 
 
 def allocation(environ: Mapping[str, str] = os.environ) -> Allocation | None:
-    """Return the nodes that the scheduler gave to this job, or None outside of one.
+    """Return the nodes of this job; ``None`` outside of a job.
 
-    Slurm's variables count before PBS's: where both are set, Slurm plays PBS. Inside of a step of ``srun`` the slots
-    are unknown: there ``SLURM_TASKS_PER_NODE`` is about the step, which may be that of ``mpirun``'s daemons.
+    Slurm's variables take precedence over those of PBS: if both are set, Slurm emulates PBS. Inside
+    a step of ``srun`` the slots are unknown: there ``SLURM_TASKS_PER_NODE`` describes the step,
+    which may be that of ``mpirun``'s daemons.
     """
     if nodes := environ.get("SLURM_JOB_NODELIST"):
         hosts = expand_node_list(nodes)
@@ -52,7 +53,7 @@ def allocation(environ: Mapping[str, str] = os.environ) -> Allocation | None:
 
 
 def read_node_file(path: str | Path) -> tuple[str, ...]:
-    """Return the host of every slot that a PBS node file grants, one a line."""
+    """Return the host of every slot in a PBS node file, which has one per line."""
     try:
         lines = read_text(path).splitlines()
     except (OSError, ValueError) as error:
@@ -81,9 +82,9 @@ def expand_node_list(text: str) -> tuple[str, ...]:
 
 
 def compress_node_list(hosts: Iterable[str]) -> str:
-    """Return hosts as Slurm takes them: n001, n002, n7, m5 are ``m5,n[001-002,7]``; a host counts once.
+    """Return hosts as a Slurm node list: n001, n002, n7, m5 are ``m5,n[001-002,7]``; duplicates are removed.
 
-    ``expand_node_list`` of it gives the same hosts.
+    ``expand_node_list`` of the result gives the same hosts.
     """
     series: dict[tuple[str, str], list[str]] = defaultdict(list)
     plain = []
@@ -111,7 +112,7 @@ def expand_counts(text: str) -> tuple[int, ...]:
 
 
 def _runs(numbers: Iterable[str]) -> list[list[str]]:
-    """Return numbers as runs of which each goes on where the one before it ends: first and last."""
+    """Return runs of consecutive numbers as pairs of the first and the last one."""
     runs: list[list[str]] = []
     for number in sorted(numbers, key=lambda text: (int(text), len(text))):
         if runs and number == str(int(runs[-1][1]) + 1).zfill(len(runs[-1][0])):
@@ -128,7 +129,7 @@ def _brackets(runs: list[list[str]]) -> str:
 
 
 def _choices(piece: str, text: str) -> list[str]:
-    """Return what one piece of a name stands for: itself, or every number of its brackets."""
+    """Return the expansions of one piece of a name: the piece itself, or every number in its brackets."""
     if not piece.startswith("["):
         return [piece]
     numbers: list[str] = []

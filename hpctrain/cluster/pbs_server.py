@@ -1,6 +1,6 @@
-"""What an OpenPBS server knows of its jobs, its queues and itself, as ``qstat -F json`` prints it.
+"""Jobs, queues and attributes of an OpenPBS server, as ``qstat -F json`` prints them.
 
-Asked on a login node, never during a run. ``None`` means that no PBS has answered.
+This is for a login node, never for a run. ``None`` means that no PBS has answered.
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 ANSWER = 10.0  # seconds that qstat has to answer
-KILL_DELAY = 10  # seconds between SIGTERM and SIGKILL of qdel where a queue does not say
+KILL_DELAY = 10  # seconds between SIGTERM and SIGKILL of qdel if a queue does not define them
 # 1234, 1234.server, 1234[5].server of an array's task, 1234[].server of the array.
 ID = re.compile(r"[0-9]+(\[[0-9]*\])?(\.[\w.-]+)?", re.ASCII)
 
 Facts = Mapping[str, Any]
-Ask = Callable[[Sequence[str]], str]  # returns what a command prints, whatever its exit code is
+Ask = Callable[[Sequence[str]], str]  # returns the output of a command, whatever its exit code is
 
 
 def jobs(job_ids: Iterable[str], ask: Ask | None = None) -> dict[str, Facts] | None:
-    """Return what PBS knows of jobs by id; ended jobs are known as long as the server keeps their history.
+    """Return the attributes of jobs by id; ended jobs are included as long as the server keeps their history.
 
-    qstat prints the jobs that it knows and complains about the others. If the server keeps no history, ``qstat -x``
-    knows no job, so those that it does not know are asked for once more among the present ones.
+    qstat prints the jobs that it knows and an error for the others. If the server keeps no history,
+    ``qstat -x`` finds no job. So jobs that it does not find are requested again without ``-x``.
     """
     wanted = sorted({job_id for job_id in job_ids if ID.fullmatch(job_id)})
     found: dict[str, Facts] = {}
@@ -35,7 +35,7 @@ def jobs(job_ids: Iterable[str], ask: Ask | None = None) -> dict[str, Facts] | N
             if told is None:
                 return None
             known = told.get("Jobs", {})
-            # PBS completes an id by the name of its server.
+            # PBS appends the name of its server to an id.
             for job_id in missing:
                 full = next((name for name in known if name == job_id or name.partition(".")[0] == job_id), None)
                 if full is not None:
@@ -44,7 +44,7 @@ def jobs(job_ids: Iterable[str], ask: Ask | None = None) -> dict[str, Facts] | N
 
 
 def own_jobs(user: str, ask: Ask | None = None) -> dict[str, Facts] | None:
-    """Return the jobs of a user that wait or run."""
+    """Return the waiting and running jobs of a user."""
     ids = (ask or _run)(["qselect", "-u", user]).split()
     return jobs(ids, ask) if ids else {}
 
@@ -60,12 +60,12 @@ def queue(name: str, ask: Ask | None = None) -> Facts | None:
 
 
 def may_submit_itself(server_facts: Facts) -> bool:
-    """Tell whether a job may submit a job from its node: PBS's default forbids it."""
+    """Return whether a job may submit a job from its node, which PBS forbids by default."""
     return str(server_facts.get("flatuid", "False")) == "True"
 
 
 def kill_delay(queue_facts: Facts) -> int:
-    """Return the seconds that a job has between the SIGTERM of qdel and SIGKILL."""
+    """Return the seconds between the SIGTERM of qdel and SIGKILL."""
     told = str(queue_facts.get("kill_delay", KILL_DELAY))
     return int(told) if told.isdecimal() else KILL_DELAY
 

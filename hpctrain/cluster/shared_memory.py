@@ -1,4 +1,4 @@
-"""The file system of node memory, /dev/shm: what is free, and what dead jobs left there. Standard library only."""
+"""File system of node memory, /dev/shm: free space, and segments that dead jobs left there. Standard library only."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from pathlib import Path
 
 FOLDER = "/dev/shm"
 ENLARGE = "enlarge it: docker run --shm-size=8g, apptainer --bind /dev/shm, or mount -o remount,size=8g /dev/shm"
-# Names that MPI libraries and their transports give to the memory that ranks of a node share.
+# Prefixes that MPI libraries and their transports use for memory that the ranks of a node share.
 SEGMENTS = ("mpich_shm_", "mpich_shar_tmp", "ucx_shm_posix_", "osc_rdma.", "sm_segment.", "vader_segment.", "psm2_shm.")
 AGE = 60.0  # seconds: a job that is starting has files that its ranks are about to map
-STARTING = 2**20  # bytes that MPI_Init takes per rank, at least
-STARTING_OPENMPI = 16 * 2**20  # bytes that Open MPI asks for besides
+STARTING = 2**20  # minimum bytes that MPI_Init takes per rank
+STARTING_OPENMPI = 16 * 2**20  # bytes that Open MPI needs in addition
 
 
 @dataclass(frozen=True)
 class Segment:
-    """Shared memory of an MPI job of this user that no process of this machine has mapped."""
+    """Shared memory of an MPI job of this user that is not mapped by any process of this machine."""
 
     path: str
     nbytes: int
 
 
 def free_bytes(folder: str = FOLDER) -> int | None:
-    """Return the bytes that are left in a file system; None if there is no such folder."""
+    """Return the free bytes of a file system; ``None`` if the folder does not exist."""
     try:
         found = os.statvfs(folder)
     except OSError:
@@ -36,10 +36,10 @@ def free_bytes(folder: str = FOLDER) -> int | None:
 
 
 def left_over(folder: str = FOLDER, *, age: float = AGE) -> list[Segment]:
-    """Return the segments of this user's MPI jobs that were left by SIGKILL.
+    """Return the segments of this user's MPI jobs that were left behind by SIGKILL.
 
-    MPI removes them in MPI_Finalize. A job in a container with process ids of its own is not seen; what it has mapped
-    it keeps if the file is removed.
+    MPI removes segments in MPI_Finalize. A job in a container with a PID namespace of its own is
+    not visible; it keeps its mapped memory even if the file is removed.
     """
     found: dict[tuple[int, int], Segment] = {}
     try:
@@ -61,7 +61,7 @@ def left_over(folder: str = FOLDER, *, age: float = AGE) -> list[Segment]:
 
 
 def remove_left_over(folder: str = FOLDER, *, age: float = AGE) -> list[Segment]:
-    """Remove the segments that dead jobs of this user left; return those that were removed here."""
+    """Remove the segments that dead jobs of this user left behind; return those that this call removed."""
     removed = []
     for segment in left_over(folder, age=age):
         try:
@@ -77,7 +77,7 @@ def _unmapped(found: dict[tuple[int, int], Segment]) -> Iterable[Segment]:
     for maps in Path("/proc").glob("[0-9]*/maps"):
         try:
             lines = maps.read_text(errors="replace").splitlines()
-        except OSError:  # it has ended, or is another user's, who cannot map files of this one
+        except OSError:  # ended, or owned by another user, who cannot map files of this one
             continue
         for line in lines:
             fields = line.split(maxsplit=5)
