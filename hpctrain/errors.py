@@ -37,7 +37,7 @@ class SettingsError(UsageError):
 
 
 class DataError(UsageError):
-    """A corpus or a data file is missing, unreadable or not what it should be."""
+    """A corpus or a data file is missing, unreadable or invalid."""
 
 
 class LaunchError(HpctrainError, RuntimeError):

@@ -28,7 +28,7 @@ class Description:
 
 
 def compare(in_file: Mapping[str, Description], in_program: Mapping[str, Description]) -> list[Difference]:
-    """Return all differences in names, shapes and dtypes: in the program's order, then what only the file has."""
+    """Return all differences in names, shapes and dtypes: in the program's order, then names that only the file has."""
     found: list[Difference] = []
     for name, expected in in_program.items():
         stored = in_file.get(name)

@@ -111,7 +111,7 @@ def train_content(train: Mapping[str, Any]) -> tuple[list[Source], Groups]:
 
 
 def _signal(curves: Mapping[str, Sequence[float]]) -> tuple[str, str]:
-    """Return the names of the curve that viewers draw and of its steps; two empty strings if there is none.
+    """Return the names of the curve that viewers draw and of its steps; two empty strings without such a curve.
 
     The curve is ``loss``, else the first one with ``loss`` in its name.
     """

@@ -34,9 +34,9 @@ def list_checkpoints(folder: str | Path) -> list[Path]:
 def newest_valid(folder: str | Path, *, strict: bool = False) -> Path | None:
     """Return the newest valid checkpoint, in which every byte is as written; ``None`` if the folder has no checkpoint.
 
-    If a checkpoint is damaged, a warning names it and the one before it is tried; with ``strict``
-    it raises ``CheckpointError``. Raises ``CheckpointError`` if all checkpoints are damaged: only
-    the user may decide to start again from step 0.
+    A damaged checkpoint is named in a warning, and the previous one is tried; with ``strict`` it
+    raises ``CheckpointError``. If all checkpoints are damaged, ``CheckpointError`` is raised too:
+    only the user may decide to start again from step 0.
     """
     files = list_checkpoints(folder)
     for path in reversed(files):

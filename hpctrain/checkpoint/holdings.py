@@ -56,7 +56,7 @@ class Holdings:
         return cls(content.shard_sources(shards), states, frozenset(models.parameter_paths()))
 
     def check_finite(self) -> None:
-        """Refuse NaN and infinity, except infinity in a buffer, which may be intended (an attention mask).
+        """Refuse NaN and infinity. Only infinity in a buffer may be intended (an attention mask), NaN never is.
 
         Raises ``NonFiniteError`` for any part of the model on this rank, including parts that
         another rank writes.

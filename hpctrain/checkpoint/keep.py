@@ -55,7 +55,7 @@ def superseded(candidates: Sequence[Candidate], keep: Keep) -> list[Candidate]:
 
 
 def best_of(candidates: Sequence[Candidate], which: Best = "lowest") -> Candidate | None:
-    """Return the first candidate with the best value; candidates without a finite value are ignored."""
+    """Return the earliest candidate with the best value; candidates without a finite value are ignored."""
     valued = [one for one in candidates if one.value is not None and math.isfinite(one.value)]
     sign = 1 if which == "lowest" else -1
     return min(valued, key=lambda one: (sign * (one.value or 0.0), one.step), default=None)

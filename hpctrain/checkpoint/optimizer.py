@@ -170,7 +170,11 @@ def restore(
 
 
 def _tensor(reader: Reader, path: str, owner: Parameter, group: dict[str, Any], old: object) -> torch.Tensor:
-    """Return the tensor to load a state into, on the device where torch keeps this state."""
+    """Return the tensor into which a state is loaded: the existing one, or a new one where torch would put it.
+
+    A state is on the parameter's device, except the step counters of torch's implementations with
+    plain loops.
+    """
     record, parameter, key = reader.records[path], owner.tensor, path.rpartition("/")[2]
     whole = reader.records[f"{layout.MODEL}/{owner.relative}"].shape
     # A state of the parameter's shape is split like the parameter, except the step counter of a

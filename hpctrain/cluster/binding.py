@@ -42,9 +42,9 @@ def threads_for(my_cpus: Sequence[int], all_cpus_on_node: Sequence[Sequence[int]
     """Return the number of threads for a rank: its share of its CPUs, at least one.
 
     ``all_cpus_on_node`` contains the CPUs of every rank of the node, including this one. A CPU that
-    k ranks may use counts 1/k for each of them. So bound ranks use all of their own CPUs, unbound
-    ranks divide the node, and the threads of all ranks together never outnumber the CPUs (except
-    for the minimum of one per rank).
+    k ranks may use counts 1/k for each of them. So bound ranks use all of their own CPUs, and
+    unbound ranks divide the node. The threads of all ranks together never outnumber the CPUs,
+    except for the minimum of one per rank.
     """
     users = Counter(cpu for cpus in all_cpus_on_node for cpu in set(cpus))
     share = sum(1 / max(users[cpu], 1) for cpu in set(my_cpus))

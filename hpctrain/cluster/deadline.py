@@ -39,9 +39,9 @@ def find(
 ) -> Deadline | None:
     """Return the end of this job; ``None`` if it is unknown.
 
-    ``walltime`` is the user's limit, counted from ``started`` (default: now), and comes first. Then
-    follow ``HPCTRAIN_DEADLINE``, in seconds since the epoch, and the scheduler. Raises
-    ``SettingsError`` for a malformed value.
+    The first of these sources counts: ``walltime``, the user's limit, from ``started`` (default:
+    now); ``HPCTRAIN_DEADLINE``, in seconds since the epoch; the scheduler. Raises ``SettingsError``
+    for a malformed value.
     """
     if walltime:
         began = time.time() if started is None else started

@@ -77,7 +77,7 @@ def _unmapped(found: dict[tuple[int, int], Segment]) -> Iterable[Segment]:
     for maps in Path("/proc").glob("[0-9]*/maps"):
         try:
             lines = maps.read_text(errors="replace").splitlines()
-        except OSError:  # ended, or owned by another user, who cannot map files of this one
+        except OSError:  # the process has ended, or belongs to another user, who cannot map files of this one
             continue
         for line in lines:
             fields = line.split(maxsplit=5)

@@ -16,10 +16,10 @@ class Batch:
     """Samples of one rank in one step, and their weight.
 
     ``weight`` is local samples x ranks / global samples. The average over the ranks of weight x
-    (mean loss of the local samples) is the mean loss of the global batch, even if the ranks have
-    different numbers of samples. The weight is 1 if all ranks have the same number. A rank without
-    samples has weight 0. The mean of an empty tensor is NaN, so the loss of that rank is best
-    written as ``0 * outputs.sum()``, which still runs every backward hook.
+    (mean loss of the local samples) is the mean loss of the global batch. This also holds if ranks
+    have different numbers of samples; the weight is 1 if all have the same number. A rank without
+    samples has weight 0. The mean of an empty tensor is NaN: the loss of that rank is best written
+    as ``0 * outputs.sum()``, which still runs every backward hook.
     """
 
     inputs: Tensor

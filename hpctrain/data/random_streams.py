@@ -2,10 +2,10 @@
 
 Outside of steps a script draws from the generators as it has seeded them: initial weights, the
 order of samples. These draws are equal on all ranks. Inside a step (dropout) and while a sample is
-loaded (augmentation), the generators of torch and NumPy are seeded from the run's seed and the
-position of the step or sample in the run, and restored afterwards. So a rank draws other masks than
-its neighbours even if all of them call ``torch.manual_seed(0)``, the draws of a step are
-independent of everything before it, and a resumed run repeats no draws.
+loaded (augmentation), the generators of torch and NumPy are seeded and afterwards restored. The
+seed is derived from the run's seed and the position of the step or sample in the run. So a rank
+draws other masks than its neighbours even if all of them call ``torch.manual_seed(0)``. The draws
+of a step are independent of everything before it, and a resumed run repeats no draws.
 
 In a step Python's ``random`` draws the same numbers on all ranks: scripts use it for decisions that
 must be equal.

@@ -39,7 +39,7 @@ def digest(text: str) -> str:
 
 
 def differences(promised: str, found: str) -> list[str]:
-    """Return what a file lacks, has in addition or has altered, one entry per object."""
+    """Return which objects are missing from a file, were added or are altered, one entry per object."""
     before, after = promised.splitlines(), found.splitlines()
     missing = _things(set(before) - set(after))
     extra = _things(set(after) - set(before))

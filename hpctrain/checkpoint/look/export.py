@@ -2,9 +2,9 @@
 
 A model alone is exported under the names of its ``state_dict``, a whole checkpoint under paths such
 as ``model/head.weight`` and ``optimizer/head.weight/exp_avg``. The torch format is one table with a
-``state_dict`` of the model and of the optimizer, or with tables of them by key if there are
-several. Tensors are copied in pieces and checked as they are read. Only torch, whose own function
-writes, needs all of them in memory.
+``state_dict`` of the model and of the optimizer; several models or optimizers are tables by key.
+Tensors are copied in pieces and checked as they are read. Only torch, whose own function writes,
+needs all of them in memory.
 """
 
 from __future__ import annotations

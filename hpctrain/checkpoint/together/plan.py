@@ -1,11 +1,11 @@
 """Plan of which rank writes which bytes of a checkpoint, computed by pure functions from the boxes of all ranks.
 
 Note: distribution. A rank writes the boxes that it alone has. Boxes that several ranks have
-(parameters under data parallelism) are divided in file order, so that each of these ranks writes
-about as many bytes, in one region of the file. Boxes are cut only at extent boundaries. A small
-tensor is written by the first rank that has it, which then also writes the neighbouring small
-tensors: two ranks that write to one page of a network filesystem cause conflicts. Rank 0 gets less,
-because it makes the layout at the same time.
+(parameters under data parallelism) are divided among them in file order. So each of these ranks
+writes about the same number of bytes, in one region of the file. Boxes are cut only at extent
+boundaries. A small tensor is written by the first rank that has it, which then also writes the
+neighbouring small tensors: two ranks that write to one page of a network filesystem cause
+conflicts. Rank 0 gets less, because it makes the layout at the same time.
 """
 
 from __future__ import annotations

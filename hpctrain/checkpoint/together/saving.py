@@ -5,7 +5,7 @@ to its target. Between these steps the ranks exchange their outcome: an error on
 on all, and the file is removed.
 
 Note: writing without waiting. The offset of a dataset depends only on the datasets before it and on
-itself, so within a run each file has its tensors at the same offsets as the previous file. Then no
+itself. So within a run each file has its tensors at the same offsets as the previous file. Then no
 rank waits for the layout: all ranks write while rank 0 makes it. The layout is compared with the
 expected one; if it differs, the shares are written again.
 """
