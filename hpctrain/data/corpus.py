@@ -12,7 +12,7 @@ from pathlib import Path
 
 from hpctrain.errors import DataError
 
-# Third-party packages, tests (thousands of near-equal lines), and generated tables: no prose to learn from.
+# Third-party packages, tests (thousands of near-equal lines), and generated tables: not useful as training text.
 _NOT_LIBRARY = {
     "dist-packages",
     "site-packages",

@@ -70,7 +70,7 @@ class SeededIndices(list[Any]):
 
     ``DataLoader`` iterates over them where the sample is loaded: in this process or in a worker.
     Datasets that load several samples at once (``__getitems__``) usually iterate too; one that does
-    not is seeded for its first sample only.
+    not is seeded for its first sample.
     """
 
     def __init__(self, indices: Sequence[Any], seed: int) -> None:

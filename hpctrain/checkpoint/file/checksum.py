@@ -1,8 +1,8 @@
 """CRC-32 at the speed of memory, and the CRC-32 of a whole from those of its parts.
 
 Intel's library (``isal``) computes the same CRC-32 as zlib several times faster. A login node that
-only reads files needs neither the library nor the combination, which is for those who write in
-parts.
+only reads files needs neither the library nor the combination, which only writers of partial data
+use.
 """
 
 from __future__ import annotations

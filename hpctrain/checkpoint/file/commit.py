@@ -59,7 +59,7 @@ def flush_folder(path: Path) -> None:
 
 
 def explained(error: Exception, path: Path, temporary: Path, needed: int) -> Exception:
-    """Return the ``CheckpointError`` that says why a file cannot be written; ``needed`` is its number of bytes.
+    """Return the ``CheckpointError`` with the reason why a file cannot be written; ``needed`` is its number of bytes.
 
     The bytes of the private file count as free, because it is about to be removed.
     """

@@ -22,7 +22,7 @@ Attributes = Mapping[str, Array]
 
 
 def manifest(groups: Mapping[str, Attributes], records: Iterable[Record]) -> str:
-    """Return the manifest of a file's groups (path to attributes) and datasets, without the manifest's own objects."""
+    """Return the manifest of a file's groups (path to attributes) and datasets, without the manifest's digest."""
     lines: list[str] = []
     for path, attributes in groups.items():
         lines.append(f"group\t{path}")

@@ -230,7 +230,7 @@ class Reader:
         raise CheckpointError(f"{self.path} is not as it was written: {', '.join(said[:_SHOWN])}{more}")
 
     def _check_seal(self, found: Structure, version: tuple[int, int]) -> None:
-        """Compare the bytes outside of all datasets with their seal; files before version 1.1 have no seal."""
+        """Compare the seal with the bytes that it covers; files before version 1.1 have no seal."""
         if found.seal is None and version < layout.SEALED_SINCE:
             return
         if found.seal != seal(self.size, found.apart, self._read_at, self._next_data):

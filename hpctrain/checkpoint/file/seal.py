@@ -62,7 +62,7 @@ def _stripped(data: bytes) -> bytes:
 
 
 def overlap(stretches: Iterable[Stretch]) -> Stretch | None:
-    """Return a range that begins before another one ends; ``None`` if no ranges overlap."""
+    """Return a range that overlaps with a preceding one; ``None`` if no ranges overlap."""
     end = 0
     for start, count in sorted(stretches):
         if start < end:
@@ -72,7 +72,7 @@ def overlap(stretches: Iterable[Stretch]) -> Stretch | None:
 
 
 def outside(size: int, apart: Iterable[Stretch]) -> Iterator[Stretch]:
-    """Yield the ranges between those in ``apart``, in order; these must not overlap."""
+    """Yield the ranges between those in ``apart``, in order. The ranges in ``apart`` must not overlap."""
     done = 0
     for start, count in sorted(apart):
         if start > done:

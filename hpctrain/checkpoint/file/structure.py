@@ -25,7 +25,7 @@ from hpctrain.errors import CheckpointError
 _DEEPEST = 8
 _MOST = 256 << 20  # bytes of attributes and names in memory; GPT-3 with its optimizer needs less than 10 MiB
 _EACH = 512  # bytes of overhead in memory per object or attribute
-_ELEMENTS = 1 << 62  # bytes of the product of all dimensions without zeros: NumPy computes it so
+_ELEMENTS = 1 << 62  # bytes of the product of all dimensions without zeros, as NumPy computes it
 _NUMBERS = ("<f8", "<f4", "<f2", "<i8", "<i4", "<i2", "|i1", "|u1", "<u2", "<u4")
 _TYPES = {kind: h5py.h5t.py_create(np.dtype(kind)) for kind in _NUMBERS}
 # Candidates by a type's class and size: a few comparisons instead of one per known type.

@@ -42,7 +42,7 @@ def export(
     """Write the file ``output`` of a kind in ``SUFFIXES`` and return the number of its tensors.
 
     Raises ``UsageError`` if the output exists and ``force`` is false, ``CheckpointError`` if the
-    checkpoint is damaged or the output cannot be written. After an error the output does not exist.
+    checkpoint is damaged or the output cannot be written. After an error no partial output is left.
     """
     if kind not in SUFFIXES:
         raise UsageError(f"cannot export to {kind!r}: allowed are {', '.join(SUFFIXES)}")
