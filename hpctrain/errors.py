@@ -47,7 +47,7 @@ class LaunchError(HpctrainError, RuntimeError):
 
 
 class DeviceError(HpctrainError, RuntimeError):
-    """The devices that the ranks of a node request are not available."""
+    """The ranks of a node cannot get the devices that they request."""
 
     exit_code = EXIT_USAGE
 

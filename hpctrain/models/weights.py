@@ -58,7 +58,7 @@ def has_weights(module: nn.Module) -> bool:
 
 
 def reset_norm(name: str, module: nn.Module) -> None:
-    """Set a normalisation to ones and zeros. Raises ``UsageError`` for any other module."""
+    """Set the weight of a normalisation to ones and its bias to zeros. Raises ``UsageError`` for other modules."""
     if not isinstance(module, NORMS):
         raise UsageError(
             f"module {name!r} is a {type(module).__name__}, whose weights this model does not know how to draw: "
