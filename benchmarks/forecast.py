@@ -28,9 +28,9 @@ from harness import RESULTS, provenance, table, write
 from hpctrain.cli.main import Parser, report
 from hpctrain.cluster.launcher import without_launcher
 from hpctrain.errors import UsageError
-from hpctrain.estimate.facts import facts_of
-from hpctrain.estimate.memory import HEAP_SHARE, PROGRAM, PROGRAM_WITH_MPI, Memory, memory_of
-from hpctrain.estimate.run import PlannedRun
+from hpctrain.forecast.facts import facts_of
+from hpctrain.forecast.memory import HEAP_SHARE, PROGRAM, PROGRAM_WITH_MPI, Memory, memory_of
+from hpctrain.forecast.run import PlannedRun
 from hpctrain.train.settings import load
 
 LONGEST = 300.0  # seconds that a run may take

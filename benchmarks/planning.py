@@ -31,10 +31,10 @@ from hpctrain.cluster.launcher import without_launcher
 from hpctrain.data.arrays import write_arrays
 from hpctrain.data.pack import pack
 from hpctrain.errors import UsageError
-from hpctrain.estimate.facts import facts_of
-from hpctrain.estimate.run import PlannedRun
-from hpctrain.estimate.time_forecasts import Forecasts
-from hpctrain.estimate.time_step import StepTime
+from hpctrain.forecast.facts import facts_of
+from hpctrain.forecast.run import PlannedRun
+from hpctrain.forecast.time_forecasts import Forecasts
+from hpctrain.forecast.time_step import StepTime
 from hpctrain.train.metrics import read
 from hpctrain.train.settings import Settings, load
 

@@ -22,8 +22,8 @@ from hpctrain._version import __version__
 if TYPE_CHECKING:
     from hpctrain import checkpoint as checkpoint
     from hpctrain.collectives.communicator import Communicator as Communicator
+    from hpctrain.parallel.asynchronous.settings import ServerSettings as ServerSettings
     from hpctrain.parallel.offload.settings import OffloadSettings as OffloadSettings
-    from hpctrain.parallel.server.settings import ServerSettings as ServerSettings
     from hpctrain.parallel.settings import ParallelSettings as ParallelSettings
     from hpctrain.train.bootstrap import init as init
     from hpctrain.train.job import Job as Job
@@ -44,7 +44,7 @@ _HOMES = {
     "Job": "hpctrain.train.job",
     "OffloadSettings": "hpctrain.parallel.offload.settings",
     "ParallelSettings": "hpctrain.parallel.settings",
-    "ServerSettings": "hpctrain.parallel.server.settings",
+    "ServerSettings": "hpctrain.parallel.asynchronous.settings",
     "init": "hpctrain.train.bootstrap",
 }
 

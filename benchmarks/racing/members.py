@@ -20,7 +20,7 @@ from racing.names import (
     SILENT,
 )
 
-from hpctrain.parallel.server.settings import ServerSettings
+from hpctrain.parallel.asynchronous.settings import ServerSettings
 from hpctrain.parallel.settings import ParallelSettings
 
 PERIOD = 4

@@ -12,14 +12,14 @@ from typing import Any
 from hpctrain.cli.job_options import add_scheduler
 from hpctrain.cli.words import WordsParser
 from hpctrain.errors import EXIT_FAILURE, UsageError
-from hpctrain.launch import profile as profiles
-from hpctrain.launch.check import problems
-from hpctrain.launch.modulefile import venv_of
-from hpctrain.launch.profile import Profile
-from hpctrain.launch.render import render, script_path
-from hpctrain.launch.request import PROGRAM, Request, Template, run_folder
-from hpctrain.launch.sweep import combine
-from hpctrain.launch.wheels import srun_type
+from hpctrain.jobs import profile as profiles
+from hpctrain.jobs.check import problems
+from hpctrain.jobs.modulefile import venv_of
+from hpctrain.jobs.profile import Profile
+from hpctrain.jobs.render import render, script_path
+from hpctrain.jobs.request import PROGRAM, Request, Template, run_folder
+from hpctrain.jobs.sweep import combine
+from hpctrain.jobs.wheels import srun_type
 from hpctrain.settings import assign, read_toml
 from hpctrain.train.settings import load as load_settings
 from hpctrain.util.reading import read_text, reason

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Callable
 from typing import Any
 
-from hpctrain.launch.request import TEMPLATES
+from hpctrain.jobs.request import TEMPLATES
 
 _EPILOG_OF_EACH = """\
 examples:

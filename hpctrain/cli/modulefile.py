@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from hpctrain._version import __version__
-from hpctrain.launch.modulefile import Module, home_page, modulefile, publish
+from hpctrain.jobs.modulefile import Module, home_page, modulefile, publish
 from hpctrain.util.text import printable_lines
 
 _EPILOG = """\

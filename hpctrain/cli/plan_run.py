@@ -10,23 +10,23 @@ from typing import TYPE_CHECKING, Any
 
 from hpctrain.cli.checkpoint.text import columns
 from hpctrain.errors import EXIT_FAILURE, SettingsError, UsageError
-from hpctrain.estimate import text
-from hpctrain.estimate.candidates import Candidate, Limits, candidates
-from hpctrain.estimate.facts import facts_of
-from hpctrain.estimate.machine_presets import preset
-from hpctrain.estimate.run import Device, PlannedRun
-from hpctrain.estimate.sizes import parse, tell
+from hpctrain.forecast import text
+from hpctrain.forecast.candidates import Candidate, Limits, candidates
+from hpctrain.forecast.facts import facts_of
+from hpctrain.forecast.machine_presets import preset
+from hpctrain.forecast.run import Device, PlannedRun
+from hpctrain.forecast.sizes import parse, tell
 from hpctrain.settings import check_code
 from hpctrain.train.settings import LOSSES, Settings, load
 from hpctrain.util.text import printable_lines
 
 if TYPE_CHECKING:
-    from hpctrain.estimate.advice import TimeReport
+    from hpctrain.forecast.advice import TimeReport
 
 
 def plan(args: argparse.Namespace) -> int:
     """Print what a run needs; return 0 if it fits, 1 otherwise."""
-    from hpctrain.estimate.advice import time_report
+    from hpctrain.forecast.advice import time_report
 
     if args.machine:
         preset(args.machine)  # refuses an unknown name before the forecast starts
@@ -103,7 +103,7 @@ def _positive(number: int, option: str) -> int:
 def _draw(args: argparse.Namespace, planned: PlannedRun, found: Sequence[Candidate], times: TimeReport) -> None:
     if args.output:
         from hpctrain.checkpoint.look.output import put_in_place
-        from hpctrain.estimate.picture import figure
+        from hpctrain.forecast.picture import figure
 
         drawn = figure(text.heading(planned), found)
         put_in_place(args.output, lambda out: drawn.savefig(out, format=args.output.suffix[1:], dpi=150))

@@ -14,10 +14,10 @@ from hpctrain.cli.job import script_of
 from hpctrain.cli.job_options import add_scheduler
 from hpctrain.cli.words import WordsParser
 from hpctrain.errors import HpctrainError
-from hpctrain.launch import pbs_limits
-from hpctrain.launch.profile import Profile
-from hpctrain.launch.request import Request
-from hpctrain.launch.submit import NAME, Submitted, submit
+from hpctrain.jobs import pbs_limits
+from hpctrain.jobs.profile import Profile
+from hpctrain.jobs.request import Request
+from hpctrain.jobs.submit import NAME, Submitted, submit
 from hpctrain.train import receipt
 from hpctrain.train.receipt_settle import number
 from hpctrain.util.text import printable

@@ -19,12 +19,12 @@ from hpctrain.collectives.agreement import agreed
 from hpctrain.collectives.communicator import Communicator
 from hpctrain.errors import UsageError
 from hpctrain.log import logger
+from hpctrain.parallel.asynchronous.settings import ServerSettings, at_own_pace
+from hpctrain.parallel.asynchronous.settings import check as check_server
 from hpctrain.parallel.materialise import materialise
 from hpctrain.parallel.offload.check import check, tell_what_is_gained
 from hpctrain.parallel.offload.settings import OffloadSettings
 from hpctrain.parallel.plan import shape_of
-from hpctrain.parallel.server.settings import ServerSettings, at_own_pace
-from hpctrain.parallel.server.settings import check as check_server
 from hpctrain.parallel.settings import SHARDED, ParallelSettings
 from hpctrain.parallel.strategy import Strategy, trainable
 from hpctrain.parallel.sync_batchnorm import SYNCHRONOUS, synchronise
@@ -95,19 +95,19 @@ def _attach(
 
         return ThreadedDataParallel(model, comm)
     if settings.data == "server":
-        from hpctrain.parallel.server.server import ParameterServer
+        from hpctrain.parallel.asynchronous.server import ParameterServer
 
         return ParameterServer(model, comm, server)
     if settings.data == "hogwild":
-        from hpctrain.parallel.server.hogwild import Hogwild
+        from hpctrain.parallel.asynchronous.hogwild import Hogwild
 
         return Hogwild(model, comm, server)
     if settings.data == "easgd":
         if at_own_pace(server, settings):
-            from hpctrain.parallel.server.apart import ElasticAveragingApart
+            from hpctrain.parallel.asynchronous.apart import ElasticAveragingApart
 
             return ElasticAveragingApart(model, comm, server)
-        from hpctrain.parallel.server.easgd import ElasticAveraging
+        from hpctrain.parallel.asynchronous.easgd import ElasticAveraging
 
         return ElasticAveraging(model, comm, server)
     from hpctrain.parallel.ddp import DataParallel

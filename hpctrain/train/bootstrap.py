@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     import torch
 
     from hpctrain.collectives.communicator import Communicator
+    from hpctrain.parallel.asynchronous.settings import ServerSettings
     from hpctrain.parallel.offload.settings import OffloadSettings
-    from hpctrain.parallel.server.settings import ServerSettings
     from hpctrain.parallel.settings import ParallelSettings
     from hpctrain.train.job import Job
 
@@ -57,8 +57,8 @@ def init(
         from hpctrain.collectives.agreement import agreed
         from hpctrain.collectives.communicator import Communicator
         from hpctrain.data.random_streams import draw_alike
+        from hpctrain.parallel.asynchronous.settings import server_settings
         from hpctrain.parallel.offload.settings import offload_settings
-        from hpctrain.parallel.server.settings import server_settings
         from hpctrain.parallel.settings import parallel_settings
         from hpctrain.train import compiler, hello
         from hpctrain.train.device import check_unshared, pick

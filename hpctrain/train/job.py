@@ -14,11 +14,11 @@ from hpctrain.cluster.launcher import Launch
 from hpctrain.collectives.agreement import agreed
 from hpctrain.collectives.communicator import Communicator
 from hpctrain.errors import UsageError
+from hpctrain.parallel.asynchronous.settings import ServerSettings, server_settings
 from hpctrain.parallel.attach import attach
 from hpctrain.parallel.module_hooks import plain_module
 from hpctrain.parallel.offload.settings import OffloadSettings, offload_settings
 from hpctrain.parallel.plan import shape_of
-from hpctrain.parallel.server.settings import ServerSettings, server_settings
 from hpctrain.parallel.settings import ParallelSettings, parallel_settings
 from hpctrain.parallel.strategy import Strategy
 from hpctrain.plain_tensors import as_parts

@@ -13,7 +13,7 @@ from hpctrain.checkpoint import rng
 from hpctrain.collectives.agreement import on_first_rank
 from hpctrain.data.random_streams import draw_alike
 from hpctrain.errors import CheckpointError, UsageError
-from hpctrain.launch.request import FOLDER
+from hpctrain.jobs.request import FOLDER
 from hpctrain.log import logger
 from hpctrain.train.books import Books
 from hpctrain.train.changes import changed_settings

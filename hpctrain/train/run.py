@@ -20,8 +20,8 @@ from hpctrain.data.settings import open_dataset
 from hpctrain.errors import SettingsError, UsageError
 from hpctrain.log import logger
 from hpctrain.models.build import build
+from hpctrain.parallel.asynchronous.settings import at_own_pace
 from hpctrain.parallel.plan import generator_number, microbatches_for, shape_of
-from hpctrain.parallel.server.settings import at_own_pace
 from hpctrain.parallel.settings import SHARDED
 from hpctrain.settings import to_toml, to_tree
 from hpctrain.train import optimizer as optimizers

@@ -14,8 +14,8 @@ from hpctrain.cluster.deadline import seconds_of
 from hpctrain.data.settings import DataSettings
 from hpctrain.errors import SettingsError
 from hpctrain.models.settings import ModelSettings
+from hpctrain.parallel.asynchronous.settings import ServerSettings
 from hpctrain.parallel.offload.settings import OffloadSettings
-from hpctrain.parallel.server.settings import ServerSettings
 from hpctrain.parallel.settings import ParallelSettings
 from hpctrain.settings import assign, build
 from hpctrain.settings import check as check_fields

@@ -45,7 +45,7 @@ class PyHpctrain(PythonPackage):
         depends_on("py-mpi4py@4:", when="+mpi")
         depends_on("py-matplotlib@3.8:", when="+plot")
 
-    import_modules = ["hpctrain", "hpctrain.cli", "hpctrain.launch"]
+    import_modules = ["hpctrain", "hpctrain.cli", "hpctrain.jobs"]
 
     def setup_run_environment(self, env: EnvironmentModifications) -> None:
         env.set("HPCTRAIN_ROOT", self.prefix)

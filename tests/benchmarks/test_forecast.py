@@ -12,7 +12,7 @@ from forecasting.watch import Rank
 from support.jobs import JobStarter
 
 from hpctrain.errors import UsageError
-from hpctrain.estimate.memory import PARTS, Memory, Need
+from hpctrain.forecast.memory import PARTS, Memory, Need
 
 PROGRAM = Path(__file__).resolve().parents[2] / "benchmarks" / "forecast.py"
 

@@ -8,7 +8,7 @@ import pytest
 
 from hpctrain import __version__
 from hpctrain.cli.main import main
-from hpctrain.launch.modulefile import Module, modulefile
+from hpctrain.jobs.modulefile import Module, modulefile
 
 
 def test_it_prints_the_module(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

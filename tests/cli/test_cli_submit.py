@@ -7,7 +7,7 @@ import pytest
 from support.batch import Batch
 
 from hpctrain.cli.main import main
-from hpctrain.launch.check import problems
+from hpctrain.jobs.check import problems
 
 WORDS = ["a.toml", "--time", "01:00:00", "--venv", "none"]
 

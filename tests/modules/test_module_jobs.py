@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from support.modules import ModuleSystem, root_of
 
-from hpctrain.launch.profile import Profile
-from hpctrain.launch.render import render
-from hpctrain.launch.request import Request
+from hpctrain.jobs.profile import Profile
+from hpctrain.jobs.render import render
+from hpctrain.jobs.request import Request
 
 # Starts what comes after its own options, and says how it was called.
 SRUN = """#!/bin/bash

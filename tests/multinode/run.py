@@ -37,7 +37,7 @@ SUITES = (
     "tests/parallel/fsdp/test_fsdp_memory.py",
     "tests/parallel/fsdp/test_fsdp_messages.py",
     "tests/parallel/pipeline",
-    "tests/parallel/server",
+    "tests/parallel/asynchronous",
     "tests/parallel/tensor/test_tensor_messages.py",
     "tests/train/test_loose.py",
 )

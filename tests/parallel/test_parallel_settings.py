@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from hpctrain.errors import SettingsError
+from hpctrain.parallel.asynchronous.settings import ServerSettings, server_settings
 from hpctrain.parallel.offload.settings import OffloadSettings, offload_settings
-from hpctrain.parallel.server.settings import ServerSettings, server_settings
 from hpctrain.parallel.settings import ParallelSettings, parallel_settings
 
 

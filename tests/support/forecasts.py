@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from hpctrain.estimate.facts import Facts, facts_of
-from hpctrain.estimate.machine import Link, Machine
-from hpctrain.estimate.run import PlannedRun
-from hpctrain.estimate.time_passes import Clock, recomputed_layers
-from hpctrain.estimate.time_step import Forecast
-from hpctrain.estimate.time_work import ModelWork, count
+from hpctrain.forecast.facts import Facts, facts_of
+from hpctrain.forecast.machine import Link, Machine
+from hpctrain.forecast.run import PlannedRun
+from hpctrain.forecast.time_passes import Clock, recomputed_layers
+from hpctrain.forecast.time_step import Forecast
+from hpctrain.forecast.time_work import ModelWork, count
 from hpctrain.models.settings import ModelSettings
 from hpctrain.settings import build
 from hpctrain.train.settings import Settings

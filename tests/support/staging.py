@@ -9,8 +9,8 @@ from support.tables import Lookups, batch, values_of
 from torch import nn
 from torch.nn.functional import mse_loss
 
+from hpctrain.parallel.asynchronous.settings import ServerSettings
 from hpctrain.parallel.attach import attach
-from hpctrain.parallel.server.settings import ServerSettings
 from hpctrain.parallel.settings import ParallelSettings
 
 MODES: dict[str, tuple[str, dict[str, Any]]] = {

@@ -12,7 +12,7 @@ import pytest
 from support.life import checkpoints_of, metrics_of
 
 from hpctrain.cluster.deadline import VARIABLE
-from hpctrain.launch.request import FOLDER
+from hpctrain.jobs.request import FOLDER
 from hpctrain.train.receipt_read import load
 
 PROGRAM = Path(__file__).resolve().parents[2] / "jobs" / "program.py"

@@ -16,7 +16,7 @@ import os, signal, sys, time
 from pathlib import Path
 import torch
 import hpctrain
-from hpctrain.parallel.server.settings import ServerSettings
+from hpctrain.parallel.asynchronous.settings import ServerSettings
 from hpctrain.parallel.settings import ParallelSettings
 
 MODES = {

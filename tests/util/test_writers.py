@@ -68,7 +68,7 @@ def children(tree: ast.AST) -> Iterator[tuple[int, str]]:
 
 @functools.cache
 def sources() -> list[tuple[str, ast.AST]]:
-    paths = sorted(path for path in PACKAGE.rglob("*.py") if "jobs" not in path.parts)
+    paths = sorted(path for path in PACKAGE.rglob("*.py") if "templates" not in path.parts)
     return [(str(path.relative_to(PACKAGE)), ast.parse(path.read_text())) for path in paths]
 
 

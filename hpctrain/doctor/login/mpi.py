@@ -12,7 +12,7 @@ from pathlib import Path
 from hpctrain.cluster import promise
 from hpctrain.doctor.finding import Finding, error, note, ok, warning
 from hpctrain.doctor.login.ask import LOADING, Answer, ask, ask_probe
-from hpctrain.launch import wheels
+from hpctrain.jobs import wheels
 
 # Version texts of launchers, and the libraries whose ranks each can start.
 _LAUNCHERS = (

@@ -13,7 +13,7 @@ from hpctrain.doctor.login import pair
 from hpctrain.doctor.login.mpi import Mpi
 from hpctrain.doctor.login.slurm import Slurm
 from hpctrain.errors import UsageError
-from hpctrain.launch.check import problems
+from hpctrain.jobs.check import problems
 from hpctrain.util.reading import read_text, reason
 
 _LAUNCHERS = ("srun", "mpirun", "mpiexec")

@@ -13,7 +13,7 @@ from hpctrain.checkpoint.file.source import Source
 from hpctrain.checkpoint.file.writer import write_file
 from hpctrain.checkpoint.look.plot import plot, running_mean
 from hpctrain.errors import CheckpointError, UsageError
-from hpctrain.parallel.server.figures.histogram import LONGEST
+from hpctrain.parallel.asynchronous.figures.histogram import LONGEST
 
 matplotlib = pytest.importorskip("matplotlib")
 pytest.importorskip("matplotlib.figure")

@@ -1,0 +1,162 @@
+"""Forecasts of step time and walltime, and the recommendation of one of several configurations."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from hpctrain.errors import UsageError
+from hpctrain.forecast import candidates, scaling
+from hpctrain.forecast.run import PlannedRun
+from hpctrain.forecast.scaling import Curve, readable
+from hpctrain.forecast.sizes import tell, tell_rate
+from hpctrain.forecast.time_forecasts import Forecasts
+from hpctrain.forecast.time_run import MARGIN, START, RunTime, run_time
+from hpctrain.forecast.time_step import StepTime
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """Configuration to compare, and its need in bytes of its scarcest memory limit; 0 where the limit is unknown."""
+
+    name: str
+    fits: bool
+    run: PlannedRun
+    needs: float = 0.0
+    limit: float = 0.0
+
+
+@dataclass(frozen=True)
+class Advice:
+    """Recommended configuration (None if none fits), the reason in one sentence, and the step time of all that fit."""
+
+    name: str | None
+    reason: str
+    seconds: dict[str, float]
+
+
+@dataclass(frozen=True)
+class TimeReport:
+    """Forecast of a run: step time, walltime, scaling curve and recommendation."""
+
+    run: PlannedRun
+    step: StepTime
+    whole: RunTime
+    curve: Curve
+    assumptions: tuple[str, ...]
+    advice: Advice | None = None
+    spread: tuple[float, float] = (1.0, 1.0)  # range of the step time, as multiples of the forecast
+
+    def lines(self) -> list[str]:
+        """Return the report as text."""
+        advised = [f"recommended: {self.advice.reason}"] if self.advice is not None else []
+        table = scaling.lines(self.curve)
+        return [*self._step_lines(), *advised, "", *self._run_lines(), "", *table, "", *self._assumed()]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the report as plain values."""
+        return {
+            "step": {**self.step.as_dict(), "range_seconds": [one * self.step.seconds for one in self.spread]},
+            "run": {**asdict(self.whole), "seconds": self.whole.seconds, "walltime": self.whole.walltime},
+            "scaling": self.curve.as_dict(),
+            "recommended": asdict(self.advice) if self.advice is not None else None,
+            "assumptions": list(self.assumptions),
+        }
+
+    def draw(self, path: str | Path) -> None:
+        """Plot the scaling curve into a file; raises ``UsageError`` if that is not possible."""
+        from hpctrain.forecast.scaling_picture import draw
+
+        draw(self.curve, self.run, path)
+
+    def _step_lines(self) -> list[str]:
+        step = self.step
+        rates = [f"{tell_rate(step.samples / step.seconds)} samples/s"]
+        rates += [f"{tell_rate(step.tokens / step.seconds)} tokens/s"] if step.tokens else []
+        rates.append(f"{step.flops_a_rank * step.ranks / 1e12:.3g} TFLOP/s")
+        if step.share_of_peak is not None:
+            rates.append(f"{step.share_of_peak:.0%} of the peak")
+        shown = sorted(((name, part) for name, part in step.parts.items() if part > 0), key=lambda one: -one[1])
+        parts = ", ".join(f"{name} {part / step.seconds:.0%}" for name, part in shown if part >= 0.005 * step.seconds)
+        hidden = f", and {readable(step.hidden)} of exchanges behind the passes" if step.hidden else ""
+        low, high = (readable(one * step.seconds) for one in self.spread)
+        between = f" ({low} to {high})" if low != high else ""
+        return [f"a step takes {readable(step.seconds)}{between}: {', '.join(rates)}", f"  of it {parts}{hidden}"]
+
+    def _run_lines(self) -> list[str]:
+        whole, train = self.whole, self.run.settings.train
+        return [
+            f"{train.steps:,} steps {readable(whole.steps)}, evaluations {readable(whole.evaluations)}, checkpoints "
+            f"{readable(whole.checkpoints)} ({tell(whole.checkpoint_bytes)} each), start {readable(whole.start)}",
+            f"walltime to ask for: {whole.walltime} (with a margin of {MARGIN - 1:.0%}, rounded up)",
+        ]
+
+    def _assumed(self) -> list[str]:
+        return ["assumed", *(f"  {one}" for one in self.assumptions)]
+
+
+def time_report(run: PlannedRun, machine: str | None = None, others: Sequence[candidates.Candidate] = ()) -> TimeReport:
+    """Return the time forecast of a run, on the machine of that name or, without a name, on this machine.
+
+    ``others`` are the configurations to recommend one from. Raises ``UsageError`` if the machine is
+    unknown.
+    """
+    forecasts = Forecasts(run, machine)
+    step = forecasts.step(run)
+    start = f"start and first weights take {START:g} s"
+    return TimeReport(
+        run,
+        step,
+        run_time(run, step, forecasts.machine),
+        scaling.scale(run, forecasts),
+        (*forecasts.assumptions(run), start),
+        recommend([considered(one) for one in others], forecasts) if others else None,
+        forecasts.spread(),
+    )
+
+
+def considered(one: candidates.Candidate) -> Candidate:
+    """Return a configuration with its scarcest memory: that of a rank's device or that of a node."""
+    limits, rank, node = one.limits, one.memory.rank.device_total, one.memory.node.host_total
+    known = [(float(needs), float(most)) for needs, most in ((rank, limits.device), (node, limits.host)) if most]
+    needs, limit = max(known, key=lambda pair: pair[0] / pair[1], default=(0.0, 0.0))
+    return Candidate(one.name, one.fits, one.run, needs, limit)
+
+
+def recommend(ways: Sequence[Candidate], forecasts: Forecasts | None = None) -> Advice:
+    """Return the fastest configuration that fits, and the reason; all configurations run the same model.
+
+    Raises ``UsageError`` if ``ways`` is empty.
+    """
+    if not ways:
+        raise UsageError("there is no way to run that could be recommended", everywhere=True)
+    fitting = [one for one in ways if one.fits]
+    if not fitting:
+        least = min(ways, key=lambda one: one.needs)
+        more = f": {least.name} needs least, {tell(least.needs)} of {tell(least.limit)}" if least.limit else ""
+        return Advice(None, f"none of {len(ways)} fits{more}", {})
+    forecasts = forecasts or Forecasts(fitting[0].run)
+    seconds = {one.name: forecasts.step(one.run).seconds for one in fitting}
+    best = min(fitting, key=lambda one: seconds[one.name])
+    return Advice(best.name, reason(best, ways, seconds), seconds)
+
+
+def reason(best: Candidate, ways: Sequence[Candidate], seconds: Mapping[str, float]) -> str:
+    """Return the reason for the best configuration: its need, the second best, and one that is too large."""
+    others = [name for name in seconds if name != best.name]
+    if best.limit:
+        rank = f"is the fastest of {len(seconds)} that fit" if others else "is the only one that fits"
+        text = f"{best.name} fits in {tell(best.needs)} of {tell(best.limit)} and {rank}"
+    else:
+        text = f"{best.name} is the fastest of {len(seconds)}" if others else f"{best.name} is the only way"
+    text += f": {readable(seconds[best.name])} a step"
+    if others:
+        second = min(others, key=lambda name: seconds[name])
+        text += f", {second} {readable(seconds[second])}"
+    too_large = [one for one in ways if not one.fits and one.limit]
+    if too_large:
+        nearest = min(too_large, key=lambda one: one.needs)
+        text += f"; {nearest.name} would need {tell(nearest.needs)}"
+    return text

@@ -1,0 +1,142 @@
+"""Enumeration of the parallel configurations that the same ranks could use, with the memory that each needs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from hpctrain.errors import UsageError
+from hpctrain.forecast.memory import Memory, memory_of
+from hpctrain.forecast.run import PlannedRun
+from hpctrain.parallel.offload.settings import OffloadSettings
+from hpctrain.parallel.settings import SHARDED, ParallelSettings
+
+Way = tuple[ParallelSettings, OffloadSettings]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Memory limits in bytes, of each rank's device and of each node; None if unknown."""
+
+    device: int | None = None
+    host: int | None = None
+
+    @property
+    def known(self) -> bool:
+        """Return whether any limit is known."""
+        return self.device is not None or self.host is not None
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """Parallel configuration with the memory that it needs."""
+
+    name: str
+    run: PlannedRun
+    memory: Memory
+    limits: Limits
+    chosen: bool = False
+
+    @property
+    def excess(self) -> tuple[int, int]:
+        """Return the missing bytes on a rank's device and in a node's memory; 0 where the memory suffices."""
+        device, host = self.limits.device, self.limits.host
+        return (
+            max(self.memory.rank.device_total - device, 0) if device is not None else 0,
+            max(self.memory.node.host_total - host, 0) if host is not None else 0,
+        )
+
+    @property
+    def fits(self) -> bool:
+        """Return whether the memory suffices on the device and on the node."""
+        return self.excess == (0, 0)
+
+
+def candidates(run: PlannedRun, limits: Limits, *, everything: bool = False) -> list[Candidate]:
+    """Return the configured run first, then other valid ones: all meshes with ``everything``, else the usual."""
+    found = [Candidate(name_of(run), run, memory_of(run), limits, chosen=True)]
+    seen = {found[0].name}
+    for parallel, offload in _ways(run, everything=everything):
+        try:
+            other = _with(run, parallel, offload)
+            name = name_of(other)
+            if name not in seen:
+                seen.add(name)
+                found.append(Candidate(name, other, memory_of(other), limits))
+        except UsageError:
+            continue  # this mesh, batch size or split is not valid
+    return found
+
+
+def name_of(run: PlannedRun) -> str:
+    """Return a name that distinguishes a configuration from others."""
+    parallel, shape = run.parallel, run.shape
+    axes = [f"{axis} {shape.length(axis)}" for axis in ("pipe", "tensor") if shape.length(axis) > 1]
+    words = [" x ".join([*axes, f"{parallel.data} {shape.data}"]) if axes else parallel.data]
+    if shape.pipe > 1:
+        words[0] += f" ({parallel.schedule})"
+    for word, there in (
+        ("sequence", parallel.sequence),
+        ("bfloat16", parallel.mixed_precision == "bfloat16"),
+        ("within the node", parallel.shard_within == "node"),
+        ("recompute", parallel.recompute),
+        ("offloaded parameters", run.offload.parameters),
+        ("offloaded optimizer", run.offload.optimizer and not run.offload.parameters),
+        ("offloaded activations", run.offload.activations),
+    ):
+        words += [word] if there else []
+    return " + ".join(words)
+
+
+def _with(run: PlannedRun, parallel: ParallelSettings, offload: OffloadSettings) -> PlannedRun:
+    return replace(run, settings=replace(run.settings, parallel=parallel, offload=offload))
+
+
+def _ways(run: PlannedRun, *, everything: bool) -> Iterator[Way]:
+    """Yield pairs of parallel and offload settings, the simplest first."""
+    own, nothing = run.parallel, OffloadSettings()
+    datas: Sequence[str] = ("ddp", "zero1", "zero2", "fsdp") if run.ranks > 1 else ("ddp",)
+    for recompute in sorted({False, True, own.recompute}):
+        for data in datas:
+            yield _plain(own, data, 1, 1, recompute=recompute), nothing
+    if run.device != "cpu":
+        for data in datas:
+            sharded = "zero2" if data == "ddp" else data
+            yield _plain(own, sharded, 1, 1, recompute=False), OffloadSettings(optimizer=True)
+        yield _plain(own, "fsdp", 1, 1, recompute=False), OffloadSettings(parameters=True)
+        yield _plain(own, "fsdp", 1, 1, recompute=True), OffloadSettings(parameters=True, activations=True)
+    for pipe, tensor in _meshes(run, everything=everything):
+        for recompute in (False, True) if everything else (own.recompute,):
+            for data in ("ddp", "zero1") if everything and pipe * tensor < run.ranks else ("ddp",):
+                yield _plain(own, data, pipe, tensor, recompute=recompute), nothing
+
+
+def _plain(own: ParallelSettings, data: str, pipe: int, tensor: int, *, recompute: bool) -> ParallelSettings:
+    """Return settings with other degrees, without the options that apply only to the configured degrees."""
+    return replace(
+        own,
+        data=data,  # type: ignore[arg-type]
+        pipe=pipe,
+        tensor=tensor,
+        recompute=recompute,
+        sequence=own.sequence and tensor > 1,
+        tensor_plan=own.tensor_plan if tensor > 1 else (),
+        mixed_precision=own.mixed_precision if data in SHARDED else "none",
+        shard_within=own.shard_within if data in SHARDED else "world",
+        microbatches=own.microbatches if pipe == own.pipe else 0,
+        partition=own.partition if pipe == own.pipe else "compute",
+        schedule=own.schedule if own.schedule != "pipedream" or data == "ddp" else "1f1b",
+    )
+
+
+def _meshes(run: PlannedRun, *, everything: bool) -> Iterator[tuple[int, int]]:
+    """Yield pipeline and tensor degrees whose product divides the ranks; a tensor group stays within a node."""
+    divisors = [number for number in range(1, run.ranks + 1) if run.ranks % number == 0]
+    for pipe in divisors:
+        for tensor in divisors:
+            if pipe * tensor == 1 or run.ranks % (pipe * tensor) or tensor > run.ranks_per_node:
+                continue
+            if pipe > (len(run.facts.layers) if run.facts.is_row else 1):
+                continue
+            if everything or pipe == 1 or tensor == 1 or pipe == tensor:
+                yield pipe, tensor

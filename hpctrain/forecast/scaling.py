@@ -1,0 +1,149 @@
+"""Forecast of a run on other numbers of ranks: strong scaling (same batch) and weak scaling (same batch per rank)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from hpctrain.errors import UsageError
+from hpctrain.forecast.machine import Machine, threads_of
+from hpctrain.forecast.run import PlannedRun
+from hpctrain.forecast.sizes import tell_rate
+from hpctrain.forecast.time_forecasts import Forecasts
+from hpctrain.forecast.time_step import StepTime
+
+LARGEST = 10_000
+
+
+@dataclass(frozen=True)
+class Point:
+    """Forecast steps at a number of ranks; None if the batch cannot be divided among them."""
+
+    ranks: int
+    busy: int  # number of GPUs, or cores, in use
+    strong: StepTime | None  # the same batch
+    weak: StepTime | None  # the same samples per rank
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Points of a scaling curve, ascending."""
+
+    points: tuple[Point, ...]
+
+    def efficiency(self, point: Point, way: str) -> float | None:
+        """Return the samples per second per GPU (or core), relative to the best point of the curve: at most 1.
+
+        The point with the fewest ranks is no suitable reference on CPUs: one rank has all cores of
+        its node, and threads scale worse than ranks.
+        """
+        if getattr(point, way) is None:
+            return None
+        best = max(_rate_each(one, way) for one in self.points if getattr(one, way) is not None)
+        return _rate_each(point, way) / best
+
+    def as_dict(self) -> list[dict[str, object]]:
+        """Return the curve as plain values."""
+        return [
+            {
+                "ranks": point.ranks,
+                **{
+                    way: {
+                        "seconds": step.seconds,
+                        "samples": step.samples,
+                        "samples_per_second": step.samples / step.seconds,
+                        "efficiency": self.efficiency(point, way),
+                    }
+                    if (step := getattr(point, way)) is not None
+                    else None
+                    for way in ("strong", "weak")
+                },
+            }
+            for point in self.points
+        ]
+
+
+def _rate_each(point: Point, way: str) -> float:
+    """Return the samples per second of each GPU or core."""
+    step: StepTime = getattr(point, way)
+    return step.samples / step.seconds / point.busy
+
+
+def scale(run: PlannedRun, forecasts: Forecasts, largest: int = LARGEST) -> Curve:
+    """Return the scaling curve of a run: powers of two times one replica's ranks, and the run's own number of ranks."""
+    counts = counts_for(run, largest)
+    points = [
+        Point(count, busy(run, count, forecasts.machine), _strong(run, count, forecasts), _weak(run, count, forecasts))
+        for count in counts
+    ]
+    return Curve(tuple(points))
+
+
+def busy(run: PlannedRun, ranks: int, machine: Machine) -> int:
+    """Return the number of GPUs, or cores, that ``ranks`` ranks use; nodes are filled one after the other."""
+    if machine.kind != "cpu":
+        return ranks
+    full, rest = divmod(ranks, run.ranks_per_node)
+    found = full * _cores(machine, run.ranks_per_node)
+    return found + (_cores(machine, rest) if rest else 0)
+
+
+def _cores(machine: Machine, ranks: int) -> int:
+    return min(threads_of(machine.cores, ranks) * ranks, machine.cores)
+
+
+def counts_for(run: PlannedRun, largest: int) -> list[int]:
+    """Return the numbers of ranks of a curve: multiples of a replica's ranks, up to ``largest``."""
+    replica = run.parallel.pipe * run.parallel.tensor
+    found = {run.ranks}
+    count = replica
+    while count <= largest:
+        found.add(count)
+        count *= 2
+    found.add(largest // replica * replica)
+    return sorted(count for count in found if count)
+
+
+def _strong(run: PlannedRun, ranks: int, forecasts: Forecasts) -> StepTime | None:
+    return _step(run, ranks, run.settings.train.batch, forecasts)
+
+
+def _weak(run: PlannedRun, ranks: int, forecasts: Forecasts) -> StepTime | None:
+    replicas = ranks // (run.parallel.pipe * run.parallel.tensor)
+    each = run.samples * run.settings.train.accumulate
+    return _step(run, ranks, each * replicas, forecasts)
+
+
+def _step(run: PlannedRun, ranks: int, batch: int, forecasts: Forecasts) -> StepTime | None:
+    settings = replace(run.settings, train=replace(run.settings.train, batch=batch))
+    try:
+        return forecasts.step(replace(run, settings=settings, ranks=ranks))
+    except UsageError:
+        return None
+
+
+def lines(curve: Curve, wanted: Sequence[int] = ()) -> list[str]:
+    """Return the curve as a text table, optionally only for the ``wanted`` numbers of ranks."""
+    rows = [["ranks", "step", "samples/s", "efficiency", "step", "samples/s", "efficiency"]]
+    for point in curve.points:
+        if not wanted or point.ranks in wanted:
+            rows.append([f"{point.ranks:,}", *_cells(curve, point, "strong"), *_cells(curve, point, "weak")])
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    above = f"{'':{widths[0]}}  {'same batch':>{sum(widths[1:4]) + 4}}  {'same samples a rank':>{sum(widths[4:]) + 4}}"
+    return [above, *("  ".join(cell.rjust(width) for cell, width in zip(row, widths)) for row in rows)]
+
+
+def _cells(curve: Curve, point: Point, way: str) -> list[str]:
+    step: StepTime | None = getattr(point, way)
+    share = curve.efficiency(point, way)
+    if step is None or share is None:
+        return ["-", "-", "-"]
+    return [readable(step.seconds), tell_rate(step.samples / step.seconds), f"{share:.0%}"]
+
+
+def readable(seconds: float) -> str:
+    """Return a time in a suitable unit."""
+    for above, scale, unit in ((86400, 1 / 86400, "d"), (3600, 1 / 3600, "h"), (1, 1.0, "s"), (1e-3, 1e3, "ms")):
+        if seconds >= above:
+            return f"{seconds * scale:.3g} {unit}"
+    return f"{seconds * 1e6:.3g} us"

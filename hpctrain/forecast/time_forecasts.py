@@ -1,0 +1,151 @@
+"""Inputs of forecasts, each computed once: the machine's rates, the model's work, the times of its layers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hpctrain.collectives.choice.table import Layout
+from hpctrain.forecast.machine import Machine
+from hpctrain.forecast.machine_presets import preset
+from hpctrain.forecast.machine_probe import probe, probe_gpu
+from hpctrain.forecast.rehearsal import Rehearsal, rehearse
+from hpctrain.forecast.run import PlannedRun
+from hpctrain.forecast.time_layers import Timed, time_layers
+from hpctrain.forecast.time_passes import Clock, dtype_of, one_thread, recomputed_layers
+from hpctrain.forecast.time_step import Forecast, StepTime
+from hpctrain.forecast.time_work import ModelWork, count
+from hpctrain.parallel.settings import ParallelSettings
+from hpctrain.train.calibration import Measurement, find, folder, place
+from hpctrain.train.machine import mpi_name, this_machine
+
+HERE = "this"  # name of this machine
+ASSUMED_GPU = "A100"
+
+
+class Forecasts:
+    """Forecasts for runs that differ in their ranks and strategies, on one machine."""
+
+    def __init__(self, run: PlannedRun, name: str | None = None) -> None:
+        self.machine, self._here = machine_for(run, name)
+        self.calibrated: Mapping[Layout, Measurement] = calibration() if self._here else {}
+        self._first = run
+        self._works: dict[Any, ModelWork] = {}
+        self._times: dict[Any, dict[int, Timed] | None] = {}
+        self._together: dict[Any, tuple[float, float]] = {}
+        self._rehearsal: Rehearsal | None = None
+
+    def of(self, run: PlannedRun) -> Forecast:
+        """Return the forecast of a run; raises ``UsageError`` if its model cannot be split as configured."""
+        parallel, dtype = run.parallel, dtype_of(run)
+        whole = self._work(run, ParallelSettings())
+        local = self._work(run, parallel) if parallel.tensor > 1 else whole
+        clock = Clock(self.machine, whole, local, None, recomputed_layers(run.facts, run))
+        if self._here and self.machine.kind == "cpu":
+            key = dtype, run.settings.train.loss
+            if key not in self._times:
+                self._times[key] = self._time(whole, dtype)
+            clock = replace(clock, timed=self._times[key])
+            if clock.timed is not None:
+                clock = replace(clock, together=self._rehearsed(key, clock))
+        return Forecast(self.machine, clock, self.calibrated)
+
+    def step(self, run: PlannedRun) -> StepTime:
+        """Return the time of a step of a run."""
+        return self.of(run).step(run)
+
+    def spread(self) -> tuple[float, float]:
+        """Return the range of a step time, as multiples of its forecast, from the spread of the measurements."""
+        if self._rehearsal is not None:
+            return self._rehearsal.spread
+        return (1.0, max(self.machine.slowest, 1.0))
+
+    def assumptions(self, run: PlannedRun) -> list[str]:
+        """Return the assumptions of a run's forecast, as sentences."""
+        found = [f"rates: {self.machine.name}, {self.machine.source}"]
+        clock = self.of(run).clock
+        if clock.timed is not None:
+            found.append("layers: one of each kind timed here on one thread, alone, at two numbers of samples")
+            found.append(self._told(clock))
+        else:
+            found.append("layers: operations and bytes counted, divided by the rates")
+        if run.ranks > 1:
+            measured = any(layout.size == run.ranks for layout in self.calibrated)
+            told = "as calibrated for so many ranks" if measured else "by messages, bytes and passes over memory"
+            found.append(f"collectives: {told}{self._load(run.ranks)}")
+        return [*found, *self.machine.assumed]
+
+    def _load(self, ranks: int) -> str:
+        """Return the load of the machine when collectives of ``ranks`` ranks were calibrated, as text."""
+        loads = [one.load for layout, one in self.calibrated.items() if layout.size == ranks and one.load is not None]
+        return f", at a load of {max(loads):g} per core" if loads else ""
+
+    def _work(self, run: PlannedRun, parallel: ParallelSettings) -> ModelWork:
+        dtype, loss = dtype_of(run), run.settings.train.loss
+        key = dtype, loss, parallel.tensor, parallel.tensor_plan, parallel.sequence
+        if key not in self._works:
+            self._works[key] = count(run.facts, loss, dtype, parallel)
+        return self._works[key]
+
+    def _rehearsed(self, key: Any, clock: Clock) -> tuple[float, float]:
+        """Return the dry run's times of both passes, relative to the sum of their layers; 1 without a dry run."""
+        if key not in self._together:
+            self._together[key] = (1.0, 1.0) if self.machine.busy else self._rehearse(clock)
+        return self._together[key]
+
+    def _rehearse(self, clock: Clock) -> tuple[float, float]:
+        run = self._first
+        whole = replace(clock, local=clock.whole, recomputed=frozenset())
+        layers = whole.layers(run, Forecast(self.machine, whole).network(run))
+        forward, backward = sum(layer.forward for layer in layers), sum(layer.backward for layer in layers)
+        one = rehearse(run, self.machine.seat(run.ranks_on_node).threads, forward + backward)
+        self._rehearsal = one or self._rehearsal
+        return (one.forward / forward, one.backward / backward) if one is not None else (1.0, 1.0)
+
+    def _told(self, clock: Clock) -> str:
+        """Return as text how the times of the passes were obtained."""
+        one, (forward, backward) = self._rehearsal, clock.together
+        if one is None:
+            return "passes: the sum of their layers"
+        who = f"{one.ranks} processes at once" if one.ranks > 1 else "a process"
+        threads = f"{one.threads} thread{'s' if one.threads > 1 else ''}"
+        return (
+            f"passes: made here by {who} of {threads}, which took {forward:.2f} (forward) and {backward:.2f} "
+            "(backward) of the sum of their layers"
+        )
+
+    def _time(self, whole: ModelWork, dtype: torch.dtype | None) -> dict[int, Timed] | None:
+        run = self._first
+        return time_layers(run.facts, whole, run.microbatch, one_thread(self.machine), run.settings.train.loss, dtype)
+
+
+def machine_for(run: PlannedRun, name: str | None = None) -> tuple[Machine, bool]:
+    """Return the named machine, or the rates of this one, and whether it is this one.
+
+    Raises ``UsageError`` if the name is unknown.
+    """
+    dtype = "bfloat16" if dtype_of(run) is torch.bfloat16 else "float32"
+    where = Path(run.settings.run.folder)
+    if name is not None and name != HERE:
+        return preset(name, dtype), False
+    if run.device == "cpu":
+        return probe(dtype, where), True
+    if name == HERE or torch.cuda.is_available():
+        return probe_gpu(dtype, where), True
+    found = preset(ASSUMED_GPU, dtype)
+    why = f"no GPU is visible here and no machine was named: an {ASSUMED_GPU} is assumed"
+    return replace(found, assumed=(why, *found.assumed)), False
+
+
+def calibration() -> Mapping[Layout, Measurement]:
+    """Return the calibrated collective times of machines like this one, by layout."""
+    kept = folder()
+    if kept is not None and not any(kept.glob("*.json")):
+        return {}  # avoids asking MPI for its name
+    machine = this_machine(mpi_name())
+    found = find(machine) if place(machine) is not None else None
+    return found.measurements if found is not None else {}

@@ -1,0 +1,159 @@
+"""Operation count of a model's passes, layer by layer, on tensors without memory.
+
+Note: method. Every layer runs forward and backward on the meta device, at two numbers of samples; a
+line through both separates work that grows with the samples from fixed work (such as reading
+weights). Layers of one kind run once. The count has three parts. First, the operations of matrix
+products, convolutions and attention, as torch's own counter counts them (a multiplication and an
+addition are two). Second, the bytes that operators read and write, with those of products apart.
+Third, the number of operators. Views cost nothing. Attention counts as one operator that does not
+write its scores to memory, like its fused kernels; its backward pass counts as two products for
+each product of the forward pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hpctrain.forecast.facts import Facts, Layer
+from hpctrain.forecast.time_subject import Subject, subject
+from hpctrain.forecast.time_tally import Tally, Work, tensors
+from hpctrain.parallel.pipeline.skip import carrying
+from hpctrain.parallel.settings import ParallelSettings
+
+_COUNTED_AT = (2, 4)  # samples; batch norm rejects a single one
+LOSS, LOSS_KIND = "loss", -1
+Values = Any  # a tensor, or a tuple of tensors
+
+
+@dataclass(frozen=True)
+class LayerWork:
+    """Work of a layer's two passes at a number of samples, the bytes of its output, and its parameters."""
+
+    name: str
+    kind: int
+    forward: Work
+    backward: Work
+    output: float
+    numel: float = 0.0  # trained elements; a shared parameter counts in the first layer that has it
+    tensors: float = 0.0  # number of these parameters
+
+
+@dataclass(frozen=True)
+class ModelWork:
+    """Work of all layers, the loss last, as straight lines over the number of samples."""
+
+    fixed: tuple[LayerWork, ...]
+    each: tuple[LayerWork, ...]
+
+    def at(self, samples: float) -> tuple[LayerWork, ...]:
+        """Return the work of each layer on ``samples`` samples."""
+        return tuple(_blend(one, 1.0, two, samples) for one, two in zip(self.fixed, self.each))
+
+    def flops(self, samples: float) -> float:
+        """Return the operations of a forward and a backward pass."""
+        return sum(layer.forward.flops + layer.backward.flops for layer in self.at(samples))
+
+
+def count(
+    facts: Facts, loss: str, dtype: torch.dtype | None = None, parallel: ParallelSettings = ParallelSettings()
+) -> ModelWork:
+    """Return the work of one rank on a model and its loss; ``dtype`` is the compute dtype.
+
+    Of ``parallel``, only tensor parallelism matters, as it divides the layers.
+    """
+    with subject(facts, loss, dtype, parallel) as given:
+        low, high = (_walk(facts, given, samples, dtype) for samples in _COUNTED_AT)
+    span = _COUNTED_AT[1] - _COUNTED_AT[0]
+    slopes = tuple(_blend(two, 1 / span, one, -1 / span) for one, two in zip(low, high))
+    fixed = tuple(_blend(one, 1.0, slope, -float(_COUNTED_AT[0])) for one, slope in zip(low, slopes))
+    return ModelWork(fixed, slopes)
+
+
+def _blend(one: LayerWork, first: float, two: LayerWork, second: float) -> LayerWork:
+    return LayerWork(
+        one.name,
+        one.kind,
+        one.forward * first + two.forward * second,
+        one.backward * first + two.backward * second,
+        one.output * first + two.output * second,
+        one.numel * first + two.numel * second,
+        one.tensors * first + two.tensors * second,
+    )
+
+
+def _walk(facts: Facts, given: Subject, samples: int, dtype: torch.dtype | None) -> list[LayerWork]:
+    """Return the work of each layer; a layer of a known kind with known input shapes is not run again."""
+    inputs = facts.inputs.of(samples)
+    x: Values = given.make(inputs.to(dtype) if dtype is not None and inputs.is_floating_point() else inputs)
+    known: dict[Any, tuple[LayerWork, Values]] = {}
+    kept: dict[str, Tensor] = {}
+    seen: set[nn.Parameter] = set()
+    found = []
+    for layer in given.layers:
+        key = (layer.kind, looks(x))
+        if key not in known:
+            known[key] = _count_layer(layer, x, kept, given)
+        work, x = known[key]
+        own = {one for one in layer.module.parameters() if one.requires_grad} - seen
+        seen |= own
+        numel = float(sum(one.numel() for one in own))
+        found.append(replace(work, name=layer.name, numel=numel, tensors=float(len(own))))
+    targets = given.make(facts.targets.of(samples))
+    row = Layer(LOSS, calling(lambda outputs: given.compare(outputs, targets)), LOSS_KIND)
+    return [*found, _count_layer(row, x, kept, given)[0]]
+
+
+def calling(function: Callable[[Tensor], Tensor]) -> nn.Module:
+    """Return a module that calls a function."""
+    return _Calling(function)
+
+
+class _Calling(nn.Module):
+    """Module that calls a function."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the function's result."""
+        return self.function(x)
+
+
+def _count_layer(layer: Layer, x: Values, kept: dict[str, Tensor], given: Subject) -> tuple[LayerWork, Values]:
+    """Return the work of one layer, and its output."""
+    module = layer.module
+    inputs = each(x, lambda one: one.detach().requires_grad_(one.is_floating_point()))
+    for name, one in list(kept.items()):
+        kept[name] = one.detach().requires_grad_(one.is_floating_point())
+    try:
+        with torch.enable_grad(), carrying(kept), Tally(given.noted) as forward:
+            result = module(inputs)
+        outputs = [one for one in tensors(result) if one.requires_grad]
+        gradients = [torch.empty_like(one) for one in outputs]
+        with Tally(given.noted) as backward:
+            if outputs:
+                torch.autograd.backward(outputs, gradients)
+    except Exception as error:
+        error.add_note(f"(in layer {layer.name}, run without memory to count what it does)")
+        raise
+    finally:
+        module.zero_grad(set_to_none=True)
+    output = float(sum(one.nbytes for one in tensors(result)))
+    work = LayerWork(layer.name, layer.kind, forward.work, backward.work, output)
+    return work, each(result, lambda one: one.detach())
+
+
+def looks(x: Values) -> Any:
+    """Return shapes and dtypes."""
+    return tuple((tuple(one.shape), one.dtype) for one in tensors(x))
+
+
+def each(values: Values, change: Callable[[Tensor], Tensor]) -> Values:
+    """Apply ``change`` to a tensor, or to each of several."""
+    return change(values) if isinstance(values, Tensor) else tuple(change(one) for one in values)

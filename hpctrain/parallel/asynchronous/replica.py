@@ -1,0 +1,202 @@
+"""Base class of strategies with a replica per worker: flat parameters, an optimizer, a centre."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from hpctrain.collectives.communicator import Communicator
+from hpctrain.errors import UsageError
+from hpctrain.parallel.agreement import broadcast_buffers, broadcast_model, check_same_model
+from hpctrain.parallel.asynchronous import rules
+from hpctrain.parallel.asynchronous.figures.communication import CommunicationTime
+from hpctrain.parallel.asynchronous.flat import Flat
+from hpctrain.parallel.asynchronous.hooks import Hooks
+from hpctrain.parallel.asynchronous.settings import ServerSettings
+from hpctrain.parallel.asynchronous.worker import FirstRank, buffers_of, own_states
+from hpctrain.parallel.asynchronous.writes import Writes
+from hpctrain.parallel.strategy import Figures, Strategy
+from hpctrain.shard import Split
+
+
+class Replica(Strategy):
+    """Strategy of one worker with its own replica; checkpoints and evaluations use the centre."""
+
+    def __init__(self, model: nn.Module, comm: Communicator, settings: ServerSettings) -> None:
+        self.model, self.comm, self.settings = model, comm, settings
+        check_same_model(model, comm)
+        broadcast_model(model, comm)
+        self._flat = Flat(model)
+        self._distance = comm.empty(1, torch.float64)
+        self._steps = torch.zeros((), dtype=torch.int64)  # a tensor, so that a checkpoint restores it
+        self._began = False  # whether the present step has begun
+        self._exchanging = CommunicationTime()
+        self._aside: Tensor | None = None  # this worker's parameters, while the model holds the centre
+        self._hooks = Hooks(model, self._forward_comes, self._gradient_came, self.check_optimizer)
+        self._writes = Writes(model, "the centre of the workers")
+
+    # Interface of an exchange -----------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def centre(self) -> Tensor:
+        """Return the centre, in host memory. Collective; no rank changes it meanwhile."""
+
+    @abstractmethod
+    def move_centre(self, values: Tensor) -> None:
+        """Set the centre to these values, which are the same on all ranks. Collective."""
+
+    def _begin(self) -> None:
+        """Begin a step, before its first pass."""
+
+    def _carry_on(self) -> None:
+        """Make progress on a pending exchange, during the backward pass."""
+
+    def _before_move(self) -> None:
+        """Exchange before the optimizer's step: the parameters are still those of the gradient."""
+
+    def _after_move(self) -> None:
+        """Exchange after the optimizer's step; the step is already counted."""
+
+    def _end_exchange(self) -> None:
+        """End the exchange of a step that has begun and makes no update. Collective."""
+
+    # A step -----------------------------------------------------------------------------------------------------------
+
+    def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Register this worker's optimizer. Raises ``UsageError`` for a second one."""
+        if not self._hooks.is_new(optimizer):
+            return
+        self._hooks.take(optimizer, self._move_comes, self._move_was)
+
+    def _forward_comes(self) -> None:
+        if not self._began and self.model.training and torch.is_grad_enabled():
+            self._begin_step()
+
+    def _begin_step(self) -> None:
+        self._began = True
+        self._exchanging.begin_step()
+        with self._exchanging:
+            self._begin()
+
+    def _gradient_came(self) -> None:
+        with self._exchanging:
+            self._carry_on()
+
+    def _move_comes(self) -> None:
+        if not self._began:  # without samples there was no pass
+            self._begin_step()
+        with self._exchanging:
+            self._before_move()
+
+    def _move_was(self) -> None:
+        self._began = False
+        self._steps += 1
+        with self._exchanging:
+            self._after_move()
+
+    @property
+    def _due(self) -> bool:
+        """Return whether the present step, which is not counted yet, has an exchange."""
+        return int(self._steps) % self.settings.period == 0
+
+    @property
+    def _alpha(self) -> float:
+        """Return the moving rate of the present step."""
+        assert self._hooks.optimizer is not None
+        rates = {float(group["lr"]) for group in self._hooks.optimizer.param_groups}
+        if len(rates) > 1 and self.settings.rho:
+            raise UsageError("server.rho goes with one learning rate, and the optimizer has several", everywhere=True)
+        return rules.moving_rate(self.settings.rho, rates.pop(), self.comm.size)
+
+    def contribute_nothing(self, *, backward: bool = True) -> None:
+        """Do nothing: every worker makes its own passes."""
+
+    # Common state of all workers --------------------------------------------------------------------------------------
+
+    @contextmanager
+    def meeting(self) -> Iterator[None]:
+        """Put the centre, and rank 0's buffers, into the model for the ``with`` block. Collective."""
+        if self._aside is not None:
+            yield  # the model already holds the centre
+            return
+        self._exchanging.pause()
+        self.met += 1
+        values, centre = self._flat.values, self.centre()
+        self._aside, buffers = values.clone(), {name: one.clone() for name, one in buffers_of(self.model).items()}
+        values.copy_(centre)
+        broadcast_buffers(self.model, self.comm)
+        try:
+            yield
+        finally:
+            values.copy_(self._aside)
+            self._aside = None
+            for name, one in buffers_of(self.model).items():
+                one.copy_(buffers[name])
+
+    @contextmanager
+    def summon(self, *, write: bool = False) -> Iterator[None]:
+        """Let all ranks write if ``write`` is set; centre and workers continue from rank 0's values. Collective."""
+        if not write:
+            yield
+            return
+        with self.meeting(), self._writes.counting():
+            yield
+            broadcast_model(self.model, self.comm)
+            self._end_exchange()
+            self.refresh()
+            if self._aside is not None:
+                self._aside.copy_(self._flat.values)
+            buffers = {name: one.clone() for name, one in buffers_of(self.model).items()}
+        for name, one in buffers_of(self.model).items():  # the meeting has restored this worker's own buffers
+            one.copy_(buffers[name])
+
+    def settle(self) -> None:
+        """Exclude the time until the next step from the measured time."""
+        self._exchanging.pause()
+
+    def conclude(self) -> None:
+        """Leave the centre, and rank 0's buffers, in the model of every rank. Collective.
+
+        The next step starts from these values; a worker's own parameters are only in the run's last
+        checkpoint.
+        """
+        if self._aside is not None:
+            return  # the model already holds the centre
+        self.settle()
+        self._end_exchange()
+        self._began = False
+        self._flat.values.copy_(self.centre())
+        broadcast_buffers(self.model, self.comm)
+
+    def figures(self) -> Figures:
+        """Return the mean distance from the centre, and the mean fraction of time for exchanges. Collective."""
+        self._exchanging.pause()
+        self._distance[0] = torch.dist(self._flat.host(), self.centre())
+        self.comm.all_reduce(self._distance, "average")
+        return {"centre_distance": float(self._distance[0]), **self._exchanging.figures(self.comm)}
+
+    @property
+    def split(self) -> Split | None:
+        """Return the split in which rank 0 writes what all workers hold alike, and their optimizer states."""
+        return FirstRank(self.comm.rank)
+
+    def own_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+        """Return the tensors in which this worker differs from the others, to be saved and filled in place."""
+        values = self._flat.values if self._aside is None else self._aside
+        return {"parameters": values, "steps": self._steps, **own_states(self.model, optimizer)}
+
+    def refresh(self) -> None:
+        """Set the centre to the model's current parameters. Collective."""
+        self.move_centre(self._flat.host())
+        self._began = False
+
+    def detach(self) -> None:
+        """Remove all hooks from the module, and leave the centre and rank 0's buffers in it. Collective."""
+        if self._hooks.attached:
+            self.conclude()
+        self._hooks.remove()
+        self._writes.close()

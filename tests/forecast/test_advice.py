@@ -1,0 +1,114 @@
+"""The report on time, and the recommendation."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from support.forecasts import CPU, planned
+
+from hpctrain.errors import UsageError
+from hpctrain.forecast import time_forecasts
+from hpctrain.forecast.advice import Candidate, TimeReport, considered, recommend, time_report
+from hpctrain.forecast.candidates import Limits, candidates
+from hpctrain.forecast.scaling import readable
+from hpctrain.forecast.time_forecasts import Forecasts
+
+GIB = 2**30
+
+
+@pytest.fixture(scope="module")
+def report() -> TimeReport:
+    return time_report(planned(2), "a100")
+
+
+def test_a_report_says_how_fast_how_long_and_what_it_goes_by(report: TimeReport, tmp_path: Path) -> None:
+    text = "\n".join(report.lines())
+    rates = r"[\d,.]+ samples/s, [\d,.e+]+ tokens/s, \S+ TFLOP/s, \d+% of the peak"
+    assert re.search(rf"a step takes \S+ \w+: {rates}", text)
+    assert re.search(r"walltime to ask for: \d\d:\d\d:00 ", text) and "10,000" in text
+    assert "A100, data sheet of A100" in text and "60% of 19.5 TFLOP/s" in text
+    report.draw(tmp_path / "curve.png")
+    assert (tmp_path / "curve.png").exists()
+
+
+def test_a_range_says_how_far_repeats_were_apart(report: TimeReport) -> None:
+    apart = replace(report, spread=(0.5, 2.0))
+    low, high = (readable(factor * report.step.seconds) for factor in (0.5, 2.0))
+    assert f" ({low} to {high}): " in apart.lines()[0] and " to " not in report.lines()[0].split(":")[0]
+    seconds = apart.as_dict()["step"]["range_seconds"]
+    assert seconds == pytest.approx([0.5 * report.step.seconds, 2 * report.step.seconds])
+
+
+def test_a_report_is_plain_values_too(report: TimeReport) -> None:
+    found = json.loads(json.dumps(report.as_dict()))
+    assert found["step"]["seconds"] == pytest.approx(sum(found["step"]["parts"].values()))
+    assert found["run"]["walltime"] == report.whole.walltime and len(found["scaling"]) == 15
+    assert found["step"]["share_of_peak"] == report.step.share_of_peak
+
+
+def test_the_machine_at_hand_has_its_layers_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(time_forecasts, "probe", lambda dtype, folder: CPU)
+    monkeypatch.setattr(time_forecasts, "calibration", dict)
+    found = time_report(replace(planned(1, 2), device="cpu"))
+    assert any("timed here" in line for line in found.assumptions)
+    assert found.step.parts["forward"] > 0 and found.step.share_of_peak is None
+
+
+def test_a_gpu_that_nobody_named_is_an_assumption(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    machine, here = time_forecasts.machine_for(planned(1))
+    assert machine.name == "A100" and not here and "no GPU is visible here" in machine.assumed[0]
+    with pytest.raises(UsageError, match="no GPU is visible to measure: name the machine"):
+        time_forecasts.machine_for(planned(1), "this")
+
+
+def test_the_fastest_that_fits_is_recommended_with_its_reason() -> None:
+    ddp, zero1 = planned(4), planned(4, data="zero1")
+    slow = planned(4, data="zero1", recompute=True)
+    found = recommend(
+        [
+            Candidate("ddp", False, ddp, 51 * GIB, 40 * GIB),
+            Candidate("zero1", True, zero1, 12.3 * GIB, 40 * GIB),
+            Candidate("zero1 + recompute", True, slow, 8 * GIB, 40 * GIB),
+        ],
+        Forecasts(ddp, "H100"),
+    )
+    assert found.name == "zero1" and set(found.seconds) == {"zero1", "zero1 + recompute"}
+    assert found.reason.startswith("zero1 fits in 12.30 GiB of 40.00 GiB and is the fastest of 2 that fit: ")
+    assert found.reason.endswith("; ddp would need 51.00 GiB") and "zero1 + recompute" in found.reason
+    assert found.seconds["zero1"] < found.seconds["zero1 + recompute"]
+
+
+def test_where_nothing_fits_the_one_that_needs_least_is_named() -> None:
+    one = planned(2)
+    found = recommend([Candidate("ddp", False, one, 9 * GIB, 4 * GIB), Candidate("fsdp", False, one, 5 * GIB, 4 * GIB)])
+    assert found.name is None and found.reason == "none of 2 fits: fsdp needs least, 5.00 GiB of 4.00 GiB"
+    with pytest.raises(UsageError, match="no way to run"):
+        recommend([])
+    only = recommend([Candidate("ddp", True, one)], Forecasts(one, "H100"))
+    assert only.name == "ddp" and only.reason.startswith("ddp is the only way: ")
+
+
+def test_what_is_scarcest_of_a_way_is_what_is_told_of_it() -> None:
+    found = candidates(planned(2), Limits(device=10**9, host=10**12))
+    one, *_ = map(considered, found)
+    memory = found[0].memory
+    assert (one.needs, one.limit) == (memory.rank.device_total, 10**9) and one.fits and one.name == "ddp"
+    assert considered(replace(found[0], limits=Limits())).limit == 0
+    report = time_report(found[0].run, "H200", found[:3])
+    assert report.advice is not None and report.advice.name in {way.name for way in found}
+    assert any(line.startswith("recommended: ") for line in report.lines())
+
+
+def test_forecasts_need_no_mpi() -> None:
+    program = (
+        "import sys; import hpctrain.forecast.advice, hpctrain.forecast.time_forecasts as f; f.calibration(); "
+        "sys.exit('mpi4py.MPI' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", program], timeout=60).returncode == 0

@@ -1,0 +1,119 @@
+"""Scaling curves, as numbers, text and picture."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.forecasts import CPU, GPU, forecast, planned
+
+from hpctrain.errors import UsageError
+from hpctrain.forecast.machine import Machine
+from hpctrain.forecast.run import PlannedRun
+from hpctrain.forecast.scaling import Curve, Point, busy, counts_for, lines, readable, scale
+from hpctrain.forecast.scaling_picture import draw, figure
+from hpctrain.forecast.time_step import StepTime
+
+
+class Rated:
+    """Forecast by the rates of one machine, its work counted once."""
+
+    def __init__(self, run: PlannedRun, machine: Machine = GPU) -> None:
+        self.machine = machine
+        self._works = {1: forecast(run).clock.whole}
+
+    def step(self, run: PlannedRun) -> StepTime:
+        return forecast(run, self.machine, self._works).step(run)
+
+
+@pytest.fixture(scope="module")
+def run() -> PlannedRun:
+    return replace(planned(4, 64), ranks_per_node=4)
+
+
+@pytest.fixture(scope="module")
+def curve(run: PlannedRun) -> Curve:
+    forecasts: Any = Rated(run)
+    return scale(run, forecasts)
+
+
+def test_a_curve_goes_from_one_rank_to_ten_thousand(curve: Curve) -> None:
+    assert [point.ranks for point in curve.points] == [*(2**power for power in range(14)), 10_000]
+    assert [point.ranks for point in curve.points if point.strong] == [1, 2, 4, 8, 16, 32, 64]
+    assert all(point.weak is not None for point in curve.points)
+
+
+def test_the_same_batch_is_shared_and_the_same_samples_are_not(curve: Curve) -> None:
+    for point in curve.points:
+        if point.strong is not None:
+            assert point.strong.samples == 64
+        assert point.weak is not None and point.weak.samples == 16 * point.ranks
+    planned_one = curve.points[2]
+    assert planned_one.strong == planned_one.weak
+
+
+def test_efficiency_counts_from_the_first_point_and_falls_between_nodes(curve: Curve) -> None:
+    shares = [curve.efficiency(point, "weak") for point in curve.points]
+    assert shares[0] == 1 and all(share is not None and 0 < share <= 1 for share in shares)
+    first, eight = curve.points[0].weak, curve.points[3].weak
+    assert first is not None and eight is not None
+    assert shares[3] == pytest.approx(first.seconds / eight.seconds)
+    assert (shares[3] or 0) < (shares[2] or 0)  # the fifth rank is on another node
+    assert curve.efficiency(curve.points[-1], "strong") is None
+
+
+def test_efficiency_is_at_most_one_where_more_ranks_use_cores_better(curve: Curve) -> None:
+    """One rank with four threads, then four ranks with one each, which take half the time for as many samples."""
+    one, two, four, *_ = (point.weak for point in curve.points)
+    assert one is not None and two is not None and four is not None
+    halved = replace(four, parts={name: seconds / 8 for name, seconds in four.parts.items()})
+    found = Curve((Point(1, 4, None, one), Point(2, 4, None, None), Point(4, 4, None, halved)))
+    rates = [step.samples / step.seconds / 4 for step in (one, halved)]
+    assert rates[1] > rates[0]
+    shares = [found.efficiency(point, "weak") for point in found.points]
+    assert shares == [pytest.approx(rates[0] / rates[1]), None, 1.0]
+    assert [row.split()[-1] for row in lines(found)[2:]] == [f"{shares[0]:.0%}", "-", "100%"]
+
+
+def test_ranks_of_a_cpu_count_by_the_cores_that_they_keep_busy(run: PlannedRun) -> None:
+    assert [busy(run, ranks, CPU) for ranks in (1, 2, 3, 4, 5, 8)] == [4, 4, 3, 4, 8, 8]
+    assert busy(run, 5, GPU) == 5
+
+
+def test_counts_are_whole_replicas_and_hold_the_run() -> None:
+    assert counts_for(planned(6, 24, pipe=3), 50) == [3, 6, 12, 24, 48]
+    assert counts_for(planned(6, 24), 8) == [1, 2, 4, 6, 8]
+
+
+def test_the_table_has_a_row_a_point_and_a_dash_where_nothing_can_be(curve: Curve) -> None:
+    above, titles, *rows = lines(curve)
+    assert len(rows) == 15 and "same batch" in above and titles.split()[:2] == ["ranks", "step"]
+    assert rows[-1].split()[:4] == ["10,000", "-", "-", "-"] and rows[0].split()[-1] == "100%"
+    assert len(lines(curve, [4])) == 3
+    assert curve.as_dict()[-1]["strong"] is None
+
+
+@pytest.mark.parametrize(
+    "seconds, text",
+    [(2e-6, "2 us"), (0.0123, "12.3 ms"), (2.5, "2.5 s"), (120, "120 s"), (9000, "2.5 h"), (1e6, "11.6 d")],
+)
+def test_times_are_told_in_the_unit_that_suits_them(seconds: float, text: str) -> None:
+    assert readable(seconds) == text
+
+
+def test_the_picture_shows_both_ways_and_what_would_be_in_proportion(
+    curve: Curve, run: PlannedRun, tmp_path: Path
+) -> None:
+    rates, shares = figure(curve, run).axes
+    drawn = {line.get_label(): list(line.get_xdata()) for line in rates.lines}
+    assert {"same batch", "same samples a rank", "in proportion"} <= drawn.keys()
+    assert drawn["same batch"][-1] == 64 and drawn["same samples a rank"][-1] == 10_000
+    assert len(shares.lines) == 2 and "gpt-tiny, ddp" in rates.get_title(loc="left")
+    draw(curve, run, tmp_path / "curve.svg")
+    assert (tmp_path / "curve.svg").stat().st_size > 1000
+    with pytest.raises(UsageError, match="ends in .png, .svg, .pdf"):
+        draw(curve, run, tmp_path / "curve.txt")
+    with pytest.raises(UsageError, match="cannot draw .*No such file"):
+        draw(curve, run, tmp_path / "no" / "curve.svg")

@@ -1,0 +1,93 @@
+"""Layers that are run for real, to see what they take."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+from support.forecasts import CPU, settings
+from torch import Tensor, nn
+
+from hpctrain.forecast import time_layers as layers
+from hpctrain.forecast.facts import Facts, Spec, describe, facts_of
+from hpctrain.forecast.time_layers import Line, Timed, time_layers
+from hpctrain.forecast.time_passes import Clock, one_thread
+from hpctrain.forecast.time_work import count
+
+STEP = 0.002  # seconds a sample
+
+
+class Burn(nn.Module):
+    """Keep the core busy for so long a sample, and for as long once."""
+
+    def __init__(self, times: int) -> None:
+        super().__init__()
+        self.times = times
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the input."""
+        if not x.is_meta:
+            end = time.thread_time() + STEP * self.times * (1 + x.shape[0])
+            while time.thread_time() < end:
+                pass
+        return x * 1.0
+
+
+def burning(*times: int) -> Facts:
+    model = nn.Sequential(*(Burn(each) for each in times))
+    return describe(model, "burns", Spec((4,), torch.float32), Spec((4,), torch.float32))
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layers, "LONGEST", 0.02)
+    monkeypatch.setattr(layers, "_CACHES", 2**12)
+    layers._filler.cache_clear()
+
+
+def test_each_kind_has_the_line_through_what_it_took() -> None:
+    facts = burning(1, 3, 1)
+    found = time_layers(facts, count(facts, "mse"), 4, one_thread(CPU), "mse")
+    assert found is not None and sorted(found) == [-1, 0, 1]
+    for kind, times in ((0, 1), (1, 3)):
+        line = found[kind].forward
+        assert line.each == pytest.approx(times * STEP, rel=0.3)
+        assert line.at(4) == pytest.approx(5 * times * STEP, rel=0.3)
+        assert found[kind].backward.at(4) < STEP
+
+
+def test_generators_and_threads_are_left_as_they_were() -> None:
+    facts = facts_of(settings())
+    state, threads = torch.get_rng_state(), torch.get_num_threads()
+    found = time_layers(facts, count(facts, "cross_entropy"), 2, one_thread(CPU), "cross_entropy")
+    assert found is not None and found[1].forward.at(2) > 0 and found[1].backward.at(2) > 0
+    assert torch.equal(torch.get_rng_state(), state) and torch.get_num_threads() == threads
+    assert all(one.is_meta and one.grad is None for one in facts.model.parameters())
+
+
+def test_layers_that_would_take_too_long_or_too_much_are_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    facts = facts_of(settings())
+    work = count(facts, "cross_entropy")
+    monkeypatch.setattr(layers, "MOST_SECONDS", 1e-9)
+    assert time_layers(facts, work, 4, one_thread(CPU), "cross_entropy") is None
+    monkeypatch.setattr(layers, "MOST_SECONDS", 1.0)
+    monkeypatch.setattr(layers, "MOST_BYTES", 100)
+    assert time_layers(facts, work, 4, one_thread(CPU), "cross_entropy") is None
+
+
+def test_lines_do_not_fall_below_zero() -> None:
+    assert Line(-1.0, 0.5).at(1) == 0 and Line(1.0, 0.5).at(4) == 3
+
+
+def test_what_one_thread_took_is_scaled_by_what_a_seat_is_quicker() -> None:
+    from support.forecasts import forecast, planned
+
+    run = planned(1, 8)
+    plain = forecast(run, CPU)
+    kinds = {layer.kind for layer in run.facts.layers} | {-1}
+    timed = {kind: Timed(Line(0.0, 1.0), Line(0.0, 2.0)) for kind in kinds}
+    clock = Clock(CPU, plain.clock.whole, plain.clock.local, timed)
+    passes = clock.layers(run, plain.network(run))
+    head = passes[-2]  # one product, which four cores do three times as quickly as one
+    assert 8 / 3 <= head.forward <= 8 / 2 and head.backward == pytest.approx(2 * head.forward, rel=0.01)

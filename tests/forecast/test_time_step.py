@@ -1,0 +1,174 @@
+"""Steps put together, against sums by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+from support.forecasts import CPU, GPU, forecast, planned, settings
+
+from hpctrain.forecast.facts import Facts, facts_of
+from hpctrain.forecast.machine import Link
+from hpctrain.forecast.run import PlannedRun
+from hpctrain.forecast.time_collectives import Network, group_of
+from hpctrain.forecast.time_exchange import Held, exchange_of, gathers_of
+from hpctrain.forecast.time_passes import Passes
+from hpctrain.forecast.time_pipeline import pipeline
+from hpctrain.forecast.time_step import StepTime
+from hpctrain.forecast.time_work import ModelWork, count
+from hpctrain.parallel.offload.settings import OffloadSettings
+
+
+@cache
+def facts() -> Facts:
+    return facts_of(settings())
+
+
+@cache
+def works() -> dict[int, ModelWork]:
+    return {1: count(facts(), "cross_entropy")}
+
+
+def step(run: PlannedRun, machine: Any = GPU) -> StepTime:
+    return forecast(run, machine, works()).step(run)
+
+
+def run(ranks: int, batch: int = 16, **options: Any) -> PlannedRun:
+    return planned(ranks, batch, facts=facts(), **options)
+
+
+def on_cpu(one: PlannedRun) -> PlannedRun:
+    return replace(one, device="cpu")
+
+
+def test_one_rank_takes_what_the_rates_say() -> None:
+    found = step(run(1))
+    layers = works()[1].at(16)
+    forward = sum(max(one.forward.flops / 1e12, one.forward.product_bytes / 1e11) for one in layers)
+    forward += sum(one.forward.other_bytes / 1e11 for one in layers)
+    assert found.parts["forward"] == pytest.approx(forward)
+    assert found.parts["optimizer"] == pytest.approx(28 * facts().numel / 1e11)
+    assert found.parts["clip"] == pytest.approx(12 * facts().numel / 1e11)
+    assert found.seconds == pytest.approx(sum(found.parts.values()))
+    assert all(found.parts[name] == 0 for name in ("gradients", "parameters", "bubble", "offload"))
+    assert found.tokens == 16 * 64 and found.flops == pytest.approx(works()[1].flops(16))
+    assert found.flops_a_rank == pytest.approx(found.flops / found.seconds)
+    assert found.share_of_peak == pytest.approx(found.flops_a_rank / 2e12)
+
+
+def test_more_ranks_share_the_batch_and_accumulation_repeats_the_passes() -> None:
+    one, four = step(run(1)), step(run(4, 64))
+    assert four.parts["forward"] == pytest.approx(one.parts["forward"])
+    assert four.flops == pytest.approx(4 * one.flops) and four.flops_a_rank < one.flops_a_rank
+    chosen = run(1).settings
+    halves = replace(run(1), settings=replace(chosen, train=replace(chosen.train, accumulate=2)))
+    eight = step(run(1, 8))
+    assert step(halves).parts["backward"] == pytest.approx(2 * eight.parts["backward"])
+
+
+def test_recomputing_adds_the_blocks_forward_passes() -> None:
+    plain, again = step(run(1)), step(run(1, recompute=True))
+    assert again.parts["forward"] == plain.parts["forward"]
+    blocks = works()[1].at(16)[1:5]
+    more = sum(
+        max(one.forward.flops / 1e12, one.forward.product_bytes / 1e11) + one.forward.other_bytes / 1e11
+        for one in blocks
+    )
+    assert again.parts["backward"] == pytest.approx(plain.parts["backward"] + more, rel=0.05)
+    assert again.flops == plain.flops  # those of the model
+
+
+HELD = Held(1e8, 0, 10)
+BYTES = 4e8
+
+
+def exchanged(data: str, passes: float = 0.0, ranks: int = 8, nodes: int = 1, machine: Any = GPU) -> Any:
+    one = run(ranks, ranks, data=data, nodes=nodes)
+    one = on_cpu(one) if machine.kind == "cpu" else one
+    return exchange_of(one, HELD, Network(machine, machine.seat(ranks // nodes)), passes, passes)
+
+
+def test_ddp_moves_two_and_fsdp_three_times_the_bytes() -> None:
+    ring = BYTES * 7 / 8 / 1e10
+    placing = 8 * 1e8 / 1e11
+    ddp, zero2, fsdp = (exchanged(data) for data in ("ddp", "zero2", "fsdp"))
+    assert ddp.gradients == pytest.approx(2 * ring + placing, rel=0.02) and ddp.parameters == 0
+    assert zero2.gradients + zero2.parameters == pytest.approx(2 * ring + placing, rel=0.02)
+    assert fsdp.gradients + fsdp.parameters == pytest.approx(3 * ring + placing, rel=0.02)
+
+
+def test_what_the_passes_are_long_enough_for_hides_on_a_gpu_only() -> None:
+    shown, behind = exchanged("fsdp"), exchanged("fsdp", passes=1.0)
+    assert behind.gradients + behind.parameters < 0.4 * (shown.gradients + shown.parameters)
+    whole = shown.gradients + shown.parameters + shown.hidden
+    assert behind.gradients + behind.parameters + behind.hidden == pytest.approx(whole)
+    together = exchanged("fsdp", passes=0.03)  # each by itself would hide most of it
+    assert together.hidden <= 0.06 + 1e-9 < whole
+    assert exchanged("ddp", 1.0, machine=CPU) == exchanged("ddp", 0.0, machine=CPU)
+
+
+def test_parameters_in_the_memory_of_a_node_are_gathered_by_a_meeting() -> None:
+    found = exchanged("fsdp", ranks=4, machine=CPU)
+    assert found.parameters == pytest.approx(1e-5)
+    assert gathers_of(on_cpu(run(4, 4, data="fsdp")), group_of(run(4, 4).shape, "data", 4)) == 1
+    ddp = exchanged("ddp", ranks=4, machine=CPU)
+    buckets = -(-BYTES // (4 * 2**20))
+    assert ddp.gradients == pytest.approx(buckets * 2e-5 + 2 * BYTES / 5e8 + 8 * 1e8 / 5e8)
+
+
+def test_sharding_divides_the_update() -> None:
+    ddp, zero1 = step(run(4)), step(run(4, data="zero1"))
+    assert zero1.parts["optimizer"] == pytest.approx(ddp.parts["optimizer"] / 4, rel=0.01)
+    assert zero1.parts["clip"] == pytest.approx(ddp.parts["clip"] / 4, rel=0.01)
+
+
+def test_slow_links_between_nodes_show() -> None:
+    near, far = step(run(4)), step(run(4, nodes=2))
+    assert far.parts["gradients"] > 5 * near.parts["gradients"]
+    assert far.parts["forward"] == near.parts["forward"]
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_equal_stages_leave_the_bubble_of_the_papers(schedule: str) -> None:
+    one = run(4, 16, pipe=4, schedule=schedule, microbatches=8)
+    layers = [Passes(1.0, 2.0)] * 4
+    parts = pipeline(one, layers, [range(n, n + 1) for n in range(4)], [0.0] * 4, 0.0)
+    whole = parts["forward"] + parts["backward"] + parts["bubble"]
+    assert parts["forward"] == 8 and parts["backward"] == 16
+    assert parts["bubble"] / whole == pytest.approx((4 - 1) / (8 + 4 - 1))  # Huang et al., GPipe
+
+
+def test_messages_between_stages_and_unequal_stages_lengthen_a_pipeline() -> None:
+    one = run(2, 16, pipe=2, microbatches=8)
+    cuts = [range(0, 1), range(1, 2)]
+    even = pipeline(one, [Passes(1.0, 2.0)] * 2, cuts, [0.0] * 2, 0.0)
+    late = pipeline(one, [Passes(1.0, 2.0)] * 2, cuts, [0.0] * 2, 0.5)
+    odd = pipeline(one, [Passes(1.0, 2.0), Passes(2.0, 4.0)], cuts, [0.0] * 2, 0.0)
+    assert sum(late.values()) > sum(even.values()) and odd["forward"] == 16
+
+
+def test_a_pipeline_of_a_gpt_takes_about_its_share_and_a_bubble() -> None:
+    whole, halves = step(run(1, 32)), step(run(2, 32, pipe=2, microbatches=8))
+    compute = halves.parts["forward"] + halves.parts["backward"]
+    assert 0.5 <= compute / (whole.parts["forward"] + whole.parts["backward"]) < 0.75
+    assert halves.parts["bubble"] > 0 and halves.parts["optimizer"] < whole.parts["optimizer"]
+
+
+def test_tensor_ranks_exchange_activations() -> None:
+    one = run(2, 16, tensor=2)
+    found = forecast(one, replace(GPU, inside=Link(0.0, 1e10)), works()).step(one)
+    stream = 16 * 64 * 128 * 4  # samples, tokens, width, bytes; a ring of two sends each once
+    assert found.parts["activations"] >= 16 * stream / 1e10
+    assert found.parts["activations"] == pytest.approx(18 * stream / 1e10, rel=0.1)
+
+
+def test_an_update_on_the_host_takes_the_hosts_memory_and_the_link() -> None:
+    one = run(2)
+    chosen = replace(one.settings)
+    object.__setattr__(chosen, "offload", OffloadSettings(optimizer=True))
+    found = step(replace(one, settings=chosen))
+    host = 28 * facts().numel / (GPU.host_bandwidth / 2)
+    assert found.parts["optimizer"] == pytest.approx(host)
+    assert step(one).parts["offload"] == 0 <= found.parts["offload"] < host

@@ -1,0 +1,120 @@
+"""The checker of ``#SBATCH`` lines knows what sbatch knows: examples from sbatch(1), and each way to be wrong."""
+
+from __future__ import annotations
+
+import pytest
+
+from hpctrain.errors import UsageError
+from hpctrain.jobs.check import problems
+
+
+def found(*lines: str) -> list[str]:
+    """Return the problems of a script with these lines after its first."""
+    return problems("\n".join(["#!/bin/bash", "#SBATCH --nodes=1", *lines, ""]))
+
+
+RIGHT = """
+--account=a -Aa --array=0-7 --array=1,3,5%2 --array=0-15:4 -a0 --begin=now+1hour --constraint="gpu&a100" -Cgpu
+--cpus-per-task=4 --cpus-per-task 4 -c4 --dependency=afterok:12:13 --dependency=singleton
+--dependency=afterany:12+5,after:3 --distribution=block:cyclic --exclusive --exclusive=user --export=ALL,A=b --gpus=4
+--gpus=a100:4 --gpus-per-node=4 --gpu-bind=closest --gpu-bind=single:1 --gpu-bind=mask_gpu:0x1,0x2 --gres=gpu:4
+--gres=gpu:a100:2,craynetwork:1 --gres=none --hint=nomultithread --job-name=a --mail-type=END,FAIL --mail-type=all
+--mem=0 --mem=200G --mem-per-gpu=60G --nodelist=n[1-3] --nice --nice=10 --no-requeue --ntasks=8 --ntasks-per-node=4
+--open-mode=append --output=%x-%j.out --partition=a,b --qos=q --reservation=r --signal=USR1@300 --signal=B:USR1@300
+--signal=RB:SIGTERM@60 --signal=10 --switches=1@10 --threads-per-core=1 --time=10 --time=10:00
+--time=1:00:00 --time=1-2 --time=1-2:30 --time=1-02:03:04 --time=UNLIMITED --tmp=10G --wckey=x
+--hold -H --requeue --contiguous --comment="two words"
+"""
+WRONG = {
+    "--nodez=2": "sbatch knows no --nodez, did you mean --nodes?",
+    "--ntasks-per-nodes=2": "did you mean --ntasks-per-node?",
+    "--walltime=1:00:00": "sbatch knows no --walltime",
+    "--time=1h": "--time=1h: expected minutes, minutes:seconds",
+    "--time=1:2:3:4": "--time=1:2:3:4: expected",
+    "--time": "--time needs a value",
+    "--time=": "--time=: expected",
+    "--ntasks=0": "--ntasks=0: expected a number from 1 on",
+    "--ntasks=two": "--ntasks=two: expected",
+    "--mem=200GiB": "--mem=200GiB: expected a number, with K, M, G or T",
+    "--signal=USR1@": "--signal=USR1@: expected",
+    "--signal=X:USR1@3": "expected a signal, as in USR1@300",
+    "--array=a": "--array=a: expected indices",
+    "--requeue=yes": "--requeue takes no value",
+    "--open-mode=a": "expected append or truncate",
+    "--gres=gpu:a100:four:5": "expected resources, as in gpu:4",
+    "--gpus-per-node=four": "expected a number, or as in a100:4",
+    "--mail-type=END;FAIL": "expected BEGIN, END",
+    "--partition=a --nonsense": "sbatch knows no --nonsense",
+    "partition=a": "'partition=a' is not an option",
+    "--account=a b": "'b' is not an option",
+    '--account="a': "a quotation mark without its partner",
+    "--account=a\u2028": "holds the character U+2028",
+    "": "an empty directive",
+    "--nodes=2": "--nodes stands in line 2 already",
+    "-N 2": "--nodes stands in line 2 already",
+    "--gpus-per-task=1": "--gpus-per-task needs a number of tasks",
+}
+
+
+def directives(text: str) -> list[str]:
+    """Split a text where an option begins."""
+    words: list[str] = []
+    for word in text.split():
+        if word.startswith("-"):
+            words.append(word)
+        else:
+            words[-1] += f" {word}"
+    return words
+
+
+def test_what_sbatch_takes() -> None:
+    assert len(directives(RIGHT)) > 60
+    for directive in directives(RIGHT):
+        assert found(f"#SBATCH {directive}") == []
+        assert found(f"#SBATCH {directive}   # and a comment, which sbatch knows") == []
+
+
+def test_what_sbatch_does_not_take() -> None:
+    for directive, text in WRONG.items():
+        (message,) = found(f"#SBATCH {directive}")
+        assert message.startswith("line 3: ") and text in message
+
+
+@pytest.mark.parametrize(
+    "line, message",
+    [
+        (" #SBATCH --time=1", "line 3: not a directive"),
+        ("# SBATCH --time=1", "line 3: not a directive"),
+        ("#sbatch --time=1", "line 3: not a directive"),
+        ("##SBATCH --time=1", None),  # how people switch one off
+        ("#SBATCHES are nice", None),
+        ("# SBATCH lines are nice", None),
+        ("", None),
+    ],
+)
+def test_what_only_looks_like_a_directive(line: str, message: str | None) -> None:
+    assert [text[: len(message or "")] for text in found(line)] == ([message] if message else [])
+
+
+def test_after_the_first_command_nothing_counts() -> None:
+    (message,) = found("cd x", "#SBATCH --time=1")
+    assert message == "line 4: a directive after the first command (line 3) is passed over"
+
+
+@pytest.mark.parametrize(
+    "pair",
+    ["--mem=1 --mem-per-cpu=1", "--requeue --no-requeue", "--exclusive --oversubscribe", "-c1 --cpus-per-gpu=1"],
+)
+def test_what_excludes_each_other(pair: str) -> None:
+    (message,) = found(*(f"#SBATCH {directive}" for directive in pair.split()))
+    assert message.startswith("line 4: --") and message.endswith("exclude each other")
+
+
+def test_a_script_without_a_shell_or_without_directives() -> None:
+    assert problems("#SBATCH --time=1\n") == ["line 1: the first line must name the shell, as in #!/bin/bash"]
+    with pytest.raises(UsageError, match="has no directive"):
+        problems("#!/bin/bash\necho\n")
+
+
+def test_both_schedulers_in_one_script() -> None:
+    assert found("#PBS -r y") == ["line 1: directives of Slurm and of PBS in one script: Slurm reads both"]

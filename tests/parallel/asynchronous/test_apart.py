@@ -1,0 +1,120 @@
+"""Workers that exchange with the centre one by one, in a known order, step by step against the equations in NumPy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.replicas_apart import RATE, batch, flat, gradient, make_model
+from torch import nn
+
+from hpctrain.errors import DeadlineError, SettingsError
+from hpctrain.parallel.asynchronous.settings import ServerSettings
+from hpctrain.parallel.attach import attach
+from hpctrain.parallel.settings import ParallelSettings
+from hpctrain.train.health import check_policy
+
+pytestmark = pytest.mark.ranks
+EASGD = ParallelSettings(data="easgd")
+
+
+def make(comm: Any, **server: Any) -> tuple[Any, torch.optim.Optimizer]:
+    model = make_model()
+    strategy = attach(model, comm, EASGD, server=ServerSettings(**server))
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    strategy.check_optimizer(optimizer)
+    return strategy, optimizer
+
+
+def passes(strategy: Any, step: int) -> None:
+    inputs, targets = batch(strategy.comm.rank, step)
+    nn.functional.mse_loss(strategy.model(inputs), targets).backward()
+
+
+def simulate(orders: list[list[int]], alpha: float) -> tuple[list[Any], Any]:
+    """Return workers and centre after steps in which workers come to the centre in these orders."""
+    centre = flat(make_model()).astype(np.float64)
+    values = [centre.copy() for _ in orders[0]]
+    for step, order in enumerate(orders):
+        for rank in order:
+            pull = alpha * (values[rank] - centre)
+            values[rank] = values[rank] - pull - RATE * gradient(values[rank], rank, step)
+            centre = centre + pull
+    return values, centre
+
+
+def check(strategy: Any, orders: list[list[int]], alpha: float) -> None:
+    values, centre = simulate(orders, alpha)
+    np.testing.assert_allclose(flat(strategy.model), values[strategy.comm.rank], rtol=1e-4, atol=1e-5)
+    with strategy.meeting():
+        np.testing.assert_allclose(flat(strategy.model), centre, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(flat(strategy.model), values[strategy.comm.rank], rtol=1e-4, atol=1e-5)
+    strategy.detach()
+    np.testing.assert_allclose(flat(strategy.model), centre, rtol=1e-4, atol=1e-5)
+
+
+def test_a_scripted_order_of_arrivals_follows_the_equations(own: Any) -> None:
+    strategy, optimizer = make(own, mode="asynchronous", rho=1.5)
+    chance = np.random.default_rng(5)
+    orders = [chance.permutation(own.size).tolist() for _ in range(6)]
+    for step, order in enumerate(orders):
+        passes(strategy, step)
+        for rank in order:
+            if rank == own.rank:
+                optimizer.step()
+            strategy.settle()
+        optimizer.zero_grad()
+    check(strategy, orders, RATE * 1.5)
+
+
+def test_by_turns_the_order_is_that_of_the_ranks(own: Any) -> None:
+    """Nobody scripts it here: each waits for its turn."""
+    strategy, optimizer = make(own, mode="round-robin")
+    for step in range(6):
+        passes(strategy, step)
+        optimizer.step()
+        optimizer.zero_grad()
+    check(strategy, [list(range(own.size))] * 6, 0.9 / own.size)
+
+
+def test_no_pull_is_lost_however_they_come(own: Any) -> None:
+    """Without gradients, what the workers lose the centre gains: the sum of all stays what it was."""
+    strategy, optimizer = make(own, mode="asynchronous", rho=2.0)
+    with torch.no_grad():
+        strategy._flat.values.fill_(float(own.rank + 1))
+    strategy._centre.barrier()
+    for _ in range(50):
+        for parameter in strategy.model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        optimizer.step()
+    strategy.settle()  # who waits elsewhere serves nobody
+    mine = flat(strategy.model).astype(np.float64)
+    total = sum(own.all_gather_object(mine)) + strategy.centre().numpy()
+    start = flat(make_model()) + sum(range(1, own.size + 1))
+    np.testing.assert_allclose(total, start, rtol=1e-4)
+    strategy.detach()
+
+
+@pytest.mark.ranks(2)
+def test_a_turn_that_does_not_come_is_reported(own: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    strategy, optimizer = make(own, mode="round-robin")
+    passes(strategy, 0)
+    if own.rank == 1:
+        monkeypatch.setenv("HPCTRAIN_TIMEOUT", "0.2")
+        with pytest.raises(DeadlineError, match="rank 1 waited 0.2 s .* for its turn: it is rank 0's"):
+            optimizer.step()
+        monkeypatch.delenv("HPCTRAIN_TIMEOUT")
+    strategy.settle()
+    strategy.detach()
+
+
+def test_what_takes_all_ranks_is_refused(own: Any) -> None:
+    strategy, _ = make(own, mode="asynchronous")
+    with pytest.raises(SettingsError, match="rollback"):
+        check_policy(strategy, "rollback")
+    check_policy(strategy, "skip")
+    with pytest.raises(SettingsError, match='server.mode = "round-robin": an average is one of all workers'):
+        ServerSettings(mode="round-robin", average=True)
+    strategy.detach()

@@ -1,0 +1,198 @@
+"""Served parameters against one process that makes the same updates with torch's optimizer, in the same order."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.replicas_apart import batch, flat, make_model
+from torch import nn
+
+from hpctrain.errors import SettingsError, UsageError
+from hpctrain.parallel.asynchronous.server import ParameterServer
+from hpctrain.parallel.asynchronous.settings import ServerSettings
+from hpctrain.parallel.asynchronous.staleness import may_update
+from hpctrain.parallel.asynchronous.store.states import states_of
+
+KINDS: dict[str, Any] = {
+    "sgd": lambda groups: torch.optim.SGD(groups, lr=0.1),
+    "momentum": lambda groups: torch.optim.SGD(groups, lr=0.05, momentum=0.9, nesterov=True),
+    "adamw": lambda groups: torch.optim.AdamW(groups, lr=0.02, betas=(0.8, 0.9)),
+}
+
+
+def groups_of(model: nn.Module) -> list[dict[str, Any]]:
+    one, two = model.parameters()
+    return [{"params": [two], "weight_decay": 0.0}, {"params": [one], "weight_decay": 0.1}]
+
+
+def make(comm: Any, kind: str, **server: Any) -> tuple[Any, torch.optim.Optimizer]:
+    model = make_model()
+    strategy = ParameterServer(model, comm, ServerSettings(**server))
+    optimizer = KINDS[kind](groups_of(model))
+    strategy.check_optimizer(optimizer)
+    return strategy, optimizer
+
+
+def passes(model: nn.Module, rank: int, step: int) -> None:
+    inputs, targets = batch(rank, step)
+    nn.functional.mse_loss(model(inputs), targets).backward()
+
+
+def plain(kind: str, orders: list[list[int]]) -> nn.Module:
+    """Let one process make every update: gradients of values as the worker had read them, in the order of arrival."""
+    model = make_model()
+    optimizer = KINDS[kind](groups_of(model))
+    for step, order in enumerate(orders):
+        read = [parameter.detach().clone() for parameter in model.parameters()]
+        for rank in order:
+            twin = make_model()
+            with torch.no_grad():
+                for parameter, value in zip(twin.parameters(), read):
+                    parameter.copy_(value)
+            passes(twin, rank, step)
+            for parameter, other in zip(model.parameters(), twin.parameters()):
+                parameter.grad = other.grad
+            optimizer.step()
+    return model
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("lock", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_scripted_order_of_arrivals_is_what_one_process_would_do(own: Any, kind: str, lock: bool) -> None:
+    strategy, optimizer = make(own, kind, lock=lock)
+    chance = np.random.default_rng(5)
+    orders = [chance.permutation(own.size).tolist() for _ in range(5)]
+    for step, order in enumerate(orders):
+        passes(strategy.model, own.rank, step)
+        strategy.settle()
+        for rank in order:
+            if rank == own.rank:
+                optimizer.step()
+            strategy.settle()
+    expected = plain(kind, orders)
+    with strategy.meeting():
+        np.testing.assert_allclose(flat(strategy.model), flat(expected), rtol=1e-5, atol=1e-6)
+        assert len(optimizer.state) == (0 if kind == "sgd" else 2)
+    assert strategy.figures()["staleness_most"] == own.size - 1
+    strategy.detach()
+    np.testing.assert_allclose(flat(strategy.model), flat(expected), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("kind", ["momentum", "adamw"])
+def test_in_synchronous_mode_all_make_one_update_of_the_mean(own: Any, kind: str) -> None:
+    strategy, optimizer = make(own, kind, mode="synchronous")
+    model = make_model()
+    alone = KINDS[kind](groups_of(model))
+    for step in range(5):
+        passes(strategy.model, own.rank, step)
+        assert float(strategy.clip_grad_norm(1e9)) > 0
+        optimizer.step()
+        for rank in range(own.size):
+            passes(model, rank, step)
+        for parameter in model.parameters():
+            parameter.grad /= own.size
+        alone.step()
+        alone.zero_grad()
+    with strategy.meeting():
+        np.testing.assert_allclose(flat(strategy.model), flat(model), rtol=1e-5, atol=1e-6)
+    strategy.detach()
+
+
+def moved_by_ones(own: Any, *, together: bool, lock: bool) -> np.ndarray[Any, Any]:
+    """Let N workers make M updates by one, each round ``together`` or all at their own pace; return their sum."""
+    strategy, optimizer = make(own, "sgd", lock=lock)
+    optimizer.param_groups[0]["lr"] = optimizer.param_groups[1]["lr"] = 1.0
+    optimizer.param_groups[1]["weight_decay"] = 0.0
+    before = flat(strategy.model)
+    for _ in range(60):
+        for parameter in strategy.model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        if together:
+            strategy.settle()
+        optimizer.step()
+        if together:
+            strategy.settle()
+    with strategy.meeting():
+        moved = before - flat(strategy.model)
+    strategy.detach()
+    return moved
+
+
+@pytest.mark.ranks
+def test_with_the_lock_no_update_is_lost(own: Any) -> None:
+    moved = moved_by_ones(own, together=False, lock=True)
+    np.testing.assert_allclose(moved, np.full_like(moved, 60 * own.size), rtol=1e-5)
+
+
+@pytest.mark.ranks
+def test_without_it_one_at_least_of_each_moment_remains(own: Any) -> None:
+    moved = moved_by_ones(own, together=True, lock=False)
+    assert moved.max() <= 60 * own.size + 0.01 and moved.min() >= 60 - 0.01
+
+
+@pytest.mark.ranks
+def test_no_update_is_staler_than_the_bound(own: Any) -> None:
+    strategy, optimizer = make(own, "sgd", max_staleness=max(own.size - 1, 1))
+    for step in range(20):
+        passes(strategy.model, own.rank, step)
+        optimizer.step()
+    strategy.settle()
+    counts = strategy._stale.counts
+    assert max(counts) <= max(own.size - 1, 1) and sum(counts.values()) == 20
+    strategy.detach()
+
+
+@pytest.mark.ranks(2, 3, 4)
+def test_ranks_may_do_nothing_but_hold_parameters(own: Any) -> None:
+    strategy, optimizer = make(own, "adamw", ranks=1)
+    assert strategy.works is (own.rank < own.size - 1)
+    if strategy.works:
+        assert strategy.data.size == own.size - 1 and strategy._store.exposed.lengths[own.rank] == 0
+        for step in range(3):
+            passes(strategy.model, own.rank, step)
+            optimizer.step()
+    with strategy.meeting():
+        everyone = own.all_gather_object(flat(strategy.model).tobytes())
+        assert len(set(everyone)) == 1 and not np.array_equal(flat(strategy.model), flat(make_model()))
+    strategy.detach()
+
+
+@pytest.mark.parametrize("workers, most", [(2, 1), (3, 2), (4, 3), (4, 6)])
+def test_the_bound_holds_for_any_order_and_nobody_waits_for_ever(workers: int, most: int) -> None:
+    chance, worst = np.random.default_rng(workers), 0
+    for _ in range(60):
+        updates, read = 0, {}
+        for _ in range(80):
+            ready = [rank for rank in read if may_update(updates, read, rank, most)]
+            idle = [rank for rank in range(workers) if rank not in read]
+            oldest = min(read, key=lambda rank: read[rank], default=None)
+            assert oldest is None or oldest in ready or read[oldest] in [read[rank] for rank in ready]
+            rank = int(chance.choice([*ready, *idle]))
+            if rank in read:
+                worst = max(worst, updates - read.pop(rank))
+                updates += 1
+            else:
+                read[rank] = updates
+    assert worst == most
+
+
+def test_bounds_below_the_workers_turns_are_refused() -> None:
+    from hpctrain.parallel.asynchronous.staleness import check_bound
+
+    check_bound(0, 8)
+    check_bound(7, 8)
+    with pytest.raises(SettingsError, match="server.max_staleness = 6: with 8 workers that take turns it is 7 already"):
+        check_bound(6, 8)
+
+
+def test_an_optimizer_whose_state_is_no_number_an_element_is_refused() -> None:
+    parameters = [nn.Parameter(torch.zeros(3))]
+    assert states_of(torch.optim.AdamW(parameters)).tensors == (("exp_avg", 0.0), ("exp_avg_sq", 0.0))
+    assert states_of(torch.optim.Adagrad(parameters, initial_accumulator_value=0.5)).tensors == (("sum", 0.5),)
+    with pytest.raises(UsageError, match="cannot hold it"):
+        states_of(torch.optim.Adafactor([nn.Parameter(torch.zeros(3, 3))]))

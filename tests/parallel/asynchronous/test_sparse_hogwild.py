@@ -1,0 +1,94 @@
+"""Tables under Hogwild: moved in place within a node, row by row where moves are made apart."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.nodes import alone, in_pairs, placed
+from support.tables import Lookups, make_lookups, passes, plain, values_of
+
+from hpctrain.errors import UsageError
+from hpctrain.parallel.asynchronous.hogwild import Hogwild
+
+pytestmark = pytest.mark.ranks
+
+
+@pytest.fixture(params=[None, alone], ids=["in_place", "apart"])
+def world(comm: Any, request: pytest.FixtureRequest) -> Any:
+    """Return all ranks where they are, or as if each were on a node of its own."""
+    own = comm.split(0) if request.param is None else placed(comm, request.param)
+    yield own
+    own.free()
+
+
+def make(comm: Any, kind: str) -> tuple[Any, torch.optim.Optimizer]:
+    model, optimizer = make_lookups(kind)
+    strategy = Hogwild(model, comm)
+    strategy.check_optimizer(optimizer)
+    return strategy, optimizer
+
+
+def test_a_scripted_order_of_moves_is_what_one_process_would_do(world: Any) -> None:
+    strategy, optimizer = make(world, "sgd")
+    chance = np.random.default_rng(7)
+    orders = [chance.permutation(world.size).tolist() for _ in range(4)]
+    for step, order in enumerate(orders):
+        passes(strategy.model, world.rank, step)
+        strategy.settle()
+        for rank in order:
+            if rank == world.rank:
+                assert float(strategy.clip_grad_norm(1e9)) > 0  # also sums up what came for the same row
+                optimizer.step()
+                optimizer.zero_grad()
+            strategy.settle()
+    expected = values_of(plain("sgd", orders)[0])
+    with strategy.meeting():
+        torch.testing.assert_close(values_of(strategy.model), expected, rtol=1e-4, atol=1e-5)
+    strategy.detach()
+    torch.testing.assert_close(values_of(strategy.model), expected, rtol=1e-4, atol=1e-5)
+
+
+def counted(add: Any, added: list[int]) -> Any:
+    """Return what adds to memory, and notes how many elements."""
+
+    def count(keeper: int, values: torch.Tensor, *place: Any) -> None:
+        added.append(values.numel())
+        add(keeper, values, *place)
+
+    return count
+
+
+def test_apart_only_rows_that_were_looked_up_are_read_and_added(comm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = placed(comm, in_pairs if comm.size > 2 else alone)
+    strategy, optimizer = make(own, "sparse_adam")
+    memory, added = strategy._memory, list[int]()
+    for name in ("add", "add_rows"):
+        monkeypatch.setattr(memory, name, counted(getattr(memory, name), added))
+    with torch.no_grad():
+        strategy.model.word.weight[[1, 2]] = 7.0  # what was read long ago
+    strategy.model(torch.tensor([[2, 2, 9]]), torch.tensor([[5]])).backward()
+    assert strategy.model.word.weight[1].eq(7).all() and strategy.model.word.weight[2].ne(7).all()
+    for rank in range(own.size):  # one after the other: who waits serves others, which counts as well
+        strategy.settle()
+        if rank == own.rank:
+            added.clear()
+            optimizer.step()
+            assert sorted(added) == sorted([4, 8] * own.nodes + [0] + [1] * (own.nodes - 1))
+    strategy.settle()
+    strategy.detach()
+    own.free()
+
+
+def test_momentum_moves_all_rows_and_is_refused_apart(world: Any) -> None:
+    model = Lookups()
+    strategy = Hogwild(model, world)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    if strategy._in_place:
+        strategy.check_optimizer(optimizer)
+    else:
+        with pytest.raises(UsageError, match="SGD keeps momentum_buffer, by which rows of word.weight move"):
+            strategy.check_optimizer(optimizer)
+    strategy.detach()

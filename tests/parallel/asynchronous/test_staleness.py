@@ -1,0 +1,263 @@
+"""The staleness of every update, and the share of communication, against scripts whose answers are counted by hand."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.replicas_apart import RATE, batch, make_model
+from torch import nn
+
+from hpctrain.errors import DeadlineError
+from hpctrain.parallel.asynchronous import rules
+from hpctrain.parallel.asynchronous.figures import communication, histogram
+from hpctrain.parallel.asynchronous.figures.communication import CommunicationTime
+from hpctrain.parallel.asynchronous.figures.histogram import Histogram, bars
+from hpctrain.parallel.asynchronous.settings import ServerSettings
+from hpctrain.parallel.attach import attach
+from hpctrain.parallel.settings import ParallelSettings
+
+MEMBERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "server": ("server", {}),
+    "locked": ("server", {"lock": True, "max_staleness": 50}),
+    "hogwild": ("hogwild", {}),
+    "asynchronous": ("easgd", {"mode": "asynchronous"}),
+}
+
+
+def make(comm: Any, data: str, **server: Any) -> tuple[Any, torch.optim.Optimizer]:
+    model = make_model()
+    parallel = ParallelSettings(data=data)  # type: ignore[arg-type]
+    strategy = attach(model, comm, parallel, server=ServerSettings(**server))
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    strategy.check_optimizer(optimizer)
+    return strategy, optimizer
+
+
+def passes(strategy: Any, step: int = 0) -> None:
+    inputs, targets = batch(strategy.comm.rank, step)
+    nn.functional.mse_loss(strategy.model(inputs), targets).backward()
+
+
+def scripted(workers: int, events: int) -> list[int]:
+    """Return who comes next, where each worker reads and moves in turn."""
+    chance = np.random.default_rng(workers)
+    weights = np.arange(1.0, workers + 1)  # some are quicker
+    return chance.choice(workers, events, p=weights / weights.sum()).tolist()  # type: ignore[no-any-return]
+
+
+def counted(script: list[int], *, reads: bool) -> Counter[int]:
+    """Count by hand; without ``reads`` what is stale is a worker's own move before."""
+    moves, seen, found = 0, dict[int, int](), Counter[int]()
+    for worker in script:
+        if reads and worker not in seen:
+            seen[worker] = moves
+            continue
+        found[moves - seen.pop(worker, 0)] += 1
+        moves += 1
+        if not reads:
+            seen[worker] = moves
+    return found
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("member", MEMBERS)
+def test_every_update_is_recorded_with_its_staleness(own: Any, member: str) -> None:
+    data, server = MEMBERS[member]
+    strategy, optimizer = make(own, data, **server)
+    script, read = scripted(own.size, 24), False
+    for worker in script:
+        if worker == own.rank:
+            if data == "easgd" or not read:
+                passes(strategy)
+            if data == "easgd" or read:
+                optimizer.step()
+                optimizer.zero_grad()
+            read = not read
+        strategy.settle()
+    expected = counted(script, reads=data != "easgd")
+    figures = strategy.figures()
+    assert figures["staleness_histogram"] == [expected[one] for one in range(max(expected) + 1)]
+    assert figures["staleness_most"] == max(expected) and (max(expected) > 1 or own.size == 1)
+    mean = sum(one * count for one, count in expected.items()) / sum(expected.values())
+    assert figures["staleness"] == pytest.approx(mean)
+    assert strategy.figures()["staleness_histogram"] == []  # each is told once
+    strategy.detach()
+
+
+@pytest.mark.ranks
+def test_by_turns_all_others_come_between(own: Any) -> None:
+    strategy, optimizer = make(own, "easgd", mode="round-robin")
+    for _ in range(3):
+        passes(strategy)
+        optimizer.step()
+    found = [1] * own.size  # before the first exchange of each
+    found[own.size - 1] += 2 * own.size
+    assert strategy.figures()["staleness_histogram"] == found
+    strategy.detach()
+
+
+@pytest.mark.ranks
+def test_a_move_without_gradients_is_none(own: Any) -> None:
+    for data in ("server", "hogwild"):
+        strategy, optimizer = make(own, data)
+        passes(strategy)
+        strategy.drop_gradients()
+        optimizer.step()
+        strategy.settle()
+        figures = strategy.figures()
+        assert (figures["staleness_histogram"], figures["staleness_most"]) == ([], 0)
+        strategy.detach()
+
+
+@pytest.mark.ranks(2, 3)
+def test_the_bound_says_whom_it_waits_for(own: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 has read and makes no update, as one that is stopped."""
+    strategy, optimizer = make(own, "server", max_staleness=own.size - 1)
+    if own.rank == 0:
+        passes(strategy)
+    strategy.settle()
+    if own.rank == 1:
+        monkeypatch.setenv("HPCTRAIN_TIMEOUT", "0.3")
+        match = rf"at the bound of staleness \({own.size - 1} updates\): rank 0 has read and made no update within 0.3"
+        with pytest.raises(DeadlineError, match=match):
+            for _ in range(own.size):
+                passes(strategy)
+                optimizer.step()
+        monkeypatch.delenv("HPCTRAIN_TIMEOUT")
+        strategy._bound.leave()
+    strategy.settle()
+    strategy.detach()
+
+
+@pytest.mark.ranks(2, 3)
+def test_who_holds_the_lock_is_named(own: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 stops in the middle of an update, where the lock is its own; without a lock it holds nobody up."""
+    strategy, optimizer = make(own, "server", lock=True)
+    free, other = make(own, "server")
+    passes(strategy)
+    passes(free)
+    with strategy._store.lock.of(0) if own.rank == 0 else torch.no_grad():
+        strategy.settle()
+        if own.rank == 1:
+            monkeypatch.setenv("HPCTRAIN_TIMEOUT", "0.3")
+            other.step()
+            with pytest.raises(DeadlineError, match="the lock of rank 0's memory: rank 0 holds it, and did not let go"):
+                optimizer.step()
+            monkeypatch.delenv("HPCTRAIN_TIMEOUT")
+        strategy.settle()
+    free.detach()
+    strategy.detach()
+
+
+# The share of communication -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
+    """Return a clock that a test sets forward."""
+    now = [1000.0]
+    monkeypatch.setattr(communication, "_monotonic", lambda: now[0])
+    yield now
+
+
+def slowed(monkeypatch: pytest.MonkeyPatch, clock: list[float], what: Any, name: str) -> None:
+    """Let a call take two seconds."""
+    call = getattr(what, name)
+
+    def slow(*arguments: Any, **more: Any) -> Any:
+        clock[0] += 2
+        return call(*arguments, **more)
+
+    monkeypatch.setattr(what, name, slow)
+
+
+SHARING: dict[str, tuple[str, dict[str, Any], Any]] = {  # and what takes time of what they have in common
+    "server": ("server", {}, lambda strategy: (strategy._store, "read")),
+    "synchronous server": ("server", {"mode": "synchronous"}, lambda strategy: (strategy, "_share_gradients")),
+    "hogwild": ("hogwild", {}, lambda strategy: (strategy, "_count_moves")),
+    "easgd": ("easgd", {}, lambda strategy: (rules, "pull_centre")),
+    "local sgd": ("easgd", {"average": True}, lambda strategy: (strategy, "_average")),
+    "asynchronous": ("easgd", {"mode": "asynchronous"}, lambda strategy: (strategy._lock, "of")),
+    "round-robin": ("easgd", {"mode": "round-robin"}, lambda strategy: (strategy, "_await_turn")),
+}
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("member", SHARING)
+def test_the_share_is_of_steps_and_of_what_is_common(
+    own: Any, member: str, clock: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data, server, what = SHARING[member]
+    strategy, optimizer = make(own, data, **server)
+    slowed(monkeypatch, clock, *what(strategy))
+    started = 0.0
+    for step in range(4):
+        passes(strategy)
+        clock[0] += 5  # what a pass takes
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == 0:
+            strategy.settle()
+            strategy.figures()  # some calls come once a run
+            started = clock[0]
+        elif step == 2:
+            with strategy.meeting():
+                clock[0] += 1000
+            started += 1000 + 2 * (member == "server" or member == "local sgd")  # what meets reads, too
+    passed = clock[0] - started
+    assert strategy.figures()["communication"] == pytest.approx((passed - 15) / passed) and passed > 15
+    strategy.detach()
+
+
+@pytest.mark.ranks(2, 3, 4)
+def test_ranks_that_only_hold_parameters_have_no_share(own: Any, clock: list[float]) -> None:
+    strategy, optimizer = make(own, "server", ranks=1)
+    if strategy.works:
+        passes(strategy)
+        with strategy._exchanging:
+            clock[0] += 3
+        clock[0] += 1
+        optimizer.step()
+    strategy.settle()
+    assert strategy.figures()["communication"] == 0.75
+    strategy.detach()
+
+
+# In one process -------------------------------------------------------------------------------------------------------
+
+
+def test_the_last_bar_counts_what_is_staler(comm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert bars(Counter()) == [] and bars(Counter({0: 2, 3: 1})) == [2, 0, 0, 1]
+    monkeypatch.setattr(histogram, "LONGEST", 3)
+    assert bars(Counter({1: 4, 2: 1, 900: 5})) == [0, 4, 6]
+    if comm.size == 1:
+        record = Histogram()
+        for staleness in (0, 900, 0):
+            record.note(staleness)
+        assert record.figures(comm) == {
+            "staleness": 300.0, "staleness_most": 900.0, "staleness_histogram": [2, 0, 1],
+        }
+
+
+def test_time_between_steps_is_time_and_a_pause_is_none(comm: Any, clock: list[float]) -> None:
+    exchanging = CommunicationTime()
+    assert exchanging.figures(comm) == {"communication": 0.0}
+    for _ in range(2):
+        exchanging.begin_step()
+        with exchanging:
+            clock[0] += 1
+        clock[0] += 3
+    exchanging.pause()
+    clock[0] += 100
+    exchanging.begin_step()
+    clock[0] += 2
+    assert exchanging.figures(comm) == {"communication": 0.2}
+    clock[0] += 100
+    exchanging.begin_step()
+    clock[0] += 2
+    assert exchanging.figures(comm) == {"communication": 0.0}
