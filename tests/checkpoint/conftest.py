@@ -1,4 +1,4 @@
-"""Give the checkpoint tests a small file."""
+"""Fixtures of the checkpoint tests: a small checkpoint file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""All differences are found and shown at once."""
+"""Comparison of a checkpoint with a program: all differences are found and shown together."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Viewers find the loss curve: HDF5's own tools show the NeXus attributes, units and text as UTF-8."""
+"""Loss curves for viewers: HDF5's own tools show the NeXus attributes, units and text as UTF-8."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_hdf5_tools_show_what_to_plot(saved: Path) -> None:
         assert file["train"].attrs["note"].decode() == "größer"
 
 
-def test_what_viewers_need_is_not_the_runs(saved: Path) -> None:
+def test_attributes_for_viewers_are_not_returned_as_the_runs_values(saved: Path) -> None:
     train = checkpoint.load(saved).train
     assert set(train) == {"step", "note", "curves"} and set(train["curves"]) == {"step", "loss", "grad_norm"}
     with pytest.raises(UsageError, match="the name signal in train is taken"):

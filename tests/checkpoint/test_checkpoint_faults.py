@@ -1,4 +1,4 @@
-"""The disk of one rank breaks, or that of all: every rank hears the same, and the checkpoint before stays as it was."""
+"""Disk faults on one rank or on all: every rank raises the same error, and the previous checkpoint is unchanged."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ def place(shared_tmp_path: Path, comm: Any) -> Place:
     return Place(folder, comm)
 
 
-_SOME = pytest.mark.ranks(2, 3)  # one rank alone is all of them
+_SOME = pytest.mark.ranks(2, 3)  # with one rank, "first" and "last" equal "all"
 
 
 @pytest.fixture(params=[pytest.param("first", marks=_SOME), pytest.param("last", marks=_SOME), "all"])
 def broken(request: pytest.FixtureRequest, comm: Any) -> list[int]:
-    """Return the ranks that come to harm."""
+    """Return the ranks on which the fault occurs."""
     ranks: dict[str, list[int]] = {"first": [0], "last": [comm.size - 1], "all": list(range(comm.size))}
     return ranks[request.param]
 
@@ -57,7 +57,9 @@ def breaking(broken: list[int], comm: Any) -> Iterator[Callable[..., list[Fault]
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC, errno.EDQUOT], ids=errno.errorcode.get)
 @pytest.mark.parametrize("call", [1, 2])
-def test_a_write_that_fails(place: Place, broken: list[int], breaking: Any, number: int, call: int) -> None:
+def test_a_failed_write_is_an_error_on_all_ranks(
+    place: Place, broken: list[int], breaking: Any, number: int, call: int
+) -> None:
     faults = breaking(WRITES, failing(number), call=call)
     text = place.error()
     assert all(fault.fired for fault in faults), "this rank has written nothing"
@@ -68,15 +70,17 @@ def test_a_write_that_fails(place: Place, broken: list[int], breaking: Any, numb
 
 
 @pytest.mark.parametrize("error", [MemoryError("no memory left"), RuntimeError("this was not foreseen")])
-def test_any_other_failure_of_a_write(place: Place, broken: list[int], breaking: Any, error: Exception) -> None:
+def test_any_other_failure_of_a_write_is_an_error_on_all_ranks(
+    place: Place, broken: list[int], breaking: Any, error: Exception
+) -> None:
     breaking(WRITES, raising(error))
     text = place.error()
     place.check_names(text, broken)
     assert str(error) in text
 
 
-def test_a_flush_that_fails_once(place: Place, broken: list[int], breaking: Any) -> None:
-    """The kernel reports lost pages to the first fsync only: a second one that succeeds proves nothing."""
+def test_a_flush_that_fails_once_is_an_error(place: Place, broken: list[int], breaking: Any) -> None:
+    """The kernel reports lost pages to the first fsync only: the success of a second fsync proves nothing."""
     faults = breaking(("fsync", "fdatasync"), once(failing(errno.EIO)))
     text = place.error()
     assert all(fault.fired for fault in faults), "this rank has flushed nothing"
@@ -86,7 +90,9 @@ def test_a_flush_that_fails_once(place: Place, broken: list[int], breaking: Any)
 
 
 @pytest.mark.parametrize("number", [errno.EACCES, errno.EROFS, errno.ESTALE], ids=errno.errorcode.get)
-def test_a_file_that_cannot_be_opened(place: Place, broken: list[int], breaking: Any, number: int) -> None:
+def test_a_file_that_cannot_be_opened_is_an_error_on_all_ranks(
+    place: Place, broken: list[int], breaking: Any, number: int
+) -> None:
     faults = breaking(OPENS, failing(number))
     text = place.error()
     assert all(fault.fired for fault in faults) or 0 in broken
@@ -95,8 +101,10 @@ def test_a_file_that_cannot_be_opened(place: Place, broken: list[int], breaking:
 
 
 @pytest.mark.ranks(2, 3)
-def test_a_folder_that_a_rank_does_not_share(place: Place, comm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where ranks sit on two nodes and the folder is on a disk of the first one."""
+def test_a_folder_that_one_rank_does_not_share_is_an_error(
+    place: Place, comm: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """This occurs if the ranks are on two nodes and the folder is on a local disk of the first node."""
     if comm.rank == comm.size - 1:
         Fault(monkeypatch, OPENS, failing(errno.ENOENT))
     text = place.error()
@@ -104,7 +112,7 @@ def test_a_folder_that_a_rank_does_not_share(place: Place, comm: Any, monkeypatc
     assert re.search("must be the same on all ranks", text), text
 
 
-def test_ranks_that_fail_in_different_ways_are_all_heard(place: Place, comm: Any) -> None:
+def test_different_errors_of_several_ranks_are_all_reported(place: Place, comm: Any) -> None:
     with pytest.MonkeyPatch.context() as patch:
         numbers = [errno.EIO, errno.ENOSPC, errno.EACCES]
         fault = Fault(patch, WRITES, failing(numbers[comm.rank]))
@@ -122,19 +130,19 @@ def test_short_writes_are_completed(place: Place, breaking: Any) -> None:
 
 
 @pytest.mark.parametrize("act", [lambda *_: 0, failing(errno.EINTR)], ids=["nothing is taken", "interrupted"])
-def test_a_write_that_never_gets_on_is_an_error(place: Place, broken: list[int], breaking: Any, act: Any) -> None:
-    """Python itself repeats an interrupted call; one that still ends so comes from a handler that raised."""
+def test_a_write_that_makes_no_progress_is_an_error(place: Place, broken: list[int], breaking: Any, act: Any) -> None:
+    """Python itself retries an interrupted call; if a call still fails with EINTR, a signal handler has raised."""
     breaking(WRITES, act)
     place.check_names(place.error(), broken)
 
 
-def test_signals_while_writing_do_no_harm(place: Place, broken: list[int], comm: Any) -> None:
+def test_signals_during_a_write_do_not_harm_the_file(place: Place, broken: list[int], comm: Any) -> None:
     with signal_storm() if comm.rank in broken else nullcontext([1]) as come:
         place.check_saves()
     assert come[0]
 
 
-def test_a_byte_that_changes_on_its_way_is_found(place: Place, breaking: Any, comm: Any) -> None:
+def test_a_byte_changed_by_the_write_is_detected(place: Place, breaking: Any, comm: Any) -> None:
     wrong = OneWrongByte()
     breaking(WRITES, wrong)
     text = place.error()
@@ -143,7 +151,9 @@ def test_a_byte_that_changes_on_its_way_is_found(place: Place, breaking: Any, co
 
 
 @pytest.mark.parametrize("call", [1, 2])
-def test_a_file_that_cannot_be_read_back(place: Place, broken: list[int], breaking: Any, comm: Any, call: int) -> None:
+def test_a_file_that_cannot_be_read_back_is_an_error(
+    place: Place, broken: list[int], breaking: Any, comm: Any, call: int
+) -> None:
     faults = breaking(READS, failing(errno.EIO), call=call)
     text = place.outcome()
     fired = comm.all_gather_object(any(fault.fired for fault in faults))
@@ -154,14 +164,14 @@ def test_a_file_that_cannot_be_read_back(place: Place, broken: list[int], breaki
         place.check_unchanged()
 
 
-def test_a_rename_that_fails(place: Place, comm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_rename_is_an_error(place: Place, comm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     fault = Fault(monkeypatch, ("rename", "replace"), failing(errno.EIO))
     assert "input/output error" in place.error()
     assert sum(comm.all_gather_object(fault.fired)) == 1
 
 
 @pytest.mark.parametrize("limit", [0, 4096])
-def test_a_limit_on_the_size_of_files(place: Place, broken: list[int], comm: Any, limit: int) -> None:
+def test_a_file_size_limit_is_an_error_on_all_ranks(place: Place, broken: list[int], comm: Any, limit: int) -> None:
     text = place.error(lambda: file_size_limit(limit) if comm.rank in broken else nullcontext())
     place.check_names(text, broken)
     assert "file too large" in text
@@ -183,9 +193,9 @@ def small_disk(shared_tmp_path: Path, comm: Any) -> Iterator[SmallDisk]:
 
 @pytest.mark.parametrize("share", [0.0, 0.03, 0.5, 0.95], ids=["before", "at the start", "in the middle", "at the end"])
 @pytest.mark.parametrize("name", [NAME, "step_00000002.h5"])
-def test_a_full_disk(small_disk: SmallDisk, comm: Any, share: float, name: str) -> None:
+def test_a_full_disk_is_an_error_on_all_ranks(small_disk: SmallDisk, comm: Any, share: float, name: str) -> None:
     place = Place(small_disk.folder, comm)
-    size = 512 * place.path.stat().st_blocks  # what it takes, without its holes
+    size = 512 * place.path.stat().st_blocks  # the bytes that it occupies on the disk, without holes
     comm.barrier()
     if comm.rank == 0:
         small_disk.leave(int(size * share))

@@ -1,4 +1,4 @@
-"""The newest sound file is found by looking, and what is deleted is never needed."""
+"""Checkpoint folders: the newest valid file is found by reading, and no file that is still needed is deleted."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ def names(paths: list[Path]) -> list[str]:
     return [path.name for path in paths]
 
 
-def test_the_order_is_that_of_the_steps(folder: Path) -> None:
+def test_checkpoints_are_ordered_by_step(folder: Path) -> None:
     steps = ["00000002", "00000010", "00000030", "100000000"]
     assert names(list_checkpoints(folder)) == [f"step_{step}.h5" for step in steps]
     assert list_checkpoints(folder / "none") == []
 
 
-def test_a_damaged_newest_is_passed_over_loudly(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_damaged_newest_file_is_ignored_with_a_warning(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert newest_valid(folder) == folder / "step_100000000.h5"
     damage(folder / "step_100000000.h5")
     (folder / "step_00000030.h5").write_bytes(b"")
@@ -52,14 +52,14 @@ def test_a_damaged_newest_is_passed_over_loudly(folder: Path, caplog: pytest.Log
     assert "step_00000030.h5 is not used" in second and "is empty" in second
 
 
-def test_strict_raises_instead(folder: Path) -> None:
+def test_strict_mode_raises_if_the_newest_is_damaged(folder: Path) -> None:
     assert newest_valid(folder, strict=True) == folder / "step_100000000.h5"
     damage(folder / "step_100000000.h5")
     with pytest.raises(CheckpointError, match="step_100000000.h5"):
         newest_valid(folder, strict=True)
 
 
-def test_nothing_is_none_but_all_damaged_is_an_error(folder: Path) -> None:
+def test_an_empty_folder_is_no_error_but_only_damaged_files_are(folder: Path) -> None:
     assert newest_valid(folder / "none") is None
     for path in list_checkpoints(folder):
         damage(path)
@@ -67,13 +67,13 @@ def test_nothing_is_none_but_all_damaged_is_an_error(folder: Path) -> None:
         newest_valid(folder)
 
 
-def test_the_oldest_go(folder: Path) -> None:
+def test_the_oldest_files_are_deleted(folder: Path) -> None:
     assert names(keep_last(folder, 2)) == ["step_00000002.h5", "step_00000010.h5"]
     assert names(list_checkpoints(folder)) == ["step_00000030.h5", "step_100000000.h5"]
     assert keep_last(folder, 2) == [] and (folder / "notes.txt").exists()
 
 
-def test_nothing_goes_while_the_newest_is_damaged(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_no_file_is_deleted_while_the_newest_is_damaged(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     damage(folder / "step_100000000.h5")
     assert keep_last(folder, 1) == []
     assert "older checkpoints are kept" in caplog.text
@@ -81,7 +81,7 @@ def test_nothing_goes_while_the_newest_is_damaged(folder: Path, caplog: pytest.L
     assert len(list_checkpoints(folder)) == 4
 
 
-def test_a_file_just_committed_needs_no_second_look(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_just_committed_is_not_read_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hpctrain.checkpoint.folder.verify_named", lambda path: pytest.fail("read again"))
     assert len(keep_last(folder, 3, verified=folder / "step_100000000.h5")) == 1
 
@@ -91,13 +91,13 @@ def test_at_least_one_is_kept(folder: Path) -> None:
         keep_last(folder, 0)
 
 
-def test_leftovers_of_killed_writers_go(folder: Path) -> None:
+def test_temporary_files_of_killed_writers_are_removed(folder: Path) -> None:
     assert names(remove_leftovers(folder)) == [".step_00000040.h5.tmp-host-1"]
     assert remove_leftovers(folder) == [] and remove_leftovers(folder / "none") == []
     assert len(list_checkpoints(folder)) == 4 and (folder / "notes.txt").exists()
 
 
-def test_a_file_named_for_another_step_is_not_the_newest(
+def test_a_file_whose_name_has_another_step_is_not_the_newest(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for step in (9, 10):

@@ -1,4 +1,4 @@
-"""What stays: the last few, one of every so many steps, the best; a pure function decides, a folder shows it."""
+"""Retention of checkpoints: the last n, every n-th step and the best, as a pure function and in a folder."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def steps(kept: list[Candidate]) -> list[int]:
     return [one.step for one in kept]
 
 
-def test_each_of_the_three_keeps_its_own() -> None:
+def test_last_every_and_best_each_keep_their_checkpoints() -> None:
     found = candidates(5.0, 1.0, 4.0, 3.0, 2.0, 6.0)
     assert steps(superseded(found, Keep(last=2))) == [10, 20, 30, 40]
     assert steps(superseded(found, Keep(last=2, every=30))) == [10, 20, 40]
@@ -37,12 +37,12 @@ def test_each_of_the_three_keeps_its_own() -> None:
     assert superseded(found, Keep(last=6)) == superseded([], Keep()) == []
 
 
-def test_of_equal_ones_the_earliest_is_the_best() -> None:
+def test_the_earliest_of_equal_values_is_the_best() -> None:
     found = candidates(2.0, 1.0, 1.0, 1.0)
     assert best_of(found) == found[1] and best_of(found[::-1]) == found[1] and best_of(found, "highest") == found[0]
 
 
-def test_what_has_no_value_is_never_the_best() -> None:
+def test_a_checkpoint_without_a_value_is_never_the_best() -> None:
     found = candidates(None, math.nan, -math.inf, 7.0, math.inf)
     assert best_of(found) == best_of(found, "highest") == found[3]
     assert best_of(candidates(None, math.nan)) is None
@@ -50,8 +50,8 @@ def test_what_has_no_value_is_never_the_best() -> None:
 
 
 @pytest.mark.parametrize("seed", range(300))
-def test_whatever_the_folder(seed: int) -> None:
-    """Compare with the definition, written the other way round: who may stay, asked of each file alone."""
+def test_any_folder_agrees_with_the_definition(seed: int) -> None:
+    """Compare with the definition in its other form, which decides for each file by itself whether it stays."""
     draw = random.Random(seed)
     numbers = draw.sample(range(60), draw.randrange(12))
     found = [Candidate(f"f{number}", number, draw.choice(VALUES)) for number in numbers]
@@ -92,7 +92,7 @@ def test_deleting_after_each_save_never_loses_the_best(seed: int) -> None:
 
 
 @pytest.mark.parametrize("wrong", [{"last": 0}, {"every": -1}, {"which": "best"}])
-def test_what_cannot_be_asked_for(wrong: dict[str, int]) -> None:
+def test_invalid_settings_are_refused(wrong: dict[str, int]) -> None:
     with pytest.raises(UsageError, match="cannot keep"):
         Keep(**wrong)  # type: ignore[arg-type]
 
@@ -112,10 +112,10 @@ def present(folder: Path) -> list[int]:
     return [int(path.stem.removeprefix("step_")) for path in list_checkpoints(folder)]
 
 
-def test_what_is_best_is_read_from_the_files(tmp_path: Path) -> None:
+def test_the_best_checkpoint_is_read_from_the_files(tmp_path: Path) -> None:
     for step, loss in ((1, 3.0), (2, 0.5), (3, 2.0), (4, 2.5)):
         write(tmp_path, step, {"loss": loss, "accuracy": -loss})
-        Keeper(tmp_path, Keep(last=1, best="loss")).tidy()  # as after a restart: nothing is remembered
+        Keeper(tmp_path, Keep(last=1, best="loss")).tidy()  # as after a restart: no state in memory
     assert present(tmp_path) == [2, 4]
     assert Keeper(tmp_path, Keep(best="loss")).best() == tmp_path / step_file(2)
     assert Keeper(tmp_path, Keep(best="accuracy", which="highest")).best() == tmp_path / step_file(2)
@@ -123,7 +123,7 @@ def test_what_is_best_is_read_from_the_files(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("logged", [None, {}, {"loss": "low"}, {"loss": None}, {"loss": [1]}, [1, 2], "loss", 10**400])
-def test_files_that_lack_the_value_are_as_others(tmp_path: Path, logged: object) -> None:
+def test_files_without_the_value_are_treated_as_ordinary_files(tmp_path: Path, logged: object) -> None:
     write(tmp_path, 1, logged)
     write(tmp_path, 2, {"loss": 9.0})
     write(tmp_path, 3, logged)
@@ -132,7 +132,7 @@ def test_files_that_lack_the_value_are_as_others(tmp_path: Path, logged: object)
     assert [path.name for path in keeper.tidy()] == [step_file(1), step_file(3)] and present(tmp_path) == [2, 4]
 
 
-def test_each_file_is_looked_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_file_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from hpctrain.checkpoint import folder
 
     opened, reader = list[str](), folder.Reader
@@ -146,13 +146,11 @@ def test_each_file_is_looked_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyP
     for step in range(1, 6):
         keeper.tidy(verified=write(tmp_path, step, {"loss": float(step)}))
     assert sorted(opened) == [step_file(step) for step in range(1, 6)]
-    write(tmp_path, 3, {"loss": 0.0})  # another file by the same name: after a rollback
+    write(tmp_path, 3, {"loss": 0.0})  # another file of the same name, as after a rollback
     assert keeper.best() == tmp_path / step_file(3)
 
 
-def test_a_file_that_cannot_be_read_stays_where_it_may_be_the_best(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_unreadable_file_is_kept_if_it_may_be_the_best(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     for step in range(1, 5):
         write(tmp_path, step, {"loss": float(step)})
     (tmp_path / step_file(1)).write_bytes(b"torn")
@@ -163,7 +161,7 @@ def test_a_file_that_cannot_be_read_stays_where_it_may_be_the_best(
     assert present(tmp_path) == [4]
 
 
-def test_nothing_goes_while_the_newest_is_damaged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_no_file_is_deleted_while_the_newest_is_damaged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     for step in range(1, 5):
         write(tmp_path, step, {"loss": float(step)})
     newest = tmp_path / step_file(4)

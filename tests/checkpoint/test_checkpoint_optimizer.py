@@ -1,4 +1,4 @@
-"""An optimizer goes on, bit for bit, as if it had never stopped."""
+"""Optimizer state: a resumed optimizer continues bitwise as an uninterrupted one."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ MAKERS: dict[str, Maker] = {
 
 
 def normal(state: dict[str, Any]) -> dict[str, Any]:
-    """Return a state_dict whose dictionaries are sorted: their order means nothing."""
+    """Return a state_dict with sorted dictionaries: their order has no meaning."""
     groups = [dict(sorted(group.items())) for group in state["param_groups"]]
     states = {key: dict(sorted(value.items())) for key, value in sorted(state["state"].items())}
     return {"groups": groups, "state": states}
@@ -37,7 +37,7 @@ def normal(state: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("maker", MAKERS.values(), ids=MAKERS.keys())
 @pytest.mark.parametrize("fresh", [True, False])
-def test_a_resumed_run_equals_one_that_never_stopped(tmp_path: Path, maker: Maker, fresh: bool) -> None:
+def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path: Path, maker: Maker, fresh: bool) -> None:
     model = make_model()
     optimizer = maker(model.parameters())
     train(model, optimizer, 3)
@@ -54,7 +54,7 @@ def test_a_resumed_run_equals_one_that_never_stopped(tmp_path: Path, maker: Make
     assert same(normal(resumed.state_dict()), normal(optimizer.state_dict()))
 
 
-def test_it_agrees_with_torchs_own_loading(tmp_path: Path) -> None:
+def test_loading_agrees_with_torchs_load_state_dict(tmp_path: Path) -> None:
     model = make_model()
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     train(model, optimizer, 3)
@@ -65,7 +65,7 @@ def test_it_agrees_with_torchs_own_loading(tmp_path: Path) -> None:
     assert same(normal(ours.state_dict()), normal(theirs.state_dict()))
 
 
-def test_moments_keep_their_dtype_beside_bfloat16_parameters(tmp_path: Path) -> None:
+def test_moments_keep_their_dtype_with_bfloat16_parameters(tmp_path: Path) -> None:
     model = torch.nn.Linear(3, 2, dtype=torch.bfloat16)
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.ones(1, 3, dtype=torch.bfloat16)).sum().backward()
@@ -77,7 +77,7 @@ def test_moments_keep_their_dtype_beside_bfloat16_parameters(tmp_path: Path) -> 
     assert same(resumed.state[model.weight]["exp_avg"], torch.full((2, 3), 1 / 3))
 
 
-def test_state_that_is_there_is_filled_in_place(tmp_path: Path) -> None:
+def test_existing_state_is_filled_in_place(tmp_path: Path) -> None:
     model = make_model()
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     train(model, optimizer, 1)
@@ -88,7 +88,7 @@ def test_state_that_is_there_is_filled_in_place(tmp_path: Path) -> None:
     assert [value.data_ptr() for state in optimizer.state.values() for value in state.values()] == pointers
 
 
-def test_numbers_in_the_state_survive(tmp_path: Path) -> None:
+def test_plain_values_in_the_state_round_trip(tmp_path: Path) -> None:
     model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     state = {"count": 7, "rate": 0.1, "name": "x", "seen": True, "nothing": None, "list": [1, 2]}
@@ -114,7 +114,7 @@ def test_hyperparameters_come_from_the_file_and_flags_from_the_program(tmp_path:
     assert first["foreach"] is False and first["fused"] is None
 
 
-def test_step_counters_go_where_the_running_optimizer_keeps_them(tmp_path: Path) -> None:
+def test_step_counters_have_the_dtype_that_the_running_optimizer_uses(tmp_path: Path) -> None:
     model = make_model()
     optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
     train(model, optimizer, 2)
@@ -151,7 +151,7 @@ def test_another_optimizer_or_grouping_is_refused_before_anything_changes(tmp_pa
         checkpoint.load(tmp_path / "m.h5", model=model, optimizer=optimizer)
 
 
-def test_what_cannot_be_stored_is_named(tmp_path: Path) -> None:
+def test_state_that_cannot_be_stored_is_named(tmp_path: Path) -> None:
     model = torch.nn.Linear(2, 2)
     stranger = torch.optim.SGD([torch.nn.Parameter(torch.zeros(3))], lr=0.1)
     with pytest.raises(UsageError, match=r"parameter 0 of group 0, shape \(3,\), is not a parameter of the model"):

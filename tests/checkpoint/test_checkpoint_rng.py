@@ -1,4 +1,4 @@
-"""Random numbers go on as if nothing had happened."""
+"""Random number generators: after a restore they continue without a gap."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ def draw() -> tuple[object, ...]:
     return random.random(), random.gauss(0, 1), np.random.rand(), np.random.randn(), torch.rand(3).tolist()
 
 
-def test_all_generators_go_on_where_they_were() -> None:
-    random.gauss(0, 1), np.random.randn()  # both keep a second number for the next call
+def test_all_generators_continue_after_a_restore() -> None:
+    random.gauss(0, 1), np.random.randn()  # both store a second number for the next call
     state = capture_rng()
     expected = draw()
     assert draw() != expected

@@ -1,4 +1,4 @@
-"""Crafted files are refused, and whoever looks at them opens nothing but them and runs nothing of theirs."""
+"""Crafted files: they are refused, and inspecting them opens no other file and runs no code from them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from hpctrain.checkpoint.file.writer import write_file
 from hpctrain.checkpoint.look import ingest, inspect
 from hpctrain.errors import CheckpointError
 
-# Audit events (PEP 578) by which a program would leave the file: run code, load code, talk to others.
+# Audit events (PEP 578) of a program that does more than read the file: run code, load code, use the network.
 EVENTS = ("pickle.", "marshal.", "exec", "compile", "import", "os.", "subprocess.", "ctypes.", "socket.", "shutil.")
 
 CHILD = """
@@ -65,7 +65,7 @@ print(json.dumps({"found": found, "grown": grown}))
 
 @pytest.fixture(scope="module")
 def looked(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Let one process look at every crafted file, and return what it said and which files it opened meanwhile."""
+    """Inspect every crafted file in one process, and return its messages and the files that it opened meanwhile."""
     folder = tmp_path_factory.mktemp("crafted")
     secret = sound_file(folder / "secret.h5")
     paths = [craft(name, folder, secret) for name in ATTACKS]
@@ -82,7 +82,7 @@ def looked(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 def _strace() -> bool:
-    """Tell whether system calls can be watched here; HDF5's own opens are seen in no other way."""
+    """Return whether strace can record system calls here; HDF5's own opens are visible only there."""
     if not shutil.which("strace"):
         return False
     return subprocess.run(["strace", "-f", "-e", "trace=file", "true"], capture_output=True).returncode == 0
@@ -111,17 +111,17 @@ def test_a_crafted_file_is_refused_by_name(looked: dict[str, Any], name: str) ->
 
 
 @pytest.mark.parametrize("name", ATTACKS)
-def test_nothing_but_the_file_is_opened_and_nothing_is_run(looked: dict[str, Any], name: str) -> None:
+def test_only_the_file_is_opened_and_no_code_is_run(looked: dict[str, Any], name: str) -> None:
     path = str(looked["folder"] / f"{name}.h5")
     assert {tuple(event) for event in looked["found"][path]["events"]} == {("open", path)}
 
 
 @pytest.mark.skipif(not _strace(), reason="strace is not here or not allowed")
 @pytest.mark.parametrize("name", ATTACKS)
-def test_neither_does_hdf5_open_another_file(looked: dict[str, Any], name: str) -> None:
+def test_hdf5_opens_no_other_file(looked: dict[str, Any], name: str) -> None:
     path = str(looked["folder"] / f"{name}.h5")
     opened = looked["calls"][path]
-    if list(ATTACKS)[-1] == name:  # what the interpreter does at its end comes behind the last mark
+    if list(ATTACKS)[-1] == name:  # what the interpreter does at exit follows the last mark
         opened = {each for each in opened if each.startswith(str(looked["folder"]))}
     assert opened == {path}
 
@@ -130,8 +130,8 @@ def test_memory_stays_bounded(looked: dict[str, Any]) -> None:
     assert looked["grown"] < 64 << 10, "KiB over all crafted files"
 
 
-def test_the_watchers_see_who_opens_a_file(tmp_path: Path) -> None:
-    """Plain h5py follows an external link: the record shows it, so an empty record means something."""
+def test_strace_records_which_files_are_opened(tmp_path: Path) -> None:
+    """Plain h5py follows an external link, and the record shows it: an empty record is therefore meaningful."""
     if not _strace():
         pytest.skip("strace is not here or not allowed")
     secret = sound_file(tmp_path / "secret.h5")
@@ -143,14 +143,14 @@ def test_the_watchers_see_who_opens_a_file(tmp_path: Path) -> None:
     assert f'"{secret}"' in record.read_text()
 
 
-def test_the_corpus_is_large_and_made_from_a_sound_file(tmp_path: Path) -> None:
+def test_the_corpus_is_large_and_made_from_a_valid_file(tmp_path: Path) -> None:
     assert len(ATTACKS) >= 16
     with Reader(sound_file(tmp_path / "s.h5")) as reader:
         reader.verify()
 
 
-def test_structure_without_end_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file with holes may be terabytes large and pass every comparison with its size."""
+def test_structure_of_unbounded_size_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sparse file may be terabytes large and pass every comparison with its size."""
     monkeypatch.setattr(structure, "_MOST", 100_000)
     for name, groups in (
         ("many", {f"/train/{number}": {} for number in range(300)}),
@@ -162,7 +162,7 @@ def test_structure_without_end_is_refused(tmp_path: Path, monkeypatch: pytest.Mo
             Reader(tmp_path / f"{name}.h5")
 
 
-def test_a_file_of_a_terabyte_of_holes_is_looked_at_in_little_memory(tmp_path: Path) -> None:
+def test_a_sparse_file_of_a_terabyte_is_inspected_in_little_memory(tmp_path: Path) -> None:
     path = sound_file(tmp_path / "s.h5")
     with h5py.File(path, "r+", libver=VERSIONS) as file:
         plist = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
@@ -186,7 +186,7 @@ def test_a_pickle_in_a_value_is_text(tmp_path: Path) -> None:
 def test_the_package_imports_no_unpickler() -> None:
     sources = Path(structure.__file__).parents[1].rglob("*.py")
     bad = re.compile(r"^\s*(import|from) (dill|cloudpickle|joblib|marshal|shelve|pickle)|allow_pickle=True", re.M)
-    # ingest.py catches pickle's error by name; what it loads with is torch's own reader of weights.
+    # ingest.py catches pickle's error by name; it loads with torch's own reader of weights.
     assert [path.name for path in sources if bad.search(path.read_text())] == ["ingest.py"]
     assert "pickle.load" not in Path(ingest.__file__).read_text()
     assert re.findall(r"torch\.load\(.*\)", Path(ingest.__file__).read_text()) == [
@@ -194,8 +194,8 @@ def test_the_package_imports_no_unpickler() -> None:
     ]
 
 
-def test_checksums_of_the_corpus_are_those_of_hdf5(tmp_path: Path) -> None:
-    """The attacks that repair checksums would be worthless with wrong ones."""
+def test_checksums_of_the_corpus_equal_those_of_hdf5(tmp_path: Path) -> None:
+    """With wrong checksums the attacks that repair checksums would test nothing."""
     data = bytearray(sound_file(tmp_path / "s.h5").read_bytes())
     headers = object_headers(bytes(data))
     assert len(headers) >= 6
@@ -206,8 +206,8 @@ def test_checksums_of_the_corpus_are_those_of_hdf5(tmp_path: Path) -> None:
     assert repaired == data
 
 
-def test_altered_structure_with_right_checksums_is_refused(tmp_path: Path) -> None:
-    """Bytes of the object headers are altered at random and every checksum made right: HDF5 believes what it reads."""
+def test_altered_structure_with_valid_checksums_is_refused(tmp_path: Path) -> None:
+    """Bytes of the object headers are altered at random and all checksums repaired, so that HDF5 accepts them."""
     path, draw = sound_file(tmp_path / "s.h5"), random.Random()
     good = path.read_bytes()
     headers = object_headers(good)
@@ -216,7 +216,7 @@ def test_altered_structure_with_right_checksums_is_refused(tmp_path: Path) -> No
         start, end = draw.choice(headers)
         at = draw.randrange(start + 8, end)
         data[at] = (data[at] + draw.choice((1, 127, 128, 255, draw.randrange(1, 256)))) % 256
-        repair(data, headers)  # where they were: an altered length would point out of the file
+        repair(data, headers)  # at the original offsets: an altered length would point outside the file
         path.write_bytes(data)
         with pytest.raises(CheckpointError, match=re.escape(str(path))):
             inspect.show(path)

@@ -1,4 +1,4 @@
-"""A run is saved whole and comes back whole, or not at all."""
+"""Save and load of a whole run: all of its state is restored, or the load fails without effect."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ TRAIN = {
 CONFIG = '[train]\nsteps = 12\nname = "ü"\n'
 
 
-def test_everything_comes_back(tmp_path: Path) -> None:
+def test_all_state_is_restored(tmp_path: Path) -> None:
     path, model = tmp_path / "c.h5", make_model()
     train(model, torch.optim.SGD(model.parameters(), lr=0.1), 2)
     rng = checkpoint.capture_rng()
@@ -60,7 +60,7 @@ def test_everything_comes_back(tmp_path: Path) -> None:
     assert torch.equal(torch.rand(5), expected)
 
 
-def test_a_model_of_every_dtype_comes_back_in_place(tmp_path: Path) -> None:
+def test_a_model_of_every_dtype_is_restored_in_place(tmp_path: Path) -> None:
     model = torch.nn.Module()
     for dtype in map(torch_dtype, STORAGE):
         name = f"t_{dtype}".replace("torch.", "")
@@ -116,7 +116,7 @@ def test_all_differences_are_shown_before_any_memory_is_touched(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_no_nonfinite_parameter_reaches_a_file(tmp_path: Path, bad: float) -> None:
+def test_no_nonfinite_parameter_is_written(tmp_path: Path, bad: float) -> None:
     model = make_model()
     checkpoint.save(tmp_path / "c.h5", model=model)
     before = (tmp_path / "c.h5").read_bytes()
@@ -137,7 +137,7 @@ def test_a_buffer_may_be_infinite_but_not_nan(tmp_path: Path) -> None:
 
 
 def test_viewers_find_the_loss_curve(tmp_path: Path) -> None:
-    """By the rules of NeXus: follow ``default`` from the root to an NXdata whose signal and axes have equal lengths."""
+    """By the rules of NeXus ``default`` leads from the root to an NXdata whose signal and axes have equal lengths."""
     checkpoint.save(tmp_path / "c.h5", model=make_model(), train=TRAIN)
     with h5py.File(tmp_path / "c.h5", "r") as file:
         group = file[file.attrs["default"].decode()]
@@ -159,19 +159,19 @@ def test_viewers_find_the_loss_curve(tmp_path: Path) -> None:
         ({"curves": {"loss": ["a"]}}, "the curve loss has the shape"),
     ],
 )
-def test_what_train_cannot_hold_is_named(tmp_path: Path, train_values: dict[str, object], message: str) -> None:
+def test_values_that_train_cannot_hold_are_named(tmp_path: Path, train_values: dict[str, object], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         checkpoint.save(tmp_path / "c.h5", model=make_model(), train=train_values)
     assert os.listdir(tmp_path) == []
 
 
-def test_a_name_that_would_be_a_path_is_refused(tmp_path: Path) -> None:
+def test_a_name_that_contains_a_path_is_refused(tmp_path: Path) -> None:
     model = torch.nn.ParameterDict({"a/b": torch.zeros(1)})
     with pytest.raises(CheckpointError, match="'a/b' in /model cannot be stored"):
         checkpoint.save(tmp_path / "c.h5", model=model)
 
 
-def test_state_that_is_no_tensor_is_refused(tmp_path: Path) -> None:
+def test_state_that_is_not_a_tensor_is_refused(tmp_path: Path) -> None:
     class Extra(torch.nn.Linear):
         def get_extra_state(self) -> object:
             return {"a": 1}
@@ -189,7 +189,7 @@ def test_an_optimizer_alone_cannot_be_loaded(tmp_path: Path) -> None:
         checkpoint.load(tmp_path / "c.h5", optimizer=optimizer)
 
 
-def test_damage_found_while_loading_names_the_tensor(tmp_path: Path) -> None:
+def test_damage_found_during_a_load_names_the_tensor(tmp_path: Path) -> None:
     path = tmp_path / "c.h5"
     checkpoint.save(path, model=make_model())
     with h5py.File(path, "r") as file:
@@ -201,7 +201,7 @@ def test_damage_found_while_loading_names_the_tensor(tmp_path: Path) -> None:
         checkpoint.load(path, model=make_model())
 
 
-def test_ranks_save_and_load_together(tmp_path: Path) -> None:
+def test_ranks_save_and_load_collectively(tmp_path: Path) -> None:
     path = tmp_path / "c.h5"
 
     def body(comm: object) -> object:
@@ -219,7 +219,7 @@ def test_ranks_save_and_load_together(tmp_path: Path) -> None:
     assert checkpoint.load(path).rng["number"] == 0
 
 
-def test_ranks_fail_together(tmp_path: Path) -> None:
+def test_a_failure_on_one_rank_is_an_error_on_all_ranks(tmp_path: Path) -> None:
     path = tmp_path / "c.h5"
 
     def nan_on_one(comm: object) -> object:
@@ -251,7 +251,7 @@ def test_ranks_fail_together(tmp_path: Path) -> None:
     assert "rank 2: " in str(results[0]) and "does not fit" in str(results[0]) and "rank 1" not in str(results[0])
 
 
-def test_a_rank_that_the_file_does_not_know_gets_no_generator(tmp_path: Path) -> None:
+def test_a_rank_without_a_stored_rng_state_gets_None(tmp_path: Path) -> None:
     checkpoint.save(tmp_path / "c.h5", model=make_model(), rng={"number": 1})
     results = ThreadRanks(2).run(lambda comm: checkpoint.load(tmp_path / "c.h5", comm=comm).rng)
     assert results == [{"number": 1}, None]

@@ -1,4 +1,4 @@
-"""Nested states with tensors go into a file and come back the same, bit for bit and type for type."""
+"""Nested states with tensors: the file restores the same bits and the same types."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from hpctrain.errors import CheckpointError, UsageError
 
 
 def equal(one: Any, two: Any) -> bool:
-    """Tell whether two states are equal in bits and in every type."""
+    """Return whether two states are equal in their bits and in every type."""
     if isinstance(one, torch.Tensor):
         return isinstance(two, torch.Tensor) and one.dtype == two.dtype and torch.equal(one, two)
     if isinstance(one, np.ndarray):
@@ -34,12 +34,12 @@ def equal(one: Any, two: Any) -> bool:
 
 
 def stored(tmp_path: Path, states: dict[str, Any]) -> Any:
-    """Return what a file gives back."""
+    """Return the states as a file returns them."""
     checkpoint.save(tmp_path / "c.h5", model=torch.nn.Linear(1, 1), train={"step": 1, "states": states})
     return checkpoint.load(tmp_path / "c.h5").train["states"]
 
 
-def test_everything_comes_back_as_it_was(tmp_path: Path) -> None:
+def test_nested_states_round_trip(tmp_path: Path) -> None:
     states = {
         "plain": {"a": 1, "b": [1.5, None, True, "ü"], "c": {"d": []}, "huge": 1 << 80, "inf": float("-inf")},
         "shapes": [torch.tensor(2.5), torch.empty(0, 3), torch.arange(24).reshape(2, 3, 4).transpose(0, 2)],
@@ -78,7 +78,7 @@ def test_h5py_finds_the_tensors(tmp_path: Path) -> None:
         checkpoint.load(tmp_path / "c.h5")
 
 
-def test_plain_states_leave_the_file_as_it_was(tmp_path: Path) -> None:
+def test_states_without_tensors_keep_the_file_format(tmp_path: Path) -> None:
     states = {"loader": {"position": 3, "order": [1, 2], "done": False}}
     assert stored(tmp_path, states) == states
     with h5py.File(tmp_path / "c.h5") as file:
@@ -110,6 +110,6 @@ def test_torch_reads_exported_states(tmp_path: Path) -> None:
         ({1, 2}, r'states\["x"\] is a set; allowed'),
     ],
 )
-def test_what_cannot_be_stored_is_named(state: Any, message: str) -> None:
+def test_objects_that_cannot_be_stored_are_named(state: Any, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         pack_states({"x": state})

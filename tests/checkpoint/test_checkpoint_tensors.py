@@ -1,4 +1,4 @@
-"""Tensors become arrays and come back bit for bit, without copies where memory allows it."""
+"""Conversion of tensors to arrays and back: bitwise equal, and without copies where the memory layout allows it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hpctrain.errors import CheckpointError
 
 
 @pytest.mark.parametrize("name", STORAGE)
-def test_bits_survive_both_ways(name: str) -> None:
+def test_bits_survive_both_conversions(name: str) -> None:
     array = all_dtypes()[name]
     tensor = from_numpy(array, name)
     assert dtype_name(tensor) == name and tensor.dtype == torch_dtype(name)
@@ -22,7 +22,7 @@ def test_bits_survive_both_ways(name: str) -> None:
     assert to_numpy(tensor[:0]).shape == (0, *tensor.shape[1:])
 
 
-def test_bfloat16_bits_are_those_of_the_upper_half_of_float32() -> None:
+def test_bfloat16_bits_are_the_upper_half_of_float32() -> None:
     assert to_numpy(torch.tensor([1.0, -2.0], dtype=torch.bfloat16)).tolist() == [0x3F80, 0xC000]
 
 
@@ -42,7 +42,7 @@ def test_filling_keeps_memory_and_strides() -> None:
         assert (tensor.data_ptr(), tensor.stride()) == (pointer, strides)
 
 
-def test_what_cannot_be_stored_is_named() -> None:
+def test_tensors_that_cannot_be_stored_are_named() -> None:
     with pytest.raises(CheckpointError, match="w is a torch.sparse_coo tensor"):
         check_storable(torch.eye(2).to_sparse(), "w")
     with pytest.raises(CheckpointError, match="w is on the meta device"):
@@ -52,7 +52,7 @@ def test_what_cannot_be_stored_is_named() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
-def test_finite_means_every_element(dtype: torch.dtype) -> None:
+def test_is_finite_checks_every_element(dtype: torch.dtype) -> None:
     tensor = torch.full((1000,), torch.finfo(dtype).max, dtype=dtype)
     assert is_finite(tensor), "a sum that overflows is no element"
     for bad in (float("nan"), float("inf"), float("-inf")):

@@ -1,4 +1,4 @@
-"""What one mesh wrote any other reads: parameters and moments bit for bit, by the file that it writes in turn."""
+"""Checkpoints of meshes: every mesh reads those of every other, parameters and moments bit for bit."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def held(trained: Trained) -> Iterator[Shard]:
 
 @pytest.mark.ranks(2, 4)
 @pytest.mark.limit(200)
-def test_any_mesh_reads_what_any_other_wrote(comm: Any, shared_tmp_path: Path) -> None:
+def test_any_mesh_reads_the_checkpoint_of_any_other(comm: Any, shared_tmp_path: Path) -> None:
     meshes = MESHES[comm.size]
     for number, (name, settings) in enumerate(meshes.items()):
         trained = Trained.of(comm, ParallelSettings(**settings), seed=number, layers=2)
@@ -108,7 +108,7 @@ def test_any_mesh_reads_what_any_other_wrote(comm: Any, shared_tmp_path: Path) -
 
 
 @pytest.mark.ranks(2, 4)
-def test_a_plain_program_reads_them_and_writes_for_them(comm: Any, shared_tmp_path: Path) -> None:
+def test_a_single_process_reads_and_writes_mesh_checkpoints(comm: Any, shared_tmp_path: Path) -> None:
     for name, settings in MESHES[comm.size].items():
         path, back = shared_tmp_path / f"{name}.h5", shared_tmp_path / f"{name}_back.h5"
         trained = Trained.of(comm, ParallelSettings(**settings), layers=2).learn(range(STEPS))
@@ -131,7 +131,7 @@ def test_a_plain_program_reads_them_and_writes_for_them(comm: Any, shared_tmp_pa
 
 
 @pytest.mark.ranks(2)
-def test_what_does_not_fit_is_named_on_all_ranks(comm: Any, shared_tmp_path: Path) -> None:
+def test_a_checkpoint_that_does_not_fit_is_an_error_on_all_ranks(comm: Any, shared_tmp_path: Path) -> None:
     save(Trained.of(comm, ParallelSettings(pipe=2)), comm, shared_tmp_path / "x.h5")
     other = Trained.of(comm, ParallelSettings(pipe=2), layers=7)
     with pytest.raises(CheckpointError, match="blocks"):

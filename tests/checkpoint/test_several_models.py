@@ -1,4 +1,4 @@
-"""Several models and optimizers in one checkpoint: what h5py finds, what comes back, and what is refused."""
+"""Several models and optimizers in one checkpoint: file structure, restored state, refused arguments."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from hpctrain.errors import CheckpointError, UsageError
 
 
 def make(seed: int) -> tuple[dict[str, Any], dict[str, torch.optim.Optimizer]]:
-    """Return a generator and a discriminator with batch norm, each with an optimizer of its own kind."""
+    """Return a generator and a discriminator with batch norm, each with an optimizer of a different class."""
     torch.manual_seed(seed)
     models: dict[str, Any] = {
         "generator": nn.Sequential(nn.Linear(2, 4), nn.BatchNorm1d(4), nn.Linear(4, 3)),
@@ -55,14 +55,14 @@ def step(models: Any, optimizers: Any, number: int) -> None:
 
 
 def state_of(models: Any, optimizers: Any) -> Any:
-    """Return copies of all states; those of parameters in the order of their numbers, whichever was updated first."""
+    """Return copies of all states; those of parameters are sorted by index, not by the order of their updates."""
     found = [{key: one.state_dict() for key, one in of.items()} for of in (models, optimizers)]
     for state in found[1].values():
         state["state"] = dict(sorted(state["state"].items()))
     return copy.deepcopy(found)
 
 
-def test_h5py_finds_each_under_its_key(tmp_path: Path) -> None:
+def test_h5py_finds_each_model_under_its_key(tmp_path: Path) -> None:
     models, optimizers = make(1)
     step(models, optimizers, 0)
     checkpoint.save(tmp_path / "c.h5", model=models, optimizer=optimizers)
@@ -82,7 +82,7 @@ def test_h5py_finds_each_under_its_key(tmp_path: Path) -> None:
         assert groups[0]["params"] == names and file["optimizer/discriminator"].attrs["kind"] == b"SGD"
 
 
-def test_a_single_one_lies_as_before(tmp_path: Path) -> None:
+def test_a_single_model_keeps_the_file_format(tmp_path: Path) -> None:
     model = nn.Linear(2, 1)
     checkpoint.save(tmp_path / "c.h5", model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
     checkpoint.save(
@@ -91,7 +91,7 @@ def test_a_single_one_lies_as_before(tmp_path: Path) -> None:
     with h5py.File(tmp_path / "c.h5") as one, h5py.File(tmp_path / "d.h5") as two:
         assert one.attrs["format_version"] == b"1.2" and set(one["model"]) == {"weight", "bias"}
         assert not one["model"].attrs and set(one["optimizer"].attrs) == {"kind", "param_groups.json"}
-        # The attribute created may differ; it is in the manifest as a CRC-32.
+        # The attribute ``created`` may differ; the manifest holds it as a CRC-32.
         kept = [
             [line for line in file["manifest"][()].decode().splitlines() if "\tcreated\t" not in line]
             for file in (one, two)
@@ -99,7 +99,7 @@ def test_a_single_one_lies_as_before(tmp_path: Path) -> None:
         assert kept[0] == kept[1]
 
 
-def test_training_goes_on_bit_for_bit(tmp_path: Path) -> None:
+def test_training_resumes_bit_for_bit(tmp_path: Path) -> None:
     models, optimizers = make(1)
     for number in range(3):
         step(models, optimizers, number)
@@ -113,7 +113,7 @@ def test_training_goes_on_bit_for_bit(tmp_path: Path) -> None:
     assert same(state_of(others, other_optimizers), state_of(models, optimizers))
 
 
-def test_one_optimizer_over_two_models_and_two_over_one_parameter(tmp_path: Path) -> None:
+def test_one_optimizer_over_two_models_and_two_over_one_parameter_round_trip(tmp_path: Path) -> None:
     def build(seed: int) -> tuple[dict[str, Any], dict[str, torch.optim.Optimizer]]:
         models, _ = make(seed)
         everything = [parameter for model in models.values() for parameter in model.parameters()]
@@ -132,7 +132,7 @@ def test_one_optimizer_over_two_models_and_two_over_one_parameter(tmp_path: Path
     assert same(state_of(others, other_optimizers), state_of(models, optimizers))
 
 
-def test_one_optimizer_without_a_key_over_two_models(tmp_path: Path) -> None:
+def test_one_optimizer_without_a_key_over_two_models_round_trips(tmp_path: Path) -> None:
     models, _ = make(1)
     optimizer = torch.optim.Adam([parameter for model in models.values() for parameter in model.parameters()])
     step(models, {"": optimizer}, 0)
@@ -146,7 +146,7 @@ def test_one_optimizer_without_a_key_over_two_models(tmp_path: Path) -> None:
     assert same(state_of(others, {"": other}), state_of(models, {"": optimizer}))
 
 
-def test_all_differences_of_all_models_come_at_once(tmp_path: Path) -> None:
+def test_differences_of_all_models_are_reported_together(tmp_path: Path) -> None:
     models, optimizers = make(1)
     step(models, optimizers, 0)
     checkpoint.save(tmp_path / "c.h5", model=models, optimizer=optimizers)
@@ -168,7 +168,7 @@ def test_all_differences_of_all_models_come_at_once(tmp_path: Path) -> None:
     assert same(state_of(others, programs), before)
 
 
-def test_skip_takes_names_with_their_keys(tmp_path: Path) -> None:
+def test_skip_patterns_include_the_models_key(tmp_path: Path) -> None:
     models, optimizers = make(1)
     checkpoint.save(tmp_path / "c.h5", model=models)
     others, _ = make(2)
@@ -179,7 +179,7 @@ def test_skip_takes_names_with_their_keys(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("key", ["", "a/b", ".", "a\n", 3])
-def test_keys_that_name_no_group_are_refused(tmp_path: Path, key: Any) -> None:
+def test_invalid_keys_of_models_are_refused(tmp_path: Path, key: Any) -> None:
     with pytest.raises(UsageError, match="the (key|name) "):
         checkpoint.save(tmp_path / "c.h5", model={"one": nn.Linear(1, 1), key: nn.Linear(1, 1)})
     with pytest.raises(UsageError, match="no model: the mapping is empty"):
@@ -189,7 +189,7 @@ def test_keys_that_name_no_group_are_refused(tmp_path: Path, key: Any) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_export_and_show_know_the_keys(tmp_path: Path) -> None:
+def test_export_and_show_name_tensors_with_their_keys(tmp_path: Path) -> None:
     models, optimizers = make(1)
     step(models, optimizers, 0)
     checkpoint.save(tmp_path / "c.h5", model=models, optimizer=optimizers)
@@ -200,7 +200,7 @@ def test_export_and_show_know_the_keys(tmp_path: Path) -> None:
         fresh[key].load_state_dict(found["model"][key])
         fresh_optimizers[key].load_state_dict(found["optimizer"][key])
     group = fresh_optimizers["generator"].param_groups[0]
-    group["betas"] = tuple(group["betas"])  # JSON has lists only
+    group["betas"] = tuple(group["betas"])  # JSON has only lists
     assert same(state_of(fresh, fresh_optimizers), state_of(models, optimizers))
     paths = [each.path for each in show(tmp_path / "c.h5", "0.weight").tensors]
     assert "/model/generator/0.weight" in paths and "/model/discriminator/0.weight" in paths

@@ -1,4 +1,4 @@
-"""What one strategy wrote on some ranks, any other reads on others: parameters, buffers and moments bit for bit."""
+"""Checkpoints of strategies: each is read by every strategy on every number of ranks, bit for bit."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def save(one: Case, path: Path, **options: Any) -> None:
 
 
 def load(one: Case, path: Path, **options: Any) -> Any:
-    """Fill a case's model and optimizer."""
+    """Load a case's model and optimizer."""
     state = {"model": one.model, "optimizer": one.optimizer}
     loaded = checkpoint.load(path, comm=one.comm, split=one.strategy.split, **state, **options)
     one.strategy.refresh()
@@ -37,19 +37,19 @@ def load(one: Case, path: Path, **options: Any) -> Any:
 
 
 def held(one: Case) -> list[Any]:
-    """Return the bits of all that a rank holds."""
+    """Return the bits of all state that a rank holds."""
     states = [value for state in one.optimizer.state.values() for value in state.values()]
     return [bits(tensor) for tensor in (*one.model.state_dict().values(), *states)]
 
 
 @pytest.fixture(scope="module")
 def files(comm: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder where each strategy has left a checkpoint, trained by itself, on each number of ranks."""
+    """Return a folder of checkpoints: one per strategy and number of ranks, each trained by that strategy itself."""
     folder = Path(comm.broadcast_object(str(tmp_path_factory.mktemp("files"))))
     with teams(comm) as mine:
         for team, names in mine:
             for name in names:
-                seed = CASES.index((name, team.size))  # so that no file holds what another does
+                seed = CASES.index((name, team.size))  # so that no two files hold the same values
                 with case(name, team, seed=seed) as one:
                     learn(one, range(STEPS))
                     save(one, folder / f"{name}_{team.size}.h5")
@@ -59,7 +59,7 @@ def files(comm: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def stored(comm: Any, files: Path) -> dict[Path, Stored]:
-    """Return what h5py finds in the files; every rank reads some of them."""
+    """Return the contents of the files as h5py reads them; every rank reads some of the files."""
     paths = sorted(files.iterdir())
     assert {path.stem for path in paths} == {f"{name}_{size}" for name, size in CASES if size in SIZES[comm.size]}
     found: dict[Path, Stored] = {}
@@ -71,8 +71,8 @@ def stored(comm: Any, files: Path) -> dict[Path, Stored]:
 @pytest.mark.ranks(2, 3, 4)
 @pytest.mark.slow
 @pytest.mark.limit(300)
-def test_any_reads_what_any_wrote(comm: Any, stored: dict[Path, Stored]) -> None:
-    """Four ranks leave out the pairs of teams that two and three ranks have tried."""
+def test_every_strategy_reads_the_checkpoint_of_every_other(comm: Any, stored: dict[Path, Stored]) -> None:
+    """Four ranks skip the pairs of team sizes that two and three ranks have already tested."""
     wrong = []
     with teams(comm) as mine:
         for team, names in mine:
@@ -85,12 +85,12 @@ def test_any_reads_what_any_wrote(comm: Any, stored: dict[Path, Stored]) -> None
 
 
 def _is_new(world: int, reader: int, writer: int) -> bool:
-    """Tell whether no smaller world has teams of both sizes."""
+    """Return whether no smaller world has teams of both sizes."""
     return not any({reader, writer} <= set(sizes) for smaller, sizes in SIZES.items() if smaller < world)
 
 
 def _misread(one: Case, stored: dict[Path, Stored]) -> list[str]:
-    """Load the files into one model, one after the other; return what came out otherwise."""
+    """Load the files into one model, one after the other, and return the values that differ."""
     wrong = []
     for number, (path, expected) in enumerate(sorted(stored.items())):
         one.spoil(forget=number % 2 == 0)
@@ -104,7 +104,7 @@ def _misread(one: Case, stored: dict[Path, Stored]) -> list[str]:
 
 
 @pytest.mark.ranks(2, 3)
-def test_a_plain_program_reads_them(comm: Any, stored: dict[Path, Stored]) -> None:
+def test_a_single_process_reads_them(comm: Any, stored: dict[Path, Stored]) -> None:
     for path in sorted(stored)[comm.rank :: comm.size]:
         model = make_odd(seed=len(CASES))
         optimizer = make_optimizer(model)
@@ -137,12 +137,12 @@ def test_groups_name_their_parameters(stored: dict[Path, Stored]) -> None:
 
 
 @pytest.mark.ranks(2, 3, 4)
-def test_the_same_training_writes_the_same_tensors(comm: Any, shared_tmp_path: Path) -> None:
+def test_equal_training_writes_equal_tensors(comm: Any, shared_tmp_path: Path) -> None:
     if comm.nodes > 1:
         pytest.skip("sums over several nodes are taken in another order")
     for name in ("ddp", "zero1", "zero2", "fsdp"):
         with case(name, comm) as one:
-            learn(one, range(4), clip=float("inf"))  # a norm of shards has other last digits
+            learn(one, range(4), clip=float("inf"))  # a norm over shards differs in its last digits
             save(one, shared_tmp_path / f"{name}.h5")
     first, *others = (stored_in(shared_tmp_path / f"{name}.h5") for name in ("ddp", "zero1", "zero2", "fsdp"))
     for other in others:
@@ -151,7 +151,7 @@ def test_the_same_training_writes_the_same_tensors(comm: Any, shared_tmp_path: P
 
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("name", SPLIT)
-def test_a_file_with_other_shapes_changes_nothing(comm: Any, shared_tmp_path: Path, name: str) -> None:
+def test_a_file_with_other_shapes_changes_no_state(comm: Any, shared_tmp_path: Path, name: str) -> None:
     path = shared_tmp_path / "c.h5"
     with case("fsdp", comm, outputs=4) as one:
         learn(one, range(1))
@@ -172,7 +172,7 @@ def test_a_file_with_other_shapes_changes_nothing(comm: Any, shared_tmp_path: Pa
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("name", ["fsdp", "fsdp_alone"])
-def test_shards_are_written_while_training_goes_on(comm: Any, shared_tmp_path: Path, name: str) -> None:
+def test_shards_are_written_in_the_background_during_training(comm: Any, shared_tmp_path: Path, name: str) -> None:
     with case(name, comm) as one:
         learn(one, range(STEPS))
         save(one, shared_tmp_path / "now.h5")
@@ -189,7 +189,7 @@ def test_shards_are_written_while_training_goes_on(comm: Any, shared_tmp_path: P
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("name", ["fsdp", "hybrid_alone"])
-def test_shards_are_written_by_calls_of_mpi(comm: Any, shared_tmp_path: Path, name: str) -> None:
+def test_shards_written_by_mpiio_equal_those_written_by_posix(comm: Any, shared_tmp_path: Path, name: str) -> None:
     with case(name, comm) as one:
         learn(one, range(STEPS))
         save(one, shared_tmp_path / "posix.h5")
@@ -199,7 +199,7 @@ def test_shards_are_written_by_calls_of_mpi(comm: Any, shared_tmp_path: Path, na
 
 
 class Nothing(nn.Module):
-    """Have a parameter and a buffer without elements."""
+    """Module with a parameter and a buffer without elements."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -214,7 +214,7 @@ class Nothing(nn.Module):
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("writer, reader", [("ddp", "fsdp"), ("fsdp", "ddp"), ("zero1", "zero2")])
-def test_a_parameter_without_elements(comm: Any, shared_tmp_path: Path, writer: Any, reader: Any) -> None:
+def test_a_parameter_without_elements_round_trips(comm: Any, shared_tmp_path: Path, writer: Any, reader: Any) -> None:
     for data, does in ((writer, checkpoint.save), (reader, checkpoint.load)):
         model = Nothing()
         strategy = attach(model, comm, ParallelSettings(data=data))

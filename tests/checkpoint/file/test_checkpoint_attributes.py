@@ -1,4 +1,4 @@
-"""Values become attributes and come back as they were."""
+"""Conversion between Python values and HDF5 attributes, in both directions without change."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_packed_values_round_trip(value: Any) -> None:
     assert type(back) is type(value.item() if isinstance(value, np.generic) else value)
 
 
-def test_what_json_cannot_hold_is_named() -> None:
+def test_values_that_json_cannot_hold_are_named() -> None:
     with pytest.raises(UsageError, match="optimizer of train is of type set"):
         pack({"optimizer": {1, 2}}, "train")
     with pytest.raises(UsageError, match=r"must not end in \.json"):
@@ -41,6 +41,6 @@ def test_what_json_cannot_hold_is_named() -> None:
 
 
 @pytest.mark.parametrize("text", ["{", "[" * 100_000])
-def test_bad_json_in_a_file_is_refused(text: str) -> None:
+def test_invalid_json_in_a_file_is_refused(text: str) -> None:
     with pytest.raises(CheckpointError, match="not valid JSON"):
         unpack({"a.json": to_array(text)}, "file")

@@ -1,4 +1,4 @@
-"""Whatever fails while a checkpoint is written, the one before stays and nothing torn takes its name."""
+"""Commit of a checkpoint: after any failure the old file stays, and no incomplete file has its name."""
 
 from __future__ import annotations
 
@@ -53,13 +53,13 @@ def holds(path: Path, array: np.ndarray) -> bool:
         return bool(np.array_equal(reader.read("/model/w"), array))
 
 
-def test_a_commit_replaces_and_leaves_nothing_else(target: Path) -> None:
+def test_a_commit_replaces_the_file_and_leaves_no_other_file(target: Path) -> None:
     commit(target, write(NEW), NEW.nbytes)
     assert holds(target, NEW)
     assert os.listdir(target.parent) == [target.name]
 
 
-def test_the_private_name_is_no_checkpoint(target: Path) -> None:
+def test_the_private_name_is_unique_and_has_no_step(target: Path) -> None:
     names = {private_name(target).name for _ in range(3)}
     assert len(names) == 3
     for name in names:
@@ -96,7 +96,7 @@ def test_an_error_at_any_step_leaves_the_old_file(
     assert os.listdir(target.parent) == [target.name]
 
 
-def test_a_folder_that_cannot_be_flushed_is_said(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_cannot_be_flushed_is_reported(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         fail_at_call(patch, "fsync", 2, errno.EIO)
         with pytest.raises(CheckpointError, match="its folder could not be flushed"):
@@ -107,7 +107,7 @@ def test_a_folder_that_cannot_be_flushed_is_said(target: Path, monkeypatch: pyte
         commit(target, write(OLD), 1)
 
 
-def test_bytes_that_changed_on_their_way_are_never_promoted(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bytes_changed_by_the_write_are_never_committed(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def swapped(data: memoryview) -> bytes:
         return bytes(len(data)) if bytes(data) == NEW.tobytes() else bytes(data)
 
@@ -119,7 +119,7 @@ def test_bytes_that_changed_on_their_way_are_never_promoted(target: Path, monkey
     assert holds(target, OLD) and os.listdir(target.parent) == [target.name]
 
 
-def test_the_free_bytes_are_those_without_the_private_file(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reported_free_bytes_include_those_of_the_private_file(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     taken: list[int] = []
 
     def statvfs(folder: Path) -> SimpleNamespace:
@@ -134,7 +134,7 @@ def test_the_free_bytes_are_those_without_the_private_file(target: Path, monkeyp
     assert f"{3 * 4096 + taken[0]} bytes are free in" in str(found.value)
 
 
-def test_an_error_of_the_caller_stays_what_it_is(target: Path) -> None:
+def test_an_error_of_the_caller_is_raised_unchanged(target: Path) -> None:
     def fail(path: Path) -> None:
         path.write_bytes(b"half")
         raise NonFiniteError("w is not finite")
@@ -174,7 +174,7 @@ except CheckpointError as error:
 
 
 @pytest.mark.parametrize("limit", [0, 1000, 5000, 200_000, 400_000])
-def test_a_file_size_limit_of_the_system(target: Path, limit: int) -> None:
+def test_a_file_size_limit_of_the_system_leaves_the_old_file(target: Path, limit: int) -> None:
     done = subprocess.run(
         [sys.executable, "-c", LIMITED, target, str(limit)], capture_output=True, text=True, timeout=60
     )

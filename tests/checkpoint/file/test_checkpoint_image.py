@@ -1,4 +1,4 @@
-"""The image behaves like a file."""
+"""In-memory image of a file, compared with a real file."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from hpctrain.checkpoint.file.image import Image
 
 
-def test_it_does_what_a_real_file_does(tmp_path: Path) -> None:
+def test_the_image_behaves_like_a_real_file(tmp_path: Path) -> None:
     choose, image = random.Random(2), Image()
     with open(tmp_path / "real", "w+b", buffering=0) as real:
         for _ in range(3000):

@@ -1,4 +1,4 @@
-"""The manifest finds what is missing, added or altered."""
+"""Manifest of a checkpoint file: missing, added and altered entries are found."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hpctrain.checkpoint.file.layout import DIGEST, Record
 from hpctrain.checkpoint.file.manifest import differences, digest, manifest
 
 
-def test_the_text_is_as_specified() -> None:
+def test_the_manifest_text_follows_the_specification() -> None:
     crc = np.array(7, dtype="<u4")
     record = Record("/model/a", (2, 3), "bfloat16", 7, {"crc32": crc})
     text = manifest({"/": {"step": to_array(3), DIGEST: to_array("x")}}, [record])
@@ -37,7 +37,7 @@ def test_differences_are_named() -> None:
 
 
 def test_a_reader_written_from_the_specification_agrees(small_file: Path) -> None:
-    """Follow docs/checkpoint-format.md with h5py and zlib alone."""
+    """Read the manifest as docs/checkpoint-format.md specifies, with only h5py and zlib."""
 
     def shape(dims: tuple[int, ...]) -> str:
         return "x".join(map(str, dims)) if dims else "scalar"

@@ -1,4 +1,4 @@
-"""A reader finds every damage, and says which file and which thing is damaged."""
+"""Detection of damage by the reader, which names the file and the damaged item."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Contents = dict[str, object]
 
 
 def contents(path: Path) -> Contents:
-    """Return every value that the file holds, as a reader hands it out."""
+    """Return every value of the file as a reader returns it."""
     with Reader(path) as reader:
         values: Contents = {group: reader.values(group) for group in reader.groups}
         for name, record in reader.records.items():
@@ -80,7 +80,7 @@ def test_extension_is_refused(small_file: Path) -> None:
         verify_file(small_file)
 
 
-def test_zeroed_and_swapped_pages_name_the_tensor(tmp_path: Path) -> None:
+def test_zeroed_and_swapped_pages_are_reported_by_the_tensor_name(tmp_path: Path) -> None:
     path = tmp_path / "p.h5"
     write_file(path, [Source.of("/model/w", np.arange(4096, dtype="<f4")), Source.of("/model/v", np.ones(9))], {})
     data = path.read_bytes()
@@ -93,8 +93,8 @@ def test_zeroed_and_swapped_pages_name_the_tensor(tmp_path: Path) -> None:
             verify_file(path)
 
 
-def test_zero_for_all_ones_is_found(tmp_path: Path) -> None:
-    """HDF5's own fletcher32 takes the 16-bit word 0xFFFF for 0x0000."""
+def test_zero_replaced_by_all_ones_is_detected(tmp_path: Path) -> None:
+    """HDF5's own fletcher32 does not distinguish the 16-bit words 0xFFFF and 0x0000."""
     path = tmp_path / "z.h5"
     write_file(path, [Source.of("/model/w", np.zeros(64, dtype="<f4"))], {})
     with h5py.File(path, "r") as file:
@@ -120,7 +120,7 @@ def test_zero_for_all_ones_is_found(tmp_path: Path) -> None:
         (lambda file: file["/model/b"].attrs.modify("crc32", np.uint32(1)), "attribute crc32 of /model/b is altered"),
     ],
 )
-def test_what_another_program_changed_is_named(
+def test_changes_by_another_program_are_named(
     small_file: Path, change: Callable[[h5py.File], object], message: str
 ) -> None:
     with h5py.File(small_file, "r+", libver=("v110", "v110")) as file:
@@ -130,8 +130,8 @@ def test_what_another_program_changed_is_named(
     assert str(small_file) in str(caught.value)
 
 
-def test_never_written_file_of_a_killed_writer_is_refused(tmp_path: Path) -> None:
-    """The layout exists, the bytes never came: every place still holds what the disk had there."""
+def test_a_file_without_data_of_a_killed_writer_is_refused(tmp_path: Path) -> None:
+    """The layout exists, but the data were never written: the extents hold the disk's previous contents."""
     path = tmp_path / "k.h5"
     write_file(path, [Source.of("/model/w", np.ones(64, dtype="<f4"))], {})
     with h5py.File(path, "r") as file:
@@ -151,7 +151,7 @@ def test_other_files_are_refused(tmp_path: Path, content: bytes) -> None:
         Reader(path)
 
 
-def test_no_file_a_folder_and_a_pipe_are_refused(tmp_path: Path) -> None:
+def test_a_missing_file_a_folder_and_a_pipe_are_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="no such file|No such file"):
         Reader(tmp_path / "none.h5")
     with pytest.raises(CheckpointError, match="directory|not a regular file"):
@@ -161,14 +161,14 @@ def test_no_file_a_folder_and_a_pipe_are_refused(tmp_path: Path) -> None:
         Reader(tmp_path / "pipe.h5")
 
 
-def test_reading_into_wrong_memory_is_refused(small_file: Path) -> None:
+def test_reading_into_memory_of_wrong_shape_or_type_is_refused(small_file: Path) -> None:
     with Reader(small_file) as reader:
         for wrong in (np.empty((3, 2), "<f4"), np.empty((2, 3), "<f8"), np.empty((3, 2), "<f4").T):
             with pytest.raises(CheckpointError, match="needs a contiguous array of float32"):
                 reader.read_into("/model/a.weight", wrong)
 
 
-def test_a_file_that_this_process_has_open_can_be_read(small_file: Path) -> None:
+def test_a_file_open_in_this_process_can_be_read(small_file: Path) -> None:
     with h5py.File(small_file, "r") as file, Reader(small_file) as reader:
         assert reader.read("/model/b") == file["/model/b"][()]
 

@@ -1,4 +1,4 @@
-"""The seal covers all but tensors, manifest and itself, and is what docs/checkpoint-format.md says it is."""
+"""Seal of a checkpoint file: it covers all but tensors, manifest and itself, as docs/checkpoint-format.md states."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hpctrain.errors import CheckpointError
 
 
 def by_the_book(path: Path) -> tuple[str, str, set[int]]:
-    """Return the seal as the page describes it, the stored one, and the offsets it covers; byte by byte, by h5py."""
+    """Return the seal computed as the page describes, the stored seal, and the offsets that it covers (with h5py)."""
     data, own = path.read_bytes(), set[int]()
     with h5py.File(path, "r") as file:
 
@@ -43,19 +43,19 @@ def by_the_book(path: Path) -> tuple[str, str, set[int]]:
 
 @pytest.fixture
 def paged(tmp_path: Path) -> Path:
-    """Write a file whose tensors stand on pages, with unused bytes between them."""
+    """Write a file whose tensors are aligned to pages, with unused bytes between them."""
     sources = [Source.of(f"/model/{name}", np.arange(1100, dtype="<f4")) for name in "abc"]
     write_file(tmp_path / "p.h5", [*sources, Source.of("/model/d", np.array(1.5))], {"/": {"step": 1}}, 4096)
     return tmp_path / "p.h5"
 
 
-def test_the_seal_is_what_the_page_says(paged: Path, small_file: Path) -> None:
+def test_the_seal_follows_the_specification(paged: Path, small_file: Path) -> None:
     for path in (paged, small_file):
         computed, stored, _ = by_the_book(path)
         assert computed == stored and len(stored) == 64
 
 
-def test_pieces_are_those_of_the_page() -> None:
+def test_the_seal_hashes_chunks_as_specified() -> None:
     data = bytearray(3 << 20)
     data[5], data[(1 << 20) + 9], data[-1] = 1, 2, 3
 
@@ -72,9 +72,9 @@ def test_pieces_are_those_of_the_page() -> None:
 
 
 def test_every_unused_byte_is_covered(paged: Path) -> None:
-    """Also those that HDF5 never looks at: a flip in them opens without complaint, and is refused."""
+    """This includes bytes that HDF5 never reads: after a flip there HDF5 opens the file, but the reader refuses it."""
     data, (_, _, outside) = bytearray(paged.read_bytes()), by_the_book(paged)
-    empty = [at for at in sorted(outside) if at >= 900 and not any(data[at - 900 : at + 900])]  # no header is so empty
+    empty = [at for at in sorted(outside) if at >= 900 and not any(data[at - 900 : at + 900])]  # no header is all zeros
     unused = [at for at in empty if set(range(at - 900, at + 900)) <= outside][::20]
     assert len(unused) > 40
     for at in unused:
@@ -92,7 +92,7 @@ def test_the_seal_itself_is_covered(paged: Path) -> None:
         verify_file(paged)
 
 
-def test_a_file_of_version_1_0_has_none_and_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_of_version_1_0_has_no_seal_and_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layout, "COMMON", (1, 0))
     write_file(tmp_path / "old.h5", [Source.of("/model/a", np.ones(3))], {})
     with h5py.File(tmp_path / "old.h5", "r+", libver=("v110", "v110")) as file:
@@ -103,13 +103,13 @@ def test_a_file_of_version_1_0_has_none_and_loads(tmp_path: Path, monkeypatch: p
         assert reader.root["format_version"] == "1.0"
 
 
-def test_a_seal_cannot_be_taken_away(paged: Path) -> None:
+def test_a_file_whose_seal_was_removed_is_refused(paged: Path) -> None:
     with h5py.File(paged, "r+", libver=("v110", "v110")) as file:
         del file["/seal"]
     with pytest.raises(CheckpointError, match="its structure or /seal is damaged"):
         Reader(paged)
 
 
-def test_overlap() -> None:
+def test_overlap_returns_the_first_overlapping_extent() -> None:
     assert overlap([]) is None and overlap([(8, 4), (0, 8), (12, 1)]) is None
     assert overlap([(8, 4), (0, 9)]) == (8, 4)

@@ -1,4 +1,4 @@
-"""A file made to do harm is refused, and no other file is read through it."""
+"""Refusal of crafted files; the reader opens no other file through them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is written is plain HDF5, for h5py and for HDF5's own tools."""
+"""Written files are plain HDF5, readable by h5py and by HDF5's own tools."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_every_dtype_round_trips_and_is_plain_hdf5(tmp_path: Path) -> None:
             assert dataset.chunks is None and dataset.compression is None
 
 
-def test_hdf5_tools_read_the_same(tmp_path: Path) -> None:
+def test_hdf5_tools_read_the_same_values(tmp_path: Path) -> None:
     path = tmp_path / "all.h5"
     array = np.array([[1.5, -2.0], [3.25, 4.0]], dtype="<f4")
     write_file(path, [Source.of("/model/h.0.weight", array)], {"/": {"step": 9}})
@@ -59,7 +59,7 @@ def test_hdf5_tools_read_the_same(tmp_path: Path) -> None:
         assert dump.stderr == ""
 
 
-def test_memory_layout_does_not_matter(tmp_path: Path) -> None:
+def test_memory_layout_does_not_change_the_stored_values(tmp_path: Path) -> None:
     path, array = tmp_path / "t.h5", np.arange(12, dtype="<f4").reshape(3, 4)
     arrays = {"t": array.T, "big": array.astype(">f4"), "s": array[:, ::2]}
     write_file(path, [Source.of(f"/model/{name}", each) for name, each in arrays.items()], {})
@@ -69,7 +69,7 @@ def test_memory_layout_does_not_matter(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("alignment", [4096, 1 << 20])
-def test_large_tensors_are_aligned_and_small_ones_waste_nothing(tmp_path: Path, alignment: int) -> None:
+def test_large_tensors_are_aligned_and_small_ones_are_not_padded(tmp_path: Path, alignment: int) -> None:
     path, rows = tmp_path / "p.h5", alignment // 4 + 1
     sources = [Source.of(f"/model/{n}", np.full(rows, n, dtype="<f4")) for n in range(3)]
     sources += [Source.of(f"/model/small{n}", np.full(alignment // 8, n, dtype="<f4")) for n in range(3)]
@@ -80,7 +80,7 @@ def test_large_tensors_are_aligned_and_small_ones_waste_nothing(tmp_path: Path, 
 
 
 def test_the_table_of_extents_covers_every_byte(tmp_path: Path) -> None:
-    """Follow docs/checkpoint-format.md with h5py and zlib alone."""
+    """Read the table as docs/checkpoint-format.md specifies, with only h5py and zlib."""
     path = tmp_path / "e.h5"
     arrays = {"big": np.arange(2_500_000, dtype="<f4"), "b": np.ones(3, dtype="<u2"), "none": np.empty((0, 2), "<f4")}
     names = {"b": "bfloat16"}
@@ -95,7 +95,7 @@ def test_the_table_of_extents_covers_every_byte(tmp_path: Path) -> None:
         assert file["/extents"][()].tolist() == rows and len(rows) == 4
 
 
-def test_partial_writes_and_small_pieces_are_completed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_partial_writes_and_small_chunks_are_completed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def half(handle: int, data: memoryview, offset: int) -> int:
         return real(handle, data[: max(1, len(data) // 2)], offset)
 
@@ -109,13 +109,13 @@ def test_partial_writes_and_small_pieces_are_completed(tmp_path: Path, monkeypat
         assert np.array_equal(np.concatenate([piece.copy() for piece in reader.pieces("/model/a")]), array)
 
 
-def test_a_write_that_takes_nothing_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_write_of_zero_bytes_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "pwrite", lambda *_: 0)
     with pytest.raises(CheckpointError, match="took none of 8 bytes at offset"):
         write_file(tmp_path / "p.h5", [Source.of("/model/a", np.arange(1))], {})
 
 
-def test_thousands_of_tensors_and_a_long_attribute(tmp_path: Path) -> None:
+def test_thousands_of_tensors_and_a_long_attribute_round_trip(tmp_path: Path) -> None:
     path, text = tmp_path / "m.h5", "ä" * 100_000
     sources = [Source.of(f"/model/layer.{n}.weight", np.full(2, n, dtype="<f4")) for n in range(2000)]
     write_file(path, sources, {"/optimizer": {"long": text}})
@@ -125,7 +125,7 @@ def test_thousands_of_tensors_and_a_long_attribute(tmp_path: Path) -> None:
         assert reader.values("/optimizer")["long"] == text
 
 
-def test_an_array_unlike_its_announcement_is_refused(tmp_path: Path) -> None:
+def test_an_array_that_differs_from_its_declared_shape_or_dtype_is_refused(tmp_path: Path) -> None:
     for shape, kind in (((3,), "<f4"), ((2,), "<f8")):
         source = Source.lazy("/model/a", (2,), "float32", lambda: np.zeros(shape, dtype=kind))
         with pytest.raises(CheckpointError, match="was announced as float32"):
@@ -135,7 +135,7 @@ def test_an_array_unlike_its_announcement_is_refused(tmp_path: Path) -> None:
         write_file(tmp_path / "b.h5", [Source.of("/model/a", np.zeros(2, dtype="c8"))], {})
 
 
-def test_nothing_is_overwritten(small_file: Path) -> None:
+def test_an_existing_file_is_not_overwritten(small_file: Path) -> None:
     before = small_file.read_bytes()
     with pytest.raises(OSError):
         write_file(small_file, [], {})
@@ -143,7 +143,7 @@ def test_nothing_is_overwritten(small_file: Path) -> None:
 
 
 class StoppedClock(datetime):
-    """Give one moment for ever."""
+    """Clock that always returns the same moment."""
 
     @classmethod
     def now(cls, tz: tzinfo | None = None) -> datetime:
@@ -155,7 +155,7 @@ def test_the_same_content_at_the_same_time_gives_the_same_bytes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(draft, "datetime", StoppedClock)
-    for _ in range(20):  # until both are of one second: HDF5 notes it for the root, by the clock of the system
+    for _ in range(20):  # until both are written within one second: HDF5 stores the system clock's second in the root
         second = int(time.time())
         for name in ("a.h5", "b.h5"):
             (tmp_path / name).unlink(missing_ok=True)

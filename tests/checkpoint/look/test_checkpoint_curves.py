@@ -1,4 +1,4 @@
-"""Curves come out as they went in, long ones thinned, and look like themselves in text."""
+"""Curves read from checkpoints: stored values, thinning of long curves, sparklines in text."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_a_damaged_curve_is_not_shown(tmp_path: Path) -> None:
         read_curves(reader)
 
 
-def test_sparkline() -> None:
+def test_sparkline_shows_the_shape_of_a_curve() -> None:
     assert sparkline([0, 1, 2, 3, 4, 5, 6, 7]) == "▁▂▃▄▅▆▇█"
     assert sparkline(range(800), width=8) == "▁▂▃▄▅▆▇█"
     assert sparkline([1, 1]) == "▁▁"
@@ -45,7 +45,7 @@ def test_sparkline() -> None:
     assert sparkline([]) == "" and sparkline([float("inf")]) == ""
 
 
-def test_bfloat16_numbers_are_those_of_torch() -> None:
+def test_bfloat16_numbers_equal_those_of_torch() -> None:
     tensor = torch.randn(100).to(torch.bfloat16)
     ours = as_floats(tensor.view(torch.int16).numpy().view("<u2"), "bfloat16")
     assert ours.tolist() == tensor.double().tolist()

@@ -1,4 +1,4 @@
-"""Differences between checkpoints are found, measured and put where they belong."""
+"""Differences between checkpoints: found, measured, and listed by kind."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Tensors = dict[str, tuple[np.ndarray, str | None]]
 
 
 def two_files(folder: Path, first: dict[str, Any], second: dict[str, Any], **groups: Any) -> Diff:
-    """Write two files that hold arrays (or array and torch dtype) under ``/model``, and compare them."""
+    """Compare two files that hold the given arrays, or pairs of array and torch dtype, under ``/model``."""
     for name, tensors in (("a.h5", first), ("b.h5", second)):
         (folder / name).unlink(missing_ok=True)
         pairs = {key: value if isinstance(value, tuple) else (value, None) for key, value in tensors.items()}
@@ -28,7 +28,7 @@ def two_files(folder: Path, first: dict[str, Any], second: dict[str, Any], **gro
     return diff(folder / "a.h5", folder / "b.h5")
 
 
-def test_equal_files_are_the_same_though_written_by_others(tmp_path: Path) -> None:
+def test_equal_contents_compare_equal_whatever_wrote_them(tmp_path: Path) -> None:
     values = np.array([1.0, np.nan, -0.0])
     provenance = [{"/provenance": {"host": host, "torch": "2.13"}, "/": {"step": 4}} for host in ("n1", "n2")]
     found = two_files(tmp_path, {"w": values}, {"w": values}, a=provenance[0], b=provenance[1])
@@ -52,8 +52,8 @@ def test_values_are_measured_as_numpy_measures_them(
     assert found.relative == (np.abs(x - y) / np.maximum(np.abs(x), np.abs(y))).max()
 
 
-def test_bits_count_not_only_values(tmp_path: Path) -> None:
-    """Zero and minus zero, and two NaNs, are different bits: two runs that must agree do not."""
+def test_differences_in_bits_count_also_between_equal_values(tmp_path: Path) -> None:
+    """Zero and minus zero, or two NaNs, differ in their bits: runs that must be bitwise equal then are not."""
     nans = np.array([0x7FC00000, 0x7FC00001], dtype="<u4").view("<f4")
     (zeros,) = two_files(tmp_path, {"w": np.array([0.0, 1.0])}, {"w": np.array([-0.0, 1.0])}).tensors
     assert (zeros.count, zeros.maximum, zeros.relative) == (1, 0.0, 0.0)
@@ -71,14 +71,14 @@ def test_large_integers_are_subtracted_exactly(tmp_path: Path) -> None:
     assert found.maximum == 1.0  # in float64 both are the same number
 
 
-def test_bfloat16_is_measured_by_its_numbers(tmp_path: Path) -> None:
+def test_bfloat16_is_measured_by_its_float_values(tmp_path: Path) -> None:
     numbers = torch.tensor([1.5, -2.0]), torch.tensor([1.5, 6.0])
     arrays = [each.to(torch.bfloat16).view(torch.int16).numpy().view("<u2") for each in numbers]
     (found,) = two_files(tmp_path, {"w": (arrays[0], "bfloat16")}, {"w": (arrays[1], "bfloat16")}).tensors
     assert (found.count, found.maximum, found.relative) == (1, 8.0, 8 / 6)
 
 
-def test_names_shapes_and_dtypes(tmp_path: Path) -> None:
+def test_differences_of_names_shapes_and_dtypes_are_listed(tmp_path: Path) -> None:
     first = {"gone": np.zeros(2), "shape": np.zeros((2, 3), "<f4"), "dtype": np.zeros(2, "<f4"), "empty": np.zeros(0)}
     second = {"shape": np.zeros((3, 2), "<f4"), "dtype": np.zeros(2), "empty": np.zeros(0), "new": np.array(1.0)}
     found = two_files(tmp_path, first, second)
@@ -91,7 +91,7 @@ def test_names_shapes_and_dtypes(tmp_path: Path) -> None:
     ]
 
 
-def test_settings_values_and_versions_have_places_of_their_own(tmp_path: Path) -> None:
+def test_settings_values_and_versions_are_listed_separately(tmp_path: Path) -> None:
     one = {
         "/": {"step": 1, "world_size": 2},
         "/train": {"epoch": 1, "gone": 1},
@@ -120,14 +120,14 @@ def test_settings_values_and_versions_have_places_of_their_own(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("part", ["settings", "values", "versions", "tensors"])
-def test_each_part_alone_makes_a_difference(part: str) -> None:
+def test_a_difference_in_any_one_part_makes_files_differ(part: str) -> None:
     found = Diff("a", "b", provenance=[ValueDifference("/", "x", "1", "2")])
     assert found.same
     getattr(found, part).append(None)
     assert not found.same
 
 
-def test_text_that_is_no_toml_is_compared_as_text(tmp_path: Path) -> None:
+def test_invalid_toml_is_compared_as_text(tmp_path: Path) -> None:
     groups = [{"/config": {"toml": text}} for text in ("= [", "= ]")]
     assert two_files(tmp_path, {}, {}, a=groups[0], b=groups[1]).settings[0].name == "toml"
 
@@ -141,7 +141,7 @@ def test_damage_is_an_error_not_a_difference(tmp_path: Path) -> None:
         diff(tmp_path / "a.h5", tmp_path / "b.h5")
 
 
-def test_progress_counts_the_bytes_of_both(tmp_path: Path) -> None:
+def test_progress_counts_the_bytes_of_both_files(tmp_path: Path) -> None:
     two_files(tmp_path, {"w": np.arange(8.0)}, {"w": np.arange(8.0)})
     told: list[int] = []
     diff(tmp_path / "a.h5", tmp_path / "b.h5", told.append)

@@ -1,4 +1,4 @@
-"""What is exported, others read with their own functions, and it is what the checkpoint holds, bit for bit."""
+"""Exported files: readable by other libraries' own functions, and bitwise equal to the checkpoint."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ def test_torch_reads_the_model(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
-def test_torch_goes_on_from_the_whole(tmp_path: Path, kind: str) -> None:
-    """Another program loads both state dicts and takes the very steps that the first would have taken."""
+def test_torch_continues_training_from_the_full_export(tmp_path: Path, kind: str) -> None:
+    """Another program loads both state dicts and computes the same steps that the first program would have computed."""
     path, model, optimizer = trained(tmp_path, OPTIMIZERS[kind])
     export(path, "torch", tmp_path / "all.pt")
     everything = torch.load(tmp_path / "all.pt", weights_only=True)
@@ -71,7 +71,7 @@ def test_torch_goes_on_from_the_whole(tmp_path: Path, kind: str) -> None:
     assert same(dict(model.state_dict()), dict(other.state_dict()))
 
 
-def test_safetensors_hold_every_type(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_safetensors_exports_hold_every_dtype(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     library = pytest.importorskip("safetensors.torch")
     path, arrays = every_type(tmp_path)
     monkeypatch.setattr(layout, "PIECE", 8)
@@ -85,7 +85,7 @@ def test_safetensors_hold_every_type(tmp_path: Path, monkeypatch: pytest.MonkeyP
         assert tensor.offset % STORAGE[tensor.dtype].itemsize == 0, "a tensor that cannot be mapped as it lies"
 
 
-def test_npz_holds_every_type(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_npz_exports_hold_every_dtype(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, arrays = every_type(tmp_path)
     monkeypatch.setattr(layout, "PIECE", 8)
     export(path, "npz", tmp_path / "t.npz", model_only=True)
@@ -101,7 +101,7 @@ def test_npz_holds_every_type(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize("kind", ["npz", "safetensors"])
-def test_everything_is_named_by_its_place(tmp_path: Path, kind: str) -> None:
+def test_exported_tensors_are_named_by_their_path(tmp_path: Path, kind: str) -> None:
     path, model, optimizer = trained(tmp_path)
     export(path, kind, tmp_path / "out")
     if kind == "npz":
@@ -115,7 +115,7 @@ def test_everything_is_named_by_its_place(tmp_path: Path, kind: str) -> None:
     assert found["train/loss"].tolist() == [3.0, 2.0, 1.0]
 
 
-def test_nothing_is_replaced_or_left_behind(tmp_path: Path) -> None:
+def test_an_existing_file_is_replaced_only_by_force_and_no_temporary_file_remains(tmp_path: Path) -> None:
     path, _, _ = trained(tmp_path)
     target = tmp_path / "out" / "x.npz"
     target.parent.mkdir()
@@ -133,7 +133,7 @@ def test_nothing_is_replaced_or_left_behind(tmp_path: Path) -> None:
     assert target.read_bytes() != b"mine" and list(target.parent.iterdir()) == [target]
 
 
-def test_mistakes_are_named(tmp_path: Path) -> None:
+def test_user_errors_are_named(tmp_path: Path) -> None:
     path, _, _ = trained(tmp_path)
     with pytest.raises(UsageError, match="cannot export to 'onnx': allowed are safetensors, npz, torch"):
         export(path, "onnx", tmp_path / "x")

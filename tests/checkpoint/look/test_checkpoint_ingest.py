@@ -1,4 +1,4 @@
-"""Models that other programs saved become checkpoints, bit for bit, and nothing of their files is run."""
+"""Import of models saved by other programs: bitwise equal, and without running code from their files."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def changed_model() -> torch.nn.Module:
 
 @pytest.mark.parametrize("inside", ["", "model", "state_dict", "model_state_dict", "module"])
 @pytest.mark.parametrize("old", [True, False])
-def test_what_torch_saved(tmp_path: Path, inside: str, old: bool) -> None:
+def test_files_of_torch_save_are_imported(tmp_path: Path, inside: str, old: bool) -> None:
     state = changed_model().state_dict()
     content: Any = {inside: state, "epoch": 3, "lr": [0.1]} if inside else state
     torch.save(content, tmp_path / "m.pt", _use_new_zipfile_serialization=not old)
@@ -46,7 +46,7 @@ def test_what_torch_saved(tmp_path: Path, inside: str, old: bool) -> None:
     assert found.step == 12 and found.provenance["imported_from"] == "m.pt"
 
 
-def test_what_safetensors_saved(tmp_path: Path) -> None:
+def test_files_of_safetensors_are_imported(tmp_path: Path) -> None:
     library = pytest.importorskip("safetensors.torch")
     state = {f"module.{name}": value.clone().contiguous() for name, value in changed_model().state_dict().items()}
     state["module.half"] = torch.randn(3).to(torch.bfloat16)
@@ -60,7 +60,7 @@ def test_what_safetensors_saved(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("model_only", [True, False])
-def test_out_and_back(tmp_path: Path, model_only: bool) -> None:
+def test_an_exported_model_imports_unchanged(tmp_path: Path, model_only: bool) -> None:
     model = changed_model()
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
     checkpoint.save(tmp_path / "a.h5", model=model, optimizer=optimizer, train={"curves": {"loss": [1.0]}})
@@ -71,7 +71,7 @@ def test_out_and_back(tmp_path: Path, model_only: bool) -> None:
 
 
 class Evil:
-    """Run a command when unpickled."""
+    """Object that runs a command when it is unpickled."""
 
     def __init__(self, witness: Path) -> None:
         self.witness = witness
@@ -81,17 +81,17 @@ class Evil:
 
 
 @pytest.mark.parametrize("old", [True, False])
-def test_a_file_that_would_run_something_is_refused_and_runs_nothing(tmp_path: Path, old: bool) -> None:
+def test_a_file_with_executable_content_is_refused_and_not_run(tmp_path: Path, old: bool) -> None:
     content = {"model": make_model().state_dict(), "more": Evil(tmp_path / "witness")}
     torch.save(content, tmp_path / "evil.pt", _use_new_zipfile_serialization=not old)
     with pytest.raises(CheckpointError, match="evil.pt holds more than tensors, or is damaged, and was not run"):
         ingest(tmp_path / "evil.pt", tmp_path / "m.h5")
     assert not (tmp_path / "witness").exists() and not (tmp_path / "m.h5").exists()
-    torch.load(tmp_path / "evil.pt", weights_only=False)  # the file does what it is feared for
+    torch.load(tmp_path / "evil.pt", weights_only=False)  # control: the file does run its command if it is unpickled
     assert (tmp_path / "witness").exists()
 
 
-def test_what_cannot_be_taken_over_is_named(tmp_path: Path) -> None:
+def test_contents_that_cannot_be_imported_are_named(tmp_path: Path) -> None:
     torch.save({"epoch": 3, "weights": {"w": torch.ones(1)}}, tmp_path / "a.pt")
     with pytest.raises(UsageError, match=r"expected a table of tensors.*found \['epoch', 'weights'\]"):
         ingest(tmp_path / "a.pt", tmp_path / "m.h5")
@@ -118,7 +118,7 @@ def test_other_files_are_refused(tmp_path: Path) -> None:
         ingest(tmp_path / "x.onnx", tmp_path / "m.h5")
 
 
-def test_an_output_is_not_replaced_unless_told(tmp_path: Path) -> None:
+def test_an_existing_output_is_replaced_only_by_force(tmp_path: Path) -> None:
     torch.save({"w": torch.ones(1)}, tmp_path / "a.pt")
     (tmp_path / "m.h5").write_bytes(b"mine")
     with pytest.raises(UsageError, match="exists"):

@@ -1,4 +1,4 @@
-"""What a login node sees of checkpoints is true, and needs neither torch nor MPI."""
+"""Inspection of checkpoints on a login node, without torch or MPI."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_ls_lists_a_run_and_a_folder_alike(run: Path) -> None:
         inspect.ls(run / "none")
 
 
-def test_ls_shows_what_is_torn(run: Path) -> None:
+def test_ls_shows_truncated_files(run: Path) -> None:
     path = run / "checkpoints" / "step_00000015.h5"
     path.write_bytes(path.read_bytes()[:-1])
     (torn,) = inspect.ls(run)[1:]
@@ -66,7 +66,7 @@ def test_show_agrees_with_torch(run: Path) -> None:
     assert contents.root["step"] == 5 and contents.provenance["torch"] == torch.__version__
 
 
-def test_statistics_leave_out_what_is_not_finite_and_go_piece_by_piece(
+def test_statistics_skip_nonfinite_values_and_are_computed_in_chunks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(layout, "PIECE", 64)
@@ -80,7 +80,7 @@ def test_statistics_leave_out_what_is_not_finite_and_go_piece_by_piece(
     assert (empty.minimum, empty.norm, empty.nonfinite) == (None, None, 1)
 
 
-def test_a_name_chooses(run: Path) -> None:
+def test_a_name_selects_tensors(run: Path) -> None:
     path = run / "checkpoints" / "step_00000005.h5"
 
     def chosen(name: str) -> list[str]:
@@ -95,7 +95,7 @@ def test_a_name_chooses(run: Path) -> None:
         chosen("weigth")
 
 
-def test_damage_is_told_not_shown(run: Path) -> None:
+def test_damaged_values_are_reported_and_not_shown(run: Path) -> None:
     path = run / "checkpoints" / "step_00000005.h5"
     assert inspect.verify(path) == inspect.Verdict(str(path), True)
     data = path.read_bytes()

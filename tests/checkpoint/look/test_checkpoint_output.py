@@ -1,4 +1,4 @@
-"""A file is put in its place whole or not at all."""
+"""Output files appear complete or not at all."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_a_file_appears_when_it_is_complete(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt(), ValueError("x")])
-def test_after_an_error_nothing_is_left(tmp_path: Path, error: BaseException) -> None:
+def test_after_an_error_no_file_remains(tmp_path: Path, error: BaseException) -> None:
     target = tmp_path / "x"
     target.write_bytes(b"old")
 

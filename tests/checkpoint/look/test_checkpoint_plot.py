@@ -1,4 +1,4 @@
-"""The picture shows the curves that the checkpoint holds."""
+"""Plots of the curves that a checkpoint holds."""
 
 from __future__ import annotations
 
@@ -40,9 +40,7 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return figures
 
 
-def test_losses_of_other_names_share_a_panel_and_other_numbers_have_their_own(
-    tmp_path: Path, drawn: list[Any]
-) -> None:
+def test_losses_share_one_panel_and_each_other_metric_has_its_own(tmp_path: Path, drawn: list[Any]) -> None:
     nothing = [np.nan] * 3
     curves = {"step": [1, 2, 3], "loss": nothing, "grad_norm": nothing, "g_loss_step": [1, 3], "g_loss": [3.0, 1.0]}
     curves |= {"d_loss_step": [2], "d_loss": [0.5], "accuracy_step": [3], "accuracy": [0.75]}
@@ -59,14 +57,14 @@ def test_losses_of_other_names_share_a_panel_and_other_numbers_have_their_own(
 
 
 @pytest.mark.parametrize(("suffix", "magic"), [("png", b"\x89PNG"), ("svg", b"<?xml"), ("pdf", b"%PDF")])
-def test_each_kind_of_picture(tmp_path: Path, suffix: str, magic: bytes) -> None:
+def test_every_image_format_is_written(tmp_path: Path, suffix: str, magic: bytes) -> None:
     file = file_with(tmp_path, step=[1, 2], loss=[2.0, 1.0])
     plot(file, tmp_path / f"loss.{suffix}")
     assert (tmp_path / f"loss.{suffix}").read_bytes().startswith(magic)
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted([file.name, f"loss.{suffix}"])
 
 
-def test_the_lines_are_the_curves(tmp_path: Path, drawn: list[Any]) -> None:
+def test_the_plotted_lines_equal_the_curves(tmp_path: Path, drawn: list[Any]) -> None:
     steps = np.arange(1, 1001) * 10
     loss = 5 / np.sqrt(steps) + np.random.default_rng(1).normal(0, 0.05, steps.size)
     loss[400] = np.nan
@@ -93,7 +91,7 @@ def test_the_lines_are_the_curves(tmp_path: Path, drawn: list[Any]) -> None:
     assert "step_00000009.h5" in top.get_title(loc="left") and below.get_xlabel() == "step"
 
 
-def test_the_staleness_of_updates_has_a_picture_of_its_own(tmp_path: Path, drawn: list[Any]) -> None:
+def test_the_staleness_histogram_has_its_own_panel(tmp_path: Path, drawn: list[Any]) -> None:
     counts = [20, 300, 0, 1]
     plot(file_with(tmp_path, step=[5, 9], loss=[2.0, 1.0], staleness_histogram=counts), tmp_path / "loss.png")
     top, below = drawn[0].axes
@@ -107,18 +105,18 @@ def test_the_staleness_of_updates_has_a_picture_of_its_own(tmp_path: Path, drawn
     assert len(drawn[2].axes) == 1
 
 
-def test_running_mean() -> None:
+def test_running_mean_averages_a_centred_window() -> None:
     values = np.array([1.0, 3.0, np.nan, 5.0, np.inf, 7.0])
     assert running_mean(values, 2).tolist() == [2, 2, 4, 5, 6, 7]
     assert np.isnan(running_mean(np.array([np.nan, np.nan, 1.0]), 2)).tolist() == [True, False, False]
 
 
-def test_curves_without_steps_are_drawn_over_their_places(tmp_path: Path, drawn: list[Any]) -> None:
+def test_curves_without_steps_are_drawn_over_their_indices(tmp_path: Path, drawn: list[Any]) -> None:
     plot(file_with(tmp_path, loss=[3.0, 2.0, 1.0]), tmp_path / "loss.png")
     assert drawn[0].axes[0].lines[0].get_xydata().tolist() == [[1, 3], [2, 2], [3, 1]]
 
 
-def test_mistakes_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_user_errors_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = file_with(tmp_path, step=[1], loss=[1.0])
     with pytest.raises(UsageError, match="must end in .png, .svg, .pdf"):
         plot(file, tmp_path / "loss.txt")

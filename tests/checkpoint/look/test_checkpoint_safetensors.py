@@ -1,4 +1,4 @@
-"""The safetensors that we write and read are those of the format's own library; broken ones are refused."""
+"""The safetensors reader and writer, compared with the format's own library; malformed files are refused."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def crafted(folder: Path, header: Any, data: bytes = bytes(8)) -> Path:
     return folder / "x.safetensors"
 
 
-def test_what_we_write_their_library_reads(tmp_path: Path) -> None:
+def test_the_safetensors_library_reads_our_files(tmp_path: Path) -> None:
     library = pytest.importorskip("safetensors")
     torch_side = pytest.importorskip("safetensors.torch")
     arrays = {**all_dtypes(), "empty": np.empty((0, 3), "<f4")}
@@ -43,7 +43,7 @@ def test_what_we_write_their_library_reads(tmp_path: Path) -> None:
         assert file.metadata() == {"step": "3", "text": "wörk\n"}
 
 
-def test_what_their_library_writes_we_read(tmp_path: Path) -> None:
+def test_our_reader_reads_files_of_the_safetensors_library(tmp_path: Path) -> None:
     numpy_side = pytest.importorskip("safetensors.numpy")
     arrays = {"a.b": np.arange(5, dtype="i2"), "c": np.ones((2, 2)), "none": np.empty((0, 2), "f4"), "s": np.array(3)}
     numpy_side.save_file(arrays, tmp_path / "theirs.safetensors", metadata={"k": "v"})
@@ -61,7 +61,7 @@ def test_data_begin_at_a_multiple_of_eight() -> None:
         assert (len(out.getvalue()) - 8) % 8 == 0
 
 
-def test_a_name_that_the_format_needs_itself_is_refused() -> None:
+def test_a_name_reserved_by_the_format_is_refused() -> None:
     with pytest.raises(CheckpointError, match="cannot hold a tensor of the name '__metadata__'"):
         safetensors.write(io.BytesIO(), [("__metadata__", (1,), "float64")], [[np.ones(1)]], {})
 
@@ -85,12 +85,12 @@ def test_a_name_that_the_format_needs_itself_is_refused() -> None:
         ({"__metadata__": 3, **HEAD}, "metadata|header of"),
     ],
 )
-def test_broken_headers_are_refused(tmp_path: Path, header: Any, message: str) -> None:
+def test_malformed_headers_are_refused(tmp_path: Path, header: Any, message: str) -> None:
     with pytest.raises(CheckpointError, match=message):
         safetensors.read_header(crafted(tmp_path, header))
 
 
-def test_cut_and_foreign_files_are_refused(tmp_path: Path) -> None:
+def test_truncated_and_foreign_files_are_refused(tmp_path: Path) -> None:
     good = crafted(tmp_path, HEAD).read_bytes()
     assert safetensors.read_header(tmp_path / "x.safetensors")[0][0].name == "w"
     for data in (b"", b"abc", struct.pack("<Q", 1 << 62), good[:-1], good + b"\0", bytes(100)):

@@ -1,4 +1,4 @@
-"""Small files that claim much: each verb refuses them soon, and in little memory."""
+"""Small files that claim large sizes: every verb refuses them quickly and with little memory."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from hpctrain.errors import CheckpointError
 
 
 def grown(path: Path, size: int) -> None:
-    """Let a checkpoint claim a size, with the right checksum of its superblock."""
+    """Write a size into a checkpoint's superblock, with a valid checksum."""
     data = bytearray(path.read_bytes())
     data[28:36] = struct.pack("<Q", size)
     struct.pack_into("<I", data, 44, lookup3(bytes(data[:44])))
@@ -29,14 +29,14 @@ def grown(path: Path, size: int) -> None:
 
 
 @pytest.mark.limit(20)
-def test_a_checkpoint_of_holes_is_listed_at_once(small_file: Path) -> None:
+def test_a_sparse_checkpoint_is_listed_at_once(small_file: Path) -> None:
     grown(small_file, 1 << 43)
     (entry,) = inspect.ls(small_file.parent)
     assert entry.error is not None and "is damaged" in entry.error
 
 
 @pytest.mark.limit(20)
-def test_a_checkpoint_that_claims_more_than_any_disk_is_refused(small_file: Path) -> None:
+def test_a_checkpoint_that_claims_more_bytes_than_it_stores_is_refused(small_file: Path) -> None:
     if not os.access("/dev/shm", os.W_OK):
         pytest.skip("needs a filesystem for files of 2^62 bytes: /dev/shm")
     path = Path("/dev/shm") / f"hpctrain-test-{os.getpid()}.h5"
@@ -64,7 +64,7 @@ def test_many_names_of_one_tensor_are_refused(tmp_path: Path) -> None:
     assert len(ingest(tmp_path / "tied.pt", tmp_path / "x.h5")) == 12
 
 
-def test_a_deflated_file_is_refused(tmp_path: Path) -> None:
+def test_a_compressed_file_is_refused(tmp_path: Path) -> None:
     plain = io.BytesIO()
     torch.save({"w": torch.zeros(1 << 20)}, plain)
     with zipfile.ZipFile(plain) as old, zipfile.ZipFile(tmp_path / "x.pt", "w", zipfile.ZIP_DEFLATED) as new:
@@ -74,7 +74,7 @@ def test_a_deflated_file_is_refused(tmp_path: Path) -> None:
         ingest(tmp_path / "x.pt", tmp_path / "x.h5")
 
 
-def test_a_header_of_36_mb_is_refused(tmp_path: Path) -> None:
+def test_a_safetensors_header_of_36_mb_is_refused(tmp_path: Path) -> None:
     text = json.dumps({"__metadata__": {"x": "y" * (36 << 20)}}).encode()
     (tmp_path / "x.safetensors").write_bytes(struct.pack("<Q", len(text)) + text)
     with pytest.raises(CheckpointError, match=f"has a header of {len(text)} bytes; allowed are 16777216"):

@@ -1,4 +1,4 @@
-"""Checkpoints that are sound files with values that no run writes: each verb shows them, or says one line."""
+"""Valid checkpoint files with values that no run writes: every verb shows them or prints one line of error."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def write(path: Path, root: Any, train: dict[str, Any], curves: dict[str, list[f
 
 
 def told(path: Path, capsys: pytest.CaptureFixture[str], *more: list[str]) -> None:
-    """Let every verb read the file."""
+    """Read the file with every verb."""
     name, run = str(path), str(path.parent)
     for words in (["ls", run], ["ls", run, "--json"], ["show", name], ["show", name, "--json"], ["best", run], *more):
         capsys.readouterr()
@@ -45,7 +45,9 @@ def told(path: Path, capsys: pytest.CaptureFixture[str], *more: list[str]) -> No
 
 @pytest.mark.few(3)
 @pytest.mark.parametrize("key", ROOT)
-def test_odd_values_of_the_file(key: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unusual_root_attributes_are_shown_or_one_line_of_error(
+    key: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     other = write(tmp_path / "other.h5", {}, {})
     for value in [{key: odd} for odd in ODD] + [{f"{key}.json": odd} for odd in ODD_JSON]:
         path = write(tmp_path / "step_00000003.h5", value, {})
@@ -54,7 +56,9 @@ def test_odd_values_of_the_file(key: str, tmp_path: Path, capsys: pytest.Capture
 
 @pytest.mark.few(4)
 @pytest.mark.parametrize("key", TRAIN)
-def test_odd_values_of_the_training_loop(key: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unusual_values_of_the_training_loop_are_shown_or_one_line_of_error(
+    key: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     out = str(tmp_path / "out.pt")
     for value in [{key: odd} for odd in ODD] + [{f"{key}.json": odd} for odd in ODD_JSON]:
         path = write(tmp_path / "step_00000003.h5", {}, value)
@@ -74,7 +78,9 @@ CURVES = {
 
 @pytest.mark.few(4)
 @pytest.mark.parametrize("name", CURVES)
-def test_odd_curves(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unusual_curves_are_plotted_or_one_line_of_error(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = write(tmp_path / "step_$3^{.h5", {"step": "$x^{"}, {}, CURVES[name])
     for kind in ("svg", "png"):
         told(path, capsys, ["plot", str(path), "-o", str(tmp_path / f"out.{kind}")])
@@ -98,7 +104,7 @@ def test_odd_curves(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str
         {"numpy": []},
     ],
 )
-def test_states_of_generators_are_checked_before_they_are_set(state: dict[str, Any]) -> None:
+def test_rng_states_are_checked_before_they_are_set(state: dict[str, Any]) -> None:
     before = rng.capture_rng()
     with pytest.raises(CheckpointError, match="generators does not fit"):
         rng.restore_rng(state)

@@ -1,4 +1,4 @@
-"""A checkpoint in the background holds what was there when it was asked for, and fails as loudly as any other."""
+"""Background checkpoints: the file holds the state at the time of the call, and all errors are raised."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def until(condition: Callable[[], bool], seconds: float = 30.0) -> None:
 
 
 def drain(saver: Saver) -> None:
-    """Go on as a training loop does: a move whenever nothing would have to be waited for."""
+    """Continue as a training loop does: advance the save whenever this does not block."""
     while saver.pending:
         until(lambda: not saver.busy)
         saver.advance()
@@ -61,8 +61,8 @@ def process_of(saver: Saver) -> subprocess.Popen[bytes]:
     return saver._worker._process
 
 
-def test_the_file_is_that_of_the_moment_and_equals_one_from_the_foreground(tmp_path: Path, saver: Saver) -> None:
-    for number in range(3):  # the second and third copy go into memory that has held another
+def test_a_background_file_equals_a_foreground_file_of_the_same_moment(tmp_path: Path, saver: Saver) -> None:
+    for number in range(3):  # the second and third copy reuse memory of an earlier one
         model, optimizer = make(number)
         train = {"step": number, "curves": {"step": [1, 2], "loss": [2.0, 1.0 + number]}}
         checkpoint.save(tmp_path / "now.h5", model=model, optimizer=optimizer, train=train)
@@ -75,7 +75,7 @@ def test_the_file_is_that_of_the_moment_and_equals_one_from_the_foreground(tmp_p
     assert sorted(path.name for path in tmp_path.iterdir()) == ["aside.h5", "now.h5"]
 
 
-def test_a_save_waits_for_the_one_before(tmp_path: Path, saver: Saver) -> None:
+def test_a_save_waits_for_the_previous_one(tmp_path: Path, saver: Saver) -> None:
     model, optimizer = make()
     for step in range(3):
         saver.save(tmp_path / f"{step}.h5", model=model, optimizer=optimizer, train={"step": step})
@@ -85,8 +85,8 @@ def test_a_save_waits_for_the_one_before(tmp_path: Path, saver: Saver) -> None:
     assert [checkpoint.load(tmp_path / f"{step}.h5").step for step in range(3)] == [0, 1, 2]
 
 
-def test_not_busy_means_that_nothing_has_to_be_waited_for(tmp_path: Path, saver: Saver) -> None:
-    """From the second file on the process is given two things to do at once, and owes two answers."""
+def test_advancing_does_not_block_if_the_saver_is_not_busy(tmp_path: Path, saver: Saver) -> None:
+    """From the second file on, the process receives two requests at once and owes two replies."""
     model, _ = make()
     for number in range(3):
         saver.save(tmp_path / f"{number}.h5", model=model)
@@ -98,7 +98,7 @@ def test_not_busy_means_that_nothing_has_to_be_waited_for(tmp_path: Path, saver:
             saver.advance()
 
 
-def test_closing_twice_and_a_model_without_tensors(tmp_path: Path) -> None:
+def test_closing_twice_and_saving_a_model_without_tensors_work(tmp_path: Path) -> None:
     saver = Saver(background=True)
     for number in range(2):
         saver.save(tmp_path / f"{number}.h5", model=torch.nn.ReLU())
@@ -108,8 +108,8 @@ def test_closing_twice_and_a_model_without_tensors(tmp_path: Path) -> None:
     assert len(list(tmp_path.iterdir())) == 2
 
 
-def test_an_order_longer_than_a_pipe_and_an_answer_too(tmp_path: Path, saver: Saver) -> None:
-    """Neither side may wait for the other to read while the other waits to be read."""
+def test_a_request_and_a_reply_longer_than_the_pipe_do_not_deadlock(tmp_path: Path, saver: Saver) -> None:
+    """Neither side may block on a write while the other side blocks on a write, too."""
     model = torch.nn.ParameterDict({f"{'long' * 40}{n}": torch.nn.Parameter(torch.ones(1)) for n in range(500)})
     for number in range(2):
         saver.save(tmp_path / f"{number}.h5", model=model, train={"much": "x" * 3_000_000})
@@ -117,8 +117,8 @@ def test_an_order_longer_than_a_pipe_and_an_answer_too(tmp_path: Path, saver: Sa
     assert checkpoint.load(tmp_path / "1.h5", model=model).train["much"] == "x" * 3_000_000
 
 
-def test_the_process_is_modest_and_deaf(tmp_path: Path, saver: Saver) -> None:
-    """It takes what processor is left, knows no torch and no MPI, and leaves signals to its rank."""
+def test_the_writer_process_has_low_priority_and_ignores_signals(tmp_path: Path, saver: Saver) -> None:
+    """It uses idle processor time only, loads neither torch nor MPI, and leaves signals to its rank."""
     model, _ = make()
     process = process_of(saver)
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
@@ -130,10 +130,10 @@ def test_the_process_is_modest_and_deaf(tmp_path: Path, saver: Saver) -> None:
     assert "libtorch" not in maps and "libmpi" not in maps
 
 
-def test_a_killed_process_is_an_error_and_the_next_save_has_another(tmp_path: Path, saver: Saver) -> None:
+def test_a_killed_writer_process_is_an_error_and_the_next_save_starts_another(tmp_path: Path, saver: Saver) -> None:
     model, _ = make()
     saver.save(tmp_path / "a.h5", model=model)
-    until(lambda: not saver.busy)  # the file is laid out, and lies there under its private name
+    until(lambda: not saver.busy)  # the file is laid out, under its private name
     process_of(saver).kill()
     process_of(saver).wait()
     with pytest.raises(CheckpointError, match="the process that writes checkpoints is gone: killed by SIGKILL"):
@@ -144,7 +144,7 @@ def test_a_killed_process_is_an_error_and_the_next_save_has_another(tmp_path: Pa
     assert (tmp_path / "c.h5").exists()
 
 
-def test_an_error_of_the_disk_is_told_and_nothing_stays(tmp_path: Path, saver: Saver) -> None:
+def test_a_disk_error_is_raised_and_no_file_remains(tmp_path: Path, saver: Saver) -> None:
     model, _ = make()
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match=r"cannot write .*file/a.h5: (file exists|not a directory)"):
@@ -161,7 +161,7 @@ def test_an_error_of_the_disk_is_told_and_nothing_stays(tmp_path: Path, saver: S
     assert {path.name for path in tmp_path.iterdir()} == {"file", "b.h5"}
 
 
-def test_what_must_not_be_saved_is_refused_at_once(tmp_path: Path, saver: Saver) -> None:
+def test_nonfinite_parameters_are_refused_at_once(tmp_path: Path, saver: Saver) -> None:
     model, _ = make()
     with torch.no_grad():
         model[0].bias[3] = float("nan")
@@ -170,7 +170,7 @@ def test_what_must_not_be_saved_is_refused_at_once(tmp_path: Path, saver: Saver)
     assert not saver.pending and not list(tmp_path.iterdir())
 
 
-def test_closing_gives_up_what_is_pending(tmp_path: Path) -> None:
+def test_closing_cancels_a_pending_save(tmp_path: Path) -> None:
     model, _ = make()
     saver = Saver(background=True)
     saver.save(tmp_path / "a.h5", model=model)
@@ -179,7 +179,7 @@ def test_closing_gives_up_what_is_pending(tmp_path: Path) -> None:
     assert process.poll() is not None and not list(tmp_path.iterdir())
 
 
-def test_leaving_by_an_error_gives_up_and_leaving_well_waits(tmp_path: Path) -> None:
+def test_leaving_the_context_by_an_error_cancels_and_otherwise_waits(tmp_path: Path) -> None:
     model, _ = make()
     with pytest.raises(KeyError), Saver(background=True) as saver:
         saver.save(tmp_path / "a.h5", model=model)
@@ -199,7 +199,7 @@ os.kill(os.getpid(), 9)
 """
 
 
-def test_the_process_does_not_outlive_its_rank(tmp_path: Path) -> None:
+def test_the_writer_process_ends_with_its_rank(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", ORPHAN, str(tmp_path)], capture_output=True, text=True, timeout=100)
     writer = int(done.stdout)
     assert done.returncode == -signal.SIGKILL
@@ -213,7 +213,7 @@ def running(pid: int) -> bool:
         return False
 
 
-def test_ranks_write_in_the_background_together(tmp_path: Path) -> None:
+def test_ranks_write_collectively_in_the_background(tmp_path: Path) -> None:
     model, optimizer = make()
     checkpoint.save(tmp_path / "now.h5", model=model, optimizer=optimizer, train={"step": 4})
 
@@ -225,7 +225,7 @@ def test_ranks_write_in_the_background_together(tmp_path: Path) -> None:
     assert contents(tmp_path / "aside.h5") == contents(tmp_path / "now.h5")
 
 
-def test_one_rank_that_fails_fails_all(tmp_path: Path) -> None:
+def test_a_failure_of_one_rank_is_an_error_on_all_ranks(tmp_path: Path) -> None:
     def body(comm: Any) -> None:
         with Saver(comm, background=True, how=checkpoint.Storage(alignment=64)) as saver:
             saver.save(tmp_path / "a.h5", model=make()[0])
@@ -240,7 +240,7 @@ def test_one_rank_that_fails_fails_all(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_calls_of_all_ranks_cannot_be_made_beside_them() -> None:
+def test_mpiio_in_the_background_or_without_mpi_ranks_is_refused() -> None:
     with pytest.raises(UsageError, match="write in the foreground, or by io = 'posix'"):
         Saver(how=checkpoint.Storage(io="mpiio"), background=True)
     with pytest.raises(UsageError, match="needs ranks that MPI has started"):

@@ -1,4 +1,4 @@
-"""What all ranks write together is one file, the same whoever holds which part of the model."""
+"""Collective saves: all ranks write one file, whose contents do not depend on how the model is split."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ def whole_values(name: str, shape: tuple[int, ...], add: float = 0.0) -> torch.T
 
 
 class Boxes:
-    """Split tensors into boxes by a rule, as a strategy would, and keep the local pieces in a flat memory."""
+    """Split of tensors into boxes by a rule, as a strategy would split them; local boxes are in flat memory."""
 
     def __init__(self, rule: str, rank: int, size: int) -> None:
         self.rule, self.rank, self.size = rule, rank, size
 
     def boxes(self, shape: tuple[int, ...]) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
         rank, size, whole = self.rank, self.size, ((0,) * len(shape), shape)
-        if self.rule == "hybrid":  # split in two, each half on every second rank
+        if self.rule == "hybrid":  # split in two; every second rank holds the same half
             rank, size = rank % 2, 2
         if self.rule == "whole" or not shape or size == 1 or 0 in shape:
             return [whole]
@@ -62,7 +62,7 @@ class Boxes:
 
 
 def flat_boxes(shape: tuple[int, ...], rank: int, size: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Return the boxes of a rank's stretch of the flattened tensor: a row's end, whole rows, a row's beginning."""
+    """Return the boxes of a rank's range of the flattened tensor: the end of a row, whole rows, the start of a row."""
     count = math.prod(shape)
     begin, end = rank * count // size, (rank + 1) * count // size
     if len(shape) == 1:
@@ -81,7 +81,7 @@ def flat_boxes(shape: tuple[int, ...], rank: int, size: int) -> list[tuple[tuple
 
 
 class Model(torch.nn.Module):
-    """Hold the local pieces of the tensors, each in flat memory, empty until filled."""
+    """Model of the local boxes of the tensors, each in flat memory, empty until filled."""
 
     def __init__(self, boxes: Boxes, filled: bool) -> None:
         super().__init__()
@@ -156,7 +156,7 @@ def describe(*boxes: tuple[str, tuple[int, ...], tuple[int, ...], tuple[int, ...
     return [Shard(name, shape, "float32", start, extent, None) for name, shape, start, extent in boxes]
 
 
-def test_what_all_hold_is_dealt_out_evenly_and_in_order() -> None:
+def test_replicated_tensors_are_divided_evenly_and_in_order() -> None:
     boxes = [box_of("/a", (9 << 20,), "float32"), box_of("/s", (7,), "float32"), box_of("/b", (5 << 20,), "float32")]
     deal = plan([boxes] * 3, small=1 << 20)
     bytes_of = [sum(part.end - part.begin for part in parts) * 4 for parts in deal.parts]
@@ -172,7 +172,7 @@ def test_what_all_hold_is_dealt_out_evenly_and_in_order() -> None:
     assert [rank for box, _, _, rank in parts if box == 1] == [0]
 
 
-def test_what_one_holds_it_writes() -> None:
+def test_a_box_held_by_one_rank_is_written_by_that_rank() -> None:
     first, second = ("/w", (4, 6), (0, 0), (4, 2)), ("/w", (4, 6), (0, 2), (4, 4))
     held = [describe(first), describe(second, ("/v", (3,), (0,), (3,)))]
     deal = plan(held, small=1)
@@ -190,7 +190,7 @@ def test_what_one_holds_it_writes() -> None:
         ([[("/w", (4,), (0,), (4,))], [("/w", (5,), (0,), (5,))]], r"/w is float32 \(4,\) on rank 0 and .* \(5,\)"),
     ],
 )
-def test_boxes_that_do_not_make_a_whole_are_refused(held: list[Any], said: str) -> None:
+def test_boxes_that_overlap_or_leave_gaps_are_refused(held: list[Any], said: str) -> None:
     with pytest.raises(CheckpointError, match=said):
         plan([describe(*boxes) for boxes in held], small=1)
 
@@ -208,7 +208,7 @@ def test_ranks_that_disagree_are_refused(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_slice_is_checked_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_partial_read_verifies_checksums_of_its_extents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layout, "EXTENT", 256)
     write(tmp_path / "c.h5", "whole", 1)
     with Reader(tmp_path / "c.h5") as reader:
@@ -218,7 +218,7 @@ def test_a_slice_is_checked_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     (tmp_path / "c.h5").write_bytes(data)
     with Reader(tmp_path / "c.h5") as reader:
         out = np.empty((2, 24), dtype="<f4")
-        reader.read_box("/model/up", (0, 0), (2, 24), out)  # bytes 0 to 192: the extent that was not hit
+        reader.read_box("/model/up", (0, 0), (2, 24), out)  # bytes 0 to 192: the undamaged extent
         assert out.tobytes() == whole_values("up", (16, 24))[:2].numpy().tobytes()
         with pytest.raises(CheckpointError, match="/model/up is damaged"):
             reader.read_box("/model/up", (4, 20), (2, 2), np.empty((2, 2), dtype="<f4"))
@@ -226,10 +226,10 @@ def test_a_slice_is_checked_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize("background", [False, True])
 @pytest.mark.parametrize("wrong", [False, True])
-def test_the_next_file_is_written_at_once_and_a_wrong_expectation_is_noticed(
+def test_later_files_are_written_at_once_and_a_wrong_predicted_offset_is_noticed(
     tmp_path: Path, background: bool, wrong: bool
 ) -> None:
-    """Places that are expected and not found cost a second writing, and leave no trace in the file."""
+    """Tensors at other offsets than predicted cost a second write, and leave no trace in the file."""
     write(tmp_path / "first.h5", "whole", 1)
     saver.PLACES.clear()
     seen: list[list[str]] = []
@@ -240,7 +240,7 @@ def test_the_next_file_is_written_at_once_and_a_wrong_expectation_is_noticed(
         with checkpoint.Saver(comm, how, background=background) as one:
             for number in range(3):
                 train = {"step": 3, "more": "x" * 3000 * number}
-                optimizer.param_groups[0]["lr"] = 0.1 ** number  # a schedule changes nothing about the places
+                optimizer.param_groups[0]["lr"] = 0.1 ** number  # a learning-rate schedule does not change the offsets
                 one.save(tmp_path / f"{number}.h5", model=model, optimizer=optimizer, train=train)
                 one.wait()
                 comm.all_gather_object(None)
@@ -257,8 +257,8 @@ def test_the_next_file_is_written_at_once_and_a_wrong_expectation_is_noticed(
         assert contents(tmp_path / f"{number}.h5") == contents(tmp_path / "first.h5")
 
 
-def test_spare_boxes_are_nobodys_to_write() -> None:
-    """A copy that is cut in other places needs no room in the deal, and gives none."""
+def test_spare_boxes_are_written_by_no_rank() -> None:
+    """A copy that is split at other boundaries is not assigned to any rank, and covers no elements."""
 
     def box(start: int, extent: int, spare: bool = False) -> Shard:
         return Shard("/model/x", (10,), "float32", (start,), (extent,), None, spare)
