@@ -1,4 +1,4 @@
-"""Give communicators of all ranks that belong to one test file, and that know which nodes their ranks are on."""
+"""Fixtures: communicators of all ranks, one per test file, with a given placement of ranks on nodes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from support.nodes import dealt_out, groups, in_pairs, placed
 
 @pytest.fixture(scope="module")
 def own(comm: Any) -> Iterator[Any]:
-    """Return a communicator of the ranks of this node, all of them on one; its memory goes with the test file."""
+    """Return a communicator of the ranks of this node; its memory is freed after the test file."""
     own = comm.split(comm.node)
     yield own
     own.free()
@@ -19,7 +19,7 @@ def own(comm: Any) -> Iterator[Any]:
 
 @pytest.fixture(scope="module", params=[in_pairs, dealt_out], ids=["in_pairs", "dealt_out"])
 def nodes(comm: Any, request: pytest.FixtureRequest) -> Iterator[tuple[Any, list[list[int]]]]:
-    """Return a communicator that believes in two nodes, and the ranks of each."""
+    """Return a communicator that reports two nodes, and the ranks of each."""
     spread = placed(comm, request.param)
     yield spread, groups(request.param, comm.size)
     spread.free()

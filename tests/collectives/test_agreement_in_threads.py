@@ -1,4 +1,4 @@
-"""All ranks succeed together or raise the same error: threads as ranks, and no ranks at all."""
+"""Collective errors: all ranks succeed or raise the same error; with threads as ranks, and without ranks."""
 
 from __future__ import annotations
 
@@ -34,17 +34,17 @@ def test_one_failing_rank_fails_all_with_the_same_error(error: HpctrainError) ->
     assert all(isinstance(result, HpctrainError) and result.everywhere for result in results)
 
 
-def test_the_same_reason_everywhere_is_said_once() -> None:
+def test_the_same_reason_on_all_ranks_is_reported_once() -> None:
     results = fail_on({rank: CheckpointError("no such file") for rank in range(3)})
     assert {str(result) for result in results} == {"no such file"}
 
 
-def test_different_reasons_are_all_said() -> None:
+def test_different_reasons_are_all_reported() -> None:
     results = fail_on({0: CheckpointError("disk full"), 2: CheckpointError("read-only")})
     assert {str(result) for result in results} == {"rank 0: disk full; rank 2: read-only"}
 
 
-def test_an_unforeseen_error_does_not_leave_the_others_waiting() -> None:
+def test_an_unforeseen_error_does_not_block_the_other_ranks() -> None:
     results = fail_on({2: ZeroDivisionError("oops")})
     assert {str(result) for result in results} == {"rank 2: ZeroDivisionError: oops"}
     assert type(results[2]) is HpctrainError and isinstance(results[2].__cause__, ZeroDivisionError)

@@ -1,4 +1,4 @@
-"""What an operation is given is looked at before anything travels: one error each, and nothing else refused."""
+"""Arguments of operations: each is checked before anything is sent, and only invalid ones are refused."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ TWO, EIGHT = torch.zeros(2), torch.zeros(8)
         (lambda: check_contiguous(torch.zeros(3, 2).t()), r"irecv wants a contiguous tensor, not strides \(1, 2\)"),
     ],
 )
-def test_what_does_not_fit_is_refused(check: Callable[[], object], message: str) -> None:
+def test_invalid_arguments_are_refused(check: Callable[[], object], message: str) -> None:
     with pytest.raises(CommunicationError, match=message):
         check()
 
 
-def test_what_fits_is_not_refused() -> None:
+def test_valid_arguments_are_not_refused() -> None:
     for root in range(4):
         THIRD.check_root(root)
     for tag in (0, USER_TAGS - 1):
@@ -48,12 +48,12 @@ def test_what_fits_is_not_refused() -> None:
     check_contiguous(torch.zeros(3, 2))
 
 
-def test_only_the_root_gives_the_whole() -> None:
+def test_only_the_root_passes_the_whole_tensor() -> None:
     assert THIRD.only_on(2, EIGHT, "out", TWO) is EIGHT
     assert THIRD.only_on(1, None, "out", TWO) is None and THIRD.only_on(1, TWO, "out", TWO) is None
 
 
-def test_the_last_tags_are_those_of_the_collectives() -> None:
+def test_the_highest_tags_are_reserved_for_collectives() -> None:
     from hpctrain.collectives.messages.algorithm import TAG
 
     assert USER_TAGS <= TAG < TAGS

@@ -1,4 +1,4 @@
-"""More bytes than a signed 32-bit count can name: marks at both ends and around the limit arrive."""
+"""Messages of more bytes than a signed 32-bit count can express: marks at both ends and around the limit arrive."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MARKS = (0, 2**31 - 1, 2**31, NUMEL - 1)
 @pytest.mark.ranks(2)
 @pytest.mark.slow
 @pytest.mark.limit(120)
-def test_more_than_two_gib(comm: Any) -> None:
+def test_more_than_two_gib_arrive(comm: Any) -> None:
     tensor = torch.zeros(NUMEL, dtype=torch.uint8)
     other = 1 - comm.rank
     for mark in MARKS:

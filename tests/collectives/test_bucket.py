@@ -1,4 +1,4 @@
-"""Small tensors in one message: the same values as one by one, in fewer messages."""
+"""Buckets of small tensors in one message: the same values as single operations, in fewer messages."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_values_are_those_of_single_operations(comm: Any) -> None:
 
 
 @pytest.mark.ranks
-def test_one_message_an_operation_and_dtype(comm: Any) -> None:
+def test_one_message_per_operation_and_dtype(comm: Any) -> None:
     with comm.recording() as recorder, comm.bucket() as bucket:
         for _ in range(10):
             bucket.all_reduce(torch.ones(3))
@@ -53,7 +53,7 @@ def test_one_message_an_operation_and_dtype(comm: Any) -> None:
 
 
 @pytest.mark.ranks
-def test_an_error_in_the_block_carries_nothing(comm: Any) -> None:
+def test_after_an_error_in_the_block_nothing_is_sent(comm: Any) -> None:
     tensor = torch.ones(1)
     with pytest.raises(CommunicationError, match="average of torch.int64 is not defined"), comm.bucket() as bucket:
         bucket.all_reduce(tensor)

@@ -1,4 +1,4 @@
-"""Tensors on a GPU: handed to the device's collectives, in turn with the host's; the GPU here is a fake on the host."""
+"""Tensors on a GPU: passed to the device's collectives, in order with the host's; here the GPU is a fake."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ HOST = torch.device("cpu")
 
 @pytest.fixture
 def on_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[int]]:
-    """Return addresses: tensors there count as tensors on a GPU."""
+    """Return a set of addresses: tensors at them count as tensors on a GPU."""
     addresses: set[int] = set()
 
     def of(carriers: Carriers, tensor: torch.Tensor) -> Any:
@@ -41,7 +41,7 @@ def placed(addresses: set[int], tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def test_every_operation_goes_to_the_device(own: Any, on_gpu: set[int]) -> None:
+def test_every_operation_is_passed_to_the_device(own: Any, on_gpu: set[int]) -> None:
     size, rank = own.size, own.rank
     total = size * (size + 1) / 2
     one = placed(on_gpu, torch.full((6,), rank + 1.0))
@@ -65,7 +65,7 @@ def test_every_operation_goes_to_the_device(own: Any, on_gpu: set[int]) -> None:
     assert own._carriers.hosted.queue.number - before == 10
 
 
-def test_messages_go_to_the_device(own: Any, on_gpu: set[int]) -> None:
+def test_point_to_point_messages_are_passed_to_the_device(own: Any, on_gpu: set[int]) -> None:
     mine, theirs = placed(on_gpu, torch.full((3,), float(own.rank))), placed(on_gpu, torch.empty(3))
     right, left = (own.rank + 1) % own.size, (own.rank - 1) % own.size
     if own.rank % 2 == 0 and right != 0:
@@ -77,7 +77,7 @@ def test_messages_go_to_the_device(own: Any, on_gpu: set[int]) -> None:
     arriving.wait()
 
 
-def test_parts_share_the_order_of_operations(own: Any) -> None:
+def test_split_communicators_share_the_order_of_operations(own: Any) -> None:
     part = own.split(own.rank % 2)
     if part.size > 1:
         assert part._carriers.device is not None
@@ -85,7 +85,7 @@ def test_parts_share_the_order_of_operations(own: Any) -> None:
     part.free()
 
 
-def test_what_is_not_possible_on_the_device_says_what_is(own: Any, on_gpu: set[int]) -> None:
+def test_an_algorithm_unsupported_on_the_device_names_the_supported_ones(own: Any, on_gpu: set[int]) -> None:
     tensor = placed(on_gpu, torch.zeros(2))
     with pytest.raises(CommunicationError, match="algorithm nccl cannot do all_reduce on the GPU: .*; able are staged"):
         own.all_reduce(tensor, algorithm="nccl")
@@ -93,7 +93,7 @@ def test_what_is_not_possible_on_the_device_says_what_is(own: Any, on_gpu: set[i
         own.all_reduce(tensor, algorithm="ring")
 
 
-def test_a_verdict_on_another_mpi_does_not_count(comm: Any) -> None:
+def test_a_canary_verdict_on_another_mpi_does_not_count(comm: Any) -> None:
     part = comm.split(0)
     part.use_device(HOST, Verdict(True, "it worked", "Some MPI 1.0"))
     assert "no canary exchange" in part._carriers.device._abilities.no_mpi

@@ -1,4 +1,4 @@
-"""HPCTRAIN_CHECK=order: ranks that do not call the same collective learn it at once, both lines named."""
+"""HPCTRAIN_CHECK=order: ranks that call different collectives fail at once, and both source lines are named."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_the_first_difference_is_named_on_all_ranks(
 
 
 @pytest.mark.ranks
-def test_ranks_that_swap_two_collectives(comm: Any, check: Any) -> None:
+def test_ranks_that_swap_two_collectives_are_named(comm: Any, check: Any) -> None:
     first, second = ("broadcast", "all_gather") if comm.rank else ("all_gather", "broadcast")
     with pytest.raises(MismatchError, match="collective 1: the ranks differ in operation: rank 0: all_gather at"):
         check(first)
@@ -82,7 +82,7 @@ def test_ranks_that_swap_two_collectives(comm: Any, check: Any) -> None:
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("eager", [0, 1])
-def test_one_rank_calls_one_more(
+def test_a_rank_with_an_extra_call_names_the_missing_ranks(
     comm: Any, check: Any, eager: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HPCTRAIN_TIMEOUT", "0.5")
@@ -102,7 +102,9 @@ def test_one_rank_calls_one_more(
 
 
 @pytest.mark.ranks(3, 4)
-def test_a_rank_that_hangs_is_told_from_those_that_wait(comm: Any, check: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hanging_rank_is_distinguished_from_waiting_ranks(
+    comm: Any, check: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("HPCTRAIN_TIMEOUT", "0.5")
     if comm.rank != 1:
         with pytest.raises(DeadlineError) as caught:
@@ -114,7 +116,7 @@ def test_a_rank_that_hangs_is_told_from_those_that_wait(comm: Any, check: Any, m
 
 
 @pytest.mark.ranks
-def test_different_lines_are_said_once_and_are_no_error(comm: Any, check: Any, caplog: Any) -> None:
+def test_different_source_lines_are_logged_once_and_are_no_error(comm: Any, check: Any, caplog: Any) -> None:
     logger = logging.getLogger("hpctrain")
     propagates, logger.propagate = logger.propagate, False
     logger.addHandler(caplog.handler)
@@ -135,7 +137,7 @@ def test_different_lines_are_said_once_and_are_no_error(comm: Any, check: Any, c
 
 
 @pytest.mark.ranks
-def test_the_variable_must_be_alike_on_all_ranks(comm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_variable_must_be_equal_on_all_ranks(comm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HPCTRAIN_CHECK", "order" if comm.rank == 1 else "")
     with pytest.raises(MismatchError, match="HPCTRAIN_CHECK is '' on rank 0 and 'order' on rank 1"):
         order_check(comm.transport)
@@ -147,7 +149,7 @@ def test_without_the_variable_there_is_no_check(comm: Any, monkeypatch: pytest.M
     assert order_check(comm.transport) is None
 
 
-def test_one_rank_alone_needs_no_check(comm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_rank_needs_no_check(comm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HPCTRAIN_CHECK", "order")
     assert wanted() and order_check(comm.transport) is None
 
@@ -158,7 +160,7 @@ def test_an_unknown_check_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         wanted()
 
 
-def test_the_line_of_a_hook_is_followed_by_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_line_of_a_hook_is_followed_by_the_users_line(monkeypatch: pytest.MonkeyPatch) -> None:
     module = __import__("hpctrain.collectives.check", fromlist=["check"])
     folder = module._PACKAGE
     code = compile("def hook(action):\n    return action()\n", f"{folder}parallel/ddp.py", "exec")

@@ -1,4 +1,4 @@
-"""The one object that users hold: every collective, on one rank and on several, in node memory and out of it."""
+"""Communicator, the users' object: every collective, on one rank and on several, in node memory and outside it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Nodes = tuple[Any, list[list[int]]]
 
 @pytest.fixture(scope="module")
 def own(comm: Any) -> Iterator[Any]:
-    """Return a communicator of all ranks, of however many nodes."""
+    """Return a communicator of all ranks, on one node or on several."""
     own = comm.split(0)
     yield own
     own.free()
@@ -33,7 +33,7 @@ def everyone(comm: Any) -> list[list[int]]:
 # One rank -------------------------------------------------------------------------------------------------------------
 
 
-def test_one_rank_keeps_what_it_has(comm: Any) -> None:
+def test_one_rank_keeps_its_values(comm: Any) -> None:
     assert (comm.rank, comm.size, comm.node, comm.nodes, comm.local_rank, comm.local_size) == (0, 1, 0, 1, 0, 1)
     buffer = comm.empty(3).fill_(2)
     for op in OPS:
@@ -50,7 +50,7 @@ def test_one_rank_keeps_what_it_has(comm: Any) -> None:
     assert buffer.tolist() == [2, 2, 2]
 
 
-def test_one_rank_refuses_what_several_refuse(comm: Any) -> None:
+def test_one_rank_refuses_the_same_arguments_as_several(comm: Any) -> None:
     with pytest.raises(CommunicationError, match="unknown algorithm 'star'"):
         comm.all_reduce(torch.zeros(1), algorithm="star")
     with pytest.raises(CommunicationError, match="unknown reduction 'mean'"):
@@ -65,7 +65,7 @@ def test_a_tensor_without_memory_is_refused(comm: Any) -> None:
             operation(torch.empty(3, device="meta"))
 
 
-def test_copy_of_a_model_keeps_its_communicator(comm: Any) -> None:
+def test_a_copied_model_keeps_its_communicator(comm: Any) -> None:
     assert copy.deepcopy({"comm": comm})["comm"] is comm
 
 
@@ -74,7 +74,7 @@ def test_copy_of_a_model_keeps_its_communicator(comm: Any) -> None:
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_memory_of_ones_own_is_reduced_too(comm: Any, dtype: torch.dtype) -> None:
+def test_tensors_in_ordinary_memory_are_reduced(comm: Any, dtype: torch.dtype) -> None:
     for numel, op in product((0, 1, 7, 1000), ops_of(dtype)):
         tensor = values(comm.rank, numel, dtype)
         assert comm.all_reduce(tensor, op) is tensor
@@ -100,7 +100,7 @@ def test_algorithms_agree(own: Any, dtype: torch.dtype) -> None:
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("op", ["min", "max"])
-def test_not_a_number_stays_in_memory_of_any_kind(own: Any, op: str) -> None:
+def test_nan_is_preserved_in_memory_of_any_kind(own: Any, op: str) -> None:
     for tensor in (own.empty(own.size), torch.empty(own.size)):
         tensor.fill_(own.rank)[own.rank] = torch.nan
         own.all_reduce(tensor, op)
@@ -127,7 +127,7 @@ def test_strided_tensors_are_reduced_in_place(own: Any) -> None:
 
 
 @pytest.mark.ranks
-def test_parameter_can_be_reduced(own: Any) -> None:
+def test_a_parameter_can_be_reduced(own: Any) -> None:
     parameter = torch.nn.Parameter(torch.full((4,), float(own.rank)))
     own.all_reduce(parameter, "average")
     own.broadcast(parameter.t())
@@ -135,7 +135,7 @@ def test_parameter_can_be_reduced(own: Any) -> None:
 
 
 @pytest.mark.ranks
-def test_other_algorithms_have_ended_on_return(own: Any) -> None:
+def test_other_algorithms_have_completed_on_return(own: Any) -> None:
     tensor = values(own.rank, 10, torch.int32)
     work = own.all_reduce(tensor, async_op=True)
     assert work.done()
@@ -143,7 +143,7 @@ def test_other_algorithms_have_ended_on_return(own: Any) -> None:
 
 
 @pytest.mark.ranks
-def test_what_cannot_serve_is_refused(own: Any) -> None:
+def test_invalid_or_unsupported_calls_are_refused(own: Any) -> None:
     with pytest.raises(CommunicationError, match="unknown reduction 'mean'"):
         own.all_reduce(own.empty(4), "mean")
     with pytest.raises(CommunicationError, match="average of torch.int64 is not defined"):
@@ -157,7 +157,7 @@ def test_what_cannot_serve_is_refused(own: Any) -> None:
         own.all_reduce(own.empty(4, torch.bfloat16), algorithm="mpi")
 
 
-# Everything else ------------------------------------------------------------------------------------------------------
+# Other operations -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.ranks
@@ -198,7 +198,7 @@ def test_all_gather_puts_the_ranks_in_order(own: Any, dtype: torch.dtype) -> Non
 
 
 @pytest.mark.ranks
-def test_shares_that_do_not_fit_are_refused(own: Any) -> None:
+def test_shares_of_wrong_size_are_refused(own: Any) -> None:
     whole = torch.zeros(own.size * 2)
     for share in (torch.zeros(3), torch.zeros(2, dtype=torch.float64)):
         with pytest.raises(CommunicationError, match=f"elements of torch.float32 are not {own.size} shares of "):
@@ -208,7 +208,7 @@ def test_shares_that_do_not_fit_are_refused(own: Any) -> None:
 
 
 @pytest.mark.ranks
-def test_messages_go_round(own: Any) -> None:
+def test_messages_are_sent_around_a_ring(own: Any) -> None:
     arrived = torch.zeros(4, 6)[:, ::2]
     for sender in range(own.size):
         receiver = (sender + 1) % own.size
@@ -220,13 +220,13 @@ def test_messages_go_round(own: Any) -> None:
 
 
 @pytest.mark.ranks
-def test_objects(own: Any) -> None:
+def test_objects_are_gathered_and_broadcast(own: Any) -> None:
     assert own.all_gather_object([own.rank]) == [[rank] for rank in range(own.size)]
     assert own.broadcast_object(own.rank, own.size - 1) == own.size - 1
 
 
 @pytest.mark.ranks
-def test_split_makes_a_communicator_with_memory_of_its_own(own: Any) -> None:
+def test_split_makes_a_communicator_with_its_own_memory(own: Any) -> None:
     part = own.split(own.rank % 2)
     ranks = [rank for rank in range(own.size) if rank % 2 == own.rank % 2]
     assert (part.size, part.rank) == (len(ranks), ranks.index(own.rank))
@@ -240,7 +240,7 @@ def test_split_makes_a_communicator_with_memory_of_its_own(own: Any) -> None:
 
 
 @pytest.mark.ranks
-def test_parts_end_with_the_whole(comm: Any) -> None:
+def test_split_communicators_are_freed_with_their_parent(comm: Any) -> None:
     """MPI libraries run out of communicators."""
     from mpi4py import MPI
 
@@ -271,7 +271,7 @@ def test_world_takes_any_communicator_of_mpi4py(comm: Any) -> None:
 
 
 @pytest.mark.ranks
-def test_empty_is_flat_memory_of_the_node(own: Any) -> None:
+def test_empty_returns_contiguous_memory_of_the_node(own: Any) -> None:
     for numel in (0, 1, 1000, 2**18):
         for dtype in (torch.float64, torch.bfloat16, torch.uint8):
             tensor = own.empty(numel, dtype)
@@ -281,7 +281,7 @@ def test_empty_is_flat_memory_of_the_node(own: Any) -> None:
 
 
 @pytest.mark.ranks
-def test_recording_counts_memory_that_is_made_meanwhile(comm: Any) -> None:
+def test_recording_counts_memory_allocated_meanwhile(comm: Any) -> None:
     fresh = comm.split(comm.node)
     with fresh.recording() as outer:
         tensor = fresh.empty(32 * fresh.size)
@@ -303,7 +303,7 @@ def test_recording_counts_memory_that_is_made_meanwhile(comm: Any) -> None:
 
 
 @pytest.mark.ranks(3)
-def test_unequal_nodes_share_no_memory_and_reduce_by_messages(nodes: Nodes) -> None:
+def test_nodes_of_unequal_size_share_no_memory_and_reduce_by_messages(nodes: Nodes) -> None:
     spread, ranks = nodes
     assert not spread.shares_memory and sorted(map(len, ranks)) == [1, 2]
     for dtype, op in product(DTYPES, ("sum", "max")):
@@ -326,7 +326,7 @@ def test_nodes_of_one_rank_share_no_memory_and_reduce_by_messages(comm: Any) -> 
 
 
 @pytest.mark.ranks(4)
-def test_everything_else_on_two_nodes(nodes: Nodes) -> None:
+def test_other_operations_on_two_nodes(nodes: Nodes) -> None:
     spread, _ = nodes
     mine = values(spread.rank, 8, torch.float32)
     assert same_bits(spread.broadcast(mine.clone(), 3), values(3, 8, torch.float32))

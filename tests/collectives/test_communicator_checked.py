@@ -1,4 +1,4 @@
-"""With HPCTRAIN_CHECK=order the communicator names the first collective in which ranks differ."""
+"""Communicator with HPCTRAIN_CHECK=order: it names the first collective in which ranks differ."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ job.comm.all_reduce(torch.ones(8 if job.rank else 4))
 
 @pytest.fixture
 def checked(comm: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """Return a communicator of all ranks that compares every collective, and has carried one."""
+    """Return a communicator of all ranks that compares every collective and has completed one."""
     monkeypatch.setenv("HPCTRAIN_CHECK", "order")
     monkeypatch.setenv("HPCTRAIN_TIMEOUT", "20")
     checked = comm.split(0)
@@ -31,7 +31,7 @@ def checked(comm: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     checked.free()
 
 
-def test_a_mismatch_ends_the_job_with_its_lines(launch: Any) -> None:
+def test_a_mismatch_ends_the_job_and_names_the_source_lines(launch: Any) -> None:
     done = launch(2, JOB, timeout=40, env={"HPCTRAIN_CHECK": "order"})
     assert done.returncode == 2, done
     assert done.stderr.count("the ranks differ in shape") == 1, done
@@ -40,7 +40,7 @@ def test_a_mismatch_ends_the_job_with_its_lines(launch: Any) -> None:
 
 @pytest.mark.ranks(2)
 def test_every_mismatch_is_named_on_every_rank_before_anything_is_sent(checked: Any) -> None:
-    """One after another on one communicator: had one begun, those after it would meet its leftovers."""
+    """All mismatches occur on one communicator: if one had sent anything, the next would receive its leftovers."""
     comm, odd = checked, bool(checked.rank)
     node = comm.empty(8)
     mine = node[4 * comm.rank :][:4]
@@ -75,7 +75,7 @@ def test_training_passes_the_check(checked: Any) -> None:
 
 
 @pytest.mark.ranks(2)
-def test_what_is_under_way_passes_the_check_again_and_again(checked: Any) -> None:
+def test_asynchronous_operations_pass_the_check_repeatedly(checked: Any) -> None:
     comm = checked
     whole, other, out = comm.empty(1000), comm.empty(1000), torch.empty(500)
     for _ in range(5):

@@ -1,4 +1,4 @@
-"""Every operation of the communicator by every algorithm that it names, on real ranks."""
+"""Every operation of the communicator by every algorithm that it accepts by name, on real ranks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from hpctrain.collectives.choice.select import ALGORITHMS
 from hpctrain.errors import CommunicationError
 
-LENGTH = 1003  # nothing divides it
+LENGTH = 1003  # not a multiple of any number of ranks
 
 
 @pytest.fixture(scope="module")
@@ -24,12 +24,12 @@ def node(comm: Any) -> Iterator[Any]:
 
 @pytest.fixture
 def those(comm: Any, node: Any, algorithm: str) -> Any:
-    """Return a communicator of the ranks that an algorithm is for: those of one node, or all."""
+    """Return a communicator of the ranks that an algorithm supports: those of one node, or all."""
     return node if algorithm == "window" else comm
 
 
 def lent(comm: Any, tensor: torch.Tensor, algorithm: str) -> torch.Tensor:
-    """Return a tensor where an algorithm can serve: on several nodes some need ``comm.empty``."""
+    """Return a tensor that an algorithm accepts: on several nodes some need ``comm.empty``."""
     needed = algorithm == "hierarchical" and comm.nodes > 1
     return comm.empty(tensor.numel()).copy_(tensor) if needed else tensor
 
@@ -119,7 +119,7 @@ def test_all_to_all_is_a_transposition(comm: Any) -> None:
 
 
 @pytest.mark.ranks(1, 2, 3, 4)
-def test_bits_of_integers_and_truth_values(comm: Any) -> None:
+def test_bitwise_reductions_of_integers_and_booleans(comm: Any) -> None:
     flags = torch.arange(8, dtype=torch.int32) << comm.rank
     expected = flags.clone() * 0
     for rank in range(comm.size):
@@ -130,7 +130,7 @@ def test_bits_of_integers_and_truth_values(comm: Any) -> None:
 
 
 @pytest.mark.ranks(1, 2, 3, 4)
-def test_what_does_not_fit_is_refused(comm: Any) -> None:
+def test_invalid_arguments_are_refused(comm: Any) -> None:
     one, several = torch.zeros(1), torch.zeros(comm.size)
     with pytest.raises(CommunicationError, match="rank 99 is not in 0"):
         comm.reduce(one, "sum", 99)

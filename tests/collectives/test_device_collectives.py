@@ -1,6 +1,6 @@
 """Collectives of device tensors: the same values on every path, 16-bit floats and NaN as on the host.
 
-The device is a fake one on the host, with a NCCL that MPI carries out.
+The device is a fake on the host, with a NCCL that is implemented by MPI.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def test_all_reduce(comm: Any, device: DeviceCollectives, dtype: torch.dtype, op
 
 
 @pytest.mark.parametrize("op", ["min", "max"])
-def test_nan_of_one_rank_is_everybodys(comm: Any, device: DeviceCollectives, op: str) -> None:
+def test_nan_of_one_rank_is_returned_on_all_ranks(comm: Any, device: DeviceCollectives, op: str) -> None:
     tensor = torch.full((5,), float(comm.rank))
     if comm.rank == 1:
         tensor[3] = torch.nan
@@ -99,7 +99,7 @@ def test_broadcast_of_strided_memory(comm: Any, device: DeviceCollectives) -> No
 
 
 @pytest.mark.parametrize("tag", [0, 3])
-def test_messages(comm: Any, device: DeviceCollectives, tag: int) -> None:
+def test_messages_arrive_on_the_device(comm: Any, device: DeviceCollectives, tag: int) -> None:
     out = torch.empty(NUMEL)
     if comm.rank == 0:
         device.send(values(0, NUMEL, torch.float32), 1, tag)
@@ -108,7 +108,9 @@ def test_messages(comm: Any, device: DeviceCollectives, tag: int) -> None:
         assert same_bits(out, values(0, NUMEL, torch.float32))
 
 
-def test_a_message_may_end_on_the_host(comm: Any, path: Path, device: DeviceCollectives, monkeypatch: Any) -> None:
+def test_a_message_may_be_received_on_the_host(
+    comm: Any, path: Path, device: DeviceCollectives, monkeypatch: Any
+) -> None:
     if path == "nccl":
         pytest.skip("NCCL carries messages from GPU to GPU only")
     monkeypatch.setattr("hpctrain.transport.mpi_calls.MESSAGE_BYTES", 16)
@@ -122,7 +124,7 @@ def test_a_message_may_end_on_the_host(comm: Any, path: Path, device: DeviceColl
         device.recv(out, 0)
 
 
-def test_what_can_serve_is_made_once_and_before_a_message_needs_it(
+def test_paths_are_set_up_once_and_before_a_message_needs_them(
     device: DeviceCollectives, path: Path, made: list[Path]
 ) -> None:
     ready = [] if path == "staged" else [path]
@@ -132,7 +134,7 @@ def test_what_can_serve_is_made_once_and_before_a_message_needs_it(
     assert made == ready
 
 
-def test_refuses_another_device_and_a_path_that_cannot_serve(device: DeviceCollectives, path: Path) -> None:
+def test_another_device_and_an_unsupported_path_are_refused(device: DeviceCollectives, path: Path) -> None:
     with pytest.raises(CommunicationError, match="broadcast of a tensor on meta: this rank's tensors are on cpu"):
         device.broadcast(torch.empty(1, device="meta"))
     other = "mpi" if path == "nccl" else "nccl"

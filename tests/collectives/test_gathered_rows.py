@@ -1,4 +1,4 @@
-"""Gathered tensors carry gradients: a loss over the rows of all ranks trains what one process trains."""
+"""Gradients of gathered tensors: a loss over the rows of all ranks trains as in one process."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def rows_of(rank: int, count: int, dtype: torch.dtype = torch.float32) -> Tensor
 
 @DIVIDED
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int64, torch.bfloat16], ids=str)
-def test_rows_come_in_rank_order(comm: Any, counts: Any, dtype: torch.dtype) -> None:
+def test_rows_are_in_rank_order(comm: Any, counts: Any, dtype: torch.dtype) -> None:
     wanted = torch.cat([rows_of(rank, counts[rank], dtype) for rank in range(comm.size)])
     found = comm.all_gather(rows_of(comm.rank, counts[comm.rank], dtype))
     assert torch.equal(found, wanted) and not found.requires_grad
@@ -37,11 +37,11 @@ def test_rows_come_in_rank_order(comm: Any, counts: Any, dtype: torch.dtype) -> 
     assert torch.equal(comm.all_gather(strided), wanted)
 
 
-def test_nothing_of_all_ranks_is_nothing(comm: Any) -> None:
+def test_empty_shares_gather_to_an_empty_tensor(comm: Any) -> None:
     assert comm.all_gather(torch.empty(0, 3)).shape == (0, 3)
 
 
-def test_two_tensors_go_as_ever(comm: Any) -> None:
+def test_all_gather_into_a_tensor_without_grad_is_unchanged(comm: Any) -> None:
     out, own = torch.empty(comm.size, 3), rows_of(comm.rank, 1)
     with comm.recording() as recorder:
         assert comm.all_gather(out, own) is out
@@ -70,7 +70,7 @@ def test_gradients_are_sums_over_all_ranks(comm: Any, counts: Any) -> None:
     torch.testing.assert_close(own.grad, wanted[begin : begin + counts[comm.rank]])
 
 
-def test_gradients_through_memory_of_ones_own(comm: Any) -> None:
+def test_gradients_flow_through_a_given_output_tensor(comm: Any) -> None:
     out = torch.empty(comm.size, 3, dtype=torch.float64)
     for _ in range(2):  # the memory may be used again
         own = rows_of(comm.rank, 1, torch.float64).requires_grad_()
@@ -82,9 +82,9 @@ def test_gradients_through_memory_of_ones_own(comm: Any) -> None:
         torch.testing.assert_close(own.grad, wanted[comm.rank : comm.rank + 1])
 
 
-def test_gradients_that_are_expanded_are_not_written(comm: Any) -> None:
+def test_expanded_gradients_are_not_written_in_place(comm: Any) -> None:
     own = torch.ones(1 + comm.rank, 2, requires_grad=True)
-    comm.all_gather(own).sum().backward()  # whose gradient is one number, expanded
+    comm.all_gather(own).sum().backward()  # its gradient is one number, expanded
     assert own.grad is not None and torch.equal(own.grad, torch.full_like(own, comm.size))
 
 
@@ -116,7 +116,7 @@ def alone(model: nn.Module, batch: list[Tensor]) -> Tensor:
 
 
 def together(comm: Any, model: nn.Module, batch: list[Tensor], weight: float) -> Tensor:
-    """Compare a rank's own rows with all columns, and its own columns with all rows."""
+    """Compute the loss of a rank's own rows with all columns, and of its own columns with all rows."""
     images, texts, scale = model(*batch)
     all_images, all_texts = (comm.all_gather(each, weight=weight) for each in (images, texts))
     ranks = comm.all_gather(torch.full((len(images),), comm.rank), weight=weight)
@@ -127,7 +127,7 @@ def together(comm: Any, model: nn.Module, batch: list[Tensor], weight: float) ->
 
 @DIVIDED
 @pytest.mark.parametrize("data", ["ddp", "zero2", "fsdp"])
-def test_contrastive_loss_trains_what_one_process_trains(comm: Any, counts: Any, data: Any) -> None:
+def test_contrastive_loss_trains_as_in_one_process(comm: Any, counts: Any, data: Any) -> None:
     counts = counts[: comm.size]
     count, first, total = counts[comm.rank], sum(counts[: comm.rank]), sum(counts)
     single, model = Towers().double(), Towers().double()
@@ -170,7 +170,7 @@ def test_even_batches_need_no_weight(comm: Any) -> None:
 # Mistakes -------------------------------------------------------------------------------------------------------------
 
 
-def test_tensors_that_do_not_fit_are_refused_on_all_ranks(comm: Any) -> None:
+def test_tensors_of_different_shapes_are_refused_on_all_ranks(comm: Any) -> None:
     last = comm.rank == comm.size - 1
     cases = [
         (torch.zeros(2, 4 if last else 3), r"rank 0 has \[2, 3\] of torch\.float32, rank . has \[2, 4\] of"),

@@ -1,4 +1,4 @@
-"""Ranks on a mesh: who is where, who talks to whom, and what is said of numbers that do not fit."""
+"""Device mesh: coordinates and neighbours of ranks, and errors for shapes that do not fit."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hpctrain.errors import UsageError
 
 
 @pytest.mark.parametrize("order", list(permutations(AXES)))
-def test_coordinates_are_those_of_numpy(order: tuple[str, ...]) -> None:
+def test_coordinates_equal_those_of_numpy(order: tuple[str, ...]) -> None:
     for lengths in product((1, 2, 3), repeat=3):
         shape = Shape(*lengths, order=order)
         grid = np.arange(shape.size).reshape([shape.length(axis) for axis in order])
@@ -28,7 +28,7 @@ def test_coordinates_are_those_of_numpy(order: tuple[str, ...]) -> None:
                 assert shape.line(axis, rank) == grid[line].tolist()
 
 
-def test_by_default_tensor_ranks_are_neighbours_and_stages_far_apart() -> None:
+def test_by_default_tensor_ranks_are_adjacent_and_stages_far_apart() -> None:
     shape = fill_in(16, pipe=2, tensor=4)
     assert (shape.pipe, shape.data, shape.tensor) == (2, 2, 4) and shape.size == 16
     assert shape.line("tensor", 5) == [4, 5, 6, 7] and shape.line("data", 5) == [1, 5]
@@ -48,13 +48,15 @@ def test_by_default_tensor_ranks_are_neighbours_and_stages_far_apart() -> None:
         (4, {"order": ("pipe", "data")}, "must name pipe, data, tensor once each"),
     ],
 )
-def test_what_does_not_fit_is_refused_with_what_would(size: int, given: dict[str, Any], said: str) -> None:
+def test_a_shape_that_does_not_fit_is_refused_with_shapes_that_would(
+    size: int, given: dict[str, Any], said: str
+) -> None:
     with pytest.raises(UsageError, match=said) as caught:
         fill_in(size, **given)
     assert caught.value.everywhere
 
 
-def test_what_is_said_to_work_does() -> None:
+def test_suggested_shapes_work() -> None:
     for size, pipe, tensor in product(range(1, 13), range(1, 6), range(1, 6)):
         try:
             assert fill_in(size, pipe=pipe, tensor=tensor).size == size

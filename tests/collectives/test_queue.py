@@ -1,4 +1,4 @@
-"""One order for all carriers: crosswise waits, which hang without the queue, end with it."""
+"""One order of operations for all carriers: crosswise waits hang without the queue and end with it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hpctrain.transport.nccl_channel import NcclChannel
 
 
 class Log(list[str]):
-    """Be a work that says when it is waited for or looked at."""
+    """Handle that logs when it is waited for or tested."""
 
     def __init__(self, into: list[str], name: str, done: bool = False) -> None:
         self.into, self.name, self.ended = into, name, done
@@ -32,7 +32,7 @@ def said() -> list[str]:
     return []
 
 
-def test_operations_are_numbered_whichever_way_they_go() -> None:
+def test_operations_of_all_carriers_are_numbered_together() -> None:
     queue = OperationQueue()
     numbers = []
     for carrier in ("host", "nccl", "nccl", "staged", "host"):
@@ -41,12 +41,12 @@ def test_operations_are_numbered_whichever_way_they_go() -> None:
     assert numbers == [1, 2, 3, 4, 5] and queue.operation == "all_reduce"
 
 
-def test_host_operations_end_before_nccl_begins(said: list[str]) -> None:
+def test_host_operations_end_before_nccl_starts(said: list[str]) -> None:
     queue = OperationQueue()
     for name in ("first", "second"):
         with queue("host", "all_reduce"):
             queue.hold(Log(said, name))
-    assert not said  # among themselves they wait for nobody
+    assert not said  # host operations do not wait for each other
     with queue("nccl", "all_reduce"):
         assert said == ["wait first", "wait second"]
     with queue("host", "broadcast"), queue("nccl", "broadcast"):
@@ -54,7 +54,7 @@ def test_host_operations_end_before_nccl_begins(said: list[str]) -> None:
     assert said == ["wait first", "wait second"]  # each is waited for once
 
 
-def test_staging_and_device_pointers_are_the_hosts_own(said: list[str]) -> None:
+def test_staged_and_device_pointer_operations_count_as_host_operations(said: list[str]) -> None:
     queue = OperationQueue()
     with queue("host", "all_reduce"):
         queue.hold(Log(said, "reduction"))
@@ -64,7 +64,7 @@ def test_staging_and_device_pointers_are_the_hosts_own(said: list[str]) -> None:
     assert not said
 
 
-def test_messages_of_nccl_go_before_the_host_waits() -> None:
+def test_deferred_nccl_messages_start_before_the_host_waits() -> None:
     library = FakeNccl()
     channel = NcclChannel(library, LateStreams(), 1, 0, UNIQUE)
     queue = OperationQueue()
@@ -79,7 +79,7 @@ def test_messages_of_nccl_go_before_the_host_waits() -> None:
     queue.forget(channel)
 
 
-def test_parts_of_a_world_share_the_order_and_not_the_numbers(said: list[str]) -> None:
+def test_split_communicators_share_the_order_and_not_the_numbers(said: list[str]) -> None:
     world = OperationQueue()
     part = OperationQueue(world)
     with world("host", "all_reduce"):
@@ -88,7 +88,7 @@ def test_parts_of_a_world_share_the_order_and_not_the_numbers(said: list[str]) -
         assert number == 1 and said == ["wait world's"]
 
 
-def test_what_has_ended_is_let_go(said: list[str]) -> None:
+def test_completed_operations_are_released(said: list[str]) -> None:
     queue = OperationQueue()
     for _ in range(3 * PRUNE):
         with queue("host", "all_reduce"):
@@ -96,7 +96,7 @@ def test_what_has_ended_is_let_go(said: list[str]) -> None:
     assert len(queue._order.works) <= PRUNE
 
 
-def test_an_error_in_waiting_leaves_the_queue_usable(said: list[str]) -> None:
+def test_an_error_in_a_wait_leaves_the_queue_usable(said: list[str]) -> None:
     class Failing(Log):
         def wait(self) -> None:
             raise TimeoutError("late")
@@ -110,7 +110,7 @@ def test_an_error_in_waiting_leaves_the_queue_usable(said: list[str]) -> None:
     thread = threading.Thread(target=lambda: others.append(queue("host", "broadcast").__enter__()))
     thread.start()
     thread.join(5)
-    assert others == [2]  # the lock is free, and the operation that never began has no number
+    assert others == [2]  # the lock is free, and the operation that never started has no number
 
 
 def test_threads_take_turns() -> None:
@@ -132,7 +132,7 @@ def test_threads_take_turns() -> None:
 
 
 class Crossed:
-    """Two ranks as threads; operation 1 needs both hosts to go on, operation 2 needs both to have started it."""
+    """Two ranks as threads: operation 1 needs both hosts to progress, operation 2 needs both to have started it."""
 
     def __init__(self) -> None:
         self.rounds = threading.Barrier(2, timeout=1)
@@ -156,8 +156,8 @@ class Crossed:
 
 
 @pytest.mark.parametrize("ordered", [True, False])
-def test_crosswise_waits(ordered: bool) -> None:
-    """Rank 0 waits for the second operation first, rank 1 for the first, before it starts the second."""
+def test_crosswise_waits_end_only_with_the_queue(ordered: bool) -> None:
+    """Rank 0 waits for the second operation first; rank 1 waits for the first before it starts the second."""
     crossed, failed = Crossed(), []
 
     def rank(number: int) -> None:
@@ -170,7 +170,7 @@ def test_crosswise_waits(ordered: bool) -> None:
             if number == 1:
                 work.wait()
             with queue("nccl", "all_reduce"):
-                crossed.started.wait()  # what a wait for a kernel amounts to: both have launched it
+                crossed.started.wait()  # the effect of a wait for a kernel: both have launched it
             work.wait()
         except threading.BrokenBarrierError:
             failed.append(number)

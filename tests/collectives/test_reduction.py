@@ -1,4 +1,4 @@
-"""The arithmetic of reductions against NumPy: the order of the ranks, blocks, and 16-bit floats."""
+"""Arithmetic of reductions compared with NumPy: order of ranks, blocks, and 16-bit floats."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_reduces_in_rank_order(dtype: torch.dtype, ranks: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_blocks_leave_no_seam(dtype: torch.dtype) -> None:
+def test_blocking_does_not_change_the_result(dtype: torch.dtype) -> None:
     for numel in LENGTHS:
         pieces = [values(rank, numel, dtype) for rank in range(3)]
         out = torch.empty(numel, dtype=dtype)
@@ -35,7 +35,7 @@ def test_blocks_leave_no_seam(dtype: torch.dtype) -> None:
         assert same_bits(out, reduced(pieces, "sum"))
 
 
-def test_a_piece_may_be_the_result() -> None:
+def test_an_input_may_be_the_output() -> None:
     for ranks in (2, 3):
         for position in range(ranks):
             pieces = [values(rank, 100, torch.bfloat16) for rank in range(ranks)]
@@ -45,7 +45,7 @@ def test_a_piece_may_be_the_result() -> None:
 
 
 def test_sixteen_bit_sums_are_rounded_once() -> None:
-    # In bfloat16 256 + 1 is 256 again, so that rounding after every step would lose all the ones.
+    # In bfloat16 256 + 1 is 256 again: rounding after every step would lose all the ones.
     pieces = [torch.full((3,), value, dtype=torch.bfloat16) for value in (256.0, 1.0, 1.0, 1.0, 1.0)]
     out = torch.empty(3, dtype=torch.bfloat16)
     Reducer().reduce_into(out, pieces, "sum")
@@ -59,7 +59,7 @@ def test_average_of_large_sixteen_bit_floats_does_not_overflow() -> None:
     assert torch.equal(out, pieces[0])
 
 
-def test_not_a_number_stays_whichever_rank_has_it() -> None:
+def test_nan_of_any_rank_is_preserved() -> None:
     for op in ("sum", "average", "min", "max", "product"):
         for rank in range(3):
             pieces = [torch.ones(2) for _ in range(3)]
@@ -69,14 +69,14 @@ def test_not_a_number_stays_whichever_rank_has_it() -> None:
             assert out.isnan().tolist() == [False, True]
 
 
-def test_scratch_is_kept() -> None:
+def test_the_scratch_buffer_is_reused() -> None:
     reducer = Reducer()
     assert reducer.scratch(torch.bfloat16, 7).data_ptr() == reducer.scratch(torch.float32, BLOCK).data_ptr()
     assert reducer.scratch(torch.float16, 7).dtype is torch.float32
     assert reducer.scratch(torch.int8, 7).shape == (7,)
 
 
-def test_only_an_average_is_scaled_and_travels_as_a_sum() -> None:
+def test_an_average_is_reduced_as_a_sum_and_then_scaled() -> None:
     assert {op: (carrier_op(op), average_scale(op, 4)) for op in ("sum", "average", "min", "max", "product")} == {
         "sum": ("sum", None),
         "average": ("sum", 0.25),
@@ -96,7 +96,7 @@ def test_bits_are_combined_as_numpy_does(dtype: torch.dtype) -> None:
         assert same_bits(out, torch.from_numpy(step(step(pieces[0].numpy(), pieces[1].numpy()), pieces[2].numpy())))
 
 
-def test_partial_results_of_sixteen_bit_floats_are_wide_where_they_would_be_rounded() -> None:
+def test_partial_results_of_sixteen_bit_floats_are_float32_if_they_would_be_rounded() -> None:
     wide = {op: partial_dtype(torch.bfloat16, op) for op in ("sum", "average", "product", "min", "max")}
     assert [op for op, dtype in wide.items() if dtype is torch.float32] == ["sum", "average", "product"]
     assert wide["min"] is torch.bfloat16 and partial_dtype(torch.float64, "sum") is torch.float64
@@ -117,7 +117,7 @@ def test_combining_keeps_the_order_and_the_wide_type() -> None:
     assert same.item() == 2
 
 
-def test_bits_of_floats_are_refused() -> None:
+def test_bitwise_reductions_of_floats_are_refused() -> None:
     with pytest.raises(CommunicationError, match="^band of torch.float32 is not defined; bitwise .* and bool$"):
         check_op("band", torch.float32)
 

@@ -1,4 +1,4 @@
-"""Where ranks believe that they are."""
+"""Topology: assignment of ranks to nodes."""
 
 from __future__ import annotations
 

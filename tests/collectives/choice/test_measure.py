@@ -1,4 +1,4 @@
-"""Measuring: with a clock that the test winds, the table is known beforehand; with real ranks, all have the same."""
+"""Measurement of algorithms: on a fake clock the table is known beforehand; on real ranks all get the same table."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CPU = torch.device("cpu")
 
 
 class FakeRanks:
-    """Be rank 0 of two that think alike; a call takes the seconds that a formula says, of bytes, on the fake clock."""
+    """Rank 0 of two equal ranks; a call of n bytes advances the fake clock by the seconds of a formula."""
 
     rank, size, nodes, local_size, shares_memory = 0, 2, 1, 2, False
 
@@ -56,7 +56,7 @@ class FakeRanks:
 
     def all_reduce(self, tensor: Tensor, algorithm: str) -> None:
         self._pass_time("all_reduce", algorithm, tensor)
-        tensor.mul_(2).add_(2 if algorithm in self.wrong else 1)  # the other's numbers are one above
+        tensor.mul_(2).add_(2 if algorithm in self.wrong else 1)  # the other rank's values are one higher
 
     def reduce(self, tensor: Tensor, root: int, algorithm: str) -> None:
         self._pass_time("reduce", algorithm, tensor)
@@ -79,7 +79,7 @@ def two_lines(monkeypatch: pytest.MonkeyPatch) -> Any:
     return FakeRanks(monkeypatch, {"mpi": lambda n: 1e-3 + n * 1e-6, "tree": lambda n: 5e-3 + n * 0.2e-6})
 
 
-def test_the_table_follows_from_the_times(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_table_follows_from_the_measured_times(monkeypatch: pytest.MonkeyPatch) -> None:
     found = measure(two_lines(monkeypatch), [1024, 4096, 16384], 300.0)
     rules = found.table().rules
     assert set(rules) == set(keys_of(two_lines(monkeypatch), CPU)) and len(rules) == 8
@@ -89,15 +89,15 @@ def test_the_table_follows_from_the_times(monkeypatch: pytest.MonkeyPatch) -> No
     assert found.left_out[KEY, "ring"] == "unknown algorithm 'ring' of all_reduce"
 
 
-def test_the_time_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_time_limit_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     ranks = two_lines(monkeypatch)
     said: list[float] = []
     measure(ranks, [1024, 4096, 16384], 20.0, progress=lambda seconds, what: said.append(seconds))
     assert 20.0 <= ranks.now < 20.2 and said == sorted(said) and said[-1] < 20.0
-    assert min(ranks.calls.values()) > 25  # every size had its share of it
+    assert min(ranks.calls.values()) > 25  # every size got its share of the time
 
 
-def test_sizes_for_which_there_was_no_time_are_not_decided(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sizes_that_were_not_measured_have_no_entry(monkeypatch: pytest.MonkeyPatch) -> None:
     ranks = two_lines(monkeypatch)
     ranks.costs = {"mpi": lambda n: 20.0 if n > 20_000 else 1e-3, "tree": lambda n: 1e-2}
     found = measure(ranks, [1024, 16384, 65536, 2**20], 20.0)
@@ -110,15 +110,15 @@ def test_sizes_for_which_there_was_no_time_are_not_decided(monkeypatch: pytest.M
 def test_an_algorithm_with_wrong_numbers_is_never_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     ranks = two_lines(monkeypatch)
     ranks.wrong = {"mpi"}
-    ranks.costs["mpi"] = lambda n: 1e-4  # else the best at every size
-    found = measure(ranks, [1024, 2**21], 100.0)  # the larger one is not checked any more
+    ranks.costs["mpi"] = lambda n: 1e-4  # otherwise the best at every size
+    found = measure(ranks, [1024, 2**21], 100.0)  # the larger size is not checked any more
     assert found.wrong == {(KEY, "mpi"), (("all_reduce", "host", "own"), "mpi")}
     assert found.left_out[KEY, "mpi"] == "it brought wrong numbers to rank 0, 1"
     assert found.table().rules[KEY] == ((inf, "tree"),)
     assert found.table().best("reduce", "host", "carried", 1024) == "mpi"
 
 
-def test_what_is_far_behind_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_much_slower_algorithm_is_not_measured_again(monkeypatch: pytest.MonkeyPatch) -> None:
     ranks = two_lines(monkeypatch)
     ranks.costs["ring"] = lambda n: 0.1
     found = measure(ranks, [4096], 60.0)
@@ -127,7 +127,7 @@ def test_what_is_far_behind_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize("nodes", [1, 2])
-def test_hierarchical_is_a_candidate_where_there_are_nodes(nodes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hierarchical_is_a_candidate_on_several_nodes(nodes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     ranks = two_lines(monkeypatch)
     ranks.nodes, ranks.local_size = nodes, 2 // nodes
     ranks.costs["hierarchical"] = lambda n: 1e-4
@@ -136,7 +136,7 @@ def test_hierarchical_is_a_candidate_where_there_are_nodes(nodes: int, monkeypat
     assert found.layout == Layout(2, nodes, 2 // nodes)
 
 
-def test_the_slowest_rank_counts_and_the_median_row() -> None:
+def test_the_median_row_of_the_slowest_rank_counts() -> None:
     others = [{"mpi": [1.0, 9.0, 2.0]}, {"tree": [5.0]}]
     ranks: Any = SimpleNamespace(all_gather_object=lambda own: [own, others])
     slowest = measuring._of_slowest(ranks, [{"mpi": [3.0, 1.0, 1.0]}, {"tree": [4.0]}])
@@ -147,7 +147,7 @@ def test_the_slowest_rank_counts_and_the_median_row() -> None:
     assert found.times[KEY] == {"mpi": {64: 3.0}, "ring": {64: 8.0}}
 
 
-def test_what_there_is_to_measure(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_keys_to_measure_depend_on_device_and_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     ranks = two_lines(monkeypatch)
     assert {key[1] for key in keys_of(ranks, CPU)} == {"host"}
     ranks.shares_memory = True
@@ -156,13 +156,13 @@ def test_what_there_is_to_measure(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(set(keys_of(ranks, torch.device("cuda", 0)))) == 24
 
 
-def test_one_rank_has_nothing_to_choose(comm: Any) -> None:
+def test_one_rank_has_no_algorithm_to_choose(comm: Any) -> None:
     found = measure(comm, [4], 1.0)
     assert not found.times and not found.table().rules and found.complete
 
 
 @pytest.mark.ranks(2, 4)
-def test_all_ranks_measure_the_same(own: Any) -> None:
+def test_all_ranks_measure_the_same_table(own: Any) -> None:
     found = measure(own, [4, 5000], 8.0 if own.size > 2 else 2.0)
     assert own.all_gather_object(found) == [found] * own.size
     assert found.layout == layout_of(own) == Layout(own.size, own.nodes, own.local_size)

@@ -1,4 +1,4 @@
-"""The choice of an algorithm, a pure function."""
+"""Selection of an algorithm, a pure function."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ def table(*steps: tuple[float, str]) -> Table:
     return Table(PAIR, {("broadcast", "host", "carried"): steps})
 
 
-def test_a_name_is_itself() -> None:
+def test_a_named_algorithm_is_selected() -> None:
     assert choose("broadcast", "tree", ABLE, (table((inf, "ring")),)) == "tree"
 
 
-def test_auto_asks_the_tables_in_order() -> None:
+def test_auto_looks_up_the_tables_in_order() -> None:
     measured, default = table((1000, "ring"), (inf, "tree")), table((inf, "mpi"))
     assert choose("broadcast", "auto", ABLE, (measured, default), nbytes=1000) == "ring"
     assert choose("broadcast", "auto", ABLE, (measured, default), nbytes=1001) == "tree"
@@ -30,7 +30,7 @@ def test_auto_asks_the_tables_in_order() -> None:
     assert choose("broadcast", "auto", ABLE, (measured, default), place="window") == "mpi"
 
 
-def test_auto_passes_over_what_cannot_serve() -> None:
+def test_auto_ignores_algorithms_that_do_not_support_the_call() -> None:
     tables = table((inf, "ring")), table((inf, "tree"))
     assert choose("broadcast", "auto", {**ABLE, "ring": "broken"}, tables) == "tree"
     assert choose("broadcast", "auto", {**ABLE, "mpi": "no"}) == "tree"
@@ -46,7 +46,7 @@ def test_an_unknown_algorithm_lists_the_known_ones() -> None:
         check_known("reduce", "star")
 
 
-def test_a_named_one_that_cannot_serve_says_why_and_what_can() -> None:
+def test_an_unsupported_algorithm_names_the_reason_and_the_supported_ones() -> None:
     with pytest.raises(CommunicationError) as caught:
         choose("broadcast", "window", {**ABLE, "window": "it needs a tensor of comm.empty()"})
     assert str(caught.value) == (
@@ -56,7 +56,7 @@ def test_a_named_one_that_cannot_serve_says_why_and_what_can() -> None:
 
 @pytest.mark.parametrize("layout", [PAIR, Layout(4, 2, 2), Layout(3, 3, 1)], ids=str)
 @pytest.mark.parametrize("operation", OPERATIONS)
-def test_without_a_calibration_something_serves_everywhere(layout: Layout, operation: str) -> None:
+def test_without_a_calibration_every_operation_has_an_algorithm(layout: Layout, operation: str) -> None:
     others = ("window", "hierarchical", "mpi")
     by_messages = {name: "no" if name in others else "" for name in ALGORITHMS[operation]}
     for place in ("window", "host"):
@@ -67,7 +67,7 @@ def test_without_a_calibration_something_serves_everywhere(layout: Layout, opera
             assert by_messages[chosen] == ""
 
 
-def test_defaults_use_node_memory_for_what_is_large() -> None:
+def test_defaults_use_node_memory_for_large_tensors() -> None:
     everything = dict.fromkeys(ALGORITHMS["all_reduce"], "")
     for layout, wanted in ((PAIR, "window"), (Layout(4, 2, 2), "hierarchical")):
         tables = (default_table(layout),)

@@ -1,4 +1,4 @@
-"""The printed table: crossovers, and by how much the choice wins, aligned."""
+"""Printed table of a calibration: crossovers and the gain of each selected algorithm, in aligned columns."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TIMES = {
 }
 
 
-def test_lines() -> None:
+def test_lines_show_crossovers_and_gains() -> None:
     assert timetable.lines(TABLE, TIMES) == [
         "operation   tensor  dtypes     fastest",
         "all_reduce  window  MPI's own  mpi up to 128 B, window above",
@@ -41,7 +41,7 @@ def test_lines() -> None:
     ]
 
 
-def test_without_times_there_is_nothing_to_compare() -> None:
+def test_without_times_no_comparison_is_printed() -> None:
     assert timetable.ratios(TABLE, {})[2:] == [
         "all_reduce  window  MPI's own  next best",
         "all_reduce  host    others     next best",

@@ -1,4 +1,4 @@
-"""The parts of a measurement: their memory, their rows, and the numbers that they expect."""
+"""Cases of a measurement: their memory, their rows of calls, and their expected values."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_sizes_become_elements_that_the_ranks_can_share(
 
 @pytest.mark.parametrize("of", [2, 3, 8])
 @pytest.mark.parametrize("kind", timing.DTYPES)
-def test_the_expected_numbers_are_those_of_the_definition(of: int, kind: str) -> None:
+def test_expected_values_follow_the_definition(of: int, kind: str) -> None:
     whole = {rank: part("all_reduce", 4 * 24, of, kind, rank) for rank in range(of)}
     for one in whole.values():
         one._fill()

@@ -1,4 +1,4 @@
-"""Algorithms as steps, and the threads that stand in for ranks in their tests."""
+"""Algorithms as sequences of steps, and the threads that replace ranks in their tests."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hpctrain.transport.base import TAGS, Finished, Transport, Work
 
 @Algorithm
 def swap(transport: Transport, tensor: torch.Tensor) -> Iterator[Work]:
-    """Swap."""
+    """Exchange tensors of two ranks."""
     arrived = torch.empty_like(tensor)
     yield from exchange(transport, tensor, 1 - transport.rank, arrived, 1 - transport.rank)
     tensor.copy_(arrived)
@@ -55,20 +55,20 @@ def test_waiting_names_the_collective() -> None:
     assert seen == ["all_reduce"] and waiting.operation == ""
 
 
-def test_messages_have_tags_that_transports_carry() -> None:
+def test_tags_of_collectives_are_within_the_transports_range() -> None:
     assert TAG - 1 > 0 and TAG < TAGS
 
 
 @pytest.mark.parametrize(
     "nbytes, lengths", [(8, [2] * 5), (12, [3, 3, 2, 2]), (1, [1] * 10), (40, [10]), (10**9, [10])]
 )
-def test_cut_is_as_equal_as_can_be(nbytes: int, lengths: list[int]) -> None:
+def test_cut_returns_slices_of_nearly_equal_length(nbytes: int, lengths: list[int]) -> None:
     assert [len(piece) for piece in cut(torch.arange(10), nbytes, 4)] == lengths
     assert torch.equal(torch.cat(list(cut(torch.arange(10), nbytes, 4))), torch.arange(10))
     assert [len(piece) for piece in cut(torch.empty(0), nbytes, 4)] == [0]
 
 
-def test_offsets_and_place() -> None:
+def test_offsets_are_prefix_sums_and_place_copies_once() -> None:
     assert offsets([3, 0, 2]) == [0, 3, 3, 5]
     out = torch.zeros(4)
     place(out[2:], torch.ones(2))
@@ -76,7 +76,7 @@ def test_offsets_and_place() -> None:
     assert out.tolist() == [0, 0, 1, 1]
 
 
-# Threads as ranks: they must notice what MPI would suffer ------------------------------------------------------------
+# Threads as ranks: they must detect errors that MPI does not report --------------------------------------------------
 
 
 def refused(body: Any, message: str, size: int = 2) -> None:
@@ -84,7 +84,7 @@ def refused(body: Any, message: str, size: int = 2) -> None:
         ThreadWorld(size).run(body)
 
 
-def test_threads_notice_memory_that_changes_while_it_is_sent() -> None:
+def test_threads_detect_memory_that_changes_during_a_send() -> None:
     def body(transport: ThreadTransport) -> None:
         tensor = torch.zeros(3)
         if transport.rank:
@@ -97,7 +97,7 @@ def test_threads_notice_memory_that_changes_while_it_is_sent() -> None:
     refused(body, "memory changed while it was sent")
 
 
-def test_threads_notice_messages_that_nobody_receives_or_waits_for_or_that_do_not_fit() -> None:
+def test_threads_detect_messages_not_received_not_waited_for_or_of_wrong_size() -> None:
     def forgotten(transport: ThreadTransport) -> None:
         if transport.rank == 0:
             transport.isend(torch.zeros(1), 1)
@@ -113,7 +113,7 @@ def test_threads_notice_messages_that_nobody_receives_or_waits_for_or_that_do_no
     refused(short, "8 bytes for a place of 4")
 
 
-def test_threads_notice_a_rank_that_reads_before_it_has_waited() -> None:
+def test_threads_fill_a_receive_buffer_with_garbage_until_the_wait() -> None:
     def body(transport: ThreadTransport) -> None:
         tensor = torch.zeros(1, dtype=torch.uint8)
         if transport.rank == 0:
@@ -128,7 +128,7 @@ def test_threads_notice_a_rank_that_reads_before_it_has_waited() -> None:
     ThreadWorld(2).run(body)
 
 
-def test_threads_end_together_when_one_fails() -> None:
+def test_threads_end_together_if_one_fails() -> None:
     def body(transport: ThreadTransport) -> None:
         if transport.rank == 0:
             raise ValueError("lost")
@@ -137,7 +137,7 @@ def test_threads_end_together_when_one_fails() -> None:
     refused(body, "^lost$", size=3)
 
 
-def test_clock_sends_one_message_at_a_time_and_receives_one_at_a_time() -> None:
+def test_the_clock_serializes_sends_and_receives_of_a_rank() -> None:
     def to_one(transport: ThreadTransport) -> None:
         if transport.rank:
             transport.send(torch.zeros(transport.rank, dtype=torch.uint8), 0)
@@ -159,7 +159,7 @@ def test_clock_sends_one_message_at_a_time_and_receives_one_at_a_time() -> None:
         assert world.elapsed == elapsed
 
 
-def test_threads_split_and_carry_objects() -> None:
+def test_threads_split_and_exchange_objects() -> None:
     def body(transport: ThreadTransport) -> None:
         part = transport.split(transport.rank % 2, -transport.rank)
         alike = [rank for rank in reversed(range(transport.size)) if rank % 2 == transport.rank % 2]

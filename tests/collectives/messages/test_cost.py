@@ -1,4 +1,4 @@
-"""Cost formulas: against what the algorithms really send, and against numbers worked out by hand."""
+"""Cost formulas: compared with what the algorithms send, and with numbers computed by hand."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Body = Callable[[ThreadTransport], None]
 
 
 def call(algorithm: str, operation: str, segment: int | None) -> Body:
-    """Return what runs an algorithm on a tensor of ``NBYTES`` bytes."""
+    """Return a function that runs an algorithm on a tensor of ``NBYTES`` bytes."""
     options = {"segment": segment} if segment else {}
     if algorithm in ("doubling", "halving"):
         run: Any = getattr(recursive, {"doubling": "double", "halving": "halve"}[algorithm] + "_all_reduce")
@@ -52,7 +52,7 @@ def call(algorithm: str, operation: str, segment: int | None) -> Body:
 
 
 def measured(body: Body, size: int) -> Cost:
-    """Return what an algorithm took on a clock of messages, on one of bytes, and what its ranks counted."""
+    """Return what an algorithm took on a clock of messages, on a clock of bytes, and the counts of its ranks."""
     by_messages, by_bytes = ThreadWorld(size, alpha=1, beta=0), ThreadWorld(size, alpha=0, beta=1)
     by_messages.run(body)
     by_bytes.run(body)
@@ -71,7 +71,7 @@ EXACT = [*((*key, None) for key in PLAIN), *((*key, segment) for key in PIPELINE
 
 @pytest.mark.parametrize("size", range(1, 10))
 @pytest.mark.parametrize("algorithm, operation, segment", EXACT)
-def test_formula_is_what_is_sent(algorithm: str, operation: str, segment: int | None, size: int) -> None:
+def test_formulas_equal_what_is_sent(algorithm: str, operation: str, segment: int | None, size: int) -> None:
     found = measured(call(algorithm, operation, segment), size)
     formula = cost(algorithm, operation, size, NBYTES, segment)
     assert (found.steps, found.messages) == (formula.steps, formula.messages)
@@ -81,20 +81,20 @@ def test_formula_is_what_is_sent(algorithm: str, operation: str, segment: int | 
 @pytest.mark.parametrize("size", range(2, 10))
 @pytest.mark.parametrize("operation", ["broadcast", "reduce", "all_reduce"])
 @pytest.mark.parametrize("segment", [None, 252, 1260])
-def test_two_trees_need_no_more_than_the_formula(operation: str, segment: int | None, size: int) -> None:
+def test_double_tree_needs_no_more_than_its_formula(operation: str, segment: int | None, size: int) -> None:
     found = measured(call("double_tree", operation, segment), size)
     formula = cost("double_tree", operation, size, NBYTES, segment)
     passes = 2 if operation == "all_reduce" else 1
     pieces, height = formula.steps // passes - 2 * (size - 1).bit_length() + 2, (size - 1).bit_length() - 1
     assert passes * (pieces + height) <= found.steps <= formula.steps == passes * (pieces + 2 * height)
     assert passes * NBYTES <= found.path <= formula.path
-    # The first rank sends in one half of an all_reduce only, the second has no child where p is 2 or 3.
+    # The first rank sends only in one half of an all_reduce; the second rank has no child if p is 2 or 3.
     few = passes == 2 and size < 4
     assert (found.messages <= formula.messages) if few else (found.messages == formula.messages)
     assert (found.sent <= formula.sent) if few else (found.sent == formula.sent)
 
 
-def test_no_rank_sends_or_receives_more_than_the_tensor_over_two_trees() -> None:
+def test_double_tree_sends_at_most_one_tensor_per_rank() -> None:
     for size in range(2, 10):
         for operation in ("broadcast", "reduce"):
             world = ThreadWorld(size)
@@ -105,7 +105,7 @@ def test_no_rank_sends_or_receives_more_than_the_tensor_over_two_trees() -> None
 
 
 @pytest.mark.parametrize("size", range(2, 10))
-def test_exchange_of_the_direct_algorithm_costs_as_much_as_pairwise(size: int) -> None:
+def test_the_direct_algorithm_costs_as_much_as_pairwise_exchange(size: int) -> None:
     assert cost("direct", "all_reduce", size, NBYTES) == Cost(
         2 * (size - 1),
         pytest.approx(2 * NBYTES * (size - 1) / size),
@@ -129,12 +129,12 @@ def test_exchange_of_the_direct_algorithm_costs_as_much_as_pairwise(size: int) -
         ("double_tree", "broadcast", 8, 2 + 4, 800),
     ],
 )
-def test_textbook_numbers(algorithm: str, operation: str, p: int, steps: int, sent: float) -> None:
+def test_formulas_give_textbook_numbers(algorithm: str, operation: str, p: int, steps: int, sent: float) -> None:
     found = cost(algorithm, operation, p, 800, 400 if algorithm == "double_tree" else None)
     assert (found.steps, found.sent) == (steps, pytest.approx(sent))
 
 
-def test_seconds() -> None:
+def test_seconds_follow_from_alpha_beta_and_gamma() -> None:
     assert Cost(3, 1000, 1, 0, 500).seconds(alpha=2.0, beta=0.01, gamma=0.1) == pytest.approx(6 + 10 + 50)
     assert Cost(1, 2, 3, 4, 5) + Cost(10, 20, 30, 40, 50) == Cost(11, 22, 33, 44, 55)
 
@@ -151,11 +151,11 @@ def test_best_segment_is_the_fastest(p: int, nbytes: int) -> None:
     assert best == pytest.approx((((p - 2) * LATENCY_BYTES) ** 0.5 + nbytes**0.5) ** 2, rel=0.02)
 
 
-def test_segment_of_nothing_and_of_no_pipeline() -> None:
+def test_segment_of_an_empty_tensor_and_without_a_pipeline() -> None:
     assert best_segment(0, 5) == 1 and best_segment(1000, 0) == 1000 and best_segment(10, 3) == 10
 
 
-def test_two_ranks_never_halve_and_many_do_so_for_long_tensors_only() -> None:
+def test_recursive_halving_is_used_by_three_or_more_ranks_for_long_tensors() -> None:
     assert prefers_doubling(2, 2**30)
     for p in (3, 4, 6, 8, 9):
         assert prefers_doubling(p, 1000) and not prefers_doubling(p, 2**24)

@@ -1,4 +1,4 @@
-"""Reductions by exchange, over any transport."""
+"""Direct reductions by all-to-all exchange, over any transport."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hpctrain.transport.single import SingleTransport
 LENGTHS = (0, 1, 2, 7, 64, 1000)
 
 
-def test_slices_cover_everything_as_equally_as_can_be() -> None:
+def test_slices_cover_the_tensor_in_nearly_equal_lengths() -> None:
     assert slices(10, 4) == [3, 3, 2, 2] and slices(2, 3) == [1, 1, 0] and slices(0, 2) == [0, 0]
     for numel in range(40):
         for size in range(1, 7):
@@ -25,7 +25,7 @@ def test_slices_cover_everything_as_equally_as_can_be() -> None:
 
 
 @pytest.mark.parametrize("op", ["sum", "average"])
-def test_one_rank_keeps_what_it_has(op: str) -> None:
+def test_one_rank_keeps_its_values(op: str) -> None:
     tensor, part = torch.arange(5.0), torch.empty(5)
     all_reduce(SingleTransport(), Reducer(), tensor, op)
     reduce_scatter(SingleTransport(), Reducer(), part, tensor, op)
@@ -55,7 +55,7 @@ def test_reduce_scatter_keeps_the_own_slice(comm: Any, dtype: torch.dtype) -> No
 
 
 @pytest.mark.ranks
-def test_all_reduce_stays_under_way_until_all_have_come(comm: Any) -> None:
+def test_all_reduce_is_not_done_before_all_ranks_have_called_it(comm: Any) -> None:
     tensor = values(comm.rank, 1000, torch.float32)
     if comm.rank == 0:
         comm.barrier()
@@ -70,7 +70,7 @@ def test_all_reduce_stays_under_way_until_all_have_come(comm: Any) -> None:
 
 
 @pytest.mark.ranks
-def test_bytes_are_those_of_two_exchanges(comm: Any) -> None:
+def test_bytes_equal_those_of_two_exchanges(comm: Any) -> None:
     numel = 120 * comm.size
     with comm.transport.recording() as recorder:
         all_reduce(comm.transport, Reducer(), torch.zeros(numel, dtype=torch.bfloat16), "sum")

@@ -1,4 +1,4 @@
-"""Algorithms along two trees at once."""
+"""Algorithms on two complementary trees."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class TestAllReduce(AllReduceSuite):
 
 @pytest.mark.parametrize("size", range(1, 10))
 @pytest.mark.parametrize("segment, longest", [(4, 31), (60, 67)])  # bytes, elements
-def test_segments_leave_no_seam(size: int, segment: int, longest: int) -> None:
+def test_segmentation_does_not_change_the_result(size: int, segment: int, longest: int) -> None:
     def body(transport: ThreadTransport) -> None:
         for dtype in (torch.float32, torch.bfloat16):
             for numel in (0, 1, longest):
@@ -40,7 +40,7 @@ def test_segments_leave_no_seam(size: int, segment: int, longest: int) -> None:
 
 
 @pytest.mark.parametrize("size", range(1, 70))
-def test_trees_hold_everybody_once_and_nobody_has_children_in_both(size: int) -> None:
+def test_each_rank_is_in_both_trees_and_has_children_in_one_at_most(size: int) -> None:
     inner = []
     for tree in (0, 1):
         parents = {child: rank for rank in range(size) for child in links(rank, size, tree)[1]}

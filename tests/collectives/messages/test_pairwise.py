@@ -25,7 +25,7 @@ class TestAllToAll(Suite):
 
         play(body)
 
-    def test_unequal_shares(self, play: Play) -> None:
+    def test_unequal_shares_are_transposed(self, play: Play) -> None:
         # Rank s sends s + 2 r elements to rank r, so that one of the parts is empty.
         def body(transport: Transport) -> None:
             me, ranks = transport.rank, range(transport.size)
@@ -39,7 +39,7 @@ class TestAllToAll(Suite):
 
 
 @pytest.mark.parametrize("size", range(1, 20))
-def test_partners_expect_each_other(size: int) -> None:
+def test_partners_of_a_step_match(size: int) -> None:
     table = [partners(rank, size) for rank in range(size)]
     for rank, row in enumerate(table):
         assert sorted(to for to, _ in row) == [other for other in range(size) if other != rank]

@@ -1,4 +1,4 @@
-"""Algorithms that double what is known or halve what is left."""
+"""Recursive doubling and recursive halving."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_halvings_end_at_one_slice() -> None:
 @pytest.mark.parametrize(
     "size, numel, messages", [(4, 100, 2), (4, 10**6, 4), (2, 10**6, 1), (8, 100, 3), (8, 10**6, 6)]
 )
-def test_short_tensors_are_doubled_and_long_ones_halved(size: int, numel: int, messages: int) -> None:
+def test_short_tensors_use_doubling_and_long_ones_halving(size: int, numel: int, messages: int) -> None:
     def body(transport: ThreadTransport) -> None:
         tensor = torch.full((numel,), transport.rank + 1, dtype=torch.int32)
         recursive.all_reduce(transport, Reducer(), tensor, "sum")
@@ -47,7 +47,7 @@ def test_short_tensors_are_doubled_and_long_ones_halved(size: int, numel: int, m
 
 
 def test_doubling_adds_neighbours_first() -> None:
-    # 1e8 swallows a 1 in float32: (r0 + r1) + (r2 + r3) is 0, in rank order it would be 1.
+    # 1e8 absorbs a 1 in float32: (r0 + r1) + (r2 + r3) is 0; in rank order it would be 1.
     brought = torch.tensor([1e8, 1.0, -1e8, 1.0])
 
     def body(transport: ThreadTransport) -> float:

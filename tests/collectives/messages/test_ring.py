@@ -1,4 +1,4 @@
-"""Algorithms along the ring."""
+"""Ring algorithms."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class TestAllReduce(AllReduceSuite):
 
 @pytest.mark.parametrize("size", range(1, 10))
 @pytest.mark.parametrize("segment, longest", [(4, 31), (60, 67)])  # bytes, elements
-def test_segments_leave_no_seam(size: int, segment: int, longest: int) -> None:
+def test_segmentation_does_not_change_the_result(size: int, segment: int, longest: int) -> None:
     def body(transport: ThreadTransport) -> None:
         for dtype in (torch.float32, torch.bfloat16):
             for numel in (0, 1, longest):
@@ -45,8 +45,8 @@ def test_segments_leave_no_seam(size: int, segment: int, longest: int) -> None:
     ThreadWorld(size).run(body)
 
 
-def test_slices_are_added_from_the_next_rank_on() -> None:
-    # 1e8 swallows a 1 in float32, so that the order shows: slice c begins at rank c + 1 and ends at rank c.
+def test_slices_are_added_starting_at_the_next_rank() -> None:
+    # 1e8 absorbs a 1 in float32, which shows the order: slice c starts at rank c + 1 and ends at rank c.
     brought = [1e8, 1.0, -1e8]
 
     def body(transport: ThreadTransport) -> list[float]:
@@ -56,10 +56,10 @@ def test_slices_are_added_from_the_next_rank_on() -> None:
 
     slice_0, slice_1, slice_2 = (1.0 - 1e8) + 1e8, (-1e8 + 1e8) + 1.0, (1e8 + 1.0) - 1e8
     assert ThreadWorld(3).run(body) == [[float(torch.tensor(1.0) - 1e8 + 1e8), slice_1, 0.0]] * 3
-    assert (slice_0, slice_2) == (1.0, 1.0)  # in float64 nothing is swallowed
+    assert (slice_0, slice_2) == (1.0, 1.0)  # float64 absorbs nothing
 
 
-def test_partial_sums_travel_wide_and_results_narrow() -> None:
+def test_partial_sums_are_sent_in_float32_and_results_in_16_bits() -> None:
     world = ThreadWorld(4)
     world.run(lambda transport: ring.all_reduce(transport, Reducer(), torch.ones(40, dtype=torch.bfloat16), "sum"))
     assert all(recorder.bytes["send"] == 30 * 4 + 30 * 2 for recorder in world.recorders)
@@ -68,7 +68,7 @@ def test_partial_sums_travel_wide_and_results_narrow() -> None:
     assert all(recorder.bytes["send"] == 60 * 2 for recorder in world.recorders)
 
 
-def test_slice_of_the_tensor_itself_may_be_the_result() -> None:
+def test_the_result_may_be_a_slice_of_the_input() -> None:
     def body(transport: ThreadTransport) -> None:
         tensor = exact(transport.rank, 31, torch.float16, "sum")
         out = torch.split(tensor, slices(31, 5))[transport.rank]

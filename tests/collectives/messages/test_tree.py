@@ -1,4 +1,4 @@
-"""Algorithms along binomial trees."""
+"""Binomial tree algorithms."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class TestGatherAndScatter(Suite):
 
 
 @pytest.mark.parametrize("size", range(1, 40))
-def test_everybody_has_one_parent_and_the_tree_is_as_low_as_can_be(size: int) -> None:
+def test_every_rank_has_one_parent_and_the_tree_has_minimal_depth(size: int) -> None:
     parents = {child: rank for rank in range(size) for child in tree.children(rank, size)}
     assert parents == {rank: tree.parent(rank) for rank in range(1, size)}
     assert sum(len(tree.children(rank, size)) for rank in range(size)) == size - 1
@@ -62,6 +62,6 @@ def test_everybody_has_one_parent_and_the_tree_is_as_low_as_can_be(size: int) ->
 
 
 @pytest.mark.parametrize("size", range(1, 40))
-def test_subtree_is_a_rank_and_its_children_s(size: int) -> None:
+def test_a_subtree_contains_a_rank_and_the_subtrees_of_its_children(size: int) -> None:
     for rank in range(size):
         assert tree.subtree(rank, size) == 1 + sum(tree.subtree(child, size) for child in tree.children(rank, size))

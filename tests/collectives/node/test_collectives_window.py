@@ -1,4 +1,4 @@
-"""Reductions in node memory: the same bits as NumPy's in rank order, on one node and on two."""
+"""Reductions in node memory: bitwise equal to NumPy's in rank order, on one node and on two."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ ROOM = 8 * (max(LONG) + 64)
 
 @pytest.fixture(scope="module")
 def room(own: Any) -> torch.Tensor:
-    """Return bytes enough for the longest tensor of the widest type, at an offset."""
+    """Return enough bytes for the longest tensor of the widest type, at an offset."""
     return own.empty(ROOM, torch.uint8)
 
 
 def put(room: torch.Tensor, tensor: torch.Tensor, offset: int = 0) -> torch.Tensor:
-    """Return a copy of a tensor that lies in the room, ``offset`` elements from its start."""
+    """Return a copy of a tensor inside the room, ``offset`` elements from its start."""
     start, end = offset * tensor.itemsize, (offset + tensor.numel()) * tensor.itemsize
     return room[start:end].view(tensor.dtype).copy_(tensor)
 
@@ -43,7 +43,7 @@ def test_reduces_in_rank_order(own: Any, room: torch.Tensor, dtype: torch.dtype)
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("dtype", LONG_DTYPES, ids=str)
-def test_blocks_leave_no_seam(own: Any, room: torch.Tensor, dtype: torch.dtype) -> None:
+def test_blocking_does_not_change_the_result(own: Any, room: torch.Tensor, dtype: torch.dtype) -> None:
     for numel in LONG:
         tensor = put(room, values(own.rank, numel, dtype))
         own.all_reduce(tensor, algorithm="window")
@@ -52,7 +52,7 @@ def test_blocks_leave_no_seam(own: Any, room: torch.Tensor, dtype: torch.dtype) 
 
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_reduces_in_the_nodes_and_then_across(nodes: Nodes, dtype: torch.dtype) -> None:
+def test_reduces_within_the_nodes_and_then_across(nodes: Nodes, dtype: torch.dtype) -> None:
     spread, ranks = nodes
     assert spread.shares_memory
     for numel, op in [*product(SHORT, ops_of(dtype)), (LONG[1], "sum")]:
@@ -73,7 +73,7 @@ def test_reduces_a_slice_and_leaves_the_rest(own: Any, room: torch.Tensor, offse
 
 
 @pytest.mark.ranks
-def test_matrix_is_reduced_where_it_lies(own: Any, room: torch.Tensor) -> None:
+def test_a_matrix_is_reduced_in_place(own: Any, room: torch.Tensor) -> None:
     matrix = put(room, values(own.rank, 60, torch.float32)).view(3, 20)
     own.all_reduce(matrix[1], algorithm="window")
     own.all_reduce(matrix[2:], algorithm="window")
@@ -93,7 +93,7 @@ def test_rerun_gives_the_same_bits_on_all_ranks(own: Any, room: torch.Tensor) ->
 
 
 @pytest.mark.ranks
-def test_several_under_way_are_waited_for_in_any_order(own: Any, room: torch.Tensor) -> None:
+def test_operations_in_flight_are_waited_for_in_any_order(own: Any, room: torch.Tensor) -> None:
     lengths, everyone = (100, 5000, 1, 777, 64, 3000), [list(range(own.size))]
     starts = [sum(lengths[:number]) for number in range(len(lengths))]
     for seed in range(10):
@@ -107,7 +107,7 @@ def test_several_under_way_are_waited_for_in_any_order(own: Any, room: torch.Ten
 
 
 @pytest.mark.ranks
-def test_operation_is_under_way_until_the_last_rank_has_come(own: Any, room: torch.Tensor) -> None:
+def test_an_operation_is_not_done_before_the_last_rank_has_called_it(own: Any, room: torch.Tensor) -> None:
     tensor = put(room, values(own.rank, 1000, torch.int64))
     last = own.rank == own.size - 1
     if last:
@@ -122,7 +122,7 @@ def test_operation_is_under_way_until_the_last_rank_has_come(own: Any, room: tor
 
 
 def mixed(comm: Any, room: torch.Tensor, ranks: list[list[int]], impatient: bool) -> None:
-    """Start reductions, and before the end of them meet in every other way."""
+    """Start reductions, and call every other kind of collective before they end."""
     first = put(room, values(comm.rank, 4000, torch.float32))
     second = put(room, values(comm.rank, 4000, torch.float32, seed=1), 4000)
     works = [comm.all_reduce(first, async_op=True)]
@@ -150,15 +150,15 @@ def mixed(comm: Any, room: torch.Tensor, ranks: list[list[int]], impatient: bool
 
 @pytest.mark.ranks
 @pytest.mark.limit(20)
-def test_other_collectives_come_between(own: Any, room: torch.Tensor) -> None:
+def test_other_collectives_may_run_during_a_reduction(own: Any, room: torch.Tensor) -> None:
     for turn in range(4):
         mixed(own, room, [list(range(own.size))], impatient=own.rank % 2 == turn % 2)
 
 
 @pytest.mark.ranks(4)
 @pytest.mark.limit(20)
-def test_other_collectives_come_between_on_two_nodes(nodes: Nodes) -> None:
-    # A node whose ranks ask after the reduction, and one whose ranks do not, meet in a barrier all the same.
+def test_other_collectives_may_run_during_a_reduction_on_two_nodes(nodes: Nodes) -> None:
+    # A node whose ranks poll the reduction and a node whose ranks do not still meet in a barrier.
     spread, ranks = nodes
     room = spread.empty(8 * 4000, torch.float32).view(torch.uint8)
     for node in (0, 1):
@@ -173,7 +173,7 @@ def test_average_over_two_nodes_does_not_overflow(nodes: Nodes) -> None:
 
 
 @pytest.mark.ranks
-def test_bytes_written_for_others_are_counted(own: Any, room: torch.Tensor) -> None:
+def test_bytes_written_for_other_ranks_are_counted(own: Any, room: torch.Tensor) -> None:
     numel = 160 * own.size
     with own.recording() as recorder:
         for dtype in (torch.float32, torch.bfloat16):
@@ -183,20 +183,19 @@ def test_bytes_written_for_others_are_counted(own: Any, room: torch.Tensor) -> N
 
 
 @pytest.mark.ranks(4)
-def test_bytes_on_two_nodes_are_those_of_the_node_and_of_the_slices_across(nodes: Nodes) -> None:
+def test_bytes_on_two_nodes_are_those_within_the_node_and_of_the_slices_across(nodes: Nodes) -> None:
     spread, _ = nodes
     tensor = spread.empty(640).fill_(1)
     with spread.recording() as recorder:
         spread.all_reduce(tensor, algorithm="hierarchical")
-    # Half of the tensor is this rank's: it goes to one neighbour, and half of that each way between the nodes.
+    # Half of the tensor belongs to this rank: that half is sent to one neighbour.
+    # Half of it is sent in each direction across the nodes.
     assert recorder.calls == {"window": 1, "send": 2, "recv": 2}
     assert recorder.bytes == {"window": 4 * 320, "send": 2 * 4 * 160, "recv": 2 * 4 * 160}
 
 
 @pytest.mark.ranks
-def test_ever_other_pieces_do_not_fill_the_memory(
-    own: Any, room: torch.Tensor, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ever_new_slices_do_not_grow_the_cache(own: Any, room: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host, "KEPT", 5)
     whole = put(room, values(own.rank, 40, torch.int32))
     for start in range(0, 40, 2):

@@ -1,4 +1,4 @@
-"""Collectives through node memory, in place and staged, on one node and on two: against torch on the ranks' values."""
+"""Collectives through node memory, in place and staged, on one node and on two: compared with torch."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def everyone(comm: Any) -> list[list[int]]:
 
 
 def lent(comm: Any, tensor: torch.Tensor) -> torch.Tensor:
-    """Return a copy that lies in node memory."""
+    """Return a copy in node memory."""
     return comm.empty(tensor.numel(), tensor.dtype).copy_(tensor)
 
 
@@ -70,7 +70,7 @@ def test_broadcast_from_every_root(own: Any) -> None:
         assert same_bits(tensor, values(root, numel, dtype)), (root, numel)
 
 
-def test_reduce_leaves_the_others_theirs(own: Any) -> None:
+def test_reduce_leaves_the_tensors_of_other_ranks_unchanged(own: Any) -> None:
     for root, op in product(range(own.size), ("sum", "average", "max")):
         tensor = lent(own, values(own.rank, LONG[0], torch.float32))
         own.reduce(tensor, op, root, algorithm="window")
@@ -81,7 +81,7 @@ def test_reduce_leaves_the_others_theirs(own: Any) -> None:
 # Common memory --------------------------------------------------------------------------------------------------------
 
 
-def test_common_memory_is_one_for_all_ranks(own: Any) -> None:
+def test_common_memory_is_shared_by_all_ranks(own: Any) -> None:
     whole = own.common(own.size * 5)
     assert whole.shape == (own.size * 5,) and whole.eq(0).all()
     own.barrier()
@@ -90,7 +90,7 @@ def test_common_memory_is_one_for_all_ranks(own: Any) -> None:
     assert whole.view(own.size, 5)[:, 0].tolist() == [rank + 1 for rank in range(own.size)]
 
 
-def test_gathering_shares_in_common_memory_copies_nothing(own: Any) -> None:
+def test_all_gather_in_common_memory_copies_nothing(own: Any) -> None:
     whole = own.common(own.size * 1000)
     own.barrier()
     place = whole.chunk(own.size)[own.rank].copy_(values(own.rank, 1000, torch.float32))
@@ -115,7 +115,7 @@ def test_staged_all_reduce(own: Any, dtype: torch.dtype) -> None:
 
 
 def test_staged_operations_follow_each_other(own: Any) -> None:
-    # One after the other, without a barrier: none may fill a slot that another rank still empties.
+    # Consecutive operations without a barrier: none may fill a slot that another rank still reads.
     for turn, numel in product(range(4), (5, LONG[1])):
         tensor = values(own.rank, numel, torch.float32, turn)
         own.all_reduce(tensor, algorithm="window")
@@ -130,7 +130,7 @@ def test_staged_operations_follow_each_other(own: Any) -> None:
         assert same_bits(mine, wanted[turn % own.size])
 
 
-def test_staged_waits_for_what_is_under_way(own: Any) -> None:
+def test_staged_operations_wait_for_operations_in_flight(own: Any) -> None:
     first = lent(own, values(own.rank, 1000, torch.float32))
     work = own.all_reduce(first, async_op=True)
     second = values(own.rank, 1000, torch.float32, 1)
@@ -166,12 +166,12 @@ def check_reductions(comm: Any, ranks: list[list[int]], dtype: torch.dtype) -> N
 
 
 @pytest.mark.ranks(2)
-def test_hierarchical_moves_on_one_node(own: Any) -> None:
+def test_hierarchical_data_movement_on_one_node(own: Any) -> None:
     check_moves(own)
 
 
 @pytest.mark.ranks(4)
-def test_hierarchical_moves_on_two_nodes(nodes: Nodes) -> None:
+def test_hierarchical_data_movement_on_two_nodes(nodes: Nodes) -> None:
     check_moves(nodes[0])
 
 
@@ -188,7 +188,7 @@ def test_hierarchical_reductions_on_two_nodes(nodes: Nodes, dtype: torch.dtype) 
 
 
 @pytest.mark.ranks(4)
-def test_pieces_of_a_long_slice_are_all_under_way_in_turn(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_segments_of_a_long_slice_are_in_flight_in_turn(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
     comm, ranks = nodes
     for few, piece in ((8, 4096), (1, 2**19)):
         monkeypatch.setattr("hpctrain.collectives.node.hierarchical.FEW_NODES", few)
@@ -204,17 +204,17 @@ def test_pieces_of_a_long_slice_are_all_under_way_in_turn(nodes: Nodes, monkeypa
 
 
 @pytest.mark.ranks(4)
-def test_window_is_for_one_node(nodes: Nodes) -> None:
+def test_window_is_refused_on_several_nodes(nodes: Nodes) -> None:
     with pytest.raises(CommunicationError, match="the ranks are on 2 nodes, which is what hierarchical is for"):
         nodes[0].all_reduce(nodes[0].empty(4), algorithm="window")
     with pytest.raises(CommunicationError, match=r"cannot do this broadcast: it needs a tensor of comm.empty"):
         nodes[0].broadcast(torch.zeros(4), algorithm="hierarchical")
 
 
-# Kept ways ------------------------------------------------------------------------------------------------------------
+# Cached calls ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_kept_way_serves_the_next_tensor_at_its_place(own: Any) -> None:
+def test_a_cached_call_serves_the_next_tensor_at_the_same_address(own: Any) -> None:
     own.all_reduce(torch.ones(4), algorithm="window")
     addresses = set()
     for turn in range(50):
@@ -224,10 +224,10 @@ def test_a_kept_way_serves_the_next_tensor_at_its_place(own: Any) -> None:
         own.all_reduce(tensor, "max", algorithm="window")
         assert tensor.eq(turn * own.size).all()
         del tensor
-    assert len(addresses) < 50  # or this proves nothing
+    assert len(addresses) < 50  # otherwise this test proves nothing
 
 
-def test_strides_are_not_mistaken_for_a_kept_way(own: Any) -> None:
+def test_strided_tensors_do_not_hit_the_cache_of_contiguous_ones(own: Any) -> None:
     base = own.empty(36).view(6, 6).copy_(values(own.rank, 36, torch.float32).view(6, 6))
     wanted = expected(everyone(own), 36, torch.float32, "sum").view(6, 6)
     torch.testing.assert_close(own.all_reduce(base[:3]).clone(), wanted[:3])

@@ -1,4 +1,4 @@
-"""Shares of a reduction left under way in node memory: the bits of those that are waited for, however it ends."""
+"""Asynchronous reduce_scatter in node memory: bitwise equal to the blocking call, however it is completed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.ranks
 
 
 def lent(comm: Any, tensor: Tensor) -> Tensor:
-    """Return a copy that lies in node memory."""
+    """Return a copy in node memory."""
     return comm.empty(tensor.numel(), tensor.dtype).copy_(tensor)
 
 
@@ -32,7 +32,7 @@ def wanted(comm: Any, numel: int, dtype: torch.dtype, op: str, seed: int = 0) ->
 
 
 def check_bits(comm: Any, dtype: torch.dtype) -> None:
-    """Keep shares in memory of every kind, and compare them with those of a call that waits."""
+    """Store shares in memory of every kind, and compare them with those of a blocking call."""
     for numel, op in (*product(LENGTHS, ops_of(dtype)), (BLOCK + 7, "sum")):
         tensor = lent(comm, values(comm.rank, numel * comm.size, dtype))
         waited = comm.reduce_scatter(torch.empty(numel, dtype=dtype), tensor, op, algorithm=by_memory(comm))
@@ -43,18 +43,18 @@ def check_bits(comm: Any, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_the_bits_are_those_of_a_call_that_waits(own: Any, dtype: torch.dtype) -> None:
+def test_the_bits_equal_those_of_a_blocking_call(own: Any, dtype: torch.dtype) -> None:
     check_bits(own, dtype)
 
 
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_the_bits_on_two_nodes_are_those_of_a_call_that_waits(nodes: Nodes, dtype: torch.dtype) -> None:
+def test_the_bits_on_two_nodes_equal_those_of_a_blocking_call(nodes: Nodes, dtype: torch.dtype) -> None:
     check_bits(nodes[0], dtype)
 
 
 def check_order(comm: Any, seed: int) -> None:
-    """Start reductions of both kinds by turns, and wait for them in another order on every rank."""
+    """Start reductions of both kinds alternately, and wait for them in another order on every rank."""
     shares, works, checks = [100, 5000, 1, 777, 3000], [], []
     for number, share in enumerate(shares):
         tensor, out = lent(comm, values(comm.rank, share * comm.size, torch.float32, seed + number)), torch.empty(share)
@@ -80,7 +80,7 @@ def test_several_on_two_nodes_are_waited_for_in_any_order(nodes: Nodes) -> None:
 
 
 def check_late_rank(comm: Any) -> None:
-    """Let the last rank come when the others have begun, looked, and gone on to something else."""
+    """Let the last rank call after the others have started, polled, and continued with other work."""
     works, outs = [], [torch.empty(500, dtype=torch.int64) for _ in range(3)]
     tensors = [lent(comm, values(comm.rank, 500 * comm.size, torch.int64, seed)) for seed in range(3)]
     late = comm.rank == comm.size - 1
@@ -99,18 +99,18 @@ def check_late_rank(comm: Any) -> None:
 
 
 @pytest.mark.limit(20)
-def test_a_late_rank_finds_the_others_gone_on(own: Any) -> None:
+def test_a_late_rank_completes_what_the_others_started(own: Any) -> None:
     check_late_rank(own)
 
 
 @pytest.mark.ranks(4)
 @pytest.mark.limit(20)
-def test_a_late_rank_finds_the_others_gone_on_two_nodes(nodes: Nodes) -> None:
+def test_a_late_rank_on_two_nodes_completes_what_the_others_started(nodes: Nodes) -> None:
     check_late_rank(nodes[0])
 
 
 @pytest.mark.limit(20)
-def test_calls_that_wait_come_between(own: Any) -> None:
+def test_blocking_calls_may_run_in_between(own: Any) -> None:
     tensor, out = lent(own, values(own.rank, 1000 * own.size, torch.float32)), torch.empty(1000)
     for seed in (1, 2, 3):
         work = own.reduce_scatter(out, tensor, async_op=True)
@@ -123,7 +123,7 @@ def test_calls_that_wait_come_between(own: Any) -> None:
         assert same_bits(share, wanted(own, 1000, torch.float32, "max"))
 
 
-def test_one_rank_may_wait_where_another_does_not(own: Any) -> None:
+def test_one_rank_may_block_where_another_does_not(own: Any) -> None:
     tensor = lent(own, values(own.rank, 30 * own.size, torch.float32))
     out = torch.empty(60)[::2] if own.rank == 0 else torch.empty(30)
     work = own.reduce_scatter(out, tensor, async_op=True)
@@ -132,7 +132,7 @@ def test_one_rank_may_wait_where_another_does_not(own: Any) -> None:
     assert same_bits(out.contiguous(), wanted(own, 30, torch.float32, "sum"))
 
 
-def test_elsewhere_it_has_ended_on_return(own: Any) -> None:
+def test_in_other_memory_the_operation_has_completed_on_return(own: Any) -> None:
     for tensor in (values(own.rank, 4 * own.size, torch.int32), own.empty(0, torch.int32)):
         out = torch.empty(tensor.numel() // own.size, dtype=torch.int32)
         assert own.reduce_scatter(out, tensor, async_op=True).done()
@@ -143,9 +143,9 @@ def test_elsewhere_it_has_ended_on_return(own: Any) -> None:
     assert same_bits(out, wanted(own, 4, torch.int32, "sum"))
 
 
-def test_a_share_that_nobody_holds_keeps_its_memory(own: Any) -> None:
+def test_a_share_without_references_keeps_its_memory(own: Any) -> None:
     tensor = lent(own, values(own.rank, 3000 * own.size, torch.float32))
-    for _ in range(3):  # the first time the way is made, later it is the kept one
+    for _ in range(3):  # the first time the call is prepared, later it is cached
         own.barrier()
         if own.rank == 0:
             out = torch.empty(3000)
@@ -162,7 +162,7 @@ def test_a_share_that_nobody_holds_keeps_its_memory(own: Any) -> None:
             own.reduce_scatter(torch.empty(3000), tensor, async_op=True).wait()
 
 
-def test_the_way_is_made_once(own: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_call_is_prepared_once(own: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     tensor, out = lent(own, values(own.rank, 50 * own.size, torch.float32)), torch.empty(50)
     own.reduce_scatter(out, tensor, async_op=True).wait()
     own.all_reduce(tensor, "max", async_op=True).wait()
@@ -174,7 +174,7 @@ def test_the_way_is_made_once(own: Any, monkeypatch: pytest.MonkeyPatch) -> None
     assert same_bits(tensor, expected(by_node(own), 50 * own.size, torch.float32, "max", 1))
 
 
-def test_no_byte_more_moves(own: Any) -> None:
+def test_the_same_bytes_are_moved_as_by_a_blocking_call(own: Any) -> None:
     tensor, out = lent(own, values(own.rank, 64 * own.size, torch.float32)), torch.empty(64)
     with own.recording() as waited:
         own.reduce_scatter(out, tensor, algorithm=by_memory(own))
@@ -184,7 +184,7 @@ def test_no_byte_more_moves(own: Any) -> None:
 
 
 @pytest.mark.ranks(4)
-def test_window_is_for_one_node_also_where_nobody_waits(nodes: Nodes) -> None:
+def test_window_is_refused_on_several_nodes_also_for_asynchronous_calls(nodes: Nodes) -> None:
     comm, _ = nodes
     tensor, why = comm.empty(4), "the ranks are on 2 nodes, which is what hierarchical is for"
     with pytest.raises(CommunicationError, match=why):

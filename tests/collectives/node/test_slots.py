@@ -1,4 +1,4 @@
-"""Slots: what one rank writes the other reads where it lies, in order, and nothing is written over before its time."""
+"""Ring slots: messages are read in order and in place, and no slot is overwritten before it is freed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.ranks
 
 
 @pytest.mark.parametrize("count", [1, 2, 5])
-def test_messages_come_in_order_and_stay_until_they_are_freed(own: Any, count: int) -> None:
+def test_messages_arrive_in_order_and_stay_until_they_are_freed(own: Any, count: int) -> None:
     ring, back = own.slots([Handover(0, 1, count, 40), Handover(1, 0, 1, 4)])
     if own.rank == 0:
         for number in range(20):
@@ -36,7 +36,7 @@ def test_messages_come_in_order_and_stay_until_they_are_freed(own: Any, count: i
         for number in range(20):
             wait(ring.ready)
             held.append((number, ring.take().view(torch.int32)))
-            if len(held) == count:  # the oldest is given back only now
+            if len(held) == count:  # the oldest slot is freed only now
                 first, slot = held.pop(0)
                 assert slot.eq(first).all() and slot.numel() == 10
                 ring.free()
@@ -46,8 +46,8 @@ def test_messages_come_in_order_and_stay_until_they_are_freed(own: Any, count: i
         assert ring is None and back is None
 
 
-def test_slots_lie_in_memory_of_both(own: Any) -> None:
-    """What the reader writes back into a slot, the writer sees: there is one memory and no copy."""
+def test_slots_are_memory_shared_by_writer_and_reader(own: Any) -> None:
+    """The writer sees what the reader writes back into a slot: there is one memory and no copy."""
     (ring,) = own.slots([Handover(0, 1, 1, 8)])
     if own.rank == 0:
         slot = ring.next()
@@ -63,7 +63,7 @@ def test_slots_lie_in_memory_of_both(own: Any) -> None:
         ring.free()
 
 
-def test_what_goes_through_is_counted(own: Any) -> None:
+def test_bytes_through_the_slots_are_counted(own: Any) -> None:
     with own.recording() as recorder:
         (ring,) = own.slots([Handover(0, 1, 2, 100)])
         if own.rank == 0:
@@ -73,14 +73,14 @@ def test_what_goes_through_is_counted(own: Any) -> None:
         assert recorder.calls["handover"] == 2 and recorder.bytes["handover"] == 200
 
 
-def test_ranks_of_different_nodes_get_none(comm: Any) -> None:
+def test_ranks_of_different_nodes_get_no_slots(comm: Any) -> None:
     spread = placed(comm, alone)
     assert spread.slots([Handover(0, 1, 2, 100)]) == [None]
     spread.free()
 
 
 @pytest.mark.ranks(4)
-def test_each_node_has_its_own(comm: Any) -> None:
+def test_each_node_has_its_own_slots(comm: Any) -> None:
     spread = placed(comm, lambda rank: rank // 2)
     rings = spread.slots([Handover(0, 1, 1, 8), Handover(1, 2, 1, 8), Handover(2, 3, 1, 8)])
     mine = 0 if comm.rank < 2 else 2
