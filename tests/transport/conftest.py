@@ -1,4 +1,4 @@
-"""Let failures in the suite show both sides of an assert."""
+"""Assertion rewriting for the suite, so that its failures show both sides of an assert."""
 
 import pytest
 

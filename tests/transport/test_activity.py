@@ -1,4 +1,4 @@
-"""What a rank waits for: named, timed, and outermost first."""
+"""Waits of a rank: named, timed, and reported as the outermost one."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_a_wait_is_named_and_timed(clock: list[float]) -> None:
     assert (waiting.total, waiting.entered) == (3.0, 2)
 
 
-def test_a_wait_inside_another_is_part_of_it(clock: list[float]) -> None:
+def test_a_nested_wait_is_part_of_the_outer_one(clock: list[float]) -> None:
     waiting = Activity()
     with waiting("all_reduce"):
         clock[0] += 1
@@ -49,7 +49,7 @@ def test_an_error_ends_the_wait(clock: list[float]) -> None:
         assert waiting.operation == "send"
 
 
-def test_a_call_is_noted_as_a_wait_is(clock: list[float]) -> None:
+def test_a_call_is_recorded_as_a_wait(clock: list[float]) -> None:
     waiting, seen = Activity(), []
 
     def call() -> None:
@@ -69,7 +69,9 @@ def test_a_call_is_noted_as_a_wait_is(clock: list[float]) -> None:
 
 
 @pytest.mark.parametrize("text, seconds", [(None, 600.0), ("3", 3.0), ("0.5", 0.5), ("1e3", 1000.0)])
-def test_the_deadline(monkeypatch: pytest.MonkeyPatch, text: str | None, seconds: float) -> None:
+def test_the_timeout_is_read_from_the_environment(
+    monkeypatch: pytest.MonkeyPatch, text: str | None, seconds: float
+) -> None:
     monkeypatch.delenv("HPCTRAIN_TIMEOUT", raising=False)
     if text is not None:
         monkeypatch.setenv("HPCTRAIN_TIMEOUT", text)
@@ -77,7 +79,7 @@ def test_the_deadline(monkeypatch: pytest.MonkeyPatch, text: str | None, seconds
 
 
 @pytest.mark.parametrize("text", ["", "soon", "0", "-1", "nan"])
-def test_a_deadline_that_is_none(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+def test_an_invalid_timeout_is_refused(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     monkeypatch.setenv("HPCTRAIN_TIMEOUT", text)
     with pytest.raises(SettingsError, match=f"HPCTRAIN_TIMEOUT='{text}' is not a number of seconds above 0"):
         timeout_seconds()

@@ -1,4 +1,4 @@
-"""Works that follow each other."""
+"""Chains of operations in flight."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from hpctrain.transport.base import Chain, Finished, Work
 
 
 class Slow:
-    """Be done at the second look."""
+    """Handle that is done at the second test."""
 
     def __init__(self, name: str, log: list[str]) -> None:
         self._name, self._log, self._looks = name, log, 0
@@ -29,7 +29,7 @@ def links(log: list[str]) -> Iterator[Work]:
     log.append("end")
 
 
-def test_chain_starts_each_link_when_the_one_before_has_ended() -> None:
+def test_chain_starts_each_link_after_the_previous_one_has_ended() -> None:
     log: list[str] = []
     chain = Chain(links(log))
     assert log == ["start one"]
@@ -47,7 +47,7 @@ def test_chain_waits_for_all_links() -> None:
     assert log == ["start one", "wait one", "start two", "wait two", "end"] and chain.done()
 
 
-def test_chain_of_nothing_is_done() -> None:
+def test_an_empty_chain_is_done() -> None:
     chain = Chain(iter(()))
     chain.wait()
     assert chain.done()

@@ -1,4 +1,4 @@
-"""The canary: a verdict for every way in which an exchange can end, and never a crash of who asks."""
+"""Canary exchange of device pointers: every outcome gives a verdict, and no outcome crashes the caller."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def printed(verdict: Verdict) -> str:
 
 
 @pytest.mark.ranks
-def test_a_right_exchange(comm: Any) -> None:
+def test_a_correct_exchange_passes(comm: Any) -> None:
     assert exchange(comm.transport, HOST, SMALL) == []
     verdict = judge(comm.transport, HOST, "Some MPI 1", SMALL)
     memory = "from memory of cpu to memory of cpu"
@@ -38,7 +38,7 @@ def test_a_right_exchange(comm: Any) -> None:
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("broken", ["recv", "broadcast", "all_reduce", "all_gather"])
-def test_one_wrong_value_on_one_rank_is_everybodys_verdict(
+def test_one_wrong_value_on_one_rank_is_the_verdict_of_all_ranks(
     comm: Any, broken: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kind = type(comm.transport)
@@ -71,19 +71,19 @@ def test_one_wrong_value_on_one_rank_is_everybodys_verdict(
     assert comm.all_gather_object(verdict) == [verdict] * comm.size
 
 
-def test_the_exchange_runs_as_a_job_of_its_own() -> None:
+def test_the_exchange_runs_as_a_separate_job() -> None:
     verdict = probe(program=(sys.executable, "-m", "hpctrain.transport.canary", "--device", "cpu"))
     assert verdict.reason == "every value arrived on 2 ranks, from memory of cpu to memory of cpu"
     assert verdict.holds_for(library_name()) and not verdict.holds_for("Other MPI 2")
 
 
-def test_without_a_gpu_the_verdict_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_gpu_the_verdict_names_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     verdict = probe()
     assert (verdict.cuda_aware, verdict.reason) == (False, "no GPU is visible")
 
 
-def test_a_crash_is_a_verdict() -> None:
+def test_a_crash_is_a_negative_verdict() -> None:
     verdict = program("import os; print('about to read', flush=True); os.abort()")
     assert verdict == Verdict(False, "the exchange ended with status -6: about to read", "")
 
@@ -94,14 +94,14 @@ def test_a_crash_after_the_verdict_counts() -> None:
     assert not verdict.cuda_aware and "ended with status -6" in verdict.reason and verdict.library == "Some MPI 1"
 
 
-def test_a_hang_is_a_verdict_and_leaves_nobody_behind() -> None:
+def test_a_hang_is_a_negative_verdict_and_leaves_no_process() -> None:
     started = time.monotonic()
     verdict = probe([], program=(sys.executable, "-c", "import time; time.sleep(60)"), timeout=0.5)
     assert verdict == Verdict(False, "the exchange did not end within 0.5 s", "")
     assert time.monotonic() - started < scaled(10)
 
 
-def test_silence_and_nonsense_are_verdicts() -> None:
+def test_missing_and_malformed_output_are_negative_verdicts() -> None:
     assert program("pass").reason == "the exchange ended with status 0: it printed nothing"
     assert not program(f"print({MARK!r} + '{{broken')").cuda_aware
     assert not program(f"print({MARK!r} + '{{}}')").cuda_aware
@@ -114,7 +114,7 @@ def test_a_verdict_is_found_among_warnings(aware: bool) -> None:
 
 
 @pytest.mark.ranks
-def test_an_mpi_that_says_no_is_not_tried(comm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_mpi_built_without_cuda_is_not_tried(comm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert mpi_says() in (True, False, None)
     monkeypatch.setattr(canary, "mpi_says", lambda: False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

@@ -1,4 +1,4 @@
-"""The world: one rank alone without MPI, all ranks with it, and nothing in between."""
+"""Connection to the world: a single rank without MPI, or all ranks with MPI; anything else is an error."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hpctrain.transport.connect import connect, leave_out_unusable
 
 @pytest.fixture
 def environ(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Return a function that makes the environment that of a process with these variables and no launcher's."""
+    """Return a function that sets the environment to these variables and removes those of every launcher."""
 
     def be(**variables: str) -> None:
         monkeypatch.setattr(os, "environ", without_launcher() | variables)
@@ -29,7 +29,7 @@ def no_mpi(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "mpi4py", None)
 
 
-def test_without_a_launcher(environ: Any, no_mpi: None) -> None:
+def test_without_a_launcher_the_single_transport_is_used(environ: Any, no_mpi: None) -> None:
     environ()
     transport, launch = connect()
     assert (transport.name, transport.rank, transport.size, launch.kind) == ("single", 0, 1, "none")
@@ -41,7 +41,7 @@ def test_one_process_of_a_launcher_needs_no_mpi(environ: Any, no_mpi: None) -> N
     assert (transport.name, transport.size, launch.kind) == ("single", 1, "openmpi")
 
 
-def test_several_processes_without_mpi(environ: Any, no_mpi: None) -> None:
+def test_several_processes_without_mpi_are_an_error(environ: Any, no_mpi: None) -> None:
     environ(OMPI_COMM_WORLD_RANK="1", OMPI_COMM_WORLD_SIZE="2")
     with pytest.raises(LaunchError, match="started 2 processes, but MPI cannot be loaded") as found:
         connect()
@@ -50,7 +50,7 @@ def test_several_processes_without_mpi(environ: Any, no_mpi: None) -> None:
 
 
 @pytest.mark.ranks
-def test_the_ranks_of_a_launcher() -> None:
+def test_the_ranks_of_a_launcher_are_connected() -> None:
     from mpi4py import MPI
 
     transport, launch = connect()
@@ -60,7 +60,7 @@ def test_the_ranks_of_a_launcher() -> None:
 
 
 @pytest.mark.ranks
-def test_fewer_ranks_than_were_promised(environ: Any) -> None:
+def test_fewer_ranks_than_the_launcher_started_are_an_error(environ: Any) -> None:
     from mpi4py import MPI
 
     environ(OMPI_COMM_WORLD_RANK="0", OMPI_COMM_WORLD_SIZE=str(MPI.COMM_WORLD.size + 1))
@@ -69,31 +69,31 @@ def test_fewer_ranks_than_were_promised(environ: Any) -> None:
 
 
 @pytest.mark.ranks
-def test_a_communicator_of_the_users(environ: Any) -> None:
+def test_a_users_communicator_is_duplicated(environ: Any) -> None:
     from mpi4py import MPI
 
     own = MPI.COMM_WORLD.Split(0, -MPI.COMM_WORLD.rank)
     transport, _ = connect(own)
-    own.Free()  # the transport has one of its own
+    own.Free()  # the transport has a duplicate
     assert transport.rank == MPI.COMM_WORLD.size - 1 - MPI.COMM_WORLD.rank
     transport.barrier()
     transport.free()
 
 
-def test_windows_over_ucx_are_left_out_where_nothing_carries_them(tmp_path: Path) -> None:
+def test_one_sided_ucx_is_excluded_without_an_rdma_device(tmp_path: Path) -> None:
     environ: dict[str, str] = {}
     leave_out_unusable(environ, tmp_path / "none")
     assert environ == {"OMPI_MCA_osc": "^ucx"}
 
 
 @pytest.mark.parametrize("name", ["OMPI_MCA_osc", "OMPI_MCA_pml", "OMPI_MCA_osc_ucx_tls", "OMPI_MCA_pml_ucx_devices"])
-def test_what_the_user_has_chosen_of_open_mpi_stays(tmp_path: Path, name: str) -> None:
+def test_settings_of_open_mpi_made_by_the_user_are_kept(tmp_path: Path, name: str) -> None:
     environ = {name: "any"}
     leave_out_unusable(environ, tmp_path)
     assert environ == {name: "any"}
 
 
-def test_nodes_with_an_rdma_device_are_left_alone(tmp_path: Path) -> None:
+def test_nodes_with_an_rdma_device_keep_their_settings(tmp_path: Path) -> None:
     (tmp_path / "mlx5_0").mkdir()
     environ: dict[str, str] = {}
     leave_out_unusable(environ, tmp_path)

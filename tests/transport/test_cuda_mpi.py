@@ -1,4 +1,4 @@
-"""MPI with device pointers: the suite on memory that MPI takes, and what is waited for before MPI may look."""
+"""MPI with device pointers: the suite on memory that MPI accepts, and the synchronization before MPI may read it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class TestCudaMpiTransport(TransportSuite):
 
 
 @pytest.mark.parametrize("operation", ["broadcast", "all_reduce", "send", "all_gather", "all_to_all"])
-def test_mpi_looks_when_the_device_has_computed(comm: Any, operation: str) -> None:
+def test_mpi_reads_after_the_device_has_computed(comm: Any, operation: str) -> None:
     streams = LateStreams()
     transport = CudaMpiTransport(comm.transport.comm, torch.device("cpu"), streams)
     size, me = comm.size, comm.rank
@@ -55,7 +55,7 @@ def test_mpi_looks_when_the_device_has_computed(comm: Any, operation: str) -> No
         arriving.wait()
         found, wanted = out, every[(me - 1) % size]
     elif operation == "all_gather":
-        # torch copies this rank's own share at once here, where a device would do it in the order of its stream.
+        # Here torch copies this rank's own share immediately; a device would do it in stream order.
         streams.finish()
         found, wanted = torch.empty(size * size, dtype=torch.int64), torch.cat(every)
         transport.all_gather(found, tensor)

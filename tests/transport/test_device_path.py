@@ -1,4 +1,4 @@
-"""The path of tensors on a GPU: each decision, its reason, and what is refused."""
+"""Path of tensors on a GPU: each decision, its reason, and the refused requests."""
 
 from __future__ import annotations
 
@@ -38,22 +38,22 @@ YES, NO = Belief(True, "the canary exchange passed"), Belief(False, "the canary 
         ),
     ],
 )
-def test_default_path(abilities: Abilities, path: Any, reason: str) -> None:
+def test_default_path_follows_size_and_abilities(abilities: Abilities, path: Any, reason: str) -> None:
     assert choose_path("all_reduce", 1000, abilities) == Choice(path, reason)
 
 
-def test_what_mpi_does_not_reduce_as_torch_does_is_staged() -> None:
+def test_a_reduction_that_mpi_computes_differently_from_torch_is_staged() -> None:
     choice = choose_path("all_reduce", 1000, NO_NCCL, mpi_reduces=False)
     assert choice.path == "staged" and "MPI does not do this all_reduce as torch does" in choice.reason
     assert choose_path("all_reduce", 1000, ALL, mpi_reduces=False).path == "nccl"
 
 
 @pytest.mark.parametrize("path", ["nccl", "mpi", "staged"])
-def test_a_path_that_is_asked_for_is_taken(path: Any) -> None:
+def test_a_requested_path_is_used(path: Any) -> None:
     assert choose_path("broadcast", 8, ALL, algorithm=path) == Choice(path, "asked for")
 
 
-def test_a_path_that_cannot_serve_is_refused_with_the_reason_and_what_can() -> None:
+def test_an_unsupported_path_is_refused_with_the_reason_and_the_supported_ones() -> None:
     with pytest.raises(CommunicationError) as caught:
         choose_path("broadcast", 8, NO_NCCL, algorithm="nccl")
     assert str(caught.value) == (
@@ -65,7 +65,7 @@ def test_a_path_that_cannot_serve_is_refused_with_the_reason_and_what_can() -> N
         choose_path("all_reduce", 8, ALL, algorithm="ring")
 
 
-def test_measurements_count_before_the_default_and_only_for_paths_that_can_serve() -> None:
+def test_measurements_precede_the_default_but_only_for_supported_paths() -> None:
     measured: list[tuple[int, Any]] = [(100, "staged"), (1000, "mpi")]
     sizes = [(100, "staged"), (101, "mpi"), (1000, "mpi"), (1001, "nccl")]
     assert [choose_path("all_reduce", nbytes, ALL, measured=measured).path for nbytes, _ in sizes] == [
@@ -75,7 +75,7 @@ def test_measurements_count_before_the_default_and_only_for_paths_that_can_serve
     assert choose_path("all_reduce", 500, NOTHING, measured=measured).path == "staged"
 
 
-def test_what_one_rank_lacks_all_ranks_lack() -> None:
+def test_an_ability_missing_on_one_rank_is_missing_on_all() -> None:
     ranks = [("", YES, "a 1"), ("", YES, "a 2"), ("", YES, "b 1")]
     assert combine(ranks) == Abilities("", "", 1, "the canary exchange passed")
     assert combine([*ranks, ("no GPU is visible", YES, "b 2")]).no_nccl == "no GPU is visible (rank 3)"
@@ -85,20 +85,20 @@ def test_what_one_rank_lacks_all_ranks_lack() -> None:
 
 
 @pytest.mark.parametrize("verdict", [None, True, False])
-def test_only_the_canary_or_the_user_is_believed(verdict: bool | None) -> None:
+def test_cuda_awareness_is_decided_by_the_canary_or_the_user(verdict: bool | None) -> None:
     assert believe(verdict, {}).cuda_aware == bool(verdict)
     assert believe(verdict, {"HPCTRAIN_CUDA_AWARE": "1"}) == Belief(True, "HPCTRAIN_CUDA_AWARE=1")
     assert believe(verdict, {"HPCTRAIN_CUDA_AWARE": "0"}) == Belief(False, "HPCTRAIN_CUDA_AWARE=0")
     assert ("hpctrain bench calibrate" in believe(verdict, {}).reason) == (verdict is None)
 
 
-def test_other_beliefs_are_refused() -> None:
+def test_other_values_of_HPCTRAIN_CUDA_AWARE_are_refused() -> None:
     with pytest.raises(SettingsError, match="HPCTRAIN_CUDA_AWARE='yes': allowed are 1 .* and 0"):
         believe(True, {"HPCTRAIN_CUDA_AWARE": "yes"})
 
 
 @pytest.mark.ranks
-def test_all_ranks_choose_alike_though_one_cannot(comm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_ranks_choose_the_same_path_if_one_lacks_an_ability(comm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     why = "no CuPy here" if comm.rank == 1 else ""
     monkeypatch.setattr("hpctrain.transport.nccl_library.why_missing", lambda: why)
     abilities = gather_abilities(comm.transport, torch.device("cpu"), YES if comm.rank else NO)
@@ -108,7 +108,7 @@ def test_all_ranks_choose_alike_though_one_cannot(comm: Any, monkeypatch: pytest
     assert choice.path == "staged" and comm.all_gather_object(choice) == [choice] * comm.size
 
 
-def test_a_path_is_said_once_and_by_rank_0(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_path_is_logged_once_and_by_rank_0(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     logger = logging.getLogger("hpctrain")
     monkeypatch.setattr(logger, "propagate", False)
     monkeypatch.setattr(logger, "level", logging.INFO)

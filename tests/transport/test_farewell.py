@@ -1,4 +1,4 @@
-"""Ranks take leave: together without a word, early with one."""
+"""Exit notices: ranks that leave together send none, a rank that leaves early sends one."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _poll(condition: Any, seconds: float = 10.0) -> None:
 
 
 @pytest.mark.ranks
-def test_together_nobody_is_told(world: Any) -> None:
+def test_ranks_that_leave_together_send_no_notice(world: Any) -> None:
     farewell = module.Farewell(world)
     began = time.monotonic()
     farewell.leave()
@@ -36,16 +36,16 @@ def test_together_nobody_is_told(world: Any) -> None:
 
 
 @pytest.mark.ranks
-def test_who_leaves_early_says_so(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_leaves_early_sends_a_notice(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "GRACE", 0.05)
     farewell = module.Farewell(world)
     last = world.size - 1
     if world.rank != last:
         assert farewell.who_left() == []
         world.Barrier()
-        # The last rank waits inside for the others; what it said arrives here. So may what a quicker one says then.
+        # The last rank waits in leave() for the others; its notice arrives here. So may the notice of a faster rank.
         _poll(lambda: last in farewell.who_left())
-        assert last in farewell.who_left()  # once told, it is remembered
+        assert last in farewell.who_left()  # a received notice is remembered
     else:
         world.Barrier()
     farewell.leave()

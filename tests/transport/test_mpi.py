@@ -1,4 +1,4 @@
-"""The MPI transport: the suite with whole messages and with cut ones, and messages from rank to rank."""
+"""MPI transport: the suite with whole messages and with segmented ones, and point-to-point messages."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.ranks
 
 @pytest.fixture(params=[16 * 2**20, 64], ids=["whole", "cut"])
 def transport(comm: Any, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Transport]:
-    """Return a transport of all ranks; its messages are cut where they are longer than so many bytes."""
+    """Return a transport of all ranks; it segments messages above a given number of bytes."""
     calls = importlib.import_module("hpctrain.transport.mpi_calls")
     monkeypatch.setattr(calls, "MESSAGE_BYTES", request.param)
     monkeypatch.setattr(calls, "SHARES_BYTES", request.param)
@@ -33,7 +33,7 @@ class TestMpiTransport(TransportSuite):
 
 
 @pytest.mark.parametrize("numel", [0, 1, 16, 17, 1000])
-def test_messages_go_round(transport: Transport, numel: int) -> None:
+def test_messages_are_sent_around_a_ring(transport: Transport, numel: int) -> None:
     right, left = (transport.rank + 1) % transport.size, (transport.rank - 1) % transport.size
     tensor, arrived = values(transport.rank, numel, torch.float32), torch.full((numel,), -1.0)
     if transport.rank == 0:
@@ -45,7 +45,7 @@ def test_messages_go_round(transport: Transport, numel: int) -> None:
     assert same_bits(arrived, values(left, numel, torch.float32))
 
 
-def test_messages_under_way_are_told_apart_by_tag(transport: Transport) -> None:
+def test_messages_in_flight_are_matched_by_tag(transport: Transport) -> None:
     right, left = (transport.rank + 1) % transport.size, (transport.rank - 1) % transport.size
     arrived = [torch.empty(40, dtype=torch.bfloat16) for _ in range(3)]
     works = [transport.irecv(tensor, left, tag) for tag, tensor in enumerate(arrived)]
@@ -59,7 +59,7 @@ def test_messages_under_way_are_told_apart_by_tag(transport: Transport) -> None:
         assert same_bits(tensor, values(left, 40, torch.bfloat16, seed=tag))
 
 
-def test_messages_under_way_stay_out_of_an_exchange(transport: Transport) -> None:
+def test_messages_in_flight_do_not_interfere_with_an_all_to_all(transport: Transport) -> None:
     right, left = (transport.rank + 1) % transport.size, (transport.rank - 1) % transport.size
     message, arrived = values(transport.rank, 1, torch.int64), torch.empty(1, dtype=torch.int64)
     work = transport.isend(message, right)
@@ -95,7 +95,7 @@ def test_recorder_counts_messages(transport: Transport) -> None:
         (torch.float64, "min"),
     ],
 )
-def test_refuses_to_reduce_what_mpi_does_not_reduce_as_torch_does(
+def test_refuses_reductions_that_mpi_computes_differently_from_torch(
     transport: Transport, dtype: torch.dtype, op: str
 ) -> None:
     assert not transport.reduces(dtype, op)
@@ -103,7 +103,7 @@ def test_refuses_to_reduce_what_mpi_does_not_reduce_as_torch_does(
         transport.all_reduce(torch.zeros(2, dtype=dtype), op)
 
 
-def test_communicator_that_was_given_stays_with_its_owner(comm: Any) -> None:
+def test_a_given_communicator_is_not_freed(comm: Any) -> None:
     from mpi4py import MPI
 
     from hpctrain.transport.mpi import MpiTransport

@@ -1,11 +1,11 @@
-"""Abort ends the whole job, whichever communicator the transport has."""
+"""Abort of the whole job, from any communicator of the transport."""
 
 from __future__ import annotations
 
 from typing import Any
 
 
-def test_abort_from_a_part_of_the_world_ends_all_of_it(launch: Any) -> None:
+def test_abort_from_a_split_communicator_ends_the_whole_job(launch: Any) -> None:
     program = """
 import time
 from mpi4py import MPI

@@ -1,4 +1,4 @@
-"""All ranks write into one file, and what the filesystem says reaches them as the error that it is."""
+"""Collective writes of one file, and errors of the filesystem, which reach all ranks unchanged."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import pytest
 
 
 @pytest.mark.ranks(2, 3)
-def test_pieces_of_all_ranks_make_one_file(comm: Any, shared_tmp_path: Path) -> None:
-    """Interleaved pieces of odd lengths; one rank has none in the second call; holes are zeros."""
+def test_writes_of_all_ranks_form_one_file(comm: Any, shared_tmp_path: Path) -> None:
+    """The writes interleave and have odd lengths; one rank writes nothing in the second call; holes are zeros."""
     transport, rank, size = comm.transport, comm.rank, comm.size
     expected = np.zeros(40 + 70 * size, dtype=np.uint8)
     for other in range(size):
@@ -27,7 +27,7 @@ def test_pieces_of_all_ranks_make_one_file(comm: Any, shared_tmp_path: Path) -> 
 
 
 @pytest.mark.ranks(2, 3)
-def test_what_the_filesystem_refuses_is_told(comm: Any, shared_tmp_path: Path) -> None:
+def test_errors_of_the_filesystem_are_raised(comm: Any, shared_tmp_path: Path) -> None:
     with pytest.raises(OSError, match="[Nn]o such file|[Ii]nput/output error"):
         comm.transport.create_file(shared_tmp_path / "missing" / "f", 1, {})
     if comm.rank == 0:

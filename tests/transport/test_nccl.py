@@ -1,4 +1,4 @@
-"""NCCL's transport, over a fake that has the calls of ``cupy.cuda.nccl`` and carries them out by MPI."""
+"""NCCL transport, over a fake that has the calls of ``cupy.cuda.nccl`` and implements them by MPI."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def library() -> FakeNccl:
 def transport(
     comm: Any, library: FakeNccl, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[NcclTransport]:
-    """Return a transport of all ranks; its calls are cut where they are longer than so many bytes."""
+    """Return a transport of all ranks; it segments calls above a given number of bytes."""
     monkeypatch.setattr(importlib.import_module("hpctrain.transport.nccl"), "PIECE_BYTES", request.param)
     transport = NcclTransport(comm.transport, HOST, streams=HostStreams(), library=library)
     yield transport
@@ -91,7 +91,7 @@ def test_reduce_scatter_reduce_gather_and_scatter(transport: NcclTransport, nume
 
 
 @pytest.mark.ranks
-def test_average_is_nccls_own_where_it_has_one(transport: NcclTransport, library: FakeNccl) -> None:
+def test_average_is_native_if_nccl_supports_it(transport: NcclTransport, library: FakeNccl) -> None:
     tensor = values(transport.rank, 10, torch.float32)
     transport.all_reduce(tensor, "average")
     torch.testing.assert_close(tensor, expected(everyone(transport), 10, torch.float32, "average"))
@@ -103,7 +103,7 @@ def test_average_is_nccls_own_where_it_has_one(transport: NcclTransport, library
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("op, together", [("sum", any), ("max", any), ("min", all), ("product", all)])
-def test_truth_is_reduced_as_torch_does(transport: NcclTransport, op: str, together: Any) -> None:
+def test_booleans_are_reduced_as_in_torch(transport: NcclTransport, op: str, together: Any) -> None:
     said = [[rank == 0, rank > 0, True, False] for rank in range(transport.size)]
     tensor = torch.tensor(said[transport.rank])
     transport.all_reduce(tensor, op)
@@ -112,7 +112,7 @@ def test_truth_is_reduced_as_torch_does(transport: NcclTransport, op: str, toget
 
 
 @pytest.mark.ranks
-def test_ranks_that_all_send_first_do_not_wait_for_ever(transport: NcclTransport, library: FakeNccl) -> None:
+def test_ranks_that_all_send_first_do_not_deadlock(transport: NcclTransport, library: FakeNccl) -> None:
     right, left = (transport.rank + 1) % transport.size, (transport.rank - 1) % transport.size
     out = torch.empty(5)
     outgoing = transport.isend(torch.full((5,), float(transport.rank)), right)
@@ -123,7 +123,7 @@ def test_ranks_that_all_send_first_do_not_wait_for_ever(transport: NcclTransport
 
 
 @pytest.mark.ranks
-def test_messages_held_back_go_before_the_next_operation(transport: NcclTransport, library: FakeNccl) -> None:
+def test_deferred_messages_start_before_the_next_operation(transport: NcclTransport, library: FakeNccl) -> None:
     right, left = (transport.rank + 1) % transport.size, (transport.rank - 1) % transport.size
     out = torch.empty(2)
     transport.isend(torch.full((2,), float(transport.rank)), right)
@@ -133,7 +133,7 @@ def test_messages_held_back_go_before_the_next_operation(transport: NcclTranspor
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.int16])
-def test_refuses_to_reduce_what_nccl_does_not_reduce_as_torch_does(dtype: torch.dtype, comm: Any) -> None:
+def test_refuses_reductions_that_nccl_computes_differently_from_torch(dtype: torch.dtype, comm: Any) -> None:
     transport = NcclTransport(comm.transport, HOST, streams=HostStreams(), library=FakeNccl())
     assert not transport.reduces(dtype, "sum") and not transport.reduces(torch.float32, "max")
     with pytest.raises(CommunicationError, match=f"NCCL does not reduce {dtype} by sum as torch does; use"):
@@ -167,8 +167,8 @@ def test_work_is_ordered_with_the_callers_stream_in_both_directions(comm: Any) -
     work = transport.channel.start("probe", [tensor], call)
     work.wait()
     streams.give(streams.caller, lambda: seen.copy_(tensor + len(seen_by_nccl)))
-    assert not work.done() and seen_by_nccl == []  # nobody waited on the host
-    streams.synchronize(work.event)  # NCCL's stream alone must bring in what it needs
+    assert not work.done() and seen_by_nccl == []  # the host has not waited
+    streams.synchronize(work.event)  # NCCL's stream alone must wait for its inputs
     assert seen_by_nccl == [2.0]
     streams.finish()
     assert seen_by_nccl == [2.0] and seen.tolist() == [3.0] * 4 and work.done()
@@ -183,7 +183,7 @@ def test_two_ranks_on_one_gpu_are_refused() -> None:
 
 
 @pytest.mark.ranks
-def test_all_ranks_learn_that_nccl_cannot_start(comm: Any, library: FakeNccl) -> None:
+def test_a_failed_start_of_nccl_is_an_error_on_all_ranks(comm: Any, library: FakeNccl) -> None:
     library.failure = RuntimeError("no socket") if comm.rank == 0 else None
     with pytest.raises(CommunicationError, match="NCCL cannot start: no socket") as caught:
         NcclTransport(comm.transport, HOST, streams=HostStreams(), library=library)
@@ -191,7 +191,7 @@ def test_all_ranks_learn_that_nccl_cannot_start(comm: Any, library: FakeNccl) ->
 
 
 @pytest.mark.gpu
-def test_one_gpu_alone(comm: Any) -> None:
+def test_nccl_on_one_gpu(comm: Any) -> None:
     from hpctrain.transport.nccl_library import why_missing
 
     if why_missing():
@@ -209,7 +209,7 @@ def test_one_gpu_alone(comm: Any) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.ranks
-def test_gpus_of_several_ranks(comm: Any) -> None:
+def test_nccl_on_the_gpus_of_several_ranks(comm: Any) -> None:
     from hpctrain.transport.nccl_library import why_missing
 
     if why_missing() or torch.cuda.device_count() < comm.local_size:

@@ -1,4 +1,4 @@
-"""NCCL's failures and delays: what a channel says, and that it stops NCCL's kernels."""
+"""Failures and delays of NCCL: messages of a channel, and the abort of NCCL's kernels."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ def nothing(comm: Any, stream: int) -> None:
     pass
 
 
-def test_a_failed_call_stops_nccl_and_says_where(channel: NcclChannel, library: FakeNccl) -> None:
+def test_a_failed_call_aborts_nccl_and_names_the_rank(channel: NcclChannel, library: FakeNccl) -> None:
     library.failure = RuntimeError("NCCL_ERROR_SYSTEM_ERROR")
     with pytest.raises(CommunicationError, match="NCCL failed on rank 0 of 1, cpu: NCCL_ERROR_SYSTEM_ERROR"):
         channel.start("send", [], lambda comm, stream: comm.send(0, 0, 1, 0, stream))
     assert library.comms[0].state == "aborted"
 
 
-def test_a_failure_that_comes_later_is_found_by_looking(channel: NcclChannel, library: FakeNccl) -> None:
+def test_an_asynchronous_failure_is_found_by_polling(channel: NcclChannel, library: FakeNccl) -> None:
     work = channel.start("all_reduce", [], nothing)
     assert not work.done()
     library.failure = RuntimeError("the other side has gone")
@@ -45,7 +45,7 @@ def test_a_failure_that_comes_later_is_found_by_looking(channel: NcclChannel, li
     assert library.comms[0].state == "aborted"
 
 
-def test_an_operation_that_does_not_end_is_given_up_at_the_deadline(
+def test_an_operation_that_does_not_end_is_aborted_at_the_deadline(
     channel: NcclChannel, library: FakeNccl, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = channel.start("all_gather", [], nothing)
@@ -60,7 +60,7 @@ def test_an_operation_that_does_not_end_is_given_up_at_the_deadline(
     assert library.comms[0].state == "aborted"
 
 
-def test_the_deadline_holds_for_a_program_that_only_starts_more(
+def test_the_deadline_holds_for_a_program_that_only_starts_operations(
     channel: NcclChannel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HPCTRAIN_TIMEOUT", "0.01")
@@ -70,7 +70,7 @@ def test_the_deadline_holds_for_a_program_that_only_starts_more(
         channel.start("broadcast", [], nothing)
 
 
-def test_what_has_ended_is_not_late(channel: NcclChannel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_completed_operations_are_not_overdue(channel: NcclChannel, monkeypatch: pytest.MonkeyPatch) -> None:
     streams = channel.streams
     assert isinstance(streams, LateStreams)
     channel.start("all_gather", [], nothing).wait()
@@ -85,13 +85,13 @@ def test_what_has_ended_is_not_late(channel: NcclChannel, monkeypatch: pytest.Mo
     assert later.done() and channel.overdue(0.01) == ""
 
 
-def test_a_watchdog_sees_where_nccl_makes_the_host_wait(channel: NcclChannel) -> None:
+def test_a_watchdog_sees_calls_in_which_nccl_blocks_the_host(channel: NcclChannel) -> None:
     seen: list[str] = []
     channel.start("all_reduce", [], lambda comm, stream: seen.append(waiting.operation))
     assert seen == ["nccl_all_reduce"] and not waiting.operation
 
 
-def test_messages_go_in_one_group_and_in_order(channel: NcclChannel, library: FakeNccl) -> None:
+def test_messages_are_sent_in_one_group_and_in_order(channel: NcclChannel, library: FakeNccl) -> None:
     said: list[tuple[str, int]] = []
     works = [
         channel.hold(name, torch.empty(0), lambda comm, stream, name=name: said.append((name, library.depth)))
@@ -103,7 +103,7 @@ def test_messages_go_in_one_group_and_in_order(channel: NcclChannel, library: Fa
     assert works[0].event is works[2].event is not None
 
 
-def test_close_waits_for_what_is_under_way(channel: NcclChannel, library: FakeNccl) -> None:
+def test_close_waits_for_operations_in_flight(channel: NcclChannel, library: FakeNccl) -> None:
     done: list[int] = []
     streams = channel.streams
     assert isinstance(streams, LateStreams)

@@ -1,4 +1,4 @@
-"""What is said where CuPy or its NCCL is missing, too old or broken, and which reductions are NCCL's."""
+"""Errors for a missing, old or broken CuPy or NCCL, and the reductions that NCCL supports."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ def install(monkeypatch: pytest.MonkeyPatch, nccl: Any) -> None:
     monkeypatch.setitem(sys.modules, "cupy.cuda", cuda)
 
 
-def test_cupy_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_cupy_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cupy", None)
     with pytest.raises(CommunicationError, match=r"NCCL needs CuPy \(pip install hpctrain\[cuda\]\): "):
         load()
 
 
-def test_cupy_has_no_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cupy_without_nccl_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, types.SimpleNamespace(available=False))
     with pytest.raises(CommunicationError, match="CuPy has no NCCL: install nvidia-nccl-cu12"):
         load()
 
 
-def test_nccl_is_too_old_to_send(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_nccl_too_old_to_send_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, FakeNccl(version=2604))
     with pytest.raises(CommunicationError, match="NCCL 2604 cannot send from rank to rank: 2.7 or newer is needed"):
         load()
 
 
-def test_a_gpu_is_looked_for_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_gpu_is_reported_before_a_missing_library(monkeypatch: pytest.MonkeyPatch) -> None:
     found = FakeNccl()
     install(monkeypatch, found)
     assert load() is found
@@ -65,5 +65,5 @@ def test_a_gpu_is_looked_for_first(monkeypatch: pytest.MonkeyPatch) -> None:
         (torch.int32, "bxor", False),
     ],
 )
-def test_what_nccl_reduces_as_torch_does(dtype: torch.dtype, op: str, known: bool) -> None:
+def test_nccl_reduces_only_what_it_computes_as_torch_does(dtype: torch.dtype, op: str, known: bool) -> None:
     assert (op_code(dtype, op, 22105) is not None) == known

@@ -1,4 +1,4 @@
-"""Recorders count while they are attached, and leave what was attached before."""
+"""Recorders: they count while attached, and restore the recorder attached before."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 from hpctrain.transport.recorder import Recordable
 
 
-def test_inner_recording_hides_the_outer_one_for_its_length() -> None:
+def test_an_inner_recording_replaces_the_outer_one_meanwhile() -> None:
     thing = Recordable()
     with thing.recording() as outer:
         assert thing.recorder is outer
@@ -23,7 +23,7 @@ def test_inner_recording_hides_the_outer_one_for_its_length() -> None:
     assert inner.calls == {"send": 1} and inner.bytes == {"send": 4}
 
 
-def test_recording_ends_with_an_error() -> None:
+def test_a_recording_ends_with_an_error() -> None:
     thing = Recordable()
     with pytest.raises(KeyError):
         with thing.recording():

@@ -1,4 +1,4 @@
-"""A /dev/shm that is too small: messages instead of windows, an error instead of SIGBUS."""
+"""Too small a /dev/shm: messages instead of shared windows, and an error instead of SIGBUS."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ only_mpich = pytest.mark.skipif(has_open_mpi(), reason="Open MPI needs 16 MiB to
 @pytest.mark.parametrize(
     "mebibytes, places", [pytest.param(5, ["host", "host"], marks=only_mpich), (24, ["window", "host"])]
 )
-def test_messages_carry_what_has_no_space(launch: Any, mebibytes: int, places: list[str]) -> None:
+def test_messages_are_used_if_shared_memory_is_full(launch: Any, mebibytes: int, places: list[str]) -> None:
     result = launch(2, PROGRAM, prefix=in_small_shm(mebibytes), timeout=60)
     assert result.returncode == 0, result
     assert result.stdout.count(f"result [3.0, 3.0, 1.0, 4.0] {places}") == 2, result
     assert result.stderr.count("warning: ") == 1 and "enlarge it: docker run --shm-size" in result.stderr, result
 
 
-def test_no_space_for_mpi_itself_is_one_line(launch: Any) -> None:
+def test_too_little_space_for_mpi_itself_is_one_line_of_error(launch: Any) -> None:
     result = launch(2, "import hpctrain; hpctrain.init()", prefix=in_small_shm(1), timeout=60)
     assert result.returncode == 2 and result.stderr.count("hpctrain: error: ") == 1, result
     needed = 19 if has_open_mpi() else 3
@@ -69,7 +69,7 @@ if job.rank == 0:
 @pytest.mark.few(1)
 @only_mpich
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_a_training_run_has_the_numbers_of_one_with_space(launch: Any, strategy: str) -> None:
+def test_a_training_run_computes_the_same_numbers_with_little_space(launch: Any, strategy: str) -> None:
     program = TRAINING.format(strategy=strategy)
     large, small = launch(2, program), launch(2, program, prefix=in_small_shm(6))
     assert large.returncode == small.returncode == 0 and "sums [" in large.stdout, (large, small)
@@ -92,7 +92,7 @@ for advice, nbytes in [(newest, 2**20), (12345, 2**19), (12345, 2**24), (newest,
 """
 
 
-def test_pages_are_taken_without_a_signal() -> None:
+def test_populating_pages_fails_without_a_signal() -> None:
     command = [*in_small_shm(4), sys.executable, "-c", POPULATE]
     found = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert found.stdout.split() == ["True", "True", "False", "False"], found

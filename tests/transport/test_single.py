@@ -1,4 +1,4 @@
-"""A world of one rank: the suite, and nobody to talk to."""
+"""Transport of a single rank: the suite, and errors for point-to-point messages."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class TestSingleTransport(TransportSuite):
     pass
 
 
-def test_there_is_nobody_to_send_to_or_receive_from(transport: SingleTransport) -> None:
+def test_send_and_recv_are_refused(transport: SingleTransport) -> None:
     with pytest.raises(CommunicationError, match="nobody to send to"):
         transport.send(torch.zeros(1), 0)
     with pytest.raises(CommunicationError, match="nobody to receive from"):

@@ -1,4 +1,4 @@
-"""Staging: every byte arrives, in pieces of the size asked for, whatever order a lazy device does its work in."""
+"""Staging through host memory: every byte arrives, in chunks of the requested size, in any order of device work."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def double(target: Tensor, source: Tensor) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("numel", [0, 1, 31, 32, 33, 1000])
-def test_elementwise_operation_in_pieces(dtype: torch.dtype, numel: int) -> None:
+def test_elementwise_operation_in_chunks(dtype: torch.dtype, numel: int) -> None:
     streams = LateStreams()
     copier = StagedCopier(streams)
     tensor, expected = torch.zeros(numel, dtype=dtype), values(1, numel, dtype)
@@ -37,7 +37,7 @@ def test_elementwise_operation_in_pieces(dtype: torch.dtype, numel: int) -> None
     assert len(pieces) == max(-(-numel * dtype.itemsize // PIECE), 1)
 
 
-def test_copies_run_ahead_of_the_host_and_behind_it() -> None:
+def test_copies_overlap_with_the_host_operation() -> None:
     streams = LateStreams()
     copier = StagedCopier(streams)
     tensor = torch.zeros(30, dtype=torch.int16)
@@ -55,21 +55,21 @@ def test_copies_run_ahead_of_the_host_and_behind_it() -> None:
         "host operates",
         outward,
     ]
-    assert streams.log.count("pinned 64") == 2  # 20 bytes, rounded up, a slot
-    # The third piece goes into the first slot: its copy waits for the first copy out, on the stream and not here.
+    assert streams.log.count("pinned 64") == 2  # 20 bytes per slot, rounded up
+    # The third chunk uses the first slot: its copy waits for the first copy out, on the stream and not on the host.
     assert streams.log[streams.log.index("host operates") :].count("stream1 waits for event4") == 1
 
 
-def test_the_host_waits_for_the_inputs_only() -> None:
+def test_the_host_waits_only_for_the_inputs() -> None:
     streams = LateStreams()
     tensor = torch.ones(40)
     StagedCopier(streams).run(elementwise(tensor, 40), double, torch.float32)
-    assert tensor.tolist()[-1] == 1.0  # the last copy out is still to come
+    assert tensor.tolist()[-1] == 1.0  # the last copy out has not run yet
     streams.finish()
     assert tensor.tolist() == [2.0] * 40
 
 
-def test_pinned_memory_is_kept_and_grows() -> None:
+def test_pinned_memory_is_reused_and_grows() -> None:
     streams = LateStreams()
     copier = StagedCopier(streams)
     for numel in (100, 50, 100, 1000, 1000):
@@ -79,8 +79,8 @@ def test_pinned_memory_is_kept_and_grows() -> None:
 
 @pytest.mark.parametrize("numel", [0, 1, 7, 16, 33])
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_gather_and_scatter_in_pieces(numel: int, size: int) -> None:
-    """The host operation stands for the other ranks: rank r holds this rank's values plus r."""
+def test_gather_and_scatter_in_chunks(numel: int, size: int) -> None:
+    """The host operation replaces the other ranks: rank r holds this rank's values plus r."""
     streams = LateStreams()
     copier = StagedCopier(streams)
     ranks = torch.arange(size, dtype=torch.float32)
@@ -102,7 +102,7 @@ def test_gather_and_scatter_in_pieces(numel: int, size: int) -> None:
     assert same_bits(result, out.view(size, numel).sum(0))
 
 
-def test_exchange_of_equal_shares_in_pieces() -> None:
+def test_exchange_of_equal_shares_in_chunks() -> None:
     streams = LateStreams()
     tensor, out = torch.arange(30.0), torch.empty(30)
     pieces = scattered(out, tensor, 3, 48)
@@ -115,7 +115,7 @@ def test_exchange_of_equal_shares_in_pieces() -> None:
     assert len(pieces) == 3 and out.tolist() == tensor.view(3, 10).flip(0).reshape(-1).tolist()
 
 
-def test_send_copies_in_only_and_recv_out_only() -> None:
+def test_send_only_copies_in_and_recv_only_copies_out() -> None:
     streams = LateStreams()
     copier = StagedCopier(streams)
     wire: list[Tensor] = []
@@ -144,7 +144,7 @@ def _boom(target: Tensor, source: Tensor) -> None:
     raise ValueError("boom")
 
 
-def test_on_the_host_itself() -> None:
+def test_staging_of_host_tensors() -> None:
     tensor = torch.arange(100.0)
     StagedCopier(HostStreams()).run(elementwise(tensor, PIECE), double, torch.float32)
     assert tensor.tolist() == [2.0 * number for number in range(100)]
@@ -152,7 +152,7 @@ def test_on_the_host_itself() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("numel", [1, 1000, 3 * 2**20 + 5])
-def test_on_a_gpu(numel: int) -> None:
+def test_staging_on_a_gpu(numel: int) -> None:
     streams: Streams = CudaStreams(torch.device("cuda", 0))
     copier = StagedCopier(streams)
     for _ in range(3):
@@ -161,6 +161,6 @@ def test_on_a_gpu(numel: int) -> None:
         assert torch.equal(tensor, 2 * torch.arange(numel, device="cuda", dtype=torch.float32))
 
 
-def test_a_piece_says_whether_it_is_worked_on_in_place() -> None:
+def test_a_chunk_reports_whether_it_is_processed_in_place() -> None:
     assert [piece.in_place for piece in elementwise(torch.ones(4), 8)] == [True, True]
     assert not elementwise(torch.ones(4), 8, read=False)[0].in_place

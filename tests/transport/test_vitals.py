@@ -1,4 +1,4 @@
-"""Signs of life in a page of node memory: one rank has the last word, the late one is known."""
+"""Heartbeats in a page of node memory: one rank claims the report, and stalled ranks are known."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hpctrain.transport import vitals as module
 
 @pytest.fixture
 def world() -> Iterator[Any]:
-    """Return the ranks of this node, which is the world as far as signs of life go."""
+    """Return the ranks of this node, which are the whole world to the heartbeats."""
     from mpi4py import MPI
 
     node = MPI.COMM_WORLD.Split_type(MPI.COMM_TYPE_SHARED, MPI.COMM_WORLD.rank)
@@ -30,7 +30,7 @@ def test_the_ranks_of_this_machine_are_seen(comm: Any) -> None:
 
 
 @pytest.mark.ranks
-def test_the_first_to_claim_has_the_word(world: Any) -> None:
+def test_exactly_one_rank_claims_the_report(world: Any) -> None:
     vitals = module.Vitals(world)
     world.Barrier()
     assert world.allgather(vitals.claim(0.3)).count(True) == 1
@@ -49,7 +49,7 @@ def test_a_later_claim_loses(world: Any) -> None:
 
 
 @pytest.mark.ranks
-def test_everybody_sees_what_the_others_do(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_rank_sees_the_operations_of_the_others(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     vitals = module.Vitals(world)
     vitals.beat("" if world.rank == 0 else "all_reduce", 2.5 * world.rank)
     world.Barrier()
@@ -66,7 +66,7 @@ def test_everybody_sees_what_the_others_do(world: Any, monkeypatch: pytest.Monke
 
 
 @pytest.mark.ranks
-def test_a_rank_that_gives_no_sign_is_late(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_without_heartbeats_is_late(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "STALE", 0.2)
     vitals = module.Vitals(world)
     vitals.beat("barrier", 1.0)
@@ -80,7 +80,7 @@ def test_a_rank_that_gives_no_sign_is_late(world: Any, monkeypatch: pytest.Monke
 
 
 @pytest.mark.ranks
-def test_stacks_are_asked_for_by_any_rank(world: Any) -> None:
+def test_any_rank_can_request_stacks(world: Any) -> None:
     vitals = module.Vitals(world)
     assert not vitals.stacks_wanted()
     world.Barrier()
@@ -91,7 +91,7 @@ def test_stacks_are_asked_for_by_any_rank(world: Any) -> None:
 
 
 @pytest.mark.ranks
-def test_a_long_name_stays_in_its_line(world: Any) -> None:
+def test_a_long_name_does_not_overflow_its_line(world: Any) -> None:
     vitals = module.Vitals(world)
     vitals.beat("x" * 500, 0.0)
     world.Barrier()

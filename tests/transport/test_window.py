@@ -1,4 +1,4 @@
-"""Node memory: what ranks see of each other's buffers, how they meet, and who is named when one does not come."""
+"""Node memory: visibility of other ranks' buffers, synchronization, and the names of ranks that miss a deadline."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.ranks
 
 @pytest.fixture(params=["ordered", "fenced"])
 def memory(comm: Any, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """Return node memory of all ranks, as on a processor that orders stores and as on one that wants fences."""
+    """Return node memory of all ranks, with the fences of strongly and of weakly ordered processors."""
     window = importlib.import_module("hpctrain.transport.window")
     monkeypatch.setattr(window, "_ORDERED", request.param == "ordered")
     memory = window.NodeMemory(comm.transport.split_node())
@@ -29,7 +29,7 @@ def meet(memory: Any) -> None:
     memory.wait(lambda: memory.all_arrived(number), "meeting", number)
 
 
-def test_every_rank_sees_what_the_others_write(memory: Any) -> None:
+def test_every_rank_sees_the_writes_of_the_others(memory: Any) -> None:
     buffer, offset = memory.allocate(80)
     views = buffer.views(offset, 20, torch.float32)
     assert all(view.eq(0).all() for view in views)
@@ -43,13 +43,13 @@ def test_every_rank_sees_what_the_others_write(memory: Any) -> None:
     assert views[memory.rank][3] == 100 + (memory.rank - 1) % memory.size
 
 
-def test_small_pieces_share_a_buffer_on_cache_lines(memory: Any) -> None:
+def test_small_allocations_share_a_buffer_and_start_on_cache_lines(memory: Any) -> None:
     places = [memory.allocate(nbytes) for nbytes in (1, 64, 65, 0, 1)]
     assert all(buffer is places[0][0] for buffer, _ in places)
     assert [offset for _, offset in places] == [0, 64, 128, 256, 256]
 
 
-def test_large_pieces_and_full_buffers_get_a_new_one(memory: Any) -> None:
+def test_large_allocations_and_full_buffers_get_a_new_buffer(memory: Any) -> None:
     small, _ = memory.allocate(2**19)
     large, offset = memory.allocate(2**20)
     assert large is not small and offset == 0 and large.ranks[memory.rank].numel() == 2**20
@@ -59,7 +59,7 @@ def test_large_pieces_and_full_buffers_get_a_new_one(memory: Any) -> None:
     assert memory.allocate(2**20 + 1)[0].ranks[0].numel() == 2**20 + 4096
 
 
-def test_finds_its_own_pieces_and_nothing_else(memory: Any) -> None:
+def test_finds_only_its_own_allocations(memory: Any) -> None:
     first, second = memory.allocate(2**20)[0], memory.allocate(2**20)[0]
     mine, others = second.ranks[memory.rank], second.ranks[memory.rank - 1]
     assert memory.find(mine) == (second, 0)
@@ -69,7 +69,7 @@ def test_finds_its_own_pieces_and_nothing_else(memory: Any) -> None:
     assert memory.find(others) is None and memory.find(torch.zeros(3)) is None and memory.find(mine[5:5]) is None
 
 
-def test_operations_are_known_by_number(memory: Any) -> None:
+def test_operations_are_identified_by_number(memory: Any) -> None:
     first, second = memory.arrive(), memory.arrive()
     assert (first, second) == (1, 2)
     memory.wait(lambda: memory.all_arrived(second), "arrival", second)
@@ -84,7 +84,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HPCTRAIN_TIMEOUT", "0.25")
 
 
-def test_rank_that_does_not_come_is_named_at_the_deadline(comm: Any, memory: Any, impatient: None) -> None:
+def test_a_rank_that_does_not_arrive_is_named_at_the_deadline(comm: Any, memory: Any, impatient: None) -> None:
     late = memory.size - 1
     if memory.rank != late:
         number = memory.arrive()
@@ -96,7 +96,7 @@ def test_rank_that_does_not_come_is_named_at_the_deadline(comm: Any, memory: Any
     comm.barrier()
 
 
-def test_rank_that_does_not_do_its_share_is_named(comm: Any, memory: Any, impatient: None) -> None:
+def test_a_rank_that_does_not_finish_is_named(comm: Any, memory: Any, impatient: None) -> None:
     number = memory.arrive()
     memory.wait(lambda: memory.all_arrived(number), "arrival", number)
     if memory.rank:
@@ -106,7 +106,7 @@ def test_rank_that_does_not_do_its_share_is_named(comm: Any, memory: Any, impati
     comm.barrier()
 
 
-def test_freed_memory_knows_no_tensor(comm: Any) -> None:
+def test_freed_memory_finds_no_tensor(comm: Any) -> None:
     from hpctrain.transport.window import NodeMemory
 
     memory = NodeMemory(comm.transport.split_node())
@@ -116,8 +116,8 @@ def test_freed_memory_knows_no_tensor(comm: Any) -> None:
     assert memory.find(plain) is None
 
 
-def test_memory_that_no_node_has_is_refused_on_all_ranks(memory: Any) -> None:
+def test_memory_that_exceeds_the_node_is_refused_on_all_ranks(memory: Any) -> None:
     with pytest.raises(CommunicationError, match=r"/dev/shm has .* MiB left, .* MiB of node memory are needed"):
         memory.allocate(2**50)
-    buffer, _ = memory.allocate(64)  # and what is there goes on
+    buffer, _ = memory.allocate(64)  # existing memory stays usable
     assert buffer.ranks

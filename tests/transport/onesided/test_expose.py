@@ -1,4 +1,4 @@
-"""The choice of what carries exposed memory."""
+"""Choice of the carrier of one-sided memory: one-sided MPI or messages."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_an_unknown_carrier_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.ranks
-def test_mpi_is_taken_where_it_proves_itself(comm: Any) -> None:
+def test_mpi_is_used_if_its_self_test_passes(comm: Any) -> None:
     exposed = expose(comm.transport, 1)
     assert exposed.name == ("one-sided MPI" if comm.size > 1 or comm.transport.name == "mpi" else "alone")
     exposed.free()
@@ -42,7 +42,7 @@ def test_mpi_is_taken_where_it_proves_itself(comm: Any) -> None:
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("broken", ["add", "fetch_add"])
-def test_messages_take_over_from_an_mpi_that_loses_what_is_added(
+def test_messages_replace_an_mpi_that_loses_additions(
     comm: Any, broken: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     if comm.transport.name != "mpi":

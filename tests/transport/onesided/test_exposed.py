@@ -1,4 +1,4 @@
-"""Memory that ranks reach without its owner's help, by every carrier, against what plain NumPy holds."""
+"""One-sided memory, accessed without its owner's help: every carrier compared with plain NumPy."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LIMIT = 60.0  # seconds
 
 @pytest.fixture(params=["mpi", "messages"])
 def make(comm: Any, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """Return what exposes memory of this rank, by a carrier."""
+    """Return a function that exposes memory of this rank, by a carrier."""
     from hpctrain.transport.onesided.expose import expose
 
     monkeypatch.setenv("HPCTRAIN_ONESIDED", request.param)
@@ -34,7 +34,7 @@ def make(comm: Any, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPa
         one.free()
 
 
-def test_all_ranks_write_read_and_add_everywhere(comm: Any, make: Any) -> None:
+def test_all_ranks_put_get_and_add_on_every_rank(comm: Any, make: Any) -> None:
     exposed = make(4 * comm.size)
     mine = np.full(4, comm.rank + 1, dtype=np.float32)
     for rank in range(comm.size):
@@ -50,7 +50,7 @@ def test_all_ranks_write_read_and_add_everywhere(comm: Any, make: Any) -> None:
     exposed.barrier()
 
 
-def test_lengths_differ_and_may_be_nothing(comm: Any, make: Any) -> None:
+def test_lengths_differ_and_may_be_zero(comm: Any, make: Any) -> None:
     exposed = make(3 * comm.rank, dtype=torch.float64)
     after = (comm.rank + 1) % comm.size
     exposed.add(after, torch.ones(3 * after, dtype=torch.float64))
@@ -62,7 +62,7 @@ def test_lengths_differ_and_may_be_nothing(comm: Any, make: Any) -> None:
     exposed.barrier()
 
 
-def test_no_addition_to_a_counter_is_lost(comm: Any, make: Any) -> None:
+def test_no_fetch_add_on_a_counter_is_lost(comm: Any, make: Any) -> None:
     exposed, times = make(0, words=2), 200
     seen = [exposed.fetch_add(0, 1, 1) for _ in range(times)]
     assert seen == sorted(seen) and len(set(seen)) == times
@@ -71,7 +71,7 @@ def test_no_addition_to_a_counter_is_lost(comm: Any, make: Any) -> None:
     exposed.barrier()
 
 
-def test_with_the_lock_no_update_is_lost(comm: Any, make: Any) -> None:
+def test_no_update_under_the_lock_is_lost(comm: Any, make: Any) -> None:
     """N ranks read, change and write M times: without the lock, reads of the same number lose updates."""
     exposed, times = make(8, words=1 + WORDS), 40
     lock = Lock(exposed, 1)
@@ -88,7 +88,7 @@ def test_with_the_lock_no_update_is_lost(comm: Any, make: Any) -> None:
     exposed.barrier()
 
 
-def test_who_holds_the_lock_for_too_long_is_named(comm: Any, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_holds_the_lock_too_long_is_named(comm: Any, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     exposed = make(1, words=2 + WORDS)
     lock = Lock(exposed, 2)
     if comm.rank == 0:
@@ -108,7 +108,7 @@ def test_who_holds_the_lock_for_too_long_is_named(comm: Any, make: Any, monkeypa
 
 
 @pytest.mark.ranks(2)
-def test_who_does_not_come_to_a_meeting_is_named(comm: Any, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_missing_from_a_barrier_is_named(comm: Any, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     exposed = make(1)
     if comm.rank == 0:
         monkeypatch.setenv("HPCTRAIN_TIMEOUT", "0.2")
@@ -121,8 +121,8 @@ def test_who_does_not_come_to_a_meeting_is_named(comm: Any, make: Any, monkeypat
         exposed.barrier()
 
 
-def test_an_owner_that_computes_does_not_hold_its_neighbours_up(comm: Any, make: Any) -> None:
-    """The owner makes no call at all until it sees in its memory that the others are done with it."""
+def test_a_computing_owner_does_not_block_its_neighbours(comm: Any, make: Any) -> None:
+    """The owner makes no call until it sees in its memory that all neighbours have finished their accesses."""
     exposed = make(comm.size, words=1 + WORDS)
     lock = Lock(exposed, 1)
     neighbours = [rank for rank in range(comm.size) if exposed.view(rank) is not None]
@@ -137,7 +137,7 @@ def test_an_owner_that_computes_does_not_hold_its_neighbours_up(comm: Any, make:
     exposed.barrier()
 
 
-def test_other_nodes_get_on_while_the_owner_makes_progress(comm: Any, make: Any) -> None:
+def test_other_nodes_are_served_while_the_owner_makes_progress(comm: Any, make: Any) -> None:
     exposed = make(comm.size, words=1 + WORDS)
     with exposed.recording() as recorder:
         if comm.rank == 0:
@@ -152,7 +152,7 @@ def test_other_nodes_get_on_while_the_owner_makes_progress(comm: Any, make: Any)
     exposed.barrier()
 
 
-def test_what_is_not_there_is_refused(comm: Any, make: Any) -> None:
+def test_accesses_out_of_range_or_of_wrong_type_are_refused(comm: Any, make: Any) -> None:
     exposed = make(4)
     for rank, start, values in (
         (comm.size, 0, torch.zeros(1)),

@@ -1,4 +1,4 @@
-"""Rows of matrices in memory that others expose, by every carrier, against what plain NumPy holds."""
+"""Rows of matrices in one-sided memory: every carrier compared with plain NumPy."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from hpctrain.errors import UsageError
 
 pytestmark = pytest.mark.ranks
 START, HEIGHT, WIDTH = 5, 12, 3
-ROWS = torch.tensor([7, 0, 1, 2, 11])  # alone, neighbours, and the last
+ROWS = torch.tensor([7, 0, 1, 2, 11])  # a single row, adjacent rows, and the last row
 
 
 @pytest.fixture(params=["mpi", "messages"])
 def exposed(comm: Any, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """Return memory of every rank, by a carrier: some elements, a matrix, and one element more."""
+    """Return memory of every rank, by a carrier: some elements, a matrix, and one further element."""
     from hpctrain.transport.onesided.expose import expose
 
     monkeypatch.setenv("HPCTRAIN_ONESIDED", request.param)
@@ -27,8 +27,8 @@ def exposed(comm: Any, request: pytest.FixtureRequest, monkeypatch: pytest.Monke
     exposed.free()
 
 
-def test_rows_are_written_added_to_and_read_and_no_others(comm: Any, exposed: Any) -> None:
-    target = (comm.rank + (comm.size + 1) // 2) % comm.size  # another node's, where there are two
+def test_exactly_the_given_rows_are_put_added_and_read(comm: Any, exposed: Any) -> None:
+    target = (comm.rank + (comm.size + 1) // 2) % comm.size  # on another node, if there are two
     values = torch.arange(15.0).view(5, WIDTH)
     with exposed.recording() as recorder:
         exposed.put_rows(target, values, ROWS, START)
@@ -49,7 +49,7 @@ def test_rows_are_written_added_to_and_read_and_no_others(comm: Any, exposed: An
     exposed.barrier()
 
 
-def test_rows_that_there_are_not_are_refused(comm: Any, exposed: Any) -> None:
+def test_rows_out_of_range_are_refused(comm: Any, exposed: Any) -> None:
     for rows, values in (
         (torch.tensor([HEIGHT]), torch.zeros(1, WIDTH)),
         (torch.tensor([-1]), torch.zeros(1, WIDTH)),
