@@ -1,4 +1,4 @@
-"""Actions look alike under every verb: help of one line, examples as they were written, and ``--json``."""
+"""Actions of verbs: one-line help, examples as written, and ``--json``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from hpctrain.cli.action import action
 
 
-def test_an_action(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_action_has_help_examples_and_json(capsys: pytest.CaptureFixture[str]) -> None:
     parser = argparse.ArgumentParser(prog="program")
     actions = parser.add_subparsers(dest="action", required=True)
     added = action(actions, "look", "look inside", "examples:\n  program look    a file\n", lambda args: 7)

@@ -1,4 +1,4 @@
-"""``hpctrain bench`` does what its help says: it measures, keeps, prints, and shows what is in use."""
+"""``hpctrain bench`` as its help describes it: measuring, storing, printing, and the calibration in use."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MEASUREMENT = Measurement(TABLE, TIMES, "2026-01-01T00:00:00+00:00")
 
 @pytest.fixture(autouse=True)
 def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Keep calibrations of these tests in a folder of their own."""
+    """Store the calibrations of these tests in a separate folder."""
     monkeypatch.setenv("HPCTRAIN_CALIBRATION", str(tmp_path / "store"))
     return tmp_path / "store"
 
@@ -37,14 +37,16 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     "text, sizes",
     [("4", [4]), ("4,1K,64K", [4, 1024, 65536]), ("1M, 2K,1M", [2048, 2**20]), ("4G", [2**32]), ("007", [7])],
 )
-def test_sizes(text: str, sizes: list[int]) -> None:
+def test_sizes_are_parsed(text: str, sizes: list[int]) -> None:
     assert bench._sizes(text) == sizes
 
 
 @pytest.mark.parametrize("text", ["", "4,", "-4", "0", "1.5K", "4k", "4KiB", "5G", "9999999999999", "٤", "1e6", "4\n"])
-def test_other_sizes_are_one_line_before_anything_starts(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_sizes_are_one_line_of_error_before_anything_starts(
+    text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     if text == "4\n":
-        assert bench._sizes(text) == [4]  # blanks around a size are fine
+        assert bench._sizes(text) == [4]  # blanks around a size are allowed
         return
     assert main(["bench", "calibrate", f"--sizes={text}"]) == 2
     out, err = capsys.readouterr()
@@ -53,7 +55,7 @@ def test_other_sizes_are_one_line_before_anything_starts(text: str, capsys: pyte
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "nan", "inf", "soon"])
-def test_seconds(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_seconds_are_refused(text: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "calibrate", f"--seconds={text}"]) == 2
     assert "is not a number of seconds above 0" in capsys.readouterr().err
     with pytest.raises(argparse.ArgumentTypeError):
@@ -68,7 +70,7 @@ def test_help_has_examples(action: str, words: str, capsys: pytest.CaptureFixtur
     assert "examples:" in said and words in said and "--json" in said
 
 
-def test_the_verb_is_there_without_torch_and_mpi() -> None:
+def test_the_verb_loads_neither_torch_nor_mpi() -> None:
     code = """
 import sys
 from hpctrain.cli.main import main
@@ -79,14 +81,14 @@ print([name for name in ("torch", "mpi4py", "numpy", "tqdm") if name in sys.modu
     assert done.stdout == "[]\n"
 
 
-def test_show_before_anything_was_measured(capsys: pytest.CaptureFixture[str], store: Path) -> None:
+def test_show_without_a_calibration_is_an_error(capsys: pytest.CaptureFixture[str], store: Path) -> None:
     assert main(["bench", "show"]) == 2
     out, err = capsys.readouterr()
     assert not out and err.startswith("hpctrain: error: no calibration for ") and f" in {store}/" in err
     assert err.endswith("mpiexec -n 4 hpctrain bench calibrate makes one\n")
 
 
-def test_show_prints_what_is_in_use(capsys: pytest.CaptureFixture[str]) -> None:
+def test_show_prints_the_calibration_in_use(capsys: pytest.CaptureFixture[str]) -> None:
     here = this_machine(mpi_name())
     path = place(here)
     assert path is not None
@@ -104,7 +106,7 @@ def test_show_prints_what_is_in_use(capsys: pytest.CaptureFixture[str]) -> None:
     assert Table.from_json(tree["measurements"][0]["table"]) == TABLE
 
 
-def test_show_says_why_a_file_is_of_no_use(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_show_names_the_reason_why_a_file_is_not_used(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     here, path = this_machine(mpi_name()), tmp_path / "site.json"
     keep(Calibration(replace(here, torch="1.0")).with_measurement(MEASUREMENT), path)
     assert main(["bench", "show", str(path)]) == 0
@@ -117,7 +119,7 @@ def test_show_says_why_a_file_is_of_no_use(tmp_path: Path, capsys: pytest.Captur
     assert capsys.readouterr().err == f"hpctrain: error: {path} is damaged: it is not JSON\n"
 
 
-def test_a_bar_on_a_terminal_and_lines_elsewhere(
+def test_progress_is_a_bar_on_a_terminal_and_lines_elsewhere(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     progress = bench._Progress(60.0, shown=True)
@@ -136,7 +138,7 @@ def test_a_bar_on_a_terminal_and_lines_elsewhere(
 
 
 @pytest.mark.limit(180)
-def test_one_process_has_nothing_to_choose(launch: JobStarter, store: Path) -> None:
+def test_one_process_has_no_algorithm_to_choose(launch: JobStarter, store: Path) -> None:
     done = launch(0, "-m", "hpctrain", "bench", "calibrate", env={"CUDA_VISIBLE_DEVICES": ""})
     assert done.returncode == 0, done
     assert done.stdout.startswith("1 rank on 1 node; ")
@@ -159,7 +161,7 @@ if job.rank == 0:
 
 @pytest.mark.limit(300)
 @pytest.mark.benchmark
-def test_two_ranks_measure_and_later_ones_use_it(launch: JobStarter, store: Path) -> None:
+def test_two_ranks_measure_and_later_jobs_use_the_calibration(launch: JobStarter, store: Path) -> None:
     words = ["--seconds", "3", "--sizes", "4,64K", "--device", "cpu"]
     measured = launch(2, "-m", "hpctrain", "bench", "calibrate", *words, "--json", timeout=120)
     assert measured.returncode == 0, measured
@@ -181,7 +183,7 @@ def test_two_ranks_measure_and_later_ones_use_it(launch: JobStarter, store: Path
 
 
 @pytest.mark.limit(180)
-def test_an_output_that_cannot_be_written_is_one_line(launch: JobStarter, tmp_path: Path) -> None:
+def test_an_output_that_cannot_be_written_is_one_line_of_error(launch: JobStarter, tmp_path: Path) -> None:
     output = tmp_path / "thesis.txt"
     output.write_text("chapter 1")
     words = ["--seconds", "60", "--device", "cpu", "--output", str(output)]

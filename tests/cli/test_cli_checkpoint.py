@@ -1,4 +1,4 @@
-"""The verbs say what is there, with the promised exit codes, for people and as JSON."""
+"""Checkpoint verbs: text and JSON output, and the documented exit codes."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def damage(path: Path) -> None:
     path.write_bytes(data.replace(np.float32(1.5).tobytes() + np.float32(-2).tobytes(), bytes(8)))
 
 
-def test_ls(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ls_lists_checkpoints(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     newest = run_folder / "checkpoints" / "step_00000040.h5"
     newest.write_bytes(newest.read_bytes()[:-5])
     assert call("ls", run_folder) == 0
@@ -67,7 +67,7 @@ def test_ls(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert call("ls", run_folder) == 0 and "no checkpoints in" in capsys.readouterr().out
 
 
-def test_show(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_show_prints_a_checkpoint(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = run_folder / "checkpoints" / "step_00000003.h5"
     assert call("show", path) == 0
     out = capsys.readouterr().out
@@ -80,7 +80,7 @@ def test_show(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "\x1b" not in out and "node\\x1b[31m7" in out
 
 
-def test_show_of_a_name(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_show_of_a_named_tensor(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = run_folder / "checkpoints" / "step_00000003.h5"
     assert call("show", path, "head.weight") == 0
     out = capsys.readouterr().out
@@ -89,7 +89,7 @@ def test_show_of_a_name(run_folder: Path, capsys: pytest.CaptureFixture[str]) ->
         call("show", path, "head.wieght")
 
 
-def test_show_json_is_json(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_show_json_is_valid_json(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert call("show", run_folder / "checkpoints" / "step_00000003.h5", "head.weight", "--json") == 0
 
     def refuse(word: str) -> None:
@@ -108,7 +108,7 @@ def test_show_of_a_damaged_file_is_an_error(run_folder: Path) -> None:
     assert caught.value.exit_code == 2
 
 
-def test_verify(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify_reports_damage(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     good, bad = sorted((run_folder / "checkpoints").iterdir())
     assert call("verify", good, bad) == 0
     assert capsys.readouterr().out == f"ok       {good}\nok       {bad}\n"
@@ -122,7 +122,7 @@ def test_verify(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "/model/head.weight" in verdicts[1]["error"]
 
 
-def test_a_file_that_is_not_there_is_a_mistake_of_the_user(run_folder: Path) -> None:
+def test_a_missing_file_is_a_user_error(run_folder: Path) -> None:
     with pytest.raises(UsageError, match=f"there is no file {run_folder / 'none.h5'}") as caught:
         call("verify", run_folder / "none.h5")
     assert caught.value.exit_code == 2
@@ -130,7 +130,7 @@ def test_a_file_that_is_not_there_is_a_mistake_of_the_user(run_folder: Path) -> 
         call("ls", run_folder / "none")
 
 
-def test_a_bar_only_on_a_terminal_and_for_much(
+def test_a_progress_bar_is_shown_only_on_a_terminal_and_for_large_files(
     run_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = run_folder / "checkpoints" / "step_00000003.h5"

@@ -1,4 +1,4 @@
-"""``hpctrain data`` does what its help says, without torch and MPI."""
+"""``hpctrain data`` as its help describes it, without torch and MPI."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def corpus(tmp_path: Path) -> Path:
     return folder
 
 
-def test_pack_says_what_it_did_and_does_it_once(
+def test_pack_reports_its_work_and_does_it_once(
     corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = str(tmp_path / "deep" / "out.h5")
@@ -69,7 +69,7 @@ def test_show_refuses_a_damaged_file(corpus: Path, tmp_path: Path, capsys: pytes
     assert "damaged" in capsys.readouterr().out
 
 
-def test_a_full_disk_is_one_clear_error(corpus: Path, tmp_path: Path) -> None:
+def test_a_full_disk_is_one_line_of_error(corpus: Path, tmp_path: Path) -> None:
     (corpus / "long.txt").write_text("once upon a time " * 10_000)
     code = f"""
 import resource

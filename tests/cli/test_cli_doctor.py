@@ -1,4 +1,4 @@
-"""``hpctrain doctor`` prints what it finds, ends with the right code, and looks around without torch and MPI."""
+"""``hpctrain doctor``: printed findings and exit codes; the login-node checks load neither torch nor MPI."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ BROKEN = [*WARNED, error("HDF5", "gone", "why", "do")]
 
 
 def looking(monkeypatch: pytest.MonkeyPatch, findings: list[Finding]) -> None:
-    """Let the look around find this."""
+    """Make the login-node checks return these findings."""
 
     class Facts:
         def to_json(self) -> dict[str, str]:
@@ -42,7 +42,7 @@ def looking(monkeypatch: pytest.MonkeyPatch, findings: list[Finding]) -> None:
         (BROKEN, [], 1),
     ],
 )
-def test_how_it_ends(
+def test_exit_code_depends_on_findings_and_strictness(
     findings: list[Finding], options: list[str], code: int, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     looking(monkeypatch, findings)
@@ -84,7 +84,7 @@ def test_other_ranks_are_silent(monkeypatch: pytest.MonkeyPatch, capsys: Any) ->
         ("--script /no/such.sbatch", "cannot read the script /no/such.sbatch: No such file or directory"),
     ],
 )
-def test_bad_input_is_one_line(arguments: str, message: str, capsys: Any) -> None:
+def test_bad_input_is_one_line_of_error(arguments: str, message: str, capsys: Any) -> None:
     assert main(["doctor", *arguments.split()]) == 2
     out, err = capsys.readouterr()
     assert not out and err.count("\n") == 1 and message in err
@@ -98,8 +98,8 @@ def test_help_has_examples(capsys: Any) -> None:
 
 
 @pytest.mark.limit(120)
-def test_looking_around_loads_neither_torch_nor_mpi(tmp_path: Path) -> None:
-    """Both are made impossible to import in this process; those that it starts find them."""
+def test_login_checks_load_neither_torch_nor_mpi(tmp_path: Path) -> None:
+    """Both are made impossible to import in this process; its child processes can import them."""
     code = f"""
 import sys
 sys.modules['torch'] = sys.modules['mpi4py'] = sys.modules['h5py'] = None
@@ -120,7 +120,7 @@ sys.exit(code)
     }
 
 
-# A preflight ----------------------------------------------------------------------------------------------------------
+# Preflight ------------------------------------------------------------------------------------------------------------
 
 
 def telling(tmp_path: Path, **options: Any) -> argparse.Namespace:
@@ -128,7 +128,7 @@ def telling(tmp_path: Path, **options: Any) -> argparse.Namespace:
     return argparse.Namespace(**{**usual, **options})
 
 
-def test_a_preflight_is_told(tmp_path: Path, capsys: Any) -> None:
+def test_a_preflight_is_printed_and_written(tmp_path: Path, capsys: Any) -> None:
     pytest.importorskip("matplotlib")
     found = report(4, 1, products=[1e11, 1e11, 4e10, 1e11])
     doctor._tell(telling(tmp_path), found, verdict.findings(found))
@@ -139,7 +139,7 @@ def test_a_preflight_is_told(tmp_path: Path, capsys: Any) -> None:
     assert (tmp_path / "found.svg").read_text().rstrip().endswith("</svg>")
 
 
-def test_progress_is_a_line_a_stage(capsys: Any) -> None:
+def test_progress_is_one_line_per_stage(capsys: Any) -> None:
     progress = doctor._Progress(shown=True)
     for what in ("clocks", "messages, round 1 of 3", "messages, round 2 of 3", "all_reduce"):
         progress(what)

@@ -1,4 +1,4 @@
-"""Whatever stands on the command line: one line of at most 200 characters, exit code 2, soon."""
+"""Hostile words on the command line: one line of at most 200 characters, exit code 2, without delay."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ WORDS = {
     "loop": "odd/loop",
     "infinite": "1e999",
 }
-# What a verb needs besides the word that is tried. Files are those of the fixture.
+# Required arguments of a verb besides the word under test. Files are those of the fixture.
 NEEDED = {
     "train": ["a.toml"],
     "data pack": ["a.txt", "-o", "new.h5"],
@@ -65,12 +65,12 @@ NEEDED = {
     "bench calibrate": [],
     "bench show": [],
 }
-# These measure or start processes if the word is taken: tried are the options that are checked before.
+# These verbs measure or start processes if the word is accepted: only options that are checked earlier are tested.
 BEFORE = {
     "doctor": {"--script", "--seconds", "--device", "--picture"},
     "bench calibrate": {"--seconds", "--sizes"},
 }
-# Words that may be right: a name, a text, a folder that is made, a file that is looked for and not found.
+# Words that may be valid: a name, a text, a folder to create, a file that is looked for and not found.
 TAKEN = {0, 1, 2}
 
 
@@ -91,7 +91,7 @@ LEAVES = [
 
 
 def tried(name: str, word: str) -> Iterator[list[str]]:
-    """Yield command lines of a verb with the word in each place where one may stand."""
+    """Yield command lines of a verb with the word at each place that accepts one."""
     verb, needed = name.split(), NEEDED[name]
     for one in PARSERS[name]._actions:
         if name in BEFORE and not set(one.option_strings) & BEFORE[name]:
@@ -114,7 +114,7 @@ def tried(name: str, word: str) -> Iterator[list[str]]:
 
 @pytest.fixture
 def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Make small sound files of each kind, and things that are none."""
+    """Create small valid files of each kind, and invalid ones."""
     import numpy as np
     from support.crafted import sound_file
 
@@ -141,12 +141,14 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.few(8)
 @pytest.mark.limit(120)
 @pytest.mark.parametrize("name", LEAVES)
-def test_every_word_is_taken_or_one_line(name: str, files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_word_is_accepted_or_one_line_of_error(
+    name: str, files: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     wrong = []
     for kind, word in WORDS.items():
         for words in tried(name, word):
             capsys.readouterr()
-            began = time.process_time()  # others compute on this machine, too; the limit ends a hang
+            began = time.process_time()  # other processes use this machine, too; the time limit ends a hang
             try:
                 code: object = main(words)
             except BaseException as error:
@@ -173,7 +175,7 @@ SETTINGS = [
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_every_setting_is_taken_or_one_line(name: str, files: Path) -> None:
+def test_every_setting_is_accepted_or_one_line_of_error(name: str, files: Path) -> None:
     for value in HOSTILE:
         began = time.process_time()
         try:
@@ -197,7 +199,7 @@ def test_every_setting_is_taken_or_one_line(name: str, files: Path) -> None:
         ["--set", "model.name=mlp", "--set", "model.options={hidden=[9223372036854775807]}"],
     ],
 )
-def test_absurd_sizes_are_one_line(words: list[str], files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_absurd_sizes_are_one_line_of_error(words: list[str], files: Path, capsys: pytest.CaptureFixture[str]) -> None:
     began = time.process_time()
     assert main(["plan", "a.toml", "--machine", "A100", *words]) == 2
     err = capsys.readouterr().err
@@ -212,7 +214,7 @@ def test_absurd_sizes_are_one_line(words: list[str], files: Path, capsys: pytest
         ["--pipe", "1024", "--microbatches", "1000000"],
     ],
 )
-def test_absurd_schedules_are_one_line(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_absurd_schedules_are_one_line_of_error(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     began = time.process_time()
     assert main(["plan", "--schedule", "1f1b", *words]) == 2
     err = capsys.readouterr().err
@@ -220,7 +222,7 @@ def test_absurd_schedules_are_one_line(words: list[str], capsys: pytest.CaptureF
 
 
 @pytest.mark.limit(30)
-def test_words_that_are_no_text_in_a_process_of_its_own(files: Path) -> None:
+def test_words_that_are_not_valid_text_are_one_line_of_error(files: Path) -> None:
     command = [sys.executable, "-m", "hpctrain", "receipt", b"\xff\xfe"]
     done = subprocess.run(command, capture_output=True, timeout=25, env={**os.environ, "LC_ALL": "C"})
     assert done.returncode == 2 and done.stderr.count(b"\n") == 1 and b"\\xff" in done.stderr

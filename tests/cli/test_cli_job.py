@@ -1,4 +1,4 @@
-"""``hpctrain job`` prints scripts: compared whole with those in tests/golden, which nothing rewrites."""
+"""``hpctrain job``: whole scripts are compared with those in tests/golden, which no program rewrites."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_every_golden_script_is_compared() -> None:
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_a_script_is_as_it_was(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_script_equals_its_golden_file(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["job", *SCRIPTS[name]]) == 0
     printed = capsys.readouterr()
     assert printed.out == (GOLDEN / name).read_text()
@@ -52,7 +52,7 @@ def test_a_script_is_as_it_was(name: str, capsys: pytest.CaptureFixture[str]) ->
 
 
 def wrong(capsys: pytest.CaptureFixture[str], *words: str) -> str:
-    """Return what is said about wrong words: one line, and nothing printed."""
+    """Return the one-line error for invalid words; nothing is printed on stdout."""
     assert main(["job", *words]) == 2
     printed = capsys.readouterr()
     assert printed.out == "" and printed.err.startswith("hpctrain: error: ") and printed.err.count("\n") == 1
@@ -91,18 +91,22 @@ def wrong(capsys: pytest.CaptureFixture[str], *words: str) -> str:
         (["check", "lost.sbatch"], "cannot read lost.sbatch"),
     ],
 )
-def test_what_is_wrong_is_said_in_a_line(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_words_are_one_line_of_error(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert message in wrong(capsys, *words)
 
 
-def test_a_folder_for_a_config_is_its_setting(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_folder_of_a_config_sets_run_folder(capsys: pytest.CaptureFixture[str]) -> None:
     main(["job", "slurm", *BASE, "--folder", "runs/b"])
     printed = capsys.readouterr()
     assert "--set run.folder=runs/b &" in printed.out and "\nfolder=runs/b\n" in printed.out
     assert printed.err.startswith("save it as runs/b/job.sbatch")
 
 
-def test_a_module_of_ours_has_a_python_of_another_name(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_module_of_hpctrain_provides_python_under_another_name(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     (tmp_path / "site.toml").write_text("base = 'generic-slurm'\nmodules = ['hpctrain/1.0']\n")
     site = ["--profile", str(tmp_path / "site.toml")]
     for words, python in (
@@ -116,7 +120,7 @@ def test_a_module_of_ours_has_a_python_of_another_name(capsys: pytest.CaptureFix
         assert f" {python} jobs/program.py &\n" in capsys.readouterr().out, words
 
 
-def test_numbers_are_the_profiles_where_none_are_given(capsys: pytest.CaptureFixture[str]) -> None:
+def test_numbers_not_given_are_those_of_the_profile(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["job", "slurm", "jobs/gpt-tiny.toml", "--time", "01:00:00", "--profile", "lumi"]
     main([*words, "--ranks-per-node", "2"])
     script = capsys.readouterr().out
@@ -124,7 +128,7 @@ def test_numbers_are_the_profiles_where_none_are_given(capsys: pytest.CaptureFix
         assert f"#SBATCH {line}\n" in script
 
 
-def test_a_gpu_a_rank_unless_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_rank_per_gpu_is_the_default(capsys: pytest.CaptureFixture[str]) -> None:
     main(["job", "slurm", "jobs/gpt-tiny.toml", "--time", "01:00:00", "--gpus-per-node", "4"])
     assert "#SBATCH --ntasks-per-node=4\n" in capsys.readouterr().out
 
@@ -148,7 +152,7 @@ def test_the_job_runs_the_hpctrain_that_made_it(
 @pytest.mark.parametrize(
     "profile, mpi", [("mpi = ''", "--mpi=pmi2 "), ("mpi = 'pmix'", "--mpi=pmix "), ("launcher = 'hydra'", "")]
 )
-def test_srun_is_told_the_mpi_of_the_environment(
+def test_srun_gets_the_mpi_plugin_of_the_environment(
     profile: str, mpi: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     (tmp_path / "lib/python3.11/site-packages/mpich-5.0.2.dist-info").mkdir(parents=True)
@@ -167,7 +171,7 @@ def test_the_profile_may_come_from_the_environment(
     assert capsys.readouterr().out.startswith("profile frontier (comes with hpctrain)\n")
 
 
-def test_the_list_of_profiles(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_profiles_are_listed(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     own = tmp_path / "config/hpctrain/profiles"
     own.mkdir(parents=True)
     (own / "ours.toml").write_text('base = "generic-pbs"\nsite = "here"\ntried = "every day"\n')

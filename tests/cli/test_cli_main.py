@@ -1,4 +1,4 @@
-"""The command itself: verbs, help, and every mistake in one line."""
+"""The command line as a whole: verbs, help, and one line of error per mistake."""
 
 from __future__ import annotations
 
@@ -55,14 +55,14 @@ def test_every_verb_and_action_has_help_with_examples_that_can_be_typed(
         make_parser(words).parse_args(words)
 
 
-def test_help_of_train(capsys: pytest.CaptureFixture[str]) -> None:
+def test_train_has_help(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["train", "--help"])
     said = capsys.readouterr().out
     assert "CONFIG.toml" in said and "--set SECTION.KEY=VALUE" in said and "mpiexec -n 4 hpctrain train" in said
 
 
-def test_version_and_no_verb(capsys: pytest.CaptureFixture[str]) -> None:
+def test_version_is_printed_and_no_verb_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["--version"])
     assert capsys.readouterr().out == f"hpctrain {__version__}\n"
@@ -78,14 +78,14 @@ def test_version_and_no_verb(capsys: pytest.CaptureFixture[str]) -> None:
         (["checkpoint"], "see hpctrain checkpoint --help"),
     ],
 )
-def test_wrong_words_are_one_line(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_words_are_one_line_of_error(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(words) == 2
     out, err = capsys.readouterr()
     assert not out and err.startswith("hpctrain: error: ") and said in err and err.count("\n") == 1
 
 
-def test_wrong_words_on_another_rank_are_said_if_rank_0_is_silent() -> None:
-    """A rank whose launcher ends it in the second that it leaves to rank 0 says nothing."""
+def test_invalid_words_on_another_rank_are_reported_if_rank_0_is_silent() -> None:
+    """A rank prints nothing if its launcher ends it within the second that it waits for rank 0."""
     environ = {**without_launcher(), "OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"}
     for end, lines in (("", 1), ("from hpctrain.train.signals import stop_request; stop_request.signal = 15;", 0)):
         code = f"import sys; {end} from hpctrain.cli.main import main; sys.exit(main(['trian']))"
@@ -103,7 +103,7 @@ def _verb_that(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
     monkeypatch.setattr(data, "run", run)
 
 
-def test_an_error_of_ours_is_a_line_and_its_exit_code(
+def test_an_HpctrainError_is_one_line_and_its_exit_code(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     _verb_that(monkeypatch, DataError("no such thing"))
@@ -111,15 +111,17 @@ def test_an_error_of_ours_is_a_line_and_its_exit_code(
     assert capsys.readouterr() == ("", "hpctrain: error: no such thing\n")
 
 
-def test_an_interrupt_and_a_bug(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_interrupt_is_one_line_and_a_bug_has_a_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     _verb_that(monkeypatch, KeyboardInterrupt())
     assert main(["data", "show", "x"]) == 130 and capsys.readouterr().err == "hpctrain: interrupted\n"
     _verb_that(monkeypatch, ZeroDivisionError("a bug"))
-    with pytest.raises(ZeroDivisionError):  # with its traceback, for whoever mends it
+    with pytest.raises(ZeroDivisionError):  # with its traceback, for the developers
         main(["data", "show", "x"])
 
 
-def test_a_reader_that_goes_away() -> None:
+def test_a_closed_pipe_causes_no_traceback() -> None:
     call = f"{sys.executable} -c 'import sys; from hpctrain.cli.main import main; sys.exit(main())' --help | true"
     result = subprocess.run(["bash", "-o", "pipefail", "-c", call], capture_output=True, text=True, timeout=30)
     assert "Traceback" not in result.stderr

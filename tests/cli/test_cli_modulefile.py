@@ -11,7 +11,7 @@ from hpctrain.cli.main import main
 from hpctrain.jobs.modulefile import Module, modulefile
 
 
-def test_it_prints_the_module(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_modulefile_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     program = tmp_path / "bin/hpctrain"
     program.parent.mkdir()
     program.touch()
@@ -19,7 +19,7 @@ def test_it_prints_the_module(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert capsys.readouterr() == (modulefile("lua", Module(str(tmp_path), __version__)), "")
 
 
-def test_it_writes_the_module_and_says_where_nothing_is_installed(
+def test_the_modulefile_is_written_and_a_missing_installation_reported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["--root", "/apps/x", "--version", "2.0", "--depends-on", "a", "b/1", "--depends-on", "c"]
@@ -40,13 +40,13 @@ def test_it_writes_the_module_and_says_where_nothing_is_installed(
         (["lua", "--root", "/a", "-o", "/dev/null/x"], "cannot write /dev/null/x: "),
     ],
 )
-def test_wrong_words_are_one_line(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_words_are_one_line_of_error(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["modulefile", *words]) == 2
     out, err = capsys.readouterr()
     assert not out and err.startswith("hpctrain: error: ") and said in err and err.count("\n") == 1
 
 
-def test_it_needs_only_the_standard_library() -> None:
+def test_only_the_standard_library_is_needed() -> None:
     code = (
         "import sys; from hpctrain.cli.main import main; main(['modulefile', 'lua', '--root', '/a']); "
         "assert not {'torch', 'mpi4py', 'h5py', 'numpy'} & set(sys.modules)"
@@ -54,7 +54,7 @@ def test_it_needs_only_the_standard_library() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=30)
 
 
-def test_a_job_that_loads_the_module_asks_srun_for_its_mpi(
+def test_a_job_that_loads_the_module_passes_its_mpi_to_srun(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "venv/lib/python3.11/site-packages/mpich-5.0.2.dist-info").mkdir(parents=True)

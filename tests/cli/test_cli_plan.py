@@ -1,4 +1,4 @@
-"""``hpctrain plan`` prints and draws what its help says, without torch and MPI."""
+"""``hpctrain plan``: tables and plots as its help describes them, without torch and MPI."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def traced(tmp_path: Path) -> Path:
-    """Return a run's folder whose two ranks took turns in two steps: times are in milliseconds, as told below."""
-    # The wait of rank 0 lasts longer than the update of rank 1, the end of the picture; an evaluation follows.
+    """Return a run folder with two steps of two ranks that worked in turn; times are those listed below, in ms."""
+    # Rank 0 waits until after the update of rank 1, which ends the plot; an evaluation follows.
     rows = []
     for rank, shift in ((0, 0), (1, 2)):
         spans = []
@@ -43,7 +43,7 @@ def traced(tmp_path: Path) -> Path:
     return folder
 
 
-def test_a_table_and_a_text_timeline(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_table_and_a_text_timeline_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(SHORT) == 0
     assert capsys.readouterr().out.splitlines() == [
         "1f1b, 2 stages, 2 microbatches: takes 9, bubble 33.3%",
@@ -57,11 +57,11 @@ def test_a_table_and_a_text_timeline(capsys: pytest.CaptureFixture[str]) -> None
     ]
 
 
-def test_times_are_those_of_a_stage(capsys: pytest.CaptureFixture[str]) -> None:
+def test_times_are_those_of_a_whole_stage(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["plan", "--schedule", "interleaved", "--pipe", "2", "--microbatches", "4", "--json"]
     assert main([*words, "--forward", "2", "--backward", "4"]) == 0
     found = json.loads(capsys.readouterr().out)
-    # Two chunks a stage unless told: each takes half of it.
+    # Two chunks per stage by default: each takes half of the stage's time.
     assert (found["chunks"], found["makespan"], found["bubble"]) == (4, 4 * 6 + 3, 1 / 9)
     assert main([*words, "--chunks", "3", "--forward", "3", "--backward", "3"]) == 0
     found = json.loads(capsys.readouterr().out)
@@ -79,14 +79,14 @@ def test_times_are_those_of_a_stage(capsys: pytest.CaptureFixture[str]) -> None:
         (["--backward", "3", "--input", "2"], 8 * 4 + 2 * (1 + 2 - 1)),
     ],
 )
-def test_what_is_not_told_of_a_backward_pass(
+def test_missing_times_of_the_backward_pass_are_derived(
     words: list[str], makespan: float, capsys: pytest.CaptureFixture[str]
 ) -> None:
     main(["plan", "--schedule", "zb-h1", "--pipe", "3", "--microbatches", "8", "--json", *words])
     assert json.loads(capsys.readouterr().out)["makespan"] == makespan
 
 
-def test_json_holds_what_the_table_does(capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_holds_the_values_of_the_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*SHORT, "--json", "--send", "1"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["schedule"], found["microbatches"], found["makespan"]) == ("1f1b", 2, 11)
@@ -95,7 +95,7 @@ def test_json_holds_what_the_table_does(capsys: pytest.CaptureFixture[str]) -> N
 
 
 @pytest.mark.parametrize("kind, begin", [("png", b"\x89PNG"), ("svg", b"<?xml"), ("pdf", b"%PDF")])
-def test_a_picture(kind: str, begin: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plot_is_written(kind: str, begin: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
     target = tmp_path / f"schedule.{kind}"
     assert main([*SHORT, "-o", str(target)]) == 0
@@ -105,10 +105,10 @@ def test_a_picture(kind: str, begin: bytes, tmp_path: Path, capsys: pytest.Captu
     assert [path.name for path in tmp_path.iterdir()] == [target.name]
 
 
-def test_a_measured_step(traced: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_measured_step_is_printed(traced: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--measured", str(traced)]) == 0
     lines = capsys.readouterr().out.splitlines()
-    # From the first forward pass to the last update: 37 ms, 25 of work a rank without what it waited in its middle.
+    # From the first forward pass to the last update: 37 ms; 25 ms of work per rank, without waits in the middle.
     assert lines[:5] == [
         f"{traced}, step 8, measured in ms: takes 37, bubble 32.4%",
         "",
@@ -127,7 +127,7 @@ def test_a_measured_step(traced: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert names == ["forward", "backward", "reduce", "optimizer", "wait"]
 
 
-def test_a_measured_picture(traced: Path, tmp_path: Path) -> None:
+def test_a_plot_of_a_measured_step_is_written(traced: Path, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     target = tmp_path / "measured.svg"
     assert main(["plan", "--measured", str(traced), "-o", str(target)]) == 0
@@ -152,24 +152,26 @@ def test_a_measured_picture(traced: Path, tmp_path: Path) -> None:
         (["--schedule", "interleaved", "--pipe", "4", "--microbatches", "6"], "such as 4 or 8"),
     ],
 )
-def test_what_is_refused(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_words_are_one_line_of_error(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["plan", *words]) == 2
     said = capsys.readouterr()
     assert message in said.err and said.err.count("\n") == 1 and not said.out
 
 
-def test_a_step_that_is_not_there(traced: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_step_is_an_error(traced: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--measured", str(traced), "--step", "3"]) == 2
     assert "trace.json holds no step 3: it holds 7 to 8" in capsys.readouterr().err
 
 
-def test_a_picture_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plot_that_cannot_be_written_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
     assert main([*SHORT, "-o", str(tmp_path / "nowhere" / "x.png")]) == 2
     assert "cannot write" in capsys.readouterr().err
 
 
-def test_it_needs_neither_torch_nor_mpi(traced: Path) -> None:
+def test_neither_torch_nor_mpi_is_loaded(traced: Path) -> None:
     code = (
         "import sys; sys.modules['torch'] = sys.modules['mpi4py'] = None\n"
         "from hpctrain.cli.main import main\n"
@@ -179,14 +181,14 @@ def test_it_needs_neither_torch_nor_mpi(traced: Path) -> None:
     assert done.returncode == 0 and "F0" in done.stdout, done.stderr
 
 
-def test_only_one_rank_speaks(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_only_one_rank_prints(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("PMI_RANK", "1")
     monkeypatch.setenv("PMI_SIZE", "2")
     assert main(SHORT) == 0
     assert capsys.readouterr().out == ""
 
 
-def test_the_help_has_examples(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_has_examples(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["plan", "--help"])
     assert "hpctrain plan --schedule 1f1b --pipe 4 --microbatches 8 -o schedule.svg" in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""``hpctrain plan CONFIG.toml`` says what a run will need, and refuses in one line what cannot be."""
+"""``hpctrain plan CONFIG.toml``: forecast of a run's needs, and one line of error for impossible runs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ width = 64
 batch = 8
 """
 
-# Rates that need not be measured.
+# Given rates, which need not be measured.
 MACHINE = ["--machine", "A100"]
 
 
@@ -31,7 +31,7 @@ def config(tmp_path: Path) -> str:
     return str(path)
 
 
-def test_a_table_and_a_line_a_way(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_table_and_one_line_per_strategy_are_printed(config: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", config, "--ranks", "2", "--host-memory", "1 GB", *MACHINE]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("gpt-tiny, ") and "2 ranks on 1 node, on CPUs; batch 8: 4 samples a rank" in lines[0]
@@ -43,7 +43,7 @@ def test_a_table_and_a_line_a_way(config: str, capsys: pytest.CaptureFixture[str
     assert any("walltime" in line for line in lines)
 
 
-def test_json_and_a_picture(config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_and_a_plot_are_written(config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     picture = tmp_path / "memory.svg"
     words = ["plan", config, "--ranks", "4", "--ranks-per-node", "2", "--json", "-o", str(picture), *MACHINE]
     assert main([*words, "--set", "parallel.data=fsdp"]) == 0
@@ -57,7 +57,7 @@ def test_json_and_a_picture(config: str, tmp_path: Path, capsys: pytest.CaptureF
     assert "<svg" in text and "fsdp" in text
 
 
-def test_what_does_not_fit(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_that_does_not_fit_has_exit_code_1(config: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", config, "--ranks", "2", "--host-memory", "100K", *MACHINE]) == 1
     out = capsys.readouterr().out
     assert "nothing fits: ddp has" in out and "too much for a node" in out
@@ -78,7 +78,7 @@ def test_what_does_not_fit(config: str, capsys: pytest.CaptureFixture[str]) -> N
         (["-o", "memory.txt"], "its name must end in"),
     ],
 )
-def test_bad_input_is_one_line(
+def test_bad_input_is_one_line_of_error(
     config: str, words: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["plan", config, *words]) == 2
@@ -86,11 +86,11 @@ def test_bad_input_is_one_line(
     assert message in told and len(told.splitlines()) == 1
 
 
-def test_a_file_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_file_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "nowhere.toml"]) == 2
     assert "cannot read settings from nowhere.toml" in capsys.readouterr().err
 
 
-def test_options_of_a_run_need_one(capsys: pytest.CaptureFixture[str]) -> None:
+def test_options_of_a_run_need_a_config(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--ranks", "4"]) == 2
     assert "--ranks is for planning a run: name its settings" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Modules that somebody has put into the current folder are not run, whatever verb is called there."""
+"""Modules planted in the current folder are run by no verb."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PLANTED = ("pickle", "json", "struct", "mpi4py", "torch", "numpy", "h5py", "mult
 
 @pytest.fixture
 def ran(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[str]]:
-    """Plant modules in the current folder; return what lists those that have run."""
+    """Plant modules in the current folder; return a function that lists those that have run."""
     mark = tmp_path / "ran"
     mark.mkdir()
     here = tmp_path / "here"
@@ -31,7 +31,7 @@ def ran(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[st
     return lambda: sorted(path.name for path in mark.iterdir())
 
 
-def test_verify_with_several_processes(ran: Callable[[], list[str]], tmp_path: Path) -> None:
+def test_verify_with_several_processes_runs_no_planted_module(ran: Callable[[], list[str]], tmp_path: Path) -> None:
     files = [tmp_path / f"step_{number}.h5" for number in (1, 2)]
     for file in files:
         write_file(file, [Source.of("/model/w", np.zeros(3, "<f4"))], {})
@@ -39,7 +39,9 @@ def test_verify_with_several_processes(ran: Callable[[], list[str]], tmp_path: P
     assert ran() == []
 
 
-def test_bench_show(ran: Callable[[], list[str]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_bench_show_runs_no_planted_module(
+    ran: Callable[[], list[str]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     from hpctrain.train.machine import mpi_name
 
     monkeypatch.delitem(sys.modules, "mpi4py.MPI", raising=False)
@@ -49,7 +51,7 @@ def test_bench_show(ran: Callable[[], list[str]], monkeypatch: pytest.MonkeyPatc
     assert ran() == []
 
 
-def test_the_process_that_writes_checkpoints(ran: Callable[[], list[str]], tmp_path: Path) -> None:
+def test_the_checkpoint_writer_process_runs_no_planted_module(ran: Callable[[], list[str]], tmp_path: Path) -> None:
     from hpctrain.checkpoint.together.aside import Aside
     from hpctrain.checkpoint.together.desk import Order, Place
 
@@ -62,7 +64,7 @@ def test_the_process_that_writes_checkpoints(ran: Callable[[], list[str]], tmp_p
     assert ran() == []
 
 
-def test_the_canary(ran: Callable[[], list[str]]) -> None:
+def test_the_canary_runs_no_planted_module(ran: Callable[[], list[str]]) -> None:
     from hpctrain.transport.canary import probe
 
     assert probe(["env"]).reason == "the canary needs two ranks"
@@ -72,7 +74,9 @@ def test_the_canary(ran: Callable[[], list[str]]) -> None:
 @pytest.mark.long
 @pytest.mark.limit(240)
 @pytest.mark.parametrize("words", [["plan", "run.toml"], ["doctor"], ["bench", "calibrate", "--seconds", "1"]])
-def test_verbs_that_ask_child_processes(ran: Callable[[], list[str]], words: list[str], tmp_path: Path) -> None:
+def test_verbs_with_child_processes_run_no_planted_module(
+    ran: Callable[[], list[str]], words: list[str], tmp_path: Path
+) -> None:
     model = '[run]\ndevice = "cpu"\n[model]\nname = "gpt-tiny"\nlayers = 1\nwidth = 32\n[train]\nbatch = 2\n'
     Path("run.toml").write_text(model)
     words = [*words, "--output", str(tmp_path / "table.json")] if words[0] == "bench" else words

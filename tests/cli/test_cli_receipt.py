@@ -1,4 +1,4 @@
-"""``hpctrain receipt``: what people read, JSON, pictures, and one line for what is wrong."""
+"""``hpctrain receipt``: text, JSON, plots, and one line of error for invalid words."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Path("a/run.json").write_text(json.dumps({"status": "finished", "attempts": ATTEMPTS}))
 
 
-def test_what_people_read(capsys: pytest.CaptureFixture[str]) -> None:
+def test_text_output(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["receipt", "a"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "a: 2 attempts, finished after step 220" and lines[1] == ""
@@ -50,7 +50,7 @@ def test_what_people_read(capsys: pytest.CaptureFixture[str]) -> None:
     ]
 
 
-def test_json(capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_output(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["receipt", "a", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     (run,) = found["runs"]
@@ -64,7 +64,7 @@ def test_json(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("kind", ["svg", "png"])
-def test_a_picture(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plot_is_written(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
     assert main(["receipt", "a", "-o", f"timeline.{kind}"]) == 0
     drawn = Path(f"timeline.{kind}").read_bytes()
@@ -81,7 +81,9 @@ def test_a_picture(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
         ([], "RUN"),
     ],
 )
-def test_what_is_wrong(words: list[str], message: str | None, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_words_are_one_line_of_error(
+    words: list[str], message: str | None, capsys: pytest.CaptureFixture[str]
+) -> None:
     code = main(["receipt", *words])
     printed = capsys.readouterr()
     if message is None:  # a folder of runs

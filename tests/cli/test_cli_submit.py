@@ -42,25 +42,25 @@ def test_a_job_is_submitted(
     assert (batch.folder / call.words[-1]).read_text() == script and problems(script) == []
 
 
-def test_a_profile_is_explained_by_job_only(batch: Batch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_submit_does_not_explain_profiles(batch: Batch, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["submit", "slurm", *WORDS, "--show-profile"]) == 2
     assert "unrecognized arguments: --show-profile" in capsys.readouterr().err and not batch.calls()
 
 
-def test_json(batch: Batch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_output(batch: Batch, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["submit", "slurm", *WORDS, "--json", "--after", "12"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["job_id"], found["script"]) == ("1234", "runs/b/job.sbatch")
     assert "--dependency=afterany:12" in batch.calls("sbatch")[0].words
 
 
-def test_nothing_wrong_is_submitted(batch: Batch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_invalid_job_is_not_submitted(batch: Batch, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["submit", "slurm", *WORDS, "--name", "a\ncanary"]) == 2
     assert "name holds the character U+000A" in capsys.readouterr().err
     assert not batch.calls() and not (batch.folder / "runs").exists()
 
 
-def test_what_sbatch_refuses(batch: Batch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_refusal_of_sbatch_is_reported(batch: Batch, capsys: pytest.CaptureFixture[str]) -> None:
     batch.does("sbatch", "echo 'Invalid partition' >&2; exit 1")
     assert main(["submit", "slurm", *WORDS]) == 2
     assert capsys.readouterr().err.endswith("failed (exit code 1): Invalid partition\n")

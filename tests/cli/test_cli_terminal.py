@@ -1,4 +1,4 @@
-"""What others have written reaches the terminal as plain text: no escape sequence, no control character."""
+"""Terminal output of text from elsewhere: plain, without escape sequences or control characters."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PACKAGE = Path(hpctrain.__file__).parent
 PLAIN = {"printable", "printable_lines", "json.dumps"}
 
 
-def test_every_print_is_plain() -> None:
+def test_every_print_is_plain_text() -> None:
     """Arguments of ``print`` are constants, JSON (which escapes), or pass through util/text.py."""
     found = []
     for path in [*sorted((PACKAGE / "cli").rglob("*.py")), PACKAGE / "train/summary.py", PACKAGE / "train/leaving.py"]:
@@ -43,7 +43,7 @@ def plain(node: ast.expr, source: str) -> bool:
 
 @pytest.fixture
 def hostile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Plant the sequence wherever somebody else may have written; return a folder's name that has it, too."""
+    """Plant the escape sequence in every file that other users may write; return a folder whose name contains it."""
     monkeypatch.chdir(tmp_path)
     run = f"run{ESCAPE}"
     Path(run).mkdir()
@@ -105,7 +105,7 @@ def test_no_verb_prints_an_escape_sequence(
     assert seen and seen.isprintable()
 
 
-def test_no_message_of_the_log_has_one(capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_log_message_prints_an_escape_sequence(capsys: pytest.CaptureFixture[str]) -> None:
     before = list(log.logger.handlers), log.logger.level, log.logger.propagate
     try:
         log.configure()

@@ -1,4 +1,4 @@
-"""``hpctrain train``: a mistake is one line over all ranks, exit code 2, and leaves nothing behind."""
+"""``hpctrain train``: a user error is one line over all ranks, exit code 2, and leaves no file."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ HPCTRAIN = "import sys; from hpctrain.cli.main import main; sys.exit(main())\n"
 
 @pytest.fixture
 def project(shared_tmp_path: Path, comm: Any) -> Iterator[Path]:
-    """Return a folder with a corpus, a model and configs, good and bad; all ranks get the same."""
+    """Return a folder with a corpus, a model and configs, valid and invalid; all ranks get the same folder."""
     folder = shared_tmp_path / "project"
     if comm.rank == 0:
         folder.mkdir()
@@ -40,7 +40,7 @@ def project(shared_tmp_path: Path, comm: Any) -> Iterator[Path]:
 
 @pytest.fixture
 def refused(launch: Any, project: Path) -> Any:
-    """Return a function that runs ``hpctrain train`` on n ranks, sees it refused, and returns the line."""
+    """Return a function that runs ``hpctrain train`` on n ranks, checks that it is refused, and returns the line."""
     before = sorted(path.name for path in project.rglob("*"))
 
     def run(n: int, *words: str, timeout: float = 30) -> str:
@@ -58,7 +58,7 @@ def refused(launch: Any, project: Path) -> Any:
 def refused_here(
     comm: Any, project: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> Any:
-    """Return a function that does on the ranks of this session, which have torch, what ``refused`` does in a job."""
+    """Return a function like that of ``refused``, which runs on the ranks of this session, where torch is loaded."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.chdir(project)
     monkeypatch.syspath_prepend(str(project))
@@ -96,7 +96,7 @@ def refused_here(
         (["model.toml"], "unknown model.name 'gtp-tiny': did you mean gpt-tiny? known are convnet, gpt-25m"),
     ],
 )
-def test_settings(
+def test_an_invalid_setting_is_one_line_of_error(
     project: Path, words: list[str], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(project)
@@ -107,15 +107,15 @@ def test_settings(
     assert sorted(project.rglob("*")) == before
 
 
-def test_an_unknown_setting_on_ranks(refused: Any) -> None:
+def test_an_unknown_setting_on_several_ranks_is_one_line_of_error(refused: Any) -> None:
     assert "unknown setting train.stepz: did you mean steps?" in refused(2, "tiny.toml", "--set", "train.stepz=3")
 
 
-def test_a_missing_config_on_ranks(refused: Any) -> None:
+def test_a_missing_config_on_several_ranks_is_one_line_of_error(refused: Any) -> None:
     assert "cannot read settings from nowhere.toml" in refused(3, "nowhere.toml")
 
 
-def test_a_batch_that_ranks_cannot_share(refused: Any) -> None:
+def test_a_batch_not_divisible_by_the_ranks_is_refused(refused: Any) -> None:
     said = refused(2, "tiny.toml", "--set", "train.batch=3")
     assert "a batch of 3 samples cannot be dealt out evenly to 2 ranks: nearest are 2 and 4" in said
 
@@ -138,11 +138,11 @@ def test_the_folder_is_named_after_the_config(launch: Any, tmp_path: Path) -> No
         (["gpt.toml", "model.heads=1", "parallel.tensor=2"], "1 heads cannot be split over 2 tensor ranks"),
     ],
 )
-def test_data_and_models_that_will_not_do(refused_here: Any, words: list[str], said: str) -> None:
+def test_unsuitable_data_and_models_are_refused(refused_here: Any, words: list[str], said: str) -> None:
     assert said in refused_here(words[0], *(part for word in words[1:] for part in ("--set", word)))
 
 
-def test_a_run_of_replicas_ends_without_a_word_of_mpi(launch: Any, tmp_path: Path) -> None:
+def test_a_run_of_replicas_ends_without_messages_of_mpi(launch: Any, tmp_path: Path) -> None:
     make_project(tmp_path)
     words = ["tiny.toml", "--set", "parallel.data=easgd", "--set", "train.steps=6"]
     result = launch(2, HPCTRAIN, "train", *words, cwd=tmp_path, timeout=50)

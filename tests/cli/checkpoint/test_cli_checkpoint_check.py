@@ -1,4 +1,4 @@
-"""Verify on several processes and diff: what they print, and with which exit codes they end."""
+"""Verbs ``verify`` (on several processes) and ``diff``: output and exit codes."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_verify_on_several_processes_keeps_the_order(tmp_path: Path, capsys: pyt
         call("verify", *files, "--jobs", 0)
 
 
-def test_a_killed_process_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_killed_process_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Broken(check.ProcessPoolExecutor):
         def map(self, *_: Any, **__: Any) -> Any:
             raise check.BrokenProcessPool()
@@ -54,7 +54,7 @@ def test_a_killed_process_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         call("verify", *files, "--jobs", 2)
 
 
-def test_diff_of_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_diff_of_equal_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     one = file(tmp_path / "a.h5", **{"/provenance": {"host": "n1"}})
     two = file(tmp_path / "b.h5", **{"/provenance": {"host": "n2"}})
     assert call("diff", one, two) == 0
@@ -64,7 +64,7 @@ def test_diff_of_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert ["host", "A", "'n1'", "B", "'n2'"] in [line.split() for line in out.splitlines()]
 
 
-def test_diff_of_what_differs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_diff_of_different_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     one = file(tmp_path / "a.h5", **{"/train": {"evil": "\x1b[2J"}})
     two = file(tmp_path / "b.h5", 1.5, **{"/config": {"toml": "[train]\nsteps = 9\n"}, "/provenance": {"torch": "3"}})
     assert call("diff", one, two) == 1
@@ -79,7 +79,7 @@ def test_diff_of_what_differs(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert found["settings"] == [{"place": "config", "name": "train.steps", "first": "3", "second": "9"}]
 
 
-def test_diff_names_what_one_side_lacks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_diff_names_entries_missing_on_one_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     one = file(tmp_path / "a.h5")
     write_file(tmp_path / "b.h5", [Source.of("/model/w", np.ones((2, 1)))], {"/": {"step": 3}})
     assert call("diff", one, tmp_path / "b.h5") == 1

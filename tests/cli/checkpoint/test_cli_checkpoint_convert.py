@@ -1,4 +1,4 @@
-"""Export, import and plot from the command line: what is written, and where."""
+"""Verbs ``export``, ``import`` and ``plot``: the files that they write, and where."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def file(tmp_path: Path) -> Path:
     return path
 
 
-def test_export_beside_the_file(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_export_writes_next_to_the_file(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert call("export", file, "--to", "npz") == 0
     assert capsys.readouterr().out.startswith(f"{file.with_suffix('.npz')}  ")
     with np.load(file.with_suffix(".npz")) as loaded:
@@ -47,7 +47,7 @@ def test_export_beside_the_file(file: Path, capsys: pytest.CaptureFixture[str]) 
         assert loaded["w"].tolist() == list(range(6))
 
 
-def test_a_file_is_never_replaced_by_what_is_made_of_it(file: Path, tmp_path: Path) -> None:
+def test_an_input_is_never_replaced_by_its_output(file: Path, tmp_path: Path) -> None:
     before = file.read_bytes()
     link = tmp_path / "other.h5"
     link.symlink_to(file)
@@ -65,12 +65,12 @@ def test_a_file_is_never_replaced_by_what_is_made_of_it(file: Path, tmp_path: Pa
 
 
 @pytest.mark.parametrize("kind", ["missing", "file"])
-def test_the_best_of_what_is_no_folder(file: Path, tmp_path: Path, kind: str) -> None:
+def test_best_of_a_path_that_is_not_a_folder_is_a_user_error(file: Path, tmp_path: Path, kind: str) -> None:
     with pytest.raises(UsageError, match="is not a folder: give that of a run"):
         call("best", file if kind == "file" else tmp_path / "missing")
 
 
-def test_import_what_was_exported(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_import_of_an_exported_file(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for kind, suffix in (("safetensors", "safetensors"), ("torch", "pt")):
         assert call("export", file, "--to", kind, "--model-only", "-o", tmp_path / f"m.{suffix}") == 0
         back = tmp_path / f"{kind}.h5"
@@ -83,7 +83,7 @@ def test_import_what_was_exported(file: Path, tmp_path: Path, capsys: pytest.Cap
     assert json.loads(capsys.readouterr().out)["tensors"] == 1
 
 
-def test_plot(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plot_writes_an_image(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
     assert call("plot", file, "-o", tmp_path / "loss.png", "--json") == 0
     assert json.loads(capsys.readouterr().out) == {
@@ -114,7 +114,7 @@ def test_help_has_examples(action: str, capsys: pytest.CaptureFixture[str]) -> N
     ids=lambda arguments: " ".join(arguments[:4:3]),
 )
 def test_a_login_node_needs_neither_torch_nor_mpi(file: Path, tmp_path: Path, arguments: list[str]) -> None:
-    """Both are made impossible to import, so that whoever tries fails."""
+    """Both are made impossible to import, so that any attempt fails."""
     call("export", file, "--to", "safetensors", "-o", tmp_path / "in.safetensors")
     words = [word.format(file=file, folder=tmp_path) for word in arguments]
     code = (

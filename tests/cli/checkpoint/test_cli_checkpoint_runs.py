@@ -1,4 +1,4 @@
-"""Runs on the command line: their folder stands for a checkpoint, and their best one is known."""
+"""Folders of runs on the command line: a folder means its newest checkpoint, and its best one is known."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def file(run: Path, step: int) -> Path:
     return run / "checkpoints" / f"step_{step:08d}.h5"
 
 
-def test_best_is_what_the_run_keeps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_best_follows_the_criterion_of_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = write(tmp_path / "run", keep_best="accuracy", best="highest")
     assert call("best", run) == 0 and capsys.readouterr().out == f"{file(run, 4)}\n"
     assert call("best", run / "checkpoints") == 0 and capsys.readouterr().out == f"{file(run, 4)}\n"
@@ -55,7 +55,7 @@ def test_best_is_what_the_run_keeps(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert call("best", run) == 0 and capsys.readouterr().out == f"{file(run, 6)}\n", "a damaged file is left out"
 
 
-def test_best_that_nothing_says_is_a_mistake_of_the_user(tmp_path: Path) -> None:
+def test_best_without_a_criterion_is_a_user_error(tmp_path: Path) -> None:
     run = write(tmp_path / "run")
     with pytest.raises(UsageError, match="do not say which is the best .*--by; they hold accuracy, loss$") as caught:
         call("best", run)
@@ -66,7 +66,7 @@ def test_best_that_nothing_says_is_a_mistake_of_the_user(tmp_path: Path) -> None
         call("best", tmp_path)
 
 
-def test_best_of_the_library_is_that_of_the_command(tmp_path: Path) -> None:
+def test_best_of_the_library_equals_best_of_the_command(tmp_path: Path) -> None:
     run = write(tmp_path / "run", keep_best="accuracy", best="highest")
     assert checkpoint.best(run) == checkpoint.best(str(run / "checkpoints")) == file(run, 4)
     assert checkpoint.best(run, which="lowest") == checkpoint.best(run, by="loss") == file(run, 2)
@@ -96,7 +96,7 @@ def test_ls_marks_the_best(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert call("ls", plain) == 0 and "best" not in capsys.readouterr().out
 
 
-def test_a_folder_stands_for_its_newest_valid_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_means_its_newest_valid_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run, other = write(tmp_path / "run"), write(tmp_path / "other")
     file(run, 6).write_bytes(file(run, 6).read_bytes()[:-1])
     assert call("show", run) == 0
@@ -113,14 +113,14 @@ def test_a_folder_stands_for_its_newest_valid_checkpoint(tmp_path: Path, capsys:
         call("show", run)
 
 
-def test_plot_takes_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plot_accepts_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
     run = write(tmp_path / "run")
     assert call("plot", run, "-o", tmp_path / "loss.png") == 0 and (tmp_path / "loss.png").stat().st_size
     assert "taking its newest valid checkpoint" in capsys.readouterr().err
 
 
-def test_verify_reads_all_of_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify_reads_all_files_of_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = write(tmp_path / "run")
     assert call("verify", run) == 0 and len(capsys.readouterr().out.splitlines()) == 3
     file(run, 6).write_bytes(file(run, 6).read_bytes()[:-1])
