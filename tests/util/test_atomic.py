@@ -1,4 +1,4 @@
-"""Files appear whole, under names that cannot be guessed, and never through links."""
+"""Atomic writes: files appear complete, under temporary names that cannot be guessed, and never through links."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_a_planted_private_name_is_never_opened(
 
 
 @pytest.mark.parametrize("kind", ["folder", "pipe", "link to a device"])
-def test_what_is_no_file_is_not_replaced(tmp_path: Path, kind: str) -> None:
+def test_a_target_that_is_not_a_regular_file_is_not_replaced(tmp_path: Path, kind: str) -> None:
     target = tmp_path / "x"
     if kind == "folder":
         target.mkdir()
@@ -81,7 +81,7 @@ def test_names_below_dev_are_refused() -> None:
         atomic.check_target(Path("/dev/new"))
 
 
-def test_a_folder_in_memory_takes_files() -> None:
+def test_files_are_written_to_a_folder_in_memory() -> None:
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
         atomic.write_text(Path(folder) / "x", "text")
         assert (Path(folder) / "x").read_text() == "text"
@@ -104,11 +104,11 @@ def test_an_error_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.Monkey
     assert target.read_text() == "old" and list(tmp_path.iterdir()) == [target]
 
 
-def test_every_call_that_fails_may_be_repeated(tmp_path: Path) -> None:
+def test_every_failed_call_can_be_retried(tmp_path: Path) -> None:
     done: list[str] = []
 
     def call(function: Callable[..., Any], *arguments: Any) -> Any:
-        """Do everything twice where it can be seen: as a server that answers late."""
+        """Call twice where the effect is visible, as a slow file server may do."""
         result = function(*arguments)
         done.append(function.__name__)
         return function(*arguments) if function.__name__ == "_rename" else result
@@ -117,13 +117,13 @@ def test_every_call_that_fails_may_be_repeated(tmp_path: Path) -> None:
     assert (tmp_path / "x").read_text() == "a" and done == ["_begin", "fsync", "_rename", "flush_folder"]
 
 
-def test_modes_and_long_names(tmp_path: Path) -> None:
+def test_file_modes_and_long_names_are_supported(tmp_path: Path) -> None:
     target = tmp_path / ("\N{SNOWMAN}" * 80)
     atomic.write_text(target, "x", mode=0o755)
     assert os.access(target, os.X_OK)
 
 
-def test_growing_files(tmp_path: Path, precious: Path) -> None:
+def test_growing_files_are_appended_line_by_line_and_never_through_links(tmp_path: Path, precious: Path) -> None:
     target = tmp_path / "rows"
 
     def add(number: int) -> None:
@@ -143,7 +143,7 @@ def test_growing_files(tmp_path: Path, precious: Path) -> None:
         atomic.open_growing(tmp_path / "pipe")
 
 
-def test_leftovers(tmp_path: Path) -> None:
+def test_leftover_temporary_files_are_removed(tmp_path: Path) -> None:
     left = atomic.private_name(tmp_path / "run.json")
     left.touch()
     (tmp_path / ".other.tmp-1").touch()

@@ -1,4 +1,4 @@
-"""Whose code a module is; nothing is imported to find out."""
+"""Ownership of a module's code, found without importing it."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from hpctrain.settings import check_code, function_named
 from hpctrain.train.settings import load
 from hpctrain.util.owner import files_of, foreign_file, is_standard
 
-OTHER = os.geteuid() + 1  # somebody, to whom this user's files are another's
+OTHER = os.geteuid() + 1  # another user, to whom this user's files are foreign
 
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Make modules that leave a mark when they run."""
+    """Create modules that leave a mark when they run."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
     mark = "open('ran', 'w').close()\n"
@@ -44,7 +44,7 @@ def test_files_are_found_without_running_them(here: Path, name: str) -> None:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to give a file to somebody else")
 @pytest.mark.parametrize("name", ["marked_one.py", "marked_models/__init__.py"])
-def test_code_of_somebody_else_needs_allow_code(here: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_code_of_another_user_needs_allow_code(here: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
     os.chown(name, 12345, -1)
     module = name.partition(".")[0].partition("/")[0]
     Path("a.toml").write_text(f'[model]\nfactory = "{module}:make"\ncontext = 8\n')
@@ -56,7 +56,7 @@ def test_code_of_somebody_else_needs_allow_code(here: Path, name: str, capsys: p
     assert "returned int, expected a torch.nn.Module" in capsys.readouterr().err and Path("ran").exists()
 
 
-def test_code_that_everybody_may_write_needs_allow_code(here: Path) -> None:
+def test_world_writable_code_needs_allow_code(here: Path) -> None:
     os.chmod("marked_one.py", 0o666)
     with pytest.raises(SettingsError, match="which everybody may write: allowed is code of yours"):
         check_code("marked_one:make", "model.factory")
@@ -64,14 +64,14 @@ def test_code_that_everybody_may_write_needs_allow_code(here: Path) -> None:
 
 
 @pytest.mark.parametrize("path", ["os:system", "marked_one:os.system", "builtins:eval", "torch:os.dup"])
-def test_functions_of_the_standard_library_make_nothing(here: Path, path: str) -> None:
+def test_functions_of_the_standard_library_are_refused_as_factories(here: Path, path: str) -> None:
     with pytest.raises(SettingsError, match="is of Python's standard library"):
         function_named(path, "model.factory")
 
 
 @pytest.mark.parametrize("factory", ["os:system", "torch.hub:load", "torch:load"])
 @pytest.mark.parametrize("setting", ["model.factory", "optimizer.factory", "train.loss"])
-def test_plan_calls_no_function_that_runs_others(
+def test_plan_calls_no_function_that_runs_other_code(
     here: Path, setting: str, factory: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     Path("a.toml").write_text("[train]\nbatch = 2\n")
@@ -86,6 +86,6 @@ def test_code_of_the_environment_and_of_the_user_is_called(here: Path) -> None:
     Path("a.toml").write_text(text)
     check_functions(load("a.toml"))
     check_code("marked_models.small:make", "model.factory")
-    check_code("not_there_at_all.x:make", "model.factory")  # to import it will tell
+    check_code("not_there_at_all.x:make", "model.factory")  # the import will report the error
     assert function_named("marked_one:make", "model.factory")() == 3
     assert is_standard("os.path") and not is_standard("torch")

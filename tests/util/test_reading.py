@@ -1,4 +1,4 @@
-"""Nothing but a regular file is read, no more than allowed, and without waiting."""
+"""Bounded reading: only regular files, at most the allowed size, and without waiting."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ def odd(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Monk
 
 
 @pytest.mark.limit(5)
-def test_what_is_no_regular_file_is_an_error(odd: str) -> None:
+def test_a_path_that_is_not_a_regular_file_is_an_error(odd: str) -> None:
     with pytest.raises(OSError, match="it is not a regular file|Is a directory"):
         reading.read_bytes(odd)
 
 
-def test_no_more_than_allowed(tmp_path: Path) -> None:
+def test_a_file_larger_than_allowed_is_an_error(tmp_path: Path) -> None:
     path = tmp_path / "x"
     path.write_bytes(b"12345")
     assert reading.read_bytes(path, 5) == b"12345"
@@ -47,7 +47,7 @@ def test_no_more_than_allowed(tmp_path: Path) -> None:
     ("data", "reason"),
     [(b"\xff", "UTF-8"), (b"[" * 100_000, "deeply"), (b"9" * 5_000, "digits"), (b"{", "not JSON")],
 )
-def test_what_is_no_json_is_an_error(tmp_path: Path, data: bytes, reason: str) -> None:
+def test_invalid_json_is_an_error(tmp_path: Path, data: bytes, reason: str) -> None:
     (tmp_path / "x").write_bytes(data)
     with pytest.raises(ValueError, match=reason):
         reading.read_json(tmp_path / "x")

@@ -1,4 +1,4 @@
-"""Text of unknown origin: nothing that a terminal obeys, and short."""
+"""Text of unknown origin: printed without characters that control a terminal, and shortened."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from hpctrain.util.text import printable, printable_lines, shorten, shown
         ("\U000e0001", "\\U000e0001"),
     ],
 )
-def test_printable(text: str, expected: str) -> None:
+def test_control_characters_are_escaped(text: str, expected: str) -> None:
     assert printable(text) == expected and expected.isprintable()
 
 
-def test_lines() -> None:
+def test_line_breaks_are_kept() -> None:
     assert printable_lines("a\x1b\nb") == "a\\x1b\nb"
 
 
@@ -37,6 +37,6 @@ def test_a_huge_number_is_short() -> None:
     assert shown(10**5000) == "a whole number of 16610 bits"
 
 
-def test_the_middle_goes() -> None:
+def test_the_middle_of_a_long_text_is_omitted() -> None:
     assert shorten("a" * 50 + "b" * 50, 20).startswith("aaa") and shorten("a" * 50 + "b" * 50, 20).endswith("bbb")
     assert len(shorten("a" * 100, 20)) == 20

@@ -1,4 +1,4 @@
-"""No module opens files for writing but util/atomic.py, and no child process has the current folder on its path."""
+"""Rules of the sources: only util/atomic.py opens files for writing; no child has the current folder on its path."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ import pytest
 import hpctrain
 
 PACKAGE = Path(hpctrain.__file__).parent
-# Modules that write in their own way, and why.
+# Modules that write in another way, and the reason.
 ALLOWED = {
     "util/atomic.py",  # the writer
-    "train/lock.py",  # links its file into place, so that only one process can
+    "train/lock.py",  # links its file into place, so that only one process succeeds
     "transport/mpi_file.py",  # MPI creates the private file of a checkpoint (MODE_EXCL)
 }
 WRITING_FLAGS = {"O_WRONLY", "O_RDWR", "O_CREAT", "O_APPEND", "O_TRUNC"}
 WRITING_METHODS = {"write_text", "write_bytes", "touch", "symlink_to", "hardlink_to"}
 NAMED = {"os.rename", "os.replace", "os.link", "os.symlink", "os.truncate", "shutil.copy", "shutil.move"}
 SAVERS = {"savefig": 0, "torch.save": 1, "np.save": 0, "np.savez": 0, "h5py.File": 0}
-# What these take is a file object of util/atomic.py, memory, or a file opened to read.
+# These functions receive a file object of util/atomic.py, memory, or a file opened for reading.
 FILE_OBJECTS = {"out", "sink", "self._image"}
 
 
@@ -104,10 +104,10 @@ def test_only_one_module_starts_this_interpreter() -> None:
         "np.save(path, array)",
     ],
 )
-def test_the_search_finds(text: str) -> None:
+def test_the_search_finds_writes(text: str) -> None:
     assert list(problems(ast.parse(text)))
 
 
 @pytest.mark.parametrize("text", ["open(path)", "path.open('rb')", "h5py.File(path, 'r')", "word.replace('a', 'b')"])
-def test_the_search_passes(text: str) -> None:
+def test_the_search_accepts_reads(text: str) -> None:
     assert not list(problems(ast.parse(text)))
