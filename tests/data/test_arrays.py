@@ -1,4 +1,4 @@
-"""Arrays come back as the tensors that a model wants, and wrong ones are refused."""
+"""Array datasets: conversion to the tensors of a model, and refusal of wrong arrays."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_vectors_and_float_targets_become_float32(tmp_path: Path, dtype: str) ->
     assert torch.equal(targets, torch.from_numpy(y[[19, 0]].astype("f4")))
 
 
-def test_compressed_files_of_others_are_read_in_any_order(tmp_path: Path) -> None:
+def test_compressed_files_of_other_programs_are_read_in_any_order(tmp_path: Path) -> None:
     with h5py.File(tmp_path / "x.h5", "w") as file:
         file.create_dataset("train/inputs", data=IMAGES, compression="gzip")
         file.create_dataset("train/targets", data=CLASSES, chunks=(3,))
@@ -87,7 +87,7 @@ def test_other_files_and_negative_classes_are_refused(tmp_path: Path) -> None:
         ArrayDataset(tmp_path / "x.h5", "train")
 
 
-def test_a_sample_that_does_not_exist_is_refused(tmp_path: Path) -> None:
+def test_a_sample_out_of_range_is_refused(tmp_path: Path) -> None:
     write_arrays(tmp_path / "x.h5", train=(IMAGES, CLASSES), validation=(IMAGES, CLASSES))
     with pytest.raises(DataError, match="no sample -1 in"):
         ArrayDataset(tmp_path / "x.h5", "train").batch(np.array([-1]))

@@ -1,4 +1,4 @@
-"""Shares cover a global batch in order, and weights make means exact."""
+"""Shares of a global batch: they cover it in order, and their weights make means exact."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hpctrain.data.dataset import Indices
 
 
 class Numbers:
-    """Hand out the number of each sample, and its square as target."""
+    """Dataset whose inputs are the sample numbers and whose targets are their squares."""
 
     def __len__(self) -> int:
         return 1000
@@ -48,7 +48,7 @@ def test_microbatches_add_up_to_the_batch(count: int) -> None:
     assert mean == pytest.approx(share.weight * share.targets.mean().item(), rel=1e-12)
 
 
-def test_an_empty_share_splits_into_empty_pieces() -> None:
+def test_an_empty_share_splits_into_empty_microbatches() -> None:
     share = take(Numbers(), np.arange(1), 0, 2)
     assert (share.samples, share.weight) == (0, 0.0)
     assert [(piece.samples, piece.weight) for piece in share.split(3)] == [(0, 0.0)] * 3

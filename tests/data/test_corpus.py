@@ -1,4 +1,4 @@
-"""Corpora are found, in a fixed order, and only what belongs to them."""
+"""Corpora: documents are found in a fixed order, and other files are left out."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_default_is_the_standard_library_without_tests_tables_and_packages() -> 
     assert all(document.path == folder / document.name for document in documents)
 
 
-def test_folders_and_files_are_sorted_by_name_and_noise_is_left_out(tmp_path: Path) -> None:
+def test_documents_are_sorted_by_name_and_other_files_are_left_out(tmp_path: Path) -> None:
     folder = tmp_path / "notes"
     for name in ("b.txt", "a/z.txt", "a.txt", ".hidden", ".git/config", "__pycache__/x.pyc", "test/kept.txt"):
         _write(folder / name)
@@ -42,7 +42,7 @@ def test_folders_and_files_are_sorted_by_name_and_noise_is_left_out(tmp_path: Pa
     assert [document.name for document in find_documents([book, folder])] == names
 
 
-def test_a_file_met_twice_counts_once(tmp_path: Path) -> None:
+def test_a_file_found_twice_counts_once(tmp_path: Path) -> None:
     file = _write(tmp_path / "notes" / "a.txt")
     (tmp_path / "notes" / "same.txt").symlink_to(file)
     assert len(find_documents([tmp_path / "notes", file, file])) == 1
@@ -88,6 +88,6 @@ def test_an_unreadable_folder_is_refused(tmp_path: Path, monkeypatch: pytest.Mon
         find_documents([tmp_path])
 
 
-def test_sources_are_named_in_words(tmp_path: Path) -> None:
+def test_sources_are_described_in_words(tmp_path: Path) -> None:
     assert name_sources([tmp_path / "x"]) == [str(tmp_path / "x")]
     assert name_sources([])[0].startswith("python 3.") and name_sources([])[0].endswith("standard library")

@@ -1,4 +1,4 @@
-"""The code of docs/data-files.md runs as it stands there, and its files are trained on."""
+"""Code of docs/data-files.md: it runs unchanged, and its files can be trained on."""
 
 from __future__ import annotations
 
@@ -67,8 +67,8 @@ def test_the_config_trains(written: Path, monkeypatch: pytest.MonkeyPatch, capsy
     assert "800 x 8 x 8" in capsys.readouterr().out
 
 
-def test_the_page_names_what_is_refused(tmp_path: Path) -> None:
-    """The table's element types are those that a file is checked for."""
+def test_the_page_names_the_element_types_that_are_accepted(tmp_path: Path) -> None:
+    """The table's element types are those that the reader of a file accepts."""
     for inputs, targets, fine in (
         ("u1", "i4", True),
         ("f2", "u2", True),

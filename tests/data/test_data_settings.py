@@ -1,4 +1,4 @@
-"""Data settings are checked, and open what they name."""
+"""Data settings: their checks, and the datasets that they open."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_wrong_settings_are_refused(token_file: str) -> None:
         open_dataset(DataSettings(files=(token_file,)), "train")
 
 
-def test_the_package_exports_what_it_lists() -> None:
+def test_the_package_exports_the_names_that_it_lists() -> None:
     import hpctrain.data
 
     assert all(getattr(hpctrain.data, name).__name__ == name for name in hpctrain.data.__all__)

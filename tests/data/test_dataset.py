@@ -1,4 +1,4 @@
-"""Several files make one dataset, in the order in which they are named."""
+"""Several files as one dataset, in the order in which they are named."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def _part(path: Path, first: int, count: int, width: int = 2) -> ArrayDataset:
     return ArrayDataset(path, "train")
 
 
-def test_samples_are_numbered_through(tmp_path: Path) -> None:
+def test_samples_are_numbered_across_files(tmp_path: Path) -> None:
     parts = [_part(tmp_path / f"{first}.h5", first, count) for first, count in ((0, 3), (3, 1), (4, 6))]
     joined = JoinedDataset(parts)
     assert len(joined) == 10 and joined.facts == parts[0].facts
@@ -30,12 +30,12 @@ def test_samples_are_numbered_through(tmp_path: Path) -> None:
         assert torch.equal(inputs, targets[:, None].expand(-1, 2))
 
 
-def test_files_that_do_not_fit_together_are_refused(tmp_path: Path) -> None:
+def test_incompatible_files_are_refused(tmp_path: Path) -> None:
     parts = [_part(tmp_path / "a.h5", 0, 3), _part(tmp_path / "b.h5", 0, 3, width=5)]
     with pytest.raises(DataError, match=r"a.h5 has .*\(2,\).*, .*b.h5 has .*\(5,\)"):
         JoinedDataset(parts)
 
 
-def test_a_sample_that_does_not_exist_is_refused(tmp_path: Path) -> None:
+def test_a_sample_out_of_range_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no sample 6 in .*a.h5, .*b.h5"):
         JoinedDataset([_part(tmp_path / "a.h5", 0, 3), _part(tmp_path / "b.h5", 3, 3)]).batch(np.array([6]))

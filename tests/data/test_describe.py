@@ -1,4 +1,4 @@
-"""A description is what h5py finds, and a damaged file is seen."""
+"""Descriptions of data files: they agree with h5py, and show damage."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_array_files_are_described_with_or_without_checksums(tmp_path: Path) -> 
     assert describe(tmp_path / "x.h5")["datasets"][0]["crc32"] == "none"
 
 
-def test_one_flipped_bit_is_seen(packed: Path) -> None:
+def test_one_flipped_bit_is_detected(packed: Path) -> None:
     with h5py.File(packed) as file:
         offset = file["train/tokens"].id.get_offset()
     content = bytearray(packed.read_bytes())

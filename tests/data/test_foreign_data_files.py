@@ -1,4 +1,4 @@
-"""Data files of others: no other file is read through them, and none makes a verb hang or ends it with a signal."""
+"""Crafted data files: no other file is read through them, and no verb hangs or ends with a signal."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def _never_written(file: h5py.File, secret: Path) -> None:
         (_never_written, "it was never written"),
     ],
 )
-def test_no_other_file_becomes_tokens(
+def test_no_other_file_is_read_as_tokens(
     tmp_path: Path,
     make: Callable[[h5py.File, Path], None],
     refusal: str,
@@ -97,7 +97,7 @@ def test_links_within_the_file_are_followed(tmp_path: Path) -> None:
         assert dataset_of(file, "train/tokens")[()].tolist() == [0, 1, 2, 3]
 
 
-def test_attributes_of_other_kinds_are_an_error(tmp_path: Path) -> None:
+def test_attributes_of_other_types_are_an_error(tmp_path: Path) -> None:
     with h5py.File(tmp_path / "x.h5", "w") as file:
         file.attrs["format"] = [1, 2]
     with pytest.raises(DataError, match="the attribute format holds ndarray; expected one value"):
@@ -123,7 +123,7 @@ def test_links_out_of_a_corpus_are_left_out_and_counted(tmp_path: Path, capsys: 
 
 
 def test_a_file_truncated_while_it_is_mapped_is_an_error(tmp_path: Path) -> None:
-    """To touch a page that is gone would end the process with SIGBUS."""
+    """Without a check, access to a truncated page would end the process with SIGBUS."""
     (tmp_path / "a.txt").write_text("text " * 100_000)
     pack([tmp_path / "a.txt"], tmp_path / "t.h5", progress=False)
     tokens = TokenDataset(tmp_path / "t.h5", "train", 64)

@@ -1,4 +1,4 @@
-"""Files that cannot be read are refused in one line, and maps show what h5py shows."""
+"""HDF5 files: unreadable ones are refused in one line, and memory maps agree with h5py."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_an_unreadable_file_is_refused(tmp_path: Path, monkeypatch: pytest.Monke
         open_file(path)
 
 
-def test_a_missing_dataset_is_named_with_those_there_are(tmp_path: Path) -> None:
+def test_a_missing_dataset_error_lists_the_existing_ones(tmp_path: Path) -> None:
     with h5py.File(tmp_path / "x.h5", "w") as file:
         with pytest.raises(DataError, match="has no dataset /a: it has no dataset"):
             dataset_of(file, "a")
@@ -75,7 +75,7 @@ def test_a_map_shows_the_bytes_of_the_dataset(tmp_path: Path, dtype: str, userbl
     np.testing.assert_array_equal(mapped, values)
 
 
-def test_what_does_not_lie_in_one_piece_is_not_mapped(tmp_path: Path) -> None:
+def test_a_noncontiguous_dataset_is_not_mapped(tmp_path: Path) -> None:
     with h5py.File(tmp_path / "x.h5", "w") as file:
         file.create_dataset("chunked", data=np.arange(100), chunks=(10,))
         file.create_dataset("packed", data=np.arange(100), compression="gzip")
@@ -89,7 +89,7 @@ def test_what_does_not_lie_in_one_piece_is_not_mapped(tmp_path: Path) -> None:
         assert [map_dataset(file[name]) for name in file] == [None] * 6
 
 
-def test_checksum_is_the_crc_of_the_bytes_whatever_the_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checksum_is_the_crc_of_the_bytes_for_any_block_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     values = np.random.default_rng(0).normal(size=(100, 3, 5)).astype("f4")
     monkeypatch.setattr(hdf5, "BLOCK", 64)
     with h5py.File(tmp_path / "x.h5", "w") as file:

@@ -1,4 +1,4 @@
-"""The held-out split depends on names alone, and no byte is in both splits."""
+"""Held-out split: it depends only on names, and no byte is in both splits."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_the_share_held_out_is_the_fraction() -> None:
     assert abs(held / 20_000 - 0.05) < 0.005
 
 
-def test_a_document_keeps_its_side_when_others_come_go_or_move() -> None:
+def test_a_document_stays_in_its_split_if_others_are_added_removed_or_reordered() -> None:
     many = [_measured(f"{number}.txt") for number in range(400)]
     few = many[::-3]
 
@@ -43,13 +43,13 @@ def test_splits_are_disjoint_complete_and_follow_the_seed() -> None:
     assert other != names["validation"]
 
 
-def test_a_single_document_is_cut_at_its_end() -> None:
+def test_a_single_document_is_split_near_its_end() -> None:
     splits = plan_splits([_measured("book.txt", 1000)], 0.1, 0)
     assert [(piece.start, piece.stop) for piece in splits["train"]] == [(0, 900)]
     assert [(piece.start, piece.stop) for piece in splits["validation"]] == [(900, 1000)]
 
 
-def test_the_longest_is_cut_where_a_split_would_be_empty() -> None:
+def test_the_longest_document_is_split_if_a_split_would_be_empty() -> None:
     documents = [_measured("a", 10), _measured("b", 1000), _measured("c", 20)]
     tiny = plan_splits(documents, 1e-9, 0)
     assert [(piece.source.document.name, piece.start, piece.stop) for piece in tiny["train"]] == [
@@ -63,6 +63,6 @@ def test_the_longest_is_cut_where_a_split_would_be_empty() -> None:
 
 
 @pytest.mark.parametrize("documents", [[], [_measured("a", 1)]])
-def test_what_cannot_be_split_is_refused(documents: list[Measured]) -> None:
+def test_too_small_a_corpus_is_refused(documents: list[Measured]) -> None:
     with pytest.raises(DataError, match="too small to hold out"):
         plan_splits(documents, 0.5, 0)

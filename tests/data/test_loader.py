@@ -1,4 +1,4 @@
-"""The global batches do not depend on the number of ranks, and a position is all that a resume needs."""
+"""Loader: the global batches do not depend on the number of ranks, and a position is enough to resume."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hpctrain.errors import DataError, SettingsError
 
 
 class Numbers:
-    """Hand out the number of each sample as input and target."""
+    """Dataset whose inputs and targets are the sample numbers."""
 
     def __init__(self, length: int) -> None:
         self._length = length
@@ -35,7 +35,7 @@ def _steps(loader: Loader, count: int | None = None) -> list[list[int]]:
 
 
 def _world(length: int, size: int, count: int | None, **options: Any) -> list[list[int]]:
-    """Run the loaders of all ranks and put each step's shares together, in the order of the ranks."""
+    """Run the loaders of all ranks and concatenate each step's shares in the order of the ranks."""
     ranks = [_steps(Loader(Numbers(length), rank=rank, size=size, **options), count) for rank in range(size)]
     assert len({len(steps) for steps in ranks}) == 1
     return [sum(shares, []) for shares in zip(*ranks)]
@@ -49,7 +49,7 @@ def test_all_numbers_of_ranks_see_the_same_global_batches(size: int) -> None:
 
 
 @pytest.mark.parametrize("position", [0, 1, 24, 95, 100, 1234])
-def test_a_run_goes_on_at_any_position_on_any_number_of_ranks_with_any_batch(position: int) -> None:
+def test_a_run_resumes_at_any_position_on_any_number_of_ranks_with_any_batch(position: int) -> None:
     first = Loader(Numbers(100), batch=24, seed=5, position=position)
     _steps(first, 3)
     state = json.loads(json.dumps(first.state_dict()))
@@ -63,7 +63,7 @@ def test_a_run_goes_on_at_any_position_on_any_number_of_ranks_with_any_batch(pos
         assert sum((sum(shares, []) for shares in zip(*steps)), []) == rest[: 240 // batch * batch]
 
 
-def test_the_position_counts_what_was_handed_out() -> None:
+def test_the_position_counts_the_samples_returned() -> None:
     loader = Loader(Numbers(100), batch=24, rank=1, size=2)
     for step, batch in enumerate(islice(loader, 10), start=1):
         assert batch.samples == 12 and batch.weight == 1.0
@@ -78,7 +78,7 @@ def test_a_batch_may_be_larger_than_the_data() -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 6])
-def test_epochs_end_with_what_is_left_over(size: int) -> None:
+def test_without_drop_last_epochs_end_with_a_smaller_batch(size: int) -> None:
     steps = _world(101, size, None, batch=24, epochs=3, drop_last=False, seed=2)
     assert [len(step) for step in steps] == [24, 24, 24, 24, 5] * 3
     for epoch in range(3):
@@ -90,7 +90,7 @@ def test_epochs_end_with_what_is_left_over(size: int) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_epochs_drop_what_is_left_over(size: int) -> None:
+def test_with_drop_last_epochs_end_without_the_remaining_samples(size: int) -> None:
     steps = _world(101, size, None, batch=24, epochs=3)
     assert [len(step) for step in steps] == [24] * 12
     order = SampleOrder(101)
@@ -99,7 +99,7 @@ def test_epochs_drop_what_is_left_over(size: int) -> None:
 
 @pytest.mark.parametrize("drop_last", [True, False])
 @pytest.mark.parametrize("done", range(16))
-def test_a_bounded_run_goes_on_where_it_stopped(drop_last: bool, done: int) -> None:
+def test_a_bounded_run_resumes_where_it_stopped(drop_last: bool, done: int) -> None:
     whole = _steps(Loader(Numbers(101), batch=24, epochs=3, drop_last=drop_last))
     first = Loader(Numbers(101), batch=24, epochs=3, drop_last=drop_last)
     before = _steps(first, done)
@@ -108,7 +108,7 @@ def test_a_bounded_run_goes_on_where_it_stopped(drop_last: bool, done: int) -> N
     assert before + _steps(second) == whole
 
 
-def test_data_that_divide_evenly_lose_nothing() -> None:
+def test_an_epoch_of_whole_batches_drops_no_sample() -> None:
     assert [len(step) for step in _world(96, 2, None, batch=24, epochs=2)] == [24] * 8
 
 
@@ -117,7 +117,7 @@ def test_data_that_divide_evenly_lose_nothing() -> None:
     [(10, 4, 1, "4 ranks: nearest are 8 and 12"), (2, 3, 1, "3 ranks: nearest are 3$"),
      (12, 2, 4, "2 ranks x 4 microbatches: nearest are 8 and 16")],
 )  # fmt: skip
-def test_a_batch_that_cannot_be_dealt_out_is_refused(batch: int, size: int, microbatches: int, nearest: str) -> None:
+def test_a_batch_not_divisible_by_the_ranks_is_refused(batch: int, size: int, microbatches: int, nearest: str) -> None:
     with pytest.raises(SettingsError, match=f"a batch of {batch} samples cannot be dealt out evenly to {nearest}"):
         Loader(Numbers(100), batch=batch, size=size, microbatches=microbatches)
     for allowed in [int(word) for word in nearest.rstrip("$").split("are ")[1].split(" and ")]:
@@ -130,7 +130,7 @@ def test_numbers_below_one_are_refused(numbers: tuple[int, int, int]) -> None:
         check_batch(*numbers)
 
 
-def test_nonsense_is_refused() -> None:
+def test_invalid_arguments_are_refused() -> None:
     with pytest.raises(SettingsError, match="rank 2 of 2: ranks are numbered 0 to 1"):
         Loader(Numbers(100), batch=4, rank=2, size=2)
     with pytest.raises(DataError, match="3 samples do not fill a batch of 4"):

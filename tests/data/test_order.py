@@ -1,4 +1,4 @@
-"""The order is a function of seed and position, and an epoch holds every sample once."""
+"""Order of samples: a function of seed and position; an epoch contains every sample once."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ def test_every_epoch_holds_every_sample_once(length: int) -> None:
 
 
 @pytest.mark.parametrize("start, count", [(0, 0), (0, 3), (5, 4), (6, 1), (7, 7), (3, 30), (1_000_000, 5)])
-def test_any_stretch_is_that_of_the_whole_stream(start: int, count: int) -> None:
+def test_any_range_equals_that_of_the_whole_sequence(start: int, count: int) -> None:
     expected = []
     for position in range(start, start + count):
         generator = np.random.Generator(np.random.PCG64([11, position // 7]))
         expected.append(generator.permutation(7)[position % 7])
     used = SampleOrder(7, seed=11)
-    used.indices(40, 9)  # what was asked before must not matter
+    used.indices(40, 9)  # earlier calls must not matter
     assert used.indices(start, count).tolist() == expected
     assert SampleOrder(7, seed=11).indices(start, count).dtype == np.int64
 
 
-def test_the_order_is_the_one_that_earlier_runs_had() -> None:
-    # A resumed run must see the samples that its first part did not: a NumPy that shuffles otherwise shows here.
+def test_the_order_does_not_change_between_versions() -> None:
+    # A resumed run must continue the order of its first part: a NumPy that shuffles differently fails here.
     golden = [4, 6, 2, 7, 3, 5, 9, 0, 8, 1] + [9, 1, 3, 8, 7, 6, 0, 4, 2, 5]
     assert SampleOrder(10, seed=0).indices(0, 20).tolist() == golden
     assert SampleOrder(10, seed=1).indices(0, 10).tolist() != golden[:10]
 
 
 @pytest.mark.parametrize("length, seed", [(0, 0), (-1, 0), (5, -1)])
-def test_nonsense_is_refused(length: int, seed: int) -> None:
+def test_invalid_arguments_are_refused(length: int, seed: int) -> None:
     with pytest.raises(SettingsError, match=f"order of {length} samples with seed {seed}"):
         SampleOrder(length, seed)

@@ -1,4 +1,4 @@
-"""A packed corpus holds every document, once, in one split, and is written only when needed."""
+"""Packing of a corpus: every document is in exactly one split, and the file is written only when needed."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def corpus(tmp_path: Path) -> Path:
 
 
 def _documents(path: Path, split: str) -> dict[str, bytes]:
-    """Read a split back with nothing but h5py and the format's description."""
+    """Read a split with h5py alone, as the format's description specifies."""
     with h5py.File(path) as file:
         tokens, offsets = file[split]["tokens"][()].tobytes(), file[split]["offsets"][()]
         names = file[split]["names"].asstr()[()]
@@ -62,7 +62,7 @@ def test_packing_twice_gives_the_same_tokens(corpus: Path, tmp_path: Path) -> No
         assert list(_documents(tmp_path / "a.h5", split).items()) == list(_documents(tmp_path / "b.h5", split).items())
 
 
-def test_a_single_file_is_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_single_file_is_split(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(survey_module, "BLOCK", 7)
     book = tmp_path / "book.txt"
     book.write_bytes(bytes(range(32, 127)) * 4)
@@ -111,7 +111,7 @@ def test_another_file_is_not_replaced_unless_forced(corpus: Path, tmp_path: Path
     assert out.read_text() == "my thesis"
 
 
-def test_a_corpus_that_changes_meanwhile_is_refused(
+def test_a_corpus_that_changes_during_packing_is_refused(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan = pack_module.plan_splits
@@ -129,7 +129,9 @@ def test_a_corpus_that_changes_meanwhile_is_refused(
         assert [path.name for path in tmp_path.iterdir()] == ["corpus"]
 
 
-def test_what_reads_back_differently_is_not_kept(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_reads_back_differently_is_removed(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(pack_module, "checksum", lambda dataset: 0)
     with pytest.raises(DataError, match="reads back differently"):
         pack([corpus], tmp_path / "out.h5")
@@ -148,6 +150,8 @@ def test_a_corpus_without_text_is_refused(corpus: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "out.h5").exists()
 
 
-def test_the_bar_shows_on_a_terminal_only(corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_progress_bar_is_shown_only_on_a_terminal(
+    corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     pack([corpus], tmp_path / "out.h5", progress=True)
     assert capsys.readouterr() == ("", "")

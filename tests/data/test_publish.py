@@ -1,4 +1,4 @@
-"""A data file is there in full or not at all."""
+"""Writing of data files: a file appears complete or not at all."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_a_file_appears_when_it_is_complete(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("failure", [RuntimeError("flush failed"), OSError(28, "No space left on device")])
 @pytest.mark.parametrize("place", ["body", "fsync", "rename"])
-def test_an_error_leaves_the_old_file_and_nothing_else(
+def test_an_error_leaves_only_the_old_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str, failure: Exception
 ) -> None:
     out = tmp_path / "it.h5"
@@ -46,7 +46,7 @@ def test_an_error_leaves_the_old_file_and_nothing_else(
     assert out.read_text() == "old"
 
 
-def test_an_interrupt_leaves_nothing(tmp_path: Path) -> None:
+def test_an_interrupt_leaves_no_file(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         with new_file(tmp_path / "it.h5", "kind", 1):
             raise KeyboardInterrupt
@@ -70,14 +70,14 @@ except DataError as error:
 
 
 @pytest.mark.parametrize("size, room", [(10, 10), (1 << 15, 3000), (1 << 15, 8192), (1 << 22, 1 << 20)])
-def test_a_full_disk_leaves_nothing_and_the_process_lives(tmp_path: Path, size: int, room: int) -> None:
+def test_a_full_disk_leaves_no_file_and_the_process_continues(tmp_path: Path, size: int, room: int) -> None:
     command = [sys.executable, "-c", _FULL, str(tmp_path / "it.h5"), str(size), str(room)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.stdout == f"cannot write {tmp_path / 'it.h5'}: File too large\n", done.stderr
     assert done.returncode == 0 and not list(tmp_path.iterdir())
 
 
-def test_a_place_that_takes_no_file_is_refused(tmp_path: Path) -> None:
+def test_a_path_that_cannot_be_a_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     with pytest.raises(DataError, match="cannot write .*: it is a folder"):
         with new_file(tmp_path, "kind", 1):
@@ -87,7 +87,7 @@ def test_a_place_that_takes_no_file_is_refused(tmp_path: Path) -> None:
             pass
 
 
-def test_what_could_not_be_written_reads_as_zeros(tmp_path: Path) -> None:
+def test_bytes_that_could_not_be_written_read_as_zeros(tmp_path: Path) -> None:
     with _Sink(tmp_path / "x", "w+") as sink:
         sink.write(b"abc")
         sink.failure = OSError("full")

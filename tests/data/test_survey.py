@@ -1,4 +1,4 @@
-"""Text is told from the rest, across block borders, and a corpus has one fingerprint."""
+"""Survey of a corpus: text is distinguished from other files, also across blocks, and a corpus has one fingerprint."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def _document(folder: Path, name: str, content: bytes) -> Document:
     return Document(name, folder / name)
 
 
-def test_text_is_measured_and_the_rest_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(survey_module, "BLOCK", 3)  # characters then lie across blocks
+def test_text_is_measured_and_other_files_are_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(survey_module, "BLOCK", 3)  # so that characters extend across blocks
     text = "grüße, 世界\n".encode()
     documents = [
         _document(tmp_path, "good", text),
@@ -43,6 +43,6 @@ def test_fingerprint_changes_with_name_and_content(tmp_path: Path) -> None:
     assert len({of(a=b"x", b=b"y"), of(a=b"x", c=b"y"), of(a=b"x", b=b"z"), of(a=b"x")}) == 4
 
 
-def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
+def test_an_unreadable_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="cannot read .*gone: No such file"):
         list(read_blocks(tmp_path / "gone"))

@@ -1,4 +1,4 @@
-"""Windows are those of the file, and a file that is not right is refused with what it holds."""
+"""Token datasets: windows agree with the file, and an invalid file is refused with a description of its contents."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_windows_are_those_of_the_file(tmp_path: Path, dtype: str, storage: dict
 
 
 @pytest.mark.parametrize("length, windows", [(11, 1), (20, 1), (21, 2), (30, 2), (31, 3)])
-def test_every_token_but_the_first_and_a_tail_is_a_target_once(tmp_path: Path, length: int, windows: int) -> None:
+def test_every_token_except_the_first_and_a_tail_is_a_target_once(tmp_path: Path, length: int, windows: int) -> None:
     dataset = TokenDataset(_file(tmp_path / "x.h5", np.arange(length, dtype="u1")), "train", 10)
     assert len(dataset) == windows
     targets = dataset.batch(np.arange(windows))[1].flatten()
@@ -50,7 +50,7 @@ def test_an_empty_batch_has_the_right_shape(tmp_path: Path) -> None:
     assert inputs.shape == targets.shape == (0, 10)
 
 
-def test_a_mapped_file_stays_readable_when_it_is_replaced(tmp_path: Path) -> None:
+def test_a_mapped_file_stays_readable_after_its_replacement(tmp_path: Path) -> None:
     path = _file(tmp_path / "x.h5", np.arange(100, dtype="u1"))
     dataset = TokenDataset(path, "train", 10)
     _file(tmp_path / "y.h5", np.zeros(100, "u1")).replace(path)
@@ -58,7 +58,7 @@ def test_a_mapped_file_stays_readable_when_it_is_replaced(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("index", [-1, 10])
-def test_a_sample_that_does_not_exist_is_refused(tmp_path: Path, index: int) -> None:
+def test_a_sample_out_of_range_is_refused(tmp_path: Path, index: int) -> None:
     dataset = TokenDataset(_file(tmp_path / "x.h5", np.zeros(103, "u1")), "train", 10)
     with pytest.raises(DataError, match=f"no sample {index} in .*x.h5: samples are numbered 0 to 9"):
         dataset.batch(np.array([0, index]))
