@@ -1,4 +1,4 @@
-"""Compute on one thread: these models are small, and threads that wait for each other are slow on a busy machine."""
+"""Computation on one thread: the models are small, and threads that wait for each other are slow on a busy machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Settings and data together give the model, and a wrong factory is named for what is wrong with it."""
+"""Construction of models from settings and data, and errors that name the fault of a wrong factory."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def broken():
 
 @pytest.fixture
 def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Work in a folder with a user's modules, as from a console script: the folder is not on the path."""
+    """Change to a folder with a user's modules, which is not on sys.path, as with a console script."""
     (tmp_path / "mynets_of_test.py").write_text(SOURCE)
     (tmp_path / "torn_of_test.py").write_text("def broken(:\n")
     (tmp_path / "needy_of_test.py").write_text("import no_such_package_anywhere\n")
@@ -60,7 +60,7 @@ def test_models_by_name_fit_the_data() -> None:
     assert isinstance(convnet, ConvNet) and convnet(torch.zeros(2, 8, 8)).shape == (2, 10)
 
 
-def test_the_callers_seed_decides_the_weights() -> None:
+def test_the_callers_seed_determines_the_weights() -> None:
     def first(seed: int) -> torch.Tensor:
         torch.manual_seed(seed)
         return next(build(ModelSettings()).parameters())
@@ -97,7 +97,7 @@ def test_a_wrong_factory_is_refused(project: Path, factory: str, options: dict[s
         build(ModelSettings(factory=factory, options=options))
 
 
-def test_an_error_inside_a_factory_is_the_users_own(project: Path) -> None:
+def test_an_error_inside_a_factory_is_raised_unchanged(project: Path) -> None:
     with pytest.raises(KeyError, match="key"):
         build(ModelSettings(factory="mynets_of_test:broken"))
 

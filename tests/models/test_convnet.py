@@ -1,4 +1,4 @@
-"""The convolutional network takes the images it says, and learns to tell them apart."""
+"""Convolutional network: accepted image sizes, outputs, and learning."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def test_images_of_any_size_give_one_row_each(shape: tuple[int, ...]) -> None:
     assert sum(isinstance(module, torch.nn.BatchNorm2d) for module in model.modules()) == 2
 
 
-def test_outputs_are_those_of_plain_functions() -> None:
+def test_outputs_equal_those_of_plain_functions() -> None:
     torch.manual_seed(0)
     model = ConvNet((2, 9, 8), outputs=3, channels=(4, 5)).eval()
     for tensor in [*model.parameters(), *model.buffers()]:
@@ -36,7 +36,7 @@ def test_outputs_are_those_of_plain_functions() -> None:
     torch.testing.assert_close(model(x), y.flatten(1) @ weights["head.weight"].T + weights["head.bias"])
 
 
-def test_it_learns_where_a_square_is() -> None:
+def test_it_learns_the_position_of_a_square() -> None:
     torch.manual_seed(0)
     model = ConvNet((8, 8), outputs=4)
     classes = torch.arange(64) % 4
@@ -61,6 +61,6 @@ def test_it_learns_where_a_square_is() -> None:
         ({"outputs": 0}, "needs numbers above 0"),
     ],
 )
-def test_what_does_not_fit_is_refused(arguments: dict[str, Any], message: str) -> None:
+def test_invalid_shapes_are_refused(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(SettingsError, match=message):
         ConvNet(**{"input_shape": (8, 8), "outputs": 10, **arguments})

@@ -1,4 +1,4 @@
-"""The GPT computes what its description says: the same logits as a plain function written from the paper."""
+"""GPT model: the same logits as a plain function written from the paper."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CONFIG = GPTConfig(layers=3, heads=4, width=24, context=16, vocab_size=50, tied=
 def _model(config: GPTConfig = CONFIG, seed: int = 0) -> GPT:
     torch.manual_seed(seed)
     model = GPT(config).double()
-    for parameter in model.parameters():  # away from 0 and 1, so that no bias or gain goes unseen
+    for parameter in model.parameters():  # away from 0 and 1, so that no bias or gain remains untested
         torch.nn.init.normal_(parameter, std=0.3)
     return model
 
@@ -56,13 +56,13 @@ def _plain(weights: dict[str, Tensor], tokens: Tensor, heads: int, layers: int) 
 
 @pytest.mark.parametrize("length", [1, 7, 16])
 @pytest.mark.parametrize("tied", [False, True])
-def test_logits_are_those_of_a_plain_function(length: int, tied: bool) -> None:
+def test_logits_equal_those_of_a_plain_function(length: int, tied: bool) -> None:
     model = _model(GPTConfig(layers=3, heads=4, width=24, context=16, vocab_size=50, tied=tied))
     tokens = torch.randint(50, (2, length))
     torch.testing.assert_close(model(tokens), _plain(dict(model.state_dict()), tokens, heads=4, layers=3))
 
 
-def test_no_token_sees_the_ones_after_it() -> None:
+def test_attention_is_causal() -> None:
     model = _model()
     tokens = torch.randint(50, (1, 16))
     changed = tokens.clone()
@@ -71,7 +71,7 @@ def test_no_token_sees_the_ones_after_it() -> None:
     assert same[:9].all() and not same[9:].any()
 
 
-def test_a_piece_of_the_attention_weights_is_whole_heads() -> None:
+def test_attention_can_be_split_by_whole_heads() -> None:
     attention = _model().blocks[1].attention
     x = torch.randn(2, 5, 24, dtype=torch.float64)
     whole = attention(x)
@@ -89,14 +89,14 @@ def test_a_piece_of_the_attention_weights_is_whole_heads() -> None:
     torch.testing.assert_close(sum(parts) + attention.project.bias, whole)
 
 
-def test_a_tied_head_is_the_embedding() -> None:
+def test_a_tied_head_shares_the_embeddings_weight() -> None:
     config = GPTConfig(layers=1, heads=1, width=8, context=4, vocab_size=11)
     model = GPT(config)
     assert model.head.weight is model.embedding.token.weight
     assert {"head.weight", "embedding.token.weight"} <= set(model.state_dict())
 
 
-def test_weights_start_as_gpt2_does() -> None:
+def test_weights_are_initialised_as_in_gpt2() -> None:
     torch.manual_seed(0)
     model = GPT(GPTConfig(layers=8, heads=4, width=256, context=128, vocab_size=1000, tied=False))
     for name, parameter in model.named_parameters():
@@ -109,7 +109,7 @@ def test_weights_start_as_gpt2_does() -> None:
             assert parameter.std().item() == pytest.approx(expected, rel=0.03), name
 
 
-def test_the_seed_alone_decides_the_weights() -> None:
+def test_only_the_seed_determines_the_weights() -> None:
     def weights(seed: int) -> list[Tensor]:
         torch.manual_seed(seed)
         return list(GPT(CONFIG).parameters())
@@ -118,7 +118,7 @@ def test_the_seed_alone_decides_the_weights() -> None:
     assert not all(torch.equal(a, b) for a, b in zip(weights(3), weights(4)))
 
 
-def test_a_tied_head_by_itself_is_the_embedding_of_another_rank() -> None:
+def test_a_tied_head_on_another_rank_equals_the_embedding() -> None:
     torch.manual_seed(1)
     config = GPTConfig(layers=1, heads=1, width=8, context=4, vocab_size=11, tied=True)
     with torch.device("meta"):
@@ -128,7 +128,7 @@ def test_a_tied_head_by_itself_is_the_embedding_of_another_rank() -> None:
     assert torch.equal(stage.head.weight, GPT(config).embedding.token.weight)
 
 
-def test_depth_changes_the_scale_of_what_is_added_and_nothing_else() -> None:
+def test_depth_changes_only_the_scale_of_residual_projections() -> None:
     torch.manual_seed(1)
     shallow, deep = (GPT(GPTConfig(layers=n, heads=4, width=24, context=16, vocab_size=50)) for n in (2, 8))
     for name, parameter in shallow.named_parameters():
@@ -136,7 +136,7 @@ def test_depth_changes_the_scale_of_what_is_added_and_nothing_else() -> None:
         torch.testing.assert_close(parameter, factor * deep.get_parameter(name))
 
 
-def test_dropout_acts_in_training_only() -> None:
+def test_dropout_acts_only_in_training() -> None:
     model = _model(GPTConfig(layers=2, heads=2, width=24, context=16, vocab_size=50, dropout=0.5))
     tokens = torch.randint(50, (2, 16))
     assert not torch.equal(model(tokens), model(tokens))
@@ -144,7 +144,7 @@ def test_dropout_acts_in_training_only() -> None:
     assert torch.equal(model(tokens), model(tokens))
 
 
-def test_gradients_are_right() -> None:
+def test_gradients_are_correct() -> None:
     model = _model(GPTConfig(layers=1, heads=2, width=4, context=3, vocab_size=5, tied=True))
     tokens = torch.randint(5, (1, 3))
     names = [name for name, _ in model.named_parameters()]
@@ -160,7 +160,7 @@ def test_a_sequence_beyond_the_context_is_refused() -> None:
         _model()(torch.zeros(1, 17, dtype=torch.int64))
 
 
-def test_it_learns_a_sequence_by_heart() -> None:
+def test_it_memorises_a_sequence() -> None:
     torch.manual_seed(0)
     model = GPT(GPTConfig(layers=2, heads=2, width=32, context=16, vocab_size=20, tied=False))
     tokens = torch.randint(20, (4, 17))

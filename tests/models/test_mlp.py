@@ -1,4 +1,4 @@
-"""The perceptron is a chain of matrix products with ReLU between."""
+"""Multilayer perceptron: matrix products with ReLU in between."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hpctrain.errors import SettingsError
 from hpctrain.models.mlp import MLP
 
 
-def test_outputs_are_those_of_plain_products() -> None:
+def test_outputs_equal_those_of_plain_products() -> None:
     torch.manual_seed(0)
     model = MLP((2, 3), outputs=4, hidden=[5, 7])
     x = torch.randn(6, 2, 3)
@@ -21,7 +21,7 @@ def test_outputs_are_those_of_plain_products() -> None:
     torch.testing.assert_close(model(x), torch.einsum("bi,oi->bo", y, parameters[4]) + parameters[5])
 
 
-def test_no_hidden_layer_is_a_linear_model() -> None:
+def test_without_hidden_layers_it_is_a_linear_model() -> None:
     assert [tuple(p.shape) for p in MLP((3,), 2, hidden=()).parameters()] == [(2, 3), (2,)]
 
 

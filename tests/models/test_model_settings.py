@@ -1,4 +1,4 @@
-"""Model settings are checked at birth, and need no torch."""
+"""Model settings: checked at construction, without torch."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from hpctrain.models.shapes import SHAPES
 from hpctrain.settings import build, to_tree
 
 
-def test_a_named_shape_follows_changes_and_the_data() -> None:
+def test_a_named_shape_is_changed_by_settings_and_data() -> None:
     assert ModelSettings(name="gpt2").gpt() == SHAPES["gpt2"]
     changed = ModelSettings(name="gpt-mini", layers=2, heads=4, width=64, context=32, dropout=0.1, tied=True).gpt(300)
     assert (changed.layers, changed.heads, changed.width, changed.context) == (2, 4, 64, 32)
     assert (changed.dropout, changed.tied, changed.vocab_size) == (0.1, True, 300)
 
 
-def test_the_vocabulary_is_set_or_the_datas_or_the_shapes() -> None:
+def test_the_vocabulary_size_is_that_of_the_settings_the_data_or_the_shape() -> None:
     assert ModelSettings(name="gpt2").gpt().vocab_size == 50257
     assert ModelSettings(name="gpt2").gpt(256).vocab_size == 256
     assert ModelSettings(name="gpt2", vocab_size=512).gpt(256).vocab_size == 512
@@ -66,7 +66,7 @@ def test_only_a_gpt_has_a_gpt_shape() -> None:
         ModelSettings(name="mlp").gpt()
 
 
-def test_the_package_exports_what_it_lists_and_settings_load_no_torch() -> None:
+def test_the_package_exports_the_names_that_it_lists_and_settings_load_no_torch() -> None:
     import hpctrain.models
 
     assert all(getattr(hpctrain.models, name).__name__ == name for name in hpctrain.models.__all__)

@@ -1,4 +1,4 @@
-"""Generated tokens follow the model's distribution, and leave the model as it was."""
+"""Generation of tokens: they follow the model's distribution, and the model is unchanged afterwards."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def model() -> GPT:
 def test_greedy_tokens_are_the_likeliest_also_beyond_the_context(model: GPT) -> None:
     prompt = torch.tensor([1, 2, 3])
     tokens = generate(model, prompt, 20, temperature=0)
-    assert len(set(tokens[10:].tolist())) > 2  # a model that repeats itself would not tell a wrong window
+    assert len(set(tokens[10:].tolist())) > 2  # a model that repeats itself would not reveal a wrong window
     assert tokens.shape == (23,) and torch.equal(tokens[:3], prompt)
     model.eval()
     for end in range(3, 23):
@@ -44,14 +44,14 @@ def test_sampled_tokens_follow_the_distribution(model: GPT, temperature: float, 
     torch.testing.assert_close(seen, logits.softmax(0), atol=0.01, rtol=0)
 
 
-def test_a_generator_repeats_itself_and_rows_are_independent(model: GPT) -> None:
+def test_a_generator_makes_tokens_reproducible_and_rows_are_independent(model: GPT) -> None:
     prompt = torch.tensor([[1, 2], [3, 4]])
     first, second = (generate(model, prompt, 10, generator=torch.Generator().manual_seed(5)) for _ in range(2))
     assert torch.equal(first, second) and torch.equal(first[:, :2], prompt)
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_the_training_mode_comes_back_also_after_an_error(model: GPT, training: bool) -> None:
+def test_the_training_mode_is_restored_also_after_an_error(model: GPT, training: bool) -> None:
     model.train(training)
     assert not generate(model, torch.tensor([1]), 2).requires_grad
     assert model.training is training
@@ -61,6 +61,6 @@ def test_the_training_mode_comes_back_also_after_an_error(model: GPT, training: 
 
 
 @pytest.mark.parametrize("wrong", [{"count": -1}, {"temperature": -1.0}, {"top_k": 0}, {"prompt": torch.tensor([])}])
-def test_nonsense_is_refused(model: GPT, wrong: dict[str, Any]) -> None:
+def test_invalid_arguments_are_refused(model: GPT, wrong: dict[str, Any]) -> None:
     with pytest.raises(UsageError, match="cannot generate"):
         generate(model, **{"prompt": torch.tensor([1]), "count": 1, **wrong})

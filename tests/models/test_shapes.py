@@ -1,4 +1,4 @@
-"""The named shapes have the published sizes, and a shape that cannot be is refused."""
+"""Named shapes of models: published sizes, and refusal of impossible shapes."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_small_shapes_have_the_size_of_their_name(name: str, millions: float) ->
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_the_formula_counts_what_the_model_has(tied: bool) -> None:
+def test_the_formula_counts_the_parameters_of_the_model(tied: bool) -> None:
     config = GPTConfig(layers=3, heads=5, width=35, context=17, vocab_size=101, tied=tied)
     assert sum(parameter.numel() for parameter in GPT(config).parameters()) == config.parameters
 
@@ -53,6 +53,6 @@ def test_the_formula_counts_what_the_model_has(tied: bool) -> None:
         ({"dropout": -0.1}, "dropout = -0.1"),
     ],
 )
-def test_a_shape_that_cannot_be_is_refused(change: dict[str, Any], message: str) -> None:
+def test_an_impossible_shape_is_refused(change: dict[str, Any], message: str) -> None:
     with pytest.raises(SettingsError, match=message):
         GPTConfig(**{"layers": 2, "heads": 3, "width": 12, "context": 8, **change})

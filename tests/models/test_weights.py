@@ -1,4 +1,4 @@
-"""Weights follow from the seed and a module's name alone: one that is drawn by itself has those of the whole model."""
+"""Initial weights: they follow from the seed and a module's name alone, also for a module initialised by itself."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_a_generator_follows_from_seed_and_name() -> None:
 
 
 @models
-def test_the_seed_decides_and_only_the_seed(make: Callable[[], Any]) -> None:
+def test_only_the_seed_determines_the_weights(make: Callable[[], Any]) -> None:
     one, two, other = made(make), made(make), made(make, seed=6)
     torch.manual_seed(5)
     torch.randn(100)
@@ -60,7 +60,7 @@ def test_the_seed_decides_and_only_the_seed(make: Callable[[], Any]) -> None:
 
 
 @models
-def test_torchs_own_generator_is_left_alone(make: Callable[[], Any]) -> None:
+def test_torchs_global_generator_is_not_used(make: Callable[[], Any]) -> None:
     torch.manual_seed(5)
     before = torch.get_rng_state()
     make()
@@ -73,11 +73,11 @@ def test_no_two_modules_have_the_same_weights(make: Callable[[], Any]) -> None:
     assert len({tuple(piece.tolist()) for piece in drawn}) == len(drawn) > 2
 
 
-# A module by itself ---------------------------------------------------------------------------------------------------
+# A single module ------------------------------------------------------------------------------------------------------
 
 
 @models
-def test_on_meta_nothing_has_memory_and_nothing_is_drawn(
+def test_on_meta_no_memory_is_allocated_and_no_number_is_drawn(
     make: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("hpctrain.models.weights.draw", None)
@@ -93,9 +93,7 @@ def test_on_meta_nothing_has_memory_and_nothing_is_drawn(
 
 @models
 @pytest.mark.parametrize("step", [1, -1])
-def test_modules_that_get_memory_later_have_the_weights_of_the_whole_model(
-    make: Callable[[], Any], step: int
-) -> None:
+def test_modules_materialised_later_have_the_weights_of_the_whole_model(make: Callable[[], Any], step: int) -> None:
     whole, late = made(make), made(make, device="meta")
     for name, module in list(late.named_modules())[::step]:
         if any(True for _ in module.parameters(recurse=False)):
@@ -107,7 +105,7 @@ def test_modules_that_get_memory_later_have_the_weights_of_the_whole_model(
 
 
 @models
-def test_one_module_alone_draws_no_other(make: Callable[[], Any]) -> None:
+def test_initialising_one_module_changes_no_other(make: Callable[[], Any]) -> None:
     whole, part = made(make), made(make)
     name = next(name for name, module in part.named_modules() if isinstance(module, nn.Linear))
     for parameter in part.parameters():
@@ -120,14 +118,14 @@ def test_one_module_alone_draws_no_other(make: Callable[[], Any]) -> None:
 
 @models
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
-def test_another_dtype_changes_the_rounding_only(make: Callable[[], Any], dtype: torch.dtype) -> None:
+def test_another_dtype_changes_only_the_rounding(make: Callable[[], Any], dtype: torch.dtype) -> None:
     whole, other = made(make).to(dtype), made(make, device="meta").to(dtype).to_empty(device="cpu")
     for name, module in other.named_modules():
         other.initialise(name, module)
     assert all(same(whole, other)) and {p.dtype for p in other.parameters()} == {dtype}
 
 
-def test_a_tensor_with_strides_gets_the_same_numbers() -> None:
+def test_a_strided_tensor_gets_the_same_numbers() -> None:
     strided, plain = torch.zeros(40, 30).t(), torch.zeros(30, 40)
     for tensor in (strided, plain):
         generator = generator_for("x")
@@ -135,7 +133,7 @@ def test_a_tensor_with_strides_gets_the_same_numbers() -> None:
     assert torch.equal(strided, plain) and plain.std() > 0.9
 
 
-def test_weights_that_two_modules_share_are_drawn_once() -> None:
+def test_weights_shared_by_two_modules_are_drawn_once() -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 3))
     model[2].weight, model[2].bias = model[0].weight, model[0].bias
     names: list[str] = []
@@ -155,7 +153,7 @@ def spread(tensor: Tensor) -> tuple[float, float, float]:
     [nn.Linear(50, 4000), nn.Conv2d(6, 9000, 3), nn.Conv2d(6, 9000, (3, 1), groups=3)],
     ids=["linear", "conv", "groups"],
 )
-def test_layers_are_distributed_as_torchs_own(module: nn.Linear | nn.Conv2d) -> None:
+def test_layers_are_distributed_as_in_torch(module: nn.Linear | nn.Conv2d) -> None:
     torch.manual_seed(0)
     module.reset_parameters()
     theirs = [spread(parameter) for parameter in module.parameters()]
@@ -167,7 +165,7 @@ def test_layers_are_distributed_as_torchs_own(module: nn.Linear | nn.Conv2d) -> 
 
 
 @pytest.mark.parametrize("norm", [nn.LayerNorm(8), nn.BatchNorm2d(8)], ids=["layer", "batch"])
-def test_norms_start_anew(norm: nn.Module) -> None:
+def test_norms_are_reset(norm: nn.Module) -> None:
     for tensor in norm.state_dict().values():
         tensor.fill_(7)
     initialise_as_torch("norm", norm)
