@@ -1,4 +1,4 @@
-"""What ``sacct`` prints is read as its manual says; where it is missing or slow, nothing is known."""
+"""Accounting by ``sacct``: its output is read as its manual states; without an answer the result is empty."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PRINTED = """\
 
 
 class Sacct:
-    """Be asked in the place of sacct."""
+    """Fake of sacct that records its commands."""
 
     def __init__(self, printed: str) -> None:
         self.printed, self.commands = printed, list[Sequence[str]]()
@@ -37,7 +37,7 @@ class Sacct:
         return self.printed
 
 
-def test_states_and_energy() -> None:
+def test_states_and_energy_are_read() -> None:
     sacct = Sacct(PRINTED)
     found = ask_slurm(["7", "8", "9", "12_4", "77"], sacct)
     assert found == {
@@ -53,16 +53,16 @@ def test_states_and_energy() -> None:
 
 
 @pytest.mark.parametrize("printed", ["", "sacct: error", "7|7|", "|||", "7|7||x", "7.0|7.0|COMPLETED|12"])
-def test_what_makes_no_sense_is_not_known(printed: str) -> None:
+def test_malformed_output_is_ignored(printed: str) -> None:
     assert ask_slurm(["7"], Sacct(printed)).get("7") in (None, Account("", None))
 
 
-def test_ids_that_are_none_are_not_asked_for() -> None:
+def test_invalid_job_ids_are_not_queried() -> None:
     sacct = Sacct(PRINTED)
     assert ask_slurm(["--help", "7;x", "", "a.server"], sacct) == {} and not sacct.commands
 
 
-def test_the_command_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_failing_or_slow_sacct_gives_no_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     assert ask_slurm(["7"]) == {}, "there is none"
     sacct = tmp_path / "sacct"

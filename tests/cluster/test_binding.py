@@ -10,7 +10,7 @@ import pytest
 from hpctrain.cluster.binding import Binding, cpu_affinity, format_cpus, table, threads_for
 
 
-def test_affinity_is_what_the_system_says() -> None:
+def test_affinity_is_that_of_the_system() -> None:
     assert list(cpu_affinity()) == sorted(os.sched_getaffinity(0))
 
 
@@ -33,7 +33,7 @@ def test_affinity_follows_taskset() -> None:
         (tuple(range(128)), "0-127"),
     ],
 )
-def test_format_cpus(cpus: tuple[int, ...], text: str) -> None:
+def test_format_cpus_joins_ranges(cpus: tuple[int, ...], text: str) -> None:
     assert format_cpus(cpus) == text
 
 
@@ -55,11 +55,13 @@ NODE = tuple(range(8))
     ],
     ids=["alone", "shared", "uneven", "crowded", "bound", "unequal", "sockets", "half of mine", "all shared"],
 )
-def test_threads(mine: tuple[int, ...], everyone: list[tuple[int, ...]], threads: int) -> None:
+def test_threads_per_rank_share_the_cpus(
+    mine: tuple[int, ...], everyone: list[tuple[int, ...]], threads: int
+) -> None:
     assert threads_for(mine, everyone) == threads
 
 
-def test_threads_never_outnumber_the_cpus() -> None:
+def test_threads_do_not_outnumber_the_cpus() -> None:
     chance = random.Random(1)
     for _ in range(200):
         masks = [tuple(chance.sample(range(16), chance.randint(1, 16))) for _ in range(chance.randint(1, 6))]

@@ -1,4 +1,4 @@
-"""When the job ends: what a user says, what the environment says, what a scheduler answers."""
+"""Deadline of a job: from the user's walltime, the environment, or the scheduler's answer."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ def answering(text: str) -> tuple[list[Sequence[str]], Ask]:
     [("04:00:00", 14400), ("1-12:00:00", 129600), ("0:00:09", 9)]
     + [("90s", 90), ("15m", 900), ("4h", 14400), ("2d", 172800), ("1.5h", 5400)],
 )
-def test_walltimes(text: str, seconds: float) -> None:
+def test_walltimes_are_parsed(text: str, seconds: float) -> None:
     assert seconds_of(text) == seconds
 
 
 @pytest.mark.parametrize("text", ["90", "4:00", "1:60:00", "-4h", "4 h", "04:00:00 # long", "", "1-4h", "nan"])
-def test_a_walltime_that_cannot_be_read(text: str) -> None:
+def test_a_malformed_walltime_is_refused(text: str) -> None:
     with pytest.raises(SettingsError, match="write it as 04:00:00"):
         seconds_of(text)
 
 
-def test_the_user_comes_first_then_the_variable_then_the_scheduler() -> None:
+def test_the_user_precedes_the_variable_and_the_variable_the_scheduler() -> None:
     asked, ask = answering("2026-11-22T03:00:00\n")
     environ = {"HPCTRAIN_DEADLINE": "1795315000", "SLURM_JOB_END_TIME": "1795316000", **SLURM}
     assert find(environ, "4h", started=1000.0, ask=ask) == Deadline(15400.0, "a walltime of 4h")
@@ -53,7 +53,7 @@ def test_the_user_comes_first_then_the_variable_then_the_scheduler() -> None:
     assert find({}, ask=ask) is None and len(asked) == 1
 
 
-def test_pbs_says_when_it_began_and_how_long_it_may_take() -> None:
+def test_the_deadline_of_pbs_is_start_time_plus_walltime() -> None:
     asked, ask = answering(json.dumps({"Jobs": {"9.server": QSTAT}}))
     found = find(PBS, ask=ask)
     assert found == Deadline(time.mktime((2026, 11, 22, 4, 30, 0, 0, 0, -1)), "PBS")
@@ -62,16 +62,16 @@ def test_pbs_says_when_it_began_and_how_long_it_may_take() -> None:
 
 @pytest.mark.parametrize("environ", [SLURM, PBS])
 @pytest.mark.parametrize("answer", ["", "NONE", "N/A", "{", "[]", '{"Jobs": {}}', '{"Jobs": {"9": {"stime": "soon"}}}'])
-def test_a_scheduler_that_does_not_know(environ: dict[str, str], answer: str) -> None:
+def test_an_answer_without_a_time_gives_no_deadline(environ: dict[str, str], answer: str) -> None:
     assert find(environ, ask=answering(answer)[1]) is None
 
 
-def test_a_scheduler_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_scheduler_gives_no_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     assert find(SLURM) is None and find(PBS) is None
 
 
 @pytest.mark.parametrize("text", ["soon", "-5", "0", "nan", "inf", "1e30", "2026-11-22"])
-def test_a_deadline_that_is_no_moment(text: str) -> None:
+def test_an_invalid_deadline_is_refused(text: str) -> None:
     with pytest.raises(SettingsError, match="HPCTRAIN_DEADLINE=.*seconds since the epoch"):
         find({"HPCTRAIN_DEADLINE": text})

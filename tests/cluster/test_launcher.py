@@ -1,4 +1,4 @@
-"""Launchers are recognised by what they really set; the environments below are copies of what ranks saw."""
+"""Detection of launchers by the variables that they set; the environments below are copied from real ranks."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ STEP = BATCH_SCRIPT | {
     "SLURM_STEP_NUM_TASKS": "4",
     "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
 }
-# What mpirun's daemons inherit when it starts one on each of two nodes by srun, and hand on to their ranks.
+# Environment of mpirun's daemons, which srun starts on each of two nodes; their ranks inherit it.
 DAEMON = STEP | {
     "SLURM_PROCID": "1",
     "SLURM_LOCALID": "0",
@@ -96,26 +96,26 @@ SLURM = dict(job_id="17", scheduler="slurm", restart_count=0)
         "other PMIx",
     ],
 )
-def test_innermost_launcher_counts(environ: dict[str, str], expected: Launch) -> None:
+def test_the_innermost_launcher_counts(environ: dict[str, str], expected: Launch) -> None:
     assert detect(environ) == expected
 
 
 @pytest.mark.parametrize("step", [0xFFFFFFFA, 0xFFFFFFFB], ids=["interactive", "batch"])
-def test_shells_that_slurm_starts_are_no_ranks(step: int) -> None:
+def test_shells_started_by_slurm_are_not_ranks(step: int) -> None:
     found = detect(STEP | {"SLURM_STEP_ID": str(step)})
     assert (found.kind, found.rank, found.size) == ("none", 0, 1)
 
 
-def test_step_counts_and_not_the_job() -> None:
+def test_the_size_is_that_of_the_step_and_not_of_the_job() -> None:
     found = detect(STEP | {"SLURM_NTASKS": "64", "SLURM_STEP_TASKS_PER_NODE": "3,1", "SLURM_LOCALID": "0"})
     assert (found.size, found.local_rank, found.local_size) == (4, 0, 1)
 
 
-def test_requeued_slurm_job() -> None:
+def test_a_requeued_slurm_job_is_detected() -> None:
     assert detect(BATCH_SCRIPT | {"SLURM_RESTART_COUNT": "2"}).restart_count == 2
 
 
-def test_pbs_job() -> None:
+def test_a_pbs_job_is_detected() -> None:
     found = detect(HYDRA | {"PBS_JOBID": "123.server"})
     assert found == launch_of("hydra", job_id="123.server", scheduler="pbs")
 
@@ -124,29 +124,29 @@ def test_pbs_job() -> None:
 @pytest.mark.parametrize(
     "environ, name", [(OPENMPI, "OMPI_COMM_WORLD_RANK"), (HYDRA, "PMI_SIZE"), (STEP, "SLURM_PROCID")]
 )
-def test_malformed_number_is_named(environ: dict[str, str], name: str, value: str) -> None:
+def test_a_malformed_number_is_named(environ: dict[str, str], name: str, value: str) -> None:
     with pytest.raises(LaunchError, match=f"^{name}=.* is not a number"):
         detect(environ | {name: value})
 
 
-def test_rank_outside_of_the_world_is_refused() -> None:
+def test_a_rank_outside_the_world_is_refused() -> None:
     with pytest.raises(LaunchError, match="OMPI_COMM_WORLD_RANK=4 and OMPI_COMM_WORLD_SIZE=4"):
         detect(OPENMPI | {"OMPI_COMM_WORLD_RANK": "4"})
 
 
-def test_node_outside_of_the_step_is_refused() -> None:
+def test_a_node_outside_the_step_is_refused() -> None:
     with pytest.raises(LaunchError, match="SLURM_NODEID=2 does not fit SLURM_STEP_TASKS_PER_NODE=2"):
         detect(STEP | {"SLURM_NODEID": "2"})
 
 
 @pytest.mark.parametrize("environ", [OPENMPI, HYDRA, PALS, STEP, DAEMON | OPENMPI, {"PBS_JOBID": "1"}])
-def test_child_without_launcher_is_alone(environ: dict[str, str]) -> None:
+def test_a_child_environment_has_no_launcher_variables(environ: dict[str, str]) -> None:
     own = {"PATH": "/bin", "OMPI_MCA_pml": "ob1", "OMPI_ALLOW_RUN_AS_ROOT": "1", "PRTE_PREFIX": "/opt/mpi"}
     assert without_launcher(environ | own) == own
 
 
 @pytest.mark.ranks
-def test_the_launcher_at_work_is_read_as_mpi_sees_it() -> None:
+def test_the_detected_launcher_agrees_with_mpi() -> None:
     from mpi4py import MPI
 
     node = MPI.COMM_WORLD.Split_type(MPI.COMM_TYPE_SHARED)

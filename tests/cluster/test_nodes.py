@@ -18,7 +18,7 @@ from hpctrain.cluster.nodes import (
 from hpctrain.errors import LaunchError
 
 
-# The right-hand sides are what `scontrol show hostnames` prints.
+# The expected values are what `scontrol show hostnames` prints.
 @pytest.mark.parametrize(
     "text, hosts",
     [
@@ -32,7 +32,7 @@ from hpctrain.errors import LaunchError
         ("n[3,1]", "n3 n1"),
     ],
 )
-def test_node_list(text: str, hosts: str) -> None:
+def test_a_node_list_is_expanded(text: str, hosts: str) -> None:
     assert expand_node_list(text) == tuple(hosts.split())
 
 
@@ -53,50 +53,50 @@ def test_node_list(text: str, hosts: str) -> None:
         ("n1 n1 n1", "n1"),
     ],
 )
-def test_hosts_become_a_list(hosts: str, text: str) -> None:
+def test_hosts_are_compressed_to_a_list(hosts: str, text: str) -> None:
     assert compress_node_list(hosts.split()) == text
 
 
 @given(st.sets(st.from_regex(r"[ab-]{0,3}[0-9]{0,21}(-ib)?(\.c)?", fullmatch=True).filter(bool), min_size=1))
-def test_a_list_means_the_same_hosts(hosts: set[str]) -> None:
+def test_a_compressed_list_expands_to_the_same_hosts(hosts: set[str]) -> None:
     assert sorted(expand_node_list(compress_node_list(hosts))) == sorted(hosts)
 
 
 @pytest.mark.parametrize(
     "text", ["", "n[1-", "n1]", "n[]", "n[2-1]", "n[a-c]", "n[1-2", "a,,b", "a b", "n[[1-2]]", "n[1,,2]", "n[-2]"]
 )
-def test_bad_node_list_is_refused(text: str) -> None:
+def test_a_malformed_node_list_is_refused(text: str) -> None:
     with pytest.raises(LaunchError, match="cannot read the node list"):
         expand_node_list(text)
 
 
 @pytest.mark.parametrize("text", ["n[1-99999999999]", "r[1-999]n[1-999]", "r[1-99]n[1-99]m[1-99]", "a,n[1-65536]"])
-def test_absurd_node_list_is_refused_before_it_fills_the_memory(text: str) -> None:
+def test_a_huge_node_list_is_refused_before_it_fills_the_memory(text: str) -> None:
     with pytest.raises(LaunchError, match=f"more than {MAX_NODES} nodes"):
         expand_node_list(text)
 
 
-def test_longest_node_list() -> None:
+def test_the_longest_accepted_node_list() -> None:
     assert len(expand_node_list(f"n[1-{MAX_NODES}]")) == MAX_NODES
 
 
 @pytest.mark.parametrize("text, counts", [("4", (4,)), ("2(x3),1", (2, 2, 2, 1)), ("1,2(x2)", (1, 2, 2))])
-def test_counts(text: str, counts: tuple[int, ...]) -> None:
+def test_task_counts_are_expanded(text: str, counts: tuple[int, ...]) -> None:
     assert expand_counts(text) == counts
 
 
 @pytest.mark.parametrize("text", ["", "x", "2(x)", "2x3", "2(x3", "-1", "2,,3"])
-def test_bad_counts_are_refused(text: str) -> None:
+def test_malformed_counts_are_refused(text: str) -> None:
     with pytest.raises(LaunchError, match="cannot read the task counts"):
         expand_counts(text)
 
 
-def test_absurd_counts_are_refused() -> None:
+def test_huge_counts_are_refused() -> None:
     with pytest.raises(LaunchError, match=f"more than {MAX_NODES}"):
         expand_counts("1(x99999999999)")
 
 
-def test_node_file_keeps_order_and_counts_slots(tmp_path: Path) -> None:
+def test_a_node_file_keeps_order_and_counts_slots(tmp_path: Path) -> None:
     path = tmp_path / "nodes"
     path.write_text("n7\nn7\nn2\n\nn7\n")
     assert read_node_file(path) == ("n7", "n7", "n2", "n7")
@@ -112,14 +112,14 @@ def test_missing_empty_and_binary_node_files_are_refused(tmp_path: Path) -> None
             read_node_file(path)
 
 
-def test_allocation_of_slurm_counts_before_the_node_file_of_pbs() -> None:
+def test_the_allocation_of_slurm_precedes_the_node_file_of_pbs() -> None:
     environ = {"SLURM_JOB_NODELIST": "n[1-3]", "SLURM_TASKS_PER_NODE": "2(x2),1", "PBS_NODEFILE": "/nowhere"}
     assert allocation(environ) == Allocation(("n1", "n2", "n3"), (2, 2, 1))
     assert allocation({"SLURM_JOB_NODELIST": "n[1-2]"}) == Allocation(("n1", "n2"), None)
     assert allocation({}) is None
 
 
-def test_a_step_does_not_tell_the_slots_of_the_job() -> None:
+def test_the_slots_of_a_job_are_unknown_within_a_step() -> None:
     step = {"SLURM_JOB_NODELIST": "n[1-2]", "SLURM_TASKS_PER_NODE": "1", "SLURM_STEP_ID": "0"}
     assert allocation(step) == Allocation(("n1", "n2"), None)
 

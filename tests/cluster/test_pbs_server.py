@@ -1,4 +1,4 @@
-"""What ``qstat -F json`` prints is read as OpenPBS 23.06 writes it; where no PBS answers, nothing is known."""
+"""Queries of PBS: ``qstat -F json`` is read as OpenPBS 23.06 writes it; without an answer the result is empty."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PAST = {"7.head": {"job_state": "F", "Exit_status": 75}}
 
 
 class Qstat:
-    """Stand-in for qstat of a server with or without a history of jobs."""
+    """Fake of qstat on a server with or without a job history."""
 
     def __init__(self, *, history: bool = True, server: str = "pbs_version") -> None:
         self.history, self.server = history, server
@@ -27,14 +27,14 @@ class Qstat:
         if not self.server:
             return ""
         past = "-x" in command
-        # Without a history qstat -x knows no job at all.
+        # Without a history, qstat -x returns no job at all.
         known = {} if past and not self.history else {**PRESENT, **(PAST if past else {})}
         found = {name: job for name, job in known.items() if {name, name.partition(".")[0]} & set(command)}
         return json.dumps({self.server: "23.06.06", **({"Jobs": found} if found else {})})
 
 
 @pytest.mark.parametrize("history", [True, False])
-def test_jobs(history: bool) -> None:
+def test_jobs_are_found_by_id(history: bool) -> None:
     qstat = Qstat(history=history)
     found = pbs_server.jobs(["12", "12.head", "5[1].head", "7.head", "99", "x;y"], qstat)
     assert found is not None
@@ -45,7 +45,7 @@ def test_jobs(history: bool) -> None:
     assert not any("x;y" in command for command in qstat.commands)
 
 
-def test_what_has_ended() -> None:
+def test_ended_jobs_are_recognised() -> None:
     found = ask_pbs(["12.head", "5[1].head", "7.head", "99.head"], Qstat())
     assert {name: account.has_ended for name, account in found.items()} == {
         **{"12.head": False, "5[1].head": True, "7.head": True, "99.head": True}
@@ -56,7 +56,7 @@ def test_what_has_ended() -> None:
 
 
 @pytest.mark.parametrize("printed", ["", "{", "[]", "{}", "qstat.pl: error"])
-def test_no_answer_is_no_knowledge(printed: str) -> None:
+def test_without_a_valid_answer_the_result_is_empty(printed: str) -> None:
     assert pbs_server.jobs(["12"], lambda command: printed) is None and ask_pbs(["12"], lambda command: printed) == {}
     assert pbs_server.server(lambda command: printed) is None and pbs_server.queue("q", lambda command: printed) is None
 
@@ -64,17 +64,17 @@ def test_no_answer_is_no_knowledge(printed: str) -> None:
 @pytest.mark.parametrize(
     "facts, may", [({"flatuid": "True"}, True), ({"flatuid": True}, True), ({"flatuid": "False"}, False), ({}, False)]
 )
-def test_who_may_submit(facts: dict[str, Any], may: bool) -> None:
+def test_jobs_may_submit_jobs_if_flatuid_is_set(facts: dict[str, Any], may: bool) -> None:
     told = json.dumps({"pbs_version": "23", "Server": {"head": facts}})
     found = pbs_server.server(lambda command: told)
     assert found is not None and pbs_server.may_submit_itself(found) is may
 
 
 @pytest.mark.parametrize("facts, seconds", [({}, 10), ({"kill_delay": 120}, 120), ({"kill_delay": "30"}, 30)])
-def test_how_long_qdel_waits(facts: dict[str, Any], seconds: int) -> None:
+def test_the_kill_delay_of_qdel_is_read(facts: dict[str, Any], seconds: int) -> None:
     assert pbs_server.kill_delay(facts) == seconds
 
 
-def test_a_missing_qstat(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_qstat_gives_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     assert pbs_server.jobs(["12"]) is None

@@ -33,7 +33,7 @@ def message(*args: Any, **kwargs: Any) -> str:
         (promised("pmix", None, rank=2), 8),
     ],
 )
-def test_kept_promise_passes(launch: Launch, mpi_size: int | None) -> None:
+def test_a_world_that_agrees_with_the_launcher_is_accepted(launch: Launch, mpi_size: int | None) -> None:
     check_promise(launch, mpi_size, "MPICH" if mpi_size else None)
 
 
@@ -48,27 +48,27 @@ def test_kept_promise_passes(launch: Launch, mpi_size: int | None) -> None:
         ("Intel(R) MPI Library 2021.10 for Linux* OS", "Intel MPI", "pmi2"),
     ],
 )
-def test_singletons_of_srun_get_the_right_plugin(vendor: str, name: str, plugin: str) -> None:
+def test_singletons_under_srun_get_a_hint_at_the_right_plugin(vendor: str, name: str, plugin: str) -> None:
     text = message(promised("slurm", 4), 1, vendor)
     assert text.startswith(f"srun started 4 processes, but {name} sees a world of 1: each would train alone; ")
     assert f"srun --mpi={plugin} " in text and f"the mpiexec that came with {name}" in text
 
 
-def test_mpiexec_of_another_mpi() -> None:
+def test_mpiexec_of_another_mpi_is_named() -> None:
     text = message(promised("openmpi", 2), 1, "MPICH")
     assert "mpiexec of Open MPI started 2 processes, but MPICH sees a world of 1" in text
     assert "start with the mpiexec that came with MPICH" in text and "srun" not in text
 
 
-def test_world_of_another_size() -> None:
+def test_a_world_of_another_size_is_refused() -> None:
     assert "started 4 processes, but MPICH sees a world of 2; start" in message(promised("hydra", 4), 2, "MPICH")
 
 
-def test_rank_above_zero_is_not_alone() -> None:
+def test_a_single_rank_numbered_above_zero_is_refused() -> None:
     assert "at least 3 processes" in message(promised("pmix", None, rank=2), 1, "Open MPI")
 
 
-def test_unknown_library_is_asked_to_look() -> None:
+def test_an_unknown_library_gets_a_hint_to_list_the_plugins() -> None:
     text = message(promised("slurm", 4), 1, "Some MPI\nof a vendor " + "x" * 200)
     assert "srun --mpi=list" in text and "Some MPI of a vendor" in text and len(text) < 300
 
@@ -84,11 +84,11 @@ def test_unknown_library_is_asked_to_look() -> None:
         ("ACME MPI 1.0, as good as MPI gets, whatever you heard", "ACME MPI 1.0, as good as MPI gets, whate", ""),
     ],
 )
-def test_what_libraries_call_themselves(vendor: str, name: str, kind: str) -> None:
+def test_libraries_are_recognised_by_their_version_string(vendor: str, name: str, kind: str) -> None:
     assert library(vendor) == name and srun_type(name) == kind
 
 
-def test_missing_mpi_names_what_to_install() -> None:
+def test_a_missing_mpi_names_what_to_install() -> None:
     assert "mpi4py is not installed" in message(promised("hydra", 2), None, None)
     assert "hpctrain[openmpi]" in message(promised("openmpi", 2), None, None)
     text = message(promised("slurm", 2), 1, None, reason="cannot load\n libmpi.so.12")
@@ -100,13 +100,13 @@ def test_missing_mpi_names_what_to_install() -> None:
     [
         (["mpich"], ["PMIX_RANK"], True),
         (["openmpi"], ["PMIX_RANK"], False),
-        (["mpich", "openmpi"], ["PMIX_RANK"], False),  # who knows which of the two is used
-        ([], ["PMIX_RANK"], False),  # the site's own, which may know it
+        (["mpich", "openmpi"], ["PMIX_RANK"], False),  # it is unknown which of the two is used
+        ([], ["PMIX_RANK"], False),  # the site's MPI, which may support PMIx
         (["mpich"], ["PMI_RANK"], False),
         (["mpich"], ["PMI_RANK", "PMIX_RANK"], False),
     ],
 )
-def test_the_mpich_of_the_wheel_is_not_started_by_pmix(
+def test_the_mpich_wheel_is_refused_under_pmix(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wheels: list[str], variables: list[str], refused: bool
 ) -> None:
     for name in wheels:
@@ -137,11 +137,11 @@ except Exception as error:
 """
 
 
-def test_real_launcher_keeps_its_promise(launch: Any) -> None:
+def test_a_real_launcher_is_accepted(launch: Any) -> None:
     assert launch(2, CHECK).stdout.split() in (["kept", "kept"], ["keptkept"])
 
 
-def test_real_singleton_is_found(launch: Any) -> None:
-    """Act as a task of srun that MPI cannot reach: it starts as a world of its own."""
+def test_a_real_singleton_is_detected(launch: Any) -> None:
+    """Run as a task of srun that MPI cannot reach: it starts as a world of its own."""
     task = {"SLURM_PROCID": "1", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2"}
     assert "srun started 2 processes, but" in launch(0, CHECK, env=task).stdout
