@@ -122,7 +122,7 @@ def test_a_single_process_reads_them(comm: Any, stored: dict[Path, Stored]) -> N
 
 
 @pytest.mark.ranks(2, 3)
-def test_groups_name_their_parameters(stored: dict[Path, Stored]) -> None:
+def test_param_groups_list_their_parameters_by_name(stored: dict[Path, Stored]) -> None:
     model = make_odd()
     trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     wanted = [{name for name, each in trained if each.dim() > 1}, {name for name, each in trained if each.dim() < 2}]

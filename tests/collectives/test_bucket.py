@@ -21,7 +21,7 @@ def given(rank: int) -> list[torch.Tensor]:
 
 
 @pytest.mark.ranks(1, 2, 3, 4)
-def test_values_are_those_of_single_operations(comm: Any) -> None:
+def test_values_equal_those_of_single_operations(comm: Any) -> None:
     summed, averaged, copied = given(comm.rank), given(comm.rank)[:2], given(comm.rank)
     gathered = given(comm.rank)[2]
     with comm.bucket() as bucket:

@@ -178,7 +178,7 @@ def test_a_record_holds_the_longest_texts() -> None:
 
 
 @pytest.mark.ranks
-def test_texts_that_are_too_long_are_cut(check: Any) -> None:
+def test_too_long_texts_are_truncated(check: Any) -> None:
     many = torch.empty([1] * 500)
     check("all_reduce", many, many)
     check.free()

@@ -171,7 +171,7 @@ def test_broadcast_from_any_root(own: Any) -> None:
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_reduce_scatter_keeps_the_own_slice(own: Any, dtype: torch.dtype) -> None:
+def test_reduce_scatter_returns_the_slice_of_the_rank(own: Any, dtype: torch.dtype) -> None:
     for op in ("sum", "average") if dtype.is_floating_point else ("sum", "max"):
         for numel in (0, 1, 33):
             tensor = values(own.rank, numel * own.size, dtype)
@@ -191,7 +191,7 @@ def test_reduce_scatter_and_all_gather_take_strided_tensors(own: Any) -> None:
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_all_gather_puts_the_ranks_in_order(own: Any, dtype: torch.dtype) -> None:
+def test_all_gather_concatenates_in_rank_order(own: Any, dtype: torch.dtype) -> None:
     for numel in (0, 1, 50):
         out = own.all_gather(own.empty(numel * own.size, dtype), values(own.rank, numel, dtype))
         assert same_bits(out, torch.cat([values(rank, numel, dtype) for rank in range(own.size)]))

@@ -52,7 +52,9 @@ def test_a_file_of_h5py_is_read(written: Path) -> None:
     assert np.allclose(targets.numpy(), inputs.numpy()[:, :3] ** 2)
 
 
-def test_the_config_trains(written: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_config_of_the_page_trains(
+    written: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     (config,) = blocks("toml")
     (written / "images.toml").write_text(config)
     handlers = {number: signal.getsignal(number) for number in SIGNALS}

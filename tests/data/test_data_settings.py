@@ -37,7 +37,7 @@ def test_several_files_are_read_as_one(token_file: str) -> None:
     assert isinstance(two, JoinedDataset) and len(two) == 2 * len(one)
 
 
-def test_settings_come_from_a_tree_and_go_back() -> None:
+def test_settings_round_trip_through_a_dict() -> None:
     tree = {"files": ["a.h5", "b.h5"], "format": "arrays", "validation_samples": 7}
     settings = build(DataSettings, tree, "data.")
     assert settings == DataSettings(("a.h5", "b.h5"), "arrays", 7) and to_tree(settings) == tree

@@ -16,7 +16,7 @@ def _measured(name: str, length: int = 100) -> Measured:
     return Measured(Document(name, Path(name)), length, 0)
 
 
-def test_the_share_held_out_is_the_fraction() -> None:
+def test_the_held_out_share_equals_the_fraction() -> None:
     held = sum(is_held_out(f"file{number}.txt", 0.05, seed=0) for number in range(20_000))
     assert abs(held / 20_000 - 0.05) < 0.005
 

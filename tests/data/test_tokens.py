@@ -24,7 +24,7 @@ def _file(path: Path, values: Any, vocab_size: Any = 256, **storage: Any) -> Pat
 
 @pytest.mark.parametrize("dtype", ["u1", "<u2", ">u2", "<i4", "u4", "i8"])
 @pytest.mark.parametrize("storage", [{}, {"chunks": (7,)}, {"compression": "gzip"}])
-def test_windows_are_those_of_the_file(tmp_path: Path, dtype: str, storage: dict[str, Any]) -> None:
+def test_windows_contain_the_tokens_of_the_file(tmp_path: Path, dtype: str, storage: dict[str, Any]) -> None:
     values = np.random.default_rng(0).integers(0, 200, 103).astype(dtype)
     dataset = TokenDataset(_file(tmp_path / "x.h5", values, **storage), "train", 10)
     assert (len(dataset), dataset.tokens, dataset.vocab_size, dataset.facts) == (10, 103, 256, {"vocab_size": 256})

@@ -36,7 +36,7 @@ def test_the_window_is_known_before_the_model_is_built() -> None:
     assert ModelSettings(factory="a.b:c", context=64).window == 64
 
 
-def test_settings_come_from_a_tree_and_go_back() -> None:
+def test_settings_round_trip_through_a_dict() -> None:
     tree = {"name": "mlp", "options": {"hidden": [3, 4]}, "meta": False}
     assert to_tree(build(ModelSettings, tree, "model.")) == tree
 

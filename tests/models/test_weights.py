@@ -40,7 +40,7 @@ def same(one: nn.Module, two: nn.Module) -> list[bool]:
 # Seeds ----------------------------------------------------------------------------------------------------------------
 
 
-def test_a_generator_follows_from_seed_and_name() -> None:
+def test_a_generator_is_determined_by_seed_and_name() -> None:
     def numbers(seed: int, name: str) -> list[int]:
         torch.manual_seed(seed)
         return torch.randint(2**31, (4,), generator=generator_for(name)).tolist()

@@ -73,7 +73,7 @@ def test_truncation_at_any_length_is_refused(small_file: Path) -> None:
         verify_file(small_file)
 
 
-def test_extension_is_refused(small_file: Path) -> None:
+def test_a_file_with_appended_bytes_is_refused(small_file: Path) -> None:
     data = small_file.read_bytes()
     small_file.write_bytes(data + b"\0")
     with pytest.raises(CheckpointError, match=f"has grown: {len(data)} bytes were written, it has {len(data) + 1}"):

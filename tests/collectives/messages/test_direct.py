@@ -44,7 +44,7 @@ def test_all_reduce_adds_in_rank_order(comm: Any, dtype: torch.dtype) -> None:
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_reduce_scatter_keeps_the_own_slice(comm: Any, dtype: torch.dtype) -> None:
+def test_reduce_scatter_returns_the_slice_of_the_rank(comm: Any, dtype: torch.dtype) -> None:
     for numel in (*LENGTHS, comm.size * BLOCK + 1):
         tensor, counts = values(comm.rank, numel, dtype), slices(numel, comm.size)
         out = torch.empty(counts[comm.rank], dtype=dtype)

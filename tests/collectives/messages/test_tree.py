@@ -27,7 +27,7 @@ class TestAllReduce(AllReduceSuite):
 
 
 class TestGatherAndScatter(Suite):
-    def test_gather_puts_the_ranks_in_order(self, play: Play) -> None:
+    def test_gather_concatenates_in_rank_order(self, play: Play) -> None:
         def body(transport: Transport) -> None:
             for root, dtype, share in product(range(transport.size), moved(transport), (0, 1, 13)):
                 out = torch.zeros(share * transport.size, dtype=dtype) if transport.rank == root else None
