@@ -105,5 +105,5 @@ def test_the_spack_package_is_of_this_version() -> None:
 
 
 @pytest.mark.parametrize("recipe", [EASYCONFIG, SPACK], ids=lambda path: path.name)
-def test_a_recipe_says_what_was_tried(recipe: Path) -> None:
-    assert "Tried: " in recipe.read_text() and "Not tried: " in recipe.read_text()
+def test_recipe_says_what_was_tested(recipe: Path) -> None:
+    assert "Tested: " in recipe.read_text() and "Not tested: " in recipe.read_text()

@@ -37,7 +37,7 @@ def test_call_blocks_and_start_does_not() -> None:
         return [first.item(), second.item()]
 
     assert ThreadWorld(2).run(body) == [[1, 11], [0, 10]]
-    assert swap.__doc__ == "Swap." and swap.__name__ == "swap"
+    assert swap.__doc__ == "Exchange tensors of two ranks." and swap.__name__ == "swap"
 
 
 def test_waiting_names_the_collective() -> None:
