@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Stand in for ssh between the nodes of one machine: ``agent.py [options] HOST COMMAND...`` as a launcher calls it."""
+"""Replacement of ssh between simulated nodes: a launcher calls ``agent.py [options] HOST COMMAND...``."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from namespaces import HOLDERS, entering
 
 
 def remote(arguments: list[str], holders: dict[str, str]) -> list[str]:
-    """Return what to run for a launcher's call; options of ssh come before the host, and have no values."""
+    """Return the command for a launcher's call; options of ssh precede the host, and have no values."""
     words = iter(arguments)
     host = next((word for word in words if not word.startswith("-")), "")
     if host not in holders:
         raise SystemExit(f"{host or 'no host'} is not a node: known are {', '.join(holders)}")
-    # As ssh does: the words make one line for a shell.
+    # As ssh does: the arguments are joined to one line for a shell.
     return entering(holders[host], ["sh", "-c", " ".join(words)])
 
 

@@ -1,9 +1,9 @@
-"""Run a program as the first process of a machine of its own: what it starts and mounts goes when it goes.
+"""Isolation of a program as process 1 of a PID namespace: its processes and mounts end when it ends.
 
-Note: who cleans up. Nobody has to. The program is process 1 of a PID namespace, with mounts that nobody else sees, and
-the nodes that it makes are namespaces without a name. When process 1 ends, by itself or by SIGKILL, the kernel kills
-all its processes and with the last one the namespaces go, their mounts, their network devices. Process 1 is killed when
-its parent dies, so a killed run leaves nothing for the next one to stumble over, and two runs cannot collide.
+Note: the kernel cleans up. The program is process 1 of a PID namespace, with private mounts, and the nodes that it
+makes are namespaces without a name. When process 1 ends, by itself or by SIGKILL, the kernel kills all its processes;
+with the last one it removes the namespaces, their mounts and their network devices. Process 1 is killed when its parent
+dies, so a killed run leaves nothing that disturbs the next one, and two runs cannot collide.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ MACHINE = [
     *("unshare", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"),
 ]
 TOOLS = {"setpriv": "util-linux", "unshare": "util-linux", "nsenter": "util-linux", "ip": "iproute2", "tc": "iproute2"}
-# In small what the nodes need: a node, a cable, a slow link.
+# Minimal version of the nodes' requirements: a node, a cable, a slow link.
 _TRIAL = """
 unshare --net --uts --ipc --mount sh -ec '
     mount -t tmpfs none /dev/shm
@@ -31,7 +31,7 @@ unshare --net --uts --ipc --mount sh -ec '
 
 
 def obstacle() -> str | None:
-    """Return why this machine cannot play several, None if it can."""
+    """Return why this machine cannot simulate several nodes, None if it can."""
     if os.geteuid() != 0:
         return "network namespaces need root"
     missing = [f"{tool} ({package})" for tool, package in TOOLS.items() if shutil.which(tool) is None]
@@ -45,7 +45,7 @@ def obstacle() -> str | None:
 
 
 def run_isolated(command: Sequence[str]) -> int:
-    """Run a program on a machine of its own and return its exit code; a signal that ends us ends all of it."""
+    """Run a program in isolation and return its exit code; a signal that ends this process ends all of them."""
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
         signal.signal(number, _leave)
     machine = subprocess.Popen([*MACHINE, *command])

@@ -1,4 +1,4 @@
-"""Write the command lines by which each MPI starts ranks on several hosts through an agent."""
+"""Command lines by which each MPI starts ranks on several hosts through an agent."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Start:
-    """Hold a launcher's command up to the program, and the variables that it wants."""
+    """Command of a launcher up to the program, and the variables that it needs."""
 
     command: list[str]
     variables: dict[str, str] = field(default_factory=dict)
 
 
 def start(mpiexec: str, version: str, agent: str, hosts: Sequence[str], ranks: int, device: str) -> Start:
-    """Return how to start ``ranks`` ranks on each host; ``version`` is what ``mpiexec --version`` prints."""
+    """Return how to start ``ranks`` ranks on each host; ``version`` is the output of ``mpiexec --version``."""
     slots = ",".join(f"{host}:{ranks}" for host in hosts)
     number = ["-n", str(ranks * len(hosts))]
     if "HYDRA" in version:
@@ -28,9 +28,9 @@ def start(mpiexec: str, version: str, agent: str, hosts: Sequence[str], ranks: i
             "OMPI_MCA_btl": "self,sm,tcp",
             "OMPI_MCA_btl_tcp_if_include": device,
             "PRTE_MCA_prte_if_include": device,
-            # A node's own memory, so that a run does not trip over what a killed one has left in /tmp.
+            # The node's own shared memory: files that a killed run has left in /tmp do not disturb the next run.
             "PRTE_MCA_prte_tmpdir_base": "/dev/shm",
-            # It counts the ranks of each node alone, and would spin on cores that the other node needs.
+            # Open MPI counts the ranks of each node separately, and would spin on cores that the other node needs.
             "OMPI_MCA_mpi_yield_when_idle": "1",
         }
         return Start([mpiexec, "--host", slots, "--map-by", "slot", "--bind-to", "none", *number], variables)
@@ -38,5 +38,5 @@ def start(mpiexec: str, version: str, agent: str, hosts: Sequence[str], ranks: i
 
 
 def version_of(mpiexec: str) -> str:
-    """Return what a launcher says of itself."""
+    """Return the output of a launcher's ``--version``."""
     return subprocess.run([mpiexec, "--version"], capture_output=True, text=True).stdout

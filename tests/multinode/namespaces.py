@@ -1,4 +1,4 @@
-"""Make two nodes of one machine: hosts with a network, a name, shared memory and mounts of their own, and one cable."""
+"""Two simulated nodes on one machine: namespaces with network, name, shared memory and mounts, joined by one cable."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from types import TracebackType
 
 NAMES = ("h1", "h2")
 WIRE = "wire"  # the network device on each node
-HOLDERS = "MULTINODE_HOLDERS"  # tells the launcher's agent which process holds which node: "h1=5,h2=6"
-QUEUE = ("burst", "128kb", "latency", "50ms")  # with a smaller bucket less than the rate comes through
+HOLDERS = "MULTINODE_HOLDERS"  # for the launcher's agent: the process that holds each node, as in "h1=5,h2=6"
+QUEUE = ("burst", "128kb", "latency", "50ms")  # with a smaller bucket the throughput stays below the rate
 KINDS = ("--net", "--uts", "--ipc", "--mount")
 
-# MPI libraries look for devices in /sys, and take what lies in /dev/shm for memory of their own node.
+# MPI libraries look for devices in /sys, and treat files in /dev/shm as memory of their own node.
 _SETUP = """
 mount -t tmpfs -o mode=1777 none /dev/shm
 mount -t sysfs none /sys
@@ -38,7 +38,7 @@ def hosts() -> str:
 
 
 class Nodes:
-    """Hold the nodes for the length of a ``with`` block; ``rate`` is that of the cable, in the words of ``tc``."""
+    """Two nodes for the length of a ``with`` block; ``rate`` is that of the cable, in the syntax of ``tc``."""
 
     def __init__(self, rate: str) -> None:
         self._rate = rate
@@ -74,7 +74,7 @@ class Nodes:
         return {**os.environ, **(extra or {}), HOLDERS: holders}
 
     def wire_bytes(self) -> list[int]:
-        """Return how many bytes each node has put on the cable so far."""
+        """Return the number of bytes that each node has sent over the cable so far."""
         path = f"/sys/class/net/{WIRE}/statistics/tx_bytes"
         return [int(subprocess.check_output(self.on(node, ["cat", path]))) for node in range(len(NAMES))]
 
@@ -98,7 +98,7 @@ def entering(holder: str, command: Sequence[str], folder: str | Path | None = No
 
 
 def _hold(name: str) -> subprocess.Popen[str]:
-    """Start the process that keeps a node in being until it is killed, or until we are gone."""
+    """Start the process that keeps a node's namespaces alive until it is killed, or until this process ends."""
     return subprocess.Popen(
         ["unshare", *KINDS, "sh", "-ec", _SETUP],
         env={**os.environ, "NAME": name, "HOSTS": hosts()},

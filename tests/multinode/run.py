@@ -1,10 +1,10 @@
-"""Play two nodes on one machine, with a slow cable between them, and run a program on the ranks of both.
+"""Runner of a program on the ranks of two simulated nodes on one machine, with a slow cable between them.
 
-    python tests/multinode/run.py                        the tests of what talks between ranks, on two ranks a node
+    python tests/multinode/run.py                        the tests of communication, on two ranks per node
     python tests/multinode/run.py -- PROGRAM ARGS...     any program, as in: mpiexec -n 4 PROGRAM ARGS...
 
-Needs root and network namespaces. Each node is a host to MPI: a network, a name, a /dev/shm of its own. The files are
-those of this machine. `--or-skip` says why and ends well where the machine cannot do that.
+Needs root and network namespaces. Each node is a host to MPI: it has its own network, name and /dev/shm. The files are
+those of this machine. With `--or-skip`, a machine that cannot do this prints the reason and exits with 0.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from namespaces import NAMES, WIRE, Nodes, address
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
-# What sends messages; what computes is the same on any number of nodes, and runs on one.
+# Tests that send messages; computation is the same on any number of nodes, so its tests run on one.
 SUITES = (
     "tests/transport",
     "tests/collectives",
@@ -41,13 +41,13 @@ SUITES = (
     "tests/parallel/tensor/test_tensor_messages.py",
     "tests/train/test_loose.py",
 )
-_INSIDE = "MULTINODE_INSIDE"  # set in the machine of its own
+_INSIDE = "MULTINODE_INSIDE"  # set inside the isolated namespace
 _PORT = 7700
 _WIRE_SECONDS = 1.0
 
 
 def main() -> int:
-    """Return the exit code of the program, or of the first step that fails."""
+    """Run the program and return its exit code, or that of the first step that fails."""
     args = parse()
     if _INSIDE in os.environ:
         return inside(args)
@@ -59,7 +59,7 @@ def main() -> int:
 
 
 def parse() -> argparse.Namespace:
-    """Return the options."""
+    """Return the parsed options."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--or-skip", action="store_true", help="exit with 0 where this machine cannot play two")
     parser.add_argument("--rate", default="1gbit", help="rate of the cable each way, in the words of tc (1gbit)")
@@ -72,7 +72,7 @@ def parse() -> argparse.Namespace:
 
 
 def inside(args: argparse.Namespace) -> int:
-    """Make the nodes and do on them what was asked for."""
+    """Make the nodes and run the requested program or tests on them."""
     del os.environ[_INSIDE]
     with Nodes(args.rate) as nodes:
         if args.program:
@@ -88,12 +88,12 @@ def launch(nodes: Nodes, ranks: int, program: list[str]) -> int:
     if path is None:
         raise SystemExit("no mpiexec beside the interpreter or in PATH")
     start = launchers.start(path, launchers.version_of(path), str(HERE / "agent.py"), NAMES, ranks // len(NAMES), WIRE)
-    # Gloo takes the first network device otherwise, which leads to nobody.
+    # Gloo uses the first network device otherwise, which is not connected.
     return nodes.run(0, [*start.command, *program], {"GLOO_SOCKET_IFNAME": WIRE, **start.variables})
 
 
 def check_wire(nodes: Nodes, ranks: int) -> int:
-    """Print what plain TCP moves over the cable, both ways at once."""
+    """Print the throughput of plain TCP over the cable, both ways at once."""
     python = [sys.executable, str(ROOT / "benchmarks" / "wire.py")]
     common = [address(0), str(_PORT), str(_WIRE_SECONDS)]
     ends = [
@@ -106,7 +106,7 @@ def check_wire(nodes: Nodes, ranks: int) -> int:
 
 
 def check_nodes(nodes: Nodes, ranks: int) -> int:
-    """Let the ranks assert that they are on two nodes, and see their bytes pass the cable."""
+    """Let the ranks assert that they are on two nodes, and check that their bytes pass the cable."""
     before = nodes.wire_bytes()
     code = launch(nodes, ranks, [sys.executable, str(HERE / "two_nodes.py"), *NAMES])
     sent = [now - then for then, now in zip(before, nodes.wire_bytes())]
@@ -115,7 +115,7 @@ def check_nodes(nodes: Nodes, ranks: int) -> int:
 
 
 def run_tests(nodes: Nodes, ranks: int) -> int:
-    """Run the suites of what talks between ranks."""
+    """Run the test suites of communication."""
     os.chdir(ROOT)
     return launch(nodes, ranks, [sys.executable, "-m", "pytest", "-m", "ranks and not slow", "--cases", "few", *SUITES])
 

@@ -1,4 +1,4 @@
-"""A launcher calls the agent as it would call ssh."""
+"""The agent of launchers: the same command line as that of ssh."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import agent
 import pytest
 
 
-def test_agent_is_called_as_ssh_is() -> None:
+def test_agent_accepts_the_arguments_of_ssh() -> None:
     command = agent.remote(["-x", "-q", "h2", "cd /a;", "echo", "'b c'"], {"h1": "11", "h2": "12"})
     assert command[:3] == ["nsenter", "--target", "12"] and command[-3:] == ["sh", "-c", "cd /a; echo 'b c'"]
     for arguments, name in (["-x", "h3", "true"], "h3"), (["-x"], "no host"):

@@ -1,4 +1,4 @@
-"""Why a machine cannot play several is said in one line."""
+"""Missing requirements of simulated nodes: one line that names them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import isolation
 import pytest
 
 
-def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_requirements_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     monkeypatch.setattr(isolation, "TOOLS", {"no-such-ip": "iproute2", "sh": "dash"})
     assert isolation.obstacle() == "missing programs: no-such-ip (iproute2)"

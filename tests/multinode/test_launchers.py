@@ -1,4 +1,4 @@
-"""Each MPI is told about hosts in its own words."""
+"""Command lines of each MPI's launcher for ranks on several hosts."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import launchers
 import pytest
 
 
-def test_every_launcher_has_its_own_words() -> None:
+def test_every_launcher_gets_its_own_options() -> None:
     mpich = launchers.start("mpiexec", "HYDRA build details:\n", "/agent", ["a", "b"], 2, "wire")
     assert " ".join(mpich.command) == "mpiexec -launcher ssh -launcher-exec /agent -hosts a:2,b:2 -n 4"
     openmpi = launchers.start("mpirun", "mpirun (Open MPI) 5.0.11\n", "/agent", ["a", "b"], 1, "wire")

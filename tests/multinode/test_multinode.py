@@ -1,4 +1,4 @@
-"""Two nodes on one machine: hosts to whoever runs there, and nothing of them is left however a run ends."""
+"""Two nodes on one machine: separate hosts for the ranks, and complete cleanup however a run ends."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ nodes = pytest.mark.usefixtures("can_play_nodes")
 
 @pytest.fixture(scope="session")
 def can_play_nodes() -> None:
-    """Skip the test where this machine cannot play several."""
+    """Skip the test if this machine cannot simulate several nodes."""
     if reason := isolation.obstacle():
         pytest.skip(reason)
 
@@ -43,7 +43,7 @@ def test_ranks_are_on_two_hosts_that_know_each_other(launch: JobStarter) -> None
 
 
 @nodes
-def test_memory_of_one_node_is_not_seen_on_the_other(launch: JobStarter, tmp_path: Path) -> None:
+def test_shared_memory_of_one_node_is_invisible_on_the_other(launch: JobStarter, tmp_path: Path) -> None:
     program = 'n=$(uname -n); touch /dev/shm/of-$n "$1/of-$n"; sleep 1; echo $n $(cd /dev/shm; ls -d of-*) $(ls $1)'
     shared = tmp_path / "shared"
     shared.mkdir()
@@ -52,14 +52,14 @@ def test_memory_of_one_node_is_not_seen_on_the_other(launch: JobStarter, tmp_pat
 
 
 @nodes
-def test_exit_code_is_that_of_the_program(launch: JobStarter) -> None:
+def test_exit_code_of_the_program_is_returned(launch: JobStarter) -> None:
     done = launch(0, RUN, "-n", "2", "--", "sh", "-c", "exit 3")
     assert done.returncode == 3 and not done.survivors
 
 
 @nodes
 @pytest.mark.parametrize("rate, bits", [("100mbit", 1e8), ("300mbit", 3e8)])
-def test_the_cable_is_as_fast_as_was_asked_for_each_way(
+def test_the_cable_has_the_requested_rate_each_way(
     launch: JobStarter, tmp_path: Path, rate: str, bits: float
 ) -> None:
     role = "case $(uname -n) in h1) role=serve;; *) role=call;; esac"
@@ -68,13 +68,13 @@ def test_the_cable_is_as_fast_as_was_asked_for_each_way(
     done = launch(0, RUN, "-n", "2", "--rate", rate, "--", "sh", "-c", program, *ends)
     assert done.returncode == 0, done
     rates = [8 * float((tmp_path / role).read_text()) for role in ("serve", "call")]
-    # TCP's and Ethernet's headers take their part; a busy machine may take more.
+    # The headers of TCP and Ethernet use part of the rate; on a busy machine it drops further.
     assert all(0.5 * bits < found < bits for found in rates), rates
 
 
 @nodes
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGKILL])
-def test_nothing_is_left_of_a_run_that_is_ended(number: int, tmp_path: Path) -> None:
+def test_an_ended_run_leaves_no_process(number: int, tmp_path: Path) -> None:
     mark = uuid.uuid4().hex
     begun = tmp_path / "begun"
     program = f'echo $(uname -n) >> {begun}; trap "" TERM INT HUP; sleep 600'
@@ -99,7 +99,7 @@ def test_nothing_is_left_of_a_run_that_is_ended(number: int, tmp_path: Path) -> 
 
 
 @nodes
-def test_two_runs_do_not_meet(tmp_path: Path) -> None:
+def test_two_runs_are_isolated(tmp_path: Path) -> None:
     command = [sys.executable, str(RUN), "-n", "2", "--", *SPEAK]
     env = without_launcher(os.environ)
     runs = [subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) for _ in range(2)]
@@ -107,8 +107,8 @@ def test_two_runs_do_not_meet(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("option, word, code", [(["--or-skip"], "skipped", 0), ([], "error", 1)])
-def test_skips_only_where_that_is_allowed(launch: JobStarter, option: list[str], word: str, code: int) -> None:
-    hidden = {"PATH": "/nowhere"}  # and with it all programs
+def test_only_the_or_skip_option_skips(launch: JobStarter, option: list[str], word: str, code: int) -> None:
+    hidden = {"PATH": "/nowhere"}  # which hides all programs
     again = f"import os, sys; os.execve(sys.executable, [sys.executable, *sys.argv[1:]], {hidden})"
     done = launch(0, "-c", again, RUN, *option)
     assert done.returncode == code and done.stdout.startswith(f"{word}: two nodes on one machine: "), done
@@ -128,7 +128,7 @@ def _soon(met: Callable[[], object], seconds: float = 10) -> bool:
 
 
 def _marked(mark: str) -> list[int]:
-    """Return the processes that inherited the mark of a run."""
+    """Return the processes that inherited the environment mark of a run."""
     found = []
     for path in Path("/proc").glob("[0-9]*/environ"):
         try:

@@ -1,4 +1,4 @@
-"""Assert, on every rank, that the job sees the hosts that it was started on, and reduces over them.
+"""Program whose ranks assert that the job sees the hosts on which it was started, and reduce over them.
 
     mpiexec ... python two_nodes.py HOST...
 """

@@ -1,4 +1,4 @@
-"""Fixtures of the tests under OpenPBS: the cluster, a desk to submit from, and the weights of a plain run."""
+"""Fixtures of the tests under OpenPBS: the cluster, a submitter of jobs, and the weights of an uninterrupted run."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 import pbs_needs
 import pytest
 from pbs_cluster import PbsCluster
-from pbs_jobs import PbsDesk
+from pbs_jobs import PbsSubmitter
 from site_pbs import SitePbs
 from support.desks import TOLD, Told, longest_first, pytest_runtest_makereport
 from support.paced_fixtures import corpus, reference, shared
@@ -19,7 +19,7 @@ __all__ = ["corpus", "pytest_runtest_makereport", "reference", "shared"]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with the longest."""
+    """Run the longest tests first."""
     longest_first(items, "pbs")
 
 
@@ -33,26 +33,26 @@ def cluster() -> PbsCluster:
 
 
 @pytest.fixture
-def desk(cluster: PbsCluster, corpus: Path, request: pytest.FixtureRequest) -> Iterator[PbsDesk]:
-    """Submit jobs beside other tests; what is left of them after the test is deleted."""
+def submitter(cluster: PbsCluster, corpus: Path, request: pytest.FixtureRequest) -> Iterator[PbsSubmitter]:
+    """Return a submitter that shares the cluster with other tests; unfinished jobs are deleted after the test."""
     with cluster.together():
-        yield from _desk(cluster, corpus, request)
+        yield from _submitter(cluster, corpus, request)
 
 
 @pytest.fixture
-def lone_desk(cluster: PbsCluster, corpus: Path, request: pytest.FixtureRequest) -> Iterator[PbsDesk]:
-    """Submit jobs while no other test does, and end nodes; all nodes are up again after the test."""
+def lone_submitter(cluster: PbsCluster, corpus: Path, request: pytest.FixtureRequest) -> Iterator[PbsSubmitter]:
+    """Return a submitter with exclusive use of the cluster, which may kill nodes; they restart after the test."""
     with cluster.alone():
-        yield from _desk(cluster, corpus, request)
+        yield from _submitter(cluster, corpus, request)
 
 
-def _desk(cluster: PbsCluster, corpus: Path, request: pytest.FixtureRequest) -> Iterator[PbsDesk]:
+def _submitter(cluster: PbsCluster, corpus: Path, request: pytest.FixtureRequest) -> Iterator[PbsSubmitter]:
     folder = cluster.work_folder(request.node.name.translate(str.maketrans("[]", "--")).strip("-"))
     data = folder / "corpus.h5"
     shutil.copyfile(corpus, data)
-    desk = PbsDesk(cluster, folder, data)
-    request.node.stash[TOLD] = Told(desk.jobs, cluster.log)
-    yield desk
-    left = {link for job in desk.jobs for link in job.links if job.facts.get("job_state") != "F" or job.links[1:]}
+    submitter = PbsSubmitter(cluster, folder, data)
+    request.node.stash[TOLD] = Told(submitter.jobs, cluster.log)
+    yield submitter
+    left = {link for job in submitter.jobs for link in job.links if job.facts.get("job_state") != "F" or job.links[1:]}
     if left:
         cluster.login(f"qdel -W force {' '.join(sorted(left))}", check=False)

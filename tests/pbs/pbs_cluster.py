@@ -1,7 +1,7 @@
-"""OpenPBS of a login node and three nodes on this machine, which the script in the folder ``OPENPBS`` plays.
+"""OpenPBS cluster of a login node and three nodes on this machine, started by the script in the folder ``OPENPBS``.
 
-There is one such cluster on a machine, so all workers of a session share it. Tests that end a node or a daemon take it
-for themselves (``alone``); the others share it (``together``).
+A machine has one such cluster, so all workers of a session share it. Tests that kill a node or a daemon use it
+exclusively (``alone``); the others share it (``together``).
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ import pbs_needs
 FOLDER = Path(tempfile.gettempdir()) / "hpctrain-pbs"
 USER = "pbsuser"
 NODES = ("n1", "n2", "n3")
-REQUEUE = 20  # seconds for which a job's first node may be silent; PBS's default is 310
+REQUEUE = 20  # seconds that a job's first node may be silent; PBS's default is 310
 _PAUSE = 0.3
 _FREE = "free"
 
 
 class PbsCluster:
-    """Cluster that has been started; ``ssh`` says whether its nodes reach each other by ssh."""
+    """Running cluster; ``ssh`` is true if its nodes reach each other by ssh."""
 
-    played = True  # by this machine, and so without ssh between nodes unless asked for
+    played = True  # its nodes are namespaces of this machine, without ssh between them unless requested
 
     def __init__(self, *, ssh: bool = False) -> None:
         script = pbs_needs.script()
@@ -42,11 +42,11 @@ class PbsCluster:
 
     @property
     def venvs(self) -> dict[str, Path]:
-        """Return the environments of the cluster's user, which user_environments.py makes."""
+        """Return the environments of the cluster's user, made by user_environments.py."""
         return {mpi: self.folder / "tree" / venv.name for mpi, venv in pbs_needs.VENVS.items()}
 
     def start(self) -> None:
-        """Start all nodes; what an earlier session has left is ended first."""
+        """Start all nodes, after ending the remains of an earlier session."""
         FOLDER.mkdir(exist_ok=True)
         FOLDER.chmod(0o755)
         self._call("clean", seconds=60)
@@ -54,56 +54,56 @@ class PbsCluster:
         self.root(f"qmgr -c 'set server node_fail_requeue = {REQUEUE}'")
 
     def stop(self) -> None:
-        """End all nodes and remove what they have written."""
+        """Stop all nodes and remove their files."""
         self._call("clean", seconds=60, check=False)
 
     # Commands ---------------------------------------------------------------------------------------------------------
 
     def login(self, command: str, *, check: bool = True, seconds: float = 60) -> str:
-        """Run a command of the user on the login node and return what it prints."""
+        """Run a command as the user on the login node and return its output."""
         return self._call("login", command, check=check, seconds=seconds)
 
     def root(self, command: str, *, check: bool = True) -> str:
-        """Run a command of root on the login node."""
+        """Run a command as root on the login node."""
         return self._call("root", command, check=check)
 
     def on(self, node: str, command: str, *, check: bool = False) -> str:
-        """Run a command of root on a node."""
+        """Run a command as root on a node."""
         return self._call("on", node, command, check=check)
 
     def kill_mom(self, node: str) -> None:
-        """Kill a node's pbs_mom by SIGKILL; the processes of its jobs live on."""
+        """Kill a node's pbs_mom by SIGKILL; the processes of its jobs survive."""
         self._call("kill-mom", node)
 
     def kill_node(self, node: str) -> None:
-        """Kill all that runs on a node, as a loss of power does."""
+        """Kill all processes of a node, as a loss of power does."""
         self._call("kill-node", node)
 
     def start_mom(self, node: str) -> None:
         """Start a node, or its pbs_mom, again."""
         self._call("start-mom", node)
 
-    # What PBS knows ---------------------------------------------------------------------------------------------------
+    # Queries of PBS ---------------------------------------------------------------------------------------------------
 
     def job(self, job_id: str) -> dict[str, Any]:
-        """Return what PBS knows of a job, which may have ended: job_state, Exit_status, exec_vnode..."""
+        """Return PBS's record of a job, which may have ended: job_state, Exit_status, exec_vnode..."""
         told = json.loads(self.login(f"qstat -x -f -F json {shlex.quote(job_id)}", check=False) or "{}")
         found: dict[str, Any] = next(iter(told.get("Jobs", {}).values()), {})
         return found
 
     def processes(self, node: str, job_id: str, name: str = ".*") -> list[int]:
-        """Return the processes of a job on a node whose program has this name."""
+        """Return the processes of a job on a node whose program name matches ``name``."""
         found = f"grep -qzxF 'PBS_JOBID={job_id}' /proc/$one/environ 2>/dev/null && echo $one"
         told = self.on(node, f"for one in $(pgrep -u {USER} -x '{name}'); do {found}; done")
         return [int(word) for word in told.split()]
 
     def free_nodes(self) -> set[str]:
-        """Return the nodes that are up and take jobs."""
+        """Return the nodes that are up and accept jobs."""
         told = json.loads(self.root("pbsnodes -a -F json", check=False) or "{}")
         return {name for name, facts in told.get("nodes", {}).items() if facts["state"] in (_FREE, "job-busy")}
 
     def until(self, condition: Callable[[], object], what: str, seconds: float) -> None:
-        """Wait for a condition; raises ``TimeoutError`` if it does not come in time."""
+        """Wait for a condition; raises ``TimeoutError`` after a timeout."""
         deadline = time.monotonic() + seconds
         while not condition():
             if time.monotonic() > deadline:
@@ -111,7 +111,7 @@ class PbsCluster:
             time.sleep(_PAUSE)
 
     def restore(self) -> None:
-        """End all jobs, and bring all nodes back."""
+        """End all jobs and restart all nodes that are down."""
         self.root("qselect | xargs -r qdel -W force", check=False)
         for node in NODES:
             self.root(f"pbsnodes -r {node}", check=False)
@@ -121,7 +121,7 @@ class PbsCluster:
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Wait until no other test uses the cluster, and keep others out."""
+        """Use the cluster exclusively: wait until no other test uses it, and block others."""
         with self._lock(fcntl.LOCK_EX):
             try:
                 yield
@@ -130,12 +130,12 @@ class PbsCluster:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Use the cluster beside other tests."""
+        """Share the cluster with other tests."""
         with self._lock(fcntl.LOCK_SH):
             yield
 
     def log(self, lines: int = 15) -> str:
-        """Return the state of nodes and jobs, and the end of what every daemon has said."""
+        """Return the state of nodes and jobs, and the end of every daemon's log."""
         texts = [self.root("pbsnodes -aSj; qstat -x -w", check=False)]
         for path in sorted((FOLDER / "cluster").glob("*/spool/*_logs/2*")):
             texts += [f"--- {path}", *path.read_text(errors="replace").splitlines()[-lines:]]
@@ -149,7 +149,7 @@ class PbsCluster:
 
     def _call(self, *words: str, check: bool = True, seconds: float = 60) -> str:
         environment = {**os.environ, "ROOT": str(FOLDER), "SSH": "yes" if self.ssh else "none"}
-        # A daemon that the script starts keeps its output open: so that goes into files.
+        # A daemon that the script starts keeps its output streams open: they are files, not pipes.
         with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
             command = [str(self._script), *words]
             done = subprocess.run(
@@ -162,7 +162,7 @@ class PbsCluster:
         return told
 
     def work_folder(self, name: str) -> Path:
-        """Return a new folder of the user's that all nodes see."""
+        """Return a new folder of the user's that all nodes can access."""
         folder = self.folder / "work" / name
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
@@ -171,7 +171,7 @@ class PbsCluster:
 
 
 def give(folder: Path) -> None:
-    """Let a folder and all in it be the user's, if root plays the cluster."""
+    """Give the user a folder and its content, if root runs the cluster."""
     if os.geteuid():
         return
     user = pwd.getpwnam(USER)

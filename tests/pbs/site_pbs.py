@@ -1,4 +1,4 @@
-"""PBS of the machine on which the tests run, for jobs of the caller; its nodes and settings are left alone."""
+"""PBS of the machine on which the tests run, for jobs of the caller; its nodes and settings are not changed."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ class SitePbs(PbsCluster):
     played = False
 
     def __init__(self) -> None:
-        self.ssh = False  # launchers choose
+        self.ssh = False  # the launchers choose
         self.folder = Path.home() / ".cache" / "hpctrain-pbs"
 
     @property
     def venvs(self) -> dict[str, Path]:
-        """Return the environments of this tree, which nodes see as the login node does."""
+        """Return the environments of this tree, which nodes and login node share."""
         return pbs_needs.VENVS
 
     def start(self) -> None:
@@ -40,12 +40,12 @@ class SitePbs(PbsCluster):
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Skip the test: others use this PBS."""
+        """Skip the test: other users share this PBS."""
         pytest.skip(_ADMINISTRATORS)
         yield
 
     def log(self, lines: int = 15) -> str:
-        """Return the jobs of the user."""
+        """Return the list of the user's jobs."""
         return self.login("qstat -x -w -u $USER", check=False)
 
     def _call(self, *words: str, check: bool = True, seconds: float = 60) -> str:

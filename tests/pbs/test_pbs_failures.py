@@ -1,25 +1,25 @@
-"""A rank, a pbs_mom or a node that dies ends the job; the chain goes on and ends with the bits of a plain run."""
+"""Failures under OpenPBS: after a dead rank, pbs_mom or node the chain continues to the bits of a plain run."""
 
 from __future__ import annotations
 
 import time
 
 import pytest
-from pbs_jobs import PbsDesk
+from pbs_jobs import PbsSubmitter
 from support.paced_runs import STEPS
 
 pytestmark = pytest.mark.pbs
-SOON = 20.0  # seconds from the harm until no rank is left
+SOON = 20.0  # seconds from the failure until no rank is left
 BOTH = pytest.mark.parametrize("mpi", ["mpich", "openmpi"])
 
 
 @BOTH
 @pytest.mark.limit(240)
-def test_a_killed_rank(desk: PbsDesk, reference: dict[str, bytes], mpi: str) -> None:
-    job = desk.submit("--set", "checkpoint.every=20", nodes=2, mpi=mpi, HARM="kill 1 30")
-    job.until(lambda: (desk.folder / "harm.txt").exists(), "harm", 60)
+def test_a_chain_continues_after_a_killed_rank(submitter: PbsSubmitter, reference: dict[str, bytes], mpi: str) -> None:
+    job = submitter.submit("--set", "checkpoint.every=20", nodes=2, mpi=mpi, HARM="kill 1 30")
+    job.until(lambda: (submitter.folder / "harm.txt").exists(), "harm", 60)
     job.until_link(2, SOON)
-    assert time.time() - desk.harmed < SOON
+    assert time.time() - submitter.harmed < SOON
     assert job.until_over(90) == 0
     assert [attempt["first_step"] for attempt in job.attempts] == [1, 21]
     assert job.attempts[0]["status"] in ("killed", "failed") and job.attempts[1]["status"] == "finished"
@@ -28,12 +28,14 @@ def test_a_killed_rank(desk: PbsDesk, reference: dict[str, bytes], mpi: str) -> 
 
 
 @pytest.mark.limit(300)
-def test_a_dead_node(lone_desk: PbsDesk, reference: dict[str, bytes]) -> None:
-    """PBS itself starts the job again, under the same id, on other nodes."""
-    job = lone_desk.submit("--set", "checkpoint.every=20", "--ranks-per-node", "2", PACE="0.1")
+def test_a_job_with_a_dead_node_is_restarted_on_other_nodes(
+    lone_submitter: PbsSubmitter, reference: dict[str, bytes]
+) -> None:
+    """PBS restarts the job itself, under the same id, on other nodes."""
+    job = lone_submitter.submit("--set", "checkpoint.every=20", "--ranks-per-node", "2", PACE="0.1")
     job.until_step(25)
     (dead,) = job.nodes
-    lone_desk.cluster.kill_node(dead)
+    lone_submitter.cluster.kill_node(dead)
     job.until(lambda: job.facts.get("run_count", 0) >= 2 and job.nodes not in ([], [dead]), "its second start", 120)
     job.hurry()
     assert job.until_over(90) == 0
@@ -46,12 +48,14 @@ def test_a_dead_node(lone_desk: PbsDesk, reference: dict[str, bytes]) -> None:
 
 @pytest.mark.long
 @pytest.mark.limit(300)
-def test_a_killed_mom(lone_desk: PbsDesk, reference: dict[str, bytes]) -> None:
-    """The processes of the job live on, so two copies of it may run when PBS starts it elsewhere."""
-    job = lone_desk.submit("--set", "checkpoint.every=20", "--ranks-per-node", "2", PACE="0.1")
+def test_a_job_with_a_killed_mom_is_restarted_elsewhere(
+    lone_submitter: PbsSubmitter, reference: dict[str, bytes]
+) -> None:
+    """The processes of the job survive, so two copies of it may run when PBS starts it elsewhere."""
+    job = lone_submitter.submit("--set", "checkpoint.every=20", "--ranks-per-node", "2", PACE="0.1")
     job.until_step(25)
     (first,) = job.nodes
-    lone_desk.cluster.kill_mom(first)
+    lone_submitter.cluster.kill_mom(first)
     job.until(lambda: job.facts.get("run_count", 0) >= 2 and job.nodes not in ([], [first]), "its second start", 120)
     job.until_over(120)
     assert job.exit_code == 0

@@ -1,4 +1,4 @@
-"""What a machine lacks for OpenPBS is said in one line, and skipped only where that is allowed."""
+"""Missing requirements of OpenPBS: one line that names them, and skipping only with ``--or-skip``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ HERE = Path(__file__).resolve().parent
 
 
 @pytest.mark.parametrize("option, word, code", [(["--or-skip"], "skipped", 0), ([], "error", 1)])
-def test_skips_only_where_that_is_allowed(option: list[str], word: str, code: int) -> None:
+def test_only_the_or_skip_option_skips(option: list[str], word: str, code: int) -> None:
     environment = {name: text for name, text in os.environ.items() if name != "OPENPBS"}
     environment["PYTHONPATH"] = f"{HERE}{os.pathsep}{HERE.parents[1]}"
     command = [sys.executable, "run.py", *option]
@@ -24,7 +24,7 @@ def test_skips_only_where_that_is_allowed(option: list[str], word: str, code: in
     assert done.returncode == code and done.stdout.startswith(said) and done.stdout.count("\n") == 1, done
 
 
-def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_missing_requirements_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("OPENPBS", str(tmp_path))
     assert str(pbs_needs.obstacle()).startswith(f"there is no program {tmp_path}/cluster.sh")
     (tmp_path / "cluster.sh").touch(0o755)
@@ -35,8 +35,8 @@ def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     assert "iproute2 util-linux postgresql make" in str(pbs_needs.obstacle())
 
 
-def test_a_linked_environment_leaves_the_first_as_it_is(tmp_path: Path) -> None:
-    """Programs are links to one file, and name the interpreter of their own environment."""
+def test_renaming_the_interpreter_keeps_the_linked_original(tmp_path: Path) -> None:
+    """Programs may be hard links to one file; each names the interpreter of its own environment."""
     first, second = tmp_path / "first", tmp_path / "second"
     for folder in (first, second):
         folder.mkdir()
@@ -48,7 +48,7 @@ def test_a_linked_environment_leaves_the_first_as_it_is(tmp_path: Path) -> None:
     assert os.access(second / "hpctrain", os.X_OK)
 
 
-def test_a_folder_that_others_may_pass(tmp_path: Path) -> None:
+def test_a_folder_is_passable_if_others_may_enter_it(tmp_path: Path) -> None:
     tmp_path.chmod(0o700)
     assert not _passable(tmp_path)
     tmp_path.chmod(0o711)

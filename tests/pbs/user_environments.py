@@ -1,8 +1,8 @@
 """Copies of this tree and of its virtual environments that an ordinary user of the cluster can read.
 
-The interpreter of this tree may be in root's home, and the tree itself, too. So the user gets a copy of the code below
-the cluster's folder, and environments with an interpreter that all may read: installed packages are linked from this
-tree's environments if both interpreters load the same binaries, else `make env` installs them anew.
+This tree and its interpreter may be in root's home, where the user cannot read them. Therefore the user gets a copy of
+the code in the cluster's folder, and environments with an interpreter that all users can read: installed packages are
+linked from this tree's environments if both interpreters load the same binaries, else `make env` installs them anew.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _SECONDS = 600.0
 
 
 def prepare(folder: Path) -> dict[str, Path]:
-    """Return the environments for the user, by MPI; code is copied anew, environments stay until setup.cfg changes."""
+    """Return the environments for the user, by MPI; copy the code anew, keep environments until setup.cfg changes."""
     tree = folder / "tree"
     for name in _CODE:
         source, target = ROOT / name, tree / name
@@ -55,14 +55,14 @@ def _environment(mpi: str, tree: Path) -> Path:
 
 
 def _key(venv: Path) -> str:
-    """Return what an environment is made of: what is asked for, and what was installed."""
+    """Return a key of an environment's content: the requirements, and the installed packages."""
     texts = [(ROOT / "setup.cfg").read_bytes(), (venv / ".installed").read_bytes(), str(venv).encode()]
     texts += [str(path.name).encode() for path in sorted(venv.glob("lib/python*/site-packages/*.dist-info"))]
     return hashlib.sha256(b"\0".join(texts)).hexdigest()
 
 
 def _shared_python() -> str:
-    """Return an interpreter from 3.11 on that every user may run."""
+    """Return an interpreter (3.11 or newer) that every user can run."""
     for python in _PYTHONS:
         if os.path.exists(python) and all(_passable(path) for path in Path(os.path.realpath(python)).parents):
             check = "import sys, venv; sys.exit(sys.version_info < (3, 11))"
@@ -81,7 +81,7 @@ def _binaries(python: str) -> str:
 
 
 def _link(source: Path, venv: Path, python: str, tree: Path) -> None:
-    """Make an environment whose packages are those of another one, as links where one filesystem holds both."""
+    """Make an environment with the packages of another one: hard links if both are on the same filesystem."""
     for options in ("-al", "-a"):
         if subprocess.run(["cp", options, str(source), str(venv)], capture_output=True).returncode == 0:
             break
@@ -98,7 +98,7 @@ def _link(source: Path, venv: Path, python: str, tree: Path) -> None:
 
 
 def _name_interpreter(path: Path, source: Path, venv: Path) -> None:
-    """Let a program begin with its own environment's interpreter; a link to the other one's file is replaced."""
+    """Set a program's interpreter to that of its environment; replace a link to the other environment's file."""
     if path.is_symlink() or not path.is_file() or path.read_bytes()[:2] != b"#!":
         return
     text = path.read_bytes().replace(str(source).encode(), str(venv).encode())

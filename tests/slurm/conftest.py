@@ -1,4 +1,4 @@
-"""Give the tests a Slurm for the session (one a worker), a desk to submit from, and the weights of a plain run."""
+"""Fixtures: one Slurm cluster per session and worker, a submitter of jobs, and the weights of an uninterrupted run."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import slurm_needs
-from batch_jobs import Desk
+from batch_jobs import Submitter
 from private_slurm import PrivateSlurm
 from support.desks import TOLD, Told, longest_first, pytest_runtest_makereport
 from support.paced_fixtures import corpus, reference, shared
@@ -16,13 +16,13 @@ __all__ = ["corpus", "pytest_runtest_makereport", "reference", "shared"]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with the longest."""
+    """Run the longest tests first."""
     longest_first(items, "slurm")
 
 
 @pytest.fixture(scope="session")
 def slurm() -> Iterator[PrivateSlurm]:
-    """Run a private Slurm."""
+    """Start a private Slurm."""
     if reason := slurm_needs.obstacle():
         pytest.skip(reason)
     with PrivateSlurm() as slurm:
@@ -31,7 +31,7 @@ def slurm() -> Iterator[PrivateSlurm]:
 
 @pytest.fixture(scope="session")
 def slurm_as_pbs() -> Iterator[PrivateSlurm]:
-    """Run a private Slurm that gives its jobs the variables of PBS."""
+    """Start a private Slurm that sets the PBS variables in its jobs."""
     if reason := slurm_needs.obstacle():
         pytest.skip(reason)
     with PrivateSlurm(["spank_pbs.so"]) as slurm:
@@ -39,21 +39,21 @@ def slurm_as_pbs() -> Iterator[PrivateSlurm]:
 
 
 @pytest.fixture
-def desk(slurm: PrivateSlurm, tmp_path: Path, corpus: Path, request: pytest.FixtureRequest) -> Iterator[Desk]:
-    """Submit jobs; what is left of them after the test is cancelled, and all nodes are up again."""
-    yield from _desk(slurm, tmp_path, corpus, request)
+def submitter(slurm: PrivateSlurm, tmp_path: Path, corpus: Path, request: pytest.FixtureRequest) -> Iterator[Submitter]:
+    """Return a submitter; after the test, unfinished jobs are cancelled and nodes that are down restart."""
+    yield from _submitter(slurm, tmp_path, corpus, request)
 
 
 @pytest.fixture
-def pbs_desk(
+def pbs_submitter(
     slurm_as_pbs: PrivateSlurm, tmp_path: Path, corpus: Path, request: pytest.FixtureRequest
-) -> Iterator[Desk]:
-    """Submit jobs to what looks like PBS."""
-    yield from _desk(slurm_as_pbs, tmp_path, corpus, request)
+) -> Iterator[Submitter]:
+    """Return a submitter to the Slurm that sets the PBS variables."""
+    yield from _submitter(slurm_as_pbs, tmp_path, corpus, request)
 
 
-def _desk(slurm: PrivateSlurm, folder: Path, corpus: Path, request: pytest.FixtureRequest) -> Iterator[Desk]:
-    desk = Desk(slurm, folder, corpus)
-    request.node.stash[TOLD] = Told(desk.jobs, slurm.log)
-    yield desk
+def _submitter(slurm: PrivateSlurm, folder: Path, corpus: Path, request: pytest.FixtureRequest) -> Iterator[Submitter]:
+    submitter = Submitter(slurm, folder, corpus)
+    request.node.stash[TOLD] = Told(submitter.jobs, slurm.log)
+    yield submitter
     slurm.restore()

