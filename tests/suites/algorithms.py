@@ -1,7 +1,7 @@
-"""What every algorithm promises, whichever it is: subclass a suite for each operation that a module has.
+"""Conformance suites of algorithms: a module's tests subclass one suite per operation.
 
-Values are such that no order of adding them loses a bit, so that results must equal NumPy's exactly: 16-bit floats hold
-whole numbers whose sums they cannot hold, and must be rounded once.
+The values can be added in any order without loss, so that results must equal NumPy's exactly: 16-bit floats hold whole
+numbers whose sums they cannot represent, and must be rounded once.
 """
 
 from __future__ import annotations
@@ -41,26 +41,26 @@ Play = Callable[[Body], Any]
 
 
 def cases(transport: Transport) -> list[tuple[tuple[torch.dtype, str], int]]:
-    """Return types and operations to test, each with a length.
+    """Return the types and operations to test, each with a length.
 
-    Some of each kind at every length; where ranks are three, all of them at the longest too.
+    Some of each kind at every length; with three ranks also all of them at the longest.
     """
     some = list(product(SOME_CASES, LENGTHS))
     return some + [(case, LENGTHS[-1]) for case in CASES] if transport.size == 3 else some
 
 
 def rounded(transport: Transport) -> list[tuple[torch.dtype, str]]:
-    """Return the types and operations to test where sums are rounded: likewise, each type and each operation once."""
+    """Return the types and operations to test if sums are rounded: likewise, each type and each operation once."""
     return ROUNDED if transport.size == 3 else SOME_ROUNDED
 
 
 def moved(transport: Transport) -> Sequence[torch.dtype]:
-    """Return the types to test where nothing is computed: likewise."""
+    """Return the types to test if nothing is computed: likewise."""
     return MOVED if transport.size == 3 else (torch.float32, torch.bool)
 
 
 def exact(rank: int, numel: int, dtype: torch.dtype, op: str) -> Tensor:
-    """Return what a rank brings along: numbers that are reduced exactly in the type that sums are kept in."""
+    """Return a rank's input: numbers that are reduced exactly in the type of the sums."""
     generator = torch.Generator().manual_seed(rank)
     if op == "product" and dtype.is_floating_point:
         return torch.tensor([0.5, -1.0, 1.0, 2.0])[torch.randint(0, 4, (numel,), generator=generator)].to(dtype)
@@ -70,7 +70,7 @@ def exact(rank: int, numel: int, dtype: torch.dtype, op: str) -> Tensor:
 
 @cache
 def wanted(size: int, numel: int, dtype: torch.dtype, op: str) -> Tensor:
-    """Return what all ranks together make of it, by NumPy; not to be written to."""
+    """Return the expected result over all ranks by NumPy; callers must not write to it."""
     pieces = [exact(rank, numel, dtype, op) for rank in range(size)]
     if op in BITWISE:
         return torch.from_numpy(reduce(BITWISE[op], [piece.numpy() for piece in pieces]))
@@ -79,7 +79,7 @@ def wanted(size: int, numel: int, dtype: torch.dtype, op: str) -> Tensor:
 
 @cache
 def plain(size: int, dtype: torch.dtype, op: str) -> Tensor:
-    """Return what NumPy makes of 500 values of each rank; not to be written to."""
+    """Return NumPy's result for 500 values per rank; callers must not write to it."""
     return reduced([values(rank, 500, dtype) for rank in range(size)], op)
 
 
@@ -88,13 +88,13 @@ def all_same(transport: Transport, tensor: Tensor) -> bool:
 
 
 class Suite:
-    """Give the fixture ``play``."""
+    """Base class of the suites, with the fixture ``play``."""
 
     algorithm: Any
 
     @pytest.fixture(params=[*SIZES, pytest.param("mpi", marks=pytest.mark.ranks(2, 3, 4))])
     def play(self, request: pytest.FixtureRequest) -> Play:
-        """Return what runs a function on ranks: on 1 to 8 that are threads, or on those of MPI."""
+        """Return a runner of a function on ranks: on 1 to 8 threads, or on those of MPI."""
         if request.param != "mpi":
             return ThreadWorld(request.param).run
         comm = request.getfixturevalue("comm")
@@ -102,7 +102,7 @@ class Suite:
 
 
 class AllReduceSuite(Suite):
-    """Test ``all_reduce(transport, reducer, tensor, op)``."""
+    """Tests of ``all_reduce(transport, reducer, tensor, op)``."""
 
     def test_all_reduce_equals_numpy(self, play: Play) -> None:
         def body(transport: Transport) -> None:
@@ -125,7 +125,7 @@ class AllReduceSuite(Suite):
 
         play(body)
 
-    def test_not_a_number_reaches_all_ranks(self, play: Play) -> None:
+    def test_nan_reaches_all_ranks(self, play: Play) -> None:
         def body(transport: Transport) -> None:
             for op in ("sum", "min", "max"):
                 tensor = torch.ones(transport.size + 1)
@@ -135,7 +135,7 @@ class AllReduceSuite(Suite):
 
         play(body)
 
-    def test_zeros_of_both_signs_and_any_not_a_number_give_all_ranks_the_same_bits(self, play: Play) -> None:
+    def test_signed_zeros_and_nans_give_all_ranks_the_same_bits(self, play: Play) -> None:
         # Here addition and minimum do not commute: the first operand's bits are kept.
         def body(transport: Transport) -> None:
             for op in ("sum", "min", "max"):
@@ -155,7 +155,7 @@ class AllReduceSuite(Suite):
 
         play(body)
 
-    def test_all_reduce_left_under_way_ends(self, play: Play) -> None:
+    def test_an_asynchronous_all_reduce_completes(self, play: Play) -> None:
         def body(transport: Transport) -> None:
             tensor = exact(transport.rank, 60, torch.float32, "sum")
             work = self.algorithm.start(transport, Reducer(), tensor, "sum")
@@ -168,9 +168,9 @@ class AllReduceSuite(Suite):
 
 
 class ReduceSuite(Suite):
-    """Test ``reduce(transport, reducer, tensor, op, root)``."""
+    """Tests of ``reduce(transport, reducer, tensor, op, root)``."""
 
-    def test_reduce_equals_numpy_at_the_root_and_the_others_keep_theirs(self, play: Play) -> None:
+    def test_reduce_equals_numpy_at_the_root_and_leaves_other_ranks_unchanged(self, play: Play) -> None:
         def body(transport: Transport) -> None:
             roots = sorted({0, transport.size // 2, transport.size - 1})
             for root, ((dtype, op), numel) in product(roots, cases(transport)):
@@ -182,7 +182,7 @@ class ReduceSuite(Suite):
 
         play(body)
 
-    def test_reduce_gives_the_same_bits_again(self, play: Play) -> None:
+    def test_reduce_is_reproducible_bit_for_bit(self, play: Play) -> None:
         def body(transport: Transport) -> None:
             for dtype in FLOATS:
                 tensors = [values(transport.rank, 500, dtype) for _ in range(2)]
@@ -196,7 +196,7 @@ class ReduceSuite(Suite):
 
 
 class ReduceScatterSuite(Suite):
-    """Test ``reduce_scatter(transport, reducer, out, tensor, op)``."""
+    """Tests of ``reduce_scatter(transport, reducer, out, tensor, op)``."""
 
     def test_reduce_scatter_gives_each_rank_its_slice(self, play: Play) -> None:
         def body(transport: Transport) -> None:
@@ -212,7 +212,7 @@ class ReduceScatterSuite(Suite):
 
 
 class AllGatherSuite(Suite):
-    """Test ``all_gather(transport, out, tensor)``."""
+    """Tests of ``all_gather(transport, out, tensor)``."""
 
     @pytest.mark.parametrize("in_place", [False, True])
     def test_all_gather_puts_the_slices_in_order(self, play: Play, in_place: bool) -> None:
@@ -230,9 +230,9 @@ class AllGatherSuite(Suite):
 
 
 class BroadcastSuite(Suite):
-    """Test ``broadcast(transport, tensor, root)``."""
+    """Tests of ``broadcast(transport, tensor, root)``."""
 
-    def test_broadcast_gives_the_tensor_of_any_root(self, play: Play) -> None:
+    def test_broadcast_sends_the_tensor_of_any_root(self, play: Play) -> None:
         def body(transport: Transport) -> None:
             for root, dtype, numel in product(range(transport.size), moved(transport), LENGTHS):
                 tensor = values(transport.rank, numel, dtype)

@@ -1,4 +1,4 @@
-"""What every transport promises; a back end subclasses ``TransportSuite`` and gives the fixture ``transport``."""
+"""Conformance suite of transports: a back end subclasses ``TransportSuite`` and provides the fixture ``transport``."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ def everyone(transport: Transport) -> list[list[int]]:
 
 
 class TransportSuite:
-    """Run on any number of ranks, one included."""
+    """Tests that run on any number of ranks, one included."""
 
     @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-    def test_broadcast_gives_the_tensor_of_any_root(self, transport: Transport, dtype: torch.dtype) -> None:
+    def test_broadcast_sends_the_tensor_of_any_root(self, transport: Transport, dtype: torch.dtype) -> None:
         for root in range(transport.size):
             for numel in LENGTHS:
                 tensor = values(transport.rank, numel, dtype, seed=root)
                 transport.broadcast(tensor, root)
                 assert same_bits(tensor, values(root, numel, dtype, seed=root))
 
-    def test_broadcast_of_a_scalar_and_a_matrix(self, transport: Transport) -> None:
+    def test_a_scalar_and_a_matrix_are_broadcast(self, transport: Transport) -> None:
         for shape in ((), (3, 5)):
             tensor = torch.full(shape, float(transport.rank))
             transport.broadcast(tensor, transport.size - 1)
@@ -60,14 +60,14 @@ class TransportSuite:
             transport.all_gather(out, values(transport.rank, numel, dtype))
             assert same_bits(out, torch.cat([values(rank, numel, dtype) for rank in range(transport.size)]))
 
-    def test_all_gather_in_place(self, transport: Transport) -> None:
+    def test_all_gather_works_in_place(self, transport: Transport) -> None:
         out = torch.zeros(transport.size, 50)
         out[transport.rank] = values(transport.rank, 50, torch.float32)
         transport.all_gather(out, out[transport.rank])
         assert torch.equal(out, torch.stack([values(rank, 50, torch.float32) for rank in range(transport.size)]))
 
     @pytest.mark.parametrize("polled", [False, True])
-    def test_all_to_all_with_unequal_parts(self, transport: Transport, polled: bool) -> None:
+    def test_all_to_all_exchanges_unequal_parts(self, transport: Transport, polled: bool) -> None:
         # Rank s sends s + 2 r elements to rank r, so one of the parts is empty.
         me, ranks = transport.rank, range(transport.size)
         sent, received = [me + 2 * rank for rank in ranks], [rank + 2 * me for rank in ranks]
@@ -82,7 +82,7 @@ class TransportSuite:
             transport.all_to_all(out, tensor, sent, received)
         assert torch.equal(out, torch.cat([torch.full((n,), 10 * rank + me) for rank, n in enumerate(received)]))
 
-    def test_objects(self, transport: Transport) -> None:
+    def test_objects_are_broadcast_and_gathered(self, transport: Transport) -> None:
         ranks = range(transport.size)
         assert transport.all_gather_object({"rank": transport.rank}) == [{"rank": rank} for rank in ranks]
         for root in ranks:
@@ -103,7 +103,7 @@ class TransportSuite:
         assert (node.size, node.rank) == (len(here), here.index(transport.rank))
         node.free()
 
-    def test_refuses_what_it_cannot_carry(self, transport: Transport) -> None:
+    def test_unsupported_tensors_are_refused(self, transport: Transport) -> None:
         with pytest.raises(CommunicationError, match=f"{transport.name} carries host tensors, not one on meta"):
             transport.broadcast(torch.empty(4, device="meta"))
         with pytest.raises(CommunicationError, match=r"contiguous tensors, not strides \(1, 4\)"):
@@ -113,7 +113,7 @@ class TransportSuite:
         with pytest.raises(CommunicationError, match="contiguous"):
             transport.all_to_all(torch.empty(4), torch.empty(8)[::2], [4], [4])
 
-    def test_refuses_ranks_and_tags_that_do_not_exist(self, transport: Transport) -> None:
+    def test_invalid_ranks_and_tags_are_refused(self, transport: Transport) -> None:
         for rank in (-1, transport.size):
             for call in (transport.send, transport.recv, transport.isend, transport.irecv, transport.broadcast):
                 with pytest.raises(CommunicationError, match=f"rank {rank} is not in 0..{transport.size - 1}$"):

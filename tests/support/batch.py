@@ -1,4 +1,4 @@
-"""Play a batch system: run a job's script among programs that only note how they were called."""
+"""Fake batch system: job scripts run among stub programs that only record how they were called."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 from support.pace import scaled
 
-# Notes its words and its environment, then does what the file of its name says. In bash, because it is called often.
+# Records its arguments and environment, then runs the file of its name. In bash, because it is called often.
 _PROGRAM = """\
 #!/bin/bash
 name=${0##*/} call=$PLAY/calls/$EPOCHREALTIME
@@ -26,7 +26,7 @@ NAMES = (
 
 @dataclass(frozen=True)
 class Call:
-    """Hold how a program was called."""
+    """Recorded call of a stub program."""
 
     name: str
     words: list[str]
@@ -34,7 +34,7 @@ class Call:
 
 
 class Batch:
-    """Hold a folder in which scripts run among programs that are none."""
+    """Folder in which job scripts run among stub programs."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -46,7 +46,7 @@ class Batch:
             (self.bin / name).chmod(0o755)
 
     def does(self, name: str, script: str) -> None:
-        """Say in bash what a program does; one of which nothing is said ends with 0."""
+        """Set the bash script that a program runs; without one it exits with 0."""
         (self._play / name).write_text(script + "\n")
 
     def environment(self, **more: str) -> dict[str, str]:
@@ -54,7 +54,7 @@ class Batch:
         return {"PATH": f"{self.bin}:{os.defpath}", "PLAY": str(self._play), "HOME": str(self.folder), **more}
 
     def run(self, script: str, **environment: str) -> subprocess.CompletedProcess[str]:
-        """Run a script to its end."""
+        """Run a script and wait for its end."""
         return subprocess.run(
             ["/bin/bash", "-c", script],
             cwd=self.folder,
@@ -78,7 +78,7 @@ class Batch:
         )
 
     def calls(self, *names: str) -> list[Call]:
-        """Return the calls so far, the first one first: of these programs, or of all."""
+        """Return the calls so far, oldest first: of these programs, or of all."""
         found = []
         for path in sorted((self._play / "calls").glob("*.words")):
             name, *words = path.read_bytes().decode().split("\0")[:-1]

@@ -1,4 +1,4 @@
-"""Train on a device that is as late as it may be, beside plain torch."""
+"""Training on a fake device that runs as late as it may, compared with plain torch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Log = list[Any]
 
 
 class Net(nn.Module):
-    """Be layers in a row, and a parameter of the model's own."""
+    """Linear layers in a row, and a parameter that belongs to the model itself."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class Net(nn.Module):
 
 
 class Bench:
-    """Train a model on the fake device, beside the same model in plain torch."""
+    """A model that trains on the fake device, and the same model in plain torch."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, model: nn.Module | None = None, **settings: Any) -> None:
         self.streams, self.log = LateStreams(torch.device("cuda")), Log()
@@ -62,7 +62,7 @@ class Bench:
             result.register_hook(lambda gradient: self.compute("back", number))
 
     def _use_memory_again(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Let the computing stream be the next to write where memory is given back."""
+        """Overwrite memory on the computing stream as soon as it is given back."""
         free, close = Piece.free, Flow.close
 
         def freed(piece: Piece) -> None:
@@ -80,13 +80,13 @@ class Bench:
         monkeypatch.setattr(Flow, "close", closed)
 
     def compute(self, kind: str = "", number: int = -1) -> None:
-        """Let the device do what must be done before something is computed, and nothing else."""
+        """Let the device run only the work that must precede a computation."""
         self.streams.finish()
         if kind:
             self.log.append((kind, number, self.whole()))
 
     def whole(self) -> set[int]:
-        """Return the layers whose whole parameters have memory; -1 is the model's own."""
+        """Return the layers whose whole parameters have memory; -1 is the model's own unit."""
         if not isinstance(self.form, Passing):
             return set()
         return {
@@ -96,7 +96,7 @@ class Bench:
         }
 
     def names(self) -> dict[int, int]:
-        """Return the layer of each piece of memory that passes by."""
+        """Return the layer of each buffer that holds whole parameters for a while."""
         return {memory_of(piece.flat): station.number - 1 for station in self.form._stations
                 for piece in station.pieces}
 
@@ -111,7 +111,7 @@ class Bench:
             optimizer.zero_grad()
 
     def check_gradients(self) -> None:
-        """Compare gradients with those of plain torch; a rank alone holds all elements."""
+        """Compare gradients with those of plain torch; a single rank holds all elements."""
         self.compute()
         for ours, theirs in zip(self.model.parameters(), self.plain.parameters()):
             assert (ours.grad is None) == (theirs.grad is None)

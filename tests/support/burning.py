@@ -1,4 +1,4 @@
-"""A model that takes a core for a known time, for tests of forecasts."""
+"""A model whose forward pass occupies a core for a known time, for tests of forecasts."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import time
 
 from torch import Tensor, nn
 
-BURN = 0.03  # seconds of a core that a forward pass takes
+BURN = 0.03  # seconds of CPU time per forward pass
 
 
 class Burning(nn.Module):
-    """Take so much of a core, whatever else goes on; fail or print if told to."""
+    """Linear layer whose forward pass takes BURN seconds of CPU time; prints a message or fails on request."""
 
     def __init__(self, message: str = "", fails: bool = False) -> None:
         super().__init__()

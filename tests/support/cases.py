@@ -1,4 +1,4 @@
-"""Selection of test cases: few that show each value of each parameter, or the rest."""
+"""Selection of test cases: a few that cover each value of each parameter, or the rest."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 
 def split_cases(items: list[pytest.Item]) -> tuple[list[pytest.Item], list[pytest.Item]]:
-    """Return few cases of each test, and the others. Those marked ``long`` or ``slow`` are among the others.
+    """Return a few cases of each test, and the others. Cases marked ``long`` or ``slow`` are among the others.
 
     A test marked ``few(n)`` keeps n cases, evenly spread. Any other test with several parameters keeps the cases that
     show a value of a parameter for the first time. A test with one parameter keeps all its cases.
@@ -17,7 +17,7 @@ def split_cases(items: list[pytest.Item]) -> tuple[list[pytest.Item], list[pytes
     for item in items:
         if item.get_closest_marker("long") or item.get_closest_marker("slow"):
             continue
-        ranks = sorted(map(str, item.iter_markers("ranks")))  # cases for other numbers of ranks count for themselves
+        ranks = sorted(map(str, item.iter_markers("ranks")))  # cases for each number of ranks are selected separately
         tests[item.nodeid.partition("[")[0], *ranks].append(item)
     kept = {item for cases in tests.values() for item in _few(cases)}
     return [item for item in items if item in kept], [item for item in items if item not in kept]

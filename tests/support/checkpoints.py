@@ -1,4 +1,4 @@
-"""Give the checkpoint tests arrays of every element type, a model that trains, and threads that are ranks."""
+"""Helpers of the checkpoint tests: arrays of every element type, a model that trains, and threads as ranks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hpctrain.checkpoint.file.layout import STORAGE
 
 
 def all_dtypes() -> dict[str, np.ndarray]:
-    """Return an array in the storage type of every element type, bit patterns included that are no nice numbers."""
+    """Return an array in the storage type of every element type, including bit patterns such as NaN."""
     generator = np.random.default_rng(7)
     arrays = {}
     for name, storage in STORAGE.items():
@@ -44,7 +44,7 @@ def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: int, 
 
 
 def same(one: Any, two: Any) -> bool:
-    """Tell whether two nested states are equal in bits, types, devices and order."""
+    """Return whether two nested states are equal in bits, types, devices and order."""
     if isinstance(one, torch.Tensor):
         return one.dtype == two.dtype and one.device == two.device and torch.equal(one, two)
     if isinstance(one, dict):
@@ -55,7 +55,7 @@ def same(one: Any, two: Any) -> bool:
 
 
 class ThreadRanks:
-    """Let threads be ranks: gather by a barrier and a list."""
+    """Threads as ranks, which gather through a barrier and a list."""
 
     def __init__(self, size: int) -> None:
         self.size, self.slots, self.barrier = size, [None] * size, threading.Barrier(size)
@@ -79,7 +79,7 @@ class ThreadRanks:
 
 
 class ThreadRank:
-    """Be the communicator of one such rank."""
+    """Communicator of one of these ranks."""
 
     def __init__(self, ranks: ThreadRanks, rank: int) -> None:
         self.ranks, self.rank, self.size = ranks, rank, ranks.size

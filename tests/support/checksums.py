@@ -1,4 +1,4 @@
-"""Compute the checksums of HDF5's structure, so that a crafted file can carry right ones."""
+"""Checksums of HDF5's structure, so that a crafted file can carry valid ones."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import struct
 
 
 def lookup3(data: bytes) -> int:
-    """Return Bob Jenkins' lookup3 of bytes, with which HDF5 checksums its structure (H5_checksum_lookup3)."""
+    """Return the lookup3 hash (Bob Jenkins) of bytes, HDF5's checksum of its structure (H5_checksum_lookup3)."""
     a = b = c = (0xDEADBEEF + len(data)) & 0xFFFFFFFF
 
     def rot(x: int, k: int) -> int:
@@ -36,7 +36,7 @@ def lookup3(data: bytes) -> int:
 
 
 def object_headers(data: bytes) -> list[tuple[int, int]]:
-    """Return where object headers begin and where their checksums stand (File Format Specification 3.0, IV.A.1.b)."""
+    """Return the offsets of object headers and of their checksums (File Format Specification 3.0, IV.A.1.b)."""
     found, at = [], data.find(b"OHDR")
     while at >= 0:
         flags = data[at + 5]
@@ -48,6 +48,6 @@ def object_headers(data: bytes) -> list[tuple[int, int]]:
 
 
 def repair(data: bytearray, headers: list[tuple[int, int]] | None = None) -> None:
-    """Make the checksums of all object headers (or of those named) right again, as someone who means harm would."""
+    """Recompute the checksums of all object headers (or of those named), as an attacker would."""
     for start, end in object_headers(bytes(data)) if headers is None else headers:
         struct.pack_into("<I", data, end, lookup3(bytes(data[start:end])))

@@ -1,4 +1,4 @@
-"""Give tests a packed corpus, a model of their own, a config, and a plain loop to compare with."""
+"""A packed corpus, a user's model, a config, and a plain loop to compare with."""
 
 from __future__ import annotations
 
@@ -94,9 +94,9 @@ def make_project(folder: Path) -> Path:
 def plain_losses(
     folder: Path, make: Any, steps: int, batch: int = 12, seed: int = 3, optimizer: Any = None, compare: Any = None
 ) -> list[float]:
-    """Train in one process by torch, NumPy and h5py alone, as the config says; return the losses.
+    """Train in one process by torch, NumPy and h5py alone, according to the config; return the losses.
 
-    ``optimizer`` makes another one of two groups, ``compare`` is another loss of outputs and targets.
+    ``optimizer`` makes another optimizer from two groups; ``compare`` is another loss of outputs and targets.
     """
     with h5py.File(folder / "corpus.h5") as file:
         tokens = torch.from_numpy(file["train/tokens"][()].astype(np.int64))

@@ -1,4 +1,4 @@
-"""Write how many tests of each file passed, failed and were skipped, and where: the committed record of long sweeps."""
+"""Counts of passed, failed and skipped tests per file, written as JSON: the committed record of long sweeps."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Counts:
         self._began = time.monotonic()
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Count a test once: by its call, or by what went wrong before or after it."""
+        """Count a test once: by its call, or by a failure or skip in its setup or teardown."""
         if report.when == "call" or report.outcome != "passed":
             self._files[report.nodeid.partition("::")[0]][report.outcome] += 1
 

@@ -1,7 +1,7 @@
-"""Make checkpoint files that want to do harm: each attack turns a sound file into one that must be refused.
+"""Malicious checkpoint files: each attack turns a valid file into one that must be refused.
 
-``ATTACKS`` holds them by name: what changes the file, and what the refusal must say. An attack gets the path of the
-sound file and that of another file which it tries to reach; nobody may open that one.
+``ATTACKS`` lists them by name: how the file is changed, and what the refusal must say. An attack gets the path of the
+valid file and that of another file which it tries to reach; no reader may open that file.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from support.checksums import repair
 from hpctrain.checkpoint.file.source import Source
 from hpctrain.checkpoint.file.writer import write_file
 
-VERSIONS = ("v110", "v110")  # as hpctrain writes: older ones are refused for their age alone
+VERSIONS = ("v110", "v110")  # as hpctrain writes them: older versions are refused for their age alone
 X = "/model/x"
 
 Change = Callable[[h5py.File, Path], object]
 
 
 class Attack(NamedTuple):
-    """Say how a sound file becomes a crafted one, and what (a regular expression) its refusal says."""
+    """One attack: the change of a valid file, and a regular expression that its refusal matches."""
 
     make: Callable[[Path, Path], object]
     refusal: str
@@ -43,7 +43,7 @@ def sound_file(path: Path) -> Path:
 
 
 def _edit(change: Change) -> Callable[[Path, Path], object]:
-    """Let HDF5 itself put something into the file."""
+    """Return an attack that changes the file by means of HDF5 itself."""
 
     def make(path: Path, other: Path) -> None:
         with h5py.File(path, "r+", libver=VERSIONS) as file:
@@ -87,7 +87,7 @@ def _tensor(torch_dtype: bytes, stored: str = "<f4") -> Change:
 
 
 def _two_in_one(path: Path, other: Path) -> None:
-    """Let the second tensor claim the bytes of the first, and repair the checksums."""
+    """Make the second tensor refer to the bytes of the first, and repair the checksums."""
     with h5py.File(path, "r") as file:
         first, second = (file[f"/model/{name}"].id.get_offset() for name in ("a.weight", "b"))
     data = bytearray(path.read_bytes().replace(struct.pack("<Q", second), struct.pack("<Q", first)))
@@ -114,7 +114,7 @@ def _foreign(path: Path, other: Path) -> None:
 
 
 def _json(text: str) -> Callable[[Path, Path], object]:
-    """Put text where JSON belongs, in a file that is sound otherwise."""
+    """Return an attack that writes a text in place of JSON into an otherwise valid file."""
 
     def make(path: Path, other: Path) -> None:
         path.unlink()
@@ -221,7 +221,7 @@ ATTACKS: dict[str, Attack] = {
 
 
 def craft(name: str, folder: Path, other: Path) -> Path:
-    """Make the crafted file of that name in a folder and return its path."""
+    """Create the crafted file of that name in a folder and return its path."""
     path = sound_file(folder / f"{name}.h5")
     ATTACKS[name].make(path, other)
     return path

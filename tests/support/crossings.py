@@ -1,4 +1,4 @@
-"""Train one odd model under every strategy, on teams of ranks, and compare what each rank holds with a file."""
+"""One unusual model, trained under every strategy on teams of ranks; each rank's state is compared with a file."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from torch.nn.functional import conv1d, cross_entropy
 from hpctrain.parallel.attach import attach
 from hpctrain.parallel.settings import ParallelSettings
 
-SAMPLES = 12  # a step, over all ranks
+SAMPLES = 12  # per step, over all ranks
 RATE = 0.01
 VOCABULARY, LENGTH, WIDTH = 13, 5, 7
-Stored = dict[str, Tensor]  # datasets by their path, flat
+Stored = dict[str, Tensor]  # flat datasets by their path
 
-# By name: the strategy, and the numbers of ranks on which it is something of its own.
+# By name: the strategy, and the numbers of ranks on which it differs from the other forms.
 FORMS = {
     "ddp": (Form("ddp"), (1, 2, 3, 4)),
     "zero1": (Form("zero1"), (2, 3, 4)),
@@ -36,13 +36,13 @@ FORMS = {
     "hybrid": (Form("fsdp", in_pairs, "node"), (4,)),
     "hybrid_alone": (Form("fsdp", alone, "node"), (2,)),
 }
-# Shards in float32 beside whole parameters in bfloat16, in memory that the node maps and in each rank's own.
+# Shards in float32 beside whole parameters in bfloat16: in memory that the node shares, and in each rank's own.
 NARROW = {"narrow": (Form("fsdp"), (1, 2, 3)), "narrow_alone": (Form("fsdp", alone), (4,))}
 CASES = [(name, size) for name, (_, sizes) in {**FORMS, **NARROW}.items() for size in sizes]
 
 
 class Convolve(nn.Module):
-    """Normalise what a convolution makes; batch norm takes no weights in bfloat16 on a CPU, and stands aside then."""
+    """Convolution and batch norm; the norm is skipped in bfloat16, whose weights it does not support on a CPU."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class Convolve(nn.Module):
 
 
 class Narrow(nn.Module):
-    """Compute in two more precisions."""
+    """Layers in two further precisions."""
 
     def __init__(self, outputs: int) -> None:
         super().__init__()
@@ -70,9 +70,9 @@ class Narrow(nn.Module):
 
 
 class Odd(nn.Module):
-    """Have tied, frozen, unused and scalar parameters, of three dtypes and up to three dims, and buffers that change.
+    """Model with tied, frozen, unused and scalar parameters of three dtypes and up to three dims, and changing buffers.
 
-    It is small in tensors, too: a file's cost is their number.
+    It has few tensors: the cost of a file grows with their number.
     """
 
     def __init__(self, outputs: int = 3) -> None:
@@ -102,7 +102,7 @@ def make_odd(seed: int = 5, outputs: int = 3) -> Odd:
 
 
 def make_optimizer(model: nn.Module) -> torch.optim.AdamW:
-    """Return AdamW in two groups, as a run has it."""
+    """Return AdamW with two groups, as a run uses it."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups = [
         {"params": [parameter for parameter in trained if parameter.dim() > 1], "weight_decay": 0.1},
@@ -122,7 +122,7 @@ def learn(one: Case, steps: Sequence[int], clip: float = 0.5) -> None:
 
 
 class Case:
-    """Be the odd model under one strategy on the ranks of a team."""
+    """The model under one strategy on the ranks of a team."""
 
     def __init__(self, name: str, comm: Any, seed: int = 5, outputs: int = 3) -> None:
         form, _ = {**FORMS, **NARROW}[name]
@@ -133,14 +133,14 @@ class Case:
             data=form.data,
             shard_within=form.within if form.data != "ddp" else "world",
             mixed_precision="bfloat16" if self.rounds else "none",
-            bucket_mib=1e-3,  # many pieces, each cut in other places
+            bucket_mib=1e-3,  # many pieces, each cut at different offsets
         )
         self.strategy = attach(self.model, comm, settings)
         self.optimizer = make_optimizer(self.model)
         self._begins = self._offsets(form.within == "node")
 
     def _offsets(self, replicated: bool) -> dict[str, int]:
-        """Return where this rank's elements begin in each parameter: behind those of lower ranks of its replica."""
+        """Return the offset of this rank's elements in each parameter: after those of lower ranks of its replica."""
         own = {name: each.numel() for name, each in self.model.named_parameters(remove_duplicate=False)}
         everyone = self.comm.all_gather_object((self.comm.node if replicated else 0, own))
         if self.strategy.split is None:
@@ -164,7 +164,7 @@ class Case:
                 value.fill_(9)
 
     def differences(self, stored: Stored) -> list[str]:
-        """Return what this rank holds otherwise than a file does, tensor by tensor."""
+        """Return the tensors in which this rank differs from a file."""
         found = []
         first = {id(parameter): name for name, parameter in reversed(list(self.model.named_parameters()))}
         for name, tensor in self.model.state_dict(keep_vars=True).items():
@@ -193,10 +193,10 @@ class Case:
         return bits(tensor) == bits(expected) and (name in self._begins or tensor.numel() == stored[path].numel())
 
     def whole(self) -> Stored:
-        """Return the whole parameters and buffers, as a forward pass would see them; a call by all ranks."""
+        """Return the whole parameters and buffers, as a forward pass would see them. Collective."""
         with self.strategy.summon():
             found = {f"model/{name}": tensor.clone().view(-1) for name, tensor in self.model.state_dict().items()}
-        self.comm.barrier()  # the next one to write may write into memory that others read here
+        self.comm.barrier()  # the next write may go to memory that other ranks read here
         return found
 
 
@@ -208,7 +208,7 @@ def bits(tensor: Tensor) -> tuple[torch.dtype, bytes]:
 
 @contextmanager
 def case(name: str, comm: Any, **options: Any) -> Iterator[Case]:
-    """Give a case in memory of its own, which is freed afterwards."""
+    """Yield a case in memory of its own, which is freed afterwards."""
     form, _ = {**FORMS, **NARROW}[name]
     with communicator(comm, form) as own:
         made = Case(name, own, **options)
@@ -216,14 +216,14 @@ def case(name: str, comm: Any, **options: Any) -> Iterator[Case]:
         made.strategy.detach()
 
 
-SIZES = {2: (1, 2), 3: (3,), 4: (1, 2, 3, 4)}  # in a world of so many ranks: those of its teams
+SIZES = {2: (1, 2), 3: (3,), 4: (1, 2, 3, 4)}  # cases of its teams, by the number of ranks in the world
 
 
 @contextmanager
 def teams(comm: Any) -> Iterator[list[tuple[Any, list[str]]]]:
-    """Divide the ranks into teams of 1, 2, ... ranks; give this rank's teams, each with the cases it is to play.
+    """Divide the ranks into teams of 1, 2, ... ranks; yield this rank's teams, each with its cases.
 
-    All ranks are busy: those that a small team does not need are a team of their own.
+    No rank is idle: those that a small team does not need form another team.
     """
     found, parts = [], []
     for smaller in range(comm.size // 2 + 1):

@@ -1,4 +1,4 @@
-"""Read what a checkpoint holds by h5py alone. Needs no torch."""
+"""Contents of a checkpoint, read by h5py alone, without torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 def contents(path: Path) -> dict[str, bytes]:
     """Return the bytes of every dataset of a checkpoint, by h5py alone.
 
-    Those that describe the file are left out: they depend on the attributes, hence on when it was made.
+    Datasets that describe the file are left out: they depend on the attributes, and thus on the time of writing.
     """
     found: dict[str, bytes] = {}
     with h5py.File(path, "r") as file:

@@ -1,4 +1,4 @@
-"""Hooks that tests under a scheduler share: the longest tests first, and what a failed one's jobs have said."""
+"""Hooks that tests under a scheduler share: order of the tests, and output of the jobs of a failed test."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Job(Protocol):
 
 @dataclass(frozen=True)
 class Told:
-    """What there is to tell of a failed test: its jobs, and the scheduler's own log."""
+    """Sources of a failed test's report: its jobs, and the scheduler's log."""
 
     jobs: Sequence[Job]
     log: Callable[[], str]
@@ -30,7 +30,7 @@ TOLD = pytest.StashKey[Told]()
 
 
 def longest_first(items: list[pytest.Item], marker: str) -> None:
-    """Begin with the longest of the tests with a marker, so that the workers end together."""
+    """Move the longest of the tests with a marker to the front, so that the workers end together."""
     mine = sorted((item for item in items if item.get_closest_marker(marker)), key=_limit, reverse=True)
     rest = iter(mine)
     items[:] = [next(rest) if item.get_closest_marker(marker) else item for item in items]
@@ -45,7 +45,7 @@ def _limit(item: pytest.Item) -> float:
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Tell of the jobs of a test that failed."""
+    """Add the output of a failed test's jobs and the scheduler's log to its report."""
     report = yield
     told = item.stash.get(TOLD, None)
     if report.failed and told is not None:

@@ -1,4 +1,4 @@
-"""Give the ranks of a test a small disk of their own that can be full or read-only, where one may be mounted."""
+"""A small disk for the ranks of a test, which can be full or read-only, if mounting is permitted."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ PLENTY = 8 << 20
 
 
 class Disk(SmallDisk):
-    """Be a filesystem in memory that can also be mounted for reading only."""
+    """Filesystem in memory that can also be mounted read-only."""
 
     def writable(self, yes: bool) -> None:
-        """Mount it anew, for reading only or not."""
+        """Remount it, read-only or writable."""
         done = self._mount("-o", f"remount,{'rw' if yes else 'ro'}")
         assert not done.returncode, done.stderr
 
 
 @contextmanager
 def shared_disk(folder: Path, comm: Any) -> Iterator[Disk]:
-    """Mount a disk once for all ranks; skip the test on all of them where that is not allowed."""
+    """Mount a disk once for all ranks; skip the test on all of them if that is not permitted."""
     disk = Disk(folder)
     why = ""
     if comm.rank == 0:
@@ -36,6 +36,6 @@ def shared_disk(folder: Path, comm: Any) -> Iterator[Disk]:
     try:
         yield disk
     finally:
-        # Nobody waits here: a rank whose test failed would never come. The mount goes when the last file is closed.
+        # No barrier here: a rank whose test failed would never arrive. The mount ends when the last file is closed.
         if comm.rank == 0:
             disk.unmount()

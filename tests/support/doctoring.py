@@ -1,4 +1,4 @@
-"""Make up what programs say and what ranks measure, for tests of what the doctor makes of it."""
+"""Fake answers of programs and fake measurements of ranks, for tests of the doctor's findings."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MPICH = "MPICH Version:      5.0.2\nMPICH Release date: Fri\n"
 OPENMPI = "Open MPI v5.0.11, package: Open MPI, ident: 5.0.11, repo rev: v5.0.11"
 CRAY = "MPI VERSION    : CRAY MPICH version 8.1.28.29 (ANL base 3.4a2)\nMPI BUILD INFO : Wed"
 HYDRA = "HYDRA build details:\n    Version:                                 5.0.2\n"
-# As Slurm 22.05 prints them.
+# The output of Slurm 22.05.
 TYPES = "MPI plugin types are...\n\tnone\n\tpmix\n\tpmi2\nspecific pmix plugin versions available: pmix_v4\n"
 CONFIG = "JobRequeue              = 1\nKillOnBadExit           = {kill}\nKillWait = 30 sec\nMpiDefault = {default}\n"
 LIMITS = Limits(8, tuple(range(8)), 65536, None, None, 0, None, 2**36, rdma=False)
@@ -47,28 +47,28 @@ def slurm(types: str = TYPES, *, kill: int = 1, default: str = "pmi2", version: 
 
 
 def told(findings: Iterable[Finding]) -> list[tuple[str, str]]:
-    """Return level and topic of what is not well."""
+    """Return level and topic of the findings that are not ok."""
     return [(finding.level, finding.topic) for finding in findings if finding.level != "ok"]
 
 
 def only(findings: Iterable[Finding]) -> Finding:
-    """Return the one finding that is not well."""
+    """Return the only finding that is not ok."""
     (found,) = (finding for finding in findings if finding.level != "ok")
     return found
 
 
-# What ranks measure ---------------------------------------------------------------------------------------------------
+# Measurements of ranks ------------------------------------------------------------------------------------------------
 
 
 def seat(rank: int, node: int, local_rank: int, **other: Any) -> Seat:
-    """Return a seat of a rank that has a core of its own."""
+    """Return the placement of a rank that has a core of its own."""
     usual = {"host": f"n{node + 1}", "cpus": (local_rank,), "numa": (0,), "cores": 1, "threads": 1}
     place = {"rank": rank, "node": node, "local_rank": local_rank, "device": "cpu", "gpu": "", "identity": "cpu"}
     return Seat(**{**usual, **place, **other})
 
 
 def report(nodes: int = 4, local: int = 2, **other: Any) -> Report:
-    """Return what ranks measured on nodes that are alike; ``other`` parts stand in the place of those."""
+    """Return measurements of ranks on equal nodes; ``other`` replaces parts of them."""
     seats = [seat(rank, rank // local, rank % local) for rank in range(nodes * local)]
     ranks = range(len(seats))
     parts: dict[str, Any] = {
@@ -88,12 +88,12 @@ def report(nodes: int = 4, local: int = 2, **other: Any) -> Report:
 
 
 def noisy(value: float, number: int) -> float:
-    """Return a value that is up to 10 % more or less, the same for the same number."""
+    """Return the value changed by up to 10 %, always the same for the same number."""
     return value * (1 + 0.1 * (((number * 7) % 5) - 2) / 2)
 
 
 def tournament(bandwidths: Sequence[float], members: int) -> Tournament:
-    """Return a whole tournament with these bandwidths."""
+    """Return a complete tournament with these bandwidths."""
     rounds = schedule(members) if members > 1 else []
     pairs = sorted(pair for meeting in rounds for pair in meeting)
     found = tuple(Pair(*pair, 1e-6, rate) for pair, rate in zip(pairs, bandwidths, strict=True))

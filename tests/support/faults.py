@@ -1,4 +1,4 @@
-"""Break the disk of some ranks: system calls that fail or lie, a filesystem that is full, a limit on sizes of files."""
+"""Faults of the disk of some ranks: system calls that fail or lie, a full filesystem, a limit on file sizes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PRIVATE = ".tmp-"  # part of the name of a checkpoint that is being written
 
 
 def is_private(target: Any) -> bool:
-    """Tell whether a path or a descriptor is that of a file which is being written under a private name."""
+    """Return whether a path or a descriptor belongs to a file that is being written under a private name."""
     if isinstance(target, int):
         try:
             target = os.readlink(f"/proc/self/fd/{target}")
@@ -28,7 +28,7 @@ def is_private(target: Any) -> bool:
 
 
 class Fault:
-    """Replace system calls of this process, for private files, from their ``call``-th use on; ``fired`` counts."""
+    """Replacement of this process's system calls on private files, from their ``call``-th use on; ``fired`` counts."""
 
     def __init__(
         self, patch: pytest.MonkeyPatch, names: tuple[str, ...], act: Callable[..., Any], call: int = 1
@@ -57,7 +57,7 @@ WRITES, OPENS, READS = ("pwrite", "pwritev"), ("open", "open!"), ("preadv", "pre
 
 
 def failing(number: int) -> Callable[..., Any]:
-    """Return a call that fails with an error number of the system."""
+    """Return a call that fails with an errno."""
 
     def act(*_: Any, **__: Any) -> Any:
         raise OSError(number, os.strerror(number))
@@ -75,7 +75,7 @@ def raising(error: Exception) -> Callable[..., Any]:
 
 
 def once(act: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a call that does so once and works from then on."""
+    """Return a call that misbehaves once and works from then on."""
     left = [True]
 
     def first(real: Callable[..., Any], *args: Any, **keywords: Any) -> Any:
@@ -88,7 +88,7 @@ def once(act: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def half(real: Callable[..., int], handle: int, data: Any, offset: int) -> int:
-    """Write about half of what was to be written, as a disk may that is nearly full."""
+    """Write about half of the bytes, as a nearly full disk may."""
     if isinstance(data, (list, tuple)):
         return real(handle, [data[0][: max(1, len(data[0]) // 2)]], offset)
     return real(handle, data[: max(1, len(data) // 2)], offset)
@@ -96,7 +96,7 @@ def half(real: Callable[..., int], handle: int, data: Any, offset: int) -> int:
 
 @contextmanager
 def file_size_limit(limit: int) -> Iterator[None]:
-    """Let no file of this process grow beyond so many bytes; Python ignores SIGXFSZ, so that calls fail by EFBIG."""
+    """Limit this process's files to so many bytes; Python ignores SIGXFSZ, so calls fail with EFBIG."""
     assert signal.getsignal(signal.SIGXFSZ) == signal.SIG_IGN
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
@@ -108,7 +108,7 @@ def file_size_limit(limit: int) -> Iterator[None]:
 
 @contextmanager
 def signal_storm(interval: float = 0.0005) -> Iterator[list[int]]:
-    """Interrupt this process every so many seconds: slow system calls come back with EINTR or half done."""
+    """Interrupt this process every so many seconds: slow system calls return EINTR or partial results."""
     come = [0]
 
     def count(*_: object) -> None:
@@ -124,7 +124,7 @@ def signal_storm(interval: float = 0.0005) -> Iterator[list[int]]:
 
 
 class SmallDisk:
-    """Be a filesystem in memory whose size can be changed while it is used; needs root."""
+    """Filesystem in memory whose size can be changed while it is used; needs root."""
 
     SIZE = 16 << 20
 
@@ -132,7 +132,7 @@ class SmallDisk:
         self.folder = folder
 
     def mount(self) -> str:
-        """Mount it and return nothing, or why that cannot be done."""
+        """Mount it; return an empty string, or the reason for a failure."""
         self.folder.mkdir()
         try:
             done = self._mount("-t", "tmpfs", "-o", f"size={self.SIZE}", "tmpfs")
@@ -154,7 +154,7 @@ class SmallDisk:
         return status.f_bavail * status.f_frsize
 
     def unmount(self) -> None:
-        """Take it away."""
+        """Unmount it."""
         subprocess.run(["umount", "-l", self.folder], check=True, timeout=20)
 
     def _mount(self, *options: str) -> subprocess.CompletedProcess[str]:

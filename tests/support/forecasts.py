@@ -1,4 +1,4 @@
-"""Make runs and machines with round numbers, for tests of forecasts."""
+"""Runs and machines with round numbers, for tests of forecasts."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def planned(ranks: int, batch: int = 16, *, nodes: int = 1, facts: Facts | None 
 
 
 def forecast(run: PlannedRun, machine: Machine = GPU, works: Mapping[int, ModelWork] | None = None) -> Forecast:
-    """Return the forecast of a run by the rates of a machine; ``works`` by tensor ranks, where they are known."""
+    """Return the forecast of a run by the rates of a machine; ``works`` by number of tensor ranks, if known."""
     found = dict(works or {})
     for tensor in (1, run.parallel.tensor):
         if tensor not in found:

@@ -1,7 +1,7 @@
 """Habits of training scripts, each a loop that runs on a plain model and on a wrapped one.
 
 A habit gets the model, the batches (of all samples, or this rank's share of each) and ``backward(model, x, y)``, which
-computes the mean loss of a batch and its gradients. Whatever it returns is compared, too.
+computes the mean loss of a batch and its gradients. Its return value is compared, too.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Backward = Callable[[nn.Module, Tensor, Tensor], Tensor]
 Habit = Callable[[nn.Module, Batches, Backward], Any]
 
 HABITS: dict[str, Habit] = {}
-BEFORE: dict[str, Callable[[nn.Module], Any]] = {}  # what is done to the model before it is wrapped
+BEFORE: dict[str, Callable[[nn.Module], Any]] = {}  # changes of the model before it is wrapped
 
 
 def habit(function: Habit) -> Habit:
@@ -368,7 +368,7 @@ def module_hooks(model: nn.Module, batches: Batches, backward: Backward) -> Any:
     return [*loop(model, batches, backward, lambda _: None), torch.tensor(len(seen))]
 
 
-# Gradients by other ways ----------------------------------------------------------------------------------------------
+# Gradients by other means ---------------------------------------------------------------------------------------------
 
 
 @habit
@@ -462,7 +462,7 @@ def sharpness_aware(model: nn.Module, batches: Batches, backward: Backward) -> A
         optimizer.zero_grad()
 
 
-# Freezing, and what comes later ---------------------------------------------------------------------------------------
+# Freezing, and later changes ------------------------------------------------------------------------------------------
 
 
 @habit
@@ -668,7 +668,7 @@ def scaler_that_skips(model: nn.Module, batches: Batches, backward: Backward) ->
 
 @habit
 def average_by_hand(model: nn.Module, batches: Batches, backward: Backward) -> Any:
-    """An average of the weights, which becomes the model at the end."""
+    """Average the weights, and load the average into the model at the end."""
     averages = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
 
     def then(step: int) -> None:

@@ -1,4 +1,4 @@
-"""Start a small job of several ranks from a test, and see it end in any case."""
+"""Small jobs of several ranks, started by a test and ended in every case."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from support.pace import scaled
 from hpctrain.cluster.launcher import without_launcher
 
 _ROOT = Path(__file__).resolve().parents[2]
-_MARK = "HPCTRAIN_TEST_JOB"  # finds the processes of a job, whoever their parent is by now
-_SETTLE = 2.0  # what the launcher has killed may need a moment to be gone
+_MARK = "HPCTRAIN_TEST_JOB"  # finds the processes of a job after their parent has changed
+_SETTLE = 2.0  # processes that the launcher has killed may need a moment to end
 
 
 @dataclass(frozen=True)
 class Finished:
-    """Hold how a job ended, and when; ``survivors`` are processes that outlived their launcher and were killed."""
+    """Outcome of a job; ``survivors`` are processes that outlived their launcher and were killed."""
 
     returncode: int
     stdout: str
     stderr: str
     seconds: float
-    ended: float  # as time.time() counts
+    ended: float  # by time.time()
     survivors: tuple[int, ...]
 
     def __str__(self) -> str:
@@ -40,7 +40,7 @@ class Finished:
 
 
 def in_small_shm(mebibytes: int) -> list[str]:
-    """Return the command that runs another one with a /dev/shm of this size; skip where the system allows none."""
+    """Return a prefix that runs a command with a /dev/shm of this size; skip if the system does not permit it."""
     mount = f"mount -t tmpfs -o size={mebibytes}m tmpfs /dev/shm"
     command = ["unshare", "--mount", *([] if os.getuid() == 0 else ["--map-root-user"]), "sh", "-ec"]
     if subprocess.run([*command, mount], capture_output=True).returncode:
@@ -49,7 +49,7 @@ def in_small_shm(mebibytes: int) -> list[str]:
 
 
 class JobStarter:
-    """Run ``mpiexec -n N python ...`` with a hard time limit; the fixture ``launch`` gives one to a test."""
+    """Runner of ``mpiexec -n N python ...`` with a hard time limit; provided by the fixture ``launch``."""
 
     def __init__(self, folder: Path, watchdog: Watchdog, limit: float) -> None:
         self._folder = folder
@@ -70,7 +70,7 @@ class JobStarter:
         """Run a program on n ranks, or without a launcher if n is 0; fail the test if it outlasts ``timeout`` seconds.
 
         ``program`` is the path of a script, an option of the interpreter (``"-m"``), or else Python source.
-        ``env`` adds variables; None removes one. The outer launcher's variables are never passed on, and each rank
+        ``env`` adds variables; None removes one. The outer launcher's variables are never inherited, and each rank
         computes with one thread. ``prefix`` is a command that runs the launcher.
         """
         self._count += 1
@@ -92,7 +92,7 @@ class JobStarter:
         return str(path)
 
     def _run(self, command: list[str], env: dict[str, str], mark: str, timeout: float, cwd: str | Path) -> Finished:
-        # Files, not pipes: a process that is left over must not keep us waiting for the end of its output.
+        # Files, not pipes: a process that is left over must not delay the end of the output.
         out, err = (self._folder / f"job{self._count}.{name}" for name in ("stdout", "stderr"))
         start = time.monotonic()
         with out.open("wb") as stdout, err.open("wb") as stderr:
@@ -138,7 +138,7 @@ def _environment(extra: Mapping[str, str | None], mark: str) -> dict[str, str]:
 
 
 def _end(mark: str, settle: float) -> tuple[int, ...]:
-    """Wait a moment for the processes of a job to be gone, kill those that are not, return their numbers."""
+    """Wait a moment for the processes of a job to end, kill the rest, and return the ids of those killed."""
     deadline = time.monotonic() + settle
     while (found := _marked(mark)) and time.monotonic() < deadline:
         time.sleep(0.05)

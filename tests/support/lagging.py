@@ -1,4 +1,4 @@
-"""Stand for a device that computes at once and copies as late as it may: never before somebody waits."""
+"""Fake device that computes at once and copies as late as it may: only when a stream or the host waits."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from torch import Tensor
 
 
 class LateDevice(LateStreams):
-    """Queue copies on their streams, and spoil what they will write, so that reading it too early shows.
+    """Device that queues copies and fills their targets with garbage, so that a premature read is noticed.
 
-    ``log`` says what was copied, in the order in which it was asked for, ``most`` how many copies in one direction
-    were under way at once, and ``nbytes`` how large the largest was. The first stream that is made is the one down.
+    ``log`` lists the copies in the order of their requests, ``most`` is the largest number of copies under way at once
+    per direction, and ``nbytes`` the size of the largest. The first stream created is the one down.
     """
 
     def __init__(self, device: torch.device = torch.device("cpu")) -> None:
@@ -46,7 +46,7 @@ class LateDevice(LateStreams):
                 stream.queue.append(lambda: self._until(event))
 
     def done(self, event: FakeEvent) -> bool:
-        self._until(event)  # time goes by while somebody asks
+        self._until(event)  # time passes while a caller polls
         return True
 
     def synchronize(self, event: FakeEvent) -> None:

@@ -1,4 +1,4 @@
-"""Be a rank whose collectives come late: what one gives is NaN until the computing stream has waited for it."""
+"""Fake rank with late collectives: a result is NaN until the computing stream has waited for it."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from hpctrain.transport.base import Finished
 
 
 class LateRank:
-    """Be a communicator of one rank on a device whose streams are ``LateStreams``; ``log`` tells what it carried.
+    """Communicator of one rank on a device with ``LateStreams``; ``log`` lists its collectives.
 
-    Host tensors stand for those of the device. Agreements and tensors of bytes are the host's own, and come at once.
+    Host tensors represent those of the device. Agreements and tensors of bytes belong to the host and are immediate.
     """
 
     rank, size, node, nodes, local_rank, local_size = 0, 1, 0, 1, 0, 1
@@ -23,8 +23,8 @@ class LateRank:
 
     def __init__(self, streams: LateStreams, log: list[Any]) -> None:
         self.streams, self.log = streams, log
-        self.lasting = set[int]()  # memory of which the rank owns a slice for good
-        self._under_way = 0  # gatherings there
+        self.lasting = set[int]()  # memory of which the rank owns a slice permanently
+        self._under_way = 0  # all-gathers there
 
     def empty(self, numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(numel, dtype=dtype)
@@ -59,7 +59,7 @@ class LateRank:
         return self._late("gather", out, come)
 
     def _gather_in_place(self, out: Tensor, tensor: Tensor) -> Tensor:
-        """Read the rank's own slice as early as can be, and write all slices, its own too, as late as can be."""
+        """Read the rank's own slice as early as possible, and write all slices, its own too, as late as possible."""
         read = [] if self._under_way else [tensor.clone()]
         self._under_way += 1
 
@@ -82,5 +82,5 @@ class LateRank:
 
 
 def memory_of(tensor: Tensor) -> int:
-    """Return what tells memory from other memory, also while it holds nothing."""
+    """Return an identifier of a tensor's memory that is valid even while its storage is empty."""
     return int(tensor.untyped_storage()._cdata)

@@ -1,4 +1,4 @@
-"""Play whole runs of one project in this process, under any strategy, on any of this world's ranks."""
+"""Whole training runs of one project in this process, under any strategy, on any of this world's ranks."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ FORMS = {
     "hybrid": Form("fsdp", in_pairs, "node"),
 }
 SPLIT = ("zero1", "zero2", "fsdp", "fsdp_alone")
-# Parameters in memory that the ranks share; whole with each of them; passing by.
+# Parameters in memory that the ranks share; whole on each rank; gathered on demand.
 ONE_OF_EACH = ("fsdp", "zero2_alone", "fsdp_alone")
 _PLAIN: dict[tuple[Path, int, int], list[float]] = {}
 
@@ -51,7 +51,7 @@ def shared_project(comm: Any, folder: Path) -> Path:
 
 
 class Legs:
-    """Run ``hpctrain train``, in the project's folder, one leg after the other."""
+    """Successive calls of ``hpctrain train`` in the project's folder."""
 
     def __init__(self, comm: Any, project: Path, patch: pytest.MonkeyPatch) -> None:
         self.comm, self.project, self._patch = comm, project, patch
@@ -83,7 +83,7 @@ class Legs:
         return metrics_of(self.project / folder)
 
     def _train(self, comm: Any, form: Form, words: list[str]) -> None:
-        guard: Any = SimpleNamespace(step=None, close=lambda: None)  # the test runner watches
+        guard: Any = SimpleNamespace(step=None, close=lambda: None)  # the test runner has its own watchdog
         with communicator(comm, form) as own:
 
             def init(**options: Any) -> Job:
@@ -92,7 +92,7 @@ class Legs:
 
             self._patch.setattr(run, "init", init)
             torch.set_num_threads(1)
-            stop_request.signal = None  # each leg is a new process, as it were
+            stop_request.signal = None  # each leg behaves like a new process
             strategy = [f"parallel.data={form.data}", f"parallel.shard_within={form.within}"]
             run.train(load("tiny.toml", [*strategy, *words]))
 
@@ -104,7 +104,7 @@ def losses(rows: list[dict[str, Any]]) -> list[float]:
 
 
 def signalling(forward: Any, last: int) -> Any:
-    """Return a forward pass that wishes, in its pass number ``last``, that the run stops."""
+    """Return a forward pass that raises SIGUSR1 in pass number ``last``, so that the run stops."""
     count = 0
 
     def wrapped(self: Any, tokens: torch.Tensor) -> Any:

@@ -1,4 +1,4 @@
-"""Give the tests of a run's life small models, loaders and runs, and processes that come to harm."""
+"""Small models, loaders and runs, and processes that are killed, for tests of a run from start to end."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from support import datasets
 
 from hpctrain.log import logger
 
-contents = datasets.contents  # which stands where nothing imports torch
+contents = datasets.contents  # defined in a module that does not import torch
 
 
 @contextmanager
@@ -53,7 +53,7 @@ def make_batches(count: int, seed: int = 5) -> list[torch.Tensor]:
 
 
 class PositionedLoader:
-    """Hand out batches with a saved position, and remember which ones it gave."""
+    """Loader with a saved position, which records the batches that it has returned."""
 
     def __init__(self, batches: list[torch.Tensor]) -> None:
         self.batches, self.position, self.given = batches, 0, list[int]()
@@ -72,12 +72,12 @@ class PositionedLoader:
 
 
 class Training:
-    """Be a user's own training: a net, torch's Adam, a schedule of the learning rate and a loader."""
+    """A user's own training: a net, torch's Adam, a learning rate schedule and a loader."""
 
     def __init__(self, job: Any, folder: Path, loader: Any, **options: Any) -> None:
         seed_everything(11)
         self.model = job.wrap(make_net())
-        # As a program does that draws on every rank for itself: what follows differs from rank to rank.
+        # As in a program that draws on each rank separately: what follows differs between ranks.
         seed_everything(100 + job.rank)
         self.optimizer = torch.optim.Adam(self.model.parameters(), lr=0.05)
         self.schedule = torch.optim.lr_scheduler.StepLR(self.optimizer, 3, 0.5)
@@ -102,12 +102,12 @@ class Training:
 
 
 def metrics_of(folder: Path) -> list[dict[str, Any]]:
-    """Return the rows of a run's metrics, read by nothing of ours."""
+    """Return the rows of a run's metrics, read without hpctrain."""
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 def receipt_of(folder: Path) -> dict[str, Any]:
-    """Return what ``run.json`` says."""
+    """Return the contents of ``run.json``."""
     content: dict[str, Any] = json.loads((folder / "run.json").read_text())
     return content
 

@@ -1,4 +1,4 @@
-"""End a test that hangs: print the stacks of all threads and leave, so that the whole job dies."""
+"""Time limit of tests: a hanging test prints the stacks of all threads and exits, which ends the whole job."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import time
 
 from support.pace import scaled
 
-# The first rank that leaves takes the others along; until then each may write its own stacks.
+# The first rank that exits ends the others; until then each may write its own stacks.
 _FAREWELL = 2.0
-# Where a thread holds the interpreter's lock no Python runs any more; then the C watchdog speaks.
+# If a thread holds the interpreter's lock, no Python code runs any more; then the watchdog in C prints the stacks.
 _BACKSTOP = 5.0
 _RUNNER = ("/_pytest/", "/pluggy/", "/pytest/__main__.py", "<frozen ")
 
 
 class Watchdog:
-    """Hold the time limit of what this process is doing; ``descriptor`` is where the stacks go."""
+    """Time limit of this process's current activity; the stacks are written to ``descriptor``."""
 
     def __init__(self, prefix: str, descriptor: int) -> None:
         self._prefix = prefix
@@ -28,11 +28,11 @@ class Watchdog:
         self._before = ""
 
     def remember(self, text: str) -> None:
-        """Say this, too, should the time run out before something else begins."""
+        """Add this text to the output if the time runs out before the next activity begins."""
         self._before = text
 
     def arm(self, seconds: float, what: str | None = None) -> None:
-        """Start anew: from now on ``what`` (or what was named last) has so many seconds, more on a slow machine."""
+        """Restart the limit: ``what`` (or the last activity) has so many seconds from now, more on a slow machine."""
         self.disarm()
         limit, seconds = seconds, scaled(seconds)
         if what:
@@ -43,7 +43,7 @@ class Watchdog:
         faulthandler.dump_traceback_later(seconds + _BACKSTOP, exit=True, file=self._descriptor)
 
     def disarm(self) -> None:
-        """Let the process run as long as it likes."""
+        """Remove the limit."""
         faulthandler.cancel_dump_traceback_later()
         if self._timer is not None:
             self._timer.cancel()

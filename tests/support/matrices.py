@@ -1,4 +1,4 @@
-"""A model that is split over the tensor ranks beside the same one that is not."""
+"""A model that is split over the tensor ranks, and the same model unsplit."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hpctrain.models.shapes import GPTConfig
 from hpctrain.parallel.tensor.plan import apply, plan_of
 from hpctrain.parallel.tensor.split import TensorSplit
 
-VOCABULARY, LENGTH, BATCH = 31, 12, 4  # 31 rows are unequal shares for all numbers of ranks
+VOCABULARY, LENGTH, BATCH = 31, 12, 4  # 31 rows make unequal shares for every number of ranks
 CLOSE: dict[str, float] = {"rtol": 1e-5, "atol": 2e-6}
 EQUAL: dict[str, float] = {"rtol": 0, "atol": 0}
 WIDTH = 24
@@ -28,7 +28,7 @@ def make_gpt(*, tied: bool = True, dropout: float = 0.0) -> GPT:
 
 
 class Block(nn.Module):
-    """Be an MLP with a norm before it and a residual around it."""
+    """MLP with a norm before it and a residual around it."""
 
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ def make_blocks(count: int = 2, dropout: float = 0.0) -> nn.Sequential:
 
 
 def split(model: nn.Module, comm: Any, plan: dict[str, str] | None = None, **options: Any) -> TensorSplit:
-    """Split a model as it says itself, or by a plan."""
+    """Split a model by its own plan, or by a given one."""
     return apply(model, comm, plan_of(model) if plan is None else plan, **options)
 
 
@@ -76,7 +76,7 @@ def token_loss(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def piece(tensor: Tensor, name: str, found: TensorSplit) -> Tensor:
-    """Return what this rank should hold of a whole tensor, by the places that a split states."""
+    """Return this rank's expected part of a whole tensor, according to the places that a split states."""
     if not found.is_split(name):
         return tensor
     (shard,) = found.shards(name, torch.empty(_local(name, tensor, found)))

@@ -1,4 +1,4 @@
-"""Train a small GPT on any mesh, and in a plain loop, and compare what has become of it."""
+"""A small GPT, trained on any mesh and in a plain loop, and comparison of the results."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ def samples(step: int, batch: int = BATCH) -> tuple[Tensor, Tensor]:
     """Return the inputs and targets of a step."""
     generator = torch.Generator().manual_seed(step)
     tokens = torch.randint(0, SHAPE["vocab_size"], (batch, LENGTH + 1), generator=generator)
-    tokens[:, 1::2] = tokens[:, :-1:2]  # something to learn
+    tokens[:, 1::2] = tokens[:, :-1:2]  # a pattern that can be learnt
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 
 def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
-    """Return what all of these tests update with."""
+    """Return the optimizer of all these tests."""
     return torch.optim.AdamW(model.parameters(), 5e-3)
 
 
@@ -57,7 +57,7 @@ def plain(steps: int, **options: Any) -> list[float]:
 
 @dataclass
 class Trained:
-    """Be a model that learns on a mesh."""
+    """A model that trains on a mesh."""
 
     model: nn.Module
     strategy: Strategy
@@ -74,7 +74,7 @@ class Trained:
         offload: OffloadSettings = OffloadSettings(),
         **options: Any,
     ) -> Trained:
-        """Attach the strategy of some settings; a call by all ranks."""
+        """Attach the strategy of some settings. Collective."""
         model = small_gpt(**options) if model is None else model
         strategy = attach(model, comm, settings, offload=offload)
         optimizer = optimizer_of(model)
@@ -82,7 +82,7 @@ class Trained:
         return cls(model, strategy, optimizer)
 
     def learn(self, steps: range, batch: int = BATCH) -> Trained:
-        """Make some steps."""
+        """Train some steps."""
         for step in steps:
             self.losses.append(self.passes(*samples(step, batch)))
             self.norms.append(float(self.strategy.clip_grad_norm(MAX_NORM)))
@@ -99,5 +99,5 @@ class Trained:
         return loss.item()
 
     def state(self) -> dict[str, Tensor]:
-        """Return what this rank holds of the model."""
+        """Return this rank's part of the model."""
         return {name: tensor.detach().clone() for name, tensor in self.model.state_dict().items()}

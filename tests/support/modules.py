@@ -1,6 +1,6 @@
-"""Find the module systems of this machine, and type commands under them, in a shell that starts from nothing.
+"""The module systems of this machine, and commands that run under them in a clean shell.
 
-Lmod and Environment Modules conflict as packages of Debian, so the second may be unpacked beside the first:
+Lmod and Environment Modules conflict as packages of Debian, so the second may be unpacked into another folder:
 ``dpkg -x environment-modules_*.deb /opt/environment-modules``, or into a folder that ``HPCTRAIN_TEST_MODULES`` names.
 """
 
@@ -15,22 +15,22 @@ from pathlib import Path
 
 import pytest
 
-# What a module system keeps for itself: it may stay when nothing is loaded any more.
+# Bookkeeping variables of a module system: they may remain when no module is loaded any more.
 _BOOKS = re.compile(r"_ModuleTable\w*|__LMOD_REF_COUNT_\w+|__MODULES_\w+|_LMFILES_|LOADEDMODULES|_")
 _UNPACKED = ("/opt/environment-modules", "/")
 
 
 @dataclass(frozen=True)
 class ModuleSystem:
-    """Hold how a shell comes to know the command module."""
+    """A module system, and the shell code that defines the command ``module``."""
 
     name: str
-    start: str  # what the shell reads first
+    start: str  # shell code that defines the command
 
     def type(
         self, script: str, modulepath: Path, *, interactive: bool = False, **environment: str
     ) -> subprocess.CompletedProcess[str]:
-        """Run a script in a bash in which nobody has loaded anything."""
+        """Run a script in a bash without loaded modules."""
         home = str(modulepath)
         fixed = {"HOME": home, "PATH": "/usr/bin:/bin", "MODULEPATH": home, "LC_ALL": "C.UTF-8", "MANWIDTH": "200"}
         return subprocess.run(
@@ -45,19 +45,19 @@ class ModuleSystem:
 
 
 def environment(text: str) -> dict[str, str]:
-    """Return the variables that ``env -0`` has printed, but for what the module system keeps for itself."""
+    """Return the variables that ``env -0`` has printed, without the module system's bookkeeping."""
     pairs = (item.partition("=") for item in text.split("\0") if "=" in item)
     return {name: value for name, _, value in pairs if not _BOOKS.fullmatch(name)}
 
 
 def root_of(modulepath: Path, version: str) -> str:
-    """Return where the hpctrain of a module is installed."""
+    """Return the folder in which a module's hpctrain is installed."""
     text = (modulepath / "hpctrain" / version).read_text(encoding="utf-8")
     return re.findall(r"^set root \{(.*)\}$", text, re.MULTILINE)[0]
 
 
 def lmod() -> ModuleSystem:
-    """Return Lmod, or skip the test where it is not there."""
+    """Return Lmod; skip the test if it is not installed."""
     init = Path(os.environ.get("LMOD_PKG", "/usr/share/lmod/lmod"), "init/bash")
     if not init.exists():
         pytest.skip("needs Lmod (Debian: lmod)")
@@ -65,7 +65,7 @@ def lmod() -> ModuleSystem:
 
 
 def environment_modules(program: Path | None = None) -> ModuleSystem:
-    """Return Environment Modules, or skip the test where it is not there."""
+    """Return Environment Modules; skip the test if it is not installed."""
     tclsh = shutil.which("tclsh")
     program = program or modulecmd()
     if not tclsh or not program:

@@ -1,4 +1,4 @@
-"""Stand for ``cupy.cuda.nccl``: the same calls, carried out by MPI on host memory and written down."""
+"""Fake of ``cupy.cuda.nccl``: the same calls, performed by MPI on host memory and recorded."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _SIZES = {0: 1, 1: 1, 2: 4, 4: 8, 7: 4, 8: 8}
 
 
 class FakeNccl:
-    """Hold a process's NCCL; messages of a group go out together at its end, as NCCL has it."""
+    """NCCL of a process; messages of a group are sent together at its end, as in NCCL."""
 
     available = True
 
@@ -47,7 +47,7 @@ class FakeNccl:
             self.perform(messages[0][-1], lambda: messages[0][0].exchange(messages))
 
     def perform(self, stream: int, action: Callable[[], object]) -> None:
-        """Do the work of a call now, or let the fake streams do it when they come to it."""
+        """Perform a call now, or enqueue it on the fake streams."""
         if self._give is not None:
             self._give(stream, action)
         else:
@@ -55,7 +55,7 @@ class FakeNccl:
 
 
 class FakeComm:
-    """Be one communicator, over a duplicate of the MPI world or of its node (of one rank: over nothing)."""
+    """One communicator, over a duplicate of the MPI world or of its node (without MPI for one rank)."""
 
     def __init__(self, library: FakeNccl, size: int, rank: int) -> None:
         self.library, self.size, self.rank = library, size, rank
@@ -116,7 +116,7 @@ class FakeComm:
         self._message(("recv", address, count * _SIZES[kind], peer), stream)
 
     def exchange(self, messages: list[tuple[Any, ...]]) -> None:
-        """Carry out the messages of a group, all of them at the same time."""
+        """Exchange all messages of a group at the same time."""
         requests, own = [], [m for m in messages if m[1] == "send" and m[4] == self.rank]
         for _, what, address, nbytes, peer, _ in messages:
             if peer == self.rank:

@@ -1,4 +1,4 @@
-"""Make the ranks of one machine believe that they sit on several nodes."""
+"""Placement of the ranks of one machine on several simulated nodes."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ Placing = Callable[[int], int]  # the node of a rank
 
 
 def in_pairs(rank: int) -> int:
-    """Place ranks 0 and 1 on the first node, 2 and 3 on the second: unequal nodes where the last rank is alone."""
+    """Place ranks 0 and 1 on the first node, 2 and 3 on the second: unequal nodes if the last rank is alone."""
     return rank // 2
 
 
 def dealt_out(rank: int) -> int:
-    """Place the ranks on two nodes in turn."""
+    """Place the ranks on two nodes alternately."""
     return rank % 2
 
 
@@ -36,20 +36,20 @@ def groups(placing: Placing, size: int) -> list[list[int]]:
 
 
 def by_node(comm: Any) -> list[list[int]]:
-    """Return the ranks of every node that a communicator sees."""
+    """Return the ranks of every node of a communicator."""
     seen = comm.all_gather_object(comm.node)
     return groups(lambda rank: seen[rank], comm.size)
 
 
 def by_memory(comm: Any) -> str:
-    """Return the algorithm that goes through the memory of a communicator's nodes."""
+    """Return the algorithm that uses the shared memory of a communicator's nodes."""
     return "window" if comm.nodes == 1 else "hierarchical"
 
 
 def placed(comm: Any, placing: Placing) -> Communicator:
-    """Return another communicator of the same ranks, on the nodes that ``placing`` says; to be freed by the caller.
+    """Return another communicator of the same ranks, on the nodes given by ``placing``; the caller frees it.
 
-    Skips the test where ranks that are to share a node have no memory in common.
+    Skips the test if ranks on one node cannot share memory.
     """
     from hpctrain.transport.mpi import MpiTransport
 

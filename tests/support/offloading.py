@@ -1,4 +1,4 @@
-"""Train a small model with something offloaded, and the same one without."""
+"""A small model, trained with and without offloading."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ HOST = OffloadSettings(optimizer=True, device_fraction=0.0)
 
 
 class Block(nn.Module):
-    """Be an MLP of odd sizes with a norm before it and a residual around it."""
+    """MLP of odd sizes with a norm before it and a residual around it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """Be three blocks behind a frozen layer; ``spare`` is never used, and may not be updated."""
+    """Three blocks behind a frozen layer; ``spare`` is never used and must not be updated."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class Model(nn.Module):
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    """Return AdamW that decays what has two dims."""
+    """Return AdamW with weight decay on parameters of two dims."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups = [
         {"params": [each for each in parameters if each.dim() >= 2], "weight_decay": 0.1},
@@ -69,7 +69,7 @@ Maker = Callable[[nn.Module], torch.optim.Optimizer]
 
 @dataclass
 class Outcome:
-    """Hold what a training gave: losses, norms, and this rank's shards and states, by name."""
+    """Results of a training: losses, norms, and this rank's shards and states, by name."""
 
     losses: list[float]
     norms: list[float]
@@ -87,7 +87,7 @@ class Outcome:
 
 @dataclass
 class Loop:
-    """Say how a training goes: clipped to a norm (0: not), in so many backward passes a step, by which optimizer."""
+    """Options of a training: norm to clip to (0: none), backward passes per step, and optimizer."""
 
     clip: float = 0.0
     accumulate: int = 1
@@ -109,7 +109,7 @@ class Loop:
         return outcome(strategy, optimizer, losses, norms)
 
     def passes(self, strategy: Strategy, step: int) -> float:
-        """Do the backward passes of a step; return the loss."""
+        """Run the backward passes of a step; return the loss."""
         inputs, targets = batch(step)
         pieces = [each.chunk(self.accumulate) for each in share(strategy, inputs, targets)]
         total = 0.0
@@ -135,7 +135,7 @@ def batch(step: int) -> tuple[Tensor, Tensor]:
 
 
 def share(strategy: Strategy, *tensors: Tensor) -> Iterator[Tensor]:
-    """Yield this rank's part of tensors."""
+    """Yield this rank's part of each tensor."""
     for tensor in tensors:
         yield tensor.chunk(strategy.data.size)[strategy.data.rank]
 
@@ -143,7 +143,7 @@ def share(strategy: Strategy, *tensors: Tensor) -> Iterator[Tensor]:
 def outcome(
     strategy: Strategy, optimizer: torch.optim.Optimizer, losses: list[float], norms: list[float]
 ) -> Outcome:
-    """Return what there is after a training."""
+    """Return the results of a training."""
     strategy.settle()
     weights = {name: parameter.detach().clone() for name, parameter in strategy.model.named_parameters()}
     states = {
@@ -156,6 +156,6 @@ def outcome(
 
 
 def attached(comm: Any, offload: OffloadSettings = OffloadSettings(), **parallel: Any) -> Strategy:
-    """Return the strategy of a new model."""
+    """Attach a strategy to a new model, and return it."""
     parallel.setdefault("units", ("Block",))
     return attach(Model(), comm, ParallelSettings(**parallel), CPU, offload=offload)

@@ -1,4 +1,4 @@
-"""Fixtures of the tests that submit jobs: a corpus, and the weights of a run that nothing disturbed."""
+"""Fixtures of the tests that submit jobs: a corpus, and the weights of an uninterrupted run."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def corpus(shared: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def reference(shared: Path, corpus: Path) -> dict[str, bytes]:
-    """Return what the last checkpoint holds of a run that nothing disturbed: two ranks, one node, no batch system."""
+    """Return the last checkpoint's contents of an uninterrupted run: two ranks, one node, no batch system."""
 
     def train(folder: Path) -> None:
         make_run(folder, corpus)
@@ -47,12 +47,12 @@ def reference(shared: Path, corpus: Path) -> dict[str, bytes]:
 
 
 def once(folder: Path, make: Callable[[Path], object]) -> Path:
-    """Let the first worker that comes make a folder; the others wait for it."""
+    """Let the first worker create a folder; the others wait for it."""
     with open(folder.with_suffix(".lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not folder.exists():
             private = folder.with_suffix(".new")
-            shutil.rmtree(private, ignore_errors=True)  # of a worker that failed
+            shutil.rmtree(private, ignore_errors=True)  # left by a worker that failed
             private.mkdir()
             make(private)
             private.rename(folder)

@@ -1,4 +1,4 @@
-"""Give jobs a run whose steps take as long, and come to as much harm, as the job's environment says."""
+"""A run for jobs, whose step time and failures are set by the job's environment."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from pathlib import Path
 STEPS = 300
 EVERY = 50  # steps between checkpoints
 
-# PACE: seconds that a step takes until the job has come back once (PACE_AGAIN: always), or until a file "hurry" exists.
-# HARM: "raise 1 5" is an exception of rank 1 in step 5, "kill 1 5" a SIGKILL; HARM_AGAIN: in every attempt. When it was
-# is noted in harm.txt. SHOW: each rank writes its host, CPUs, umask and environment into rank_N.json in its first step.
+# PACE: seconds per step until the job has been restarted once (PACE_AGAIN: always), or until a file "hurry" exists.
+# HARM: "raise 1 5" is an exception of rank 1 in step 5, "kill 1 5" a SIGKILL; HARM_AGAIN: in every attempt. Its time is
+# written to harm.txt. SHOW: each rank writes its host, CPUs, umask and environment into rank_N.json in its first step.
 _MODEL = '''
 import json, os, signal, socket, time, torch
 

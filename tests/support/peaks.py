@@ -1,8 +1,8 @@
-"""Measure what memory the ranks of a run really have at their peak, by torch's allocator and by Linux.
+"""Measured peak memory of the ranks of a run, by torch's allocator and by Linux.
 
-Neither knows of tensors: the allocator is watched by torch's profiler, which sees what kernels take for themselves too,
-and of node memory the kernel says what part of it counts for this process (proc(5): Pss). The profiler does not see
-what another thread than this one takes or gives back.
+Neither source knows of tensors. torch's profiler watches the allocator and also sees the workspace of kernels; for node
+memory the Linux kernel reports this process's proportional share (proc(5): Pss). The profiler does not see memory that
+other threads allocate or free.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _LAST = "the step that is measured"
 
 
 def peak_of(make: Callable[[], Callable[[], None]], warm_up: int = 2) -> int:
-    """Return the most bytes that this rank has in a step behind some others; ``make`` builds all and returns a step."""
+    """Return this rank's peak bytes in a step after some others; ``make`` builds everything and returns a step."""
     gc.collect()
     before = _node_memory()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as watched:
@@ -31,7 +31,7 @@ def peak_of(make: Callable[[], Callable[[], None]], warm_up: int = 2) -> int:
 
 
 def _most(watched: profile) -> int:
-    """Return the most that the allocator had given out while the last step ran."""
+    """Return the most bytes that were allocated at once during the last step."""
     events = sorted(watched.profiler.kineto_results.events(), key=lambda one: one.start_ns())
     last = next(one for one in events if one.name() == _LAST)
     now = most = 0
@@ -44,7 +44,7 @@ def _most(watched: profile) -> int:
 
 
 def _node_memory() -> int:
-    """Return this process's part of the memory that processes share."""
+    """Return this process's proportional share of memory shared between processes."""
     lines = Path("/proc/self/smaps_rollup").read_text().splitlines()[1:]
     fields = dict(line.split(":", 1) for line in lines)
     return int(fields["Pss_Shmem"].split()[0]) * 1024

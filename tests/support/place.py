@@ -1,4 +1,4 @@
-"""Give tests a checkpoint that must outlive whatever happens to the next one."""
+"""A checkpoint that must survive any fault while the next one is written."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Around = Callable[[], AbstractContextManager[Any]]
 
 
 def make_model(seed: int) -> torch.nn.Module:
-    """Return a model of equal layers, enough of them that every rank has some of its own to write."""
+    """Return a model of equal layers, enough of them for every rank to write some."""
     torch.manual_seed(seed)
     return torch.nn.Sequential(*(torch.nn.Linear(60, 60) for _ in range(6)))
 
@@ -43,7 +43,7 @@ def nbytes_of(model: torch.nn.Module) -> int:
 
 
 class Place:
-    """Hold a folder with a checkpoint in it, and what must be true of both after a fault."""
+    """Folder with a checkpoint, and the checks of both after a fault."""
 
     def __init__(self, folder: Path, comm: Any) -> None:
         self.comm, self.path = comm, folder / NAME
@@ -53,17 +53,17 @@ class Place:
         self.bytes = self._digest()
 
     def save(self, name: str = NAME) -> None:
-        """Write another state."""
+        """Save another state."""
         model = make_model(2)
         self._save(name, model, moments_of(model), 2)
 
     def _save(self, name: str, model: torch.nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
-        how = Storage(alignment=4096)  # whose smaller tensors are not dealt out over the ranks
+        how = Storage(alignment=4096)  # its smaller tensors are not distributed over the ranks
         path = self.path.with_name(name)
         checkpoint.save(path, model=model, optimizer=optimizer, train={"step": step}, comm=self.comm, how=how)
 
     def outcome(self, around: Around = nullcontext, name: str = NAME) -> str:
-        """Return what every rank heard when it saved under circumstances; empty where nothing was wrong."""
+        """Return each rank's error of a save under a fault; empty if the save succeeded."""
         self.comm.barrier()
         error: Exception | None = None
         with around():
@@ -80,14 +80,14 @@ class Place:
         return str(error)
 
     def error(self, around: Around = nullcontext, name: str = NAME) -> str:
-        """Return the error that every rank raises when it saves; the place must be then as it was."""
+        """Return the error that every rank raises in a save, which must leave the folder unchanged."""
         text = self.outcome(around, name)
         assert text, "nothing was raised"
         self.check_unchanged()
         return text
 
     def check_unchanged(self) -> None:
-        """Assert that the old checkpoint loads bit for bit and that nothing lies beside it."""
+        """Assert that the old checkpoint loads bit for bit and is the only file in the folder."""
         self.comm.barrier()
         assert os.listdir(self.path.parent) == [NAME] and self._digest() == self.bytes
         model = make_model(3)
@@ -97,16 +97,16 @@ class Place:
         assert same(optimizer.state_dict()["state"], self.optimizer.state_dict()["state"])
 
     def check_saves(self) -> None:
-        """Assert that, with the fault gone, the next checkpoint is written."""
+        """Assert that the next checkpoint is written once the fault is removed."""
         self.save()
         self.comm.barrier()
         verify_file(self.path)
         assert os.listdir(self.path.parent) == [NAME] and self._digest() != self.bytes
 
     def check_names(self, text: str, ranks: list[int], *, in_turn: bool = False) -> None:
-        """Assert that an error names those ranks and no other; where all fail alike, none need be named.
+        """Assert that an error names exactly those ranks; if all fail alike, it need not name any.
 
-        ``in_turn`` is for what rank 0 does before the others: if it fails there, it may speak for itself.
+        ``in_turn`` is for acts of rank 0 before the others: if it fails there, only rank 0 may be named.
         """
         named = {int(rank) for said in re.findall(r"\brank (\d+(?:, \d+)*): ", text) for rank in said.split(", ")}
         allowed = [set(ranks)]
@@ -121,7 +121,7 @@ class Place:
 
 
 def check_room(text: str, folder: Path, most: int | None = None) -> None:
-    """Assert that an error of a full disk says what was needed and what there is."""
+    """Assert that the error of a full disk states the bytes needed and the bytes free."""
     found = re.findall(r"(\d+) bytes are needed, (\d+) bytes are free in (\S+?)(?:;|$)", text)
     assert found, text
     for needed, room, where in found:
@@ -130,7 +130,7 @@ def check_room(text: str, folder: Path, most: int | None = None) -> None:
 
 
 class OneWrongByte:
-    """Alter a byte of the first piece of a tensor that this rank writes, and remember the tensor's name."""
+    """Fault that alters a byte of the first piece of a tensor that this rank writes, and records the tensor's name."""
 
     def __init__(self) -> None:
         model = make_model(2)

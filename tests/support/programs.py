@@ -1,4 +1,4 @@
-"""Run programs that are no package: several times in one job, or in this process as the only rank."""
+"""Programs outside any package, run several times in one job, or in this process as the only rank."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ CODES = "exit codes: "
 
 
 def in_one_job(program: Path, *calls: Sequence[str | Path]) -> str:
-    """Return Python source that calls a program's ``main`` with each list of words; the worst exit code is its own.
+    """Return Python source that calls a program's ``main`` with each list of arguments; it exits with the worst code.
 
-    The ranks load torch and join the job once. The first one says how each call ended, after ``CODES``.
+    The ranks load torch and join the job once. Rank 0 prints the exit code of each call after ``CODES``.
     """
     words = [[str(word) for word in call] for call in calls]
     return f"""
@@ -36,12 +36,12 @@ sys.exit(max(codes))
 
 
 def codes_of(stderr: str) -> list[int]:
-    """Return how the calls of a job ended."""
+    """Return the exit codes of the calls of a job."""
     (line,) = [line for line in stderr.splitlines() if line.startswith(CODES)]
     return [int(word) for word in line.removeprefix(CODES).split()]
 
 
 def be_alone(monkeypatch: pytest.MonkeyPatch, comm: Any) -> None:
-    """Let ``hpctrain.init`` return a job of one rank in this process, which nothing watches: the test runner does."""
+    """Make ``hpctrain.init`` return a job of one rank in this process, without a watchdog: the test runner has one."""
     job = SimpleNamespace(comm=comm, rank=comm.rank, size=comm.size, device=torch.device("cpu"))
     monkeypatch.setitem(vars(hpctrain), "init", lambda **options: job)

@@ -1,4 +1,4 @@
-"""Run one pytest session on all ranks: the same tests in step, one report, one exit status."""
+"""One pytest session on all ranks: the same tests in step, one report, one exit status."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hpctrain.errors import LaunchError
 
 
 def world(launch: Launch) -> Any:
-    """Return a communicator for the test runner's own messages; without a launcher None, and no MPI is loaded."""
+    """Return a communicator for the test runner's own messages; without a launcher, return None and load no MPI."""
     if launch.size == 1:
         return None
     try:
@@ -34,7 +34,7 @@ def world(launch: Launch) -> Any:
 
 
 def runs_here(item: pytest.Item, size: int) -> bool:
-    """Tell whether a test is for a world of this size: unmarked ones are for one process."""
+    """Return whether a test is for a world of this size: unmarked tests are for one process."""
     marker = item.get_closest_marker("ranks")
     if marker is None:
         return size == 1
@@ -44,7 +44,7 @@ def runs_here(item: pytest.Item, size: int) -> bool:
 
 
 class RankRun:
-    """Keep the ranks' sessions together; a plugin that is registered on every rank of several."""
+    """Plugin that keeps the ranks' sessions in step; registered on every rank if there are several."""
 
     def __init__(self, config: pytest.Config, comm: Any, descriptor: int, watchdog: Watchdog) -> None:
         self._config = config
@@ -53,9 +53,9 @@ class RankRun:
         self._watchdog = watchdog
         self._failures: list[str] = []
         if comm.rank:
-            # pytest's own plugins leave the cache and the report files alone where they find this mark.
+            # pytest's own plugins do not write the cache and the report files if they find this mark.
             config.workerinput = {}  # type: ignore[attr-defined]
-            # Of their own, because pytest tidies the usual place up, and trips over others that do the same.
+            # A separate folder: pytest cleans up the usual one, and fails if other sessions do so at the same time.
             folder = tempfile.mkdtemp(prefix="pytest-rank")
             config.option.basetemp = folder
             config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
@@ -77,7 +77,7 @@ class RankRun:
         return f"ranks: {self._comm.size} ({name} {'.'.join(map(str, version))})"
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
-        """Refuse to start where the ranks would run different tests: they would wait for each other forever."""
+        """Refuse to start if the ranks would run different tests: they would wait for each other forever."""
         lists = self._comm.allgather(([item.nodeid for item in session.items], session.testsfailed))
         session.testsfailed = max(failed for _, failed in lists)
         first = lists[0][0]
@@ -89,7 +89,7 @@ class RankRun:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, object, object]:
-        """Agree after each test whether anyone failed; who did not says where it did."""
+        """Agree after each test whether a rank failed; the others report on which rank."""
         self._failures = []
         result = yield
         failures: list[list[str]] = self._comm.allgather(self._failures)
@@ -111,7 +111,7 @@ class RankRun:
             self._print(report.nodeid, report)
 
     def _print(self, what: str, report: pytest.TestReport | pytest.CollectReport) -> None:
-        """Say what failed: others may already wait for this rank in vain, and the session never come to its end."""
+        """Print a failure at once: other ranks may wait for this one in vain, so that the session would never end."""
         if self._comm.rank:
             sections = "".join(f"--- {title}\n{content}\n" for title, content in report.sections)
             os.write(self._descriptor, f"[rank {self._comm.rank}] {what}\n{report.longreprtext}\n{sections}".encode())

@@ -1,4 +1,4 @@
-"""Say what a reduction over ranks must give: NumPy adds up every rank's values, one rank after the other."""
+"""Expected results of reductions: NumPy adds up every rank's values, one rank after the other."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ _STEPS: dict[str, Any] = {
 
 
 def ops_of(dtype: torch.dtype) -> list[str]:
-    """Return the operations that have a meaning for a dtype."""
+    """Return the operations that are defined for a dtype."""
     return [op for op in OPS if op != "average" or dtype.is_floating_point]
 
 
 def values(rank: int, numel: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
-    """Return what a rank brings along: every rank can compute it for all the others."""
+    """Return a rank's input, which every rank can compute for all the others."""
     generator = torch.Generator().manual_seed(1000 * seed + rank)
     if dtype.is_floating_point:
         return torch.randn(numel, generator=generator, dtype=torch.float64).to(dtype)
-    # Large enough for sums to wrap around, where the library does not stop at the largest number.
+    # Large enough for sums to wrap around, unless the library saturates.
     high = 2 if dtype is torch.bool else min(torch.iinfo(dtype).max, 2**31 - 1)
     return torch.randint(0, high, (numel,), generator=generator).to(dtype)
 
@@ -56,7 +56,7 @@ def expected(groups: Sequence[Sequence[int]], numel: int, dtype: torch.dtype, op
 
 
 def same_bits(one: Tensor, two: Tensor) -> bool:
-    """Tell whether two tensors hold the same bytes, NaN included."""
+    """Return whether two tensors hold the same bytes, NaN included."""
     return one.dtype is two.dtype and one.shape == two.shape and torch.equal(_raw(one), _raw(two))
 
 

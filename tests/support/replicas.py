@@ -1,4 +1,4 @@
-"""Small models, batches that can be dealt out to ranks, and the plain loops that data parallelism must equal."""
+"""Small models, batches that can be split over ranks, and the plain loops that data parallelism must equal."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hpctrain.models.mlp import MLP
 from hpctrain.models.shapes import GPTConfig
 from hpctrain.parallel.settings import ParallelSettings
 
-TINY = ParallelSettings(bucket_mib=1e-6)  # every parameter a bucket
+TINY = ParallelSettings(bucket_mib=1e-6)  # one bucket per parameter
 BOTH = pytest.mark.parametrize("settings", [ParallelSettings(), TINY], ids=["one_bucket", "many_buckets"])
 BATCH = 12  # samples, which 2, 3 and 4 ranks can share equally
 WIDTH = 10
@@ -35,7 +35,7 @@ def make_gpt() -> nn.Module:
 
 
 class Branches(nn.Module):
-    """Add up the named ones of three layers, in the order in which they are named."""
+    """Three layers; the forward pass adds up those that are named, in the order of their names."""
 
     def __init__(self, names: Sequence[str] = "abc") -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class Branches(nn.Module):
 
 
 class Mixed(nn.Module):
-    """Compute in three precisions, one layer each, with a parameter that has no element."""
+    """Layers in three precisions, one each, and a parameter without elements."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ def tokens(step: int = 0) -> tuple[Tensor, Tensor]:
 
 
 def share(tensor: Tensor, comm: Any, rank: int | None = None) -> Tensor:
-    """Return a rank's part of a whole batch (this rank's where none is named)."""
+    """Return a rank's part of a whole batch (by default this rank's)."""
     return tensor.chunk(comm.size)[comm.rank if rank is None else rank]
 
 
@@ -99,7 +99,7 @@ KINDS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], tuple[Tensor, Te
 def learn(model: nn.Module, kind: str, steps: int, comm: Any = None, forward: Any = None) -> list[float]:
     """Train a model on whole batches, or on this rank's parts of them; return the losses, averaged over the ranks.
 
-    ``forward`` is called in the model's place where it is given.
+    ``forward``, if given, is called in place of the model.
     """
     _, batch, compare = KINDS[kind]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -131,7 +131,7 @@ def part(comm: Any, rank: int, step: int = 0) -> tuple[Tensor, Tensor]:
 
 
 def branch_gradients(comm: Any, *passes: Sequence[str]) -> Gradients:
-    """Return the average of what the ranks compute alone; ``passes[step][rank]`` names the branches."""
+    """Return the average of the ranks' separately computed gradients; ``passes[step][rank]`` names the branches."""
     parts = []
     for rank in range(comm.size):
         model = Branches()

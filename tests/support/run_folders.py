@@ -1,4 +1,4 @@
-"""Read what a run has left in its folder: attempts, steps, weights, output; the same under every batch system."""
+"""Contents of a run's folder: attempts, steps, weights, output; the same under every batch system."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class RunFolder:
 
     @property
     def attempts(self) -> list[dict[str, Any]]:
-        """Return what the receipt says of every attempt."""
+        """Return the receipt's record of every attempt."""
         try:
             found: list[dict[str, Any]] = json.loads((self.folder / "run.json").read_text())["attempts"]
         except (OSError, ValueError):
@@ -29,13 +29,13 @@ class RunFolder:
 
     @property
     def how_attempts_ended(self) -> list[tuple[str, str | None]]:
-        """Return status and reason of every attempt; which signal reached rank 0 first, and if one had, is chance."""
+        """Return status and reason of every attempt; whether a signal reached rank 0, and which, is left to chance."""
         found = [(attempt["status"], attempt.get("reason")) for attempt in self.attempts]
         return [(status, "a signal" if reason in _BY_SIGNAL else reason) for status, reason in found]
 
     @property
     def steps(self) -> list[int]:
-        """Return the steps that the metrics have."""
+        """Return the steps in the metrics."""
         try:
             rows = (self.folder / "metrics.jsonl").read_text().splitlines()
         except OSError:
@@ -49,11 +49,11 @@ class RunFolder:
 
     @property
     def weights(self) -> dict[str, bytes]:
-        """Return all that the last checkpoint holds."""
+        """Return the contents of the last checkpoint."""
         return contents(self.folder / "checkpoints" / f"step_{STEPS:08}.h5")
 
     @property
     def output(self) -> str:
-        """Return what the job has printed."""
+        """Return the output of the job."""
         found = [*self.folder.glob("*.out"), *self.folder.glob("output.txt"), *self.folder.parent.glob("*.o[0-9]*")]
         return "\n".join(path.read_text(errors="replace") for path in sorted(found))

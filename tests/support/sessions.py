@@ -1,4 +1,4 @@
-"""Run sessions of pytest under this project's conftest as jobs of their own."""
+"""Sessions of pytest under this project's conftest, each run as a separate job."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ _TESTS = Path(__file__).resolve().parents[1]
 
 
 class Sessions:
-    """Run a file of tests on n ranks, or without a launcher if n is 0; ``folder`` is where the tests run."""
+    """Runner of a file of tests on n ranks, or without a launcher if n is 0; the tests run in ``folder``."""
 
     def __init__(self, folder: Path, launch: Any) -> None:
         self.folder = folder
         self._launch = launch
 
     def __call__(self, n: int, source: str, *options: str, env: dict[str, str] | None = None, **kwargs: Any) -> Any:
-        """Return how the session ended; options are pytest's."""
+        """Run a session with options of pytest, and return its outcome."""
         self.folder.mkdir(exist_ok=True)
         shutil.copy(_TESTS / "conftest.py", self.folder)
         shutil.copy(_TESTS.parent / "setup.cfg", self.folder)

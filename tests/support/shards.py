@@ -1,4 +1,4 @@
-"""Train models whose parameters are split over the ranks, and put their pieces together to compare them."""
+"""Models with parameters split over the ranks, and whole tensors assembled from the shards for comparison."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hpctrain.parallel.settings import ParallelSettings
 
 @dataclass(frozen=True)
 class Form:
-    """Say which strategy, on which nodes; ``None`` for the real ones."""
+    """A strategy and the nodes it runs on; ``None`` for the real nodes."""
 
     data: Any
     placing: Placing | None = None
@@ -27,7 +27,7 @@ class Form:
         return ParallelSettings(data=self.data, shard_within=self.within, **more)
 
 
-# In memory that the ranks share, each with its own, and on several nodes.
+# In memory that the ranks share, in memory of each rank, and on several nodes.
 FORMS = {
     "zero1": Form("zero1"),
     "zero2": Form("zero2"),
@@ -43,14 +43,14 @@ FEW = ("zero1", "fsdp", "fsdp_alone", "hybrid")
 
 
 def fits(name: str, size: int) -> bool:
-    """Tell whether so many ranks make a form of its own: two in a pair are one node, and replicas want equal nodes."""
+    """Return whether this form differs from others on so many ranks: a pair is one node, replicas need equal nodes."""
     form = FORMS[name]
     return form.placing is not in_pairs or size > 2 and (form.within == "world" or size % 2 == 0)
 
 
 @contextmanager
 def communicator(comm: Any, form: Form) -> Iterator[Any]:
-    """Give a communicator of the same ranks for one form, and free its memory."""
+    """Yield a communicator of the same ranks for one form, and free its memory."""
     own = comm.split(0) if form.placing is None else placed(comm, form.placing)
     yield own
     own.free()
@@ -62,7 +62,7 @@ def shard(model: nn.Module, comm: Any, form: Form, **more: Any) -> ShardedDataPa
 
 
 def put_together(comm: Any, strategy: ShardedDataParallel, pieces: Mapping[str, Tensor | None]) -> dict[str, Any]:
-    """Return whole tensors of all ranks' pieces, by name; None where every rank has none. Each element comes once."""
+    """Return whole tensors of all ranks' pieces, by name; None if no rank has one. No element may occur twice."""
     boxes = {
         name: None if piece is None else [(box.shape, box.start, box.extent, box.tensor.clone()) for box in
                                           strategy.split.shards(name, piece)]
@@ -86,13 +86,13 @@ def _joined(boxes: list[Any]) -> Tensor:
         where = tuple(slice(begin, begin + size) for begin, size in zip(start, extent))
         whole[where] = tensor
         count[where] += 1
-    # Replicas of the model hold the same boxes; otherwise nothing is held twice, and nothing by nobody.
+    # Replicas of the model hold the same boxes; otherwise each element is held exactly once.
     assert bool((count == count.flatten()[0]).all()) and int(count.flatten()[0]) >= 1
     return whole
 
 
 def whole_gradients(comm: Any, model: nn.Module, strategy: ShardedDataParallel) -> dict[str, Any]:
-    """Return the gradients of all parameters, of elements that all ranks hold together."""
+    """Return the whole gradients of all parameters, assembled from all ranks."""
     return put_together(comm, strategy, {name: parameter.grad for name, parameter in model.named_parameters()})
 
 

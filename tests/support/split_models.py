@@ -1,4 +1,4 @@
-"""Models as people write them, with whole modules between their split layers, and a plain loop that trains them."""
+"""Models as users write them, with whole modules between split layers, and a plain loop that trains them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Attention(nn.Module):
         super().__init__()
         self.num_heads, self.num_kv_heads, self.head_dim = HEADS, shared, HEAD_WIDTH
         self.wq = nn.Linear(WIDTH, HEADS * HEAD_WIDTH, bias=bias)
-        self.wk = nn.Linear(WIDTH, shared * HEAD_WIDTH, bias=False)  # a bias of keys gets rounding errors as gradient
+        self.wk = nn.Linear(WIDTH, shared * HEAD_WIDTH, bias=False)  # a bias of keys has only rounding as gradient
         self.wv = nn.Linear(WIDTH, shared * HEAD_WIDTH, bias=bias)
         self.wo = nn.Linear(HEADS * HEAD_WIDTH, WIDTH, bias=bias)
         self.q_norm = make_norm(HEAD_WIDTH) if make_norm else nn.Identity()
@@ -71,7 +71,7 @@ class Gated(nn.Module):
 
 
 def model_of(case: str) -> tuple[nn.Sequential, dict[str, str]]:
-    """Return a model by the name of a case, and the plan that its author writes."""
+    """Return the model of a case, and the plan that its author writes."""
     torch.manual_seed(3)
     kinds: dict[str, Any] = {
         "mqa": lambda: Block(Attention(1)),
@@ -101,7 +101,7 @@ def samples(step: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tens
 
 
 def learnt(case: str, steps: int = 5, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
-    """Return the weights that a plain loop in one process learns."""
+    """Return the weights that a plain loop in one process reaches."""
     model = model_of(case)[0].to(dtype)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for step in range(steps):

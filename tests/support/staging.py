@@ -1,4 +1,4 @@
-"""Train by each strategy of workers of their own, on any device, in an order that is always the same."""
+"""Training by each asynchronous strategy, on any device, in a fixed order."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TOGETHER = ("server_synchronous", "easgd", "easgd_period", "local_sgd", "easgd_r
 
 
 def train(comm: Any, mode: str, device: torch.device, *, tables: bool = False, steps: int = 4) -> torch.Tensor:
-    """Return what all workers have come to; where they may come in any order they come in that of the ranks."""
+    """Return the final values of all workers; if their order is free, they update in the order of ranks."""
     model: nn.Module = Lookups() if tables else _dense()
     data, options = MODES[mode]
     strategy: Any = attach(model, comm, ParallelSettings(data=data), device, server=ServerSettings(**options))

@@ -1,4 +1,4 @@
-"""Stand for a device: a log of what its streams were told, which a test can also play late, as a device would."""
+"""Fake device: a log of the operations on its streams, which a test can also execute late, as a device would."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 @dataclass
 class FakeStream:
-    """Hold work that the device has not done yet: an action, or an event that must have come before the next one."""
+    """Stream of pending work: actions, and events that must have occurred before the next action."""
 
     name: str
     queue: list[Any] = field(default_factory=list)
@@ -26,9 +26,9 @@ class FakeEvent:
 
 
 class LateStreams:
-    """Do nothing until somebody waits, and then no more than what the wait needs: the laziest device that is correct.
+    """Streams that work only when waited for, and then only as far as needed: the laziest correct device.
 
-    Work that was not ordered stays undone, so that a missing wait shows as a wrong value.
+    Work that no wait requires is never done, so that a missing wait shows as a wrong value.
     """
 
     def __init__(self, device: torch.device = torch.device("cpu")) -> None:
@@ -91,12 +91,12 @@ class LateStreams:
             self.caller = before
 
     def give(self, stream: FakeStream | int, action: Callable[[], object]) -> None:
-        """Put work on a stream, which may be given by its handle."""
+        """Enqueue work on a stream, which may be given by its handle."""
         found = self.streams[stream] if isinstance(stream, int) else stream
         found.queue.append(action)
 
     def finish(self) -> None:
-        """Do what the caller's stream holds, and what that waits for; nothing else."""
+        """Perform the work of the caller's stream and what it waits for, and no other work."""
         self._until(self.record(self.caller))
 
     def _until(self, event: FakeEvent) -> None:

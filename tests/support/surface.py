@@ -1,4 +1,4 @@
-"""Describe what users rely on: names and signatures, verbs and options, settings, variables, fields of files."""
+"""Public surface: names and signatures, verbs and options, settings, variables, fields of files."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _PLAIN = (bool, int, float, str, bytes, tuple, frozenset, type(None))
 
 
 def names() -> dict[str, Any]:
-    """Return the public names, with signatures, attributes that annotations declare, and exit codes of errors."""
+    """Return the public names, with signatures, attributes declared by annotations, and exit codes of errors."""
     found = {f"hpctrain.{name}": getattr(hpctrain, name) for name in hpctrain.__all__ if name != "__version__"}
     found |= {f"hpctrain.checkpoint.{name}": getattr(checkpoint, name) for name in checkpoint.__all__}
     found |= {"RunOptions": RunOptions, "Run": Run}
@@ -57,7 +57,7 @@ def _described(value: object) -> Any:
 
 
 def signature(function: Any) -> str:
-    """Return the names, kinds and defaults of a function's parameters; annotations may be written otherwise."""
+    """Return the names, kinds and defaults of a function's parameters; the spelling of annotations is free."""
     parameters = inspect.signature(function).parameters.values()
     bare = [each.replace(annotation=inspect.Parameter.empty, default=_default(each.default)) for each in parameters]
     return str(inspect.Signature(bare))
@@ -103,13 +103,13 @@ def _parsers(name: str, parser: argparse.ArgumentParser) -> Iterable[tuple[str, 
 
 
 def settings() -> dict[str, Any]:
-    """Return every setting with its default; null where it depends on others."""
+    """Return every setting with its default; null if it depends on other settings."""
     found: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(Settings())))
     return found
 
 
 def variables() -> list[str]:
-    """Return the environment variables that the package and its templates name."""
+    """Return the environment variables named in the package and its templates."""
     sources = [path for path in (ROOT / "hpctrain").rglob("*") if path.is_file() and path.suffix != ".pyc"]
     texts = (path.read_text(errors="replace") for path in sources)
     return sorted({word for text in texts for word in re.findall(r"\bHPCTRAIN_[A-Z_]*[A-Z]\b", text)})
@@ -119,9 +119,9 @@ def variables() -> list[str]:
 
 
 def fields(value: Any) -> Any:
-    """Return the shape of a JSON value: keys and kinds. Items of a list, and rows of a file, are taken together."""
+    """Return the shape of a JSON value: keys and kinds. Items of a list are merged, as are rows of a file."""
     if isinstance(value, Mapping):
-        if "ddp" in value:  # strategies are keys
+        if "ddp" in value:  # its keys are strategies
             return {"*": _together([fields(each) for each in value.values()])}
         return {key: fields(each) for key, each in sorted(value.items())}
     if isinstance(value, list):
@@ -143,7 +143,7 @@ def _together(shapes: list[Any]) -> Any:
 
 
 def rows(path: Path) -> Any:
-    """Return the shape of the rows of a JSON lines file, taken together."""
+    """Return the merged shape of the rows of a JSON lines file."""
     return fields([json.loads(line) for line in path.read_text().splitlines()])
 
 

@@ -1,4 +1,4 @@
-"""A model whose passes look up rows of two tables, batches of each rank and step, and moves by torch alone."""
+"""A model that looks up rows of two tables, batches per rank and step, and reference updates by torch alone."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ ROWS, BAGS = 13, 7
 
 
 class Lookups(nn.Module):
-    """Score words and bags of words: by tables alone, or through a dense layer too."""
+    """Scores of words and bags of words, by tables alone or also through a dense layer."""
 
     def __init__(self, *, dense: bool = True, sparse: bool = True) -> None:
         super().__init__()
@@ -25,7 +25,7 @@ class Lookups(nn.Module):
         return self.head(mixed).square().mean()  # type: ignore[no-any-return]
 
 
-# Those that take sparse gradients: of tables and dense parameters alike, or of tables alone.
+# Optimizers that accept sparse gradients: for tables and dense parameters, or for tables alone.
 KINDS: dict[str, Any] = {
     "sgd": lambda groups: torch.optim.SGD(groups, lr=0.1),
     "adagrad": lambda groups: torch.optim.Adagrad(groups, lr=0.2, lr_decay=0.1, initial_accumulator_value=0.1),
@@ -46,7 +46,7 @@ def make_lookups(kind: str, **options: Any) -> tuple[nn.Module, torch.optim.Opti
 
 
 def batch(rank: int, step: int) -> tuple[Tensor, Tensor]:
-    """Return words, of which some come twice and most not at all, and bags."""
+    """Return words, of which some occur twice and most not at all, and bags."""
     generator = torch.Generator().manual_seed(100 * step + rank)
     words = torch.randint(0, ROWS, (2, 3), generator=generator)
     words[0, 0] = words[1, 1]
@@ -54,18 +54,18 @@ def batch(rank: int, step: int) -> tuple[Tensor, Tensor]:
 
 
 def passes(model: nn.Module, rank: int, step: int) -> None:
-    """Leave the gradients of a batch; of every third step those of two, added up."""
+    """Compute the gradients of a batch; in every third step add up those of two."""
     for number in range(1 + (step % 3 == 2)):
         model(*batch(rank, step + 50 * number)).backward()
 
 
 def values_of(model: nn.Module) -> Tensor:
-    """Return copies of all parameters behind each other."""
+    """Return copies of all parameters, concatenated."""
     return torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()]).clone()
 
 
 def plain(kind: str, orders: list[list[int]]) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """Let one process make every update: gradients of values as the worker had read them, in the order of arrival."""
+    """Make every update in one process: gradients at the values that the worker had read, in the order of arrival."""
     model, optimizer = make_lookups(kind)
     for step, order in enumerate(orders):
         read = {name: value.clone() for name, value in model.state_dict().items()}

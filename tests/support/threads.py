@@ -1,8 +1,8 @@
-"""Let threads of one process be the ranks: a transport that is strict about messages and keeps a clock of its own.
+"""Threads of one process as ranks: a transport that is strict about messages and keeps a simulated clock.
 
 A rank's tensor is read when sender and receiver have met; the receiver's memory holds garbage until it has waited, and
-the sender's must still be what it was. The clock is that of a cost formula: ``alpha`` a message plus ``beta`` a byte,
-one message at a time in each direction, whatever the threads take in truth.
+the sender's must still be what it was. The clock follows a cost formula: ``alpha`` per message plus ``beta`` per
+byte, one message at a time in each direction, independent of the threads' real time.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ PATIENCE = 20.0  # seconds that a rank waits for another before the test fails
 
 
 class ThreadWorld:
-    """Run a function on ``size`` ranks; afterwards ``elapsed`` and ``recorders`` tell what it cost."""
+    """World of ``size`` ranks that run a function; afterwards ``elapsed`` and ``recorders`` hold its cost."""
 
     def __init__(self, size: int, alpha: int = 1, beta: int = 0) -> None:
         self.size, self.alpha, self.beta = size, alpha, beta
@@ -39,7 +39,7 @@ class ThreadWorld:
 
     @property
     def elapsed(self) -> int:
-        """Return the time on the clock of the rank that was ready last."""
+        """Return the simulated time at which the last rank was ready."""
         return max(transport.clock for transport in self.transports)
 
     @property
@@ -56,7 +56,7 @@ class ThreadWorld:
             transport.recorder = Recorder()
             try:
                 results[transport.rank] = body(transport)
-            except BaseException as error:  # pytest's own failures are no exceptions
+            except BaseException as error:  # pytest's failures derive from BaseException only
                 with self.lock:
                     errors.append(error)
                     self.failed = True
@@ -65,7 +65,7 @@ class ThreadWorld:
         threads = [threading.Thread(target=one, args=(transport,)) for transport in self.transports]
         interval = sys.getswitchinterval()
         try:
-            sys.setswitchinterval(1e-4)  # who is woken need not wait long for who computes
+            sys.setswitchinterval(1e-4)  # a thread that is woken need not wait long for one that computes
             for thread in threads:
                 thread.start()
             for thread in threads:
@@ -79,39 +79,39 @@ class ThreadWorld:
         return results
 
     def wake(self) -> None:
-        """Let all ranks look whether what they wait for has come; the caller holds the lock."""
+        """Wake all ranks to check what they wait for; the caller holds the lock."""
         for transport in self.transports:
             transport.changed.notify_all()
 
 
 class ThreadWork:
-    """Be one end of a message; ``met`` says that the other end is there."""
+    """One end of a message; ``met`` is set when the other end has arrived."""
 
     def __init__(self, owner: ThreadTransport, tensor: Tensor) -> None:
         self.owner, self.tensor = owner, tensor
         self.met = self.ended = False
 
     def done(self) -> bool:
-        """Tell whether it has ended, without waiting."""
+        """Return whether the operation has ended, without waiting."""
         with self.owner.world.lock:
             if self.met and not self.ended:
                 self.end()
         return self.ended
 
     def wait(self) -> None:
-        """Return when it has ended."""
+        """Wait until the operation has ended."""
         with self.owner.world.lock:
             self.owner.until(lambda: self.met)
             if not self.ended:
                 self.end()
 
     def end(self) -> None:
-        """Hand the memory back."""
+        """Release the memory."""
         self.ended = True
 
 
 class ThreadSend(ThreadWork):
-    """Be a message on its way out."""
+    """Outgoing message."""
 
     def __init__(self, owner: ThreadTransport, tensor: Tensor) -> None:
         super().__init__(owner, tensor)
@@ -125,7 +125,7 @@ class ThreadSend(ThreadWork):
 
 
 class ThreadReceive(ThreadWork):
-    """Be a message expected."""
+    """Expected message."""
 
     def __init__(self, owner: ThreadTransport, tensor: Tensor) -> None:
         super().__init__(owner, tensor)
@@ -133,7 +133,7 @@ class ThreadReceive(ThreadWork):
         self.content.fill_(0xA5)
 
     def meet(self, message: ThreadSend) -> None:
-        """Take a message; the memory shows it only when it was waited for."""
+        """Accept a message; the memory holds it only after the wait."""
         self.content, room = raw(message.tensor).clone(), raw(self.tensor)
         assert self.content.numel() == room.numel(), f"{self.content.numel()} bytes for a place of {room.numel()}"
         self.start, self.arrival = message.start, message.arrival
@@ -146,7 +146,7 @@ class ThreadReceive(ThreadWork):
 
 
 class ThreadTransport(Transport):
-    """Be one rank of a ``ThreadWorld``."""
+    """One rank of a ``ThreadWorld``."""
 
     name = "threads"
 
@@ -157,18 +157,18 @@ class ThreadTransport(Transport):
         self._heard: list[tuple[int, int]] = []
 
     def until(self, ready: Callable[[], bool]) -> None:
-        """Return when another rank has made it so; the caller holds the lock."""
+        """Wait until another rank makes the condition true; the caller holds the lock."""
         if not self.changed.wait_for(lambda: self.world.failed or ready(), PATIENCE) or not ready():
             raise CommunicationError("another rank failed" if self.world.failed else "the other ranks did not come")
 
     def take_port(self, nbytes: int) -> tuple[int, int]:
-        """Return when a message leaves and when it has arrived: after those that this rank sent before it."""
+        """Return the times of a message's departure and arrival, after this rank's earlier messages."""
         start = max(self.clock, self._sent_until)
         self._sent_until = start + self.world.alpha + nbytes * self.world.beta
         return start, self._sent_until
 
     def hear(self, start: int, arrival: int) -> int:
-        """Return when a message is here: in the first gap between others that is long enough."""
+        """Return the time at which a message is received: in the first gap between others that is long enough."""
         length = arrival - start
         for begin, end in self._heard:
             if start + length <= begin:
@@ -179,7 +179,7 @@ class ThreadTransport(Transport):
         return start + length
 
     def reduces(self, dtype: torch.dtype, op: str) -> bool:
-        """Return False: threads carry, they do not reduce."""
+        """Return False: this transport carries messages and does not reduce."""
         return False
 
     def all_gather_object(self, item: Any) -> list[Any]:
@@ -205,15 +205,15 @@ class ThreadTransport(Transport):
         return world.transports[ranks.index(self.rank)]
 
     def split_node(self) -> Transport:
-        """Return a world of one: threads share memory in ways that processes do not."""
+        """Return a world of one rank: threads share memory in ways that processes do not."""
         return self.split(self.rank, 0)
 
     def abort(self, code: int) -> None:
-        """Refuse: there is no job to end."""
+        """Raise an error: there is no job to end."""
         raise AssertionError(f"aborted with {code}")
 
     def free(self) -> None:
-        """Have nothing to give back."""
+        """Do nothing: there are no resources to release."""
 
     def _isend(self, tensor: Tensor, peer: int, tag: int) -> Work:
         with self.world.lock:
@@ -237,7 +237,7 @@ class ThreadTransport(Transport):
                 self.world.receives[key].append(receive)
         return receive
 
-    # The carrier's own collectives cost nothing on the clock.
+    # The transport's own collectives take no simulated time.
 
     def _barrier(self) -> None:
         self.all_gather_object(None)

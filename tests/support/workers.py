@@ -1,4 +1,4 @@
-"""Spread the tests of one process over workers (pytest-xdist), and fail the session in which one of them dies."""
+"""Distribution of tests over workers (pytest-xdist); a session in which a worker dies fails."""
 
 from __future__ import annotations
 
@@ -9,34 +9,34 @@ import pytest
 from support.limits import Watchdog
 
 WORKERS_OR_RANKS = "-n shares out the tests of one process, mpiexec makes ranks: take one of the two"
-_FEWEST, _MOST = 3, 4  # two leave cores idle: tests wait for deadlines and disks; what they start computes, too
+_FEWEST, _MOST = 3, 4  # two leave cores idle, as tests wait for deadlines and disks; their child processes compute, too
 
 
 def how_many() -> int:
-    """Return how many workers fit this machine."""
+    """Return the number of workers for this machine."""
     return min(max(len(os.sched_getaffinity(0)), _FEWEST), _MOST)
 
 
 def name_of(config: pytest.Config) -> str | None:
-    """Return the name of the worker that this process is; None in any other."""
+    """Return the name of this worker; None in any other process."""
     name: str | None = getattr(config, "workerinput", {}).get("workerid")
     return name
 
 
 def spreads(config: pytest.Config) -> bool:
-    """Tell whether this process hands the tests out to workers."""
+    """Return whether this process distributes the tests to workers."""
     return bool(config.getoption("tx", None)) and name_of(config) is None
 
 
 class WorkersRun:
-    """See to the workers; a plugin of the process that hands the tests out."""
+    """Plugin of the process that distributes the tests to workers."""
 
     def __init__(self, watchdog: Watchdog) -> None:
         self._watchdog = watchdog
         self._dead: list[str] = []
 
     def pytest_xdist_node_collection_finished(self) -> None:
-        """Wait as long as it takes: from here on the workers hold the limits, each of its own test."""
+        """Disarm the watchdog: from here on each worker applies the limit of its own test."""
         self._watchdog.disarm()
 
     def pytest_testnodedown(self, node: Any, error: object) -> None:
@@ -44,7 +44,7 @@ class WorkersRun:
             self._dead.append(f"{node.gateway.id} ({error})")
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        """Fail even where the worker died between two tests, or before the first: no test's failure tells of it."""
+        """Fail even if the worker died between two tests, or before the first: then no failed test reports it."""
         if self._dead and session.exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 

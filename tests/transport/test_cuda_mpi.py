@@ -28,7 +28,7 @@ def transport(comm: Any, request: pytest.FixtureRequest, monkeypatch: pytest.Mon
 
 
 class TestCudaMpiTransport(TransportSuite):
-    def test_refuses_what_it_cannot_carry(self, transport: Transport) -> None:
+    def test_unsupported_tensors_are_refused(self, transport: Transport) -> None:
         with pytest.raises(CommunicationError, match="mpi of this rank carries tensors on cpu, not one on meta"):
             transport.broadcast(torch.empty(4, device="meta"))
         with pytest.raises(CommunicationError, match=r"contiguous tensors, not strides \(1, 4\)"):

@@ -45,13 +45,13 @@ class TestNcclTransport(TransportSuite):
         assert (part.size, part.rank) == (transport.size, transport.rank)
         part.free()
 
-    def test_refuses_what_it_cannot_carry(self, transport: Transport) -> None:
+    def test_unsupported_tensors_are_refused(self, transport: Transport) -> None:
         with pytest.raises(CommunicationError, match="nccl of this rank carries tensors on cpu, not one on meta"):
             transport.broadcast(torch.empty(4, device="meta"))
         with pytest.raises(CommunicationError, match=r"contiguous tensors, not strides \(1, 4\)"):
             transport.all_reduce(torch.empty(2, 4).t(), "sum")
 
-    def test_refuses_ranks_and_tags_that_do_not_exist(self, transport: Transport) -> None:
+    def test_invalid_ranks_and_tags_are_refused(self, transport: Transport) -> None:
         for rank in (-1, transport.size):
             for call in (transport.send, transport.recv, transport.isend, transport.irecv, transport.broadcast):
                 with pytest.raises(CommunicationError, match=f"rank {rank} is not in 0..{transport.size - 1}$"):
