@@ -1,4 +1,4 @@
-"""Run training programs one after the other in one job, as each would run in a job of its own.
+"""Runner of training programs, one after the other in one job, each as if in a job of its own.
 
     python run_all.py OUT STRATEGY HALT NAME...
 
@@ -22,7 +22,7 @@ HERE = Path(__file__).parent / "programs"
 
 
 class Halted(Exception):
-    """What ends a program in the middle."""
+    """Error that ends a program in the middle."""
 
 
 def main(out: str, strategy: str, halt: str, *names: str) -> int:
@@ -69,7 +69,7 @@ def _run(name: str, out: Path, strategy: str, halt: int) -> str:
     if strategy != "plain":
         sys.argv += ["--folder", str(out / f"{name}.{strategy}"), "--strategy", strategy]
     handle = register_optimizer_step_post_hook(count)
-    torch.manual_seed(12345)  # what programs do not seed must not depend on the one before
+    torch.manual_seed(12345)  # a program must not depend on the random state that the one before it left
     try:
         runpy.run_path(str(program), run_name="__main__")
     except Halted:

@@ -1,4 +1,4 @@
-"""Training programs written from the documentation alone, each beside its twin in plain PyTorch.
+"""Training programs written from the documentation alone, each compared with its twin in plain PyTorch.
 
 A program imports torch and public names of hpctrain only. Its twin does not know hpctrain: on any number of ranks, with
 any strategy, and killed and resumed on another number of ranks, the program ends with the twin's weights.
@@ -21,7 +21,7 @@ import hpctrain
 HERE = Path(__file__).parent
 PROGRAMS = HERE / "programs"
 NAMES = sorted(path.name.removesuffix("_plain.py") for path in PROGRAMS.glob("*_plain.py"))
-ONE_REPLICA = {"ema"}  # torch's AveragedModel copies a model, which nothing sharded can be
+ONE_REPLICA = {"ema"}  # torch's AveragedModel copies a model, and a sharded model cannot be copied
 NOT_TRAINING = {"evaluate"}
 TOLERANCE = 1e-5  # over whole runs of Adam; most end within 1e-6
 HALT = 7  # update
@@ -42,10 +42,10 @@ def _largest_difference(one: dict[str, torch.Tensor], other: dict[str, torch.Ten
 
 
 def _decided(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """Return the elements of a weight that its gradient decides.
+    """Return the elements of a weight that its gradient determines.
 
-    The bias of an attention's keys adds the same to all scores of a query, which the softmax takes no note of: its
-    gradient is nothing but rounding, and Adam makes whole steps of it.
+    The bias of an attention's keys adds the same to all scores of a query, which does not change the softmax: its
+    gradient is only rounding error, and Adam turns it into full steps.
     """
     if name.endswith("in_proj_bias"):
         queries, _, values = tensor.double().chunk(3)
@@ -67,7 +67,7 @@ def _long(*values: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def twins(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, torch.Tensor]]:
-    """Return the weights of all twins, which run in this process's child without hpctrain."""
+    """Return the weights of all twins, which run in a child process without hpctrain."""
     out = tmp_path_factory.mktemp("twins")
     words = [sys.executable, str(HERE / "run_all.py"), str(out), "plain", "0", *NAMES]
     subprocess.run(words, check=True, timeout=150, env={**os.environ, "OMP_NUM_THREADS": "1"}, cwd=out)
@@ -79,12 +79,12 @@ def _compare(twins: dict[str, dict[str, torch.Tensor]], out: Path, strategy: str
     assert {name: value for name, value in found.items() if not value < TOLERANCE} == {}
 
 
-def test_there_are_enough() -> None:
+def test_there_are_at_least_twelve_pairs_of_programs() -> None:
     assert len(NAMES) >= 12 and all((PROGRAMS / f"{name}.py").exists() for name in NAMES)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_programs_import_public_names_only(name: str) -> None:
+def test_programs_import_only_public_names(name: str) -> None:
     tree = ast.parse((PROGRAMS / f"{name}.py").read_text())
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -114,7 +114,7 @@ def test_programs_end_with_the_weights_of_their_twins(
     "strategy, before, after, every",
     [("ddp", 2, 3, 3), _long("ddp", 2, 3, 1), _long("zero1", 3, 1, 1), _long("fsdp", 2, 4, 1)],
 )
-def test_halted_programs_go_on_with_other_ranks(
+def test_halted_programs_resume_on_another_number_of_ranks(
     launch: Any, twins: Any, tmp_path: Path, strategy: str, before: int, after: int, every: int
 ) -> None:
     names = [name for name in NAMES if name not in NOT_TRAINING and (strategy == "ddp" or name not in ONE_REPLICA)]
