@@ -1,4 +1,4 @@
-"""Let tests import the benchmarks, which are no package of their own."""
+"""Import path of the benchmarks, which are not an installed package."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The race of the asynchronous family on two ranks, small: what it prints, checks and writes."""
+"""The asynchronous benchmark at small size on two ranks: its output, checks and result files."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ WHOLE = pytest.mark.benchmark
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Return small files of images, one pattern a class, and of text."""
+    """Return small files of images, with one pattern per class, and of text."""
     folder = tmp_path_factory.mktemp("race")
     draw = np.random.default_rng(0)
     patterns, classes = draw.random((10, 8, 8), dtype=np.float32), draw.integers(0, 10, 200)
@@ -44,8 +44,8 @@ def options(data: dict[str, Path]) -> list[str]:
 
 @WHOLE
 @pytest.mark.limit(400)
-def test_everybody_trains_is_timed_and_compared(launch: JobStarter, data: dict[str, Path], tmp_path: Path) -> None:
-    """In one job with a run before it of a part, whose result is had as JSON."""
+def test_all_members_train_are_timed_and_compared(launch: JobStarter, data: dict[str, Path], tmp_path: Path) -> None:
+    """Run in one job, after a run of one part that writes its result as JSON."""
     part = "--task", "digits", "--only", "ddp,server", "--parts", "race", "--json", "--results", tmp_path / "json"
     quick = "--quick", "--rounds", "2", *options(data)
     done = launch(2, in_one_job(PROGRAM, (*quick, *part), (*quick, "--results", tmp_path)), timeout=300)
@@ -75,7 +75,7 @@ def check_race(found: dict[str, Any]) -> None:
     assert mark["accuracy"] == max(point["accuracy"] for point in trained) and mark["samples"] == task["samples"]
     for name, one in members.items():
         points = one["points"]
-        assert points[0] == {**trained[0], "seconds": 0}  # the same weights, before all training
+        assert points[0] == {**trained[0], "seconds": 0}  # the same initial weights
         seconds = [point["seconds"] for point in points]
         assert seconds == sorted(seconds) and mark["samples"] <= points[-1]["samples"] <= 2 * mark["samples"]
         updates = one["updates_a_second"] * points[-1]["seconds"] * task["batch"]
@@ -112,7 +112,7 @@ def test_wrong_options_are_refused(arguments: tuple[str, ...], message: str) -> 
         asynchronous.parse(arguments)
 
 
-def test_variables_of_make_become_options_that_the_program_takes() -> None:
+def test_variables_of_make_become_valid_options_of_the_program() -> None:
     words = ["asynchronous", "NP=3", "ROUNDS=5", "TASK=gpt", "ONLY=ddp,easgd,hogwild", "WITHOUT=hogwild"]
     command = ["make", "--no-print-directory", "-C", str(FOLDER), "-n", *words]
     text = subprocess.run(command, capture_output=True, text=True, check=True).stdout.replace("\\\n", "")

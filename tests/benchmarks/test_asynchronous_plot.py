@@ -1,4 +1,4 @@
-"""Pictures of the race: they name everybody, and show what was measured."""
+"""Plots of the asynchronous benchmark: they name all members and show the measurements."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def member(*bars: int) -> dict[str, Any]:
     return {"points": points, "best_accuracy": 0.95, "staleness_histogram": list(bars)}
 
 
-def test_curves_and_histograms_become_pictures(tmp_path: Path) -> None:
+def test_curves_and_histograms_are_drawn(tmp_path: Path) -> None:
     stale = {name: member(3, 1) if name in (SERVER, HOGWILD) else member() for name in MEMBERS}
     mark = {"accuracy": 0.95, "samples": 20}
     result: dict[str, Any] = {
@@ -44,9 +44,9 @@ def test_curves_and_histograms_become_pictures(tmp_path: Path) -> None:
     assert {SERVER, HOGWILD, "staleness, 2 workers"} <= set(bars) and EASGD not in bars and GPT not in bars
 
 
-def test_histograms_are_shares_of_those_who_count() -> None:
+def test_histograms_show_shares_of_the_counted_updates() -> None:
     assert histograms({DDP: member(), SERVER: member(3, 0, 1)}) == {SERVER: [0.75, 0.0, 0.25]}
 
 
-def test_what_was_only_timed_has_no_picture(tmp_path: Path) -> None:
+def test_timings_alone_give_no_plot(tmp_path: Path) -> None:
     assert draw({"ranks": 2, "tasks": {DIGITS: {"exchange": {}}}}, tmp_path / "asynchronous-np2") == []

@@ -1,4 +1,4 @@
-"""The Makefile of the benchmarks: what it lists, what it starts, what it refuses."""
+"""Makefile of the benchmarks: targets that it lists, programs that it starts, calls that it refuses."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_help_lists_every_benchmark_and_variable() -> None:
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
-def test_variables_become_options_that_the_program_takes(operation: str) -> None:
+def test_variables_become_valid_options_of_the_program(operation: str) -> None:
     variables = ["NP=3", "SIZES=4,64K", "ROUNDS=5", "DEVICE=cuda", "DTYPE=bfloat16", "ALGORITHMS=auto,ring"]
     (line,) = make("-n", operation, *variables, "WITHOUT=gloo,hpctrain outside", "MPI=openmpi").stdout.splitlines()[:1]
     assert line.endswith("NP=3 MPI=openmpi")
@@ -41,10 +41,10 @@ def test_variables_become_options_that_the_program_takes(operation: str) -> None
     assert args.without == ["gloo", "hpctrain outside"]
 
 
-def test_checkpoint_writes_on_other_rank_counts_first_and_then_measures(tmp_path: Path) -> None:
+def test_checkpoint_first_writes_on_other_rank_counts_and_then_measures(tmp_path: Path) -> None:
     variables = ["NP=3", "SIZE=16MiB", "ROUNDS=5", "WITHOUT=torch.save,torch DCP", f"FOLDER={tmp_path}"]
     script = make("-n", "checkpoint", *variables).stdout
-    # Each call of make becomes a line of what its program and its ranks would be.
+    # Each call of make prints one line: the program and the ranks that it would start.
     script = re.sub(r"\bmake --no-print-directory -C \.\. _ranks", "show", script)
     show = """show() { for word; do export "$word"; done; eval "printf '%s|' $NP $PROGRAM"; echo; }\n"""
     done = subprocess.run(["sh", "-c", show + script], cwd=FOLDER, capture_output=True, text=True)
@@ -58,7 +58,7 @@ def test_checkpoint_writes_on_other_rank_counts_first_and_then_measures(tmp_path
         folders.add(args.folder)
     assert (args.rounds, args.without) == (5, ["torch.save", "torch DCP"])
     (folder,) = folders
-    assert folder.parent == tmp_path and not folder.exists()  # gone again
+    assert folder.parent == tmp_path and not folder.exists()  # deleted again
 
 
 def test_compare_needs_two_results() -> None:
@@ -67,8 +67,8 @@ def test_compare_needs_two_results() -> None:
     assert "make -C benchmarks compare A=old.json B=new.json" in done.stdout
 
 
-def test_no_whole_benchmark_is_forgotten() -> None:
-    """The verb collects these files only, because all of them take long to import."""
+def test_make_collects_every_file_with_benchmark_tests() -> None:
+    """make collects only these files, because importing all of them takes long."""
     root = FOLDER.parent
     found = re.search(r"^\t\$\(PYTEST\) (.*) -m benchmark$", (root / "Makefile").read_text(), re.M)
     assert found

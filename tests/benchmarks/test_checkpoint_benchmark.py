@@ -1,4 +1,4 @@
-"""The whole of the checkpoint benchmark on two ranks, small: what it prints, checks and writes."""
+"""The whole checkpoint benchmark at small size on two ranks: its output, checks and result files."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def read(folder: Path) -> dict[str, Any]:
 
 @WHOLE
 @pytest.mark.limit(400)
-def test_everybody_is_measured_in_one_run(launch: JobStarter, tmp_path: Path) -> None:
+def test_all_candidates_are_measured_in_one_run(launch: JobStarter, tmp_path: Path) -> None:
     files = tmp_path / "files"
     for ranks in (1, 4):
         done = launch(ranks, PROGRAM, "--size", "2MiB", "--only-write", "--folder", files, timeout=120)
@@ -96,7 +96,7 @@ package.load = wrong
 """
 
 
-# The benchmark as it is, one part of it in a temporary folder; then with something of it broken, twice.
+# The benchmark unchanged, one part of it in a temporary folder; then twice with a fault injected.
 THREE = f"""
 import sys
 sys.path.insert(0, {str(PROGRAM.parent)!r})
@@ -117,7 +117,7 @@ assert codes == [0, 1, 1], codes
 
 @WHOLE
 @pytest.mark.limit(400)
-def test_parts_run_alone_and_wrong_values_end_the_benchmark(launch: JobStarter, tmp_path: Path) -> None:
+def test_parts_run_separately_and_wrong_values_end_the_benchmark(launch: JobStarter, tmp_path: Path) -> None:
     before = set(PROGRAM.parent.iterdir())
     done = launch(2, THREE, tmp_path, timeout=300)
     assert done.returncode == 0, done
@@ -148,13 +148,13 @@ def test_wrong_options_are_refused(arguments: tuple[str, ...], message: str) -> 
         checkpoint.parse(arguments)
 
 
-def test_sizes_are_read_as_people_type_them() -> None:
+def test_sizes_are_parsed_with_their_units() -> None:
     for text in ("512MiB", "512M", "512 mb", "536870912"):
         assert checkpoint.parse(["--size", text]).size == 512 * 2**20
     assert checkpoint.parse([]).size == 512 * 2**20
 
 
-def test_files_are_known_by_their_writers(tmp_path: Path) -> None:
+def test_files_are_identified_by_their_writers(tmp_path: Path) -> None:
     for name in ("from-4.h5", "from-1.h5", "raw", "hpctrain.h5"):
         (tmp_path / name).touch()
     assert checkpoint.written_by(tmp_path) == [1, 4]

@@ -1,4 +1,4 @@
-"""Bandwidths are those of nccl-tests: its doc/PERFORMANCE.md derives the factors, here they are counted."""
+"""Bandwidths as in nccl-tests: its doc/PERFORMANCE.md derives the factors, these tests count them."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ RANKS = (2, 3, 4, 8, 9)
 
 
 def busiest_link(operation: str, ranks: int) -> Fraction:
-    """Return what the busiest rank of a ring sends, as a share of the whole tensor, step by step."""
+    """Return the share of the whole tensor that the busiest rank of a ring sends, counted step by step."""
     share = Fraction(1, ranks)
     rounds = {"all_reduce": 2, "reduce_scatter": 1, "all_gather": 1}
     if operation in rounds:  # in each round every rank sends one share to its neighbour, ranks - 1 times
         return sum((share for _ in range(rounds[operation] * (ranks - 1))), Fraction(0))
-    return Fraction(1)  # the root, or the one who sends, sends the whole once
+    return Fraction(1)  # the root, or the sender, sends the whole tensor once
 
 
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("operation", FACTORS)
-def test_the_bus_carries_what_the_busiest_rank_must_send(operation: str, ranks: int) -> None:
+def test_bus_bandwidth_counts_the_bytes_of_the_busiest_rank(operation: str, ranks: int) -> None:
     assert FACTORS[operation](ranks) == pytest.approx(float(busiest_link(operation, ranks)))
 
 
@@ -36,7 +36,7 @@ def test_the_bus_carries_what_the_busiest_rank_must_send(operation: str, ranks: 
         ("pingpong", 2, 1.0),
     ],
 )
-def test_a_gigabyte_in_a_second(operation: str, ranks: int, busbw: float) -> None:
+def test_a_gigabyte_in_a_second_is_1_gb_per_s(operation: str, ranks: int, busbw: float) -> None:
     assert algorithm_bandwidth(10**9, 1.0) == 1.0  # of 10^9 bytes, not 2^30
     assert bus_bandwidth(operation, 10**9, 1.0, ranks) == pytest.approx(busbw)
     assert bus_bandwidth(operation, 10**9, 0.5, ranks) == pytest.approx(2 * busbw)

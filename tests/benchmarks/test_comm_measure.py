@@ -1,4 +1,4 @@
-"""The candidates' turns, without ranks: who is called when, and how often."""
+"""Turns of the candidates, without ranks: order and number of the calls."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from harness import slowest
 
 
 class Alone:
-    """Be a place of one rank that writes down its barriers."""
+    """Place of one rank that records its barriers."""
 
     def __init__(self, log: list[str]) -> None:
         self.device = torch.device("cpu")
@@ -35,25 +35,25 @@ def turns(rounds: int, calls: int, **every: int) -> tuple[list[str], list[list[f
     return log, seconds
 
 
-def test_every_repeat_is_a_barrier_and_then_the_calls() -> None:
+def test_every_repeat_is_a_barrier_followed_by_the_calls() -> None:
     log, seconds = turns(1, 3, a=1)
-    assert "".join(log) == "|aaa|aaa"  # the first one warms up
+    assert "".join(log) == "|aaa|aaa"  # the first repeat is the warm-up
     assert len(seconds[0]) == 1 and seconds[0][0] >= 0
 
 
-def test_rounds_begin_with_one_candidate_after_another() -> None:
+def test_each_round_begins_with_the_next_candidate() -> None:
     log, seconds = turns(3, 1, a=1, b=1, c=1)
     assert "".join(log).replace("|", "") == "abc" "bca" "cab" "abc"
     assert [len(times) for times in seconds] == [3, 3, 3]
 
 
-def test_slow_ones_take_fewer_turns_but_at_least_one() -> None:
+def test_slow_candidates_take_fewer_turns_but_at_least_one() -> None:
     for rounds, expected in ((1, 1), (3, 1), (4, 2), (8, 3), (40, 11)):
         _, (often, seldom) = turns(rounds, 1, a=1, b=4)
         assert (len(often), len(seldom)) == (rounds, expected)
 
 
-def test_a_repeat_lasts_as_long_as_on_the_slowest_rank() -> None:
+def test_the_time_of_a_repeat_is_that_of_the_slowest_rank() -> None:
     assert slowest([[1.0, 5.0, 2.0], [3.0, 4.0, 2.0]]) == [3.0, 5.0, 2.0]
 
 

@@ -23,7 +23,7 @@ def result(benchmark: str, sizes: tuple[int, ...]) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "benchmark, sizes", [("all_reduce", (4,)), ("pingpong", (4, 65536, 2**20)), ("overlap", (4, 65536, 2**20))]
 )
-def test_pictures_name_candidates_units_and_sizes(tmp_path: Path, benchmark: str, sizes: tuple[int, ...]) -> None:
+def test_plots_name_candidates_units_and_sizes(tmp_path: Path, benchmark: str, sizes: tuple[int, ...]) -> None:
     png, svg = draw(result(benchmark, sizes), tmp_path / "some-np2.5")
     assert [png.name, svg.name] == ["some-np2.5.png", "some-np2.5.svg"]
     assert png.read_bytes().startswith(b"\x89PNG")
@@ -32,7 +32,7 @@ def test_pictures_name_candidates_units_and_sizes(tmp_path: Path, benchmark: str
     assert ("percent" if benchmark == "overlap" else "GB/s") in texts
 
 
-def test_many_sizes_do_not_crowd_the_axis(tmp_path: Path) -> None:
+def test_many_sizes_do_not_overlap_on_the_axis(tmp_path: Path) -> None:
     _, svg = draw(result("all_reduce", tuple(2**power for power in range(2, 31))), tmp_path / "many")
     texts = [text for node in ElementTree.parse(svg).iter() if node.tag.endswith("text") for text in node.itertext()]
     assert sum("iB" in text or text.endswith(" B") for text in texts) < 2 * 12

@@ -29,7 +29,7 @@ def only(start: str, all_of_them: dict[str, Target]) -> Target:
     return one
 
 
-def test_the_mean_is_geometric_and_needs_every_size() -> None:
+def test_the_mean_is_geometric_and_requires_every_size() -> None:
     sizes = (64 * K, M, 4 * M, 25 * M, 64 * M)
     library = dict(zip(sizes, (1.0, 2.0, 4.0, 8.0, 16.0)))
     made = figures(hpctrain=dict.fromkeys(sizes, 1.0), mpi=library, mpi_16_MiB={64 * M: 8.0})
@@ -41,7 +41,7 @@ def test_the_mean_is_geometric_and_needs_every_size() -> None:
     assert not [what for what in found("all_reduce", 2, made) if "mean" in what]
 
 
-def test_gloo_is_held_against_at_25_mib() -> None:
+def test_gloo_is_compared_at_25_mib() -> None:
     made = figures(hpctrain={25 * M: 1.0, M: 1.0}, gloo={25 * M: 14.0, M: 100.0})
     one = only("times gloo", found("all_reduce", 2, made))
     assert one.value == 14.0 and not one.met
@@ -63,7 +63,7 @@ def test_the_slack_is_five_percent_and_three_microseconds() -> None:
     assert outside.value == pytest.approx(5.1 / 5.2) and not outside.met
 
 
-def test_the_stream_counts_what_is_read_and_written() -> None:
+def test_stream_bandwidth_counts_bytes_read_and_written() -> None:
     rate = 2 * 64 * M / 0.009  # a copy reads and writes
     with_copy = found("all_reduce", 2, figures(hpctrain={64 * M: 0.01}, copy={64 * M: 0.009}))
     one = only("2 S / (time x streaming rate)", with_copy)
@@ -73,7 +73,7 @@ def test_the_stream_counts_what_is_read_and_written() -> None:
 
 
 @pytest.mark.parametrize("twin, value", [("hpctrain bfloat16", 2.0), ("hpctrain float32", 0.5)])
-def test_bfloat16_is_compared_whichever_was_asked_for(twin: str, value: float) -> None:
+def test_bfloat16_has_a_target_whichever_dtype_was_requested(twin: str, value: float) -> None:
     made = figures(**{"hpctrain": {8: 2.0}, twin: {8: 1.0}})
     assert only("float32 / bfloat16", found("all_reduce", 2, made, twin=twin)).value == value
 

@@ -1,4 +1,4 @@
-"""The whole of a communication benchmark on two ranks, small: what it prints, checks and writes."""
+"""The whole communication benchmark at small size on two ranks: its output, checks and result files."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def read(folder: Path, pattern: str) -> dict[str, Any]:
 
 
 @WHOLE
-def test_all_reduce_measures_everybody_in_one_run(launch: JobStarter, tmp_path: Path) -> None:
+def test_all_reduce_measures_all_candidates_in_one_run(launch: JobStarter, tmp_path: Path) -> None:
     done = launch(2, PROGRAM, "all_reduce", *SMALL, "--algorithms", "auto,ring", "--results", tmp_path)
     assert done.returncode == 0, done
     found = read(tmp_path, "*")
@@ -52,7 +52,7 @@ def test_all_reduce_measures_everybody_in_one_run(launch: JobStarter, tmp_path: 
 @WHOLE
 @pytest.mark.limit(400)
 def test_the_other_operations_run(launch: JobStarter, tmp_path: Path) -> None:
-    """One after the other in one job, whose ranks load torch once."""
+    """Run them one after the other in one job, whose ranks load torch once."""
     calls = [
         *((operation, "--sizes", "4,33M", "--rounds", "1") for operation in OTHERS),
         ("overlap", "--sizes", "64K", "--rounds", "2"),
@@ -142,8 +142,8 @@ def test_wrong_numbers_of_ranks_are_refused(operation: str, ranks: int, message:
 
 
 @WHOLE
-def test_bad_input_is_one_line_and_an_unknown_algorithm_is_named(launch: JobStarter, tmp_path: Path) -> None:
-    """The first call is refused on all ranks before anything is measured, the second one by what it measures."""
+def test_bad_input_gives_one_line_and_an_unknown_algorithm_is_named(launch: JobStarter, tmp_path: Path) -> None:
+    """The first call is refused on all ranks before any measurement, the second by the measured function."""
     calls = ["pingpong"], ["all_reduce", *SMALL, "--algorithms", "rnig"]
     done = launch(3, in_one_job(PROGRAM, *((*call, "--results", tmp_path / "none") for call in calls)))
     refused, *_ = [line for line in done.stderr.splitlines() if "hpctrain" in line]

@@ -20,7 +20,7 @@ def result(path: Path, medians: dict[tuple[int, str], float], **head: Any) -> st
 OLD = {(4, "hpctrain"): 1e-6, (4, "mpi"): 2e-6, (2**20, "hpctrain"): 1e-4, (2**20, "mpi"): 4e-4}
 
 
-def test_what_did_not_become_slower_passes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unchanged_and_faster_results_pass(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     old, new = result(tmp_path / "a", OLD), result(tmp_path / "b", {**OLD, (4, "hpctrain"): 1.09e-6})
     assert compare.main([old, new]) == 0
     out = capsys.readouterr().out
@@ -35,7 +35,7 @@ def test_a_regression_beyond_the_tolerance_fails(tmp_path: Path, capsys: pytest.
     assert compare.main([old, new, "--tolerance", "0.25"]) == 0
 
 
-def test_a_slower_library_is_no_regression_of_ours(tmp_path: Path) -> None:
+def test_a_slower_library_is_not_a_regression(tmp_path: Path) -> None:
     assert compare.main([result(tmp_path / "a", OLD), result(tmp_path / "b", {**OLD, (4, "mpi"): 1.0})]) == 0
 
 
@@ -57,7 +57,7 @@ def test_results_without_a_common_row_are_refused(tmp_path: Path, capsys: pytest
 
 
 @pytest.mark.parametrize("content", ["", "{}", "[]", '{"rows": [{"size": "x"}]}', '{"rows": 4}'])
-def test_what_is_no_result_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str) -> None:
+def test_invalid_results_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str) -> None:
     other = tmp_path / "b"
     other.write_text(content)
     assert compare.main([result(tmp_path / "a", OLD), str(other)]) == 2
@@ -77,7 +77,7 @@ def test_a_negative_tolerance_is_refused(tmp_path: Path, capsys: pytest.CaptureF
     assert "tolerance -0.1 is not a share" in capsys.readouterr().err
 
 
-def test_two_libraries_get_the_better_of_both_and_no_verdict(
+def test_of_two_libraries_the_better_one_is_shown_without_a_verdict(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     sizes = [size * 2**10 for size in (64, 1024, 4096, 25600, 65536)]

@@ -1,4 +1,4 @@
-"""No damage loads: a sample of what `make -C benchmarks corruption` does in full, and proof that it would notice."""
+"""No damaged file loads: a sample of `make -C benchmarks corruption`, and proof that it would notice a failure."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def patient(tmp_path: Path) -> Patient:
 
 
 def test_no_flipped_bit_loads(patient: Patient) -> None:
-    """Every bit of tensors, superblock and seal, and a sample of the others."""
+    """Flip every bit of tensors, superblock and seal, and a sample of the others."""
     flips = list(every_bit(patient.data))
     assert len(flips) == 8 * len(patient.data)
     certain = {8 * at + bit for at in range(48) for bit in range(8)}
@@ -46,7 +46,7 @@ def test_no_mutation_of_a_larger_file_loads(tmp_path: Path, nbytes: int) -> None
     ("blind", "where"),
     [("_check_crc", "/model/h.0.weight"), ("_check_seal", "structure"), ("_check_manifest", "/manifest")],
 )
-def test_a_reader_that_does_not_look_is_caught(
+def test_a_reader_without_checks_is_detected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, blind: str, where: str
 ) -> None:
     monkeypatch.setattr(Reader, blind, lambda *_: None)
@@ -73,7 +73,7 @@ def test_the_benchmark_counts_and_fails(
 
 
 class _OneThatDies:
-    """Be a pool whose process was killed."""
+    """Pool whose process was killed."""
 
     def __init__(self, *_: object, **__: object) -> None:
         pass

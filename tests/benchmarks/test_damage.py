@@ -1,4 +1,4 @@
-"""Damage is what it is called, is judged rightly, and is healed."""
+"""Damage of files: mutations match their names, are judged correctly, and are undone."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def patient(tmp_path: Path) -> Patient:
     return Patient(small(tmp_path / "step_00000003.h5"))
 
 
-def test_a_report_that_names_the_wrong_tensor_is_caught(patient: Patient, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_report_that_names_the_wrong_tensor_is_detected(patient: Patient, monkeypatch: pytest.MonkeyPatch) -> None:
     start = patient.extents["/model/a.weight"][0]
     flip = Mutation("flipped bit", ((start, bytes([patient.data[start] ^ 1])),))
     assert patient.complaint(flip) == ("/model/a.weight", "")
@@ -24,7 +24,7 @@ def test_a_report_that_names_the_wrong_tensor_is_caught(patient: Patient, monkey
     assert "named was structure" in patient.complaint(flip)[1]
 
 
-def test_a_crash_of_the_reader_is_no_refusal(patient: Patient, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_crash_of_the_reader_does_not_count_as_a_refusal(patient: Patient, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
         raise KeyError("x")
 
@@ -32,7 +32,7 @@ def test_a_crash_of_the_reader_is_no_refusal(patient: Patient, monkeypatch: pyte
     assert "KeyError instead of a refusal" in patient.complaint(Mutation("none"))[1]
 
 
-def test_mutations_do_what_they_are_called(patient: Patient) -> None:
+def test_mutations_do_what_their_names_say(patient: Patient) -> None:
     data = bytes(range(256)) * 40 + b"\0\0\xff\xff"
     checks: dict[str, Callable[[Mutation], bool]] = {
         "flipped bit": lambda m: len(list(changed(data, m))) == 1,
@@ -49,7 +49,7 @@ def test_mutations_do_what_they_are_called(patient: Patient) -> None:
         assert mutation.length is not None or list(changed(data, mutation))
 
 
-def test_damage_is_healed(patient: Patient) -> None:
+def test_damage_is_undone(patient: Patient) -> None:
     for mutation in at_random(patient.data, 30, 3):
         with patient.with_damage(mutation):
             assert patient.path.read_bytes() != patient.data

@@ -1,4 +1,4 @@
-"""The benchmark of a model that fits with FSDP only."""
+"""Benchmark of a model that fits into memory only with FSDP."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_ddp_does_not_fit_and_fsdp_does(launch: JobStarter, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("fitting, code, verdict", [((), 1, "no"), (("ddp", "fsdp"), 1, "no"), (("fsdp",), 0, "yes")])
-def test_a_limit_is_a_proof_only_where_ddp_fails_and_fsdp_trains(
+def test_a_limit_is_a_proof_only_if_ddp_fails_and_fsdp_trains(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -63,7 +63,7 @@ def test_a_loss_falls_in_every_step_of_a_run_that_ended_well(losses: list[float]
     assert not fell(Outcome(None, code, ""))
 
 
-def test_why_a_job_ended_is_what_hpctrain_said_last() -> None:
+def test_the_reason_of_an_end_is_hpctrains_last_message() -> None:
     error = "Traceback\n  File x\nhpctrain: rank 1 of 4 ends the job: Exception: many\nlines\nAbort(1) on node 1\n"
     assert last_words(error) == "hpctrain: rank 1 of 4 ends the job: Exception: many lines"
     assert last_words("first\nkilled by signal 9\n\n") == "killed by signal 9"
@@ -71,12 +71,12 @@ def test_why_a_job_ended_is_what_hpctrain_said_last() -> None:
 
 
 @pytest.mark.parametrize("arguments", [("--ranks", "1"), ("--steps", "1")])
-def test_too_few_are_refused(arguments: tuple[str, ...]) -> None:
+def test_too_few_ranks_or_steps_are_refused(arguments: tuple[str, ...]) -> None:
     with pytest.raises(UsageError, match="at least 2 of each are needed"):
         fits.parse(arguments)
 
 
-def test_a_budget_is_read_as_people_type_it() -> None:
+def test_a_budget_is_parsed_with_its_unit() -> None:
     assert fits.parse(["--budget", "64MiB"]).budget == 64 * 2**20 and fits.parse([]).budget is None
     with pytest.raises(UsageError, match=re.escape("'x' is not a size")):
         fits.parse(["--budget", "x"])

@@ -1,4 +1,4 @@
-"""The benchmark of forecasts of memory."""
+"""Benchmark of memory forecasts."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ def test_forecasts_are_compared_with_runs(launch: JobStarter, tmp_path: Path) ->
     assert "without program" in done.stdout
 
 
-def test_ten_models_each_shared_in_all_ways_that_it_can_be() -> None:
+def test_ten_models_have_a_case_for_each_strategy_that_supports_them() -> None:
     assert len(MODELS) == 10 == len({model.name for model in MODELS})
     for model in MODELS:
         ways = {case.way for case in CASES if case.model is model}
         assert ways == {"ddp", "fsdp", "offload", *(("1f1b", "zb-h1") if model.is_row else ())}
 
 
-def test_ratios() -> None:
+def test_ratios_are_measured_over_forecast() -> None:
     host = {**dict.fromkeys(PARTS, 0), "parameters": 100, "program": 300}
     need = Need(dict.fromkeys(PARTS, 0), host, "")
     found = forecast.Outcome(CASES[0], Memory((need,), need, (("",),)), [Rank(290, 410, 40)])

@@ -1,4 +1,4 @@
-"""The benchmark of shared steps on two ranks, small: what it prints, checks and writes."""
+"""Benchmark of sharded steps at small size on two ranks: its output, checks and result files."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ WHOLE = pytest.mark.benchmark
 
 @WHOLE
 @pytest.mark.limit(400)
-def test_everybody_is_timed_in_one_run_and_weighed_in_its_own(launch: JobStarter, tmp_path: Path) -> None:
+def test_all_candidates_are_timed_in_one_run_and_weighed_in_separate_ones(launch: JobStarter, tmp_path: Path) -> None:
     kept = tmp_path / "kept"
     for word in ("fsdp", "torch-fsdp"):
         done = launch(2, PROGRAM, "--quick", "--memory", word, "--folder", kept, timeout=120)
         assert done.returncode == 0, done
-    # What is held does not depend on what was there before: the others share a job, which loads torch once.
+    # Memory held does not depend on earlier candidates: the others share a job, which loads torch once.
     others = [word for word in CANDIDATES if word not in ("fsdp", "torch-fsdp")]
     calls = [("--quick", "--memory", word, "--folder", kept) for word in others]
     done = launch(2, in_one_job(PROGRAM, *calls, (*JSON, tmp_path / "json")), timeout=300)
@@ -100,7 +100,7 @@ def check_memory(found: dict[str, Any]) -> None:
     unit = found[PASSING]["facts"]["largest_unit"]
     for name in (PASSING, TORCH_FSDP):
         most = found[name]["most"][PARAMETERS]["rank"]
-        own = BYTES - 2 * unit  # the model's own unit: this small, it is not small beside the others
+        own = BYTES - 2 * unit  # the model's own unit: at this size it is not negligible
         assert BYTES / 2 + unit <= most <= 1.02 * (BYTES / 2 + unit + own)
 
 
@@ -144,7 +144,7 @@ def test_memory_of_another_model_or_job_is_not_reported(tmp_path: Path, key: str
         memory.load(tmp_path, 2, Task(SMALL))
 
 
-def test_make_weighs_everybody_in_a_job_of_its_own_and_then_times_all() -> None:
+def test_make_measures_memory_in_one_job_per_candidate_and_then_times_all() -> None:
     command = ["make", "--no-print-directory", "-C", str(FOLDER), "-n", "fsdp-step"]
     variables = ["NP=3", "BATCH=4", "ROUNDS=5", "WITHOUT=alone,torch-fsdp"]
     script = subprocess.run([*command, *variables], capture_output=True, text=True, check=True).stdout
@@ -157,7 +157,7 @@ def test_make_weighs_everybody_in_a_job_of_its_own_and_then_times_all() -> None:
     assert [one.names[0] for one in options] == [DDP, ZERO1, ZERO2, FSDP, PASSING, TORCH_DDP]
     args = fsdp_step.parse(timed[2:])
     assert (args.rounds, args.batch, args.without, args.memory) == (5, 4, [ALONE, TORCH_FSDP], None)
-    assert {one.folder for one in (*options, args)} == {args.folder} and not args.folder.exists()  # gone again
+    assert {one.folder for one in (*options, args)} == {args.folder} and not args.folder.exists()  # deleted again
 
 
 def test_make_knows_all_candidates() -> None:

@@ -1,4 +1,4 @@
-"""The benchmark of kills: moments, what it calls a violation, and a small run of it."""
+"""Benchmark of kills: its moments, its definition of a violation, and a small run."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from attempts import Hit, Life, Violation, contents, draw_moment
 from corruption import small
 
 
-def test_moments_are_spread_and_more_than_half_aim_into_a_save() -> None:
+def test_moments_are_spread_and_more_than_half_are_during_a_save() -> None:
     moments = [draw_moment(random.Random(number), "background") for number in range(2000)]
     phases, targets = (Counter(getattr(each, name) for each in moments) for name in ("phase", "target"))
     assert set(phases) == {"start", "resume", "step", "save"} and 1100 < phases["save"] < 1300
@@ -34,7 +34,7 @@ def test_moments_are_spread_and_more_than_half_aim_into_a_save() -> None:
 
 @pytest.fixture
 def life(tmp_path: Path) -> Life:
-    """Return a run of which two checkpoints are there, the second of step 4."""
+    """Return a run with two checkpoints, the second of step 4."""
     run = tmp_path / "foreground/checkpoints"
     run.mkdir(parents=True)
     for step in (2, 4):
@@ -46,7 +46,7 @@ def watched(life: Life, begun: int | None = 5) -> Any:
     return SimpleNamespace(begun=lambda: begun, committed=attempts.Watch(life.run).committed)
 
 
-def test_what_must_be_true_after_a_kill(life: Life) -> None:
+def test_a_missing_or_invalid_checkpoint_after_a_kill_is_a_violation(life: Life) -> None:
     before = watched(life).committed()
     assert life.newest() == 4
     life._check(watched(life), before, 4)
@@ -65,7 +65,7 @@ def test_what_must_be_true_after_a_kill(life: Life) -> None:
 
 
 class FakeJob:
-    """Be a job that ends, or does not."""
+    """Job that ends or hangs."""
 
     def __init__(self, seconds: float | None, returncode: int | None = None) -> None:
         self.seconds, self.returncode = seconds, returncode
@@ -77,7 +77,7 @@ class FakeJob:
         return {77: "rank 1"}
 
     def said(self) -> str:
-        return "its last words"
+        return "its output"
 
     def close(self) -> None:
         pass
@@ -87,9 +87,9 @@ def test_a_job_that_outlives_a_kill_or_ends_without_one_is_a_violation(life: Lif
     watch: Any = watched(life)
     job: Any = FakeJob(None)
     assert life._see_it_end("rank 0", FakeJob(0.5), watch, []) == 0.5  # type: ignore[arg-type]
-    with pytest.raises(Violation, match=r"10 s after SIGKILL of rank 0 there still is rank 1 \(77\):\nits last words"):
+    with pytest.raises(Violation, match=r"10 s after SIGKILL of rank 0 there still is rank 1 \(77\):\nits output"):
         life._see_it_end("rank 0", job, watch, [])
-    assert life._see_it_end("writer", job, watch, []) is None, "it went on and has saved twice"
+    assert life._see_it_end("writer", job, watch, []) is None, "it continued and has saved twice"
     with pytest.raises(Violation, match="SIGKILL of writer"):
         life._see_it_end("writer", job, watch, watch.committed())
     for ended in (FakeJob(None), FakeJob(1.0, 3)):
@@ -121,7 +121,7 @@ def test_the_report_counts_hits_by_victim_and_phase() -> None:
     assert ["writer", "0", "0", "0", "1", "1"] in lines and lines[-1] == ["all", "of", "them", "1", "0", "0", "3"]
 
 
-def test_make_passes_its_variables_on() -> None:
+def test_make_passes_its_variables_to_the_program() -> None:
     folder = Path(kill.__file__).parent
     command = ["make", "-n", "--no-print-directory", "-C", str(folder), "kill", "KILLS=3", "FORM=foreground", "SEED=4"]
     (line, *_) = subprocess.run(command, capture_output=True, text=True, timeout=60).stdout.splitlines()

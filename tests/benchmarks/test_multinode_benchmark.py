@@ -1,4 +1,4 @@
-"""The benchmark over two nodes: what the wire's limit is, and that its result is written."""
+"""Benchmark over two nodes: the limit of the link, and the result file."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from support.programs import be_alone
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = ROOT / "benchmarks" / "multinode.py"
 RUN = ROOT / "tests" / "multinode" / "run.py"
-SKIPPED = 1  # what run.py leaves with where this machine cannot play two
+SKIPPED = 1  # exit code of run.py on a machine that cannot simulate two nodes
 
 
 @pytest.mark.parametrize("nodes, share", [(2, 1.0), (4, 1.5), (5, 1.6)])
-def test_the_limit_is_that_of_the_fastest_reading(nodes: int, share: float) -> None:
+def test_the_limit_is_the_fastest_measurement(nodes: int, share: float) -> None:
     # Rabenseifner's bound: a reduce-scatter and an all-gather of (N-1)/N S each.
     assert multinode.limit(10**6, nodes, [5e5, 1e6, 9e5]) == pytest.approx(share)
 

@@ -1,4 +1,4 @@
-"""The benchmark of updates on the host, small: what it prints, checks and writes; and the parts that need no GPU."""
+"""Benchmark of updates on the host at small size: its output, checks and files; and the parts without a GPU."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_targets_are_ratios_of_medians() -> None:
     assert not list(device_targets({"steps": {}, "largest": {HERE: 0, OFFLOAD: 60}}))
 
 
-def test_other_bits_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_different_bits_are_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     timing.check_same(SMALL)
     monkeypatch.setattr(candidates.Ours, "step", lambda self: candidates.Ours._step(self, self.gradients_16))
     with pytest.raises(HpctrainError, match="other bits"):
@@ -73,13 +73,13 @@ def test_the_task_is_a_gpt_of_fifty_million_parameters() -> None:
 
 
 @pytest.mark.parametrize("true, limit, tries", [(0, 100, 1), (1, 100, 2), (37, 100, 12), (100, 99, 14), (500, 99, 14)])
-def test_the_largest_that_fits_is_found_in_few_tries(true: int, limit: int, tries: int) -> None:
+def test_the_largest_size_that_fits_is_found_in_few_tries(true: int, limit: int, tries: int) -> None:
     asked: list[int] = []
     found = largest.most(lambda count: asked.append(count) or count <= true, limit)  # type: ignore[func-returns-value]
     assert found == min(true, limit) and len(asked) <= tries and max(asked) <= limit
 
 
-def test_a_profile_becomes_a_timeline_of_what_overlaps() -> None:
+def test_a_profile_becomes_a_timeline_of_overlaps() -> None:
     second = 10**9
     events = [
         Event("sgemm", True, 5 * second, 2 * second),
@@ -95,7 +95,7 @@ def test_a_profile_becomes_a_timeline_of_what_overlaps() -> None:
     assert streams.busy(line) == {"kernels": 3.0, "down": 1.0, "up": 1.0, "update": 2.0}
 
 
-def test_pictures_name_what_they_show(tmp_path: Path) -> None:
+def test_plots_name_what_they_show(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     rates = {name: 1e10 for name in (*CANDIDATES, TRIAD)}
     result: dict[str, Any] = {"parameters": 5e7, "seconds": {"2": {}, "1": {}}, "rates": {"2": rates, "1": rates}}
@@ -117,7 +117,7 @@ def test_wrong_options_are_refused() -> None:
         offload.parse(("--without", "gloo"))
 
 
-def test_variables_of_make_become_options_that_the_program_takes() -> None:
+def test_variables_of_make_become_valid_options_of_the_program() -> None:
     command = ["make", "--no-print-directory", "-C", str(FOLDER), "-n", "offload", "ROUNDS=5", "WITHOUT=torch,alone"]
     line = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()[0]
     program = re.search(r'_alone PROGRAM="benchmarks/offload.py (.*)" MPI=mpich', line)

@@ -1,4 +1,4 @@
-"""The benchmark of pipelines on two ranks, small: what it prints, checks and writes."""
+"""Benchmark of pipelines at small size on two ranks: its output, checks and result files."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ WHOLE = pytest.mark.benchmark
 
 @WHOLE
 @pytest.mark.limit(400)
-def test_everybody_is_timed_and_held_against_an_ideal(launch: JobStarter, tmp_path: Path) -> None:
-    """In one job with a run before it that leaves torch and others out, and whose result is had as JSON."""
+def test_all_candidates_are_timed_and_compared_with_an_ideal(launch: JobStarter, tmp_path: Path) -> None:
+    """Run in one job, after a run without torch and others that writes its result as JSON."""
     quick, without = ("--quick", "--rounds", "2", "--results"), ("--json", "--without", WITHOUT)
     done = launch(2, in_one_job(PROGRAM, (*quick, tmp_path / "json", *without), (*quick, tmp_path)), timeout=300)
     assert done.returncode == 0, done
@@ -42,7 +42,7 @@ def test_everybody_is_timed_and_held_against_an_ideal(launch: JobStarter, tmp_pa
         assert set(one["medians"]) == ({"forward", "input", "weight"} if splits else {"forward", "backward"})
         for share in one["shares"]:
             assert 0 < share["passes"] < 1 and 0 <= share["rest"] < 1
-            assert sum(share.values()) == pytest.approx(1, abs=0.2)  # medians, each of its own step
+            assert sum(share.values()) == pytest.approx(1, abs=0.2)  # medians, each of a different step
     assert found["schedules"][GPIPE]["bubble"]["formula"] == pytest.approx(1 / 9)
     assert found["schedules"][FEW_ONE_F_ONE_B]["bubble"]["formula"] == pytest.approx(1 / 5)
     drift = found["relative_differences_from_one_rank"]
@@ -83,7 +83,7 @@ def test_one_rank_is_refused(
     assert "one rank is no pipeline" in capsys.readouterr().err
 
 
-def test_variables_of_make_become_options_that_the_program_takes() -> None:
+def test_variables_of_make_become_valid_options_of_the_program() -> None:
     without = "WITHOUT=naive,interleaved,torch-gpipe,torch-1f1b,gpipe,1f1b,zb-h1"
     command = ["make", "--no-print-directory", "-C", str(FOLDER), "-n", "pipeline", "NP=3", "ROUNDS=5", without]
     text = subprocess.run(command, capture_output=True, text=True, check=True).stdout.replace("\\\n", "")

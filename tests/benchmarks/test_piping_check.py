@@ -10,7 +10,7 @@ from piping.task import SMALL
 
 
 class OneRank:
-    """Be what a check asks of a communicator."""
+    """Communicator of one rank with the methods that a check uses."""
 
     rank, size = 0, 1
 
@@ -19,7 +19,7 @@ class OneRank:
 
 
 class Broken(Alone):
-    """Forget one gradient, or compare with what is not wanted."""
+    """Candidate that drops one gradient, or compares with wrong targets."""
 
     def __init__(self, what: str) -> None:
         super().__init__(SMALL, OneRank(), 4)  # type: ignore[arg-type]
@@ -32,7 +32,7 @@ class Broken(Alone):
         return loss
 
 
-def test_losses_and_gradients_are_those_of_a_plain_pass() -> None:
+def test_losses_and_gradients_equal_those_of_a_plain_pass() -> None:
     comm: Any = OneRank()
     found = find(comm, Alone(SMALL, comm, 4), SMALL)
     model = SMALL.model()
@@ -44,7 +44,7 @@ def test_losses_and_gradients_are_those_of_a_plain_pass() -> None:
 
 
 @pytest.mark.parametrize("what", ["loss", "norm"])
-def test_a_candidate_that_computes_something_else_is_found(what: str) -> None:
+def test_a_candidate_that_computes_something_else_is_detected(what: str) -> None:
     comm: Any = OneRank()
     found = drift(comm, {"right": Alone(SMALL, comm, 4), "wrong": Broken(what)}, SMALL)
     assert found["right"].loss == found["right"].norm == 0

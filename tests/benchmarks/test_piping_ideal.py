@@ -14,7 +14,7 @@ SCHEDULES = [("gpipe", 8, 1), ("1f1b", 4, 1), ("interleaved", 4, 2), ("zb-h1", 4
 
 
 def perfect(schedule: Schedule, *, stretch: float = 1.0, late: float = 0.0) -> tuple[Step, ...]:
-    """Return a step that loses nothing but ``late`` at its end, with all times stretched."""
+    """Return an ideal step plus ``late`` seconds at its end, with all times stretched."""
     rows = simulate(schedule, equal_costs(schedule.chunks, forward=1, backward=2)).rows
     end = max(span.end for row in rows for span in row) * stretch
     return tuple(
@@ -31,7 +31,7 @@ def perfect(schedule: Schedule, *, stretch: float = 1.0, late: float = 0.0) -> t
 
 
 @pytest.mark.parametrize("name, microbatches, chunks", SCHEDULES)
-def test_a_step_that_loses_nothing_is_its_own_ideal(name: str, microbatches: int, chunks: int) -> None:
+def test_a_step_without_losses_equals_its_ideal(name: str, microbatches: int, chunks: int) -> None:
     schedule = make(name, 2, microbatches, chunks)
     held = hold(schedule, [perfect(schedule)] * 3)
     assert held.efficiency == pytest.approx(1) and held.played == pytest.approx(1)
@@ -42,19 +42,19 @@ def test_a_step_that_loses_nothing_is_its_own_ideal(name: str, microbatches: int
         assert held.bubble.formula is None
 
 
-def test_what_a_step_loses_is_missing_from_its_efficiency() -> None:
+def test_lost_time_lowers_the_efficiency() -> None:
     schedule = make("1f1b", 2, 4)
     whole = seconds(perfect(schedule))
     held = hold(schedule, [perfect(schedule, late=whole)] * 2)
     assert held.measured == pytest.approx(2 * whole) and held.ideal == pytest.approx(whole)
     assert held.efficiency == pytest.approx(0.5) and held.played == pytest.approx(0.5)
-    # One of three steps is stretched by other work: single times know it, medians do not.
+    # One of three steps is stretched by other work: this shows in single times, but not in medians.
     steps = [perfect(schedule), perfect(schedule), perfect(schedule, stretch=3)]
     assert hold(schedule, steps).efficiency == pytest.approx(1)
     assert played(schedule, steps[2]) == pytest.approx(3 * whole)
 
 
-def test_medians_are_of_one_kind_and_chunk() -> None:
+def test_medians_are_taken_per_kind_and_chunk() -> None:
     schedule = make("interleaved", 2, 2, 2)
     step = perfect(schedule)
     slower = tuple(
@@ -65,7 +65,7 @@ def test_medians_are_of_one_kind_and_chunk() -> None:
     assert found == {"forward": pytest.approx([1, 2, 3, 4]), "backward": pytest.approx([2, 3, 4, 5])}
 
 
-def test_a_timeline_goes_from_the_first_pass_to_the_last() -> None:
+def test_a_timeline_spans_the_first_to_the_last_pass() -> None:
     spans = spans_of(("wait", 0, 2), ("forward", 2, 4), ("receive", 4, 7), ("step", 0, 9), ("backward", 7, 8))
     other = spans_of(("receive", 1, 5), ("forward", 5, 6))
     found = timeline([Step(0, 9, tuple(spans)), Step(0, 9, tuple(other))])
@@ -75,7 +75,7 @@ def test_a_timeline_goes_from_the_first_pass_to_the_last() -> None:
     assert found.bubble == pytest.approx(1 - 4 / 12)
 
 
-def test_time_counts_once_where_spans_overlap_and_not_outside_of_the_step() -> None:
+def test_overlapping_time_counts_once_and_time_outside_the_step_is_ignored() -> None:
     spans = spans_of(("wait", -1, 1), ("receive", 2, 5), ("wait", 3, 4), ("receive", 4, 6), ("send", 9, 12))
     step = Step(0, 10, tuple(spans))
     assert covered(step, ["wait", "receive"]) == 5 and covered(step, ["send"]) == 1

@@ -23,7 +23,7 @@ def texts_of(svg: Path) -> str:
 
 
 @pytest.mark.parametrize("names", [CANDIDATES, (ALONE, *TORCH)])
-def test_bars_name_everybody_with_times_and_ideals(tmp_path: Path, names: tuple[str, ...]) -> None:
+def test_bars_name_all_candidates_with_times_and_ideals(tmp_path: Path, names: tuple[str, ...]) -> None:
     result: dict[str, Any] = {
         "ranks": 2,
         "task": {"width": 384, "layers": 8, "heads": 6, "context": 128},
@@ -38,7 +38,7 @@ def test_bars_name_everybody_with_times_and_ideals(tmp_path: Path, names: tuple[
     assert texts.count("(450 ideal)") == len(result["schedules"])
 
 
-def test_timelines_become_pictures_of_their_own_in_milliseconds(tmp_path: Path) -> None:
+def test_timelines_become_separate_plots_in_milliseconds(tmp_path: Path) -> None:
     timelines = {
         FEW_ONE_F_ONE_B: simulate(make("1f1b", 2, 4), equal_costs(2, forward=0.01)),
         FEW_ZERO_BUBBLE: simulate(make("zb-h1", 2, 4), equal_costs(2, forward=0.01)),

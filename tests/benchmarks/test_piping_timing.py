@@ -13,7 +13,7 @@ from hpctrain import trace
 
 
 class OneRank:
-    """Be what the clocks and turns ask of a communicator; note who waits for whom."""
+    """Communicator of one rank with the methods that clocks and turns use; records its barriers."""
 
     rank, size, node = 0, 1, 0
 
@@ -32,7 +32,7 @@ class OneRank:
 
 
 class Candidate:
-    """Note what a step finds."""
+    """Candidate that records the state at the begin of a step."""
 
     microbatches = 2
 
@@ -70,7 +70,7 @@ def test_candidates_take_turns_and_steps_have_their_spans() -> None:
             assert step.seconds == step.end - step.start
 
 
-def test_a_step_that_fails_leaves_nothing_switched_off() -> None:
+def test_a_failing_step_restores_all_switches() -> None:
     comm: Any = OneRank()
     candidates: Any = {"fails": Candidate("fails", comm)}
     with pytest.raises(ValueError):

@@ -1,4 +1,4 @@
-"""The benchmark of forecasts."""
+"""Benchmark of forecasts of step times."""
 
 from __future__ import annotations
 

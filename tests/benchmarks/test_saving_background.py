@@ -1,4 +1,4 @@
-"""The loop that saves, without ranks: a way to save that takes known times is measured for what it takes."""
+"""Loop of the background saves, without ranks: a fake save with known times is measured correctly."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ STALL, BOUNDARY = 0.5, 0.02  # seconds
 
 
 class Alone:
-    """Be a place, a communicator and a job of one rank."""
+    """Place, communicator and job of one rank."""
 
     rank, size, folder = 0, 1, Path("none")
 
@@ -38,7 +38,7 @@ class Alone:
 
 
 class Slow:
-    """Stand still for a while, then write for some steps; keep a copy as the file."""
+    """Fake save that stalls for a while, then writes for some steps; its file is a copy in memory."""
 
     def __init__(self, work: Work, steps: int, late: bool = False) -> None:
         self.name = "slow"
@@ -83,7 +83,7 @@ def work() -> Work:
     return Work.of(Alone(), MIB)  # type: ignore[arg-type]
 
 
-def test_stalls_and_steps_are_timed_apart(work: Work) -> None:
+def test_stalls_and_steps_are_timed_separately(work: Work) -> None:
     saver = Slow(work, 3)
     (row,) = measure(work, Alone(), [saver], 2)
     assert STALL <= row.stall < row.written
@@ -95,14 +95,14 @@ def test_stalls_and_steps_are_timed_apart(work: Work) -> None:
     assert steps == [9, 18, 27]  # 3 to warm up, then 6 without and 3 during each write
 
 
-def test_what_the_file_holds_is_compared_with_the_moment_of_the_save(work: Work) -> None:
+def test_the_file_is_compared_with_the_values_at_the_time_of_the_save(work: Work) -> None:
     saver = Slow(work, 3, late=True)
     with pytest.raises(WrongResult, match="slow: values of another moment"):
         measure(work, Alone(), [saver], 1)
     assert saver.log[-1] == "close"
 
 
-def test_no_step_during_a_write_leaves_a_gap(work: Work) -> None:
+def test_without_a_step_during_a_write_its_time_is_missing(work: Work) -> None:
     (row,) = measure(work, Alone(), [Slow(work, 0)], 1)
     assert (row.busy, row.busy_steps) == (None, 0)
 
@@ -113,13 +113,13 @@ def test_a_write_that_never_ends_is_an_error(work: Work, monkeypatch: pytest.Mon
         measure(work, Alone(), [Slow(work, 10**6)], 1)
 
 
-def test_the_slowest_rank_counts_and_a_rank_copies_its_share() -> None:
+def test_the_slowest_rank_counts_and_each_rank_copies_its_share() -> None:
     first = Times(copy=[2.0], stall=[1.0], free=[1.0, 2.0, 3.0], busy=[4.0], written=[5.0])
     second = Times(copy=[4.0], stall=[0.5], free=[3.0, 2.0, 1.0], busy=[6.0], written=[4.0])
     assert row_of("a", [first, second], 2) == BackgroundRow("a", 1.0, 2.0, 3.0, 6.0, 5.0, 1, 1)
 
 
-def test_a_snapshot_keeps_its_values_while_training_goes_on() -> None:
+def test_a_snapshot_keeps_its_values_while_training_continues() -> None:
     state = make(MIB)
     memory = torch.zeros(state.nbytes // 4)
     before = {name: tensor.clone() for name, tensor in state.tensors()}

@@ -1,4 +1,4 @@
-"""The plain writes and reads that everything else is held against."""
+"""Plain writes and reads, the reference of all other measurements."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from saving import disk
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, 15, 16, 17, 100])
-def test_bytes_come_back_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nbytes: int) -> None:
+def test_written_bytes_are_read_back_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nbytes: int) -> None:
     monkeypatch.setattr(disk, "PIECE", 16)
     data, path = os.urandom(nbytes), tmp_path / "file"
     disk.write_at(path, memoryview(data))
@@ -20,7 +20,7 @@ def test_bytes_come_back_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert found == data
 
 
-def test_two_shares_meet_in_one_file(tmp_path: Path) -> None:
+def test_two_ranks_write_their_shares_of_one_file(tmp_path: Path) -> None:
     path, found = tmp_path / "file", bytearray(4)
     disk.write_at(path, memoryview(b"5678"), 4)
     disk.write_at(path, memoryview(b"1234"), 0)
@@ -29,7 +29,7 @@ def test_two_shares_meet_in_one_file(tmp_path: Path) -> None:
     assert found == b"3456"
 
 
-def test_a_write_is_flushed_before_it_is_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_write_ends_after_the_flush(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     flushed: list[int] = []
     real = os.fsync
     monkeypatch.setattr(os, "fsync", lambda handle: (real(handle), flushed.append(os.fstat(handle).st_size)))
@@ -38,7 +38,7 @@ def test_a_write_is_flushed_before_it_is_done(tmp_path: Path, monkeypatch: pytes
     assert flushed == [4, 4]
 
 
-def test_a_file_that_ends_too_early_is_an_error(tmp_path: Path) -> None:
+def test_a_truncated_file_is_an_error(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(b"123")
     with pytest.raises(EOFError, match="ends 2 bytes too early"):

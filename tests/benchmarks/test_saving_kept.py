@@ -6,13 +6,13 @@ from pathlib import Path
 from saving.kept import targets
 
 
-def test_results_that_are_not_there_say_nothing(tmp_path: Path) -> None:
+def test_missing_results_give_no_lines(tmp_path: Path) -> None:
     assert not list(targets(tmp_path))
     (tmp_path / "kill.json").write_text("{")
     assert not list(targets(tmp_path))
 
 
-def test_damage_that_got_through_is_counted(tmp_path: Path) -> None:
+def test_undetected_damage_is_counted(tmp_path: Path) -> None:
     counts = [{"mutation": "flipped bit", "named": "structure", "times": times} for times in (9_000, 1_000)]
     path = tmp_path / "corruption.json"
     path.write_text(json.dumps({"counts": counts, "wrong": []}))

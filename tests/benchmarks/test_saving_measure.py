@@ -1,4 +1,4 @@
-"""The candidates' turns, without ranks: what happens when, what is timed, who is left out."""
+"""Turns of the candidates, without ranks: order of acts, timed part, and excluded candidates."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from saving.measure import measure, one_turn, take_turns
 
 
 class Alone:
-    """Be a place of one rank that writes down its barriers."""
+    """Place of one rank that records its barriers."""
 
     def __init__(self) -> None:
         self.log: list[str] = []
         self.comm = self.world = self
-        self.others: list[str] = []  # what rank 1 says, one word a meeting
+        self.others: list[str] = []  # answers of rank 1, one per all-gather
 
     def Barrier(self) -> None:
         self.log.append("|")
@@ -45,7 +45,7 @@ def candidate(place: Any, name: str, **options: Any) -> Candidate:
     return Candidate(name, 100, **{**parts, **options})
 
 
-def test_a_turn_is_prepared_before_and_checked_after_the_clock(place: Any) -> None:
+def test_a_turn_is_prepared_before_and_checked_after_the_timed_call(place: Any) -> None:
     one_turn(place, candidate(place, "a"))
     assert place.log == ["prepare", "quiet", "|", "a", "rest", "check"]
 
@@ -59,7 +59,7 @@ def test_only_the_call_is_timed(place: Any) -> None:
     assert 0.05 <= turn.seconds < 0.2 and turn.problem == ""
 
 
-def test_rounds_begin_with_one_candidate_after_another(place: Any) -> None:
+def test_each_round_begins_with_the_next_candidate(place: Any) -> None:
     turns = take_turns(place, [candidate(place, name) for name in "abc"], 4)
     assert "".join(word for word in place.log if len(word) == 1).replace("|", "") == "abc" "bca" "cab" "abc"
     assert [len(each) for each in turns] == [4, 4, 4]
@@ -85,7 +85,7 @@ def test_wrong_bytes_end_the_benchmark(place: Any) -> None:
         one_turn(place, candidate(place, "a", call=lambda: None))
 
 
-def test_who_cannot_serve_is_left_out_with_the_reason(place: Any) -> None:
+def test_a_failing_candidate_is_excluded_with_the_reason(place: Any) -> None:
     def fail() -> None:
         raise RuntimeError("no such\n  backend")
 
@@ -95,13 +95,13 @@ def test_who_cannot_serve_is_left_out_with_the_reason(place: Any) -> None:
     assert unable == {"a": "no such backend (rank 0)"}
 
 
-def test_who_fails_on_another_rank_is_left_out_everywhere(place: Any) -> None:
+def test_a_candidate_that_fails_on_one_rank_is_excluded_on_all(place: Any) -> None:
     place.others = ["disk full", "", ""]
     rows, unable = measure(place, "write", [candidate(place, "a"), candidate(place, "b")], 1)
     assert ([row.candidate for row in rows], unable) == (["b"], {"a": "disk full (rank 1)"})
 
 
-def test_a_needed_one_that_fails_raises_its_own_error(place: Any) -> None:
+def test_the_error_of_a_required_candidate_is_raised(place: Any) -> None:
     def fail() -> None:
         raise OSError("disk full")
 
@@ -109,7 +109,7 @@ def test_a_needed_one_that_fails_raises_its_own_error(place: Any) -> None:
         measure(place, "write", [candidate(place, "a", call=fail, needed=True)], 1)
 
 
-def test_one_that_fails_later_ends_the_benchmark(place: Any) -> None:
+def test_a_later_failure_ends_the_benchmark(place: Any) -> None:
     calls: list[int] = []
 
     def fail() -> None:

@@ -30,7 +30,7 @@ def texts_of(svg: Path) -> str:
     return "\n".join(text for node in root.iter() if node.tag.endswith("text") for text in node.itertext())
 
 
-def test_pictures_name_everybody_with_units_and_medians(tmp_path: Path) -> None:
+def test_plots_name_all_candidates_with_units_and_medians(tmp_path: Path) -> None:
     png, svg = draw(result("write", "read", targets=TARGETS), tmp_path / "checkpoint-np2")
     assert [png.name, svg.name] == ["checkpoint-np2.png", "checkpoint-np2.svg"]
     assert png.read_bytes().startswith(b"\x89PNG")
@@ -41,12 +41,12 @@ def test_pictures_name_everybody_with_units_and_medians(tmp_path: Path) -> None:
         assert text in texts
 
 
-def test_one_part_alone_is_drawn_alone(tmp_path: Path) -> None:
+def test_a_single_part_is_drawn_alone(tmp_path: Path) -> None:
     texts = texts_of(draw(result("read"), tmp_path / "some")[1])
     assert "Loading" in texts and "Saving" not in texts and "promised" not in texts
 
 
-def test_nothing_measured_is_nothing_drawn(tmp_path: Path) -> None:
+def test_without_measurements_nothing_is_drawn(tmp_path: Path) -> None:
     assert draw(result(), tmp_path / "none") == []
     assert not list(tmp_path.iterdir())
 
@@ -54,5 +54,5 @@ def test_nothing_measured_is_nothing_drawn(tmp_path: Path) -> None:
 @pytest.mark.parametrize("value, wanted, share", [
     (0.5, ">= 1", 0.5), (3.0, ">= 2", 1.5), (2.4, "<= 1.2", 0.5), (0.6, "<= 1.2", 2.0), (0, "<= 0", 1), (2, "<= 0", 0),
 ])
-def test_bars_grow_with_what_is_better(value: float, wanted: str, share: float) -> None:
+def test_longer_bars_are_better(value: float, wanted: str, share: float) -> None:
     assert share_reached({"value": value, "wanted": wanted}) == pytest.approx(share)

@@ -1,4 +1,4 @@
-"""What the checkpoint benchmark saves: so many bytes, the same everywhere, every value compared."""
+"""State that the checkpoint benchmark saves: a given size, equal on all ranks, every value compared."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ MIB = 2**20
 
 
 @pytest.mark.parametrize("nbytes", [MIB, 3 * MIB, 16 * MIB, 64 * MIB, 512 * MIB, 8192 * MIB])
-def test_parameters_and_moments_take_the_bytes_asked_for(nbytes: int) -> None:
+def test_parameters_and_moments_take_the_requested_bytes(nbytes: int) -> None:
     shape = shape_of(nbytes)
     short = nbytes - 12 * shape.parameters
-    assert 0 <= short < 12 * (2 * shape.width + 1)  # one more token would be too much
+    assert 0 <= short < 12 * (2 * shape.width + 1)  # one more token would exceed the size
     assert shape.vocab_size >= 1 and shape.width == 64 * shape.layers
 
 
@@ -33,7 +33,7 @@ def test_a_state_has_everything_in_float32_and_its_moments_are_not_zero() -> Non
     assert all(tensor.dtype == torch.float32 and bool(tensor.any()) for _, tensor in state.tensors())
 
 
-def test_equal_seeds_make_equal_values_and_others_do_not() -> None:
+def test_only_equal_seeds_make_equal_values() -> None:
     assert difference(make(MIB), make(MIB)) == ""
     assert difference(make(MIB, seed=1), make(MIB)) == "model/embedding.token.weight is not what was saved"
 
@@ -45,7 +45,7 @@ def test_one_wrong_value_is_named() -> None:
     assert difference(state, other) == f"{name} is not what was saved"
 
 
-def test_spoiled_values_come_back_through_state_dicts() -> None:
+def test_overwritten_values_are_restored_through_state_dicts() -> None:
     state, target = make(MIB), make(MIB, seed=1)
     target.spoil()
     assert all(bool((tensor == -1).all()) for _, tensor in target.tensors())

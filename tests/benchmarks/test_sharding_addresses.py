@@ -1,4 +1,4 @@
-"""What Linux says of this process's memory: how much there is, and which of it is shared."""
+"""Memory of this process as reported by Linux: its size, and which part is shared."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ MAPS = """00400000-00500000 r-xp 00000000 08:01 77     /usr/bin/python
 """
 
 
-def test_libraries_are_left_out() -> None:
+def test_memory_of_libraries_is_excluded() -> None:
     assert resident(ROLLUP) == Resident(1000 * 1024, 500 * 1024)
     assert resident(ROLLUP).total == 1500 * 1024
 
 
-def test_a_system_that_does_not_say_is_refused() -> None:
+def test_a_system_without_the_figures_is_refused() -> None:
     with pytest.raises(UsageError, match="memory cannot be measured here: .*smaps_rollup"):
         resident(ROLLUP.replace("Pss_Anon", "Anon"))
 
 
-def test_pages_count_where_they_were_taken() -> None:
+def test_touched_pages_count_as_private_or_shared() -> None:
     gc.collect()
-    give_back()  # what earlier tests left: else it is given back below, and counted
+    give_back()  # memory left by earlier tests: otherwise it is given back below, and counted
     before = resident()
     own = np.ones(SIZE, np.uint8)
     after = resident()
@@ -58,7 +58,7 @@ def test_pages_count_where_they_were_taken() -> None:
         del view
 
 
-def test_an_address_is_a_place_in_an_object() -> None:
+def test_an_address_is_mapped_to_an_offset_in_an_object() -> None:
     memory = SharedMap(MAPS)
     assert memory.find(0x7F0000000040, 64) == ("00:01 1234", 64, 128)
     assert memory.find(0x7F0000100040, 64) == ("00:01 1234", 2**20 + 64, 2**20 + 128)
@@ -66,11 +66,11 @@ def test_an_address_is_a_place_in_an_object() -> None:
 
 
 @pytest.mark.parametrize("address", [0, 0x00400010, 0x7F0000200000, 0x7F0000300000, 0x7F0000500000])
-def test_private_memory_is_not_found(address: int) -> None:
+def test_private_memory_is_not_reported_as_shared(address: int) -> None:
     assert SharedMap(MAPS).find(address, 8) is None
 
 
-def test_shared_memory_of_this_process_is_found(tmp_path: Path) -> None:
+def test_shared_memory_of_this_process_is_reported(tmp_path: Path) -> None:
     path = tmp_path / "memory"
     path.write_bytes(bytes(SIZE))
     with path.open("r+b") as file:

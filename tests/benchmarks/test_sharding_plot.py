@@ -32,7 +32,7 @@ def texts_of(svg: Path) -> str:
     return "\n".join(text for node in root.iter() if node.tag.endswith("text") for text in node.itertext())
 
 
-def test_pictures_name_everybody_with_times_and_memory(tmp_path: Path) -> None:
+def test_plots_name_all_candidates_with_times_and_memory(tmp_path: Path) -> None:
     png, svg = draw(result(), tmp_path / "fsdp-step-np2")
     assert [png.name, svg.name] == ["fsdp-step-np2.png", "fsdp-step-np2.svg"]
     assert png.read_bytes().startswith(b"\x89PNG")

@@ -1,4 +1,4 @@
-"""What sharding promises, against made-up figures."""
+"""Targets of sharding, checked with made-up figures."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def only(times: dict[str, float], figures: dict[str, Any], start: str) -> Target
     return one
 
 
-def test_a_step_is_held_against_our_ddp_and_torch() -> None:
+def test_a_step_is_compared_with_our_ddp_and_with_torch() -> None:
     times = {DDP: 1.0, FSDP: 1.05, TORCH_FSDP: 1.05 * 1.8}
     assert only(times, {}, f"step: {FSDP}").met and only(times, {}, f"step: {TORCH_FSDP}").met
     times[FSDP] = 1.06
@@ -34,13 +34,13 @@ def test_a_step_is_held_against_our_ddp_and_torch() -> None:
 
 
 @pytest.mark.parametrize("name, where, fits", [(FSDP, "node", 1050.0), (PASSING, "rank", 367.5)])
-def test_parameters_are_held_against_their_formula(name: str, where: str, fits: float) -> None:
+def test_parameters_are_compared_with_their_formula(name: str, where: str, fits: float) -> None:
     for value, met in ((fits, True), (fits + 1, False)):
         most = {PARAMETERS: {"node": 0.0, "rank": 0.0, where: value}}
         assert only({}, memory(name, most=most), "memory: parameters").met is met
 
 
-def test_moments_are_one_copy_and_a_rank_has_no_more_than_padding_allows() -> None:
+def test_moments_are_one_copy_and_exceed_a_ranks_share_only_by_padding() -> None:
     ranks = [510, 510, 510, 470]
     assert only({}, memory(ZERO1, moments=ranks), "memory: moments of a rank").met
     assert only({}, memory(ZERO1, moments=ranks), "memory: moments of all").met
@@ -48,7 +48,7 @@ def test_moments_are_one_copy_and_a_rank_has_no_more_than_padding_allows() -> No
     assert not only({}, memory(ZERO1, moments=[510] * 4), "memory: moments of all").met
 
 
-def test_nothing_is_said_without_figures() -> None:
+def test_without_figures_there_are_no_targets() -> None:
     assert not list(targets({}, {})) and not list(targets({FSDP: {"median": 1.0}}, memory(DDP)))
 
 
@@ -56,7 +56,7 @@ def test_nothing_is_said_without_figures() -> None:
     "names, parameters, moments",
     [((ALONE, DDP, TORCH_DDP), 1000, 2000), ((ZERO1, ZERO2, FSDP), 250, 500), ((PASSING, TORCH_FSDP), 350, 500)],
 )
-def test_formulas(names: tuple[str, ...], parameters: int, moments: int) -> None:
+def test_formulas_give_the_bytes_per_rank(names: tuple[str, ...], parameters: int, moments: int) -> None:
     for name in names:
         assert (parameters_of_rank(name, FACTS), moments_of_rank(name, FACTS)) == (parameters, moments)
 
@@ -66,5 +66,5 @@ def test_the_largest_unit_is_a_block(shape: Any, width: int) -> None:
     assert largest_unit(Task(shape)) == 4 * (12 * width**2 + 13 * width)  # as in the paper on GPT-2
 
 
-def test_the_model_has_the_size_that_was_asked_for() -> None:
+def test_the_model_has_the_requested_size() -> None:
     assert Task().parameter_bytes / 4 == pytest.approx(25.5e6, rel=0.01)

@@ -20,7 +20,7 @@ def texts_of(svg: Path) -> str:
 
 
 @pytest.mark.parametrize("names", [CANDIDATES, (OURS, DTENSOR)])
-def test_pictures_name_everybody_with_times(tmp_path: Path, names: tuple[str, ...]) -> None:
+def test_plots_name_all_candidates_with_times(tmp_path: Path, names: tuple[str, ...]) -> None:
     result: dict[str, Any] = {
         "ranks": 2,
         "task": {"blocks": 8, "width": 512, "tokens": 512},

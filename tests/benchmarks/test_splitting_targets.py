@@ -11,7 +11,7 @@ def times(**medians: float) -> dict[str, dict[str, float]]:
     return {names[name]: {"median": value} for name, value in medians.items()}
 
 
-def test_step_is_held_against_a_share_of_one_rank_and_against_torch() -> None:
+def test_a_step_is_compared_with_a_share_of_one_rank_and_with_torch() -> None:
     counts = {"forward": 8, "backward": 9, "step": 17}
     one, two, forward, backward = targets(times(alone=0.6, ours=0.35, dtensor=0.42, messages=0.01), counts, FULL, 2)
     assert one.value == pytest.approx(0.31 / 0.35) and not one.met
@@ -19,11 +19,11 @@ def test_step_is_held_against_a_share_of_one_rank_and_against_torch() -> None:
     assert forward.met and not backward.met
 
 
-def test_what_was_left_out_has_no_target() -> None:
+def test_excluded_candidates_have_no_target() -> None:
     assert not list(targets(times(ours=1.0, messages=0.1), {}, FULL, 2))
 
 
-def test_task_is_the_same_each_time_and_reduces_once_a_block_each_way() -> None:
+def test_task_is_reproducible_and_reduces_once_per_block_and_direction() -> None:
     assert FULL.messages == 16 and FULL.message == 512 * 512
     one, two = SMALL.batch(3), SMALL.batch(3)
     assert one[0].equal(two[0]) and one[0].requires_grad and not one[0].equal(SMALL.batch(4)[0])

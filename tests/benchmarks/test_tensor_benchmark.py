@@ -1,4 +1,4 @@
-"""The benchmark of split blocks on two ranks, small: what it prints, checks and writes."""
+"""Benchmark of split blocks at small size on two ranks: its output, checks and result files."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ WHOLE = pytest.mark.benchmark
 
 @WHOLE
 @pytest.mark.limit(400)
-def test_everybody_is_timed_and_reductions_are_counted(launch: JobStarter, tmp_path: Path) -> None:
-    """In one job with a run before it that leaves torch out, and whose result is had as JSON."""
+def test_all_candidates_are_timed_and_reductions_are_counted(launch: JobStarter, tmp_path: Path) -> None:
+    """Run in one job, after a run without torch that writes its result as JSON."""
     quick, without = ("--quick", "--rounds", "2", "--results"), ("--json", "--without", "torch-dtensor,alone")
     done = launch(2, in_one_job(PROGRAM, (*quick, tmp_path / "json", *without), (*quick, tmp_path)), timeout=300)
     assert done.returncode == 0, done
@@ -72,7 +72,7 @@ def test_one_rank_is_refused(
     assert "one rank shares nothing" in capsys.readouterr().err
 
 
-def test_variables_of_make_become_options_that_the_program_takes() -> None:
+def test_variables_of_make_become_valid_options_of_the_program() -> None:
     command = ["make", "--no-print-directory", "-C", str(FOLDER), "-n", "tensor", "NP=3", "ROUNDS=5", "WITHOUT=alone"]
     line = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()[0]
     program = re.search(r'PROGRAM="benchmarks/tensor.py (.*)" NP=3 MPI=mpich', line)

@@ -1,4 +1,4 @@
-"""The job that is killed: its processes by their roles, and what its folder tells of it."""
+"""Job that is killed: its processes by role, and the phase read from its folder."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import victim
 from support.pace import scaled
 from victim import Job, Watch
 
-# Stands in for hpctrain: each rank starts a process of its own and waits.
+# Substitute for hpctrain: each rank starts a process of its own and waits.
 PROGRAM = f"""#!{sys.executable}
 import subprocess, sys, time
 print("started with", *sys.argv[1:], flush=True)
@@ -38,7 +38,7 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Job]:
     job.close()
 
 
-def test_processes_have_roles_and_none_is_left(job: Job) -> None:
+def test_processes_have_roles_and_all_are_ended(job: Job) -> None:
     roles = sorted(role for role in job.alive().values() if role != "helper")
     assert roles == ["launcher", "rank 0", "rank 1", "writer", "writer"]
     assert "started with train kill.toml --set a.b=1" in job.said()
@@ -48,14 +48,14 @@ def test_processes_have_roles_and_none_is_left(job: Job) -> None:
     assert job.alive() == {} and job.returncode not in (None, 0) and job.wait(5) is not None
 
 
-def test_a_role_that_nobody_has_kills_nobody(job: Job) -> None:
+def test_a_role_without_a_process_kills_no_process(job: Job) -> None:
     before = job.alive()
     assert job.kill("rank 7") == [] and job.alive() == before
     started = time.monotonic()
     assert job.wait(0.2) is None and time.monotonic() - started < scaled(2)
 
 
-def test_the_folder_tells_the_phase(tmp_path: Path) -> None:
+def test_the_phase_is_read_from_the_folder(tmp_path: Path) -> None:
     assert Watch(tmp_path / "none").phase() == "start" and Watch(tmp_path / "none").committed() == []
     checkpoints = tmp_path / "checkpoints"
     checkpoints.mkdir()
