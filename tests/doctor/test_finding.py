@@ -1,4 +1,4 @@
-"""Findings are counted, and decide how an examination ends."""
+"""Findings: their counts, and the exit code that follows from them."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ def test_only_errors_fail() -> None:
     assert exit_code([*FINE, BAD, WORST]) == 1
 
 
-def test_strict_lets_warnings_fail() -> None:
+def test_strict_makes_warnings_fail() -> None:
     assert exit_code(FINE, strict=True) == 0
     assert exit_code([*FINE, BAD], strict=True) == 1
 
 
-def test_counts_name_every_level() -> None:
+def test_counts_have_every_level() -> None:
     assert counts([*FINE, BAD]) == {"ok": 1, "note": 1, "warning": 1, "error": 0}
     assert WORST.to_json() == {"level": "error", "topic": "d", "found": "z", "why": "why", "advice": "do"}

@@ -1,4 +1,4 @@
-"""Programs are asked with a time limit, whatever they do; probes tell facts."""
+"""Programs run with a time limit and their output; probes and the facts that they return."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ from hpctrain.doctor.login.ask import MARK, ask, ask_probe
 PYTHON = sys.executable
 
 
-def test_what_a_program_prints() -> None:
+def test_output_of_a_program_is_returned() -> None:
     found = ask([PYTHON, "-c", "print('hello')"])
     assert (found.text, found.trouble, found.missing, found.hangs) == ("hello\n", "", False, False)
 
 
-def test_a_program_that_is_not_there() -> None:
+def test_a_missing_program_is_reported_as_missing() -> None:
     found = ask(["hpctrain-no-such-program"])
     assert found.missing and found.trouble == "there is no hpctrain-no-such-program"
 
 
-def test_a_program_that_may_not_be_run(tmp_path: Path) -> None:
+def test_a_program_without_execute_permission_cannot_be_run(tmp_path: Path) -> None:
     found = ask([str(tmp_path)])
     assert not found.missing and "cannot run" in found.trouble
 
 
-def test_a_program_that_fails_is_quoted() -> None:
+def test_a_failing_program_is_quoted() -> None:
     found = ask([PYTHON, "-c", "import sys; print('out'); sys.exit('the last word')"])
     assert (found.trouble, found.text) == ("the last word", "out\n")
     assert ask([PYTHON, "-c", "import os; os._exit(3)"]).trouble == "exit code 3"
     assert ask([PYTHON, "-c", "import os; os.kill(os.getpid(), 11)"]).trouble == "killed by SIGSEGV"
 
 
-def test_a_program_that_hangs_is_ended_with_all_its_children(tmp_path: Path) -> None:
+def test_a_hanging_program_is_killed_with_all_its_children(tmp_path: Path) -> None:
     code = """
 import subprocess, sys, time
 child = subprocess.Popen(["sleep", "60"])
@@ -45,7 +45,7 @@ time.sleep(60)
 """
     begin = time.monotonic()
     found = ask([PYTHON, "-c", code, str(tmp_path / "pid")], seconds=1.0)
-    # The child holds the pipe: who waited for the program alone would wait for a minute.
+    # The child holds the pipe open: reading it after killing the program alone would take a minute.
     assert time.monotonic() - begin < scaled(10)
     assert found.hangs and found.trouble == "no answer in 1 s"
     child = Path("/proc") / (tmp_path / "pid").read_text() / "cmdline"
@@ -55,12 +55,12 @@ time.sleep(60)
         time.sleep(0.01)
 
 
-def test_a_probe_tells_facts(tmp_path: Path) -> None:
+def test_a_probe_returns_facts(tmp_path: Path) -> None:
     found = ask_probe("space", str(tmp_path), bare=True)
     assert found.facts["there"] and found.facts["writable"] and 0 < found.facts["free"] <= found.facts["size"]
 
 
-def test_a_probe_speaks_through_the_noise_of_libraries(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_output_of_libraries_does_not_disturb_a_probe(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     from hpctrain.doctor.login import ask as module
 
     (tmp_path / "noisy.py").write_text(f"print('warning: x')\nprint('{MARK}{{\"a\": 1}}')\nprint('bye')")
@@ -70,7 +70,7 @@ def test_a_probe_speaks_through_the_noise_of_libraries(monkeypatch: pytest.Monke
     assert ask_probe("silent").trouble == "it printed nothing" and not ask_probe("silent").facts
 
 
-def test_a_probe_is_no_rank_of_this_job(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_probe_has_no_rank_variables_of_this_job(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     from hpctrain.doctor.login import ask as module
 
     (tmp_path / "own.py").write_text(

@@ -1,4 +1,4 @@
-"""All facts are gathered at the same time, and every theme is heard."""
+"""The examination of a login node: facts are gathered concurrently, and each topic yields findings."""
 
 from __future__ import annotations
 
@@ -31,29 +31,29 @@ FINE = Facts(
 )
 
 
-def test_a_good_place_has_one_line_of_each_theme() -> None:
+def test_a_good_environment_has_one_finding_per_topic() -> None:
     found = check(FINE)
     assert told(found) == []
     topics = "node Python hpctrain torch GPUs MPI mpiexec HDF5 modules Slurm srun cores memory"
     assert [finding.topic for finding in found] == [*topics.split(), "node memory"]
 
 
-def test_a_rank_of_several_is_told_that_it_is() -> None:
+def test_running_as_one_rank_of_several_is_noted() -> None:
     task = {"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2"}
     found = check(replace(FINE, environ=task))
     assert found[0].found == "login1, in job 7 of Slurm" and told(found) == [("note", "node")]
 
 
-def test_variables_that_contradict_each_other_are_a_finding() -> None:
+def test_contradicting_variables_are_a_finding() -> None:
     found = check(replace(FINE, environ={"OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "2"}))
     assert told(found) == [("note", "node")] and "contradict each other" in found[0].found
 
 
-def test_a_script_is_looked_at_where_there_is_one() -> None:
+def test_a_given_script_is_checked() -> None:
     assert ("error", "script") in told(check(FINE, "#SBATCH --nodes=2\n#SBATCH --bad\nsrun a\n"))
 
 
-def test_what_is_told_as_json_holds_no_variables() -> None:
+def test_json_facts_contain_no_environment_variables() -> None:
     told_facts = json.dumps(replace(FINE, environ={"SECRET": "swordfish"}).to_json())
     assert "swordfish" not in told_facts
     assert {"host": "login1", "srun_mpi": "pmi2"}.items() <= json.loads(told_facts).items()

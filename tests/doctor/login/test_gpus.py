@@ -1,4 +1,4 @@
-"""GPUs, torch's build, the driver and NCCL must fit each other."""
+"""Compatibility of GPUs, torch's build, the driver and NCCL."""
 
 from __future__ import annotations
 
@@ -23,35 +23,35 @@ def found(driver: Answer, own: Answer, environ: dict[str, str] | None = None, cu
     return list(check(Gpus(driver, cupy), own, environ or {}))
 
 
-def test_all_fits() -> None:
+def test_compatible_parts_are_no_finding() -> None:
     texts = [finding.found for finding in found(Answer(SMI), torch("12.8", True))]
     assert told(found(Answer(SMI), torch("12.8", True))) == []
     assert texts[0] == "2 x NVIDIA A100-SXM4-40GB, driver 535.104.05"
     assert texts[1] == "2.27.3 through CuPy 13.4.0; torch has NCCL 2.27.3"
 
 
-def test_no_gpu_and_none_wanted() -> None:
+def test_a_cpu_torch_without_gpus_is_no_finding() -> None:
     assert told(found(MISSING, torch(), cupy=NO_CUPY)) == []
 
 
-def test_a_cuda_torch_on_a_login_node() -> None:
+def test_a_cuda_torch_without_gpus_is_a_note() -> None:
     assert told(found(MISSING, torch("12.8"))) == [("note", "GPUs")]
 
 
-def test_a_cpu_torch_on_a_gpu_node() -> None:
+def test_a_cpu_torch_with_gpus_is_a_warning() -> None:
     assert told(found(Answer(SMI), torch())) == [("warning", "GPUs")]
 
 
-def test_a_driver_that_is_too_old() -> None:
+def test_a_driver_that_is_too_old_is_an_error() -> None:
     assert only(found(Answer(SMI), torch("12.8"))).level == "error"
 
 
 @pytest.mark.parametrize("value, level", [("", "note"), ("-1", "note"), ("1", "error"), ("0,1", "error")])
-def test_gpus_that_are_hidden_are_not_broken(value: str, level: str) -> None:
+def test_gpus_hidden_by_a_variable_are_a_note(value: str, level: str) -> None:
     assert only(found(Answer(SMI), torch("12.8"), {"CUDA_VISIBLE_DEVICES": value})).level == level
 
 
-def test_a_driver_that_hangs() -> None:
+def test_a_driver_that_hangs_is_an_error() -> None:
     assert told(found(Answer(trouble="no answer in 10 s", hangs=True), torch("12.8", True))) == [("error", "GPUs")]
 
 
@@ -63,6 +63,6 @@ def test_a_driver_that_hangs() -> None:
         (facts(cupy="13.4.0", nccl=None, runtime=None), "CuPy 13.4.0 finds no NCCL"),
     ],
 )
-def test_nccl_that_cannot_be_had(cupy: Answer, words: str) -> None:
+def test_unavailable_nccl_is_a_finding(cupy: Answer, words: str) -> None:
     found_one = only(found(Answer(SMI), torch("12.8", True), cupy=cupy))
     assert found_one.topic == "NCCL" and words in found_one.found

@@ -1,4 +1,4 @@
-"""A Python that is too old, or that takes packages from elsewhere, is seen."""
+"""Findings about the Python interpreter: too old, or with packages from outside its environment."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hpctrain.doctor.login.interpreter import Interpreter, check, gather
 FINE = Interpreter((3, 12, 1), "/home/me/venv", True, "/home/me/hpctrain", "")
 
 
-def test_a_good_one_is_well() -> None:
+def test_a_supported_interpreter_is_no_finding() -> None:
     assert told(check(FINE, {})) == []
 
 
@@ -26,15 +26,15 @@ def test_a_good_one_is_well() -> None:
         (FINE, {"PYTHONHOME": "/opt/python"}, "error"),
     ],
 )
-def test_a_bad_one_is_named(python: Interpreter, environ: dict[str, str], level: str) -> None:
+def test_an_unsuitable_interpreter_is_a_finding(python: Interpreter, environ: dict[str, str], level: str) -> None:
     assert told(check(python, environ)) == [(level, "Python")]
 
 
-def test_conda_is_an_environment_too() -> None:
+def test_a_conda_environment_counts_as_an_environment() -> None:
     assert told(check(replace(FINE, venv=False), {"CONDA_PREFIX": "/opt/conda"})) == []
 
 
-def test_this_one() -> None:
+def test_gather_describes_the_running_interpreter() -> None:
     import sys
 
     found = gather()

@@ -1,4 +1,4 @@
-"""Limits of the system are read and judged."""
+"""System limits: their values and the findings about them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FINE = Limits(64, tuple(range(64)), 65536, None, None, 0, None, 2**38, rdma=True
 
 
 @pytest.mark.parametrize("scheduler", ["slurm", "pbs", None])
-def test_a_good_node(scheduler: str | None) -> None:
+def test_sufficient_limits_are_no_finding(scheduler: str | None) -> None:
     assert told(check(FINE, scheduler)) == []
 
 
@@ -31,33 +31,33 @@ def test_a_good_node(scheduler: str | None) -> None:
         ({"memory": 2**30}, None, ("note", "memory")),
     ],
 )
-def test_a_bad_one(change: dict[str, Any], scheduler: str | None, finding: tuple[str, str]) -> None:
+def test_insufficient_limits_are_found(change: dict[str, Any], scheduler: str | None, finding: tuple[str, str]) -> None:
     assert told(check(replace(FINE, **change), scheduler)) == [finding]
 
 
 @pytest.mark.parametrize("change", [{"affinity": (3,)}, {"affinity": (0, 1), "memory": 2**36}])
-def test_a_login_node_is_narrow(change: dict[str, Any]) -> None:
+def test_small_limits_of_a_login_node_are_no_finding(change: dict[str, Any]) -> None:
     assert told(check(replace(FINE, **change), None)) == []
 
 
-def test_locked_memory_matters_with_an_adapter_only() -> None:
+def test_locked_memory_matters_only_with_an_rdma_adapter() -> None:
     assert told(check(replace(FINE, locked=65536, rdma=False), "slurm")) == []
 
 
 @pytest.mark.parametrize("most, words", [(65536, "ulimit -n 65536"), (1024, "ask the site")])
-def test_advice_is_what_the_user_can_do(most: int, words: str) -> None:
+def test_advice_depends_on_the_hard_limit(most: int, words: str) -> None:
     assert words in only(check(replace(FINE, files=1024, most_files=most), "slurm")).advice
 
 
 @pytest.mark.parametrize("scheduler, words", [("slurm", ["--cpus-per-task", "--mem="]), ("pbs", ["ncpus", "mem="])])
-def test_advice_is_in_the_words_of_the_scheduler(scheduler: str, words: list[str]) -> None:
+def test_advice_names_the_options_of_the_scheduler(scheduler: str, words: list[str]) -> None:
     found = [*check(replace(FINE, affinity=(3,), memory=2**30), scheduler)]
     advice = [finding.advice for finding in found if finding.level == "warning"]
     assert [word in text for word, text in zip(words, advice, strict=True)] == [True, True]
     assert not any(text.startswith("--") for text in advice) or scheduler == "slurm"
 
 
-def test_the_narrowest_group_counts(tmp_path: Path) -> None:
+def test_the_smallest_cgroup_limit_counts(tmp_path: Path) -> None:
     (tmp_path / "proc").write_text("0::/job_1/step_0\n")
     step = tmp_path / "job_1" / "step_0"
     step.mkdir(parents=True)
@@ -67,7 +67,7 @@ def test_the_narrowest_group_counts(tmp_path: Path) -> None:
     assert memory_limit(tmp_path / "proc", tmp_path) == 2**30
 
 
-def test_groups_of_version_1(tmp_path: Path) -> None:
+def test_cgroups_of_version_1_are_read(tmp_path: Path) -> None:
     (tmp_path / "proc").write_text("5:cpuset:/x\n4:memory:/slurm/job_1\n")
     job = tmp_path / "memory" / "slurm" / "job_1"
     job.mkdir(parents=True)
@@ -78,7 +78,7 @@ def test_groups_of_version_1(tmp_path: Path) -> None:
     assert memory_limit(tmp_path / "lost", tmp_path) is None
 
 
-def test_this_machine() -> None:
+def test_gather_reads_this_machine() -> None:
     found = gather()
     assert found.cores == os.cpu_count() and 0 < len(found.affinity) <= found.cores and found.installed > 2**28
 
@@ -86,5 +86,5 @@ def test_this_machine() -> None:
 @pytest.mark.parametrize(
     "nbytes, text", [(0, "0 B"), (1023, "1023 B"), (4096, "4 KiB"), (1.5 * 2**30, "1.5 GiB"), (2**60, "1024 PiB")]
 )
-def test_amounts(nbytes: float, text: str) -> None:
+def test_bytes_are_written_in_binary_units(nbytes: float, text: str) -> None:
     assert tell(nbytes) == text

@@ -1,4 +1,4 @@
-"""The MPI that ranks load and the mpiexec in PATH must be of one kind."""
+"""Compatibility of the MPI library that ranks load and the mpiexec in PATH."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ SLURM = "Unknown option: version\nUsage:\n    mpiexec.slurm args executable pgma
     "library, launcher",
     [(MPICH, HYDRA), (OPENMPI, PRTE), ("Intel(R) MPI Library 2021.13 for Linux* OS", INTEL), (CRAY, "PALS 1.2.12")],
 )
-def test_they_fit(library: str, launcher: str) -> None:
+def test_a_matching_launcher_is_no_finding(library: str, launcher: str) -> None:
     assert told(check(mpi(library, launcher))) == []
 
 
 @pytest.mark.parametrize("library, launcher", [(MPICH, PRTE), (OPENMPI, HYDRA), (MPICH, SLURM), (OPENMPI, INTEL)])
-def test_they_do_not(library: str, launcher: str) -> None:
+def test_a_launcher_of_another_mpi_is_a_warning(library: str, launcher: str) -> None:
     found = only(check(mpi(library, launcher, own="/venv/bin/mpiexec")))
     assert (found.level, found.topic) == ("warning", "mpiexec")
     assert found.advice == "start with /venv/bin/mpiexec"
@@ -35,20 +35,20 @@ def test_they_do_not(library: str, launcher: str) -> None:
     "library, words",
     [(MPICH, "MPICH 5.0.2"), (OPENMPI, "Open MPI 5.0.11"), (CRAY, "Cray MPICH 8.1.28.29"), ("ACME MPI", "ACME MPI")],
 )
-def test_names(library: str, words: str) -> None:
+def test_libraries_are_named_with_their_version(library: str, words: str) -> None:
     assert mpi(library).told == words
 
 
-def test_a_launcher_that_nobody_knows() -> None:
+def test_an_unknown_launcher_is_a_note() -> None:
     found = only(check(mpi(launcher="something else")))
     assert found.level == "note" and "says 'something else'" in found.found
 
 
-def test_no_launcher() -> None:
+def test_a_missing_launcher_is_a_note() -> None:
     assert told(check(mpi(mpiexec=""))) == [("note", "mpiexec")]
 
 
-def test_another_copy_of_the_same_kind(tmp_path: Path) -> None:
+def test_another_copy_of_the_same_launcher_is_a_note(tmp_path: Path) -> None:
     own, other = tmp_path / "own", tmp_path / "other"
     own.touch()
     other.touch()
@@ -64,14 +64,14 @@ def test_another_copy_of_the_same_kind(tmp_path: Path) -> None:
         (Answer(trouble="RuntimeError: cannot load MPI library"), "error", "cannot load MPI library"),
     ],
 )
-def test_no_mpi(probe: Answer, level: str, words: str) -> None:
+def test_an_mpi_that_cannot_be_loaded_is_a_finding(probe: Answer, level: str, words: str) -> None:
     found = only(check(replace(mpi(), probe=probe)))
     assert (found.level, found.topic) == (level, "MPI") and words in found.found
 
 
-def test_two_wheels_in_one_environment() -> None:
+def test_two_mpi_wheels_in_one_environment_are_an_error() -> None:
     assert told(check(replace(mpi(), wheels=("MPICH", "Open MPI")))) == [("error", "MPI")]
 
 
-def test_nothing_was_loaded_so_there_is_no_name() -> None:
+def test_the_library_has_no_name_if_none_was_loaded() -> None:
     assert Mpi(SILENT, (), "", Answer(), "").library == ""

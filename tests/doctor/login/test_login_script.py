@@ -1,4 +1,4 @@
-"""A script's lines that start ranks are found and held against the MPI and Slurm that are here."""
+"""Checks of a job script: its lines that start ranks are compared with the installed MPI and Slurm."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ OLD, NEW = slurm(kill=0), slurm(kill=0, version="slurm 24.05.1")
 ROOT = Path(__file__).resolve().parents[3]
 
 
-def test_a_good_script() -> None:
+def test_a_good_script_is_no_finding() -> None:
     assert told(check(f"{HEAD}{GOOD}\n", mpi(), OLD, {})) == []
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "tests" / "golden").glob("*.sbatch")), ids=lambda path: path.stem)
-def test_our_own_scripts_are_good(path: Path) -> None:
+def test_scripts_of_hpctrain_submit_are_no_finding(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
     own = mpi(OPENMPI) if "--mpi=pmix" in text else mpi()
     assert [finding for finding in check(text, own, OLD, {}) if finding.level in ("warning", "error")] == []
@@ -37,13 +37,13 @@ def test_our_own_scripts_are_good(path: Path) -> None:
         (GOOD.replace(" --cpus-per-task=8", ""), "warning", "without --cpus-per-task"),
     ],
 )
-def test_what_a_line_of_srun_lacks(line: str, level: str, words: str) -> None:
+def test_missing_options_of_srun_are_findings(line: str, level: str, words: str) -> None:
     found = only(check(f"{HEAD}\n{line}\n", mpi(), slurm(kill=0, default=""), {}))
     assert (found.level, found.topic) == (level, "script") and found.found.startswith("line 7: srun ")
     assert words in found.found
 
 
-def test_what_slurm_does_by_itself_need_not_be_written() -> None:
+def test_options_that_slurm_sets_by_default_may_be_omitted() -> None:
     bare = "srun hpctrain train a.toml"
     head = HEAD.replace("#SBATCH --cpus-per-task=8\n", "")
     assert told(check(f"{head}{bare}\n", mpi(), slurm(kill=1, default="pmi2"), {})) == []
@@ -52,37 +52,37 @@ def test_what_slurm_does_by_itself_need_not_be_written() -> None:
     assert told(check(f"{head}{bare}\n", mpi(), slurm(default="none"), {})) == [("error", "script")]
 
 
-def test_newer_slurms_pass_cpus_on() -> None:
+def test_cpus_per_task_may_be_omitted_if_slurm_passes_it_on() -> None:
     line = GOOD.replace(" --cpus-per-task=8", "")
     assert told(check(f"{HEAD}{line}\n", mpi(), NEW, {})) == []
     assert told(check(f"{HEAD}export SRUN_CPUS_PER_TASK=8\n{line}\n", mpi(), OLD, {})) == []
 
 
-def test_short_options_are_options() -> None:
+def test_short_options_are_recognized() -> None:
     line = "srun -K1 -c 8 --mpi pmi2 -n 8 hpctrain train a.toml"
     assert told(check(f"{HEAD}{line}\n", mpi(), OLD, {})) == []
 
 
 @pytest.mark.parametrize("launcher", [GOOD, "mpirun -n 8 hpctrain train a.toml"])
-def test_a_trap_that_waits_for_the_foreground(launcher: str) -> None:
+def test_a_trap_is_delayed_by_a_foreground_launcher(launcher: str) -> None:
     text = f"{HEAD}trap 'echo saved' USR1\n{launcher}"
     assert only(check(f"{text}\n", mpi(), OLD, {})).found.endswith("the script has a trap for USR1")
     assert told(check(f"{text} &\nwait\n", mpi(), OLD, {})) == []
     assert told(check(f"{HEAD}trap - USR1\n{launcher}\n", mpi(), OLD, {})) == []
-    assert told(check(f"{HEAD}{launcher}\ntrap 'echo saved' USR1\n", mpi(), OLD, {})) == []  # set when it has ended
+    assert told(check(f"{HEAD}{launcher}\ntrap 'echo saved' USR1\n", mpi(), OLD, {})) == []  # set after the launch
 
 
-def test_directives_are_checked() -> None:
+def test_misspelt_directives_are_an_error() -> None:
     text = f"{HEAD}#SBATCH --gpus-per-nod=4\n{GOOD}\n"
     found = only(check(text, mpi(), OLD, {}))
     assert found.level == "error" and "--gpus-per-node" in found.found
 
 
-def test_a_script_that_starts_nobody() -> None:
+def test_a_script_without_a_launcher_is_a_note() -> None:
     assert told(check(f"{HEAD}hpctrain train a.toml\n", mpi(), OLD, {})) == [("note", "script")]
 
 
-def test_commands_are_found_wherever_they_stand() -> None:
+def test_launchers_are_found_anywhere_in_a_line() -> None:
     text = """\
 # srun in a comment
 echo "srun in a text"
@@ -98,7 +98,7 @@ of two lines"
     assert (first.value("--mpi"), first.value("--ntasks", "-n"), first.value("-K")) == ("pmi2", "2", None)
 
 
-def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
+def test_an_unreadable_script_is_a_user_error(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="cannot read the script .*: No such file"):
         read(tmp_path / "lost.sbatch")
     (tmp_path / "binary").write_bytes(b"\xff\xfe")

@@ -1,4 +1,4 @@
-"""Filesystems that are full, missing, read-only or dead are named."""
+"""Findings about filesystems: full, missing, read-only or not responding."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def place(role: str, **change: Any) -> list[Place]:
 
 
 @pytest.mark.parametrize("role", ["shm", "tmp", "home", "work"])
-def test_a_roomy_one(role: str) -> None:
+def test_a_filesystem_with_space_is_no_finding(role: str) -> None:
     assert told(check(place(role))) == []
 
 
@@ -35,20 +35,20 @@ def test_a_roomy_one(role: str) -> None:
         ("work", {"writable": False}, "note"),
     ],
 )
-def test_a_bad_one(role: str, change: dict[str, Any], level: str) -> None:
+def test_an_unusable_filesystem_is_a_finding(role: str, change: dict[str, Any], level: str) -> None:
     assert only(check(place(role, **change))).level == level
 
 
-def test_a_filesystem_without_a_count_of_files_is_not_full() -> None:
+def test_a_filesystem_without_an_inode_count_is_not_full() -> None:
     assert told(check(place("work", files=0, files_free=0))) == []
 
 
-def test_a_dead_one() -> None:
+def test_a_filesystem_that_does_not_respond_is_an_error() -> None:
     found = only(check([Place("home", "/home/me", Answer(trouble="no answer in 10 s", hangs=True))]))
     assert found.level == "error" and found.found == "/home/me does not answer: no answer in 10 s"
 
 
-def test_folders_of_this_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_places_are_the_folders_of_this_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     lost = str(tmp_path / "lost")
     assert places({"HOME": "/home/me"}) == {
@@ -59,7 +59,7 @@ def test_folders_of_this_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert found["work"].answer.facts["writable"] and found["home"].path == str(tmp_path)
 
 
-def test_what_dead_jobs_left_in_node_memory() -> None:
+def test_shared_memory_left_by_dead_jobs_is_a_warning() -> None:
     found = only(check_left_over([Segment("/dev/shm/mpich_shm_1", 2**21), Segment("/dev/shm/mpich_shm_2", 2**21)]))
     assert found.level == "warning" and "2 segments of dead MPI jobs" in found.found
     assert "rm -f /dev/shm/mpich_shm_*" in found.advice and not list(check_left_over([]))

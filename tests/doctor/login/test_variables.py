@@ -1,4 +1,4 @@
-"""Variables that change a job behind its script's back are named."""
+"""Findings about environment variables that change a job without a trace in its script."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hpctrain.doctor.login.variables import check
         {"SLURM_JOB_ID": "1", "SLURM_NTASKS": "4", "SLURM_CPUS_PER_TASK": "2"},
     ],
 )
-def test_what_is_usual_is_no_finding(environ: dict[str, str]) -> None:
+def test_usual_variables_are_no_finding(environ: dict[str, str]) -> None:
     assert list(check(environ, 8)) == []
 
 
@@ -37,14 +37,14 @@ def test_what_is_usual_is_no_finding(environ: dict[str, str]) -> None:
         ({"HPCTRAIN_CHECK": "order"}, "note"),
     ],
 )
-def test_what_is_not(environ: dict[str, str], level: str) -> None:
+def test_variables_that_change_a_job_are_a_finding(environ: dict[str, str], level: str) -> None:
     found = only(check(environ, 8))
     assert (found.level, found.topic) == (level, "variables")
     ((name, value),) = environ.items()
     assert f"{name}={value}" in found.found
 
 
-def test_all_of_a_kind_are_one_finding() -> None:
+def test_variables_of_one_kind_make_one_finding() -> None:
     found = only(check({"SBATCH_QOS": "a", "SBATCH_ACCOUNT": "b"}, 8))
     assert found.found == "SBATCH_ACCOUNT=b, SBATCH_QOS=a"
     assert found.advice.startswith("unset SBATCH_ACCOUNT SBATCH_QOS")

@@ -1,4 +1,4 @@
-"""What is not well on compute nodes is said once for all of them."""
+"""Findings about compute nodes: one finding for all nodes with the same defect."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ from hpctrain.doctor.preflight.hosts import Host, check, take
 FINE = Host("n1", LIMITS, 2**36, 2**35)
 
 
-def test_good_nodes() -> None:
+def test_good_nodes_are_no_finding() -> None:
     assert list(check([FINE, replace(FINE, name="n2")])) == []
 
 
-def test_bad_ones_are_named_once() -> None:
+def test_a_defect_of_several_nodes_is_one_finding() -> None:
     small = replace(LIMITS, memory=2**30)
     found = only(check([FINE, *(Host(f"n{node}", small, 2**36, 2**35) for node in (2, 3, 4))]))
     assert found.level == "warning" and found.found == "limited to 1 GiB of 64 GiB (3 nodes, n2 the first)"
 
 
-def test_little_node_memory() -> None:
+def test_little_shared_memory_is_a_warning() -> None:
     found = only(check([FINE, Host("n2", LIMITS, 2**26, 2**26)]))
     assert (found.level, found.topic) == ("warning", "node memory")
     assert found.found == "/dev/shm: 64 MiB free of 64 MiB (n2)"
 
 
-def test_cores_are_a_matter_of_binding() -> None:
+def test_the_number_of_cores_is_no_finding() -> None:
     assert told(check([replace(FINE, limits=replace(LIMITS, affinity=(3,)))])) == []
 
 
 @pytest.mark.ranks(1, 2)
-def test_this_node(comm: Any) -> None:
+def test_take_gathers_one_host_per_node(comm: Any) -> None:
     hosts = take(comm)
     assert len(hosts) == comm.nodes and all(host.shm >= host.shm_free > 0 for host in hosts)

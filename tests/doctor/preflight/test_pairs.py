@@ -1,4 +1,4 @@
-"""Everybody meets everybody once, and nobody two at a time; what is measured is what was sent."""
+"""Bandwidth between pairs of ranks: each pair meets once, each rank has one partner per round; the messages sent."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hpctrain.doctor.preflight.pairs import Pair, measure, reach, schedule
 
 
 @pytest.mark.parametrize("members", [*range(1, 18), 64, 101])
-def test_schedule(members: int) -> None:
+def test_schedule_pairs_all_members_once_and_one_partner_at_a_time(members: int) -> None:
     rounds = schedule(members)
     for meeting in rounds:
         playing = [member for pair in meeting for member in pair]
@@ -21,7 +21,7 @@ def test_schedule(members: int) -> None:
     assert len(rounds) == (members - 1 if members % 2 == 0 else members)
 
 
-def test_reach_is_the_median_over_partners() -> None:
+def test_reach_is_the_median_bandwidth_over_partners() -> None:
     pairs = [Pair(0, 1, 1.0, 10.0), Pair(0, 2, 1.0, 4.0), Pair(1, 2, 1.0, 6.0)]
     assert reach(pairs, 4) == {0: 7.0, 1: 8.0, 2: 5.0}
 
@@ -39,6 +39,6 @@ def test_all_pairs_are_measured(own: Any) -> None:
 
 
 @pytest.mark.ranks(3, 4)
-def test_time_ends_it_after_a_whole_round(own: Any) -> None:
+def test_measurement_ends_after_a_whole_round(own: Any) -> None:
     found = measure(own, 0.0)
     assert (found.rounds, found.of_rounds) == (1, 3) and len(found.pairs) == own.size // 2

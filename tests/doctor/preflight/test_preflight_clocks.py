@@ -1,4 +1,4 @@
-"""Clocks that are apart are found by messages, with an error that is known."""
+"""Clock offsets between nodes, measured by messages with a known error bound."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from support.nodes import alone, placed
 from hpctrain.doctor.preflight.clocks import Skew, check, measure, offset, short, words
 
 
-def test_the_estimate_is_never_further_off_than_it_says() -> None:
+def test_the_error_of_an_offset_is_within_its_bound() -> None:
     rng = random.Random(1)
     for _ in range(200):
         ahead = rng.uniform(-5, 5)
@@ -26,20 +26,20 @@ def test_the_estimate_is_never_further_off_than_it_says() -> None:
         assert abs(found - ahead) <= within + 1e-12
 
 
-def test_the_quickest_round_counts() -> None:
+def test_the_fastest_round_trip_counts() -> None:
     found, within = offset([(0.0, 9.0, 4.0), (10.0, 13.1, 10.2), (20.0, 29.0, 28.0)])
     assert found == pytest.approx(3.0) and within == pytest.approx(0.1)
 
 
-def test_findings() -> None:
+def test_large_offsets_are_a_finding() -> None:
     near, far = Skew(1, "n2", 0.5, 1e-3), Skew(2, "n3", -3.0, 1e-3)
     assert told(check([near])) == [] == list(check([]))
     assert only(check([near, far])).found == "n3 is 3 s (within 1 ms) behind the first node"
-    assert told(check([Skew(1, "n2", 3.0, 2.5)])) == []  # so far apart the messages were
+    assert told(check([Skew(1, "n2", 3.0, 2.5)])) == []  # the error bound of the messages is that large
     assert [finding.found for finding in check([Skew(1, "n2", 1e-5, 1e-4)])] == ["no difference seen"]
 
 
-def test_words() -> None:
+def test_offsets_are_described_in_words() -> None:
     assert words(Skew(1, "n2", 0.0012, 1e-4)) == "1.2 ms (within 100 us) ahead of"
     assert [short(seconds) for seconds in (2.0, 0.25, 3e-5, 0.0)] == ["2 s", "250 ms", "30 us", "0 us"]
 
@@ -52,8 +52,8 @@ def apart(comm: Any) -> Iterator[Any]:
 
 
 @pytest.mark.ranks
-def test_a_clock_that_is_ahead_is_seen(apart: Any) -> None:
-    """Every rank is a node here, whose clock is so many hours ahead."""
+def test_a_clock_that_is_ahead_is_measured(apart: Any) -> None:
+    """Each rank represents a node, whose clock is ``rank`` hours ahead."""
     hosts = [f"n{rank}" for rank in range(apart.size)]
     skews = measure(apart, hosts, 5.0, lambda: time.time() + 3600 * apart.rank)
     assert [skew.host for skew in skews] == hosts[1:]
@@ -61,7 +61,7 @@ def test_a_clock_that_is_ahead_is_seen(apart: Any) -> None:
 
 
 @pytest.mark.ranks
-def test_no_time_is_no_measurement(apart: Any) -> None:
+def test_without_time_there_is_no_measurement(apart: Any) -> None:
     assert measure(apart, ["n"] * apart.size, 0.0) == []
 
 

@@ -1,4 +1,4 @@
-"""Writing is measured, leaves nothing behind, and says who cannot, and who sees another folder."""
+"""Measurement of file writes: it removes its files and reports ranks that cannot write or see another folder."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ SEATS = [seat(0, 0, 0), seat(1, 0, 1), seat(2, 1, 0)]
 FINE = Written(2**24, 0.5)
 
 
-def test_writing_keeps_to_its_limits(tmp_path: Path) -> None:
+def test_writing_respects_its_limits(tmp_path: Path) -> None:
     found = write(tmp_path / "x", 60.0, most=FLUSH)
     assert found.nbytes == FLUSH and found.rate == pytest.approx(FLUSH / found.seconds) and not found.trouble
     assert write(tmp_path / "x", 0.0).nbytes == FLUSH
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_cannot_be_written_is_told_and_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_writes_are_reported_and_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(descriptor: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -34,7 +34,7 @@ def test_what_cannot_be_written_is_told_and_removed(tmp_path: Path, monkeypatch:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_findings() -> None:
+def test_write_failures_and_rates_are_findings() -> None:
     folder = Path("/scratch")
     assert [finding.found for finding in check([FINE] * 3, SEATS, folder)] == [
         "3 ranks wrote 101 MB/s together into /scratch, flushed"
@@ -54,8 +54,8 @@ def test_all_ranks_write(comm: Any, shared_tmp_path: Path) -> None:
 
 
 @pytest.mark.ranks
-def test_a_folder_of_its_own_is_noticed(comm: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every rank means another folder by the same name, as on nodes with a /tmp each."""
+def test_a_folder_that_is_not_shared_is_detected(comm: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same name is another folder on every rank, as on nodes with separate /tmp."""
     here = Path(comm.broadcast_object(str(tmp_path)))
     seen = Path.is_dir
 
@@ -69,7 +69,7 @@ def test_a_folder_of_its_own_is_noticed(comm: Any, tmp_path: Path, monkeypatch: 
 
 
 @pytest.mark.ranks(1, 2)
-def test_a_folder_that_is_not_there(comm: Any, tmp_path: Path) -> None:
+def test_a_missing_folder_is_a_user_error(comm: Any, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="cannot write into .*lost: No such file or directory: name another --folder"):
         measure(comm, tmp_path / "lost", 0.1)
 

@@ -1,4 +1,4 @@
-"""A report can be drawn, whatever was measured."""
+"""Figures of preflight reports."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ pytest.importorskip("matplotlib")
 
 
 @pytest.mark.parametrize("nodes, local", [(1, 1), (50, 1)])
-def test_it_is_drawn(nodes: int, local: int) -> None:
+def test_a_report_is_drawn_as_svg(nodes: int, local: int) -> None:
     drawn = figure(report(nodes, local), "a title")
     out = io.BytesIO()
     drawn.savefig(out, format="svg")
     assert b"</svg>" in out.getvalue()
 
 
-def test_the_map_holds_every_pair_both_ways() -> None:
+def test_the_bandwidth_map_is_symmetric() -> None:
     found = report(3, 1)
     field = figure(found, "").axes[0].images[0].get_array()
     for pair in found.between.pairs:

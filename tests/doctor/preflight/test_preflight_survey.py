@@ -1,4 +1,4 @@
-"""A whole preflight on real ranks: all is measured, in time, and who is slow on purpose is named."""
+"""A complete preflight on real ranks: all measurements, the time limit, and the report of a slowed rank."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PAUSE = 0.04  # seconds: long enough that a busy machine adds little to it
 
 
 def steady(amount: float = 1e9) -> Any:
-    """Return a kernel that does so much in the same time, whatever else the machine does."""
+    """Return a kernel that reports ``amount`` operations per fixed time, independent of the load of the machine."""
     return lambda device: Kernel(lambda: time.sleep(PAUSE), amount)
 
 
@@ -38,7 +38,7 @@ def world(request: pytest.FixtureRequest, comm: Any) -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def surveyed(world: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Report, list[str], float]:
-    """Return a report of ranks of which the last computes ten times slower, what was said, and the seconds it took."""
+    """Return a report of ranks whose last one computes ten times slower, the messages, and the seconds taken."""
     folder = Path(world.broadcast_object(str(tmp_path_factory.mktemp("survey"))))
     said: list[str] = []
     last = world.rank == world.size - 1
@@ -51,7 +51,7 @@ def surveyed(world: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Repo
 def test_everything_is_measured(world: Any, surveyed: tuple[Report, list[str], float]) -> None:
     report, said, _ = surveyed
     assert len(report.seats) == len(report.products) == len(report.streams) == len(report.written) == world.size
-    # On a crowded machine time may be up before the last clock.
+    # On an oversubscribed machine the time may be over before the last clock is measured.
     assert bool(report.skews) == (world.nodes > 1) and len(report.skews) < world.nodes
     assert sorted(report.inside) == list(range(world.nodes))
     assert report.between.of_rounds == (world.nodes - 1 if world.nodes > 1 else 0)
@@ -62,14 +62,14 @@ def test_everything_is_measured(world: Any, surveyed: tuple[Report, list[str], f
 
 
 @pytest.mark.ranks(2, 4)
-def test_all_ranks_hold_the_same_report(world: Any, surveyed: tuple[Report, list[str], float]) -> None:
+def test_all_ranks_have_the_same_report(world: Any, surveyed: tuple[Report, list[str], float]) -> None:
     assert world.broadcast_object(surveyed[0]) == surveyed[0]
 
 
 @pytest.mark.ranks(2, 4)
-def test_who_is_slow_on_purpose_is_named(world: Any, surveyed: tuple[Report, list[str], float]) -> None:
+def test_the_slowed_rank_is_named(world: Any, surveyed: tuple[Report, list[str], float]) -> None:
     report = surveyed[0]
-    # One host plays all nodes, so names tell nothing here; places do.
+    # One host simulates all nodes, so names do not distinguish them; positions do.
     found = [finding.found for finding in findings(report) if finding.topic == "products"]
     assert len(found) == 1 and f": rank {world.size - 1} on " in found[0] and found[0].count("rank ") == 1
     if world.nodes > 1:
@@ -79,12 +79,12 @@ def test_who_is_slow_on_purpose_is_named(world: Any, surveyed: tuple[Report, lis
 
 
 @pytest.mark.ranks(2, 4)
-def test_time_is_kept(surveyed: tuple[Report, list[str], float]) -> None:
+def test_the_time_limit_is_kept(surveyed: tuple[Report, list[str], float]) -> None:
     report, _, took = surveyed
-    assert max(report.seconds, took) < SECONDS + 10  # a first round, a first repeat and one flush are always made
+    assert max(report.seconds, took) < SECONDS + 10  # a first round, a first repetition and one flush always run
 
 
-def test_one_process_is_a_job_too(comm: Any, tmp_path: Path) -> None:
+def test_a_survey_of_one_process_works(comm: Any, tmp_path: Path) -> None:
     report = survey(comm, CPU, Plan(0.5, tmp_path, product=steady(), stream=steady()))
     assert len(report.seats) == 1 and not report.reductions and not report.between.pairs
     assert {finding.level for finding in findings(report)} <= {"ok", "note"}

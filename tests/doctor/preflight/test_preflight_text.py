@@ -1,4 +1,4 @@
-"""What a report says as text fits any number of ranks."""
+"""Preflight reports as text, for any number of ranks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from support.doctoring import report, tournament
 from hpctrain.doctor.preflight.text import lines
 
 
-def test_two_nodes() -> None:
+def test_text_has_ranks_links_and_reductions() -> None:
     found = lines(report(2, 2))
     assert found[0].split() == "host rank local cpus NUMA threads device GFLOP/s memory GB/s writes MB/s".split()
     assert found[4].split() == ["n2", "3", "1", "1", "0", "1", "cpu", "95", "9.5", "177"]
@@ -16,7 +16,7 @@ def test_two_nodes() -> None:
     assert found[-1].split() == ["1", "MiB", "1", "ms", "1.57", "GB/s"]
 
 
-def test_slow_links_have_a_unit_of_their_own() -> None:
+def test_slow_links_are_written_in_megabytes() -> None:
     found = lines(report(2, 1, between=tournament([2.5e6], 2)))
     assert ["between", "nodes,", "MB/s", "n1", "n2"] in [line.split() for line in found]
     assert ["n2", "2.5", "-"] in [line.split() for line in found]
@@ -27,7 +27,7 @@ def test_one_node_shows_its_ranks() -> None:
 
 
 @pytest.mark.parametrize("nodes", [1, 13, 200])
-def test_many_nodes_are_cut(nodes: int) -> None:
+def test_text_of_many_nodes_is_shortened(nodes: int) -> None:
     found = lines(report(nodes, 1))
     assert len(found) < 90 and max(map(len, found)) < 160
     assert any("more ranks" in line for line in found) == (nodes > 64)

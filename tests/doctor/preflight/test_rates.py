@@ -1,4 +1,4 @@
-"""Rates count what was done in the time, of every rank."""
+"""Rates of computation and memory access of every rank."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hpctrain.doctor.preflight.rates import Kernel, measure, product, stream
 CPU = torch.device("cpu")
 
 
-def test_a_known_rate(comm: Any) -> None:
+def test_a_known_rate_is_measured(comm: Any) -> None:
     calls: list[float] = []
 
     def run() -> None:
@@ -25,19 +25,19 @@ def test_a_known_rate(comm: Any) -> None:
     assert calls[-1] - calls[0] < 2
 
 
-def test_something_is_done_however_little_time_there_is(comm: Any) -> None:
+def test_a_kernel_runs_at_least_once(comm: Any) -> None:
     assert measure(comm, Kernel(lambda: time.sleep(0.02), 1.0), 1e-6)[0] < 50
 
 
 @pytest.mark.parametrize("make, amount", [(product, 2 * 768**3), (stream, 3 * 2**25)])
-def test_kernels_do_what_they_count(make: Any, amount: float) -> None:
+def test_kernels_report_the_work_that_they_do(make: Any, amount: float) -> None:
     kernel = make(CPU)
     kernel.run()
     assert kernel.amount == amount
 
 
 @pytest.mark.ranks
-def test_a_slow_rank_is_the_slow_one(comm: Any) -> None:
+def test_a_slow_rank_has_the_lowest_rate(comm: Any) -> None:
     pause = 0.02 if comm.rank == comm.size - 1 else 0.002
     rates = measure(comm, Kernel(lambda: time.sleep(pause), 1.0), 0.2)
     assert len(rates) == comm.size and min(rates[:-1]) > 2 * rates[-1]

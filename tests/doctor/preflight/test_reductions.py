@@ -1,4 +1,4 @@
-"""all_reduce is timed, and a wrong sum is an error."""
+"""Measurement of all_reduce, and the error for a wrong sum."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from hpctrain.doctor.preflight.reductions import SIZES, Reduction, check, measur
 CPU = torch.device("cpu")
 
 
-def test_bus_bandwidth_is_what_a_link_carries() -> None:
+def test_bus_bandwidth_follows_the_ring_formula() -> None:
     assert Reduction(1000, 0.5, (), 4).bus == 2 * 3 / 4 * 1000 / 0.5
 
 
-def test_findings() -> None:
+def test_wrong_sums_and_times_are_findings() -> None:
     right, wrong = Reduction(2**20, 2e-3, (), 4), Reduction(2**12, 1e-5, (1, 3), 4)
     assert told(check([wrong, right])) == [("error", "all_reduce")]
     assert only(check([wrong])).found == "a wrong sum on 2 ranks, 1 the first"
@@ -31,12 +31,12 @@ def test_sizes_are_measured_as_time_allows(own: Any) -> None:
     found = measure(own, CPU, 2.0)
     assert [one.nbytes for one in found] == list(SIZES[: len(found)]) and len(found) >= 2
     assert all(one.wrong == () and one.size == own.size and 0 < one.seconds < scaled(1) for one in found)
-    # Two small ones are always measured, and tell that the large one would take too long.
+    # Two small sizes are always measured; they predict that the large one would take too long.
     assert [one.nbytes for one in measure(own, CPU, 1e-9)] == [*SIZES[:2]]
 
 
 @pytest.mark.ranks
-def test_a_wrong_sum_is_seen(own: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_sum_is_detected(own: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from hpctrain.collectives.communicator import Communicator
 
     right = Communicator.all_reduce

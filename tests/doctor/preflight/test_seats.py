@@ -1,4 +1,4 @@
-"""Where ranks sit is told, and what they share is named."""
+"""Placement of ranks on cores and GPUs, and the findings about shared ones."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from hpctrain.doctor.preflight.seats import Seat, check, host_name, numa_nodes, 
 
 
 def ranks(*cpus: tuple[int, ...], **other: Any) -> list[Seat]:
-    """Return seats on one node, with these cores."""
+    """Return the placement of ranks on one node with these cores."""
     return [seat(rank, 0, rank, cpus=own, **other) for rank, own in enumerate(cpus)]
 
 
-def test_a_good_layout() -> None:
+def test_ranks_on_separate_cores_are_ok() -> None:
     assert [finding.found for finding in check([seat(0, 0, 0), seat(1, 0, 1), seat(2, 1, 0), seat(3, 1, 1)])] == [
         "4 ranks on 2 nodes",
         "no two ranks share a core",
@@ -26,7 +26,7 @@ def test_a_good_layout() -> None:
 
 
 @pytest.mark.parametrize(
-    "seats, level, words",
+    "placement, level, words",
     [
         (ranks((0, 1, 2, 3), (0, 1, 2, 3)), "note", "2 ranks may all use cores 0-3: they are not bound (n1)"),
         (ranks((0, 1), (1, 2)), "warning", "ranks 0 and 1 share cores 1 (n1)"),
@@ -35,8 +35,8 @@ def test_a_good_layout() -> None:
         (ranks((0, 4), (1, 5), numa=(0, 1)), "note", "the cores of ranks 0-1 lie in several NUMA nodes (n1)"),
     ],
 )
-def test_bindings(seats: list[Seat], level: str, words: str) -> None:
-    found = only(check(seats))
+def test_shared_or_wrong_cores_are_findings(placement: list[Seat], level: str, words: str) -> None:
+    found = only(check(placement))
     assert (found.level, found.topic, found.found) == (level, "binding", words)
 
 
@@ -44,13 +44,13 @@ def test_a_rank_that_has_the_whole_node_may_span_it() -> None:
     assert told(check([seat(0, 0, 0, cpus=tuple(range(8)), numa=(0, 1), cores=8)])) == []
 
 
-def test_what_is_true_of_many_nodes_is_said_once() -> None:
+def test_a_finding_on_many_nodes_is_reported_once() -> None:
     both = tuple(range(8))
     found = only(check([seat(rank, rank // 2, rank % 2, cpus=both) for rank in range(200)]))
     assert found.found == "2 ranks may all use cores 0-7: they are not bound (100 nodes, n1 the first)"
 
 
-def test_uneven_nodes() -> None:
+def test_unequal_numbers_of_ranks_are_reported() -> None:
     assert only(check([seat(0, 0, 0), seat(1, 0, 1), seat(2, 1, 0)])).found == "3 ranks on 2 nodes, from 1 to 2 on each"
 
 
@@ -59,26 +59,26 @@ def gpu(rank: int, identity: str, node: int = 0, name: str = "A100", local: int 
     return seat(rank, node, local, device=f"cuda:{local}", gpu=name, identity=identity)
 
 
-def test_gpus_of_their_own() -> None:
+def test_separate_gpus_are_no_finding() -> None:
     assert told(check([gpu(0, "a"), gpu(1, "b")])) == []
     same_number = [gpu(0, "a"), gpu(1, "a", node=1, local=0)]
     assert told(check(same_number)) == []
 
 
-def test_a_shared_gpu() -> None:
+def test_a_shared_gpu_is_an_error() -> None:
     found = only(check([gpu(0, "a"), gpu(1, "a"), gpu(2, "b")]))
     assert found.level == "error" and found.found == "ranks 0-1 share a GPU of n1 (cuda:0)"
 
 
-def test_ranks_without_a_gpu_among_others() -> None:
+def test_ranks_without_a_gpu_among_ranks_with_one_are_an_error() -> None:
     assert told(check([gpu(0, "a"), seat(1, 0, 1)])) == [("error", "GPUs")]
 
 
-def test_gpus_of_two_kinds() -> None:
+def test_gpus_of_two_models_are_reported() -> None:
     assert only(check([gpu(0, "a"), gpu(1, "b", name="H100")])).found == "2 x A100, H100"
 
 
-def test_numa_nodes(tmp_path: Path) -> None:
+def test_numa_nodes_are_read_from_sysfs(tmp_path: Path) -> None:
     for name, cpus in {"node0": "0-3,8-11\n", "node1": "4-7,12\n", "node2": "\n", "has_cpu": "0-12\n"}.items():
         (tmp_path / name).mkdir()
         (tmp_path / name / "cpulist").write_text(cpus)
@@ -86,13 +86,13 @@ def test_numa_nodes(tmp_path: Path) -> None:
     assert numa_nodes((99,), tmp_path) == () == numa_nodes((0,), tmp_path / "lost")
 
 
-def test_names() -> None:
+def test_hosts_and_ranks_are_named() -> None:
     assert host_name({"SLURMD_NODENAME": "n7"}) == "n7" and host_name({}) == socket.gethostname()
     assert ranks_in_words([3]) == "rank 3" and ranks_in_words([0, 1, 2, 7]) == "ranks 0-2,7"
 
 
 @pytest.mark.ranks(1, 2)
-def test_this_process(comm: Any) -> None:
+def test_take_gathers_the_placement_of_this_process(comm: Any) -> None:
     import torch
 
     seats = take(comm, torch.device("cpu"))
