@@ -1,4 +1,4 @@
-"""Give a communicator that a test may spoil."""
+"""Fixtures: a communicator for a single test, which may leave it in any state."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The report on time, and the recommendation."""
+"""Reports of the time of a run, and the recommended strategy."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def report() -> TimeReport:
     return time_report(planned(2), "a100")
 
 
-def test_a_report_says_how_fast_how_long_and_what_it_goes_by(report: TimeReport, tmp_path: Path) -> None:
+def test_a_report_has_rates_walltime_and_assumptions(report: TimeReport, tmp_path: Path) -> None:
     text = "\n".join(report.lines())
     rates = r"[\d,.]+ samples/s, [\d,.e+]+ tokens/s, \S+ TFLOP/s, \d+% of the peak"
     assert re.search(rf"a step takes \S+ \w+: {rates}", text)
@@ -37,7 +37,7 @@ def test_a_report_says_how_fast_how_long_and_what_it_goes_by(report: TimeReport,
     assert (tmp_path / "curve.png").exists()
 
 
-def test_a_range_says_how_far_repeats_were_apart(report: TimeReport) -> None:
+def test_a_range_shows_the_spread_of_repetitions(report: TimeReport) -> None:
     apart = replace(report, spread=(0.5, 2.0))
     low, high = (readable(factor * report.step.seconds) for factor in (0.5, 2.0))
     assert f" ({low} to {high}): " in apart.lines()[0] and " to " not in report.lines()[0].split(":")[0]
@@ -45,14 +45,14 @@ def test_a_range_says_how_far_repeats_were_apart(report: TimeReport) -> None:
     assert seconds == pytest.approx([0.5 * report.step.seconds, 2 * report.step.seconds])
 
 
-def test_a_report_is_plain_values_too(report: TimeReport) -> None:
+def test_a_report_converts_to_json(report: TimeReport) -> None:
     found = json.loads(json.dumps(report.as_dict()))
     assert found["step"]["seconds"] == pytest.approx(sum(found["step"]["parts"].values()))
     assert found["run"]["walltime"] == report.whole.walltime and len(found["scaling"]) == 15
     assert found["step"]["share_of_peak"] == report.step.share_of_peak
 
 
-def test_the_machine_at_hand_has_its_layers_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_are_timed_on_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(time_forecasts, "probe", lambda dtype, folder: CPU)
     monkeypatch.setattr(time_forecasts, "calibration", dict)
     found = time_report(replace(planned(1, 2), device="cpu"))
@@ -60,7 +60,7 @@ def test_the_machine_at_hand_has_its_layers_timed(monkeypatch: pytest.MonkeyPatc
     assert found.step.parts["forward"] > 0 and found.step.share_of_peak is None
 
 
-def test_a_gpu_that_nobody_named_is_an_assumption(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unnamed_gpu_is_an_assumption(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     machine, here = time_forecasts.machine_for(planned(1))
     assert machine.name == "A100" and not here and "no GPU is visible here" in machine.assumed[0]
@@ -68,7 +68,7 @@ def test_a_gpu_that_nobody_named_is_an_assumption(monkeypatch: pytest.MonkeyPatc
         time_forecasts.machine_for(planned(1), "this")
 
 
-def test_the_fastest_that_fits_is_recommended_with_its_reason() -> None:
+def test_the_fastest_candidate_that_fits_is_recommended_with_its_reason() -> None:
     ddp, zero1 = planned(4), planned(4, data="zero1")
     slow = planned(4, data="zero1", recompute=True)
     found = recommend(
@@ -85,7 +85,7 @@ def test_the_fastest_that_fits_is_recommended_with_its_reason() -> None:
     assert found.seconds["zero1"] < found.seconds["zero1 + recompute"]
 
 
-def test_where_nothing_fits_the_one_that_needs_least_is_named() -> None:
+def test_the_smallest_candidate_is_named_if_none_fits() -> None:
     one = planned(2)
     found = recommend([Candidate("ddp", False, one, 9 * GIB, 4 * GIB), Candidate("fsdp", False, one, 5 * GIB, 4 * GIB)])
     assert found.name is None and found.reason == "none of 2 fits: fsdp needs least, 5.00 GiB of 4.00 GiB"
@@ -95,7 +95,7 @@ def test_where_nothing_fits_the_one_that_needs_least_is_named() -> None:
     assert only.name == "ddp" and only.reason.startswith("ddp is the only way: ")
 
 
-def test_what_is_scarcest_of_a_way_is_what_is_told_of_it() -> None:
+def test_a_candidate_is_described_by_its_scarcest_memory() -> None:
     found = candidates(planned(2), Limits(device=10**9, host=10**12))
     one, *_ = map(considered, found)
     memory = found[0].memory

@@ -1,4 +1,4 @@
-"""The probe of the machine at hand."""
+"""Probe of the rates of this machine."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def load(monkeypatch: pytest.MonkeyPatch, value: float) -> None:
-    """Let others keep that share of the cores at work while the probe looks."""
+    """Simulate other processes that use this fraction of the cores during the probe."""
     looks = iter([[1000, 5000], [1000 + round(400 * (1 - value)), 5400]])
     monkeypatch.setattr(machine_probe, "_ticks", lambda: next(looks))
     monkeypatch.setattr(machine_probe, "LOOK", 0)
 
 
-def test_rates_are_measured_and_threads_given_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rates_are_measured_and_the_thread_count_is_restored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     load(monkeypatch, 0.1)
     before = torch.get_num_threads()
     found = probe(folder=tmp_path / "not" / "there")
@@ -41,7 +41,7 @@ def test_rates_are_measured_and_threads_given_back(tmp_path: Path, monkeypatch: 
     assert any(line.startswith(told) for line in found.assumed)
 
 
-def test_a_busy_machine_is_taken_to_do_with_two_cores_twice_what_it_does_with_one(
+def test_on_a_busy_machine_rates_are_scaled_from_one_core(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     load(monkeypatch, 0.5)
@@ -50,7 +50,7 @@ def test_a_busy_machine_is_taken_to_do_with_two_cores_twice_what_it_does_with_on
     assert any("others are at work here" in line for line in found.assumed) and found.busy
 
 
-def test_work_of_others_is_read_from_the_system_and_else_guessed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_load_of_other_processes_is_read_from_proc_stat_or_assumed(monkeypatch: pytest.MonkeyPatch) -> None:
     mine = "cpu0 10 0 10 70 5 0 0 5 0 0\ncpu1 20 0 0 60 0 0 0 0 0 0\n"
     cores = f"cpu  9 9 9 9 9 9 9 9 0 0\n{mine}cpu2 9 9 9 9 9 9 9 9 9 9\n"
     with monkeypatch.context() as patch:
@@ -63,12 +63,12 @@ def test_work_of_others_is_read_from_the_system_and_else_guessed(monkeypatch: py
     assert machine_probe.at_work() == pytest.approx(0.75)
 
 
-def test_one_thread_is_timed_by_its_own_clock() -> None:
+def test_one_thread_is_timed_by_its_cpu_clock() -> None:
     asleep = best_time(lambda: time.sleep(0.01), 1, bursts=2)
     assert asleep < 0.005 <= best_time(lambda: time.sleep(0.01), 2, bursts=2)
 
 
-def test_a_folder_that_cannot_be_written_leaves_an_assumption(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unwritable_folder_leaves_an_assumption(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*args: object, **options: object) -> None:
         raise PermissionError(13, "Permission denied")
 

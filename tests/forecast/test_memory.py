@@ -1,4 +1,4 @@
-"""The parts of a run's memory are what can be worked out by hand."""
+"""Forecast parts of a run's memory, compared with sums by hand."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ def test_one_rank_holds_everything(facts: Facts) -> None:
 @pytest.mark.parametrize(
     "optimizer, kept", [({"name": "sgd"}, 0), ({"name": "sgd", "options": {"momentum": 0.9}}, 1), ({"name": "adam"}, 2)]
 )
-def test_states_are_those_of_the_optimizer(facts: Facts, optimizer: dict[str, Any], kept: int) -> None:
+def test_states_depend_on_the_optimizer(facts: Facts, optimizer: dict[str, Any], kept: int) -> None:
     settings = build(Settings, {"model": MODEL, "train": {"batch": 16}, "optimizer": optimizer})
     memory = memory_of(PlannedRun(settings, facts, 1, 1, "cpu"))
     assert memory.rank.host["optimizer states"] == kept * 4 * facts.numel
 
 
-def test_ranks_of_a_node_share_parameters(facts: Facts) -> None:
+def test_fsdp_ranks_of_a_node_share_parameters(facts: Facts) -> None:
     ddp, fsdp = planned(facts), planned(facts, data="fsdp")
     whole = 4 * facts.numel
     assert ddp.node.host["parameters"] == 4 * whole
@@ -60,7 +60,7 @@ def test_ranks_of_a_node_share_parameters(facts: Facts) -> None:
     assert fsdp.rank.host_total < ddp.rank.host_total
 
 
-def test_on_gpus_what_zero_divides(facts: Facts) -> None:
+def test_zero_stages_divide_memory_on_gpus(facts: Facts) -> None:
     whole = 4 * facts.numel
     shares = {"zero1": 1.0, "zero2": 1.0, "fsdp": 0.25}
     for data, share in shares.items():
@@ -70,7 +70,7 @@ def test_on_gpus_what_zero_divides(facts: Facts) -> None:
         assert need.device["optimizer states"] == pytest.approx(whole / 2, rel=0.02)
 
 
-def test_gpus_that_offload_keep_no_states(facts: Facts) -> None:
+def test_offload_keeps_no_states_on_gpus(facts: Facts) -> None:
     sections = {"model": MODEL, "train": {"batch": 16}, "offload": {"parameters": True}, "parallel": {"data": "fsdp"}}
     need = memory_of(PlannedRun(build(Settings, sections), facts, 4, 4, "cuda")).rank
     assert (need.device["optimizer states"], need.device["gradients"], need.device["parameters"]) == (0, 0, 0)
@@ -82,16 +82,16 @@ def test_the_fullest_stage_is_named(facts: Facts) -> None:
     assert [len(layers) for layers in memory.layers] == [2, 7]
     assert memory.stages[1].host["parameters"] > memory.stages[0].host["parameters"]
     held = sum(need.host["parameters"] for need in memory.stages)
-    assert held == 4 * facts.numel  # nothing is on two stages
+    assert held == 4 * facts.numel  # no parameter is on two stages
     assert memory.rank is memory.stages[memory.fullest]
 
 
-def test_more_microbatches_live_on_earlier_stages(facts: Facts) -> None:
+def test_gpipe_keeps_more_microbatches_than_1f1b(facts: Facts) -> None:
     one, all_ = (planned(facts, 2, 2, pipe=2, microbatches=8, schedule=name) for name in ("1f1b", "gpipe"))
     assert all_.stages[0].host["activations"] > 3 * one.stages[0].host["activations"]
 
 
-def test_parts_make_up_the_peak(facts: Facts) -> None:
+def test_parts_add_up_to_the_peak(facts: Facts) -> None:
     need = planned(facts, tensor=2).rank
     assert list(need.host) == list(PARTS) and sum(need.host.values()) == need.host_total
 
@@ -101,7 +101,7 @@ def test_recomputing_needs_fewer_activations(facts: Facts) -> None:
     assert again.host["activations"] < plain.host["activations"] / 3
 
 
-def test_candidates_name_the_chosen_way_once(facts: Facts) -> None:
+def test_candidates_contain_the_chosen_strategy_once(facts: Facts) -> None:
     run = PlannedRun(settings_of(data="zero1"), facts, 4, 4)
     found = candidates(run, Limits(host=1))
     names = [one.name for one in found]
@@ -113,7 +113,7 @@ def test_candidates_name_the_chosen_way_once(facts: Facts) -> None:
     assert set(names) < set(more)
 
 
-def test_a_mesh_that_cannot_be(facts: Facts) -> None:
+def test_an_impossible_mesh_is_a_user_error(facts: Facts) -> None:
     with pytest.raises(UsageError, match="cannot form a mesh"):
         planned(facts, 4, 4, pipe=3)
     with pytest.raises(SettingsError, match="batch of 16"):
@@ -122,7 +122,7 @@ def test_a_mesh_that_cannot_be(facts: Facts) -> None:
         planned(facts, 8, 8, tensor=8)
 
 
-def test_names_tell_ways_apart(facts: Facts) -> None:
+def test_names_distinguish_candidates(facts: Facts) -> None:
     run = PlannedRun(settings_of(pipe=2, data="zero1", recompute=True), facts, 4, 4)
     assert name_of(run) == "pipe 2 x zero1 2 (1f1b) + recompute"
 

@@ -1,4 +1,4 @@
-"""What is forecast of the memory of a node is what the processes of a run have, by Linux's account of them."""
+"""Forecast memory of a node, compared with the memory of a run's processes according to Linux."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ KNOWN = {case.name: case for case in CASES}
 
 @pytest.mark.limit(200)
 @pytest.mark.parametrize("name", ["mlp-wide fsdp on 2", *(pytest.param(each, marks=pytest.mark.long) for each in LONG)])
-def test_processes_have_what_is_forecast(name: str, tmp_path: Path) -> None:
+def test_memory_of_processes_matches_the_forecast(name: str, tmp_path: Path) -> None:
     case = KNOWN[name]
     config = case.config(tmp_path)
     planned = forecast.memory_of(forecast.planned(config, case))
     found = forecast.Outcome(case, planned, forecast.measure(config, case, tmp_path / "peaks"))
-    # The table in benchmarks/results holds 10 % of the node. What torch's libraries take differs by machine: a virtual
-    # machine with three cores had 20 MB more per rank.
+    # The table in benchmarks/results is within 10 % of the node. The memory of torch's libraries differs by machine: a
+    # virtual machine with three cores had 20 MB more per rank.
     model = found.node - planned.node.host["program"]
     assert found.measured == pytest.approx(found.node, abs=0.15 * model + 20_000_000 * case.ranks), found.ranks

@@ -1,4 +1,4 @@
-"""What is predicted of the memory of ranks is what they have."""
+"""Forecast memory of ranks, compared with measured tensors."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def measured(run: PlannedRun, comm: Any) -> int:
 
 @pytest.fixture(autouse=True)
 def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let what is done beside a step be done within it, where it is seen."""
+    """Run background work of a step synchronously, so that the measurement includes it."""
 
     def submit(worker: Worker, job: Callable[[], Any]) -> Ticket[Any]:
         ticket = Ticket(job, worker.name)
@@ -100,7 +100,7 @@ def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def apart(comm: Any) -> Iterator[Any]:
-    """Return a communicator of ranks of which each believes to be alone on its node."""
+    """Return a communicator whose ranks each report to be alone on their node."""
     apart = placed(comm, alone)
     yield apart
     apart.free()
@@ -109,19 +109,19 @@ def apart(comm: Any) -> Iterator[Any]:
 @pytest.mark.few(4)
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("case", [*(pytest.param(case, id=name) for name, case in CASES.items()), *SLOW])
-def test_predicts_what_is_measured(own: Any, case: dict[str, Any]) -> None:
+def test_forecast_equals_measured_memory(own: Any, case: dict[str, Any]) -> None:
     settings = settings_of(case)
     run = PlannedRun(settings, facts_of(settings), own.size, own.size)
     need = memory_of(run).stages[run.shape.coordinate("pipe", own.rank)].tensors_total
-    # Of activations on their way to the host some 5 MB are not in the forecast.
+    # The forecast omits some 5 MB of activations in transfer to the host.
     close = 0.1 if settings.offload.activations else 0.05
     assert need == pytest.approx(measured(run, own), rel=close)
 
 
 @pytest.mark.ranks(2)
-def test_predicts_units_that_pass_by(apart: Any) -> None:
+def test_forecast_includes_gathered_units(apart: Any) -> None:
     settings = settings_of({"data": "fsdp", "bucket_mib": 1.0})
     run = PlannedRun(settings, facts_of(settings), apart.size, 1)
     memory = memory_of(run)
-    assert memory.rank.host_total == memory.node.host_total  # each is alone on its node
+    assert memory.rank.host_total == memory.node.host_total  # each rank is alone on its node
     assert memory.rank.tensors_total == pytest.approx(measured(run, apart), rel=0.1)

@@ -1,4 +1,4 @@
-"""The arithmetic that is usually quoted comes out as it is quoted, and what is counted here as by hand."""
+"""Memory accounts of publications, reproduced, and activations of a block, counted by hand."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ GPT2 = {"batch": 32, "context": 1024, "width": 1600}
 
 
 def _cut(number: float, digits: int) -> float:
-    """Leave out further digits, as the account does."""
+    """Truncate to ``digits`` digits, as the published account does."""
     return math.floor(number * 10**digits) / 10**digits
 
 
@@ -31,14 +31,14 @@ def test_gpt2_takes_87_gigabytes() -> None:
 
 
 @pytest.mark.parametrize("billions, told", [(0.32, 5.12), (1.5, 24), (17.2, 275), (175, 2800)])
-def test_sixteen_bytes_a_parameter(billions: float, told: float) -> None:
+def test_mixed_precision_takes_sixteen_bytes_per_parameter(billions: float, told: float) -> None:
     assert mixed_precision_bytes(billions * 1e9) / GB == pytest.approx(told, rel=1e-3)
 
 
 def test_a_block_keeps_sixteen_streams() -> None:
-    # By hand, in streams: what qkv takes and gives (1 + 3), what attention gives (1), what the second norm takes (1),
-    # what fc takes and gives (1 + 4), what GELU gives (4), and the output (1); the input is what is before the block.
-    # Beside them a number a head and token for attention, and two a norm and token.
+    # By hand, in streams: input and output of qkv (1 + 3), output of attention (1), input of the second norm (1),
+    # input and output of fc (1 + 4), output of GELU (4), and the output (1); the input belongs to the previous block.
+    # In addition one number per head and token for attention, and two per norm and token.
     batch, context, width, heads = 4, 64, 128, 4
     settings = Settings(model=ModelSettings("gpt-tiny", layers=2, width=width, heads=heads, context=context))
     how = How.of(settings, batch, "cpu")

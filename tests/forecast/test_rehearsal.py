@@ -1,4 +1,4 @@
-"""Passes that are made for real, by as many processes as a node will have ranks."""
+"""Timing of real forward and backward passes in as many processes as a node has ranks."""
 
 from __future__ import annotations
 
@@ -55,15 +55,15 @@ train.batch = 48
     return load(config)
 
 
-def test_ranks_that_share_cores_take_turns(plan: Any) -> None:
-    """Three processes that each want a core get what there are: nothing that is timed alone would show it."""
+def test_processes_that_share_cores_take_longer(plan: Any) -> None:
+    """Three processes that each use a core share the existing cores: timing one process alone would not show it."""
     cores = len(os.sched_getaffinity(0))
     found = rehearse(plan(3, message="not an answer"), 1, 0.0)
     assert found is not None and (found.ranks, found.threads) == (3, 1)
     assert found.forward >= BURN * max(1.0, 0.9 * 3 / cores) and 0 < found.backward
 
 
-def test_what_is_too_much_is_not_rehearsed(plan: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_passes_that_exceed_the_limits_are_not_run(plan: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def never(*args: Any, **options: Any) -> None:
         raise AssertionError("a process was started")
 
@@ -75,7 +75,7 @@ def test_what_is_too_much_is_not_rehearsed(plan: Any, monkeypatch: pytest.Monkey
     assert rehearse(run, 1, 0.0) is None
 
 
-def test_a_process_that_fails_leaves_the_forecast_to_the_layers(plan: Any, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_failing_process_falls_back_to_the_timed_layers(plan: Any, capfd: pytest.CaptureFixture[str]) -> None:
     assert rehearse(plan(1, fails=True), 1, 0.0) is None
     assert "this model fails" in capfd.readouterr().err
 
@@ -94,7 +94,7 @@ def test_no_process_outlives_the_deadline(plan: Any, monkeypatch: pytest.MonkeyP
     assert len(started) == 2 and all(one.returncode == -signal.SIGKILL for one in started)
 
 
-def test_a_forecast_has_the_passes_that_were_rehearsed(plan: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_forecast_uses_the_timed_passes(plan: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[tuple[int, int, float]] = []
 
     def rehearsed(run: PlannedRun, threads: int, expected: float) -> Rehearsal:
@@ -112,7 +112,7 @@ def test_a_forecast_has_the_passes_that_were_rehearsed(plan: Any, monkeypatch: p
     assert any("by 2 processes at once" in line for line in forecasts.assumptions(run))
 
 
-def test_a_busy_machine_is_no_stage(plan: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_passes_are_timed_on_a_busy_machine(plan: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(time_forecasts, "rehearse", lambda *args: pytest.fail("others are at work here"))
     run = plan(1)
     forecasts = Forecasts(run)

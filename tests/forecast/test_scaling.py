@@ -1,4 +1,4 @@
-"""Scaling curves, as numbers, text and picture."""
+"""Scaling curves as numbers, text and figure."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hpctrain.forecast.time_step import StepTime
 
 
 class Rated:
-    """Forecast by the rates of one machine, its work counted once."""
+    """Forecast by the rates of one machine, whose work is counted once."""
 
     def __init__(self, run: PlannedRun, machine: Machine = GPU) -> None:
         self.machine = machine
@@ -45,7 +45,7 @@ def test_a_curve_goes_from_one_rank_to_ten_thousand(curve: Curve) -> None:
     assert all(point.weak is not None for point in curve.points)
 
 
-def test_the_same_batch_is_shared_and_the_same_samples_are_not(curve: Curve) -> None:
+def test_strong_scaling_shares_the_batch_and_weak_scaling_does_not(curve: Curve) -> None:
     for point in curve.points:
         if point.strong is not None:
             assert point.strong.samples == 64
@@ -54,7 +54,7 @@ def test_the_same_batch_is_shared_and_the_same_samples_are_not(curve: Curve) -> 
     assert planned_one.strong == planned_one.weak
 
 
-def test_efficiency_counts_from_the_first_point_and_falls_between_nodes(curve: Curve) -> None:
+def test_efficiency_is_relative_to_the_first_point_and_falls_between_nodes(curve: Curve) -> None:
     shares = [curve.efficiency(point, "weak") for point in curve.points]
     assert shares[0] == 1 and all(share is not None and 0 < share <= 1 for share in shares)
     first, eight = curve.points[0].weak, curve.points[3].weak
@@ -64,8 +64,8 @@ def test_efficiency_counts_from_the_first_point_and_falls_between_nodes(curve: C
     assert curve.efficiency(curve.points[-1], "strong") is None
 
 
-def test_efficiency_is_at_most_one_where_more_ranks_use_cores_better(curve: Curve) -> None:
-    """One rank with four threads, then four ranks with one each, which take half the time for as many samples."""
+def test_efficiency_is_at_most_one_if_more_ranks_use_cores_better(curve: Curve) -> None:
+    """One rank with four threads, then four ranks with one thread each, which take half the time per sample."""
     one, two, four, *_ = (point.weak for point in curve.points)
     assert one is not None and two is not None and four is not None
     halved = replace(four, parts={name: seconds / 8 for name, seconds in four.parts.items()})
@@ -77,17 +77,17 @@ def test_efficiency_is_at_most_one_where_more_ranks_use_cores_better(curve: Curv
     assert [row.split()[-1] for row in lines(found)[2:]] == [f"{shares[0]:.0%}", "-", "100%"]
 
 
-def test_ranks_of_a_cpu_count_by_the_cores_that_they_keep_busy(run: PlannedRun) -> None:
+def test_cpu_ranks_count_by_their_busy_cores(run: PlannedRun) -> None:
     assert [busy(run, ranks, CPU) for ranks in (1, 2, 3, 4, 5, 8)] == [4, 4, 3, 4, 8, 8]
     assert busy(run, 5, GPU) == 5
 
 
-def test_counts_are_whole_replicas_and_hold_the_run() -> None:
+def test_rank_counts_are_whole_replicas_and_include_the_run() -> None:
     assert counts_for(planned(6, 24, pipe=3), 50) == [3, 6, 12, 24, 48]
     assert counts_for(planned(6, 24), 8) == [1, 2, 4, 6, 8]
 
 
-def test_the_table_has_a_row_a_point_and_a_dash_where_nothing_can_be(curve: Curve) -> None:
+def test_the_table_has_a_row_per_point_and_dashes_for_impossible_ones(curve: Curve) -> None:
     above, titles, *rows = lines(curve)
     assert len(rows) == 15 and "same batch" in above and titles.split()[:2] == ["ranks", "step"]
     assert rows[-1].split()[:4] == ["10,000", "-", "-", "-"] and rows[0].split()[-1] == "100%"
@@ -99,11 +99,11 @@ def test_the_table_has_a_row_a_point_and_a_dash_where_nothing_can_be(curve: Curv
     "seconds, text",
     [(2e-6, "2 us"), (0.0123, "12.3 ms"), (2.5, "2.5 s"), (120, "120 s"), (9000, "2.5 h"), (1e6, "11.6 d")],
 )
-def test_times_are_told_in_the_unit_that_suits_them(seconds: float, text: str) -> None:
+def test_times_are_written_in_a_suitable_unit(seconds: float, text: str) -> None:
     assert readable(seconds) == text
 
 
-def test_the_picture_shows_both_ways_and_what_would_be_in_proportion(
+def test_the_figure_shows_strong_weak_and_ideal_scaling(
     curve: Curve, run: PlannedRun, tmp_path: Path
 ) -> None:
     rates, shares = figure(curve, run).axes

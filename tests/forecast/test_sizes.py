@@ -1,4 +1,4 @@
-"""Numbers of bytes are read and written as people do."""
+"""Sizes in bytes: parsing and formatting with units."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from hpctrain.forecast.sizes import parse, tell
         ("80gib", 80 * 2**30),
     ],
 )
-def test_sizes_that_parse(text: str, nbytes: int) -> None:
+def test_sizes_with_units_are_parsed(text: str, nbytes: int) -> None:
     assert parse(text) == nbytes
 
 
 @pytest.mark.parametrize("text", ["", "GiB", "-4GiB", "40 GiG", "4,5GB", "0", "1e3", "nan"])
-def test_sizes_that_do_not(text: str) -> None:
+def test_malformed_sizes_are_refused(text: str) -> None:
     with pytest.raises(UsageError, match="is not a number of bytes"):
         parse(text)
 
 
-def test_the_unit_leaves_a_number_below_1024() -> None:
+def test_sizes_are_written_with_a_number_below_1024() -> None:
     assert [tell(one) for one in (0, 1023, 1024, 2**20 - 1, 2.5 * 2**30, 150 * 2**30)] == [
         "0 B",
         "1023 B",

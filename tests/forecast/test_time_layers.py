@@ -1,4 +1,4 @@
-"""Layers that are run for real, to see what they take."""
+"""Timing of single layers."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from hpctrain.forecast.time_layers import Line, Timed, time_layers
 from hpctrain.forecast.time_passes import Clock, one_thread
 from hpctrain.forecast.time_work import count
 
-STEP = 0.002  # seconds a sample
+STEP = 0.002  # seconds per sample
 
 
 class Burn(nn.Module):
-    """Keep the core busy for so long a sample, and for as long once."""
+    """Layer that keeps the core busy for ``times`` steps per sample, and for as long once per call."""
 
     def __init__(self, times: int) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     layers._filler.cache_clear()
 
 
-def test_each_kind_has_the_line_through_what_it_took() -> None:
+def test_each_kind_of_layer_has_a_line_through_its_times() -> None:
     facts = burning(1, 3, 1)
     found = time_layers(facts, count(facts, "mse"), 4, one_thread(CPU), "mse")
     assert found is not None and sorted(found) == [-1, 0, 1]
@@ -57,7 +57,7 @@ def test_each_kind_has_the_line_through_what_it_took() -> None:
         assert found[kind].backward.at(4) < STEP
 
 
-def test_generators_and_threads_are_left_as_they_were() -> None:
+def test_generators_and_thread_count_are_restored() -> None:
     facts = facts_of(settings())
     state, threads = torch.get_rng_state(), torch.get_num_threads()
     found = time_layers(facts, count(facts, "cross_entropy"), 2, one_thread(CPU), "cross_entropy")
@@ -66,7 +66,7 @@ def test_generators_and_threads_are_left_as_they_were() -> None:
     assert all(one.is_meta and one.grad is None for one in facts.model.parameters())
 
 
-def test_layers_that_would_take_too_long_or_too_much_are_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_that_exceed_time_or_memory_are_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
     facts = facts_of(settings())
     work = count(facts, "cross_entropy")
     monkeypatch.setattr(layers, "MOST_SECONDS", 1e-9)
@@ -80,7 +80,7 @@ def test_lines_do_not_fall_below_zero() -> None:
     assert Line(-1.0, 0.5).at(1) == 0 and Line(1.0, 0.5).at(4) == 3
 
 
-def test_what_one_thread_took_is_scaled_by_what_a_seat_is_quicker() -> None:
+def test_times_of_one_thread_are_scaled_to_the_threads_of_a_rank() -> None:
     from support.forecasts import forecast, planned
 
     run = planned(1, 8)
@@ -89,5 +89,5 @@ def test_what_one_thread_took_is_scaled_by_what_a_seat_is_quicker() -> None:
     timed = {kind: Timed(Line(0.0, 1.0), Line(0.0, 2.0)) for kind in kinds}
     clock = Clock(CPU, plain.clock.whole, plain.clock.local, timed)
     passes = clock.layers(run, plain.network(run))
-    head = passes[-2]  # one product, which four cores do three times as quickly as one
+    head = passes[-2]  # one product, for which four cores are three times as fast as one
     assert 8 / 3 <= head.forward <= 8 / 2 and head.backward == pytest.approx(2 * head.forward, rel=0.01)

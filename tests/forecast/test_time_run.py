@@ -1,4 +1,4 @@
-"""The time of a whole run, and the walltime to ask for."""
+"""Time of a whole run, and the walltime to request."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_walltimes_are_rounded_up(seconds: float, expected: str) -> None:
     assert walltime(seconds) == expected
 
 
-def test_a_run_is_its_steps_evaluations_checkpoints_and_start() -> None:
+def test_run_time_is_the_sum_of_start_steps_evaluations_and_checkpoints() -> None:
     run = planned(1)
     train = replace(run.settings.train, steps=1000, evaluate_every=100)
     saving = replace(run.settings.checkpoint, every=300)

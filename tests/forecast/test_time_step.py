@@ -1,4 +1,4 @@
-"""Steps put together, against sums by hand."""
+"""Time of a step, compared with sums by hand."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def on_cpu(one: PlannedRun) -> PlannedRun:
     return replace(one, device="cpu")
 
 
-def test_one_rank_takes_what_the_rates_say() -> None:
+def test_one_rank_follows_the_rates() -> None:
     found = step(run(1))
     layers = works()[1].at(16)
     forward = sum(max(one.forward.flops / 1e12, one.forward.product_bytes / 1e11) for one in layers)
@@ -68,7 +68,7 @@ def test_more_ranks_share_the_batch_and_accumulation_repeats_the_passes() -> Non
     assert step(halves).parts["backward"] == pytest.approx(2 * eight.parts["backward"])
 
 
-def test_recomputing_adds_the_blocks_forward_passes() -> None:
+def test_recomputation_adds_the_forward_passes_of_the_blocks() -> None:
     plain, again = step(run(1)), step(run(1, recompute=True))
     assert again.parts["forward"] == plain.parts["forward"]
     blocks = works()[1].at(16)[1:5]
@@ -77,7 +77,7 @@ def test_recomputing_adds_the_blocks_forward_passes() -> None:
         for one in blocks
     )
     assert again.parts["backward"] == pytest.approx(plain.parts["backward"] + more, rel=0.05)
-    assert again.flops == plain.flops  # those of the model
+    assert again.flops == plain.flops  # the FLOPs of the model
 
 
 HELD = Held(1e8, 0, 10)
@@ -90,7 +90,7 @@ def exchanged(data: str, passes: float = 0.0, ranks: int = 8, nodes: int = 1, ma
     return exchange_of(one, HELD, Network(machine, machine.seat(ranks // nodes)), passes, passes)
 
 
-def test_ddp_moves_two_and_fsdp_three_times_the_bytes() -> None:
+def test_ddp_sends_twice_and_fsdp_three_times_the_bytes() -> None:
     ring = BYTES * 7 / 8 / 1e10
     placing = 8 * 1e8 / 1e11
     ddp, zero2, fsdp = (exchanged(data) for data in ("ddp", "zero2", "fsdp"))
@@ -99,17 +99,17 @@ def test_ddp_moves_two_and_fsdp_three_times_the_bytes() -> None:
     assert fsdp.gradients + fsdp.parameters == pytest.approx(3 * ring + placing, rel=0.02)
 
 
-def test_what_the_passes_are_long_enough_for_hides_on_a_gpu_only() -> None:
+def test_communication_overlaps_with_passes_on_gpus_only() -> None:
     shown, behind = exchanged("fsdp"), exchanged("fsdp", passes=1.0)
     assert behind.gradients + behind.parameters < 0.4 * (shown.gradients + shown.parameters)
     whole = shown.gradients + shown.parameters + shown.hidden
     assert behind.gradients + behind.parameters + behind.hidden == pytest.approx(whole)
-    together = exchanged("fsdp", passes=0.03)  # each by itself would hide most of it
+    together = exchanged("fsdp", passes=0.03)  # each one separately would be mostly hidden
     assert together.hidden <= 0.06 + 1e-9 < whole
     assert exchanged("ddp", 1.0, machine=CPU) == exchanged("ddp", 0.0, machine=CPU)
 
 
-def test_parameters_in_the_memory_of_a_node_are_gathered_by_a_meeting() -> None:
+def test_parameters_in_shared_memory_are_gathered_by_a_barrier() -> None:
     found = exchanged("fsdp", ranks=4, machine=CPU)
     assert found.parameters == pytest.approx(1e-5)
     assert gathers_of(on_cpu(run(4, 4, data="fsdp")), group_of(run(4, 4).shape, "data", 4)) == 1
@@ -124,14 +124,14 @@ def test_sharding_divides_the_update() -> None:
     assert zero1.parts["clip"] == pytest.approx(ddp.parts["clip"] / 4, rel=0.01)
 
 
-def test_slow_links_between_nodes_show() -> None:
+def test_slow_links_between_nodes_lengthen_the_gradients() -> None:
     near, far = step(run(4)), step(run(4, nodes=2))
     assert far.parts["gradients"] > 5 * near.parts["gradients"]
     assert far.parts["forward"] == near.parts["forward"]
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-def test_equal_stages_leave_the_bubble_of_the_papers(schedule: str) -> None:
+def test_equal_stages_have_the_published_bubble(schedule: str) -> None:
     one = run(4, 16, pipe=4, schedule=schedule, microbatches=8)
     layers = [Passes(1.0, 2.0)] * 4
     parts = pipeline(one, layers, [range(n, n + 1) for n in range(4)], [0.0] * 4, 0.0)
@@ -140,7 +140,7 @@ def test_equal_stages_leave_the_bubble_of_the_papers(schedule: str) -> None:
     assert parts["bubble"] / whole == pytest.approx((4 - 1) / (8 + 4 - 1))  # Huang et al., GPipe
 
 
-def test_messages_between_stages_and_unequal_stages_lengthen_a_pipeline() -> None:
+def test_messages_and_unequal_stages_lengthen_a_pipeline() -> None:
     one = run(2, 16, pipe=2, microbatches=8)
     cuts = [range(0, 1), range(1, 2)]
     even = pipeline(one, [Passes(1.0, 2.0)] * 2, cuts, [0.0] * 2, 0.0)
@@ -149,7 +149,7 @@ def test_messages_between_stages_and_unequal_stages_lengthen_a_pipeline() -> Non
     assert sum(late.values()) > sum(even.values()) and odd["forward"] == 16
 
 
-def test_a_pipeline_of_a_gpt_takes_about_its_share_and_a_bubble() -> None:
+def test_two_stages_of_a_gpt_take_half_the_compute_and_a_bubble() -> None:
     whole, halves = step(run(1, 32)), step(run(2, 32, pipe=2, microbatches=8))
     compute = halves.parts["forward"] + halves.parts["backward"]
     assert 0.5 <= compute / (whole.parts["forward"] + whole.parts["backward"]) < 0.75
@@ -164,7 +164,7 @@ def test_tensor_ranks_exchange_activations() -> None:
     assert found.parts["activations"] == pytest.approx(18 * stream / 1e10, rel=0.1)
 
 
-def test_an_update_on_the_host_takes_the_hosts_memory_and_the_link() -> None:
+def test_an_offloaded_update_takes_host_memory_and_link_time() -> None:
     one = run(2)
     chosen = replace(one.settings)
     object.__setattr__(chosen, "offload", OffloadSettings(optimizer=True))

@@ -1,4 +1,4 @@
-"""Counting what passes do, against formulas and against torch's own counter."""
+"""Counts of operations and bytes of a pass, compared with formulas and torch's counter."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from hpctrain.parallel.settings import ParallelSettings
 
 
 @pytest.mark.parametrize("name", ["gpt-tiny", "gpt2-1.5b"])
-def test_a_gpt_takes_six_operations_a_weight_and_token_and_its_attention(name: str) -> None:
+def test_a_gpt_takes_six_operations_per_weight_and_token_plus_attention(name: str) -> None:
     chosen = settings(model=name)
     shape = chosen.model.gpt()
     work = count(facts_of(chosen), "cross_entropy")
     samples, tokens = 8, 8 * shape.context
-    weights = 12 * shape.width**2 * shape.layers + shape.width * shape.vocab_size  # products, the head among them
+    weights = 12 * shape.width**2 * shape.layers + shape.width * shape.vocab_size  # of products, including the head
     attention = 12 * shape.layers * shape.width * shape.context * tokens
     assert work.flops(samples) == pytest.approx(6 * weights * tokens + attention, rel=1e-12)
 
 
-def test_a_convnet_takes_what_torch_counts_where_it_computes() -> None:
+def test_operations_of_a_convnet_equal_the_count_of_torch() -> None:
     with torch.device("meta"):
         facts = describe(ConvNet((3, 16, 16), 10), "convnet", Spec((3, 16, 16), torch.float32), Spec((), torch.int64))
     model, samples = ConvNet((3, 16, 16), 10), 6
@@ -37,7 +37,7 @@ def test_a_convnet_takes_what_torch_counts_where_it_computes() -> None:
     assert count(facts, "cross_entropy").flops(samples) == counter.get_total_flops()
 
 
-def test_bytes_are_those_that_operators_read_and_write() -> None:
+def test_bytes_are_the_reads_and_writes_of_operators() -> None:
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(8, 4, bias=False), nn.ReLU())
     facts = describe(model, "two", Spec((8,), torch.float32), Spec((4,), torch.float32))
@@ -46,12 +46,12 @@ def test_bytes_are_those_that_operators_read_and_write() -> None:
     assert linear.forward.product_bytes == weight + inputs + outputs and linear.forward.other_bytes == 0
     assert linear.forward.flops == 2 * 3 * 8 * 4 and linear.backward.flops == 2 * linear.forward.flops
     assert relu.forward.other_bytes == 2 * outputs and relu.forward.flops == 0 and relu.forward.calls == 1
-    assert relu.backward.other_bytes == 3 * outputs  # the gradient, what it returned, and the new gradient
+    assert relu.backward.other_bytes == 3 * outputs  # the gradient, the forward output, and the new gradient
     assert (linear.numel, linear.tensors, relu.numel, loss.name) == (32, 1, 0, "loss")
     assert linear.output == relu.output == outputs
 
 
-def test_counting_leaves_no_gradients_and_counts_half_of_the_bytes_in_bfloat16() -> None:
+def test_counting_leaves_no_gradients_and_bfloat16_halves_the_bytes() -> None:
     facts = facts_of(settings())
     whole, half = count(facts, "cross_entropy").at(4), count(facts, "cross_entropy", torch.bfloat16).at(4)
     assert all(one.grad is None for one in facts.model.parameters())
@@ -59,7 +59,7 @@ def test_counting_leaves_no_gradients_and_counts_half_of_the_bytes_in_bfloat16()
     assert half[1].forward.product_bytes == whole[1].forward.product_bytes / 2
 
 
-def test_tensor_ranks_halve_the_products_and_sum_twice_a_block_and_pass() -> None:
+def test_two_tensor_ranks_halve_the_products_and_sum_twice_per_block_and_pass() -> None:
     facts = facts_of(settings())
     whole = count(facts, "cross_entropy").at(8)
     halves = count(facts, "cross_entropy", None, ParallelSettings(tensor=2)).at(8)
@@ -74,6 +74,6 @@ def test_tensor_ranks_halve_the_products_and_sum_twice_a_block_and_pass() -> Non
     assert parts[1].output == stream / 2
 
 
-def test_what_tensor_ranks_cannot_split_is_refused() -> None:
+def test_an_indivisible_tensor_size_is_refused() -> None:
     with pytest.raises(UsageError, match="3"):
         count(facts_of(settings()), "cross_entropy", None, ParallelSettings(tensor=3))
