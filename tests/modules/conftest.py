@@ -1,4 +1,4 @@
-"""Two versions of hpctrain, each installed as far as a module needs it, and the modulefiles for both systems."""
+"""Fixtures: two versions of hpctrain, each with the files that a module needs, and modulefiles for both systems."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture(params=["lmod", "modules"])
 def system(request: pytest.FixtureRequest) -> ModuleSystem:
-    """Return each module system in its turn."""
+    """Return each module system in turn."""
     return lmod() if request.param == "lmod" else environment_modules()
 
 
 @pytest.fixture(scope="session")
 def pages() -> tuple[str, str]:
-    """Return the man page and the completion."""
+    """Return the man page and the bash completion."""
     programs = ("packaging/manpage.py", "packaging/completion.py")
     made = [
         subprocess.run([sys.executable, ROOT / program], cwd=ROOT, capture_output=True, text=True, check=True)
@@ -47,7 +47,7 @@ def modulepath(tmp_path_factory: pytest.TempPathFactory, pages: tuple[str, str])
 
 
 def install(root: Path, pages: tuple[str, str]) -> Path:
-    """Make what ``make install`` makes, but for the environment behind it."""
+    """Make the files of ``make install`` without the virtual environment."""
     places = ("share/man/man1/hpctrain.1", "share/bash-completion/completions/hpctrain")
     program = f"#!/bin/sh\necho hpctrain of {root}\n"
     for place, text in (*zip(places, pages), ("bin/hpctrain", program)):

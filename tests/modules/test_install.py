@@ -1,7 +1,7 @@
-"""make install as an administrator calls it, under umask 077, with either MPI, and what people get then.
+"""``make install`` as an administrator calls it, under umask 077, with either MPI, and the resulting installation.
 
-Torch is one of the test's own, an empty package: to unpack the real one takes a minute, and nothing here computes. Its
-version is the oldest that setup.cfg allows: a machine may have a cap on the newest.
+Torch is replaced by an empty package: unpacking the real one takes a minute, and these tests compute nothing. Its
+version is the oldest that setup.cfg allows, because a machine may limit the newest version.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from hpctrain import __version__
 
 ROOT = Path(__file__).resolve().parents[2]
 LIBRARIES = {"mpich": "MPICH", "openmpi": "Open MPI"}
-# Whoever installs for others takes a Python that they can reach.
+# An installation for other users needs a Python that they can reach.
 PYTHONS = ("/usr/bin/python3.11", "/usr/bin/python3", sys.executable)
-# What make install reads.
+# Files that make install reads.
 SOURCES = "Makefile packaging hpctrain jobs modules setup.cfg pyproject.toml README.md LICENSE".split()
 pytestmark = [pytest.mark.install, pytest.mark.limit(300)]
 
 
 @dataclass(frozen=True)
 class Site:
-    """Hold a place where hpctrain has been installed with each MPI."""
+    """Folder in which hpctrain has been installed with each MPI."""
 
     folder: Path
     python: str
@@ -66,7 +66,7 @@ class Site:
 
 
 def is_right(python: str) -> bool:
-    """Tell whether this Python can make the environment."""
+    """Return whether this Python can make the environment."""
     check = "import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))"
     return os.access(python, os.X_OK) and subprocess.run([python, "-c", check], capture_output=True).returncode == 0
 
@@ -108,7 +108,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
 
 @pytest.mark.parametrize("mpi", LIBRARIES)
 @pytest.mark.parametrize("find", [lmod, environment_modules])
-def test_people_get_what_they_need(site: Site, mpi: str, find: type[ModuleSystem]) -> None:
+def test_a_loaded_module_provides_command_page_and_python(site: Site, mpi: str, find: type[ModuleSystem]) -> None:
     code = "from mpi4py import MPI; print(MPI.COMM_WORLD.size, MPI.Get_library_version()[:5])"
     script = f"""
         before=$(command -v python3 pip); module load hpctrain/{__version__}-{mpi} || exit
@@ -119,7 +119,7 @@ def test_people_get_what_they_need(site: Site, mpi: str, find: type[ModuleSystem
         mpiexec -n 2 hpctrain-python -c '{code}'"""
     (site.modules / "a.toml").touch()
     root = {name: "1" for name in ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM")}
-    # As make does: without the probing of network fabrics Open MPI starts in a fifth of the time.
+    # As make does: without probing network fabrics Open MPI starts in a fifth of the time.
     quick = {"OMPI_MCA_pml": "ob1", "OMPI_MCA_btl": "self,sm", "OMPI_MCA_osc": "^ucx", "OMPI_MCA_mtl": "^ofi"}
     more = {"PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe", "TMPDIR": "/tmp"}
     done = find().type(script, site.modules, **root, **quick, **more)
@@ -137,20 +137,20 @@ def test_people_get_what_they_need(site: Site, mpi: str, find: type[ModuleSystem
     ]
 
 
-def test_others_can_read_it_all(site: Site) -> None:
+def test_other_users_can_read_all_files(site: Site) -> None:
     paths = [site.folder / "apps", site.modules]
     paths += [path for start in paths for path in start.rglob("*") if not path.is_symlink()]
     wanted = {path: 0o005 if path.is_dir() else 0o004 for path in paths}
     assert len(paths) > 1000 and [path for path in paths if path.stat().st_mode & wanted[path] != wanted[path]] == []
 
 
-def test_pages_and_completion_are_there(site: Site) -> None:
+def test_man_page_and_completion_are_installed(site: Site) -> None:
     share = site.prefix("mpich") / "share"
     assert (share / "man/man1/hpctrain.1").read_text().startswith(f'.TH HPCTRAIN 1 "" "hpctrain {__version__}"')
     assert "complete " in (share / "bash-completion/completions/hpctrain").read_text()
 
 
-def test_again_it_mends_and_installs_nothing(site: Site) -> None:
+def test_a_second_install_repairs_files_and_installs_no_packages(site: Site) -> None:
     file = site.modules / "hpctrain" / f"{__version__}-mpich.lua"
     before, stamp = file.read_text(), (site.prefix("mpich") / "venv/pyvenv.cfg").stat().st_mtime_ns
     file.unlink()
@@ -160,7 +160,7 @@ def test_again_it_mends_and_installs_nothing(site: Site) -> None:
     assert (site.prefix("mpich") / "venv/pyvenv.cfg").stat().st_mtime_ns == stamp
 
 
-def test_a_half_install_cannot_be_loaded_and_goes_away(site: Site) -> None:
+def test_an_incomplete_install_cannot_be_loaded_and_is_removed_by_uninstall(site: Site) -> None:
     listed = site.modules / "hpctrain"
     code, said = site.make("install", "openmpi", "TORCH=/nowhere/torch.whl")
     assert code != 0 and "/nowhere/torch.whl" in said
@@ -172,7 +172,7 @@ def test_a_half_install_cannot_be_loaded_and_goes_away(site: Site) -> None:
     assert not listed.exists() and not site.prefix("mpich").exists()
 
 
-def test_it_says_where_others_cannot_go(site: Site) -> None:
+def test_folders_closed_to_other_users_are_named(site: Site) -> None:
     closed = re.findall(r"^note: (\S+) is closed to others", "".join(site.said.values()), re.MULTILINE)
     assert {Path(name) for name in closed} == {
         folder

@@ -1,4 +1,4 @@
-"""make install and make uninstall refuse what would not end well, in one line, before they touch anything."""
+"""Refusals of ``make install`` and ``make uninstall``: one line each, before any change."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def made(tmp_path: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    """Call make; what it would take from here if it came so far is not there."""
+    """Run make without the files that it would install if it did not stop earlier."""
     environ = {"PATH": os.environ["PATH"], "HOME": str(tmp_path)}
     command = ["make", "--no-print-directory", *words, "TORCH=/nowhere/torch.whl"]
     return subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=50)
@@ -36,7 +36,7 @@ def made(tmp_path: Path, *words: str) -> subprocess.CompletedProcess[str]:
         (["PREFIX=@/p", "MODULES=@/m", "PYTHON=no-such-python"], "PYTHON=no-such-python is not there"),
     ],
 )
-def test_an_install_that_would_not_end_well(words: list[str], said: str, tmp_path: Path) -> None:
+def test_wrong_arguments_are_refused_before_any_change(words: list[str], said: str, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     (tmp_path / "full").mkdir()
     (tmp_path / "full/others").touch()
@@ -47,18 +47,18 @@ def test_an_install_that_would_not_end_well(words: list[str], said: str, tmp_pat
     assert done.returncode == 2 and sorted(tmp_path.rglob("*")) == before
     first = done.stderr.splitlines()[0]
     assert first.startswith("make install: ")
-    # An error repeats no more than the beginning of a long value.
+    # An error repeats only the beginning of a long value.
     begin, _, allowed = said.replace("@", str(tmp_path)).partition("': ")
     assert begin[:50] in first and allowed in first
 
 
-def test_a_folder_that_nobody_can_make(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
     done = made(tmp_path, "install", "PREFIX=/proc/hpctrain", f"MODULES={tmp_path}/m")
     assert done.returncode == 2 and not list(tmp_path.iterdir())
     assert "make install: cannot make /proc/hpctrain" in done.stderr or "cannot write in /proc" in done.stderr
 
 
-def test_uninstall_takes_nothing_that_install_has_not_made(tmp_path: Path) -> None:
+def test_uninstall_removes_only_files_of_install(tmp_path: Path) -> None:
     (tmp_path / "p/bin").mkdir(parents=True)
     done = made(tmp_path, "uninstall", f"PREFIX={tmp_path}/p", f"MODULES={tmp_path}/m")
     assert done.returncode == 2 and "was not made by make install: nothing is taken away" in done.stderr

@@ -1,4 +1,4 @@
-"""A job that loads the module finds the command in it: the script runs as Slurm would run it, in a shell of its own."""
+"""Jobs that load the module: the script runs in a shell of its own, as Slurm runs it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hpctrain.jobs.profile import Profile
 from hpctrain.jobs.render import render
 from hpctrain.jobs.request import Request
 
-# Starts what comes after its own options, and says how it was called.
+# Runs the command after its own options, and prints how it was called.
 SRUN = """#!/bin/bash
 while [[ $1 == -* ]]; do options+=" $1"; shift; done
 echo "srun$options" && exec "$@"
@@ -27,7 +27,7 @@ def test_a_job_runs_the_command_of_its_module(
     for program, text in (("srun", SRUN), ("squeue", "#!/bin/bash\nexit 1\n")):
         (tmp_path / program).write_text(text)
         (tmp_path / program).chmod(0o755)
-    # Where a job is submitted the shell knows the command module, and sbatch passes that on.
+    # The submitting shell defines the function module, and sbatch exports it to the job.
     script = f"export PATH={tmp_path}:$PATH SLURM_JOB_ID=7; exec bash {tmp_path}/job.sbatch"
     done = system.type(script, modulepath)
     version = "1.0" if name.endswith("1.0") else "2.0"

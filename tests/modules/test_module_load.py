@@ -1,4 +1,4 @@
-"""What people do with a module, under real Lmod and real Environment Modules: load, unload, swap, ask for help."""
+"""Use of a module under real Lmod and real Environment Modules: load, unload, swap, help."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from pathlib import Path
 import pytest
 from support.modules import ModuleSystem, environment, environment_modules, modulecmd, root_of
 
-# No element stands for what man would look through without the variable, an empty one does.
+# An empty element of MANPATH means the default search path; without one, man does not search it.
 MANPATHS = {"none": {}, "own": {"MANPATH": "/usr/share/man"}, "open": {"MANPATH": "/srv:"}, "all": {"MANPATH": ":"}}
 
 
 def typed(system: ModuleSystem, script: str, modulepath: Path, **environment: str) -> str:
-    """Return what a script prints that must end well."""
+    """Return the output of a script, which must succeed."""
     done = system.type(script, modulepath, **environment)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
 
-def test_loading_gives_the_command_and_its_place(system: ModuleSystem, modulepath: Path) -> None:
+def test_loading_provides_the_command_and_its_root(system: ModuleSystem, modulepath: Path) -> None:
     script = "before=$(command -v python3); module load hpctrain/1.0 || exit; hpctrain; echo $HPCTRAIN_ROOT $TEST_MPI"
     said = typed(system, f'{script}; [ "$before" = "$(command -v python3)" ]', modulepath)
     root = root_of(modulepath, "1.0")
@@ -29,7 +29,7 @@ def test_loading_gives_the_command_and_its_place(system: ModuleSystem, modulepat
 
 @pytest.mark.skipif(not shutil.which("man"), reason="needs man (Debian: man-db)")
 @pytest.mark.parametrize("manpath", MANPATHS)
-def test_man_finds_our_page_and_the_systems(system: ModuleSystem, modulepath: Path, manpath: str) -> None:
+def test_man_finds_the_page_and_those_of_the_system(system: ModuleSystem, modulepath: Path, manpath: str) -> None:
     script = "before=$(man -w); module load hpctrain/2.0 || exit; man -w hpctrain; man -w; echo $before"
     ours, loaded, before = typed(system, script, modulepath, **MANPATHS[manpath]).splitlines()
     assert ours == f"{root_of(modulepath, '2.0')}/share/man/man1/hpctrain.1"
@@ -37,25 +37,25 @@ def test_man_finds_our_page_and_the_systems(system: ModuleSystem, modulepath: Pa
 
 
 @pytest.mark.parametrize("manpath", MANPATHS)
-def test_unloading_leaves_the_environment_as_it_was(system: ModuleSystem, modulepath: Path, manpath: str) -> None:
+def test_unloading_restores_the_environment(system: ModuleSystem, modulepath: Path, manpath: str) -> None:
     script = "env -0; printf '\\0CUT\\0'; module load hpctrain/1.0 || exit; env -0; printf '\\0CUT\\0'; "
     said = typed(system, f"{script} module unload hpctrain; env -0; true", modulepath, **MANPATHS[manpath])
     before, loaded, after = (environment(part) for part in said.split("\0CUT\0"))
     assert after == before
     changed = {name for name in loaded if loaded[name] != before.get(name)}
     assert changed - {"MANPATH"} == {"HPCTRAIN_ROOT", "PATH", "TEST_MPI"} and before.keys() <= loaded.keys()
-    assert ("MANPATH" in changed) == (manpath == "own")  # elsewhere man finds the page beside PATH
+    assert ("MANPATH" in changed) == (manpath == "own")  # otherwise man finds the page by PATH
     assert not [name for name in loaded if name.startswith("LD_")]
 
 
-def test_a_shell_that_somebody_types_into_is_left_as_it_was(system: ModuleSystem, modulepath: Path) -> None:
+def test_unloading_restores_an_interactive_shell(system: ModuleSystem, modulepath: Path) -> None:
     state = "declare -F; complete -p; compgen -v | grep -i -e hpctrain -e shtab"
     script = f"before=$({state}); module load hpctrain/1.0; loaded=$({state}); module unload hpctrain; after=$({state})"
     script += '; [ "$before" = "$after" ] && [ "$before" != "$loaded" ]'
     assert system.type(script, modulepath, interactive=True).returncode == 0
 
 
-def test_two_versions_swap(system: ModuleSystem, modulepath: Path) -> None:
+def test_two_versions_can_be_swapped(system: ModuleSystem, modulepath: Path) -> None:
     one = "module load hpctrain/1.0 || exit; module swap hpctrain/1.0 hpctrain/2.0 || exit; hpctrain"
     other = "module load hpctrain/2.0 || exit; env -0"
     said = typed(system, f"{one}; printf '\\0CUT\\0'; env -0", modulepath)
@@ -67,28 +67,28 @@ def test_two_versions_are_never_loaded_together(system: ModuleSystem, modulepath
     script = "module load hpctrain/1.0 || exit; module load hpctrain/2.0; echo $? $LOADEDMODULES; hpctrain"
     done = system.type(script, modulepath)
     *_, state, program = done.stdout.splitlines()
-    # Lmod takes the newer one instead and says so; Environment Modules stay with the older one.
+    # Lmod switches to the newer one with a message; Environment Modules keep the older one.
     stays, left = ("2.0", "0 hpctrain/2.0") if system.name == "lmod" else ("1.0", "1 mpi/4:hpctrain/1.0")
     assert state == left and program == f"hpctrain of {root_of(modulepath, stays)}"
     assert ("reloaded with a version change" if system.name == "lmod" else "due to a conflict") in done.stderr
 
 
-def test_what_it_depends_on_comes_and_goes_with_it(system: ModuleSystem, modulepath: Path) -> None:
+def test_dependencies_are_loaded_and_unloaded_with_the_module(system: ModuleSystem, modulepath: Path) -> None:
     script = "module load hpctrain/1.0; echo [$TEST_MPI]; module unload hpctrain; echo [$TEST_MPI]"
     assert typed(system, script, modulepath) == "[4]\n[]\n"
     assert typed(system, f"module load mpi/4; {script}", modulepath) == "[4]\n[4]\n"
 
 
-def test_what_it_depends_on_is_not_there(system: ModuleSystem, modulepath: Path, tmp_path: Path) -> None:
+def test_a_missing_dependency_is_an_error(system: ModuleSystem, modulepath: Path, tmp_path: Path) -> None:
     shutil.copytree(modulepath / "hpctrain", tmp_path / "hpctrain")
     done = system.type("module load hpctrain/1.0; echo $? [$HPCTRAIN_ROOT]", tmp_path)
     assert done.stdout.splitlines()[-1] == "1 []" and "mpi/4" in done.stderr
 
 
-def test_an_older_environment_modules_knows_no_depends_on(modulepath: Path, tmp_path: Path) -> None:
+def test_an_environment_modules_without_depends_on_is_supported(modulepath: Path, tmp_path: Path) -> None:
     program = modulecmd()
     old = tmp_path / "modulecmd.tcl"
-    if program:  # one that has never heard of it
+    if program:  # a version without this command
         old.write_text(program.read_text().replace("depends-on", "relies-on"))
     script = "module load hpctrain/1.0; echo $LOADEDMODULES; module unload hpctrain; echo $LOADEDMODULES"
     said = typed(environment_modules(old if program else None), script, modulepath)
@@ -104,7 +104,7 @@ def test_both_files_in_one_folder_are_one_module(system: ModuleSystem, modulepat
     assert f"{modulepath}/hpctrain/2.0{ending}:" in said
 
 
-def test_help_and_whatis(system: ModuleSystem, modulepath: Path) -> None:
+def test_help_and_whatis_describe_the_module(system: ModuleSystem, modulepath: Path) -> None:
     helped = system.type("module help hpctrain/2.0", modulepath)
     assert "hpctrain 2.0 trains PyTorch models" in helped.stderr + helped.stdout
     told = system.type("module whatis hpctrain/2.0", modulepath)
@@ -114,6 +114,6 @@ def test_help_and_whatis(system: ModuleSystem, modulepath: Path) -> None:
 
 
 @pytest.mark.parametrize("options", ["-e", "-u", "-e -u -o pipefail"])
-def test_a_script_that_stops_at_any_failure_goes_on(system: ModuleSystem, modulepath: Path, options: str) -> None:
+def test_scripts_with_errexit_and_nounset_continue(system: ModuleSystem, modulepath: Path, options: str) -> None:
     script = f"set {options}; module load hpctrain/2.0; hpctrain; module unload hpctrain"
     assert "hpctrain of" in typed(system, script, modulepath)

@@ -1,4 +1,4 @@
-"""The man page says what every --help says; bash completes what the command takes."""
+"""Man page (the content of every ``--help``) and bash completion of the command."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def all_helps(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str
 
 @pytest.fixture
 def shown(tmp_path: Path, pages: tuple[str, str]) -> str:
-    """Return the page as people read it, and see that nothing of it is wrong."""
+    """Return the rendered page, and assert that man reports no error."""
     (tmp_path / "hpctrain.1").write_text(pages[0])
     environ = {"PATH": "/usr/bin:/bin", "MANWIDTH": "250", "LC_ALL": "C.UTF-8", "MAN_KEEP_FORMATTING": ""}
     command = ["man", "--warnings", "-P", "cat", "-l", str(tmp_path / "hpctrain.1")]
@@ -48,7 +48,7 @@ def shown(tmp_path: Path, pages: tuple[str, str]) -> str:
 
 
 @needs_man
-def test_the_page_holds_every_verb_option_and_example(shown: str, all_helps: dict[str, str]) -> None:
+def test_the_page_contains_every_verb_option_and_example(shown: str, all_helps: dict[str, str]) -> None:
     words, lines = set(shown.replace(",", " ").split()), {" ".join(line.split()) for line in shown.splitlines()}
     for said in all_helps.values():
         assert set(re.findall(r"^  (?:-\w.*?, )?(--[a-z][\w-]+)", said, re.MULTILINE)) - {"--help"} <= words
@@ -57,7 +57,7 @@ def test_the_page_holds_every_verb_option_and_example(shown: str, all_helps: dic
 
 
 @needs_man
-def test_the_page_has_the_sections_that_people_look_for(shown: str) -> None:
+def test_the_page_has_the_usual_sections(shown: str) -> None:
     sections = [line for line in shown.splitlines() if line and not line.startswith(" ")][1:-1]
     fixed = ["NAME", "SYNOPSIS", "DESCRIPTION", "VERBS"]
     ends = ["EXIT STATUS", "ENVIRONMENT", "FILES", "SEE ALSO"]
@@ -68,7 +68,7 @@ def test_the_page_has_the_sections_that_people_look_for(shown: str) -> None:
         assert re.search(rf"^       {code} ", shown, re.MULTILINE)
 
 
-def test_text_stays_what_it_is(pages: tuple[str, str]) -> None:
+def test_special_characters_are_escaped(pages: tuple[str, str]) -> None:
     page = pages[0]
     assert not [line for line in page.splitlines() if re.search(r"(?<!\\)-[a-z]", line) and not line.startswith(".TH")]
     requests = {line.split()[0] for line in page.splitlines() if line.startswith((".", "'"))}
@@ -76,7 +76,7 @@ def test_text_stays_what_it_is(pages: tuple[str, str]) -> None:
 
 
 def complete(completion: str, folder: Path, *lines: str) -> list[list[str]]:
-    """Return what bash would offer at the end of each line."""
+    """Return the completions of bash at the end of each line."""
     script = [completion, "compopt() { :; }"]
     for line in lines:
         words = line.split(" ")
@@ -111,7 +111,7 @@ def test_bash_completes_verbs_actions_options_choices_and_files(pages: tuple[str
     assert options == ["--resume"] and choices == ["safetensors", "npz", "torch"] and output == ["a.toml"]
 
 
-def test_all_that_bash_learns_has_our_prefix(pages: tuple[str, str]) -> None:
+def test_all_names_defined_in_bash_have_the_prefix(pages: tuple[str, str]) -> None:
     state = "{ declare -F | cut -d' ' -f3; compgen -v; } | sort >"
     script = f"cd $(mktemp -d); {state}before; {pages[1]}\n{state}after; comm -13 before after; rm before after"
     done = subprocess.run(["bash", "--norc", "-c", script], capture_output=True, text=True, check=True)

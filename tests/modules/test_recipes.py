@@ -1,4 +1,4 @@
-"""The recipes for EasyBuild and Spack are in their languages, and say what setup.cfg says."""
+"""Recipes for EasyBuild and Spack: their syntax, and agreement with setup.cfg."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from packaging.version import Version
 ROOT = Path(__file__).resolve().parents[2]
 (EASYCONFIG,) = (ROOT / "packaging/easybuild").glob("*.eb")
 SPACK = ROOT / "packaging/spack/package.py"
-# What EasyBuild calls what pip calls otherwise, and what hides in a bundle.
+# EasyBuild's names of packages that differ from pip's, and packages that are part of a bundle.
 EASYBUILD = {"isal": "python-isal"}
 BUNDLED = {"numpy": "SciPy-bundle"}
 
 
 @pytest.fixture(scope="module")
 def wanted() -> dict[str, Requirement]:
-    """Return what setup.cfg requires, with the extras that the recipes offer."""
+    """Return the requirements of setup.cfg, with the extras that the recipes offer."""
     config = ConfigParser()
     config.read(ROOT / "setup.cfg")
     extras = config["options.extras_require"]
@@ -37,13 +37,13 @@ def wanted() -> dict[str, Requirement]:
 
 @pytest.fixture(scope="module")
 def easyconfig() -> dict[str, Any]:
-    """Return what EasyBuild reads: an easyconfig is Python with a few constants."""
+    """Return the variables of the easyconfig, which is Python with a few constants."""
     values: dict[str, Any] = {"ARCH": "x86_64", "SOURCE_TAR_GZ": "%(name)s-%(version)s.tar.gz"}
     exec(compile(EASYCONFIG.read_text(), EASYCONFIG.name, "exec"), values)
     return values
 
 
-def test_the_easyconfig_is_named_as_easybuild_looks_for_it(easyconfig: dict[str, Any]) -> None:
+def test_the_easyconfig_has_the_file_name_that_easybuild_expects(easyconfig: dict[str, Any]) -> None:
     toolchain = easyconfig["toolchain"]
     name = f"{easyconfig['name']}-{easyconfig['version']}-{toolchain['name']}-{toolchain['version']}.eb"
     assert EASYCONFIG.name == name and easyconfig["version"] == __version__
@@ -51,7 +51,7 @@ def test_the_easyconfig_is_named_as_easybuild_looks_for_it(easyconfig: dict[str,
         assert isinstance(easyconfig[mandatory], str)
 
 
-def test_the_easyconfig_brings_all_that_is_required(
+def test_the_easyconfig_contains_all_requirements(
     easyconfig: dict[str, Any], wanted: dict[str, Requirement]
 ) -> None:
     brought = dict(easyconfig["dependencies"]) | {name: version for name, version, _ in easyconfig["exts_list"]}
@@ -67,7 +67,7 @@ def test_the_easyconfig_brings_all_that_is_required(
 
 
 def spack_reads() -> dict[str, list[tuple[Any, ...]]]:
-    """Return how the recipe calls Spack's directives."""
+    """Return the recipe's calls of Spack's directives."""
     called: dict[str, list[tuple[Any, ...]]] = defaultdict(list)
 
     def directive(name: str) -> Any:
@@ -75,7 +75,7 @@ def spack_reads() -> dict[str, list[tuple[Any, ...]]]:
 
     values: dict[str, Any] = {name: directive(name) for name in ("version", "variant", "depends_on", "license")}
     values |= {"default_args": lambda **_: nullcontext(), "PythonPackage": object}
-    # Spack is no package of this machine: what the recipe imports from it stands there already.
+    # Spack is not installed here: the modules that the recipe imports are replaced by these.
     source = re.sub(r"^from spack\S* import .*$", "", SPACK.read_text(), flags=re.MULTILINE)
     values |= {"EnvironmentModifications": object, "__name__": "package"}
     exec(compile(source, str(SPACK), "exec"), values)
@@ -83,7 +83,7 @@ def spack_reads() -> dict[str, list[tuple[Any, ...]]]:
     return called
 
 
-def test_the_spack_package_requires_what_pip_requires(wanted: dict[str, Requirement]) -> None:
+def test_the_spack_package_has_the_requirements_of_pip(wanted: dict[str, Requirement]) -> None:
     called = spack_reads()
     specs = dict(words[0].removesuffix(":").split("@") for words in called["depends_on"])
     config = ConfigParser()
@@ -96,7 +96,7 @@ def test_the_spack_package_requires_what_pip_requires(wanted: dict[str, Requirem
     assert {name: Version(text) for name, text in specs.items()} == {names[n]: Version(v) for n, v in least.items()}
 
 
-def test_the_spack_package_is_of_this_version() -> None:
+def test_the_spack_package_has_this_version() -> None:
     called = spack_reads()
     ((kind,),) = called["class"]
     assert [words[0] for words in called["version"]] == [__version__]
@@ -105,5 +105,5 @@ def test_the_spack_package_is_of_this_version() -> None:
 
 
 @pytest.mark.parametrize("recipe", [EASYCONFIG, SPACK], ids=lambda path: path.name)
-def test_recipe_says_what_was_tested(recipe: Path) -> None:
+def test_the_recipe_states_what_was_tested(recipe: Path) -> None:
     assert "Tested: " in recipe.read_text() and "Not tested: " in recipe.read_text()
