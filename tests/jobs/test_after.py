@@ -1,4 +1,4 @@
-"""The job of ``--after`` is looked up before anything is submitted."""
+"""Lookup of the job of ``--after`` before a submission."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hpctrain.jobs.after import job_to_wait_for
 
 
 def pbs(jobs: dict[str, Any]) -> Any:
-    """Return a stand-in for qstat and qselect that knows these jobs, all of one user."""
+    """Return a fake of qstat and qselect with these jobs, all of one user."""
 
     def ask(command: Sequence[str]) -> str:
         alive = {name: job for name, job in jobs.items() if job["job_state"] != "F"}
@@ -43,12 +43,12 @@ CHAIN = {"7.h": job("F"), "8.h": job("F", "7.h"), "9.h": job("R", "7.h"), "10.h"
         ({"7.h": job("R")}, "7.h", "7.h"),
     ],
 )
-def test_the_newest_job_of_the_chain(jobs: dict[str, Any], after: str, waits_for: str) -> None:
+def test_the_newest_job_of_the_chain_is_waited_for(jobs: dict[str, Any], after: str, waits_for: str) -> None:
     assert job_to_wait_for("pbs", after, pbs(jobs)) == waits_for
 
 
 def test_an_unknown_job_is_refused() -> None:
-    """qsub takes it without a word."""
+    """qsub accepts it without a message."""
     with pytest.raises(UsageError, match="--after 99: PBS knows no such job; allowed are jobs that qstat -x shows"):
         job_to_wait_for("pbs", "99", pbs(CHAIN))
 
@@ -60,14 +60,14 @@ def test_an_array_of_pbs_is_refused(after: str) -> None:
 
 
 @pytest.mark.parametrize("scheduler, after", [("slurm", "12.server"), ("slurm", "1;x"), ("pbs", "1 2"), ("pbs", "-1")])
-def test_what_is_no_id(scheduler: str, after: str) -> None:
+def test_a_malformed_job_id_is_refused(scheduler: str, after: str) -> None:
     with pytest.raises(UsageError, match="is not the id of a job; allowed is one such as 1234 or 1234[._]"):
         job_to_wait_for(scheduler, after, pbs(CHAIN))
 
 
-def test_slurm_is_asked_by_sbatch_itself() -> None:
+def test_slurm_ids_are_left_to_sbatch() -> None:
     assert job_to_wait_for("slurm", "12_3", lambda command: pytest.fail("asked")) == "12_3"
 
 
-def test_no_answer_leaves_it_to_qsub() -> None:
+def test_without_an_answer_the_id_is_left_to_qsub() -> None:
     assert job_to_wait_for("pbs", "12", lambda command: "") == "12"

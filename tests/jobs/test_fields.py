@@ -28,7 +28,7 @@ GOOD = {
     "interface": ["hsn0,hsn1", "^lo"],
     "address": ["https://example.org/a?b=c#d"],
 }
-# Characters that end a line for somebody: a shell, a scheduler, an editor, str.splitlines; and some that nobody sees.
+# Characters that end a line in a shell, a scheduler, an editor or str.splitlines, and invisible ones.
 INVISIBLE = "\n\r\0\t\x0b\x0c\x1b\x1c\x7f\x85\u2028\u2029\u200b\u202e\ufeff"
 
 
@@ -36,13 +36,13 @@ def test_every_kind_has_examples() -> None:
     assert GOOD.keys() == KINDS.keys()
 
 
-def test_what_is_allowed_passes_unchanged() -> None:
+def test_allowed_values_pass_unchanged() -> None:
     for kind, values in GOOD.items():
         for value in values:
             assert check("field", value, kind) == value
 
 
-def test_no_kind_takes_what_cannot_be_seen() -> None:
+def test_no_kind_accepts_invisible_characters() -> None:
     for kind, character in product(KINDS, INVISIBLE):
         for good in GOOD[kind]:
             for value in (good + character, character + good, good[:1] + character + good[1:]):
@@ -50,7 +50,7 @@ def test_no_kind_takes_what_cannot_be_seen() -> None:
                     check("the field", value, kind)
 
 
-def test_nothing_that_a_shell_or_a_scheduler_reads_passes() -> None:
+def test_shell_and_scheduler_syntax_is_refused() -> None:
     hostiles = ("$(touch x)", "`touch x`", "a;b", "a b", "a'b", 'a"b', "a\\b", "a>b", "a<b", "a#b c", "-x", "--wrap=x")
     for kind, hostile in product(KINDS.keys() - {"text", "option", "setting"}, hostiles):
         with pytest.raises(UsageError, match="^the field = "):
@@ -58,13 +58,13 @@ def test_nothing_that_a_shell_or_a_scheduler_reads_passes() -> None:
 
 
 @pytest.mark.parametrize("value", ["-x", "--wrap=touch"])
-def test_a_setting_is_no_option(value: str) -> None:
+def test_a_setting_that_looks_like_an_option_is_refused(value: str) -> None:
     with pytest.raises(UsageError, match="begins with -"):
         check("settings", value + "=1", "setting")
 
 
 @pytest.mark.parametrize("value", ["-x;touch y", "--a b c", "--wrap=a b", "x", "--a=$(b)", "--a='b'", "-N a #b"])
-def test_an_option_is_one_option(value: str) -> None:
+def test_only_a_single_option_is_accepted(value: str) -> None:
     with pytest.raises(UsageError, match="^directives = "):
         check("directives", value, "option")
 
@@ -80,13 +80,13 @@ def test_long_values_are_refused_and_not_repeated() -> None:
 
 
 @pytest.mark.parametrize("value", [None, 3, ["a"], b"a"])
-def test_what_is_no_text(value: object) -> None:
+def test_values_that_are_not_text_are_refused(value: object) -> None:
     with pytest.raises(UsageError, match="expected text"):
         check("name", value, "name")
 
 
 @pytest.mark.parametrize("value", [0, 5, True, 1.5, "2", None])
-def test_numbers(value: object) -> None:
+def test_numbers_outside_of_the_range_are_refused(value: object) -> None:
     with pytest.raises(UsageError, match=r"nodes = .*: must be a whole number from 1 to 4"):
         check_number("nodes", value, 1, 4)
     assert check_number("nodes", 4, 1, 4) == 4
@@ -96,13 +96,13 @@ def test_numbers(value: object) -> None:
     "time, number, text",
     [("04:00:00", 14400, "04:00:00"), ("1-12:00:01", 129601, "36:00:01"), ("100:01:00", 360060, "100:01:00")],
 )
-def test_times(time: str, number: int, text: str) -> None:
+def test_times_are_parsed_and_written(time: str, number: int, text: str) -> None:
     assert seconds(check("time", time, "time")) == number
     assert clock(number) == text
 
 
 @pytest.mark.parametrize("time", ["4", "04:00", "1-12", "01:60:00", "01:00:60", "1:0:0", "INFINITE", "٠١:٠٠:٠٠"])
-def test_times_that_mean_different_things_are_refused(time: str) -> None:
-    # To Slurm 04:00 is four minutes.
+def test_ambiguous_times_are_refused(time: str) -> None:
+    # Slurm reads 04:00 as four minutes.
     with pytest.raises(UsageError, match="hours:minutes:seconds"):
         check("time", time, "time")

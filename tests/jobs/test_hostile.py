@@ -1,7 +1,7 @@
-"""Whatever stands in a field, nothing of it is run: tried with values made of what shells and schedulers read.
+"""Injection tests of job scripts: no field value is executed, whatever shell or scheduler syntax it contains.
 
-A value is refused by the name of its field, or it reaches the program as it is. The scripts really run, in a folder
-where a program called canary would be noticed.
+A value is refused with the name of its field, or it reaches the program unchanged. The scripts run in a folder with a
+program called canary, whose execution is detected.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ IN_A_JOB = {
 }
 TEXTS = [item.name for item in fields(Request) if item.type in ("str", "tuple[str, ...]") and item.name != "template"]
 
-# What a shell, a scheduler, TOML or a template might take for its own.
+# Syntax of shells, schedulers, TOML and templates.
 PIECES = """canary ;canary; $(canary) `canary` ${canary} && || | & > < ( ) { } ' " ''' \\ \\n # %j %(canary) ~ * ? ! = -
     -- --wrap=canary @folder@ @launcher@ a b .. / #SBATCH #PBS --job-name=x EOF esac fi""".split()
-# What ends a line for somebody, and what nobody sees.
+# Line ends of any kind, and invisible characters.
 UNSEEN = list("\n\r\0\t\v\f\x1b\x7f\x85\u2028\u2029\u200b\u202e\ufeff ")
 pieces = some.sampled_from(PIECES + UNSEEN) | some.text(max_size=4)
 hostile = some.lists(pieces, min_size=1, max_size=8).map("".join)
@@ -60,19 +60,19 @@ def batch(tmp_path: Path) -> Iterator[Batch]:
 def run(batch: Batch, script: str) -> list[str]:
     """Run a script and return the words of the launcher."""
     batch.forget()
-    shutil.rmtree(batch.folder / "runs", ignore_errors=True)  # or else this looks like a crash loop
+    shutil.rmtree(batch.folder / "runs", ignore_errors=True)  # else the start count looks like a crash loop
     batch.run(script, **IN_A_JOB, PBS_O_WORKDIR=str(batch.folder))
     assert not batch.calls("canary"), script
     return [word for call in batch.calls("srun", "mpiexec") for word in call.words]
 
 
 def with_text(name: str, value: str) -> Request:
-    """Return a request with this value in a field of text, or in the list that the field is."""
+    """Return a request with this value in a text field, or as an element of a list field."""
     listed = isinstance(getattr(ASKED, name), tuple)
     return replace(ASKED, **{name: (value,) if listed else value})
 
 
-def test_the_canary_would_be_noticed(batch: Batch) -> None:
+def test_an_executed_canary_is_detected(batch: Batch) -> None:
     with pytest.raises(AssertionError):
         run(batch, "#SBATCH --job-name=ok\ncanary #\n")
     batch.forget()
@@ -80,8 +80,8 @@ def test_the_canary_would_be_noticed(batch: Batch) -> None:
 
 @pytest.mark.parametrize("name", TEXTS)
 @pytest.mark.parametrize("profile", [SLURM, PBS], ids=["slurm", "pbs"])
-def test_what_schedulers_were_fooled_with_is_refused_by_name(name: str, profile: Profile) -> None:
-    # The first one passed through two widely used makers of job scripts.
+def test_known_injections_are_refused_with_the_field_name(name: str, profile: Profile) -> None:
+    # The first one passed unescaped through two widely used generators of job scripts.
     for value in ("ok\ncanary #", "ok\r\ncanary", "ok\u2028canary", "ok\0", "--wrap=canary\n", "a" * 20_000):
         with pytest.raises(UsageError, match=f"^{name} "):
             render(with_text(name, value), profile)
@@ -89,7 +89,7 @@ def test_what_schedulers_were_fooled_with_is_refused_by_name(name: str, profile:
 
 @quick
 @given(name=some.sampled_from(TEXTS), value=hostile, slurm=some.booleans())
-def test_a_field_takes_its_kind_or_refuses_it_by_name(name: str, value: str, slurm: bool) -> None:
+def test_a_field_is_rendered_safely_or_refused_with_its_name(name: str, value: str, slurm: bool) -> None:
     assume(value)
     profile = SLURM if slurm else PBS
     try:
@@ -98,7 +98,7 @@ def test_a_field_takes_its_kind_or_refuses_it_by_name(name: str, value: str, slu
         assert str(error).startswith((f"{name} ", "the script would not be understood"))
         assert "\n" not in str(error) and str(error).isprintable()
         return
-    # As many lines as with any other value: nothing has become a line of its own.
+    # The number of lines is the same as with any other value: no value became a line of its own.
     assert problems(script) == [] and value.isprintable()
     plain = {"directives": "--hold" if slurm else "-h", "settings": "a=b", "time": "04:00:00", "memory": "1"}
     like = plain.get(name, "a")
@@ -111,7 +111,7 @@ def test_a_field_takes_its_kind_or_refuses_it_by_name(name: str, value: str, slu
     variables=some.lists(printable, min_size=1, max_size=6),
     slurm=some.booleans(),
 )
-def test_what_may_be_any_text_reaches_the_program_as_it_is(
+def test_settings_and_variables_reach_the_program_unchanged(
     batch: Batch, values: list[str], variables: list[str], slurm: bool
 ) -> None:
     texts = tuple(f"train.prompt={value}" for value in values)
@@ -125,21 +125,21 @@ def test_what_may_be_any_text_reaches_the_program_as_it_is(
 
 @settings(quick, max_examples=12)
 @given(words=some.lists(printable, min_size=1, max_size=6), slurm=some.booleans())
-def test_so_do_the_words_of_a_program(batch: Batch, words: list[str], slurm: bool) -> None:
+def test_arguments_of_a_program_reach_it_unchanged(batch: Batch, words: list[str], slurm: bool) -> None:
     asked = replace(ASKED, config="train.py", settings=(), words=tuple(words))
     assert run(batch, render(asked, SLURM if slurm else PBS))[-len(words) - 2 :] == ["python", "train.py", *words]
 
 
 @settings(quick, max_examples=12)
 @given(values=some.lists(printable, min_size=2, max_size=2), slurm=some.booleans())
-def test_so_do_the_settings_of_an_array(batch: Batch, values: list[str], slurm: bool) -> None:
+def test_settings_of_an_array_reach_the_program_unchanged(batch: Batch, values: list[str], slurm: bool) -> None:
     sweep = tuple((f"train.prompt={value}",) for value in values)
     words = run(batch, render(replace(ASKED, template="array", sweep=sweep), SLURM if slurm else PBS))
     assert words[-4:] == ["--set", sweep[0][0], "--set", "run.folder=runs/a/0"]
 
 
 def tree(name: str, value: str) -> dict[str, Any]:
-    """Return a profile with this value where text may stand."""
+    """Return a profile with this value in a text setting."""
     default = Profile.__dataclass_fields__[name]
     if default.type == "dict[str, str]":
         return {"scheduler": "slurm", name: {"TEST_A": value}}
@@ -151,7 +151,7 @@ IN_PROFILES = [item.name for item in fields(Profile) if item.type in ("str", "tu
 
 @quick
 @given(name=some.sampled_from(IN_PROFILES), value=hostile)
-def test_a_profile_is_no_way_in(batch: Batch, name: str, value: str) -> None:
+def test_profiles_cannot_inject_commands(batch: Batch, name: str, value: str) -> None:
     assume(value)
     path = batch.folder / "site.toml"
     path.write_text(to_toml(tree(name, value)), encoding="utf-8", errors="surrogatepass")
@@ -161,14 +161,14 @@ def test_a_profile_is_no_way_in(batch: Batch, name: str, value: str) -> None:
         assert "\n" not in str(error)
         return
     if value not in script:
-        return  # what a profile says of itself: site, source, date
+        return  # descriptive settings of a profile: site, source, date
     assert problems(script) == []
     run(batch, script)
 
 
 @quick
 @given(value=hostile)
-def test_the_runs_folder_in_a_config_is_no_way_in(value: str) -> None:
+def test_the_run_folder_of_a_config_cannot_inject_commands(value: str) -> None:
     assume(value)
     try:
         found = run_folder({"run": {"folder": value}}, "a.toml")
@@ -180,7 +180,7 @@ def test_the_runs_folder_in_a_config_is_no_way_in(value: str) -> None:
 
 @settings(quick, max_examples=300)
 @given(kind=some.sampled_from([*sorted(KINDS), *["text", "setting"] * 8]), value=some.text() | hostile)
-def test_no_value_that_passes_can_end_a_line(kind: str, value: str) -> None:
+def test_accepted_values_have_one_line(kind: str, value: str) -> None:
     try:
         check("field", value, kind)
     except UsageError:

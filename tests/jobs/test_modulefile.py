@@ -1,6 +1,6 @@
-"""A modulefile says what it was asked for, in Lua and in Tcl, and nothing else, whatever stands in a field.
+"""Modulefiles in Lua and Tcl: they contain the requested settings and execute nothing else, whatever a field contains.
 
-Real Lua and real Tcl read it here, with commands that only note how they were called; tests/modules has real systems.
+Real Lua and Tcl interpreters run them here, with commands that only record their calls; tests/modules has real systems.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from hpctrain.errors import UsageError
 from hpctrain.jobs.modulefile import LANGUAGES, Module, home_page, modulefile, publish, read_template, venv_of
 
 ROOT = Path(__file__).resolve().parents[2]
-# Every command notes its name and its words, a line each; values hold no line's end.
+# Every command writes its name and arguments, one line per call; values contain no line ends.
 LUA = """
 local function note(...) for _, word in ipairs({...}) do io.write(tostring(word), " ") end io.write("\\n") end
 for _, name in ipairs({"help", "whatis", "conflict", "depends_on", "setenv", "prepend_path"}) do
@@ -52,7 +52,7 @@ both = pytest.mark.parametrize("language", LANGUAGES)
 
 
 def calls(language: str, module: Module, folder: Path) -> list[str]:
-    """Return what a modulefile does when it is loaded."""
+    """Return the calls that loading a modulefile makes."""
     reader, program = readers[language]
     if not shutil.which(program):
         pytest.skip(f"needs {language} (Debian: lua5.3, tcl)")
@@ -66,7 +66,7 @@ def calls(language: str, module: Module, folder: Path) -> list[str]:
 
 
 @both
-def test_a_module_does_what_it_should(language: str, tmp_path: Path) -> None:
+def test_a_module_sets_paths_dependencies_and_description(language: str, tmp_path: Path) -> None:
     module = Module("/apps/hpctrain/1.0/", "1.0", ("gcc/13.2", "mpi"), "https://example.org/hpctrain")
     done = calls(language, module, tmp_path)
     facts = [line.removeprefix("whatis ") for line in done if line.startswith("whatis ")]
@@ -86,7 +86,7 @@ def test_a_module_does_what_it_should(language: str, tmp_path: Path) -> None:
 
 
 @both
-def test_nothing_is_left_of_the_template(language: str) -> None:
+def test_no_placeholder_of_the_template_remains(language: str) -> None:
     text, template = modulefile(language, Module("/apps/a", "1")), read_template(language)
     hidden = LANGUAGES[language].strip()
     assert "@" not in text.replace("shtab_hpctrain@", "") and "By hand" in template and "By hand" not in text
@@ -96,7 +96,7 @@ def test_nothing_is_left_of_the_template(language: str) -> None:
 
 
 @both
-def test_it_describes_itself_as_the_package_does(language: str) -> None:
+def test_its_description_is_that_of_the_package(language: str) -> None:
     config = ConfigParser()
     config.read(ROOT / "setup.cfg")
     assert f"Description: {config['metadata']['description']}" in read_template(language)
@@ -112,7 +112,7 @@ quick = settings(
 
 
 @pytest.mark.parametrize("piece", HOSTILE)
-def test_what_lua_tcl_or_a_shell_would_read_is_refused_by_name(piece: str) -> None:
+def test_lua_tcl_and_shell_syntax_is_refused_with_the_option_name(piece: str) -> None:
     for place in (f"/apps/{piece}", f"/apps/{piece}x", f"{piece}/apps"):
         with pytest.raises(UsageError, match="^--root "):
             Module(place)
@@ -123,19 +123,19 @@ def test_what_lua_tcl_or_a_shell_would_read_is_refused_by_name(piece: str) -> No
 
 
 @pytest.mark.parametrize("root", ["", "apps", "-x", "--root", "/", "//", "/apps/../etc", "~/apps"])
-def test_a_root_is_an_absolute_path(root: str) -> None:
+def test_a_root_must_be_an_absolute_path(root: str) -> None:
     with pytest.raises(UsageError, match="^--root "):
         Module(root)
 
 
 @pytest.mark.parametrize("version", ["", "a/b", "-1", ".hidden", "ä"])
-def test_a_version_is_the_name_of_a_file(version: str) -> None:
+def test_a_version_must_be_a_file_name(version: str) -> None:
     with pytest.raises(UsageError, match="^--version "):
         Module("/apps/a", version)
 
 
 @pytest.mark.parametrize("name", ["hpctrain", "hpctrain/2.0"])
-def test_it_does_not_depend_on_itself(name: str) -> None:
+def test_a_module_cannot_depend_on_itself(name: str) -> None:
     with pytest.raises(UsageError, match="cannot depend on itself"):
         Module("/apps/a", "1", (name,))
 
@@ -150,7 +150,7 @@ def test_other_languages_are_refused() -> None:
 @example(name="@root@")
 @example(name="=@version@=")
 @pytest.mark.parametrize("language", LANGUAGES)
-def test_what_is_allowed_arrives_as_it_is(language: str, name: str, tmp_path: Path) -> None:
+def test_allowed_values_arrive_unchanged(language: str, name: str, tmp_path: Path) -> None:
     try:
         module = Module(f"/apps/{name}", "1")
     except UsageError:
@@ -161,7 +161,7 @@ def test_what_is_allowed_arrives_as_it_is(language: str, name: str, tmp_path: Pa
     assert not [line for line in done if "CANARY" in line]
 
 
-def test_a_file_is_replaced_at_once(tmp_path: Path) -> None:
+def test_a_file_is_replaced_atomically(tmp_path: Path) -> None:
     path = tmp_path / "new/hpctrain/1.0.lua"
     before = os.umask(0o022)
     try:
@@ -173,7 +173,7 @@ def test_a_file_is_replaced_at_once(tmp_path: Path) -> None:
     assert stat.S_IMODE(path.stat().st_mode) == 0o644
 
 
-def test_a_file_that_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
+def test_a_failed_write_leaves_no_file(tmp_path: Path) -> None:
     (tmp_path / "a").touch()
     (tmp_path / "folder").mkdir()
     with pytest.raises(UsageError, match=r"^cannot write .*a/b: .*"):
@@ -183,9 +183,9 @@ def test_a_file_that_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path)) == ["a", "folder"]
 
 
-def test_a_module_that_is_loaded_has_its_environment() -> None:
+def test_the_environment_of_a_loaded_module_is_found() -> None:
     loaded = {"HPCTRAIN_ROOT": "/apps/a", "LOADEDMODULES": "gcc/13:hpctrain/1.0"}
     assert venv_of(["gcc/13", "hpctrain/1.0"], loaded) == venv_of(["hpctrain"], loaded) == "/apps/a/venv"
-    # Another one may have another MPI.
+    # Another version may have another MPI.
     assert venv_of(["hpctrain/2.0"], loaded) == venv_of(["gcc/13"], loaded) == venv_of([], loaded) == ""
     assert venv_of(["hpctrain"], {}) == ""

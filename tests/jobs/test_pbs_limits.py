@@ -1,4 +1,4 @@
-"""What this PBS will not do for a job is told when it is submitted."""
+"""Warnings at submission about limits of the PBS server."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ FLAT = {"flatuid": "True"}
 @pytest.mark.parametrize(
     "seconds, queue, told", [(9.0, {}, False), (11.0, {}, True), (11.0, {"kill_delay": 60}, False)]
 )
-def test_saves_that_take_longer_than_qdel_waits(seconds: float, queue: dict[str, Any], told: bool) -> None:
+def test_saves_longer_than_kill_delay_are_warned_about(seconds: float, queue: dict[str, Any], told: bool) -> None:
     found = warnings("", "runs/a", seconds, pbs(FLAT, queue))
     if told:
         (text,) = found
@@ -36,10 +36,10 @@ def test_saves_that_take_longer_than_qdel_waits(seconds: float, queue: dict[str,
         assert found == []
 
 
-def test_a_job_that_may_not_submit_itself() -> None:
+def test_a_server_that_refuses_submission_by_jobs_is_warned_about() -> None:
     (text,) = warnings("q", "runs/a", 0.0, pbs({}, {}))
     assert "flatuid is not set" in text and "runs/a/output.txt" in text
 
 
-def test_without_pbs_nothing_is_told() -> None:
+def test_without_pbs_there_is_no_warning() -> None:
     assert warnings("", "runs/a", 99.0, lambda command: "") == []

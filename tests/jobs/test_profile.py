@@ -13,7 +13,7 @@ SHIPPED = "alps derecho frontier generic-pbs generic-slurm juwels lumi param per
 
 @pytest.fixture
 def home(tmp_path: Path) -> dict[str, str]:
-    """Return an environment whose user has a folder of profiles."""
+    """Return environment variables of a user who has a folder of profiles."""
     (tmp_path / ".config/hpctrain/profiles").mkdir(parents=True)
     return {"HOME": str(tmp_path)}
 
@@ -24,51 +24,51 @@ def own(home: dict[str, str], name: str, text: str) -> Path:
     return path
 
 
-def test_the_profiles_that_come_with_the_package(home: dict[str, str]) -> None:
+def test_the_shipped_profiles_are_listed(home: dict[str, str]) -> None:
     assert names(home) == SHIPPED
 
 
 @pytest.mark.parametrize("name", SHIPPED)
-def test_each_says_where_its_facts_are_from_and_that_it_was_not_tried(name: str, home: dict[str, str]) -> None:
+def test_each_shipped_profile_states_its_source_and_that_it_is_untried(name: str, home: dict[str, str]) -> None:
     profile, where = load(name, home)
     assert profile.site and profile.source.startswith("http") and profile.date.startswith("2026-")
     assert (profile.tried == UNTRIED) is not name.startswith("generic")
     assert where == f"{name} (comes with hpctrain)"
 
 
-def test_a_users_own_wins(home: dict[str, str]) -> None:
+def test_a_user_profile_overrides_a_shipped_one(home: dict[str, str]) -> None:
     path = own(home, "lumi", 'scheduler = "slurm"\nmpi = "pmi2"\n')
     profile, where = load("lumi", home)
     assert (profile.mpi, profile.partition, where) == ("pmi2", "", str(path))
     assert load("lumi", {"HOME": "/nowhere"})[0].partition == "standard-g"
 
 
-def test_the_folder_of_configs_may_be_elsewhere(tmp_path: Path) -> None:
+def test_the_user_folder_follows_xdg_config_home(tmp_path: Path) -> None:
     assert profiles.user_folder({"XDG_CONFIG_HOME": "/x", "HOME": "/y"}) == Path("/x/hpctrain/profiles")
     assert profiles.user_folder({"HOME": "/y"}) == Path("/y/.config/hpctrain/profiles")
 
 
-def test_one_may_be_built_on_another_of_the_same_name(home: dict[str, str]) -> None:
+def test_a_profile_may_extend_a_shipped_one_of_the_same_name(home: dict[str, str]) -> None:
     own(home, "lumi", 'base = "lumi"\npartition = "small-g"\n')
     profile, _ = load("lumi", home)
     assert (profile.partition, profile.gpus_per_node, profile.scheduler) == ("small-g", 8, "slurm")
-    assert (profile.source, profile.tried) == ("", UNTRIED)  # what was said of the base is not said of this one
+    assert (profile.source, profile.tried) == ("", UNTRIED)  # facts about the base are not inherited
 
 
-def test_a_path_is_a_profile(home: dict[str, str], tmp_path: Path) -> None:
+def test_a_profile_may_be_given_by_path(home: dict[str, str], tmp_path: Path) -> None:
     path = tmp_path / "mine.toml"
     path.write_text('base = "generic-pbs"\nselect = ["model=rom"]\n')
     assert load(str(path), home)[0].select == ("model=rom",)
 
 
-def test_a_ring_of_bases_is_refused(home: dict[str, str]) -> None:
+def test_a_cycle_of_bases_is_refused(home: dict[str, str]) -> None:
     own(home, "a", 'base = "b"\n')
     own(home, "b", 'base = "a"\n')
     with pytest.raises(UsageError, match="leads back to it|unknown profile"):
         load("a", home)
 
 
-def test_an_unknown_name(home: dict[str, str]) -> None:
+def test_an_unknown_name_lists_the_known_ones(home: dict[str, str]) -> None:
     own(home, "mine", 'scheduler = "pbs"\n')
     with pytest.raises(UsageError, match="unknown profile: did you mean perlmutter.*mine, param.*your own stand in"):
         load("perlmuter", home)
@@ -92,14 +92,14 @@ def test_an_unknown_name(home: dict[str, str]) -> None:
         ('scheduler = "slurm"\nshell = "/bin/zsh"', "allowed are /bin/bash, /bin/bash -l"),
     ],
 )
-def test_what_is_wrong_is_named(text: str, message: str, home: dict[str, str]) -> None:
+def test_errors_of_a_profile_are_named(text: str, message: str, home: dict[str, str]) -> None:
     path = own(home, "mine", text)
     with pytest.raises(UsageError, match=message) as caught:
         load("mine", home)
     assert str(path) in str(caught.value)
 
 
-def test_an_explanation_has_every_setting_its_value_and_its_meaning(home: dict[str, str]) -> None:
+def test_an_explanation_has_the_value_and_meaning_of_every_setting(home: dict[str, str]) -> None:
     profile, where = load("polaris", home)
     text = explain(profile, where)
     for name in Profile.__dataclass_fields__:

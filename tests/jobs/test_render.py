@@ -1,4 +1,4 @@
-"""Every script that can be made is bash without a fault, and its directives are what the manuals allow."""
+"""Rendered job scripts: valid bash, and directives that the manuals allow."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ MOST = Request(
 
 
 def every_script() -> dict[str, str]:
-    """Return a script for each profile and template, asked for little and for much."""
+    """Return scripts for each profile and template, with few options and with many."""
     found = {}
     sweeps = {"train": (), "benchmark": (), "array": combine(["train.seed=1,2", "data.files=[\"a b\"],[\"c'd\"]"])}
     for (name, profile), template, asked in product(PROFILES.items(), sweeps, ("least", "most")):
@@ -60,26 +60,26 @@ def scripts() -> dict[str, str]:
     return every_script()
 
 
-def test_directives_are_what_the_manuals_allow(scripts: dict[str, str]) -> None:
+def test_directives_pass_the_checker(scripts: dict[str, str]) -> None:
     assert len(scripts) == 60
     for name, script in scripts.items():
         assert problems(script) == [], name
         assert script.startswith("#!/bin/bash") and "@" not in re.sub(r"USR1@|\[@\]|%%@\*", "", script), name
 
 
-def test_bash_reads_them(scripts: dict[str, str], tmp_path: Path) -> None:
+def test_scripts_are_valid_bash(scripts: dict[str, str], tmp_path: Path) -> None:
     for number, script in enumerate(scripts.values()):
         (tmp_path / f"{number}.sh").write_text(script)
     for path in tmp_path.iterdir():
         subprocess.run(["bash", "-n", str(path)], check=True)
 
 
-def test_shellcheck_finds_nothing(scripts: dict[str, str], tmp_path: Path) -> None:
+def test_shellcheck_reports_no_problem(scripts: dict[str, str], tmp_path: Path) -> None:
     beside = Path(sys.executable).parent / "shellcheck"
     program = str(beside) if beside.exists() else shutil.which("shellcheck")
     if program is None:
         pytest.skip("needs shellcheck")
-    # Three profiles, because it takes its time. SC2016 is about the quotes in MOST's values.
+    # Only three profiles, because it is slow. SC2016 is about the quotes in the values of MOST.
     chosen = [name for name in scripts if name.split()[0] in ("generic-slurm", "polaris", "lumi")]
     for number, name in enumerate(chosen):
         (tmp_path / f"{number}.sh").write_text(scripts[name])
@@ -105,7 +105,7 @@ def lines(script: str, *words: str) -> list[str]:
         ({"gpus": "gres"}, 0, None, None),
     ],
 )
-def test_gpus_are_asked_for_as_the_site_wants(
+def test_gpus_are_requested_by_the_option_of_the_site(
     settings: dict[str, str], asked: int, directive: str | None, option: str | None
 ) -> None:
     profile = Profile(scheduler="slurm", **settings)  # type: ignore[arg-type]
@@ -128,18 +128,18 @@ def test_gpus_by_rank_must_be_enough() -> None:
         ("pals", "mpiexec -n 12 --ppn 4 --depth 6 --cpu-bind depth --x=y --a b \\", "B:USR1@300"),
     ],
 )
-def test_launchers(launcher: str, command: str, signal: str) -> None:
+def test_each_launcher_has_its_command_and_signal(launcher: str, command: str, signal: str) -> None:
     settings = {"launcher": launcher, "mpi": "pmix", "launch_options": ("--x=y", "--a b")}
     profile = Profile(scheduler="slurm", **settings)  # type: ignore[arg-type]
     script = render(replace(LEAST, nodes=3, ranks_per_node=4, cpus_per_rank=6), profile)
     assert command in script.splitlines()
-    # To the steps where there is one; else to the script, which passes it on.
+    # To the job steps if there are any; else to the script, which passes it on.
     assert f"#SBATCH --signal={signal}" in script.splitlines()
 
 
 @pytest.mark.parametrize("name", ["generic-slurm", "generic-pbs"])
-def test_nodes_are_measured_by_the_ranks_that_train(name: str) -> None:
-    """Before anything that a signal or a crash would bring back, and in the container of the run."""
+def test_preflight_runs_on_the_ranks_of_the_run(name: str) -> None:
+    """Preflight precedes all parts that a signal or a crash restarts, and runs in the container of the run."""
     request = replace(LEAST, nodes=2, preflight=60, container="image.sif")
     script = render(request, replace(PROFILES[name], container_program="apptainer"))
     measures, trains = (script.index(word) for word in ("hpctrain doctor --preflight", "hpctrain train"))
@@ -154,12 +154,12 @@ def test_nodes_are_measured_by_the_ranks_that_train(name: str) -> None:
 
 @pytest.mark.parametrize("nodes", [1, 2])
 @pytest.mark.parametrize("launcher, start", [("openmpi", "mpirun -n {}"), ("hydra", "mpiexec -n {} -ppn 1")])
-def test_what_launchers_need_under_pbs(launcher: str, start: str, nodes: int) -> None:
+def test_launchers_get_their_options_under_pbs(launcher: str, start: str, nodes: int) -> None:
     profile = Profile(scheduler="pbs", launcher=launcher, gpus="ngpus")  # type: ignore[arg-type]
     script = render(replace(LEAST, nodes=nodes), profile)
     (line,) = lines(script, "    mpi")
     assert line.startswith(f"    {start.format(nodes)} ") and '"${bind[@]}"' in line
-    # Open MPI: the nodes, and their environment; a single node as PBS describes it crashes mpirun.
+    # Open MPI needs the nodes and their environment; mpirun crashes on PBS's description of a single node.
     assert ('--hostfile "$PBS_NODEFILE"' in line) == ('"${variables[@]}"' in line) == (launcher == "openmpi")
     assert ("export PRTE_MCA_ras=^pbs" in script) == (launcher == "openmpi" and nodes == 1)
     assert ("compgen -e" in script) == (launcher == "openmpi" and nodes == 2)
@@ -168,7 +168,7 @@ def test_what_launchers_need_under_pbs(launcher: str, start: str, nodes: int) ->
 
 @pytest.mark.parametrize("template", ["train", "array", "benchmark"])
 @pytest.mark.parametrize("name", [name for name, profile in PROFILES.items() if profile.scheduler == "pbs"])
-def test_every_node_is_another_one(name: str, template: str) -> None:
+def test_chunks_are_placed_on_different_nodes(name: str, template: str) -> None:
     """Without ``place=scatter`` PBS may put all chunks on one node."""
     sweep = (("a.b=1",), ("a.b=2",)) if template == "array" else ()
     asked = replace(LEAST, nodes=2, template=template, sweep=sweep)  # type: ignore[arg-type]
@@ -178,7 +178,7 @@ def test_every_node_is_another_one(name: str, template: str) -> None:
 
 
 @pytest.mark.parametrize("directive", ["-o /tmp", "-o runs"])
-def test_pbs_keeps_its_own_file_where_the_user_says(directive: str) -> None:
+def test_the_output_file_of_pbs_follows_the_user(directive: str) -> None:
     assert lines(render(LEAST, PROFILES["generic-pbs"]), "#PBS -o") == ["#PBS -o runs/a/"]
     assert lines(render(replace(LEAST, directives=(directive,)), PROFILES["generic-pbs"]), "#PBS -o") == [
         f"#PBS {directive}"
@@ -194,13 +194,13 @@ def test_pbs_keeps_its_own_file_where_the_user_says(directive: str) -> None:
         ({}, ("-l place=scatter:exclhost",), False),
     ],
 )
-def test_jobs_with_whole_nodes_bind(settings: dict[str, str], directives: tuple[str, ...], decides: bool) -> None:
+def test_jobs_with_whole_nodes_bind_ranks(settings: dict[str, str], directives: tuple[str, ...], decides: bool) -> None:
     profile = Profile(scheduler="pbs", launcher="hydra", gpus="none", **settings)  # type: ignore[arg-type]
     script = render(replace(LEAST, cpus_per_rank=3, directives=directives), profile)
     assert lines(script, "bind=") == ["bind=(-bind-to core:3)", *(["    bind=(-bind-to none)"] if decides else [])]
 
 
-def test_what_pbs_counts_stands_in_its_chunk() -> None:
+def test_resources_of_pbs_are_in_the_chunk() -> None:
     script = render(
         replace(MOST, memory="64000"), Profile(scheduler="pbs", launcher="hydra", gpus="ngpus", select=("model=a",))
     )
@@ -211,24 +211,24 @@ def test_what_pbs_counts_stands_in_its_chunk() -> None:
 
 
 @pytest.mark.parametrize("name", ["reservation", "constraint", "exclude", "qos"])
-def test_pbs_does_not_pass_over_what_it_does_not_know(name: str) -> None:
+def test_options_unknown_to_pbs_are_refused(name: str) -> None:
     with pytest.raises(UsageError, match=f"^{name} = 'x': PBS has no such thing"):
         render(replace(LEAST, **{name: "x"}), PROFILES["generic-pbs"])
 
 
-def test_an_array_of_pbs_has_two_tasks() -> None:
+def test_an_array_of_pbs_needs_two_tasks() -> None:
     with pytest.raises(UsageError, match="sweep has 1 task: an array of PBS has at least 2"):
         render(replace(LEAST, template="array", sweep=(("a.b=1",),)), PROFILES["generic-pbs"])
 
 
-def test_a_directive_that_is_none_is_refused() -> None:
+def test_an_unknown_or_repeated_directive_is_refused() -> None:
     with pytest.raises(UsageError, match="would not be understood: line .*sbatch knows no --walltme"):
         render(replace(LEAST, directives=("--walltme=3",)), PROFILES["generic-slurm"])
     with pytest.raises(UsageError, match="--nodes stands in line .* already"):
         render(replace(LEAST, directives=("--nodes=3",)), PROFILES["generic-slurm"])
 
 
-def test_what_is_asked_for_goes_before_the_profile() -> None:
+def test_requested_values_override_the_profile() -> None:
     profile = Profile(scheduler="slurm", partition="slow", environment={"A": "1", "B": "2"}, interface="ib0")
     script = render(replace(LEAST, partition="fast", environment={"B": "3", "NCCL_SOCKET_IFNAME": "eth0"}), profile)
     assert lines(script, "--partition", "export A", "export B", "export NCCL") == [
@@ -236,17 +236,17 @@ def test_what_is_asked_for_goes_before_the_profile() -> None:
     ]
 
 
-def test_a_run_that_may_not_resume_is_the_users_wish() -> None:
+def test_resume_of_the_user_is_kept() -> None:
     assert "--set run.resume=auto" in render(LEAST, PROFILES["generic-slurm"])
     assert "resume=auto" not in render(replace(LEAST, settings=("run.resume=must",)), PROFILES["generic-slurm"])
 
 
-def test_the_script_stands_in_the_runs_folder() -> None:
+def test_the_script_is_in_the_run_folder() -> None:
     assert script_path(LEAST, PROFILES["generic-pbs"]) == "runs/a/job.pbs"
     assert "script=runs/a/job.pbs " in render(LEAST, PROFILES["generic-pbs"])
 
 
-def test_tasks_of_pbs_that_come_back_are_not_counted() -> None:
+def test_at_once_is_refused_for_pbs_arrays_that_restart() -> None:
     asked = replace(LEAST, template="array", sweep=(("a.b=1",), ("a.b=2",)), at_once=1)
     with pytest.raises(UsageError, match="at_once = 1: tasks of a PBS array that come back are jobs of their own"):
         render(asked, PROFILES["generic-pbs"])
@@ -269,13 +269,13 @@ def test_tasks_of_pbs_that_come_back_are_not_counted() -> None:
         ({"config": ""}, "config = ''"),
     ],
 )
-def test_what_cannot_be_asked_for(wrong: dict[str, object], message: str) -> None:
+def test_wrong_requests_are_refused(wrong: dict[str, object], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         replace(LEAST, **wrong)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("text", ["", "[run]\nfolder = 'x/y'\n", "[run]\nresume = 'auto'\n"])
-def test_the_runs_folder_is_that_of_the_run(text: str, tmp_path: Path) -> None:
+def test_the_run_folder_equals_that_of_training(text: str, tmp_path: Path) -> None:
     from hpctrain.settings import read_toml
     from hpctrain.train.settings import load
 
@@ -284,7 +284,7 @@ def test_the_runs_folder_is_that_of_the_run(text: str, tmp_path: Path) -> None:
     assert run_folder(read_toml(path), str(path)) == load(path).run.folder
 
 
-def test_sweeps_combine() -> None:
+def test_sweeps_are_combined_as_a_product() -> None:
     assert combine(["a.b=1,2", 'c.d="x, y",z']) == (
         *(("a.b=1", 'c.d="x'), ("a.b=1", 'c.d=y"'), ("a.b=1", "c.d=z")),
         *(("a.b=2", 'c.d="x'), ("a.b=2", 'c.d=y"'), ("a.b=2", "c.d=z")),
@@ -299,6 +299,6 @@ def test_sweeps_combine() -> None:
 
 
 @pytest.mark.parametrize("text", ["a.b", "=1", "a.=1", "a.b=", "run.folder=a,b"])
-def test_what_is_no_sweep(text: str) -> None:
+def test_malformed_sweeps_are_refused(text: str) -> None:
     with pytest.raises(UsageError, match="--sweep"):
         combine([text])

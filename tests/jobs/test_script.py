@@ -1,4 +1,4 @@
-"""The scripts do what they say: run in a real shell, among programs that only note how they were called."""
+"""Behaviour of job scripts in a real shell, with fake programs that record their calls."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ ASKED = Request(
     settings=("train.prompt=a b",),
 )
 SWEEP = Request(config="a.toml", folder="runs/a", time="00:10:00", template="array", sweep=combine(["train.seed=1,2"]))
-# A program that writes a checkpoint and leaves as one does that was told to save.
+# A program that writes a checkpoint and exits as after a request to save.
 SAVES = "d=runs/a/checkpoints; mkdir -p $d; n=$(ls $d | wc -l); touch $d/step_0$n.h5; "
-# A program that waits for its signal; signals may come more than once.
+# A program that waits for its signal; signals may arrive more than once.
 WAITS = "trap 'touch told' USR1; touch begun; until [ -e told ]; do /bin/sleep 0.02; done; /bin/sleep 0.1; " + SAVES
 
 
@@ -56,7 +56,7 @@ def wait_for(path: Path) -> None:
         time.sleep(0.01)
 
 
-def test_a_run_that_finishes(batch: Batch) -> None:
+def test_a_finished_run_is_not_requeued(batch: Batch) -> None:
     batch.does("squeue", "echo 2030-01-01T00:00:00")
     done = run(batch, render(ASKED, SLURM), TZ="UTC", OMP_NUM_THREADS="999")
     assert (done.returncode, done.stderr) == (0, "")
@@ -71,7 +71,7 @@ def test_a_run_that_finishes(batch: Batch) -> None:
     assert (batch.folder / "runs/a/starts.txt").read_text() == "7 nothing\n"
 
 
-def test_a_program_has_the_same_life(batch: Batch) -> None:
+def test_a_program_is_started_and_requeued_as_a_config_is(batch: Batch) -> None:
     words = ("--rate", "1e-3", "", "a  b", "$(canary)", "--", "@folder@")
     script = render(replace(ASKED, config="train.py", settings=(), words=words), SLURM)
     batch.does("squeue", "echo 2030-01-01T00:00:00")
@@ -87,14 +87,14 @@ def test_a_program_has_the_same_life(batch: Batch) -> None:
     assert (batch.folder / "runs/a/starts.txt").read_text().count("7 step_00.h5") == 3
 
 
-def test_an_unknown_end_is_no_deadline(batch: Batch) -> None:
+def test_without_a_known_end_there_is_no_deadline(batch: Batch) -> None:
     batch.does("squeue", "echo N/A")
     run(batch, render(ASKED, SLURM))
     assert "HPCTRAIN_DEADLINE" not in batch.calls("srun")[0].environment
 
 
 @pytest.mark.parametrize("code", [75, 1, 137])
-def test_a_run_that_got_further_comes_back(batch: Batch, code: int) -> None:
+def test_a_run_with_progress_is_requeued(batch: Batch, code: int) -> None:
     batch.does("srun", f"{SAVES} exit {code}")
     script = render(ASKED, SLURM)
     for start in (1, 2, 3, 4):
@@ -105,35 +105,35 @@ def test_a_run_that_got_further_comes_back(batch: Batch, code: int) -> None:
     ]
 
 
-def test_bad_input_does_not_come_back(batch: Batch) -> None:
+def test_bad_input_is_not_requeued(batch: Batch) -> None:
     batch.does("srun", "exit 2")
     assert run(batch, render(ASKED, SLURM)).returncode == 2
     assert not batch.calls("scontrol")
 
 
-def test_a_file_says_that_the_run_is_to_end(batch: Batch) -> None:
+def test_a_stop_file_prevents_requeueing(batch: Batch) -> None:
     batch.does("srun", f"{SAVES} touch runs/a/STOP; exit 75")
     assert run(batch, render(ASKED, SLURM)).returncode == 75
     assert not batch.calls("scontrol")
 
 
 @pytest.mark.parametrize("code", [75, 139])
-def test_a_crash_loop_stops(batch: Batch, code: int) -> None:
+def test_a_crash_loop_is_stopped(batch: Batch, code: int) -> None:
     batch.does("srun", f"exit {code}")
     script = render(ASKED, SLURM)
     assert [run(batch, script).returncode for _ in range(2)] == [code, code]
     last = run(batch, script)
     assert last.returncode == 1 and len(batch.calls("scontrol")) == 2
     assert f"job 7 has started 3 times from nothing and got no further (exit code {code})" in last.stderr
-    # Slurm itself may start it again, when a node has failed: then nothing is started.
+    # Slurm itself may restart the job after a node failure: then the script starts no ranks.
     again = run(batch, script)
     assert again.returncode == 1 and len(batch.calls("srun")) == 3 and "giving up" in again.stderr
-    # Another job in the same folder, after somebody has mended what was wrong, begins to count anew.
+    # Another job in the same folder, after the cause was repaired, starts a new count.
     batch.does("srun", "exit 0")
     assert run(batch, script, job="8").returncode == 0
 
 
-def test_there_is_an_end_to_coming_back(batch: Batch) -> None:
+def test_the_number_of_restarts_is_limited(batch: Batch) -> None:
     batch.does("srun", f"{SAVES} exit 75")
     script = render(Request(config="a.toml", folder="runs/a", time="00:10:00", restarts=1), SLURM)
     assert run(batch, script).returncode == 75
@@ -158,8 +158,8 @@ def test_a_signal_to_the_script_reaches_the_ranks(batch: Batch, number: signal.S
     assert bool(batch.calls("scontrol")) is back
 
 
-def test_a_rank_that_answers_no_signal_keeps_the_script_waiting(batch: Batch) -> None:
-    # A signal ends bash's wait, and must not be taken for the end of the ranks.
+def test_the_script_waits_for_a_rank_that_ignores_signals(batch: Batch) -> None:
+    # A signal interrupts bash's wait, which must not be mistaken for the end of the ranks.
     batch.does("srun", "trap '' USR1; touch begun; /bin/sleep 0.6; exit 0")
     job = batch.start(render(ASKED, SLURM), SLURM_JOB_ID="7")
     wait_for(batch.folder / "begun")
@@ -172,7 +172,7 @@ def test_a_rank_that_answers_no_signal_keeps_the_script_waiting(batch: Batch) ->
 
 @pytest.mark.parametrize("profile, word", [(SLURM, "sbatch"), (PBS, "qsub")], ids=["slurm", "pbs"])
 @pytest.mark.parametrize("request_", [ASKED, SWEEP], ids=["train", "array"])
-def test_outside_of_a_job_nothing_is_started(batch: Batch, profile: Profile, word: str, request_: Request) -> None:
+def test_outside_of_a_job_no_rank_is_started(batch: Batch, profile: Profile, word: str, request_: Request) -> None:
     done = batch.run(render(request_, profile))
     assert done.returncode != 0 and f"submit this script with {word}" in done.stderr
     assert not batch.calls() and not (batch.folder / "runs").exists()
@@ -184,7 +184,7 @@ def pbs(batch: Batch, script: str, job: str = "7.server", **more: str) -> subpro
     return batch.run(script, PBS_JOBID=job, PBS_O_WORKDIR=str(batch.folder), **more)
 
 
-def test_pbs_submits_itself_again(batch: Batch) -> None:
+def test_a_pbs_job_submits_its_successor(batch: Batch) -> None:
     batch.does("mpiexec", f"echo said; echo and complained >&2; {SAVES} exit 75")
     before = time.time()
     assert pbs(batch, render(ASKED, PBS)).returncode == 75
@@ -197,7 +197,7 @@ def test_pbs_submits_itself_again(batch: Batch) -> None:
     assert (batch.folder / "runs/a/output.txt").read_text() == "said\nand complained\n"
 
 
-def test_pbs_counts_over_all_that_it_has_submitted(batch: Batch) -> None:
+def test_pbs_starts_are_counted_over_the_chain(batch: Batch) -> None:
     batch.does("mpiexec", "exit 1")
     script = render(ASKED, PBS)
     codes = [pbs(batch, script).returncode]
@@ -207,14 +207,14 @@ def test_pbs_counts_over_all_that_it_has_submitted(batch: Batch) -> None:
     assert "7.server has started 3 times" in (batch.folder / "runs/a/output.txt").read_text()
 
 
-def test_pbs_says_where_the_script_must_be(batch: Batch) -> None:
+def test_a_missing_script_is_reported_under_pbs(batch: Batch) -> None:
     batch.does("mpiexec", "exit 75")
     done = batch.run(render(ASKED, PBS), PBS_JOBID="7", PBS_O_WORKDIR=str(batch.folder))
     assert done.returncode == 75 and not batch.calls("qsub")
     assert "runs/a/job.pbs is not there: save this script" in (batch.folder / "runs/a/output.txt").read_text()
 
 
-def test_pbs_gives_the_early_signal_itself(batch: Batch) -> None:
+def test_the_pbs_script_sends_the_early_signal(batch: Batch) -> None:
     batch.does("mpiexec", f"{WAITS} exit 75")
     script = render(ASKED, PBS)
     assert "early=$((ends - 300 - $(date +%s)))" in script
@@ -222,7 +222,7 @@ def test_pbs_gives_the_early_signal_itself(batch: Batch) -> None:
     assert (batch.folder / "runs/a/checkpoints/step_00.h5").exists() and batch.calls("qsub")
 
 
-def test_measuring_nodes_does_not_delay_the_early_signal(batch: Batch) -> None:
+def test_preflight_does_not_delay_the_early_signal(batch: Batch) -> None:
     waits = f'case "$*" in *doctor*) /bin/sleep 2; date +%s.%N >measured ;; *) {WAITS} exit 75 ;; esac'
     batch.does("mpiexec", waits)
     script = render(replace(ASKED, preflight=10), PBS)
@@ -231,7 +231,7 @@ def test_measuring_nodes_does_not_delay_the_early_signal(batch: Batch) -> None:
     assert told - begun < 4, "5 s from the start of the job, of which 2 went into measuring"
 
 
-def test_a_job_that_may_not_submit_says_how(batch: Batch) -> None:
+def test_a_failed_submission_is_reported_with_the_command(batch: Batch) -> None:
     batch.does("mpiexec", f"{SAVES} exit 75")
     batch.does("qsub", "echo 'qsub: Bad UID for job execution' >&2; exit 1")
     assert pbs(batch, render(ASKED, PBS)).returncode == 75
@@ -241,7 +241,7 @@ def test_a_job_that_may_not_submit_says_how(batch: Batch) -> None:
     assert not (batch.folder / "runs/a/jobs.json").exists()
 
 
-def test_pbs_notes_every_job_of_the_chain(batch: Batch) -> None:
+def test_every_job_of_a_pbs_chain_is_recorded(batch: Batch) -> None:
     batch.does("mpiexec", f"{SAVES} exit 75")
     script = render(ASKED, PBS)
     first = {"job_id": "7.server", "scheduler": "pbs", "command": ["qsub"]}
@@ -258,7 +258,7 @@ def test_pbs_notes_every_job_of_the_chain(batch: Batch) -> None:
     assert len(history(batch.folder / "runs/a")) == 4
 
 
-def test_jobs_that_wait_are_handed_on(batch: Batch) -> None:
+def test_waiting_jobs_depend_on_the_successor(batch: Batch) -> None:
     batch.does("mpiexec", f"{SAVES} exit 75")
     batch.does("qsub", "echo 8.server")
     depend = "    depend = beforeany:11.server@server:12.ser", "\tver@server,beforeok:13.server@server"
@@ -272,7 +272,7 @@ def test_jobs_that_wait_are_handed_on(batch: Batch) -> None:
 
 
 @pytest.mark.parametrize("mode, umask", [(0o755, "0022"), (0o700, "0077"), (0o2770, "0007"), (0o1777, "0002")])
-def test_files_get_the_rights_of_the_folder(batch: Batch, mode: int, umask: str) -> None:
+def test_files_get_the_permissions_of_the_folder(batch: Batch, mode: int, umask: str) -> None:
     batch.does("mpiexec", "umask >umask.txt")
     (batch.folder / "runs/a").mkdir(parents=True)
     (batch.folder / "runs/a").chmod(mode)
@@ -280,9 +280,9 @@ def test_files_get_the_rights_of_the_folder(batch: Batch, mode: int, umask: str)
     assert (batch.folder / "umask.txt").read_text().strip() == umask
 
 
-def test_nothing_outlives_a_script_that_is_killed(batch: Batch) -> None:
-    """What PBS kills is the script; the ranks have a session of their own."""
-    # The launcher itself ignores SIGTERM, as one that hangs does.
+def test_killing_the_script_ends_all_ranks(batch: Batch) -> None:
+    """PBS kills only the script; the ranks have a session of their own."""
+    # The launcher itself ignores SIGTERM, as a hanging one does.
     hangs = "trap : TERM; trap '' USR1; echo $$ >pid; touch begun; while :; do /bin/sleep 0.05; done"
     batch.does("mpiexec", hangs)
     (batch.folder / "runs/a").mkdir(parents=True)
@@ -320,17 +320,17 @@ def test_every_task_of_an_array_has_its_settings_and_folder(batch: Batch, task: 
     (call,) = batch.calls("srun")
     assert call.words[-4:] == ["--set", f"train.seed={int(task) + 1}", "--set", f"run.folder=runs/a/{task}"]
     assert (batch.folder / f"runs/a/{task}/starts.txt").read_text() == f"9_{task} nothing\n"
-    # The job id of a task may be that of the array, and what is done to that is done to all tasks.
+    # The job id of a task may be that of the array, and commands on that id act on all tasks.
     assert batch.calls("scontrol")[0].words == ["requeue", f"9_{task}"]
     assert f"--jobs=9_{task}" in batch.calls("squeue")[0].words
 
 
-def test_a_task_that_the_sweep_does_not_have_is_bad_input(batch: Batch) -> None:
+def test_a_task_outside_of_the_sweep_is_bad_input(batch: Batch) -> None:
     done = run(batch, render(SWEEP, SLURM), SLURM_ARRAY_JOB_ID="7", SLURM_ARRAY_TASK_ID="2")
     assert done.returncode == 2 and "task 2 of the array has no settings" in done.stderr and not batch.calls("srun")
 
 
-def test_a_task_of_pbs_comes_back_alone(batch: Batch) -> None:
+def test_a_task_of_a_pbs_array_restarts_alone(batch: Batch) -> None:
     batch.does("mpiexec", "mkdir -p runs/a/1/checkpoints; touch runs/a/1/checkpoints/step_1.h5; exit 75")
     batch.does("qsub", "cat >submitted")
     script = render(SWEEP, PBS)
@@ -354,14 +354,14 @@ def test_a_benchmark_runs_once(batch: Batch) -> None:
     assert run(batch, render(asked, SLURM)).returncode == 3 and not batch.calls("scontrol")
 
 
-def test_a_container_runs_inside_of_the_launcher(batch: Batch) -> None:
+def test_the_launcher_starts_the_container(batch: Batch) -> None:
     profile = Profile(scheduler="slurm", container_options=("--nv",))
     run(batch, render(Request(config="a.toml", folder="r", time="00:10:00", container="torch.sif"), profile))
     assert batch.calls("srun")[0].words[2:8] == ["apptainer", "exec", "--nv", "torch.sif", "hpctrain", "train"]
 
 
 @pytest.mark.parametrize("asked, runs", [("", ["podman", "exec", "site.sif", "hpctrain"]), ("none", ["hpctrain"])])
-def test_a_site_may_have_a_container(asked: str, runs: list[str], batch: Batch) -> None:
+def test_the_container_of_a_site_is_the_default(asked: str, runs: list[str], batch: Batch) -> None:
     profile = Profile(scheduler="slurm", container="site.sif", container_program="podman")
     run(batch, render(Request(config="a.toml", folder="r", time="00:10:00", container=asked), profile))
     assert batch.calls("srun")[0].words[2 : 2 + len(runs)] == runs

@@ -21,7 +21,7 @@ def batch(tmp_path: Path) -> Batch:
     return batch
 
 
-def test_a_script_is_written_submitted_and_noted(batch: Batch, tmp_path: Path) -> None:
+def test_a_script_is_written_submitted_and_recorded(batch: Batch, tmp_path: Path) -> None:
     folder = tmp_path / "runs/a b"
     environment = batch.environment(SBATCH_PARTITION="other", SLURM_CONF="/x", SLURM_MEM_PER_CPU="9", TEST_A="1")
     done = submit("slurm", "#!/bin/bash\n", folder, environ=environment)
@@ -40,7 +40,7 @@ def test_a_script_is_written_submitted_and_noted(batch: Batch, tmp_path: Path) -
     assert sorted(path.name for path in folder.iterdir()) == ["job.sbatch", "jobs.json"]
 
 
-def test_pbs(batch: Batch, tmp_path: Path) -> None:
+def test_pbs_jobs_are_submitted_with_their_dependency(batch: Batch, tmp_path: Path) -> None:
     outer = {"PBS_DPREFIX": "#X", "PBS_SERVER": "s", "PBS_JOBID": "3", "PBS_NODEFILE": "/x"}
     outer["OMPI_COMM_WORLD_SIZE"] = "2"
     outer |= {"HPCTRAIN_CHAIN": "3.server", "HPCTRAIN_TASK": "1", "HPCTRAIN_DEADLINE": "9", "HPCTRAIN_TIMEOUT": "60"}
@@ -52,7 +52,7 @@ def test_pbs(batch: Batch, tmp_path: Path) -> None:
     assert done.removed == (*chain, "OMPI_COMM_WORLD_SIZE", "PBS_DPREFIX", "PBS_JOBID", "PBS_NODEFILE")
 
 
-def test_every_variable_that_sbatch_reads_is_left_out() -> None:
+def test_variables_that_sbatch_reads_are_removed() -> None:
     names = "ACCOUNT ARRAY_INX CONSTRAINT EXCLUSIVE EXPORT GPUS MEM_PER_NODE NO_REQUEUE PARTITION QOS SIGNAL TIMELIMIT"
     environment = {f"SBATCH_{name}": "x" for name in names.split()} | {"SLURM_HINT": "x", "SLURM_EXIT_ERROR": "9"}
     environment["A"] = "b"
@@ -64,7 +64,7 @@ def test_every_variable_that_sbatch_reads_is_left_out() -> None:
     "printed, job_id",
     [("1234;cluster", "1234"), ("1234[].server", "1234[].server"), ("12", "12"), ("a warning\n99\n", "99")],
 )
-def test_ids_of_jobs(batch: Batch, tmp_path: Path, printed: str, job_id: str) -> None:
+def test_job_ids_are_parsed(batch: Batch, tmp_path: Path, printed: str, job_id: str) -> None:
     batch.does("sbatch", f"printf '%s' '{printed}'")
     assert submit("slurm", "x", tmp_path, environ=batch.environment()).job_id == job_id
 
@@ -77,19 +77,19 @@ def test_ids_of_jobs(batch: Batch, tmp_path: Path, printed: str, job_id: str) ->
         ("echo 'all well'", "sbatch told no job id: all well"),
     ],
 )
-def test_what_the_scheduler_says_is_passed_on(batch: Batch, tmp_path: Path, does: str, message: str) -> None:
+def test_errors_of_the_scheduler_are_quoted(batch: Batch, tmp_path: Path, does: str, message: str) -> None:
     batch.does("sbatch", does)
     with pytest.raises(LaunchError, match=message):
         submit("slurm", "x", tmp_path / "run", environ=batch.environment())
     assert not (tmp_path / "run/jobs.json").exists()
 
 
-def test_where_there_is_no_scheduler(tmp_path: Path) -> None:
+def test_a_missing_scheduler_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(LaunchError, match="there is no qsub here: submit from a login node"):
         submit("pbs", "x", tmp_path, environ={"PATH": str(tmp_path)})
 
 
-def test_a_scheduler_that_does_not_answer(batch: Batch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_scheduler_timeout_is_an_error(batch: Batch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(submitting, "TIMEOUT", 0.2)
     batch.does("sbatch", "exec /bin/sleep 20")
     with pytest.raises(LaunchError, match="sbatch has not answered for 0.2 s"):
@@ -97,13 +97,13 @@ def test_a_scheduler_that_does_not_answer(batch: Batch, tmp_path: Path, monkeypa
 
 
 @pytest.mark.parametrize("after", ["1;canary", "-1", "$(canary)", "1\n", "x"])
-def test_a_job_to_wait_for_is_an_id(batch: Batch, tmp_path: Path, after: str) -> None:
+def test_after_must_be_a_job_id(batch: Batch, tmp_path: Path, after: str) -> None:
     with pytest.raises(UsageError, match="--after .* is not the id of a job"):
         submit("slurm", "x", tmp_path / "run", after=after, environ=batch.environment())
     assert not batch.calls() and not (tmp_path / "run").exists()
 
 
-def test_a_folder_that_cannot_be_written(batch: Batch, tmp_path: Path) -> None:
+def test_an_unwritable_folder_is_refused_before_submission(batch: Batch, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UsageError, match="cannot write .*job.sbatch"):
         submit("slurm", "x", tmp_path / "file", environ=batch.environment())
@@ -113,14 +113,14 @@ def test_a_folder_that_cannot_be_written(batch: Batch, tmp_path: Path) -> None:
 # The history of submissions -------------------------------------------------------------------------------------------
 
 
-def test_submissions_at_the_same_time_are_all_noted(tmp_path: Path) -> None:
+def test_concurrent_submissions_are_all_recorded(tmp_path: Path) -> None:
     with ThreadPoolExecutor(40) as pool:
         list(pool.map(lambda number: record(tmp_path, {"job_id": str(number), "command": ["x" * 2000]}), range(40)))
     assert sorted(int(one["job_id"]) for one in history(tmp_path)) == list(range(40))
     assert [path.name for path in tmp_path.iterdir()] == ["jobs.json"]
 
 
-def test_a_list_of_an_earlier_version_goes_on(tmp_path: Path) -> None:
+def test_a_history_of_an_earlier_version_is_continued(tmp_path: Path) -> None:
     assert history(tmp_path) == []
     (tmp_path / "jobs.json").write_text(json.dumps([{"job_id": "1"}, {"job_id": "2"}], indent=2) + "\n")
     record(tmp_path, {"job_id": "3"})
@@ -140,7 +140,7 @@ def test_a_damaged_history_is_moved_aside(tmp_path: Path, text: str, caplog: pyt
 
 
 @pytest.mark.parametrize("kind", ["link", "pipe"])
-def test_a_history_that_is_no_file_is_refused_before_the_job(batch: Batch, tmp_path: Path, kind: str) -> None:
+def test_a_history_that_is_not_a_file_is_refused_before_submission(batch: Batch, tmp_path: Path, kind: str) -> None:
     folder = tmp_path / "run"
     folder.mkdir()
     (tmp_path / "precious").write_text("keep me")
@@ -153,7 +153,9 @@ def test_a_history_that_is_no_file_is_refused_before_the_job(batch: Batch, tmp_p
     assert not batch.calls() and (tmp_path / "precious").read_text() == "keep me"
 
 
-def test_the_id_is_told_before_it_is_noted(batch: Batch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_job_id_is_reported_if_recording_fails(
+    batch: Batch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail(*arguments: object) -> None:
         raise OSError(28, "No space left on device")
 

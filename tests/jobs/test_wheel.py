@@ -1,4 +1,4 @@
-"""Templates and profiles are found after a plain installation, and after an editable one."""
+"""Templates and profiles in plain and in editable installations."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SHIPPED = sorted(
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder that holds what a wheel of hpctrain holds."""
+    """Return a folder with the content of a wheel of hpctrain."""
     pytest.importorskip("setuptools.build_meta")
     source, target = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("installed")
     for name in ("setup.cfg", "pyproject.toml", "README.md", "LICENSE"):
@@ -37,11 +37,11 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return target
 
 
-def test_there_are_files() -> None:
+def test_the_number_of_shipped_files_is_known() -> None:
     assert len(SHIPPED) == 18
 
 
-def test_a_wheel_holds_them(installed: Path) -> None:
+def test_a_wheel_contains_the_shipped_files(installed: Path) -> None:
     for name in SHIPPED:
         packaged = name.replace("jobs/", "templates/", 1)
         assert (installed / "hpctrain/jobs" / packaged).read_bytes() == (ROOT / name).read_bytes()
@@ -49,7 +49,7 @@ def test_a_wheel_holds_them(installed: Path) -> None:
 
 
 @pytest.mark.parametrize("where", ["installed", "editable"])
-def test_they_are_found(where: str, installed: Path, tmp_path: Path) -> None:
+def test_shipped_files_are_found(where: str, installed: Path, tmp_path: Path) -> None:
     home = installed if where == "installed" else ROOT
     code = (
         "import hpctrain; from hpctrain.cli.main import main; print(hpctrain.__file__); "

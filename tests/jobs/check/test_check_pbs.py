@@ -1,4 +1,4 @@
-"""The checker of ``#PBS`` lines knows what qsub knows: examples from qsub(1B) and pbs_resources(7B), and wrong ones."""
+"""Checker of ``#PBS`` lines: examples from qsub(1B) and pbs_resources(7B), and directives that qsub refuses."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from hpctrain.jobs.check import problems
 
 
 def found(*lines: str) -> list[str]:
-    """Return the problems of a script with these lines after its first."""
+    """Return the problems of a script with these lines after its first line."""
     return problems("\n".join(["#!/bin/bash", "#PBS -N job", *lines, ""]))
 
 
@@ -64,18 +64,18 @@ WRONG = {
 }
 
 
-def test_what_qsub_takes() -> None:
+def test_directives_of_the_manual_are_accepted() -> None:
     for directive in RIGHT:
         assert found(f"#PBS {directive}") == []
 
 
-def test_what_qsub_does_not_take() -> None:
+def test_wrong_directives_are_reported() -> None:
     for directive, text in WRONG.items():
         (message,) = found(f"#PBS {directive}")
         assert message.startswith("line 3: ") and text in message
 
 
-def test_chunks_and_the_old_form_do_not_mix() -> None:
+def test_chunks_and_the_old_form_cannot_be_mixed() -> None:
     assert found("#PBS -l select=2", "#PBS -l nodes=2:ppn=4") == [
         "line 4: nodes= is the old form and cannot be mixed with select="
     ]
@@ -85,11 +85,11 @@ def test_chunks_and_the_old_form_do_not_mix() -> None:
     assert found("#PBS -l walltime=1", "#PBS -l walltime=2") == ["line 4: -l walltime stands in line 3 already"]
 
 
-def test_a_long_name() -> None:
+def test_a_name_that_is_too_long_is_reported() -> None:
     assert problems(f"#!/bin/bash\n#PBS -N {'a' * 231}\n") == ["line 2: -N: a name has at most 230 characters"]
 
 
-def test_after_the_first_command_nothing_counts() -> None:
+def test_directives_after_the_first_command_are_reported() -> None:
     assert found("cd x", "#PBS -V") == ["line 4: a directive after the first command (line 3) is passed over"]
     assert found(" #PBS -V") == ["line 3: not a directive, which begins with #PBS at the start of its line"]
     assert found("# PBS is nice") == []

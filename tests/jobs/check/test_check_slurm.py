@@ -1,4 +1,4 @@
-"""The checker of ``#SBATCH`` lines knows what sbatch knows: examples from sbatch(1), and each way to be wrong."""
+"""Checker of ``#SBATCH`` lines: examples from sbatch(1), and each kind of wrong directive."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hpctrain.jobs.check import problems
 
 
 def found(*lines: str) -> list[str]:
-    """Return the problems of a script with these lines after its first."""
+    """Return the problems of a script with these lines after its first line."""
     return problems("\n".join(["#!/bin/bash", "#SBATCH --nodes=1", *lines, ""]))
 
 
@@ -57,7 +57,7 @@ WRONG = {
 
 
 def directives(text: str) -> list[str]:
-    """Split a text where an option begins."""
+    """Split a text at the begin of each option."""
     words: list[str] = []
     for word in text.split():
         if word.startswith("-"):
@@ -67,14 +67,14 @@ def directives(text: str) -> list[str]:
     return words
 
 
-def test_what_sbatch_takes() -> None:
+def test_directives_of_the_manual_are_accepted() -> None:
     assert len(directives(RIGHT)) > 60
     for directive in directives(RIGHT):
         assert found(f"#SBATCH {directive}") == []
         assert found(f"#SBATCH {directive}   # and a comment, which sbatch knows") == []
 
 
-def test_what_sbatch_does_not_take() -> None:
+def test_wrong_directives_are_reported() -> None:
     for directive, text in WRONG.items():
         (message,) = found(f"#SBATCH {directive}")
         assert message.startswith("line 3: ") and text in message
@@ -86,17 +86,17 @@ def test_what_sbatch_does_not_take() -> None:
         (" #SBATCH --time=1", "line 3: not a directive"),
         ("# SBATCH --time=1", "line 3: not a directive"),
         ("#sbatch --time=1", "line 3: not a directive"),
-        ("##SBATCH --time=1", None),  # how people switch one off
+        ("##SBATCH --time=1", None),  # the usual way to disable one
         ("#SBATCHES are nice", None),
         ("# SBATCH lines are nice", None),
         ("", None),
     ],
 )
-def test_what_only_looks_like_a_directive(line: str, message: str | None) -> None:
+def test_lines_that_resemble_directives_are_reported(line: str, message: str | None) -> None:
     assert [text[: len(message or "")] for text in found(line)] == ([message] if message else [])
 
 
-def test_after_the_first_command_nothing_counts() -> None:
+def test_directives_after_the_first_command_are_reported() -> None:
     (message,) = found("cd x", "#SBATCH --time=1")
     assert message == "line 4: a directive after the first command (line 3) is passed over"
 
@@ -105,16 +105,16 @@ def test_after_the_first_command_nothing_counts() -> None:
     "pair",
     ["--mem=1 --mem-per-cpu=1", "--requeue --no-requeue", "--exclusive --oversubscribe", "-c1 --cpus-per-gpu=1"],
 )
-def test_what_excludes_each_other(pair: str) -> None:
+def test_options_that_exclude_each_other_are_reported(pair: str) -> None:
     (message,) = found(*(f"#SBATCH {directive}" for directive in pair.split()))
     assert message.startswith("line 4: --") and message.endswith("exclude each other")
 
 
-def test_a_script_without_a_shell_or_without_directives() -> None:
+def test_a_script_without_shell_or_directives_is_reported() -> None:
     assert problems("#SBATCH --time=1\n") == ["line 1: the first line must name the shell, as in #!/bin/bash"]
     with pytest.raises(UsageError, match="has no directive"):
         problems("#!/bin/bash\necho\n")
 
 
-def test_both_schedulers_in_one_script() -> None:
+def test_directives_of_both_schedulers_are_reported() -> None:
     assert found("#PBS -r y") == ["line 1: directives of Slurm and of PBS in one script: Slurm reads both"]
