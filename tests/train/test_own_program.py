@@ -79,7 +79,7 @@ def test_the_receipt_says_who_it_was(launch: Any, tmp_path: Path) -> None:
     assert (attempt["job_id"], attempt["scheduler"], attempt["restart_count"]) == ("77", "slurm", 2)
     assert attempt["cpus"] >= 1 and attempt["nodes"] == 1 and "gpus" not in attempt
     page = (Path(__file__).resolve().parents[2] / "docs" / "receipt.md").read_text()
-    table = page[page.index("| field |") : page.index("Fields that say nothing")]
+    table = page[page.index("| field |") : page.index("Fields without a value")]
     rows = re.findall(r"^\|(.*?)\|", table, re.MULTILINE)
     documented = {name for row in rows for name in re.findall(r"`(\w+)`", row)}
     assert set(attempt) <= documented
