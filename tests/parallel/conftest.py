@@ -1,4 +1,4 @@
-"""Give a communicator that a test may spoil, one that believes in several nodes, and torch's own process group."""
+"""Communicators of one test, on real and on simulated nodes, and a process group of torch.distributed."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def near(comm: Any) -> Iterator[Any]:
 
 @pytest.fixture(params=[in_pairs, dealt_out, alone], ids=["in_pairs", "dealt_out", "alone"])
 def spread(comm: Any, request: pytest.FixtureRequest) -> Iterator[Any]:
-    """Return a communicator of all ranks that believes in two nodes, equal or not, or in one a rank."""
+    """Return a communicator of all ranks on simulated nodes: two, equal or not, or one node per rank."""
     spread = placed(comm, request.param)
     yield spread
     spread.free()
@@ -39,7 +39,7 @@ def spread(comm: Any, request: pytest.FixtureRequest) -> Iterator[Any]:
 
 @pytest.fixture
 def process_group(comm: Any, shared_tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Let the same ranks be a process group of torch.distributed, for the length of a test."""
+    """Initialise a process group of torch.distributed on the same ranks for the duration of a test."""
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", os.environ.get("GLOO_SOCKET_IFNAME", "lo"))
     store = f"file://{shared_tmp_path}/store"
     torch.distributed.init_process_group("gloo", init_method=store, rank=comm.rank, world_size=comm.size)

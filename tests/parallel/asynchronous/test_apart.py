@@ -1,4 +1,4 @@
-"""Workers that exchange with the centre one by one, in a known order, step by step against the equations in NumPy."""
+"""Asynchronous EASGD: workers exchange with the centre one by one, compared with the equations in NumPy."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def passes(strategy: Any, step: int) -> None:
 
 
 def simulate(orders: list[list[int]], alpha: float) -> tuple[list[Any], Any]:
-    """Return workers and centre after steps in which workers come to the centre in these orders."""
+    """Return workers and centre after steps in which workers exchange with the centre in these orders."""
     centre = flat(make_model()).astype(np.float64)
     values = [centre.copy() for _ in orders[0]]
     for step, order in enumerate(orders):
@@ -69,8 +69,8 @@ def test_a_scripted_order_of_arrivals_follows_the_equations(own: Any) -> None:
     check(strategy, orders, RATE * 1.5)
 
 
-def test_by_turns_the_order_is_that_of_the_ranks(own: Any) -> None:
-    """Nobody scripts it here: each waits for its turn."""
+def test_round_robin_follows_the_order_of_the_ranks(own: Any) -> None:
+    """The test sets no order: each worker waits for its turn."""
     strategy, optimizer = make(own, mode="round-robin")
     for step in range(6):
         passes(strategy, step)
@@ -79,8 +79,8 @@ def test_by_turns_the_order_is_that_of_the_ranks(own: Any) -> None:
     check(strategy, [list(range(own.size))] * 6, 0.9 / own.size)
 
 
-def test_no_pull_is_lost_however_they_come(own: Any) -> None:
-    """Without gradients, what the workers lose the centre gains: the sum of all stays what it was."""
+def test_no_pull_is_lost_in_any_order(own: Any) -> None:
+    """Without gradients, the centre gains what the workers lose: the total sum is constant."""
     strategy, optimizer = make(own, mode="asynchronous", rho=2.0)
     with torch.no_grad():
         strategy._flat.values.fill_(float(own.rank + 1))
@@ -89,7 +89,7 @@ def test_no_pull_is_lost_however_they_come(own: Any) -> None:
         for parameter in strategy.model.parameters():
             parameter.grad = torch.zeros_like(parameter)
         optimizer.step()
-    strategy.settle()  # who waits elsewhere serves nobody
+    strategy.settle()  # a rank that waits elsewhere does not serve others
     mine = flat(strategy.model).astype(np.float64)
     total = sum(own.all_gather_object(mine)) + strategy.centre().numpy()
     start = flat(make_model()) + sum(range(1, own.size + 1))
@@ -98,7 +98,7 @@ def test_no_pull_is_lost_however_they_come(own: Any) -> None:
 
 
 @pytest.mark.ranks(2)
-def test_a_turn_that_does_not_come_is_reported(own: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_turn_that_never_comes_is_reported(own: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     strategy, optimizer = make(own, mode="round-robin")
     passes(strategy, 0)
     if own.rank == 1:
@@ -110,7 +110,7 @@ def test_a_turn_that_does_not_come_is_reported(own: Any, monkeypatch: pytest.Mon
     strategy.detach()
 
 
-def test_what_takes_all_ranks_is_refused(own: Any) -> None:
+def test_policies_that_need_all_ranks_are_refused(own: Any) -> None:
     strategy, _ = make(own, mode="asynchronous")
     with pytest.raises(SettingsError, match="rollback"):
         check_policy(strategy, "rollback")

@@ -1,4 +1,4 @@
-"""Workers and their centre, step by step against the equations in NumPy."""
+"""Synchronous EASGD and local SGD, step by step compared with the equations in NumPy."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_workers_and_centre_follow_the_equations(own: Any, rho: float, period: i
 
 
 @pytest.mark.ranks
-def test_local_sgd_takes_the_average_every_so_many_steps(own: Any) -> None:
+def test_local_sgd_averages_every_period_of_steps(own: Any) -> None:
     strategy, seen = train(own, ServerSettings(average=True, period=2), 5)
     values = [flat(make_model()).astype(np.float64) for _ in range(own.size)]
     for step in range(5):
@@ -87,8 +87,8 @@ def test_local_sgd_takes_the_average_every_so_many_steps(own: Any) -> None:
 
 
 @pytest.mark.ranks
-def test_a_step_is_one_sum_of_all_parameters(own: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing else travels: no gradient is reduced, whatever the layers are."""
+def test_a_step_is_one_all_reduce_of_all_parameters(own: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is no other communication: no gradient is reduced, whatever the layers are."""
     strategy, _ = train(own, ServerSettings(), 2)
     model, inputs = strategy.model, batch(own.rank, 9)[0]
     reduce, sums = own.all_reduce, []
@@ -105,7 +105,7 @@ def test_a_step_is_one_sum_of_all_parameters(own: Any, monkeypatch: pytest.Monke
 
 
 @pytest.mark.ranks
-def test_a_gradient_that_is_not_finite_is_known_to_all(own: Any) -> None:
+def test_a_nonfinite_gradient_is_known_to_all_ranks(own: Any) -> None:
     strategy, _ = train(own, ServerSettings(), 1)
     for parameter in strategy.model.parameters():
         parameter.grad = torch.full_like(parameter, float("inf") if own.rank == own.size - 1 else 1.0)
@@ -128,7 +128,7 @@ def test_a_gradient_that_is_not_finite_is_known_to_all(own: Any) -> None:
         (ParallelSettings(), ServerSettings(period=2), OffloadSettings(), r'is for parallel.data = easgd, not "ddp"'),
     ],
 )
-def test_what_does_not_go_together_is_refused(
+def test_incompatible_settings_are_refused(
     parallel: ParallelSettings, server: ServerSettings, offload: OffloadSettings, expected: str
 ) -> None:
     from hpctrain.collectives.communicator import Communicator
@@ -139,12 +139,12 @@ def test_what_does_not_go_together_is_refused(
 
 
 @pytest.mark.parametrize("bad", [{"period": 0}, {"rho": -1.0}, {"rho": float("nan")}, {"rho": 1.0, "average": True}])
-def test_bad_settings_are_refused(bad: dict[str, Any]) -> None:
+def test_invalid_settings_are_refused(bad: dict[str, Any]) -> None:
     with pytest.raises(SettingsError, match="setting server"):
         ServerSettings(**bad)
 
 
-def test_parameters_that_do_not_fit_one_vector_are_refused() -> None:
+def test_parameters_of_different_dtypes_are_refused() -> None:
     from hpctrain.parallel.asynchronous.flat import Flat
 
     with pytest.raises(UsageError, match=r"the parameter 1.weight is of torch.bfloat16, 0.weight of torch.float32"):

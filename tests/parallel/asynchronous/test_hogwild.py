@@ -1,4 +1,4 @@
-"""One copy of the parameters for all workers of a node, against one process that makes their moves in order."""
+"""Hogwild: one copy of the parameters per node, compared with one process that makes the same updates in order."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def passes(strategy: Any, step: int) -> None:
     nn.functional.mse_loss(strategy.model(inputs), targets).backward()
 
 
-def test_a_scripted_order_of_moves_is_what_one_process_would_do(own: Any) -> None:
+def test_a_scripted_order_of_updates_equals_that_of_one_process(own: Any) -> None:
     strategy, optimizer = make(own)
     values = flat(make_model()).astype(np.float64)
     chance = np.random.default_rng(7)
@@ -48,8 +48,8 @@ def test_a_scripted_order_of_moves_is_what_one_process_would_do(own: Any) -> Non
     np.testing.assert_allclose(flat(strategy.model), values, rtol=1e-4, atol=1e-5)
 
 
-def test_of_moves_at_the_same_moment_one_at_least_remains(own: Any) -> None:
-    """N workers x M moves by one, each round at the same moment: M to N x M come through at every element."""
+def test_of_simultaneous_updates_at_least_one_remains(own: Any) -> None:
+    """N workers make M updates by one, simultaneous in each round: M to N x M of them take effect at every element."""
     strategy, optimizer = make(own)
     optimizer.param_groups[0]["lr"] = 1.0
     before = flat(strategy.model)

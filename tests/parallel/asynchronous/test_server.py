@@ -1,4 +1,4 @@
-"""Served parameters against one process that makes the same updates with torch's optimizer, in the same order."""
+"""Parameter server, compared with one process that makes the same updates with torch's optimizer in the same order."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def passes(model: nn.Module, rank: int, step: int) -> None:
 
 
 def plain(kind: str, orders: list[list[int]]) -> nn.Module:
-    """Let one process make every update: gradients of values as the worker had read them, in the order of arrival."""
+    """Make every update in one process: gradients at the values that the worker had read, in the order of arrival."""
     model = make_model()
     optimizer = KINDS[kind](groups_of(model))
     for step, order in enumerate(orders):
@@ -62,7 +62,7 @@ def plain(kind: str, orders: list[list[int]]) -> nn.Module:
 @pytest.mark.ranks
 @pytest.mark.parametrize("lock", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_scripted_order_of_arrivals_is_what_one_process_would_do(own: Any, kind: str, lock: bool) -> None:
+def test_a_scripted_order_of_arrivals_equals_that_of_one_process(own: Any, kind: str, lock: bool) -> None:
     strategy, optimizer = make(own, kind, lock=lock)
     chance = np.random.default_rng(5)
     orders = [chance.permutation(own.size).tolist() for _ in range(5)]
@@ -84,7 +84,7 @@ def test_a_scripted_order_of_arrivals_is_what_one_process_would_do(own: Any, kin
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("kind", ["momentum", "adamw"])
-def test_in_synchronous_mode_all_make_one_update_of_the_mean(own: Any, kind: str) -> None:
+def test_synchronous_mode_makes_one_update_with_the_mean_gradient(own: Any, kind: str) -> None:
     strategy, optimizer = make(own, kind, mode="synchronous")
     model = make_model()
     alone = KINDS[kind](groups_of(model))
@@ -104,7 +104,7 @@ def test_in_synchronous_mode_all_make_one_update_of_the_mean(own: Any, kind: str
 
 
 def moved_by_ones(own: Any, *, together: bool, lock: bool) -> np.ndarray[Any, Any]:
-    """Let N workers make M updates by one, each round ``together`` or all at their own pace; return their sum."""
+    """Make M updates by one on N workers, each round ``together`` or each at its own pace; return their sum."""
     strategy, optimizer = make(own, "sgd", lock=lock)
     optimizer.param_groups[0]["lr"] = optimizer.param_groups[1]["lr"] = 1.0
     optimizer.param_groups[1]["weight_decay"] = 0.0
@@ -130,7 +130,7 @@ def test_with_the_lock_no_update_is_lost(own: Any) -> None:
 
 
 @pytest.mark.ranks
-def test_without_it_one_at_least_of_each_moment_remains(own: Any) -> None:
+def test_without_the_lock_at_least_one_simultaneous_update_remains(own: Any) -> None:
     moved = moved_by_ones(own, together=True, lock=False)
     assert moved.max() <= 60 * own.size + 0.01 and moved.min() >= 60 - 0.01
 
@@ -148,7 +148,7 @@ def test_no_update_is_staler_than_the_bound(own: Any) -> None:
 
 
 @pytest.mark.ranks(2, 3, 4)
-def test_ranks_may_do_nothing_but_hold_parameters(own: Any) -> None:
+def test_ranks_may_only_hold_parameters(own: Any) -> None:
     strategy, optimizer = make(own, "adamw", ranks=1)
     assert strategy.works is (own.rank < own.size - 1)
     if strategy.works:
@@ -163,7 +163,7 @@ def test_ranks_may_do_nothing_but_hold_parameters(own: Any) -> None:
 
 
 @pytest.mark.parametrize("workers, most", [(2, 1), (3, 2), (4, 3), (4, 6)])
-def test_the_bound_holds_for_any_order_and_nobody_waits_for_ever(workers: int, most: int) -> None:
+def test_the_bound_holds_for_any_order_without_deadlock(workers: int, most: int) -> None:
     chance, worst = np.random.default_rng(workers), 0
     for _ in range(60):
         updates, read = 0, {}
@@ -181,7 +181,7 @@ def test_the_bound_holds_for_any_order_and_nobody_waits_for_ever(workers: int, m
     assert worst == most
 
 
-def test_bounds_below_the_workers_turns_are_refused() -> None:
+def test_bounds_below_the_number_of_other_workers_are_refused() -> None:
     from hpctrain.parallel.asynchronous.staleness import check_bound
 
     check_bound(0, 8)
@@ -190,7 +190,7 @@ def test_bounds_below_the_workers_turns_are_refused() -> None:
         check_bound(6, 8)
 
 
-def test_an_optimizer_whose_state_is_no_number_an_element_is_refused() -> None:
+def test_an_optimizer_without_elementwise_states_is_refused() -> None:
     parameters = [nn.Parameter(torch.zeros(3))]
     assert states_of(torch.optim.AdamW(parameters)).tensors == (("exp_avg", 0.0), ("exp_avg_sq", 0.0))
     assert states_of(torch.optim.Adagrad(parameters, initial_accumulator_value=0.5)).tensors == (("sum", 0.5),)

@@ -1,4 +1,4 @@
-"""Workers of their own on a GPU, whose parameters are staged through the host's memory, against the same on the CPU."""
+"""Asynchronous strategies on a GPU, with parameters staged through host memory, compared with the CPU."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ pytestmark = [pytest.mark.gpu, pytest.mark.ranks(2, 3, 4)]
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_on_a_gpu_workers_learn_what_they_learn_on_a_cpu(comm: Any, mode: str) -> None:
+def test_training_on_a_gpu_equals_training_on_a_cpu(comm: Any, mode: str) -> None:
     expected = train(comm, mode, torch.device("cpu"))
     torch.testing.assert_close(train(comm, mode, torch.device("cuda")), expected, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("mode", ["server", "server_synchronous", "hogwild"])
-def test_rows_of_tables_on_a_gpu_are_staged_too(comm: Any, mode: str) -> None:
+def test_rows_of_tables_on_a_gpu_are_also_staged(comm: Any, mode: str) -> None:
     expected = train(comm, mode, torch.device("cpu"), tables=True)
     found = train(comm, mode, torch.device("cuda"), tables=True)
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)

@@ -1,4 +1,4 @@
-"""Staging as for parameters on a GPU, played in the host's memory, against none; one copy a step each way."""
+"""Staging as for a GPU, simulated in host memory and compared with none: one copy per step and direction."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ CPU = torch.device("cpu")
 
 
 def elsewhere(values: torch.Tensor) -> bool:
-    """Take all parameters for such as are not in the host's memory."""
+    """Return False: treat all parameters as if they were not in host memory."""
     return False
 
 
 @pytest.mark.parametrize("mode", ["server", "server_synchronous", "hogwild", "easgd_asynchronous"])
-def test_staged_workers_learn_the_same(own: Any, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_staged_training_equals_unstaged_training(own: Any, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     tables = mode != "easgd_asynchronous"  # beside dense parameters
     expected = train(own, mode, CPU, tables=tables)
     monkeypatch.setattr(flat, "on_host", elsewhere)
     found = train(own, mode, CPU, tables=tables)
-    # Under Hogwild what has changed is added, instead of moving in place: that rounds once more.
+    # Under Hogwild differences are added instead of updates in place, which rounds once more.
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
-def test_a_step_copies_once_each_way(own: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However many parameters there are: four here."""
+def test_a_step_copies_once_per_direction(own: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The number of copies does not depend on the number of parameters: four here."""
     monkeypatch.setattr(flat, "on_host", elsewhere)
     copies: list[str] = []
 
@@ -44,4 +44,4 @@ def test_a_step_copies_once_each_way(own: Any, monkeypatch: pytest.MonkeyPatch) 
     take = ServedVector.take_host
     monkeypatch.setattr(ServedVector, "take_host", noted)
     train(own, "server", CPU, steps=3)
-    assert len(copies) == 3 + 2  # those of the meeting and of the end
+    assert len(copies) == 3 + 2  # copies at the meeting and at the end

@@ -1,4 +1,4 @@
-"""Tables whose rows are served one by one, against one process that makes the same updates with torch's optimizer."""
+"""Sparse tables on a parameter server, compared with one process that makes the same updates with torch."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def make(comm: Any, kind: str, **server: Any) -> tuple[Any, torch.optim.Optimize
 
 
 def play(strategy: Any, optimizer: torch.optim.Optimizer, orders: list[list[int]], first: int = 0) -> None:
-    """Let all workers read and compute, and then update one after the other."""
+    """Run a step in which all workers read and compute, and then update one after the other."""
     own = strategy.comm
     for step, order in enumerate(orders, first):
         passes(strategy.model, own.rank, step)
@@ -36,9 +36,9 @@ def play(strategy: Any, optimizer: torch.optim.Optimizer, orders: list[list[int]
 
 
 def same(own: Any, ours: torch.Tensor, theirs: torch.Tensor, *, exact: bool = True) -> None:
-    """Expect the same bits where all memory is shared, and the updates are ``exact``; else the same but for rounding.
+    """Assert equal bits if all memory is shared and the updates are ``exact``; otherwise equality up to rounding.
 
-    Between nodes what has changed is added, which rounds once more.
+    Between nodes, differences are added, which rounds once more.
     """
     tolerance = 0.0 if exact and own.nodes == 1 else 1e-6
     torch.testing.assert_close(ours, theirs, rtol=10 * tolerance, atol=tolerance)
@@ -46,7 +46,7 @@ def same(own: Any, ours: torch.Tensor, theirs: torch.Tensor, *, exact: bool = Tr
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("kind, lock", [("sgd", False), ("adagrad", True), ("sparse_adam", True), ("adagrad", False)])
-def test_a_scripted_order_of_updates_by_rows_is_what_one_process_would_do(own: Any, kind: str, lock: bool) -> None:
+def test_a_scripted_order_of_updates_by_rows_equals_that_of_one_process(own: Any, kind: str, lock: bool) -> None:
     strategy, optimizer = make(own, kind, lock=lock)
     chance = np.random.default_rng(5)
     orders = [chance.permutation(own.size).tolist() for _ in range(5)]
@@ -65,7 +65,7 @@ def test_a_scripted_order_of_updates_by_rows_is_what_one_process_would_do(own: A
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("kind", ["adagrad", "sparse_adam"])
-def test_in_synchronous_mode_all_make_one_update_of_the_mean_of_rows(own: Any, kind: str) -> None:
+def test_synchronous_mode_makes_one_update_with_the_mean_of_rows(own: Any, kind: str) -> None:
     strategy, optimizer = make(own, kind, mode="synchronous")
     model, alone = make_lookups(kind)
     for step in range(4):
@@ -97,7 +97,7 @@ def test_in_synchronous_mode_all_make_one_update_of_the_mean_of_rows(own: Any, k
 
 
 def counted(read: Any, asked: list[int]) -> Any:
-    """Return what reads memory, and notes how many elements."""
+    """Return a wrapper that reads memory and records the number of elements."""
 
     def count(rank: int, out: torch.Tensor, *place: Any) -> None:
         asked.append(out.numel())
@@ -107,8 +107,8 @@ def counted(read: Any, asked: list[int]) -> Any:
 
 
 @pytest.mark.ranks
-def test_rows_that_nobody_touches_keep_their_bits_and_do_not_travel(own: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a table of 13 rows two are looked up: they are all that a step reads, and that moves between nodes."""
+def test_untouched_rows_keep_their_bits_and_are_not_communicated(own: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two rows of a table of 13 are looked up: a step reads only these, and only these are sent between nodes."""
     strategy, optimizer = make(own, "sparse_adam")
     asked: list[int] = []
     for name in ("get", "get_rows"):
@@ -119,14 +119,14 @@ def test_rows_that_nobody_touches_keep_their_bits_and_do_not_travel(own: Any, mo
     touched = [(2, ROWS), (11, ROWS), (0, BAGS)]
     owners = [next(o for o in range(own.size) if r < n * (o + 1) // own.size) for r, n in touched]
     rows = sum(owner in far for owner in owners)
-    for rank in range(own.size):  # one after the other: who waits serves others, which counts as well
+    for rank in range(own.size):  # one after the other: a waiting rank serves others, which is also counted
         asked.clear()
         with exposed.recording() as recorder:
             if rank == own.rank:
                 strategy.model(words, bags).backward()
                 optimizer.step()
                 assert sum(asked) == 3 * 4 + rows * 3 * 4, "elements: what is near is updated where it is"
-                assert recorder.bytes["get_rows"] == rows * (1 + 3) * 16  # to look it up, then with both moments
+                assert recorder.bytes["get_rows"] == rows * (1 + 3) * 16  # for the lookup, then with both moments
                 assert recorder.bytes["add_rows"] == rows * 3 * 16
                 assert not recorder.bytes["get"] and not recorder.bytes["add"]
         strategy.settle()
@@ -142,7 +142,7 @@ def test_rows_that_nobody_touches_keep_their_bits_and_do_not_travel(own: Any, mo
 
 
 @pytest.mark.ranks
-def test_passes_see_what_others_have_made_of_a_row_once_a_step(own: Any) -> None:
+def test_passes_read_the_current_values_of_a_row_once_per_step(own: Any) -> None:
     strategy, optimizer = make(own, "sgd", lock=True)
     words, bags = torch.tensor([[4, 4]]), torch.tensor([[1]])
     weight = strategy.model.word.weight
@@ -183,8 +183,8 @@ def test_with_the_lock_no_update_of_a_row_is_lost(own: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_file_goes_on_with_the_same_bits_under_a_server_and_under_ddp(comm: Any, kind: str, tmp_path: Path) -> None:
-    """Parameters, moments, and how many updates a table has seen: it is what plain torch would have written."""
+def test_a_checkpoint_resumes_bit_for_bit_under_a_server_and_under_ddp(comm: Any, kind: str, tmp_path: Path) -> None:
+    """The file holds parameters, moments and update counts of tables as plain torch would have written them."""
     straight, optimizer = make(comm, kind)
     play(straight, optimizer, [[0]] * 3)
     path = tmp_path / "served.h5"
@@ -203,7 +203,7 @@ def test_a_file_goes_on_with_the_same_bits_under_a_server_and_under_ddp(comm: An
         strategy.refresh()
         for step in range(3, 6):
             passes(model, 0, step)
-            strategy.clip_grad_norm(float("inf"))  # sums up what came for the same row
+            strategy.clip_grad_norm(float("inf"))  # sums up the gradients of the same row
             resumed.step()
             resumed.zero_grad()
         with strategy.meeting():
@@ -211,7 +211,7 @@ def test_a_file_goes_on_with_the_same_bits_under_a_server_and_under_ddp(comm: An
         strategy.detach()
 
 
-def test_clipping_takes_rows_that_came_twice_together(comm: Any) -> None:
+def test_clipping_sums_up_rows_that_occur_twice(comm: Any) -> None:
     strategy, _ = make(comm, "sgd")
     dense, _ = make_lookups("sgd", sparse=False)
     for model in (strategy.model, dense):

@@ -1,4 +1,4 @@
-"""Tables under Hogwild: moved in place within a node, row by row where moves are made apart."""
+"""Sparse tables under Hogwild: updated in place within a node, and row by row between nodes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.ranks
 
 @pytest.fixture(params=[None, alone], ids=["in_place", "apart"])
 def world(comm: Any, request: pytest.FixtureRequest) -> Any:
-    """Return all ranks where they are, or as if each were on a node of its own."""
+    """Return a communicator of all ranks on their real nodes, or one simulated node per rank."""
     own = comm.split(0) if request.param is None else placed(comm, request.param)
     yield own
     own.free()
@@ -31,7 +31,7 @@ def make(comm: Any, kind: str) -> tuple[Any, torch.optim.Optimizer]:
     return strategy, optimizer
 
 
-def test_a_scripted_order_of_moves_is_what_one_process_would_do(world: Any) -> None:
+def test_a_scripted_order_of_updates_equals_that_of_one_process(world: Any) -> None:
     strategy, optimizer = make(world, "sgd")
     chance = np.random.default_rng(7)
     orders = [chance.permutation(world.size).tolist() for _ in range(4)]
@@ -40,7 +40,7 @@ def test_a_scripted_order_of_moves_is_what_one_process_would_do(world: Any) -> N
         strategy.settle()
         for rank in order:
             if rank == world.rank:
-                assert float(strategy.clip_grad_norm(1e9)) > 0  # also sums up what came for the same row
+                assert float(strategy.clip_grad_norm(1e9)) > 0  # also sums up the gradients of the same row
                 optimizer.step()
                 optimizer.zero_grad()
             strategy.settle()
@@ -52,7 +52,7 @@ def test_a_scripted_order_of_moves_is_what_one_process_would_do(world: Any) -> N
 
 
 def counted(add: Any, added: list[int]) -> Any:
-    """Return what adds to memory, and notes how many elements."""
+    """Return a wrapper that adds to memory and records the number of elements."""
 
     def count(keeper: int, values: torch.Tensor, *place: Any) -> None:
         added.append(values.numel())
@@ -61,17 +61,17 @@ def counted(add: Any, added: list[int]) -> Any:
     return count
 
 
-def test_apart_only_rows_that_were_looked_up_are_read_and_added(comm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_between_nodes_only_rows_looked_up_are_read_and_added(comm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     own = placed(comm, in_pairs if comm.size > 2 else alone)
     strategy, optimizer = make(own, "sparse_adam")
     memory, added = strategy._memory, list[int]()
     for name in ("add", "add_rows"):
         monkeypatch.setattr(memory, name, counted(getattr(memory, name), added))
     with torch.no_grad():
-        strategy.model.word.weight[[1, 2]] = 7.0  # what was read long ago
+        strategy.model.word.weight[[1, 2]] = 7.0  # read in an earlier step
     strategy.model(torch.tensor([[2, 2, 9]]), torch.tensor([[5]])).backward()
     assert strategy.model.word.weight[1].eq(7).all() and strategy.model.word.weight[2].ne(7).all()
-    for rank in range(own.size):  # one after the other: who waits serves others, which counts as well
+    for rank in range(own.size):  # one after the other: a waiting rank serves others, which is also counted
         strategy.settle()
         if rank == own.rank:
             added.clear()
@@ -82,7 +82,7 @@ def test_apart_only_rows_that_were_looked_up_are_read_and_added(comm: Any, monke
     own.free()
 
 
-def test_momentum_moves_all_rows_and_is_refused_apart(world: Any) -> None:
+def test_momentum_updates_all_rows_and_is_refused_between_nodes(world: Any) -> None:
     model = Lookups()
     strategy = Hogwild(model, world)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)

@@ -1,4 +1,4 @@
-"""What is found out about tables and their optimizer before anything is served, and where owners hold their rows."""
+"""Detection of sparse tables and checks of their optimizer, and layout of the rows on their owners."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def serve(model: nn.Module, optimizer: torch.optim.Optimizer) -> ParameterServer
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 5])
-def test_owners_have_whole_rows_and_each_element_lies_once(count: int) -> None:
+def test_owners_hold_whole_rows_and_each_element_exactly_once(count: int) -> None:
     groups, tables = [7, 0, 12], [(4, 3, 1, ADAM), (2, 5, 0, States())]
     shares = [share_of(place, count, groups, States((("buffer", 0.0),)), tables) for place in range(count)]
     assert [row for one in shares for row in range(one.blocks[0].first, one.blocks[0].last)] == [0, 1, 2, 3]
@@ -46,7 +46,7 @@ def test_owners_have_whole_rows_and_each_element_lies_once(count: int) -> None:
         assert memory.eq(0.5).sum() == block.rows * block.width
 
 
-def test_tables_are_what_nothing_but_lookups_use() -> None:
+def test_tables_are_parameters_used_only_by_lookups() -> None:
     model = Lookups()
     assert [table.name for table in find_tables(model)] == ["word.weight", "bag.weight"]
     assert not find_tables(Lookups(sparse=False))
@@ -69,14 +69,14 @@ def test_tables_are_what_nothing_but_lookups_use() -> None:
         (torch.optim.SparseAdam, {}, "SparseAdam as it is set does not take dense gradients"),
     ],
 )
-def test_optimizers_that_do_not_take_them_are_refused(kind: Any, options: dict[str, Any], expected: str) -> None:
+def test_optimizers_without_sparse_support_are_refused(kind: Any, options: dict[str, Any], expected: str) -> None:
     model = Lookups()
     with pytest.raises(UsageError, match=expected):
         serve(model, kind(model.parameters(), **options))
 
 
-def test_groups_are_asked_each_for_itself() -> None:
-    """Momentum for the dense parameters alone, which come second, is no trouble; tables keep nothing then."""
+def test_groups_are_checked_separately() -> None:
+    """Momentum for only the dense parameters, the second group, is accepted; tables then have no state."""
     model = Lookups()
     tables, dense = [model.word.weight, model.bag.weight], list(model.head.parameters())
     mixed: list[dict[str, Any]] = [{"params": tables}, {"params": dense, "momentum": 0.9}]
@@ -101,7 +101,7 @@ def test_groups_are_asked_each_for_itself() -> None:
     assert sparse == States((("exp_avg", 0.0), ("exp_avg_sq", 0.0)), "number")
 
 
-def test_gradients_that_do_not_fit_are_refused_by_name() -> None:
+def test_unsuitable_gradients_are_named_and_refused() -> None:
     model = Lookups()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     strategy = serve(model, optimizer)
@@ -115,7 +115,7 @@ def test_gradients_that_do_not_fit_are_refused_by_name() -> None:
     strategy.detach()
 
 
-def test_of_indices_that_there_are_not_torch_tells() -> None:
+def test_an_index_out_of_range_raises_torchs_error() -> None:
     model, optimizer = make_lookups("sgd")
     strategy = serve(model, optimizer)
     with pytest.raises(IndexError, match="out of range"):

@@ -1,4 +1,4 @@
-"""The staleness of every update, and the share of communication, against scripts whose answers are counted by hand."""
+"""Staleness of every update, and share of communication, compared with scripted orders counted by hand."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ def passes(strategy: Any, step: int = 0) -> None:
 
 
 def scripted(workers: int, events: int) -> list[int]:
-    """Return who comes next, where each worker reads and moves in turn."""
+    """Return an order of workers, each of which alternately reads and updates."""
     chance = np.random.default_rng(workers)
-    weights = np.arange(1.0, workers + 1)  # some are quicker
+    weights = np.arange(1.0, workers + 1)  # some are faster
     return chance.choice(workers, events, p=weights / weights.sum()).tolist()  # type: ignore[no-any-return]
 
 
 def counted(script: list[int], *, reads: bool) -> Counter[int]:
-    """Count by hand; without ``reads`` what is stale is a worker's own move before."""
+    """Count staleness by hand; without ``reads`` it is counted from a worker's own previous update."""
     moves, seen, found = 0, dict[int, int](), Counter[int]()
     for worker in script:
         if reads and worker not in seen:
@@ -85,12 +85,12 @@ def test_every_update_is_recorded_with_its_staleness(own: Any, member: str) -> N
     assert figures["staleness_most"] == max(expected) and (max(expected) > 1 or own.size == 1)
     mean = sum(one * count for one, count in expected.items()) / sum(expected.values())
     assert figures["staleness"] == pytest.approx(mean)
-    assert strategy.figures()["staleness_histogram"] == []  # each is told once
+    assert strategy.figures()["staleness_histogram"] == []  # each update is reported once
     strategy.detach()
 
 
 @pytest.mark.ranks
-def test_by_turns_all_others_come_between(own: Any) -> None:
+def test_round_robin_has_one_update_of_each_other_worker_in_between(own: Any) -> None:
     strategy, optimizer = make(own, "easgd", mode="round-robin")
     for _ in range(3):
         passes(strategy)
@@ -102,7 +102,7 @@ def test_by_turns_all_others_come_between(own: Any) -> None:
 
 
 @pytest.mark.ranks
-def test_a_move_without_gradients_is_none(own: Any) -> None:
+def test_a_step_without_gradients_is_not_an_update(own: Any) -> None:
     for data in ("server", "hogwild"):
         strategy, optimizer = make(own, data)
         passes(strategy)
@@ -115,8 +115,8 @@ def test_a_move_without_gradients_is_none(own: Any) -> None:
 
 
 @pytest.mark.ranks(2, 3)
-def test_the_bound_says_whom_it_waits_for(own: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 0 has read and makes no update, as one that is stopped."""
+def test_a_timeout_at_the_staleness_bound_names_the_slow_rank(own: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 has read and makes no update, like a stopped process."""
     strategy, optimizer = make(own, "server", max_staleness=own.size - 1)
     if own.rank == 0:
         passes(strategy)
@@ -135,8 +135,8 @@ def test_the_bound_says_whom_it_waits_for(own: Any, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.ranks(2, 3)
-def test_who_holds_the_lock_is_named(own: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 0 stops in the middle of an update, where the lock is its own; without a lock it holds nobody up."""
+def test_the_holder_of_a_lock_is_named(own: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 stops during an update, while it holds the lock; without a lock it delays no other rank."""
     strategy, optimizer = make(own, "server", lock=True)
     free, other = make(own, "server")
     passes(strategy)
@@ -159,14 +159,14 @@ def test_who_holds_the_lock_is_named(own: Any, monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
-    """Return a clock that a test sets forward."""
+    """Return a clock that a test advances."""
     now = [1000.0]
     monkeypatch.setattr(communication, "_monotonic", lambda: now[0])
     yield now
 
 
 def slowed(monkeypatch: pytest.MonkeyPatch, clock: list[float], what: Any, name: str) -> None:
-    """Let a call take two seconds."""
+    """Make a call take two seconds of the clock."""
     call = getattr(what, name)
 
     def slow(*arguments: Any, **more: Any) -> Any:
@@ -176,7 +176,7 @@ def slowed(monkeypatch: pytest.MonkeyPatch, clock: list[float], what: Any, name:
     monkeypatch.setattr(what, name, slow)
 
 
-SHARING: dict[str, tuple[str, dict[str, Any], Any]] = {  # and what takes time of what they have in common
+SHARING: dict[str, tuple[str, dict[str, Any], Any]] = {  # with the communicating call that takes time
     "server": ("server", {}, lambda strategy: (strategy._store, "read")),
     "synchronous server": ("server", {"mode": "synchronous"}, lambda strategy: (strategy, "_share_gradients")),
     "hogwild": ("hogwild", {}, lambda strategy: (strategy, "_count_moves")),
@@ -189,7 +189,7 @@ SHARING: dict[str, tuple[str, dict[str, Any], Any]] = {  # and what takes time o
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("member", SHARING)
-def test_the_share_is_of_steps_and_of_what_is_common(
+def test_the_share_counts_communication_within_steps(
     own: Any, member: str, clock: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     data, server, what = SHARING[member]
@@ -198,17 +198,17 @@ def test_the_share_is_of_steps_and_of_what_is_common(
     started = 0.0
     for step in range(4):
         passes(strategy)
-        clock[0] += 5  # what a pass takes
+        clock[0] += 5  # time of a pass
         optimizer.step()
         optimizer.zero_grad()
         if step == 0:
             strategy.settle()
-            strategy.figures()  # some calls come once a run
+            strategy.figures()  # some calls occur once per run
             started = clock[0]
         elif step == 2:
             with strategy.meeting():
                 clock[0] += 1000
-            started += 1000 + 2 * (member == "server" or member == "local sgd")  # what meets reads, too
+            started += 1000 + 2 * (member == "server" or member == "local sgd")  # a meeting also reads
     passed = clock[0] - started
     assert strategy.figures()["communication"] == pytest.approx((passed - 15) / passed) and passed > 15
     strategy.detach()
@@ -231,7 +231,7 @@ def test_ranks_that_only_hold_parameters_have_no_share(own: Any, clock: list[flo
 # In one process -------------------------------------------------------------------------------------------------------
 
 
-def test_the_last_bar_counts_what_is_staler(comm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_last_bar_counts_all_larger_staleness(comm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert bars(Counter()) == [] and bars(Counter({0: 2, 3: 1})) == [2, 0, 0, 1]
     monkeypatch.setattr(histogram, "LONGEST", 3)
     assert bars(Counter({1: 4, 2: 1, 900: 5})) == [0, 4, 6]
@@ -244,7 +244,7 @@ def test_the_last_bar_counts_what_is_staler(comm: Any, monkeypatch: pytest.Monke
         }
 
 
-def test_time_between_steps_is_time_and_a_pause_is_none(comm: Any, clock: list[float]) -> None:
+def test_time_between_steps_counts_and_pauses_do_not(comm: Any, clock: list[float]) -> None:
     exchanging = CommunicationTime()
     assert exchanging.figures(comm) == {"communication": 0.0}
     for _ in range(2):

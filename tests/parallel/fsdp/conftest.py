@@ -1,4 +1,4 @@
-"""Give the forms in which parameters can be split, each with a communicator that believes in its nodes."""
+"""Forms of sharding, each with a communicator on simulated nodes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Place = tuple[Any, Form]
 
 
 def params(names: Iterable[str]) -> list[Any]:
-    """Return the forms, each for the numbers of ranks that make it."""
+    """Return parameters for the forms, each with the numbers of ranks that support it."""
     sizes = {name: [size for size in (2, 3, 4) if fits(name, size)] for name in names}
     marks = {name: pytest.mark.ranks(*found) if found != [2, 3, 4] else () for name, found in sizes.items()}
     return [pytest.param(name, marks=marks[name]) for name in names]

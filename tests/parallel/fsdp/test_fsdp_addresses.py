@@ -1,4 +1,4 @@
-"""Memory that units give back serves others: whole parameters never end up where others were before."""
+"""Reuse of the memory of units: whole parameters are correct at an address where others were before."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def make(comm: Any, value: float) -> Piece:
 
 
 @pytest.mark.parametrize("algorithm", ["auto", "ring"])
-def test_equal_pieces_take_turns_in_the_same_memory(
+def test_equal_pieces_reuse_the_same_memory_in_turn(
     comm: Any, algorithm: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with communicator(comm, FORMS["fsdp_alone"]) as own:

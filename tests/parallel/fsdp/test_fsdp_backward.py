@@ -1,4 +1,4 @@
-"""When gradients are reduced, in which order, and wherever the backward pass begins and ends."""
+"""Reduction of gradients: time and order, wherever the backward pass begins and ends."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SMALL = {"units": ("Linear",), "bucket_mib": 1e-6}
     ("zero1", True), ("zero2", True), ("fsdp", True), ("zero1_alone", False), ("zero2_alone", True),
     ("fsdp_alone", True),
 ])
-def test_reductions_begin_while_the_backward_pass_runs_where_memory_is_to_be_saved(
+def test_reductions_overlap_the_backward_pass_if_memory_is_to_be_saved(
     comm: Any, name: str, early: bool
 ) -> None:
     with communicator(comm, FORMS[name]) as own:
@@ -53,7 +53,7 @@ def test_reductions_begin_while_the_backward_pass_runs_where_memory_is_to_be_sav
         assert bool(begun[-1]) == early, begun
 
 
-def test_reductions_under_way_are_carried_on_whenever_another_begins(
+def test_pending_reductions_progress_whenever_another_begins(
     comm: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[int] = []
@@ -74,7 +74,7 @@ def test_reductions_under_way_are_carried_on_whenever_another_begins(
 
 
 @pytest.mark.parametrize("name", ["zero1", "zero2", "fsdp", "zero1_alone", "zero2_alone"])
-def test_ranks_may_disagree_about_the_order_of_the_first_pass(comm: Any, name: str) -> None:
+def test_ranks_may_differ_in_the_order_of_the_first_pass(comm: Any, name: str) -> None:
     with communicator(comm, FORMS[name]) as own:
         model = Branches()
         strategy = shard(model, own, FORMS[name], **SMALL)
@@ -85,7 +85,7 @@ def test_ranks_may_disagree_about_the_order_of_the_first_pass(comm: Any, name: s
             model.zero_grad()
 
 
-def test_learning_survives_a_pass_whose_gradients_nobody_wanted(some_place: Any) -> None:
+def test_training_continues_after_a_forward_pass_without_backward(some_place: Any) -> None:
     comm, form = some_place
     model, plain = make_mlp(), make_mlp()
     strategy: ShardedDataParallel = shard(model, comm, form, **SMALL)
@@ -100,7 +100,7 @@ def test_learning_survives_a_pass_whose_gradients_nobody_wanted(some_place: Any)
     assert_same(whole_weights(model, strategy), dict(plain.state_dict()), rtol=1e-5, atol=1e-6)
 
 
-def test_reentrant_checkpointing_of_the_whole_model_step_after_step(place: Any) -> None:
+def test_reentrant_checkpointing_of_the_whole_model_works_over_several_steps(place: Any) -> None:
     comm, form = place
     model, plain = make_mlp(), make_mlp()
     strategy = shard(model, comm, form, **SMALL)
@@ -116,7 +116,7 @@ def test_reentrant_checkpointing_of_the_whole_model_step_after_step(place: Any) 
 
 
 class Aside(nn.Module):
-    """Keep the loss for oneself: what the model returns leads to no gradient."""
+    """Model that stores its loss: its return value has no gradient."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -130,7 +130,7 @@ class Aside(nn.Module):
         return self.loss.detach()
 
 
-def test_backward_passes_that_do_not_begin_at_what_the_model_returned(place: Any) -> None:
+def test_backward_passes_may_begin_elsewhere_than_at_the_models_output(place: Any) -> None:
     comm, form = place
     model, plain = Aside(), Aside()
     strategy = shard(model, comm, form, **SMALL)
@@ -143,7 +143,7 @@ def test_backward_passes_that_do_not_begin_at_what_the_model_returned(place: Any
 
 
 class Late(nn.Module):
-    """Use parameters on which the input has no influence first, so that backward comes to them last."""
+    """Layer that first uses parameters independent of the input, so that backward reaches them last."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -156,7 +156,7 @@ class Late(nn.Module):
         return x * self.scale + beside
 
 
-def test_units_stay_whole_until_the_last_of_their_gradients_has_come(place: Any) -> None:
+def test_units_stay_whole_until_their_last_gradient_is_computed(place: Any) -> None:
     comm, form = place
 
     def make() -> nn.Module:
@@ -168,6 +168,6 @@ def test_units_stay_whole_until_the_last_of_their_gradients_has_come(place: Any)
     for step in range(3):
         for each, batch in ((model, part(comm, comm.rank, step)), (plain, vectors(step))):
             each.zero_grad()
-            # Gradients of what nobody computed come as soon as they can.
+            # Gradients of leaf inputs are computed as early as possible.
             backward(each, (batch[0].clone().requires_grad_(), batch[1]))
         assert_same(whole_gradients(comm, model, strategy), gradients(plain))

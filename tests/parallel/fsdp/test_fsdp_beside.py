@@ -1,7 +1,7 @@
-"""On a device collectives run beside the computation: enough is waited for, and never by the host.
+"""Collectives overlap the computation on a device: all necessary waits are there, and none is by the host.
 
-The device is a fake one whose collectives come only when the computing stream has waited for them, and whose memory is
-used again as soon as it is given back.
+The fake device completes collectives only when the computing stream waits for them, and reuses memory as soon as it is
+given back.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def sgd(*models: nn.Module) -> list[torch.optim.Optimizer]:
 
 
 @every_form
-def test_learns_what_plain_torch_learns(monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]) -> None:
+def test_training_equals_that_of_plain_torch(monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]) -> None:
     bench = Bench(monkeypatch, **settings)
     optimizers = sgd(bench.model, bench.plain)
     for step in range(4):
@@ -43,7 +43,7 @@ def test_learns_what_plain_torch_learns(monkeypatch: pytest.MonkeyPatch, setting
 
 
 @every_form
-def test_nothing_synchronises_the_host(monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]) -> None:
+def test_the_host_is_never_synchronised(monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]) -> None:
     bench = Bench(monkeypatch, **settings)
     optimizers = sgd(bench.model, bench.plain)
     for step in range(3):
@@ -54,13 +54,13 @@ def test_nothing_synchronises_the_host(monkeypatch: pytest.MonkeyPatch, settings
         bench.step(*optimizers)
     bench.check_weights()
     assert bench.streams.log and not [line for line in bench.streams.log if "host waits" in line]
-    # One byte a parameter says which of them were used: all that the host itself sends in a step.
+    # The host itself sends only one byte per parameter and step, which says whether it was used.
     count = len(list(bench.model.parameters()))
     assert [entry for entry in bench.log if entry[0] == "all_reduce"] == [("all_reduce", count)] * 3
 
 
 @pytest.mark.parametrize("depth", range(4))
-def test_units_are_gathered_ahead_and_no_more_of_them_than_may_be(
+def test_units_are_prefetched_up_to_the_limit(
     monkeypatch: pytest.MonkeyPatch, depth: int
 ) -> None:
     bench = Bench(monkeypatch, data="fsdp", units=("Linear",), prefetch=depth)
@@ -69,7 +69,7 @@ def test_units_are_gathered_ahead_and_no_more_of_them_than_may_be(
         bench.gradients(batch(step))
         bench.model.zero_grad()
         bench.plain.zero_grad()
-    # The first step shows the order; after it, whoever computes has the next units under way, and no other.
+    # The first step records the order; from then on each computation has only the next units under way.
     found = [entry[1:] for entry in bench.log if entry[0] == "compute"]
     assert found == [
         (number, {-1, *range(number, min(number + depth + 1, LAYERS))}) for number in range(LAYERS)
@@ -80,7 +80,7 @@ def test_units_are_gathered_ahead_and_no_more_of_them_than_may_be(
     ]
 
 
-def test_the_first_pass_gathers_what_is_needed_when_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_pass_gathers_units_on_demand(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Bench(monkeypatch, data="fsdp", units=("Linear",), prefetch=2)
     bench.gradients(batch(0))
     for kind, number, whole in (entry for entry in bench.log if entry[0] in ("compute", "back")):
@@ -88,7 +88,7 @@ def test_the_first_pass_gathers_what_is_needed_when_it_is(monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2])
-def test_all_ranks_would_gather_and_reduce_in_one_order(monkeypatch: pytest.MonkeyPatch, depth: int) -> None:
+def test_gathers_and_reductions_have_a_fixed_order(monkeypatch: pytest.MonkeyPatch, depth: int) -> None:
     bench = Bench(monkeypatch, data="fsdp", units=("Linear",), prefetch=depth)
     orders = []
     for step in range(3):
@@ -99,14 +99,14 @@ def test_all_ranks_would_gather_and_reduce_in_one_order(monkeypatch: pytest.Monk
     gathered = [name for kind, name in orders[2] if kind == "gather"]
     assert gathered == [-1, *range(LAYERS), *reversed(range(LAYERS))]  # the model's own unit stays for the whole step
     assert orders[1] == orders[2] and len(orders[2]) == 2 * LAYERS + 1 + LAYERS + 1
-    # Reductions hold up no gathering: those that come next were handed over before them.
+    # Reductions do not delay gathers: the next gathers were issued before them.
     back = orders[2][LAYERS + 1 :]
     before = [sum(kind == "reduce" for kind, _ in back[:place]) for place, one in enumerate(back) if one[0] == "gather"]
     assert before == [max(number + 1 - depth, 0) for number in range(LAYERS)]
 
 
 @pytest.mark.parametrize("data", ["zero2", "fsdp"])
-def test_whole_gradients_of_so_many_pieces_are_there_together(monkeypatch: pytest.MonkeyPatch, data: str) -> None:
+def test_whole_gradients_exist_for_a_limited_number_of_pieces(monkeypatch: pytest.MonkeyPatch, data: str) -> None:
     bench = Bench(monkeypatch, data=data, units=("Linear",), bucket_mib=1e-6)
     flows = bench.strategy._reduction.flows
     assert len(flows) > LAYERS
@@ -123,14 +123,14 @@ def test_whole_gradients_of_so_many_pieces_are_there_together(monkeypatch: pytes
     assert max(counts) == parts.ON_DEVICE
 
 
-# Whole parameters that stay ------------------------------------------------------------------------------------------
+# Whole parameters that stay -------------------------------------------------------------------------------------------
 
 
 def kinds(log: Log) -> list[str]:
     return [entry[0] for entry in log if entry[0] in ("gather", "reduce", "compute")]
 
 
-def test_an_update_is_followed_by_gathering_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_update_is_followed_immediately_by_gathers(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Bench(monkeypatch, data="zero1", bucket_mib=1e-6, mixed_precision="bfloat16")
     pieces = len(list(bench.model.parameters()))
     (optimizer,) = sgd(bench.model)
@@ -142,18 +142,18 @@ def test_an_update_is_followed_by_gathering_at_once(monkeypatch: pytest.MonkeyPa
     with torch.no_grad():
         found = bench.model(batch(1))
     assert kinds(bench.log) == ["compute"] * LAYERS  # nothing is gathered twice
-    assert found.isfinite().all(), "computed with what had not come yet"
+    assert found.isfinite().all(), "computed with values that had not arrived yet"
 
 
 @pytest.mark.parametrize("data", ["zero1", "zero2"])
-def test_an_update_does_not_meet_the_gathering_of_another(monkeypatch: pytest.MonkeyPatch, data: str) -> None:
+def test_an_update_does_not_overlap_the_gather_of_another_optimizer(monkeypatch: pytest.MonkeyPatch, data: str) -> None:
     bench = Bench(monkeypatch, data=data)
     halves: list[Callable[[nn.Module], list[Any]]] = [
         lambda model: list(model.parameters())[:5],
         lambda model: list(model.parameters())[5:],
     ]
     ours, theirs = ([torch.optim.SGD(half(model), lr=0.1) for half in halves] for model in (bench.model, bench.plain))
-    for optimizer in ours:  # an update is work of the caller's stream, behind all that this waits for
+    for optimizer in ours:  # an update is work of the caller's stream, after everything that the stream waits for
         optimizer.register_step_pre_hook(lambda *_: bench.compute())
     for step in range(3):
         bench.gradients(batch(step))

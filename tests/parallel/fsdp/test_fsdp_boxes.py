@@ -1,4 +1,4 @@
-"""Any stretch of a flattened tensor is a few boxes of it."""
+"""Boxes: any range of a flattened tensor is a few boxes of the tensor."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def elements(array: np.ndarray, box: Box) -> np.ndarray:
 
 @cache
 def fewest(shape: tuple[int, ...]) -> dict[tuple[int, int], int]:
-    """Return the least number of contiguous boxes for every stretch, found by trying all boxes of the tensor."""
+    """Return the least number of contiguous boxes for every range, found by trying all boxes of the tensor."""
     size = math.prod(shape)
     array = np.arange(size).reshape(shape)
     sides = [[(low, high) for low in range(length) for high in range(low + 1, length + 1)] for length in shape]
@@ -43,7 +43,7 @@ def fewest(shape: tuple[int, ...]) -> dict[tuple[int, int], int]:
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_boxes_are_the_stretch_in_order(shape: tuple[int, ...]) -> None:
+def test_boxes_cover_the_range_in_order(shape: tuple[int, ...]) -> None:
     array = np.arange(math.prod(shape)).reshape(shape)
     for begin, end in stretches(array.size):
         found = boxes(shape, begin, end)
@@ -58,12 +58,12 @@ def test_boxes_are_the_stretch_in_order(shape: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_no_fewer_boxes_would_do(shape: tuple[int, ...]) -> None:
+def test_the_number_of_boxes_is_minimal(shape: tuple[int, ...]) -> None:
     for (begin, end), count in fewest(shape).items():
         assert len(boxes(shape, begin, end)) == count, (begin, end)
 
 
-def test_large_tensors_take_as_few() -> None:
+def test_the_number_of_boxes_is_minimal_for_large_tensors() -> None:
     shape = (50_257, 12, 1600)
     begin, end = 7 * 12 * 1600 + 5 * 1600 + 3, 50_000 * 12 * 1600 + 1600 + 1
     found = boxes(shape, begin, end)
@@ -82,12 +82,12 @@ def test_tensors_without_elements_have_no_boxes(shape: tuple[int, ...]) -> None:
     assert boxes(shape, 0, 0) == []
 
 
-def test_scalars_are_one_box_without_dims() -> None:
+def test_a_scalar_is_one_box_without_dims() -> None:
     assert boxes((), 0, 1) == [((), (), 0)]
     assert boxes((), 0, 0) == boxes((), 1, 1) == []
 
 
 @pytest.mark.parametrize("begin, end", [(-1, 2), (3, 2), (0, 7)])
-def test_stretches_outside_the_tensor_are_a_bug(begin: int, end: int) -> None:
+def test_ranges_outside_the_tensor_fail_an_assertion(begin: int, end: int) -> None:
     with pytest.raises(AssertionError):
         boxes((2, 3), begin, end)

@@ -1,6 +1,6 @@
-"""Collectives run beside the computation, ordered behind what they read and before what reads them.
+"""Stream of collectives beside the computation: after the producers of their input, before readers of their results.
 
-The device does nothing until somebody waits, so that a missing order shows as a wrong value.
+The fake device does no work until a wait, so that a missing order shows as a wrong value.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def lane(streams: LateStreams) -> Lane:
 
 
 class Counting:
-    """Be work under way that ends when it was asked so many times, or waited for."""
+    """Work under way that ends after a number of calls of ``done``, or after a wait."""
 
     def __init__(self, asks: int) -> None:
         self.asks, self.waits = asks, 0
@@ -42,7 +42,7 @@ class Counting:
 
 
 def copying(streams: LateStreams, target: Tensor, source: Tensor) -> Callable[[], Work | None]:
-    """Return a collective: work of the stream that is current when it is called."""
+    """Return a collective that enqueues a copy on the stream that is current when it is called."""
 
     def collective() -> None:
         streams.give(streams.current(), lambda: target.copy_(source))
@@ -54,12 +54,12 @@ def compute(streams: LateStreams, action: Callable[[], object]) -> None:
     streams.give(streams.caller, action)
 
 
-def test_a_device_does_two_things_at_once_and_the_host_does_not(lane: Lane) -> None:
+def test_collectives_overlap_on_a_device_and_not_on_the_host(lane: Lane) -> None:
     assert lane.beside
     assert not Lane(LateStreams(torch.device("cpu"))).beside and not Lane(HostStreams()).beside
 
 
-def test_a_collective_comes_after_what_it_reads_and_before_what_reads_it(streams: LateStreams, lane: Lane) -> None:
+def test_a_collective_runs_after_its_producers_and_before_its_readers(streams: LateStreams, lane: Lane) -> None:
     first, second, third = (torch.zeros(3) for _ in range(3))
     compute(streams, lambda: first.fill_(1))
     ticket = lane.run(copying(streams, second, first))
@@ -70,23 +70,23 @@ def test_a_collective_comes_after_what_it_reads_and_before_what_reads_it(streams
     assert bool((third == 1).all())
 
 
-def test_who_does_not_wait_does_not_see_it(streams: LateStreams, lane: Lane) -> None:
+def test_the_result_is_not_visible_without_a_wait(streams: LateStreams, lane: Lane) -> None:
     source, target = torch.ones(3), torch.zeros(3)
     ticket = lane.run(copying(streams, target, source))
     streams.finish()
-    assert bool((target == 0).all()), "the computing stream waits for what nobody asked for"
+    assert bool((target == 0).all()), "the computing stream waits although no wait was requested"
     ticket.wait()
     streams.finish()
     assert bool((target == 1).all())
 
 
-def test_what_is_computed_later_does_not_hold_up_a_collective(streams: LateStreams, lane: Lane) -> None:
+def test_later_computation_does_not_delay_a_collective(streams: LateStreams, lane: Lane) -> None:
     source, target = torch.ones(3), torch.zeros(3)
     ticket = lane.run(copying(streams, target, source))
-    compute(streams, lambda: source.fill_(2))  # as memory that is used again, without waiting
+    compute(streams, lambda: source.fill_(2))  # as if the memory were reused without a wait
     ticket.wait()
     streams.finish()
-    assert bool((target == 2).all()), "the collective waited for nobody, so it read what came later"
+    assert bool((target == 2).all()), "the collective did not wait, so it read a later value"
     source.fill_(1)
     ticket = lane.run(copying(streams, target, source))
     ticket.wait()
@@ -108,7 +108,7 @@ def test_collectives_keep_their_order(streams: LateStreams, lane: Lane) -> None:
     assert done == [0, 1, 2, 3]
 
 
-def test_collectives_are_work_of_one_stream_that_is_not_the_callers(streams: LateStreams, lane: Lane) -> None:
+def test_all_collectives_run_on_one_stream_other_than_the_callers(streams: LateStreams, lane: Lane) -> None:
     seen = []
     for _ in range(3):
         lane.run(lambda: seen.append(streams.current()))
@@ -116,7 +116,7 @@ def test_collectives_are_work_of_one_stream_that_is_not_the_callers(streams: Lat
     assert streams.current() is streams.caller
 
 
-def test_the_callers_stream_comes_back_where_a_collective_raises(streams: LateStreams, lane: Lane) -> None:
+def test_the_callers_stream_is_restored_if_a_collective_raises(streams: LateStreams, lane: Lane) -> None:
     def broken() -> None:
         raise ValueError("broken")
 
@@ -135,7 +135,7 @@ def test_the_host_never_waits(streams: LateStreams, lane: Lane) -> None:
 
 
 @pytest.mark.parametrize("streams", [LateStreams(), HostStreams()], ids=["late", "host"])
-def test_work_that_is_under_way_is_asked_and_waited_for_once(streams: LateStreams) -> None:
+def test_completed_work_is_not_polled_or_waited_for_again(streams: LateStreams) -> None:
     work = Counting(2)
     ticket = Lane(streams).run(lambda: work)
     assert [ticket.done() for _ in range(3)] == [False, False, True]
@@ -144,7 +144,7 @@ def test_work_that_is_under_way_is_asked_and_waited_for_once(streams: LateStream
     assert work.waits == 1 and ticket.done()
 
 
-def test_on_the_host_a_collective_is_carried_out_at_once() -> None:
+def test_on_the_host_a_collective_runs_immediately() -> None:
     done: list[int] = []
     ticket = Lane(HostStreams()).run(lambda: done.append(1))
     assert done == [1] and ticket.done()

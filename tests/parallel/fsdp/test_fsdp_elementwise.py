@@ -1,4 +1,4 @@
-"""Optimizers that update a piece as they would update the whole are found by trying all of torch's."""
+"""Elementwise optimizers, which update a piece like the whole: found by trying all of torch's."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hpctrain.errors import UsageError
 from hpctrain.parallel.fsdp.elementwise import KNOWN, check_elementwise
 
 SHAPE, STEPS = (6, 35), 6
-CUTS = [1, 53, 140]  # of 210 elements, not where rows end
+CUTS = [1, 53, 140]  # offsets within 210 elements, not at ends of rows
 ALL = [
     kind
     for kind in vars(torch.optim).values()
@@ -61,7 +61,7 @@ def update(kind: Any, tensors: list[Tensor], gradients: list[list[Tensor]], opti
 
 
 def whole_and_pieces(kind: Any, options: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """Return where the same gradients lead a matrix, and pieces of it that know nothing of each other."""
+    """Return the results of the same gradients for a matrix, and for separate pieces of it."""
     generator = torch.Generator().manual_seed(5)
     start = torch.randn(SHAPE, generator=generator)
     gradients = [torch.randn(SHAPE, generator=generator) * 10 ** (step - 2) for step in range(STEPS)]
@@ -72,14 +72,14 @@ def whole_and_pieces(kind: Any, options: dict[str, Any]) -> tuple[Tensor, Tensor
 
 
 @pytest.mark.parametrize("kind, options, form", CASES, ids=name_of)
-def test_known_optimizers_update_pieces_as_the_whole(
+def test_known_optimizers_update_pieces_like_the_whole(
     kind: Any, options: dict[str, Any], form: dict[str, bool]
 ) -> None:
     whole, pieces = whole_and_pieces(kind, {**options, **form})
     nothing = torch.empty(0)  # small parameters leave some ranks without an element of them
     update(kind, [nothing], [[nothing]] * 2, {**options, **form})
     torch.testing.assert_close(pieces, whole, rtol=1e-6, atol=1e-6)
-    assert form.get("fused") or torch.equal(pieces, whole)  # vectorised code may round the last elements otherwise
+    assert form.get("fused") or torch.equal(pieces, whole)  # vectorised code may round the last elements differently
 
 
 @pytest.mark.parametrize("kind", OTHERS, ids=name_of)
@@ -117,19 +117,19 @@ def test_other_optimizers_are_refused_by_name(kind: Any) -> None:
     check_elementwise(optimizer, ["Other", kind.__name__])
 
 
-def test_subclasses_count_while_they_step_alike(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Torch wraps a class's step when the first optimizer of that class is made: here none was.
+def test_subclasses_are_accepted_if_they_inherit_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    # torch wraps a class's step at the first construction of that class, which has not happened here.
     monkeypatch.setattr(torch.optim.NAdam, "step", inspect.unwrap(torch.optim.NAdam.step))
 
     class Renamed(torch.optim.NAdam):
-        """Step as NAdam does."""
+        """NAdam under another name."""
 
     class Own(torch.optim.NAdam):
         def step(self, closure: Any = None) -> None:
             """Do nothing."""
 
     class Below(Own):
-        """Step as the one above."""
+        """Optimizer that inherits the step above."""
 
     for _ in range(2):
         check_elementwise(Renamed([nn.Parameter(torch.zeros(1))]))

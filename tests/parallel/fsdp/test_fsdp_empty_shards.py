@@ -1,4 +1,4 @@
-"""Ranks that hold nothing, because there are more of them than the model fills, take part in everything."""
+"""Ranks with empty shards, because the model is small, take part in every collective."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def make() -> nn.Module:
 
 
 @pytest.mark.parametrize("clip", [0.01, 100.0, float("inf")])
-def test_clipping_where_ranks_hold_no_gradient(place: Any, clip: float) -> None:
+def test_clipping_works_with_ranks_without_gradients(place: Any, clip: float) -> None:
     comm, form = place
     alone, model = make(), make()
     strategy = shard(model, comm, form)

@@ -1,4 +1,4 @@
-"""What cannot be is said once: one clear error, the same on all ranks, with nothing changed."""
+"""Errors of sharding: one clear message, the same on all ranks, and an unchanged model."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ DATA = ("zero1", "zero2", "fsdp")
 
 @pytest.fixture
 def job(comm: Any) -> Iterator[Job]:
-    """Return a job of the ranks, whose models are split."""
+    """Return a job of these ranks with split models."""
     own, guard = comm.split(0), SimpleNamespace(step=None, close=lambda: None)
     made = Job(own, torch.device("cpu"), detect(), guard, ParallelSettings(data="fsdp"))  # type: ignore[arg-type]
     yield made
@@ -34,7 +34,7 @@ def job(comm: Any) -> Iterator[Job]:
 
 
 def refused(comm: Any, call: Callable[[], object], kind: type[HpctrainError] = UsageError) -> str:
-    """Return the message of the one error that all ranks raise together."""
+    """Return the message of the error that all ranks raise together."""
     with pytest.raises(HpctrainError) as error:
         call()
     assert error.value.everywhere, "rank 0 may not speak for all"
@@ -44,7 +44,7 @@ def refused(comm: Any, call: Callable[[], object], kind: type[HpctrainError] = U
 
 
 @pytest.mark.parametrize("data", DATA)
-def test_pattern_that_matches_nothing(job: Job, data: str) -> None:
+def test_a_pattern_without_a_match_is_refused(job: Job, data: str) -> None:
     model = make_gpt()
     before = list(model.parameters())
     message = refused(job.comm, lambda: job.wrap(model, ParallelSettings(data=data, units=("Block", "Layer"))))
@@ -52,7 +52,7 @@ def test_pattern_that_matches_nothing(job: Job, data: str) -> None:
     assert all(one is two for one, two in zip(before, model.parameters()))
 
 
-def test_parameter_shared_between_two_units(job: Job) -> None:
+def test_a_parameter_shared_between_two_units_is_refused(job: Job) -> None:
     message = refused(
         job.comm, lambda: job.wrap(make_gpt(), ParallelSettings(data="fsdp", units=("embedding", "head")))
     )
@@ -62,7 +62,7 @@ def test_parameter_shared_between_two_units(job: Job) -> None:
     )
 
 
-def test_shapes_that_differ_between_ranks(job: Job) -> None:
+def test_shapes_that_differ_between_ranks_are_refused(job: Job) -> None:
     last = job.size - 1
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 5 if job.rank == last else 4))
     message = refused(job.comm, lambda: job.wrap(model), MismatchError)
@@ -73,7 +73,7 @@ def test_shapes_that_differ_between_ranks(job: Job) -> None:
     )
 
 
-def test_model_frozen_on_one_rank(job: Job) -> None:
+def test_a_model_frozen_on_one_rank_is_refused(job: Job) -> None:
     model = make_mlp()
     if job.rank == 1:
         next(model.parameters()).requires_grad_(False)
@@ -81,14 +81,14 @@ def test_model_frozen_on_one_rank(job: Job) -> None:
 
 
 @pytest.mark.parametrize("data", DATA)
-def test_model_that_is_frozen_altogether(job: Job, data: str) -> None:
+def test_a_model_without_trainable_parameters_is_refused(job: Job, data: str) -> None:
     model = make_mlp().requires_grad_(False)
     message = refused(job.comm, lambda: job.wrap(model, ParallelSettings(data=data)))
     assert message == "the model has no parameter that requires a gradient"
 
 
 @pytest.mark.ranks(3)
-def test_replicas_on_unequal_nodes(comm: Any) -> None:
+def test_replicas_on_unequal_nodes_are_refused(comm: Any) -> None:
     own = placed(comm, in_pairs)
     message = refused(own, lambda: shard(make_mlp(), own, FORMS["hybrid"]))
     assert message == (
@@ -98,7 +98,7 @@ def test_replicas_on_unequal_nodes(comm: Any) -> None:
     own.free()
 
 
-def test_meta_module_that_nobody_draws(job: Job) -> None:
+def test_a_meta_module_without_initialisation_is_refused(job: Job) -> None:
     class Scale(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -120,7 +120,7 @@ BEFORE = (
 
 
 @pytest.mark.parametrize("data", DATA)
-def test_optimizer_made_before_the_model_was_split(job: Job, data: str, shared_tmp_path: Path) -> None:
+def test_an_optimizer_made_before_the_split_is_refused(job: Job, data: str, shared_tmp_path: Path) -> None:
     model = make_mlp()
     first = next(name for name, _ in model.named_parameters())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -134,7 +134,7 @@ def test_optimizer_made_before_the_model_was_split(job: Job, data: str, shared_t
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
-def test_optimizer_of_another_model(job: Job, shared_tmp_path: Path) -> None:
+def test_an_optimizer_of_another_model_is_refused(job: Job, shared_tmp_path: Path) -> None:
     model, other = make_mlp(), make_mlp()
     job.wrap(model)
     optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
@@ -145,7 +145,7 @@ def test_optimizer_of_another_model(job: Job, shared_tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["zero1", "fsdp", "fsdp_alone"])
-def test_optimizer_that_looks_at_whole_tensors_changes_nothing(comm: Any, name: str) -> None:
+def test_an_optimizer_that_needs_whole_tensors_is_refused_without_changes(comm: Any, name: str) -> None:
     with communicator(comm, FORMS[name]) as own:
         model = make_mlp()
         strategy = shard(model, own, FORMS[name])
@@ -157,14 +157,14 @@ def test_optimizer_that_looks_at_whole_tensors_changes_nothing(comm: Any, name: 
         assert refused(own, lambda: strategy.check_optimizer(optimizer)) == message
         after = whole_weights(model, strategy)
         assert not optimizer.state and all(torch.equal(before[name], after[name]) for name in before)
-        # Another one can go on from here.
+        # Another optimizer can continue from here.
         torch.optim.SGD(model.parameters(), lr=0.1).step()
         assert any(not torch.equal(before[name], each) for name, each in whole_weights(model, strategy).items())
 
 
-def test_optimizers_that_the_user_vouches_for(comm: Any) -> None:
+def test_optimizers_that_the_user_declares_elementwise_are_accepted(comm: Any) -> None:
     class Sign(torch.optim.Optimizer):
-        """Step by the sign of the gradient."""
+        """Optimizer that steps by the sign of the gradient."""
 
         def __init__(self, parameters: Any) -> None:
             super().__init__(parameters, {"lr": 0.01})

@@ -1,4 +1,4 @@
-"""Split parameters on GPUs: units pass by, collectives run beside the computation, results are one process's."""
+"""Sharded parameters on GPUs: units are gathered on demand, collectives overlap, results equal one process's."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def train(model: nn.Module, inputs: torch.Tensor, steps: int = STEPS) -> list[fl
 
 @pytest.fixture(params=["staged", "chosen"])
 def device_comm(comm: Any, request: pytest.FixtureRequest) -> Iterator[Any]:
-    """Return a communicator that stages tensors on a GPU through the host, and one that takes its best way."""
+    """Return a communicator that stages GPU tensors through the host, and one that selects its fastest path."""
     own = comm.split(0)
     if request.param == "chosen":
         own.use_device(torch.device("cuda", torch.cuda.current_device()))
@@ -51,7 +51,7 @@ def device_comm(comm: Any, request: pytest.FixtureRequest) -> Iterator[Any]:
 @pytest.mark.ranks
 @pytest.mark.parametrize("prefetch", [0, 1, 2])
 @pytest.mark.parametrize("data", DATA)
-def test_ranks_learn_what_one_process_learns(device_comm: Any, data: Data, prefetch: int) -> None:
+def test_training_equals_that_of_one_process(device_comm: Any, data: Data, prefetch: int) -> None:
     inputs = torch.randn(BATCH, WIDTH, generator=torch.Generator().manual_seed(1)).cuda()
     plain, model = train(make(), inputs), make()
     settings = ParallelSettings(data=data, units=("Sequential",), prefetch=prefetch)
@@ -64,7 +64,7 @@ def test_ranks_learn_what_one_process_learns(device_comm: Any, data: Data, prefe
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("data", DATA)
-def test_runs_give_the_same_bits(device_comm: Any, data: Data) -> None:
+def test_runs_are_reproducible_bit_for_bit(device_comm: Any, data: Data) -> None:
     inputs = torch.randn(BATCH, WIDTH, generator=torch.Generator().manual_seed(1)).cuda()
     results = []
     for _ in range(2):
@@ -76,7 +76,7 @@ def test_runs_give_the_same_bits(device_comm: Any, data: Data) -> None:
 
 
 @pytest.mark.ranks(2)
-def test_model_trains_in_memory_that_is_too_small_for_ddp(device_comm: Any) -> None:
+def test_a_model_trains_in_memory_that_is_too_small_for_ddp(device_comm: Any) -> None:
     width, layers = 2048, 24  # 200 million parameters: 3.2 GB of weights, gradients and moments
     whole = torch.cuda.get_device_properties(0).total_memory
     fits = (2.4 * 2**30) / whole

@@ -1,4 +1,4 @@
-"""Gradients of split parameters are those of the whole batch: unused, frozen, accumulated, clipped, or none at all."""
+"""Gradients of sharded parameters equal those of the whole batch: unused, frozen, accumulated, clipped, or missing."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ LINEAR = {"units": ("Linear",)}
 SMALL = {"units": ("Linear",), "bucket_mib": 1e-6}
 
 
-def test_parameters_that_some_or_all_ranks_do_not_use(place: Any) -> None:
+def test_parameters_may_be_unused_on_some_or_all_ranks(place: Any) -> None:
     comm, form = place
     model = Branches()
     strategy = shard(model, comm, form, **SMALL)
-    orders = [["abc"] * comm.size]  # units that pass by want the first step to show an order
+    orders = [["abc"] * comm.size]  # units gathered on demand record their order in the first step
     orders += [[("ab", "abc", "b", "ac")[(rank + step) % 4] for rank in range(comm.size)] for step in range(4)]
     orders += [["a"] * comm.size]
     for step, use in enumerate(orders):
@@ -48,7 +48,7 @@ def test_parameters_that_some_or_all_ranks_do_not_use(place: Any) -> None:
         model.zero_grad()
 
 
-def test_unit_that_nobody_used_in_the_first_step(some_place: Any) -> None:
+def test_a_unit_may_be_unused_in_the_first_step(some_place: Any) -> None:
     comm, form = some_place
     model = Branches()
     strategy = shard(model, comm, form, **SMALL)
@@ -58,7 +58,7 @@ def test_unit_that_nobody_used_in_the_first_step(some_place: Any) -> None:
         model.zero_grad()
 
 
-def test_other_order_than_in_the_first_step(some_place: Any) -> None:
+def test_the_order_may_differ_from_the_first_step(some_place: Any) -> None:
     comm, form = some_place
     model = Branches()
     strategy = shard(model, comm, form, **SMALL)
@@ -74,7 +74,7 @@ def test_other_order_than_in_the_first_step(some_place: Any) -> None:
 
 @pytest.mark.parametrize("reduced", [False, True], ids=["local", "reduced"])
 @pytest.mark.parametrize("to_none", [True, False])
-def test_accumulation_is_one_large_batch(some_place: Any, reduced: bool, to_none: bool) -> None:
+def test_accumulated_gradients_equal_those_of_one_large_batch(some_place: Any, reduced: bool, to_none: bool) -> None:
     comm, form = some_place
     model, alone = make_mlp(), make_mlp()
     strategy = shard(model, comm, form, **LINEAR)
@@ -92,7 +92,7 @@ def test_accumulation_is_one_large_batch(some_place: Any, reduced: bool, to_none
             each.zero_grad(set_to_none=to_none)
 
 
-def test_no_sync_keeps_gradients_on_their_rank(some_place: Any) -> None:
+def test_no_sync_keeps_gradients_local(some_place: Any) -> None:
     comm, form = some_place
     model, alone = make_mlp(), make_mlp()
     strategy = shard(model, comm, form, **LINEAR)
@@ -109,7 +109,7 @@ def test_no_sync_keeps_gradients_on_their_rank(some_place: Any) -> None:
     assert_same(whole_gradients(comm, model, strategy), gradients(alone))
 
 
-def test_uneven_batches_with_ranks_that_have_no_sample(place: Any) -> None:
+def test_uneven_batches_with_ranks_without_samples_are_supported(place: Any) -> None:
     comm, form = place
     model, alone = make_mlp(), make_mlp()
     strategy = shard(model, comm, form, **LINEAR)
@@ -132,7 +132,7 @@ def test_uneven_batches_with_ranks_that_have_no_sample(place: Any) -> None:
     assert_same(whole_weights(model, strategy), alone.state_dict(), rtol=1e-5, atol=1e-6)
 
 
-def test_first_step_without_a_sample_is_refused_where_units_pass_by(comm: Any, some_place: Any) -> None:
+def test_a_first_step_without_samples_is_refused_if_units_are_gathered(comm: Any, some_place: Any) -> None:
     comm, form = some_place
     model = make_mlp()
     strategy = shard(model, comm, form, **LINEAR)
@@ -143,7 +143,7 @@ def test_first_step_without_a_sample_is_refused_where_units_pass_by(comm: Any, s
             strategy.contribute_nothing()
 
 
-def test_evaluation_between_steps(some_place: Any) -> None:
+def test_evaluation_is_possible_between_steps(some_place: Any) -> None:
     comm, form = some_place
     model, alone = make_mlp(), make_mlp()
     strategy = shard(model, comm, form, **LINEAR)
@@ -159,7 +159,7 @@ def test_evaluation_between_steps(some_place: Any) -> None:
                 torch.testing.assert_close(model(vectors()[0]), alone(vectors()[0]))
             else:
                 strategy.contribute_nothing(backward=False)
-        # One that ranks end at different times: nobody may update while another still looks.
+        # Ranks end it at different times: none may update while another still reads.
         with torch.no_grad():
             for _ in range(1 if form.placing is lonely else 1 + 3 * comm.rank):
                 torch.testing.assert_close(model(vectors()[0]), alone(vectors()[0]))
@@ -167,7 +167,7 @@ def test_evaluation_between_steps(some_place: Any) -> None:
             each.train()
 
 
-def test_two_forward_passes_before_one_backward(some_place: Any) -> None:
+def test_two_forward_passes_may_precede_one_backward_pass(some_place: Any) -> None:
     comm, form = some_place
     model, alone = make_mlp(), make_mlp()
     strategy = shard(model, comm, form, **LINEAR)
@@ -182,7 +182,7 @@ def test_two_forward_passes_before_one_backward(some_place: Any) -> None:
 
 
 class Twice(nn.Module):
-    """Run one unit twice in a pass, and use a parameter beside the way to the inputs."""
+    """Model that runs one unit twice per pass, and uses a parameter that is independent of the inputs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -195,7 +195,7 @@ class Twice(nn.Module):
 
 
 class Beside(nn.Module):
-    """Add what its own parameters make of each other, on which the input has no influence."""
+    """Layer that adds a product of its own parameters, which is independent of the input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -206,7 +206,7 @@ class Beside(nn.Module):
         return x * self.scale + (torch.tanh(self.left @ self.right) @ self.right).sum(0)
 
 
-def test_units_that_run_twice_and_parameters_beside_the_way(some_place: Any) -> None:
+def test_units_may_run_twice_and_parameters_may_be_independent_of_the_input(some_place: Any) -> None:
     comm, form = some_place
     model, alone = Twice(), Twice()
     strategy = shard(model, comm, form, units=("Linear", "Beside"))
@@ -218,7 +218,7 @@ def test_units_that_run_twice_and_parameters_beside_the_way(some_place: Any) -> 
         alone.zero_grad()
 
 
-def test_frozen_parameters(some_place: Any) -> None:
+def test_frozen_parameters_get_no_gradient(some_place: Any) -> None:
     comm, form = some_place
     model, alone = make_mlp(), make_mlp()
     for each in (model, alone):
@@ -231,13 +231,13 @@ def test_frozen_parameters(some_place: Any) -> None:
         assert_same(whole_gradients(comm, model, strategy), gradients(alone))
         for each in (model, alone):
             each.zero_grad()
-            list(each.parameters())[4].requires_grad_(step == 1)  # one may be frozen later, too
+            list(each.parameters())[4].requires_grad_(step == 1)  # a parameter may also be frozen later
     list(model.parameters())[0].requires_grad_(True)
     with pytest.raises(UsageError, match="was frozen when the model was wrapped"):
         model(vectors()[0])
 
 
-def test_dtypes_and_sizes_of_all_kinds(some_place: Any) -> None:
+def test_parameters_may_have_any_dtype_and_size(some_place: Any) -> None:
     comm, form = some_place
     model, alone = Mixed(), Mixed()
     strategy = shard(model, comm, form, **LINEAR)
@@ -255,7 +255,7 @@ def test_dtypes_and_sizes_of_all_kinds(some_place: Any) -> None:
 
 
 @pytest.mark.parametrize("max_norm", [1e-3, 1e3, float("inf")])
-def test_clipping_is_by_the_norm_of_all_gradients(some_place: Any, max_norm: float) -> None:
+def test_clipping_uses_the_norm_of_all_gradients(some_place: Any, max_norm: float) -> None:
     comm, form = some_place
     model, alone = make_gpt(), make_gpt()
     strategy = shard(model, comm, form, units=("Block",))
@@ -269,7 +269,7 @@ def test_clipping_is_by_the_norm_of_all_gradients(some_place: Any, max_norm: flo
     assert len(set(comm.all_gather_object(float(norm)))) == 1
 
 
-def test_gradient_that_is_not_finite_stays(some_place: Any) -> None:
+def test_a_nonfinite_gradient_is_not_scaled(some_place: Any) -> None:
     comm, form = some_place
     model = make_mlp()
     strategy = shard(model, comm, form)
@@ -279,7 +279,7 @@ def test_gradient_that_is_not_finite_stays(some_place: Any) -> None:
     assert_same(whole_gradients(comm, model, strategy), before, rtol=0, atol=0, equal_nan=True)
 
 
-def test_synchronised_batch_norm(some_place: Any) -> None:
+def test_synchronised_batch_norm_equals_that_of_the_whole_batch(some_place: Any) -> None:
     comm, form = some_place
 
     def make() -> nn.Module:

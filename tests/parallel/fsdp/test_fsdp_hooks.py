@@ -1,4 +1,4 @@
-"""Hooks tell when a module runs, and when its backward pass comes and has left."""
+"""Hooks around a module's forward pass, and at the begin and the end of its backward pass."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def log() -> list[str]:
 
 
 class Told(torch.autograd.Function):
-    """Write down when backward goes through."""
+    """Identity that records when backward passes through."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, log: list[str], name: str) -> Tensor:
@@ -47,14 +47,14 @@ def leaf() -> Tensor:
     return torch.ones(3, requires_grad=True)
 
 
-def test_tensors_are_found_in_nests() -> None:
+def test_tensors_are_found_in_nested_values() -> None:
     one, two, three = leaf(), leaf(), leaf()
     nest = ({"a": one, "b": [torch.ones(1), 5, None]}, (two, OrderedDict(x=three)), "text")
     assert [id(each) for each in differentiable(nest)] == [id(one), id(two), id(three)]
     assert differentiable(None) == differentiable(torch.ones(1)) == differentiable([]) == []
 
 
-def test_backward_comes_to_a_module_before_anything_in_it(log: list[str]) -> None:
+def test_the_backward_hook_precedes_the_backward_of_inner_modules(log: list[str]) -> None:
     x = leaf()
     inside = told(x, log, "inside")
     when_backward_comes_to({"out": [inside]}, lambda: log.append("came"))
@@ -62,7 +62,7 @@ def test_backward_comes_to_a_module_before_anything_in_it(log: list[str]) -> Non
     assert log == ["after", "came", "inside"]
 
 
-def test_backward_comes_once_however_many_results_it_comes_to(log: list[str]) -> None:
+def test_the_backward_hook_runs_once_for_several_results(log: list[str]) -> None:
     x = leaf()
     results = [told(x, log, "first"), torch.ones(3), told(x, log, "second")]
     when_backward_comes_to(results, lambda: log.append("came"))
@@ -70,7 +70,7 @@ def test_backward_comes_once_however_many_results_it_comes_to(log: list[str]) ->
     assert sorted(log) == ["came", "first", "second"] and log[0] == "came"
 
 
-def test_backward_comes_by_one_of_several_results(log: list[str]) -> None:
+def test_the_backward_hook_runs_for_one_of_several_results(log: list[str]) -> None:
     x = leaf()
     results = [told(x, log, "first"), told(x, log, "second")]
     when_backward_comes_to(results, lambda: log.append("came"))
@@ -78,13 +78,13 @@ def test_backward_comes_by_one_of_several_results(log: list[str]) -> None:
     assert log == ["came", "second"]
 
 
-def test_backward_never_comes_where_no_gradient_is_wanted(log: list[str]) -> None:
+def test_the_backward_hook_does_not_run_without_gradients(log: list[str]) -> None:
     when_backward_comes_to([torch.ones(2), None, 3], lambda: log.append("came"))
     when_backward_has_left([torch.ones(2), None, 3], lambda: log.append("left"))
     assert log == []
 
 
-def test_backward_has_left_when_the_gradients_of_all_inputs_have_come(log: list[str]) -> None:
+def test_the_end_hook_runs_after_the_gradients_of_all_inputs(log: list[str]) -> None:
     one, two = told(leaf(), log, "before one"), told(leaf(), log, "before two")
     when_backward_has_left(((one, torch.ones(3)), {"y": two}), lambda: log.append("left"))
     product = told(one * told(two, log, "inside"), log, "end")
@@ -93,18 +93,18 @@ def test_backward_has_left_when_the_gradients_of_all_inputs_have_come(log: list[
     assert log.count("left") == 1 and sorted(log[-2:]) != ["end", "left"]
 
 
-def test_inputs_to_which_backward_does_not_go_are_not_waited_for(log: list[str]) -> None:
+def test_the_end_hook_does_not_wait_for_inputs_without_gradients(log: list[str]) -> None:
     one, two = leaf(), leaf()
     when_backward_has_left([one, two], lambda: log.append("left"))
     (told(one, log, "inside") * 2).sum().backward()
     assert log == ["inside", "left"]
 
 
-# Forward -------------------------------------------------------------------------------------------------------------
+# Forward --------------------------------------------------------------------------------------------------------------
 
 
 class Adds(nn.Module):
-    """Add two things, or refuse to."""
+    """Module that adds two values, or raises an error."""
 
     def forward(self, one: Tensor, *, two: Tensor, fail: bool = False) -> dict[str, Tensor]:
         """Return the sum by name."""
@@ -113,7 +113,7 @@ class Adds(nn.Module):
         return {"sum": one + two}
 
 
-def test_a_module_is_surrounded(log: list[str]) -> None:
+def test_hooks_run_before_and_after_a_module(log: list[str]) -> None:
     module = Adds()
     seen: list[Any] = []
     module.register_forward_pre_hook(lambda module, args: log.append("user's"))
@@ -125,7 +125,7 @@ def test_a_module_is_surrounded(log: list[str]) -> None:
     )
     one, two = torch.ones(1), torch.ones(1)
     result = module(one, two=two)
-    assert log == ["before", "user's", "user's after"]  # before those that were there: they see whole parameters, too
+    assert log == ["before", "user's", "user's after"]  # before existing hooks: these see whole parameters, too
     assert [(args, kwargs) for args, kwargs, _ in seen] == [((one,), {"two": two})] and seen[0][2] is result
     for handle in handles:
         handle.remove()
@@ -139,7 +139,7 @@ def test_arguments_may_be_replaced() -> None:
     assert module(torch.ones(1), two=torch.ones(1))["sum"].item() == 110
 
 
-def test_a_forward_pass_that_fails_has_an_end(log: list[str]) -> None:
+def test_the_end_hook_runs_after_a_failed_forward_pass(log: list[str]) -> None:
     module, seen = Adds(), []
     around_forward(module, lambda args, kwargs: log.append("before"), lambda args, kwargs, result: seen.append(result))
     with pytest.raises(ValueError, match="refused"):
@@ -147,17 +147,17 @@ def test_a_forward_pass_that_fails_has_an_end(log: list[str]) -> None:
     assert log == ["before"] and seen == [None]
 
 
-# Casting -------------------------------------------------------------------------------------------------------------
+# Casting --------------------------------------------------------------------------------------------------------------
 
 
 @dataclass
 class Plain:
-    """Be something that is no nest."""
+    """Object that is not a nested container."""
 
     x: Tensor
 
 
-def test_floating_point_tensors_are_cast_and_nothing_else() -> None:
+def test_only_floating_point_tensors_are_cast() -> None:
     held = Plain(torch.ones(1))
     values = ([torch.ones(2), torch.ones(2, dtype=torch.float64)], {"n": torch.ones(2, dtype=torch.int64), "p": held})
     found = cast((values, {"flag": True, "none": None, "mask": torch.tensor([True])}), torch.bfloat16)
@@ -167,7 +167,7 @@ def test_floating_point_tensors_are_cast_and_nothing_else() -> None:
     assert found[1]["flag"] is True and found[1]["none"] is None and found[1]["mask"].dtype is torch.bool
 
 
-def test_gradients_go_back_through_a_cast() -> None:
+def test_gradients_flow_back_through_a_cast() -> None:
     x = leaf()
     (cast([x], torch.bfloat16)[0] * 2).sum().backward()
     assert x.grad is not None and x.grad.dtype is torch.float32 and x.grad.tolist() == [2, 2, 2]

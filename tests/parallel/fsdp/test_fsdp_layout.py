@@ -1,4 +1,4 @@
-"""Flat layouts, against NumPy's cut of the same memory; places in a ring, against a simulation of its users."""
+"""Flat layouts, compared with NumPy's split of the same memory; offsets in a ring, compared with a simulation."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 
 from hpctrain.parallel.fsdp.layout import ALIGN, Held, Layout, lay_out, ring
 
-Case = tuple[list[int], int, int]  # elements of the parameters, ranks, bytes of an element
+Case = tuple[list[int], int, int]  # elements of the parameters, ranks, bytes per element
 CASES: list[Case] = [
     (numels, ranks, itemsize)
     for numels in ([1], [0], [0, 5, 0], [16, 16], [17, 3, 64], [1000], [1, 1, 1, 1, 1, 1, 1], [255, 256, 257])
@@ -24,7 +24,7 @@ def random_case(seed: int) -> Case:
 
 
 def every_case(check: Callable[[list[int], int, int], None]) -> Callable[[], None]:
-    """Let a test be one test, of all cases and of many random ones."""
+    """Run a test on all cases and many random ones, as one test."""
 
     def test() -> None:
         for case in [*CASES, *map(random_case, range(200))]:
@@ -34,7 +34,7 @@ def every_case(check: Callable[[list[int], int, int], None]) -> Callable[[], Non
 
 
 def flat_array(layout: Layout) -> tuple[np.ndarray, list[np.ndarray]]:
-    """Return the flat memory and the parameters in it, every element another number; padding is -1."""
+    """Return the flat memory and the parameters in it; every element is a different number, padding is -1."""
     flat, parameters, first = np.full(layout.numel, -1), [], 0
     for place, numel in zip(layout.places, layout.numels):
         parameters.append(np.arange(first, first + numel))
@@ -45,7 +45,7 @@ def flat_array(layout: Layout) -> tuple[np.ndarray, list[np.ndarray]]:
 
 
 @every_case
-def test_slices_are_numpys_split_of_the_flat_tensor(numels: list[int], ranks: int, itemsize: int) -> None:
+def test_slices_equal_numpys_split_of_the_flat_tensor(numels: list[int], ranks: int, itemsize: int) -> None:
     layout = lay_out(numels, ranks, itemsize)
     flat, parameters = flat_array(layout)
     assert layout.numels == tuple(numels) and flat.size == ranks * layout.share
@@ -59,13 +59,13 @@ def test_slices_are_numpys_split_of_the_flat_tensor(numels: list[int], ranks: in
             assert part.tolist() == parameter[held.begin : held.end].tolist()
             rest[held.offset : held.offset + held.numel] = False
             elements.extend(part.tolist())
-        assert (own[rest] == -1).all(), "an element that is no padding belongs to nobody"
-    # In rank order the ranks hold every element once.
+        assert (own[rest] == -1).all(), "an element other than padding has no owner"
+    # In rank order, the ranks hold every element exactly once.
     assert seen == [parameter.tolist() for parameter in parameters]
 
 
 @every_case
-def test_parameters_and_slices_begin_on_cache_lines_and_nothing_else_is_padded(
+def test_parameters_and_slices_are_aligned_to_cache_lines_with_minimal_padding(
     numels: list[int], ranks: int, itemsize: int
 ) -> None:
     layout = lay_out(numels, ranks, itemsize)
@@ -76,7 +76,7 @@ def test_parameters_and_slices_begin_on_cache_lines_and_nothing_else_is_padded(
     assert layout.share * itemsize == ALIGN * max(1, -(-sum(lines) // ranks))
 
 
-def test_what_a_rank_does_not_hold_is_nothing_at_the_beginning() -> None:
+def test_a_parameter_without_local_elements_is_an_empty_slice_at_0() -> None:
     layout = lay_out([16, 40], 4, 4)
     assert layout == Layout((0, 16), (16, 40), 4, 16)
     assert layout.held(0) == [Held(0, 16, 0), Held(0, 0, 0)]
@@ -84,7 +84,7 @@ def test_what_a_rank_does_not_hold_is_nothing_at_the_beginning() -> None:
     assert layout.held(3) == [Held(0, 0, 0), Held(32, 40, 0)]
 
 
-# Places in a ring ----------------------------------------------------------------------------------------------------
+# Places in a ring -----------------------------------------------------------------------------------------------------
 
 
 def rings() -> Iterator[tuple[list[int], int]]:
@@ -100,27 +100,27 @@ def overlapping(offset: int, size: int, other: int, length: int) -> bool:
     return bool(set(range(offset, offset + size)) & set(range(other, other + length)))
 
 
-def test_a_place_is_free_when_those_before_it_are_done() -> None:
+def test_an_offset_is_free_when_the_tensors_before_it_are_done() -> None:
     for sizes, capacity in rings():
         seats = ring(sizes, capacity)
         assert len(seats) == len(sizes)
         last = 0
         for number, (seat, size) in enumerate(zip(seats, sizes)):
             assert 0 <= seat.offset and seat.offset + size <= capacity
-            # No fewer would do, but for those that the tensor before waits for: they are done in order.
+            # The wait is minimal, except for tensors that the previous one waits for: they are done in order.
             below = [k + 1 for k in range(number) if overlapping(seat.offset, size, seats[k].offset, sizes[k])]
             last = max([last, *below])
             assert seat.after == last <= number, (sizes, capacity, number)
 
 
-def test_writers_in_any_order_and_readers_in_one() -> None:
+def test_writers_may_come_in_any_order_and_readers_in_sequence() -> None:
     draw = random.Random(11)
     for sizes, capacity in rings():
         play(sizes, capacity, draw)
 
 
 def play(sizes: list[int], capacity: int, draw: random.Random) -> None:
-    """Write tensors whenever there is room; read and drop them one behind the other."""
+    """Write tensors whenever there is space; read and release them one after the other."""
     seats, memory = ring(sizes, capacity), np.full(capacity, -1)
     places = [memory[seat.offset : seat.offset + size] for seat, size in zip(seats, sizes)]
     done, written = 0, set[int]()
@@ -131,9 +131,9 @@ def play(sizes: list[int], capacity: int, draw: random.Random) -> None:
             places[done][:] = -1
             done += 1
             continue
-        assert free, "nobody can go on"
+        assert free, "no writer can continue"
         chosen = draw.choice(free)
-        assert (places[chosen] == -1).all(), f"{chosen} is written where {set(places[chosen])} still lies"
+        assert (places[chosen] == -1).all(), f"{chosen} is written where {set(places[chosen])} is still stored"
         places[chosen][:] = chosen
         written.add(chosen)
 
@@ -142,12 +142,12 @@ def waits(sizes: Sequence[int], capacity: int) -> list[int]:
     return [seat.after for seat in ring(sizes, capacity)]
 
 
-def test_who_has_room_for_all_waits_for_nobody() -> None:
+def test_a_ring_with_space_for_all_never_waits() -> None:
     assert waits([3, 9, 1, 4], 17) == [0, 0, 0, 0]
     assert [seat.offset for seat in ring([3, 9, 1, 4], 17)] == [0, 3, 12, 13]
 
 
-def test_so_many_as_fit_are_there_together() -> None:
+def test_as_many_tensors_as_fit_are_held_together() -> None:
     assert waits([2] * 7, 6) == [0, 0, 0, 1, 2, 3, 4]
     assert waits([6, 2, 2, 2, 6], 6) == [0, 1, 1, 1, 4]
     assert waits([5, 4, 5], 5) == [0, 1, 2]

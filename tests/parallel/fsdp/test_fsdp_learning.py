@@ -1,4 +1,4 @@
-"""Split parameters learn what one process learns from the whole batch, and what torch's own strategies learn."""
+"""Training with sharded parameters equals that of one process on the whole batch, and that of torch's strategies."""
 
 from __future__ import annotations
 
@@ -31,26 +31,28 @@ def shares(kind: str, comm: Any) -> Any:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_learns_what_one_process_learns(place: Any, kind: str) -> None:
+def test_training_equals_that_of_one_process(place: Any, kind: str) -> None:
     check_learning(*place, kind, 4)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_parameter_a_piece(some_place: Any, kind: str) -> None:
+def test_training_with_one_piece_per_parameter_equals_that_of_one_process(some_place: Any, kind: str) -> None:
     check_learning(*some_place, kind, 4, bucket_mib=1e-6)
 
 
 @pytest.mark.parametrize("name", ["zero1", "fsdp", "fsdp_alone"])
-def test_learns_the_same_over_many_steps(comm: Any, name: str) -> None:
-    steps = STEPS if comm.size == 2 else 10  # what is wrong with more ranks shows soon
+def test_training_equals_that_of_one_process_over_many_steps(comm: Any, name: str) -> None:
+    steps = STEPS if comm.size == 2 else 10  # errors on more ranks show early
     with communicator(comm, FORMS[name]) as own:
         check_learning(own, FORMS[name], "mlp", steps)
         check_learning(own, FORMS[name], "gpt", steps if name == "fsdp" else 10)
 
 
 @pytest.mark.parametrize("name", ["fsdp", "fsdp_in_pairs", "hybrid"])
-def test_a_node_without_space_for_whole_parameters(comm: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All replicas do without node memory: those that had it would make other calls."""
+def test_replicas_avoid_node_memory_if_one_node_lacks_space(
+    comm: Any, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All replicas do without node memory: replicas with it would make different calls."""
     if not fits(name, comm.size):
         pytest.skip("it takes more ranks")
     if comm.rank == comm.size - 1:
@@ -77,7 +79,7 @@ def check_learning(comm: Any, form: Form, kind: str, steps: int, **more: Any) ->
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_same_bits_as_ddp_without_clipping(comm: Any, kind: str) -> None:
+def test_without_clipping_the_bits_equal_those_of_ddp(comm: Any, kind: str) -> None:
     make, _, compare = KINDS[kind]
     results = []
     for name in ("ddp", "zero1", "zero2", "fsdp"):
@@ -89,7 +91,7 @@ def test_same_bits_as_ddp_without_clipping(comm: Any, kind: str) -> None:
 
 
 def fully_sharded(model: nn.Module, kind: str, **options: Any) -> None:
-    """Let torch split a model at the same units."""
+    """Split a model at the same units with torch's fully_shard."""
     mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (torch.distributed.get_world_size(),))
     for module in list(model.modules())[1:]:
         if type(module).__name__ in UNITS[kind]:
@@ -98,7 +100,7 @@ def fully_sharded(model: nn.Module, kind: str, **options: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_learns_what_torch_fully_shard_learns(comm: Any, kind: str, process_group: None) -> None:
+def test_training_equals_that_of_torch_fully_shard(comm: Any, kind: str, process_group: None) -> None:
     make, _, compare = KINDS[kind]
     theirs = make()
     fully_sharded(theirs, kind)
@@ -112,7 +114,7 @@ def test_learns_what_torch_fully_shard_learns(comm: Any, kind: str, process_grou
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_mixed_precision_computes_what_torch_computes(some_place: Any, kind: str, process_group: None) -> None:
+def test_mixed_precision_equals_that_of_torch(some_place: Any, kind: str, process_group: None) -> None:
     comm, form = some_place
     make, _, compare = KINDS[kind]
     theirs, ours = make(), make()
@@ -127,14 +129,14 @@ def test_mixed_precision_computes_what_torch_computes(some_place: Any, kind: str
         return compare(outputs.float(), targets)
 
     losses = train(ours, shares(kind, comm), widened, 5)
-    # The first loss is of the same rounded weights; later ones differ by how sums of 16-bit gradients are rounded.
+    # The first loss has the same rounded weights; later ones differ by the rounding of sums of 16-bit gradients.
     peers = train(theirs, shares(kind, comm), widened, 5)
     assert losses[0] == peers[0]
     torch.testing.assert_close(losses, peers, rtol=2e-2, atol=0)
     assert all(parameter.grad is None or parameter.grad.dtype is torch.float32 for parameter in ours.parameters())
 
 
-def test_compressed_gradients_are_rounded_ones(some_place: Any) -> None:
+def test_compressed_gradients_equal_rounded_gradients(some_place: Any) -> None:
     comm, form = some_place
     make, _, compare = KINDS["mlp"]
     with communicator(comm, FORMS["fsdp"]) as own:

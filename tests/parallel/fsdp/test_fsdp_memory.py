@@ -1,4 +1,4 @@
-"""What a rank holds: its share of everything, one unit beside the model's own, and no whole gradient."""
+"""Memory of a rank: its share of everything, one unit besides the model's own, and no whole gradient."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def backward(model: nn.Module, comm: Any, step: int = 0) -> None:
     token_loss(model(inputs), targets).backward()
 
 
-def test_units_have_memory_only_while_a_pass_is_in_them(apart: Any) -> None:
+def test_units_have_memory_only_during_their_passes(apart: Any) -> None:
     model = make_gpt()
     strategy = shard(model, apart, FORMS["fsdp_alone"], **BLOCKS)
     seen: list[tuple[str, set[str]]] = []
@@ -71,7 +71,7 @@ def test_units_have_memory_only_while_a_pass_is_in_them(apart: Any) -> None:
     assert not present(strategy)
 
 
-def test_failed_passes_leave_no_unit_behind(apart: Any) -> None:
+def test_failed_passes_leave_no_unit_gathered(apart: Any) -> None:
     model = make_gpt()
     strategy = shard(model, apart, FORMS["fsdp_alone"], **BLOCKS)
     backward(model, apart)
@@ -102,7 +102,7 @@ def test_a_rank_holds_its_share_of_parameters_and_states(apart: Any, form: str) 
         states = [state[moment] for state in optimizer.state.values()]
         assert len(states) == len(list(model.parameters()))
         mine = sum(state.untyped_storage().nbytes() // 4 for state in states)
-        assert mine <= padded // apart.size  # less by the padding that fell to this rank
+        assert mine <= padded // apart.size  # minus this rank's padding
         assert sum(apart.all_gather_object(mine)) == total
     gradients = {parameter.grad.untyped_storage()._cdata: parameter.grad.untyped_storage().nbytes()
                  for parameter in model.parameters() if parameter.grad is not None}
@@ -117,7 +117,7 @@ def tensors_of(shape: tuple[int, ...]) -> list[Tensor]:
             and not each.is_meta and each.untyped_storage().nbytes()]
 
 
-# A shape for each, of nothing else.
+# A shape for each that no other tensor has.
 @pytest.mark.parametrize("form, rows", [("zero2_alone", 37), ("fsdp_alone", 43), ("zero2", 47), ("fsdp", 53)])
 def test_no_whole_gradient_is_left_after_the_backward_pass(comm: Any, form: str, rows: int) -> None:
     shape = (rows, 41)
@@ -127,7 +127,7 @@ def test_no_whole_gradient_is_left_after_the_backward_pass(comm: Any, form: str,
         shard(model, own, FORMS[form], units=("Linear",), bucket_mib=1e-3)
         for _ in range(2):
             model(torch.randn(2, 41)).sum().backward()
-        # What is left are the whole parameters themselves, where they stay.
+        # Only the whole parameters themselves remain, in forms that keep them.
         assert len(tensors_of(shape)) == (0 if form == "fsdp_alone" else 1)
         if form == "fsdp_alone":
             tensors: list[Tensor] = []
@@ -138,7 +138,7 @@ def test_no_whole_gradient_is_left_after_the_backward_pass(comm: Any, form: str,
 
 
 @pytest.mark.parametrize("form", ["zero2_alone", "fsdp_alone"])
-def test_a_model_that_nobody_uses_any_more_leaves_nothing_behind(comm: Any, form: str) -> None:
+def test_a_dropped_model_is_freed(comm: Any, form: str) -> None:
     with communicator(comm, FORMS[form]) as own:
         model = make_gpt()
         strategy = shard(model, own, FORMS[form], **BLOCKS)
@@ -146,7 +146,7 @@ def test_a_model_that_nobody_uses_any_more_leaves_nothing_behind(comm: Any, form
         strategy.detach()
         witnesses = [weakref.ref(model), weakref.ref(strategy), weakref.ref(strategy._parts.members[0].whole)]
         del model, strategy
-        for _ in range(3):  # nodes of autograd hold each other in ways that take several rounds
+        for _ in range(3):  # nodes of autograd reference each other, so that several collections are needed
             gc.collect()
         assert [witness() is None for witness in witnesses] == [True] * 3
 
@@ -156,7 +156,7 @@ def room(strategy: ShardedDataParallel) -> Tensor:
     return memory
 
 
-def test_whole_gradients_have_room_for_a_few_buckets(apart: Any) -> None:
+def test_memory_for_whole_gradients_is_limited_to_a_few_buckets(apart: Any) -> None:
     for form in ("zero1_alone", "zero2_alone", "fsdp_alone"):
         for limit in (0.001, 4.0):
             model = make_gpt()
@@ -170,7 +170,7 @@ def test_whole_gradients_have_room_for_a_few_buckets(apart: Any) -> None:
 
 
 @pytest.mark.parametrize("data", ["zero1", "zero2", "fsdp"])
-def test_mapped_parameters_are_one_memory_for_the_node(near: Any, data: str) -> None:
+def test_mapped_parameters_share_one_memory_per_node(near: Any, data: str) -> None:
     model = make_gpt()
     strategy = shard(model, near, FORMS[data], **BLOCKS)
     for number, piece in enumerate(strategy._parts.pieces):
@@ -183,7 +183,7 @@ def test_mapped_parameters_are_one_memory_for_the_node(near: Any, data: str) -> 
             assert bool((piece.flat == 100 * number + writer).all())
 
 
-def test_shards_of_mapped_parameters_are_parts_of_them(near: Any) -> None:
+def test_shards_of_mapped_parameters_are_views_of_them(near: Any) -> None:
     model = make_gpt()
     strategy = shard(model, near, FORMS["fsdp"], **BLOCKS)
     with torch.no_grad():

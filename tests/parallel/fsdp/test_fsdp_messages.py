@@ -1,4 +1,4 @@
-"""What split parameters cost in messages: the bytes of the formulas, exactly, and in node memory none."""
+"""Messages of sharded parameters: exactly the bytes of the formulas, and none in node memory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hpctrain.parallel.fsdp.strategy import ShardedDataParallel
 from hpctrain.transport.recorder import Recorder
 
 pytestmark = [pytest.mark.ranks, pytest.mark.limit(30)]
-EVEN = 192  # a layer of as many inputs and outputs fills its cache lines, and 2, 3 or 4 ranks share these equally
+EVEN = 192  # a layer with this many inputs and outputs fills its cache lines, and 2, 3 or 4 ranks share these equally
 
 
 def make_even() -> nn.Module:
@@ -26,7 +26,7 @@ def make_even() -> nn.Module:
 
 @pytest.fixture
 def apart(comm: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """Return a communicator of ranks without common memory, which send every byte from rank to rank in a ring."""
+    """Return a communicator of ranks without common memory, which use the ring algorithm."""
     with communicator(comm, FORMS["fsdp_alone"]) as own:
         monkeypatch.setattr(own, "all_gather", partial(own.all_gather, algorithm="ring"))
         monkeypatch.setattr(own, "reduce_scatter", partial(own.reduce_scatter, algorithm="ring"))
@@ -34,7 +34,7 @@ def apart(comm: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 def psi(strategy: ShardedDataParallel, own_unit: bool = True) -> int:
-    """Return the bytes of all flat pieces, padding included; perhaps without those of the model's own unit."""
+    """Return the bytes of all flat pieces, padding included, with or without the model's own unit."""
     pieces = strategy._parts.pieces
     if not own_unit:
         own = getattr(strategy._form, "_stations")[0].pieces
@@ -43,13 +43,13 @@ def psi(strategy: ShardedDataParallel, own_unit: bool = True) -> int:
 
 
 def used(comm: Any, parameters: int) -> int:
-    """Return the bytes that say which parameters were used: one each, to their owners and back to everybody."""
+    """Return the bytes that tell which parameters were used: one each, to their owners and back to all ranks."""
     own = parameters // comm.size + (comm.rank < parameters % comm.size)
     return parameters + own * comm.size
 
 
 def train(model: nn.Module, comm: Any, kind: str, steps: int = 3) -> list[Recorder]:
-    """Return what each step counts: a forward and a backward pass and an update."""
+    """Return the recorder of each step: a forward and a backward pass and an update."""
     optimizer, recorders = torch.optim.SGD(model.parameters(), lr=0.1), []
     for step in range(steps):
         with comm.recording() as recorder:
@@ -67,7 +67,7 @@ def train(model: nn.Module, comm: Any, kind: str, steps: int = 3) -> list[Record
 
 
 def check(recorder: Recorder, comm: Any, sent: int, parameters: int) -> None:
-    """Compare what this rank sent: messages of that many bytes, and the one about used parameters."""
+    """Compare the messages that this rank sent: those of the given bytes, and the one about used parameters."""
     assert set(recorder.calls) <= {"send", "recv", "all_to_all"}
     assert recorder.bytes["send"] * comm.size == sent * (comm.size - 1)
     assert recorder.bytes["recv"] == recorder.bytes["send"]
@@ -75,7 +75,7 @@ def check(recorder: Recorder, comm: Any, sent: int, parameters: int) -> None:
 
 
 @pytest.mark.parametrize("data, times", [("zero1_alone", 2), ("zero2_alone", 2), ("fsdp_alone", 3)])
-def test_a_step_sends_the_parameters_so_many_times(apart: Any, data: str, times: int) -> None:
+def test_a_step_sends_a_known_multiple_of_the_parameters(apart: Any, data: str, times: int) -> None:
     model = make_even()
     nbytes = sum(parameter.nbytes for parameter in model.parameters())
     strategy = shard(model, apart, FORMS[data], units=("Linear",))
@@ -86,7 +86,7 @@ def test_a_step_sends_the_parameters_so_many_times(apart: Any, data: str, times:
 
 @pytest.mark.parametrize("data, times", [("zero1_alone", 2), ("zero2_alone", 2), ("fsdp_alone", 3)])
 @pytest.mark.parametrize("limit", [4, 1e-6], ids=["one_piece", "many_pieces"])
-def test_padding_is_sent_too_and_nothing_else(apart: Any, data: str, times: int, limit: float) -> None:
+def test_only_parameters_and_padding_are_sent(apart: Any, data: str, times: int, limit: float) -> None:
     model = make_gpt()
     strategy = shard(model, apart, FORMS[data], units=("Block",), bucket_mib=limit)
     # The model's own unit stays whole from the forward pass to the end of the backward pass: gathered once.
@@ -95,20 +95,20 @@ def test_padding_is_sent_too_and_nothing_else(apart: Any, data: str, times: int,
         check(recorder, apart, sent, len(list(model.parameters())))
 
 
-def test_what_mpi_gathers_and_reduces_is_as_much(comm: Any) -> None:
+def test_mpi_gathers_and_reduces_the_same_bytes(comm: Any) -> None:
     for data, gathered in (("zero1_alone", 1), ("zero2_alone", 1), ("fsdp_alone", 2)):
         with communicator(comm, FORMS[data]) as own:
             model = make_even()
             strategy = shard(model, own, FORMS[data], units=("Linear",))
             pieces = len(strategy._parts.pieces)
             for recorder in train(model, own, "even"):
-                # As MPI is called: with this rank's share of what is gathered, with all of what is reduced.
+                # MPI is called with this rank's share for a gather, and with the whole tensor for a reduction.
                 assert recorder.calls == {"all_gather": gathered * pieces, "reduce_scatter": pieces, "all_to_all": 2}
                 assert recorder.bytes["all_gather"] * own.size == gathered * psi(strategy)
                 assert recorder.bytes["reduce_scatter"] == psi(strategy)
 
 
-def test_passes_that_only_look_gather_and_reduce_nothing(apart: Any) -> None:
+def test_evaluation_gathers_parameters_and_reduces_nothing(apart: Any) -> None:
     for data, gathered in (("zero1_alone", 0), ("fsdp_alone", 1)):
         model = make_even()
         strategy = shard(model, apart, FORMS[data], units=("Linear",))
@@ -134,7 +134,7 @@ def test_accumulating_passes_send_no_gradients(apart: Any) -> None:
         assert not recorder.calls["all_to_all"]
 
 
-def test_half_of_the_bytes_are_gathered_in_mixed_precision(apart: Any) -> None:
+def test_mixed_precision_gathers_half_of_the_bytes(apart: Any) -> None:
     model = make_even()
     strategy = shard(model, apart, FORMS["zero2_alone"], units=("Linear",), mixed_precision="bfloat16")
     assert 2 * psi(strategy) == sum(parameter.nbytes for parameter in make_even().parameters())
@@ -148,7 +148,7 @@ def test_frozen_parameters_are_gathered_once_and_never_reduced(apart: Any) -> No
     for data in ("zero1_alone", "fsdp_alone"):
         model = make_even()
         model[0].requires_grad_(False)
-        nbytes = sum(parameter.nbytes for parameter in model[0].parameters())  # as many as the other layer's
+        nbytes = sum(parameter.nbytes for parameter in model[0].parameters())  # as many as in the other layer
         shard(model, apart, FORMS[data], units=("Linear",))
         first, second, third = train(model, apart, "even")
         if data == "zero1_alone":
@@ -156,12 +156,12 @@ def test_frozen_parameters_are_gathered_once_and_never_reduced(apart: Any) -> No
             check(second, apart, 2 * nbytes, 2)
             check(third, apart, 2 * nbytes, 2)
         else:
-            # Nothing before the trained layer wants gradients: backward never comes to the frozen one.
+            # No layer before the trained one needs gradients: backward never reaches the frozen layer.
             for recorder in (first, second, third):
                 check(recorder, apart, (1 + 3) * nbytes, 2)
 
 
-def test_units_that_only_another_rank_needs_are_gathered_with_it(apart: Any) -> None:
+def test_units_needed_on_one_rank_are_gathered_on_all_ranks(apart: Any) -> None:
     model = Branches()
     strategy = shard(model, apart, FORMS["fsdp_alone"], units=("Linear",))
     for use in ("abc", "abc" if apart.rank else "a", "abc"):
@@ -191,10 +191,10 @@ def test_mapped_parameters_are_never_copied(near: Any, data: str) -> None:
         assert not +recorder.bytes
 
 
-def test_mapped_gradients_are_read_where_they_lie(near: Any) -> None:
+def test_mapped_gradients_are_read_in_place(near: Any) -> None:
     model = make_even()
     shard(model, near, FORMS["fsdp"])
     for recorder in train(model, near, "even"):
-        # A rank reduces into memory of its own; that it used the parameters is all that it tells the others.
+        # A rank reduces into its own memory; it only tells the others that it used the parameters.
         lines = 64 * (-(-near.size * 64 // 64))
         assert sum(recorder.bytes.values()) <= lines + used(near, 4)

@@ -1,4 +1,4 @@
-"""Models that are built without memory learn what the others learn, and are never whole on one rank."""
+"""Models on the meta device: they train like models with memory, and are never whole on one rank."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ def learned(comm: Any, form: Any, device: str, tied: bool, **more: Any) -> tuple
 
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-def test_same_bits_as_a_model_that_was_built_with_memory(place: Any, tied: bool) -> None:
+def test_the_bits_equal_those_of_a_model_built_with_memory(place: Any, tied: bool) -> None:
     comm, form = place
     (losses, found), (expected, weights) = (learned(comm, form, device, tied) for device in ("meta", "cpu"))
     assert losses == expected
     assert_same(found, weights, rtol=0, atol=0)
 
 
-def test_same_bits_in_mixed_precision(some_place: Any) -> None:
+def test_the_bits_are_equal_in_mixed_precision(some_place: Any) -> None:
     comm, form = some_place
     (losses, _), (expected, _) = (
         learned(comm, form, device, True, mixed_precision="bfloat16") for device in ("meta", "cpu")
@@ -53,7 +53,7 @@ def test_same_bits_in_mixed_precision(some_place: Any) -> None:
 
 
 @pytest.mark.parametrize("data", ["ddp", "zero1", "fsdp"])
-def test_what_is_attached_draws_the_same(comm: Any, data: Any) -> None:
+def test_an_attached_model_draws_the_same_values(comm: Any, data: Any) -> None:
     with communicator(comm, FORMS["fsdp"]) as own:
         results = []
         for device in ("meta", "cpu"):
@@ -64,7 +64,7 @@ def test_what_is_attached_draws_the_same(comm: Any, data: Any) -> None:
         assert torch.equal(*results)
 
 
-def test_buffers_are_drawn_on_all_ranks(some_place: Any) -> None:
+def test_buffers_are_initialised_on_all_ranks(some_place: Any) -> None:
     comm, form = some_place
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
@@ -79,7 +79,7 @@ def test_buffers_are_drawn_on_all_ranks(some_place: Any) -> None:
 
 
 class Watch(TorchDispatchMode):
-    """Follow the memory of all tensors that torch makes on the host, and remember the most there was at a time."""
+    """Tracker of the memory of all tensors that torch creates on the host, and of its peak."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -113,7 +113,7 @@ def storages(values: Any) -> list[torch.UntypedStorage]:
     return [leaf.untyped_storage() for leaf in leaves if leaf.device.type == "cpu"]
 
 
-def test_the_watch_sees_what_comes_and_goes() -> None:
+def test_the_tracker_sees_allocations_and_frees() -> None:
     with Watch() as watch:
         one = torch.empty(1000)
         assert watch.present() == 4000
@@ -126,7 +126,7 @@ def test_the_watch_sees_what_comes_and_goes() -> None:
 
 
 @pytest.mark.parametrize("name", ["fsdp", "fsdp_alone"])
-def test_no_rank_ever_holds_the_whole_model(comm: Any, name: str) -> None:
+def test_no_rank_ever_holds_the_whole_model_in_memory(comm: Any, name: str) -> None:
     shape = {"layers": 12, "width": 64, "heads": 4}
     model, limit = make("meta", **shape), 0.02
     with communicator(comm, FORMS[name]) as own:
@@ -136,7 +136,7 @@ def test_no_rank_ever_holds_the_whole_model(comm: Any, name: str) -> None:
         pieces = strategy._parts.pieces
         modules = make("cpu", **shape).modules()
         module = max(sum(each.nbytes for each in module.parameters(recurse=False)) for module in modules)
-        # Node memory is not torch's: there is neither the share nor the room for gradients.
+        # torch does not allocate node memory, so neither the shards nor the buffers of gradients are counted.
         share = sum(piece.own.nbytes for piece in pieces) if name == "fsdp_alone" else 0
         piece = max(piece.layout.numel * 4 for piece in pieces)
         room = max(IN_FLIGHT * int(limit * 2**20), piece) if name == "fsdp_alone" else 0

@@ -1,4 +1,4 @@
-"""All ranks go along one list of actions, whatever each of them needs, and none gathers too far ahead."""
+"""Order of collectives: all ranks follow one list of actions, whatever each needs, and prefetch is limited."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ def random_numbers(draw: random.Random) -> list[int]:
     return draw.sample(range(12), draw.randrange(1, 12))
 
 
-# Plans ---------------------------------------------------------------------------------------------------------------
+# Plans ----------------------------------------------------------------------------------------------------------------
 
 
-def test_a_plan_knows_what_comes_in_any_pass() -> None:
+def test_a_plan_knows_the_actions_of_any_pass() -> None:
     plan = Plan(gather(0, 1), [*gather(1), *reduce(7)])
     assert all(plan.knows(action) for action in [*gather(0, 1), *reduce(7)])
     assert not any(plan.knows(action) for action in [*gather(7), *reduce(0, 1)])
 
 
-def test_without_reductions_the_gatherings_are_left() -> None:
+def test_a_plan_without_reductions_has_only_gathers() -> None:
     plan = Plan(gather(0, 1), [*gather(2), *reduce(0), *gather(1), *reduce(1, 2)])
     assert plan.without_reductions() == Plan(gather(0, 1), gather(2, 1))
 
 
-def test_hastening_by_hand() -> None:
+def test_gathers_move_ahead_as_written_by_hand() -> None:
     actions = [*gather(3), *reduce(0), *gather(2), *reduce(1), *gather(1), *reduce(2)]
     assert hastened(actions, 0) == actions
     assert hastened(actions, 1) == [*gather(3, 2), *reduce(0), *gather(1), *reduce(1, 2)]
@@ -52,7 +52,7 @@ def test_hastening_by_hand() -> None:
 
 
 @pytest.mark.parametrize("depth", range(4))
-def test_a_gathering_comes_so_many_reductions_earlier_and_nothing_else_changes(depth: int) -> None:
+def test_a_gather_moves_ahead_of_some_reductions_and_nothing_else_changes(depth: int) -> None:
     for seed in SEEDS:
         draw = random.Random(seed)
         actions = random_actions(draw, True)
@@ -69,17 +69,17 @@ def reductions_before(one: Action, line: list[Action]) -> int:
     return sum(kind == "reduce" for kind, _ in line[: line.index(one)])
 
 
-# Walks ---------------------------------------------------------------------------------------------------------------
+# Walks ----------------------------------------------------------------------------------------------------------------
 
 
 def ranks_walk(draw: random.Random, actions: list[Action], depth: int) -> list[Action]:
-    """Return what a rank does that wants some of the actions, in their order, and is told to finish."""
+    """Return the actions of a rank that requests some of them, in order, and then finishes."""
     walk, done, wanted = Walk(actions), list[Action](), 0
     for place, action in enumerate(actions):
         if draw.random() < 0.4:
             continue
         if action[0] == "reduce" and draw.random() < 0.5:
-            # As a reduction is done that was not asked for here: first what comes before it, then itself.
+            # A reduction that was not requested here is done after the actions before it.
             late = action in done
             due = walk.before(action)
             done += due if late else [*due, action]
@@ -97,7 +97,7 @@ def ranks_walk(draw: random.Random, actions: list[Action], depth: int) -> list[A
 
 @pytest.mark.parametrize("depth", range(4))
 @pytest.mark.parametrize("reductions", [False, True], ids=["forward", "backward"])
-def test_ranks_that_want_different_units_do_the_same(depth: int, reductions: bool) -> None:
+def test_ranks_that_need_different_units_do_the_same_actions(depth: int, reductions: bool) -> None:
     for seed in SEEDS:
         draw = random.Random(seed)
         actions = random_actions(draw, reductions)
@@ -105,43 +105,43 @@ def test_ranks_that_want_different_units_do_the_same(depth: int, reductions: boo
             assert ranks_walk(draw, actions, depth) == actions
 
 
-def test_no_more_is_gathered_ahead_than_may_be() -> None:
+def test_prefetch_is_limited() -> None:
     walk = Walk(gather(0, 1, 2, 3, 4))
     assert walk.until(("gather", 0)) == gather(0)
     assert walk.ahead(2) == gather(1, 2)
     assert walk.ahead(2) == []
-    assert walk.until(("gather", 1)) == []  # it is there already
+    assert walk.until(("gather", 1)) == []  # it is already gathered
     assert walk.ahead(2) == gather(3)
-    assert walk.until(("gather", 3)) == []  # what was gathered for nothing here is no longer ahead
+    assert walk.until(("gather", 3)) == []  # units gathered but not used here are no longer ahead
     assert walk.ahead(2) == gather(4)
     assert walk.ahead(2) == [] and walk.rest() == [] and walk.rest() == []
 
 
-def test_nothing_is_gathered_ahead_of_a_reduction() -> None:
+def test_no_unit_is_gathered_ahead_of_a_reduction() -> None:
     walk = Walk([*gather(0), *reduce(0), *gather(1)])
     assert walk.until(("gather", 0)) == gather(0)
     assert walk.ahead(5) == []
     assert walk.until(("gather", 1)) == [*reduce(0), *gather(1)]
 
 
-def test_what_is_skipped_is_done_with_the_others() -> None:
+def test_skipped_actions_are_done_together_with_other_ranks() -> None:
     walk = Walk(gather(0, 1, 2, 3))
     assert walk.until(("gather", 2)) == gather(0, 1, 2)
-    assert walk.until(("gather", 1)) is None  # too late: the others have it behind them
+    assert walk.until(("gather", 1)) is None  # too late: the other ranks have already done it
     assert walk.rest() == gather(3)
     assert walk.until(("gather", 3)) is None
 
 
-def test_what_comes_twice_is_wanted_twice() -> None:
+def test_a_repeated_action_must_be_requested_twice() -> None:
     walk = Walk(gather(0, 1, 0))
     assert walk.until(("gather", 0)) == gather(0)
     assert walk.until(("gather", 0)) == gather(1, 0)
     assert walk.until(("gather", 0)) is None
 
 
-def test_before_a_reduction_comes_what_the_list_says() -> None:
+def test_earlier_actions_of_the_list_precede_a_reduction() -> None:
     walk = Walk([*gather(2), *reduce(0), *gather(1), *reduce(1)])
     assert walk.before(("reduce", 1)) == [*gather(2), *reduce(0), *gather(1)]
     assert walk.before(("reduce", 1)) == walk.before(("reduce", 0)) == []  # they are done, or being done
-    assert walk.before(("reduce", 9)) == []  # of which the list knows nothing
+    assert walk.before(("reduce", 9)) == []  # not in the list
     assert walk.rest() == []

@@ -1,4 +1,4 @@
-"""Updates of shards are framed, whichever optimizer makes them; other optimizers are left alone."""
+"""Callbacks around updates of shards, whichever optimizer makes them; other optimizers are not affected."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hpctrain.parallel.fsdp.owners import Owners
 
 
 class Watched:
-    """Hold shards that stand for a model's parameters, and what was called around their updates."""
+    """Shards that represent a model's parameters, and a record of the callbacks around their updates."""
 
     def __init__(self, log: list[str], name: str, trusted: tuple[str, ...] = ()) -> None:
         self.name = name
@@ -57,7 +57,7 @@ def parameter() -> nn.Parameter:
 
 
 class Telling(torch.optim.SGD):
-    """Say when the update itself is made."""
+    """Optimizer that records when the update itself is made."""
 
     def __init__(self, log: list[str], parameters: Any) -> None:
         super().__init__(parameters, lr=0.1)
@@ -68,7 +68,7 @@ class Telling(torch.optim.SGD):
         self.log.append("update")
 
 
-def test_an_update_is_framed(watched: Watched, log: list[str]) -> None:
+def test_callbacks_run_before_and_after_an_update(watched: Watched, log: list[str]) -> None:
     owners = Owners(watched.shards, {}, ("Telling",), lambda _: log.append("before"), lambda _: log.append("after"))
     watched.hooks.remove()
     hooks = owners.attach()
@@ -80,14 +80,14 @@ def test_an_update_is_framed(watched: Watched, log: list[str]) -> None:
 
 
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW, torch.optim.Adam, torch.optim.Adagrad])
-def test_some_of_the_shards_are_enough(watched: Watched, log: list[str], kind: Any) -> None:
+def test_callbacks_run_for_an_optimizer_of_some_of_the_shards(watched: Watched, log: list[str], kind: Any) -> None:
     optimizer = kind([parameter(), watched.shards[1]], lr=0.1)
     optimizer.step()
     assert log == ["one before", "one after"]
     assert watched.owners.check(optimizer)
 
 
-def test_optimizers_of_other_models_are_left_alone(watched: Watched, log: list[str]) -> None:
+def test_optimizers_of_other_models_are_not_affected(watched: Watched, log: list[str]) -> None:
     own = parameter()
     optimizers = [torch.optim.SGD([own], lr=0.1), torch.optim.Adafactor([own]), torch.optim.LBFGS([own])]
     for optimizer in optimizers:
@@ -96,7 +96,7 @@ def test_optimizers_of_other_models_are_left_alone(watched: Watched, log: list[s
     assert log == [] and not torch.equal(own.detach(), torch.ones(3))
 
 
-def test_two_models_have_their_own_frames(watched: Watched, other: Watched, log: list[str]) -> None:
+def test_two_models_have_separate_callbacks(watched: Watched, other: Watched, log: list[str]) -> None:
     torch.optim.SGD(watched.shards, lr=0.1).step()
     torch.optim.SGD(other.shards, lr=0.1).step()
     assert log == ["one before", "one after", "two before", "two after"]
@@ -105,7 +105,7 @@ def test_two_models_have_their_own_frames(watched: Watched, other: Watched, log:
     assert sorted(log[:2]) == ["one before", "two before"] and sorted(log[2:]) == ["one after", "two after"]
 
 
-def test_a_group_that_is_added_later_counts(watched: Watched, log: list[str]) -> None:
+def test_a_group_that_is_added_later_is_recognised(watched: Watched, log: list[str]) -> None:
     optimizer = torch.optim.SGD([parameter()], lr=0.1)
     optimizer.step()
     assert log == [] and not watched.owners.check(optimizer)
@@ -117,7 +117,7 @@ def test_a_group_that_is_added_later_counts(watched: Watched, log: list[str]) ->
         optimizer.step()
 
 
-def test_optimizer_made_before_is_refused_and_changes_nothing(watched: Watched, log: list[str]) -> None:
+def test_an_optimizer_made_before_the_split_is_refused_without_changes(watched: Watched, log: list[str]) -> None:
     optimizer = torch.optim.SGD([parameter(), *watched.old.values()], lr=0.1)
     with pytest.raises(UsageError) as error:
         optimizer.step()
@@ -129,7 +129,7 @@ def test_optimizer_made_before_is_refused_and_changes_nothing(watched: Watched, 
     assert all(torch.equal(old, torch.ones(4)) for old in watched.old.values())
 
 
-def test_optimizer_that_looks_at_whole_tensors_is_refused_and_changes_nothing(watched: Watched, log: list[str]) -> None:
+def test_an_optimizer_that_needs_whole_tensors_is_refused_without_changes(watched: Watched, log: list[str]) -> None:
     optimizer = torch.optim.Adafactor(watched.shards)
     for attempt in (optimizer.step, lambda: watched.owners.check(optimizer)):
         with pytest.raises(UsageError, match="optimizer Adafactor cannot be used where parameters are split over rank"):
@@ -138,24 +138,24 @@ def test_optimizer_that_looks_at_whole_tensors_is_refused_and_changes_nothing(wa
     assert not optimizer.state
 
 
-def test_trusted_optimizers_pass(log: list[str]) -> None:
+def test_trusted_optimizers_are_accepted(log: list[str]) -> None:
     made = Watched(log, "one", ("Telling",))
     Telling(log, made.shards).step()
     made.hooks.remove()
     assert log == ["one before", "update", "one after"]
 
 
-def test_the_old_parameters_are_not_kept_alive_nor_taken_for_others(watched: Watched, log: list[str]) -> None:
+def test_the_old_parameters_are_freed_and_not_confused_with_new_ones(watched: Watched, log: list[str]) -> None:
     witness = weakref.ref(watched.old["one.weight"])
     watched.old.clear()
     gc.collect()
     assert witness() is None
-    # New objects lie where the old ones did; they are none of them.
+    # New objects have the addresses of the old ones, but are different objects.
     torch.optim.SGD([parameter() for _ in range(100)], lr=0.1).step()
     assert log == []
 
 
-def test_a_model_that_is_gone_is_no_longer_asked(log: list[str]) -> None:
+def test_a_freed_model_gets_no_callbacks(log: list[str]) -> None:
     gone = Watched(log, "gone")
     optimizer = torch.optim.SGD(gone.shards, lr=0.1)
     del gone

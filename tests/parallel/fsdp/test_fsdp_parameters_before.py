@@ -1,4 +1,4 @@
-"""What a model held before it was split is let go: otherwise every rank would keep a whole copy beside its shards."""
+"""Parameters before the split are freed: otherwise every rank would keep a whole copy beside its shards."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hpctrain.parallel.settings import SHARDED, ParallelSettings
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("data", SHARDED)
-def test_parameters_of_before_are_let_go(comm: Any, data: Any) -> None:
+def test_parameters_before_the_split_are_freed(comm: Any, data: Any) -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))
     before = [weakref.ref(parameter) for parameter in model.parameters()]
     strategy = attach(model, comm, ParallelSettings(data=data))

@@ -1,4 +1,4 @@
-"""What goes on around passes: buffers, and changes by other hands than the optimizer's."""
+"""Around passes: synchronisation of buffers, and changes of parameters by other code than the optimizer."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def same_everywhere(comm: Any, tensors: list[Tensor]) -> bool:
 # Buffers --------------------------------------------------------------------------------------------------------------
 
 
-def test_buffers_are_those_of_rank_0_before_each_pass_that_trains(some_place: Any) -> None:
+def test_buffers_are_those_of_rank_0_before_each_training_pass(some_place: Any) -> None:
     comm, form = some_place
     model = with_norm()
     strategy = shard(model, comm, form, **LINEAR)
@@ -40,7 +40,7 @@ def test_buffers_are_those_of_rank_0_before_each_pass_that_trains(some_place: An
     for step in range(3):
         backward(model, part(comm, comm.rank, step))
         assert same_everywhere(comm, seen[-1]) and not same_everywhere(comm, buffers(model))
-    # Not where nothing is reduced, and not where nothing is trained.
+    # Not in passes without reduction or training.
     for quiet in ("no_sync", "no_grad", "eval"):
         model.train(quiet != "eval")
         if quiet == "no_sync":
@@ -54,7 +54,7 @@ def test_buffers_are_those_of_rank_0_before_each_pass_that_trains(some_place: An
         assert not same_everywhere(comm, seen[-1]), quiet
 
 
-def test_buffers_stay_apart_where_the_settings_say_so(some_place: Any) -> None:
+def test_buffers_stay_local_if_the_settings_say_so(some_place: Any) -> None:
     comm, form = some_place
     model = with_norm()
     shard(model, comm, form, **LINEAR, broadcast_buffers=False)
@@ -66,7 +66,7 @@ def test_buffers_stay_apart_where_the_settings_say_so(some_place: Any) -> None:
     assert not same_everywhere(comm, seen[0])
 
 
-def test_buffers_come_to_ranks_that_have_no_sample(some_place: Any) -> None:
+def test_buffers_are_sent_to_ranks_without_samples(some_place: Any) -> None:
     comm, form = some_place
     model = with_norm()
     strategy = shard(model, comm, form, **LINEAR)
@@ -79,7 +79,7 @@ def test_buffers_come_to_ranks_that_have_no_sample(some_place: Any) -> None:
         backward(model, part(comm, comm.rank, 1))
 
 
-def test_buffers_of_the_model_before_are_those_of_rank_0(some_place: Any) -> None:
+def test_initial_buffers_are_those_of_rank_0(some_place: Any) -> None:
     comm, form = some_place
     model = with_norm()
     model[1].running_mean.fill_(comm.rank + 1)
@@ -87,14 +87,14 @@ def test_buffers_of_the_model_before_are_those_of_rank_0(some_place: Any) -> Non
     assert model[1].running_mean.tolist() == [1.0] * WIDTH
 
 
-# Changes by other hands -----------------------------------------------------------------------------------------------
+# Changes by other code ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("precision", ["none", "bfloat16"])
-def test_changed_shards_are_computed_with_after_a_refresh(place: Any, precision: Any) -> None:
+def test_changed_shards_take_effect_after_a_refresh(place: Any, precision: Any) -> None:
     comm, form = place
     model = make_mlp()
-    next(model.parameters()).requires_grad_(False)  # those that are frozen, too
+    next(model.parameters()).requires_grad_(False)  # including frozen ones
     strategy = shard(model, comm, form, **LINEAR, mixed_precision=precision)
     inside: list[float] = []
     for module in model.modules():
@@ -102,7 +102,7 @@ def test_changed_shards_are_computed_with_after_a_refresh(place: Any, precision:
             module.register_forward_pre_hook(lambda module, _: inside.append(float(module.weight.detach().mean())))
     backward(model, part(comm, comm.rank))
     for value in (2.0, 3.0):
-        comm.barrier()  # nobody computes any more
+        comm.barrier()  # no rank computes any more
         inside.clear()
         with torch.no_grad():
             for parameter in model.parameters():
@@ -113,7 +113,7 @@ def test_changed_shards_are_computed_with_after_a_refresh(place: Any, precision:
         assert inside == [value] * 3
 
 
-def test_an_update_waits_for_ranks_that_still_compute(comm: Any) -> None:
+def test_an_update_waits_for_ranks_that_are_still_computing(comm: Any) -> None:
     with communicator(comm, FORMS["fsdp"]) as own:
         model, slow = make_mlp(), make_mlp()
         shard(model, own, FORMS["fsdp"])
@@ -121,7 +121,7 @@ def test_an_update_waits_for_ranks_that_still_compute(comm: Any) -> None:
         backward(model, part(own, own.rank))
         expected = slow(vectors()[0])
         if own.rank == own.size - 1:
-            # As much work as it takes to be late, on the values before the update.
+            # Enough work to be late, on the values before the update.
             for _ in range(30):
                 with torch.no_grad():
                     assert torch.allclose(model(vectors()[0]), expected)

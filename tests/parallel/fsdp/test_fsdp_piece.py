@@ -1,4 +1,4 @@
-"""Pieces hold parameters flat, in two faces; ranks here are played one after the other."""
+"""Pieces of flat parameters, shown sharded or whole; the ranks are simulated one after the other."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def parameters(dtype: torch.dtype = torch.float32, trained: bool = True) -> list
 
 
 def holders(whole: list[nn.Parameter]) -> list[nn.Module]:
-    """Return modules that hold a parameter each."""
+    """Return modules that each hold one parameter."""
     modules = []
     for parameter in whole:
         module = nn.Module()
@@ -37,7 +37,7 @@ def holders(whole: list[nn.Parameter]) -> list[nn.Module]:
 
 
 class Root:
-    """Play the collectives of filling: what rank 0 has scattered, the others find."""
+    """Fake of the collectives of filling: the other ranks receive what rank 0 has scattered."""
 
     def __init__(self, rank: int, size: int, mail: dict[str, Tensor]) -> None:
         self.rank, self.size, self.mail = rank, size, mail
@@ -56,7 +56,7 @@ class Root:
 
 
 def pieces(size: int, **options: Any) -> list[tuple[Piece, list[nn.Module]]]:
-    """Return the piece of every rank, filled, and the modules that show it."""
+    """Return the filled piece of every rank, and the modules that show it."""
     mail: dict[str, Tensor] = {}
     found = []
     for rank in range(size):
@@ -86,7 +86,7 @@ def together(ranks: list[tuple[Piece, list[nn.Module]]], number: int) -> list[fl
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
 @pytest.mark.parametrize("passing", [False, True], ids=["resident", "passing"])
-def test_shards_are_slices_of_what_rank_0_has(size: int, passing: bool) -> None:
+def test_shards_are_slices_of_rank_0s_parameters(size: int, passing: bool) -> None:
     ranks = pieces(size, passing=passing)
     for number, parameter in enumerate(parameters()):
         assert together(ranks, number) == parameter.flatten().tolist()
@@ -94,7 +94,7 @@ def test_shards_are_slices_of_what_rank_0_has(size: int, passing: bool) -> None:
             shard = piece.members[number].shard
             assert shard.dim() == max(parameter.dim(), 1) and shard.shape[1:] == (1,) * (parameter.dim() - 1)
             assert shard.is_leaf and shard.requires_grad
-    # Padding is zero on all ranks: it goes into no norm and cannot turn into NaN.
+    # Padding is zero on all ranks: it does not change a norm and cannot become NaN.
     held = sum(shape.numel() for shape in map(torch.Size, SHAPES))
     total = sum(float(parameter.detach().sum()) for parameter in parameters())
     assert sum(float(piece.own.sum()) for piece, _ in ranks) == total
@@ -102,7 +102,7 @@ def test_shards_are_slices_of_what_rank_0_has(size: int, passing: bool) -> None:
 
 
 @pytest.mark.parametrize("passing", [False, True], ids=["resident", "passing"])
-def test_gathering_makes_parameters_whole(passing: bool) -> None:
+def test_gathering_gives_whole_parameters(passing: bool) -> None:
     for piece, _ in pieces(3, passing=passing):
         piece.make_room()
         piece.gather()
@@ -111,7 +111,7 @@ def test_gathering_makes_parameters_whole(passing: bool) -> None:
             assert member.whole.is_contiguous() and member.whole.is_leaf
 
 
-def test_what_passes_by_takes_memory_only_while_it_is_there() -> None:
+def test_whole_parameters_have_memory_only_while_gathered() -> None:
     for piece, _ in pieces(2, passing=True):
         nbytes = 4 * piece.layout.numel
         assert piece.flat.untyped_storage().nbytes() == 0
@@ -123,7 +123,7 @@ def test_what_passes_by_takes_memory_only_while_it_is_there() -> None:
 
 
 @pytest.mark.parametrize("change", [nn.Module.double, nn.Module.bfloat16], ids=["double", "bfloat16"])
-def test_shards_that_were_converted_are_refused(change: Any) -> None:
+def test_converted_shards_are_refused(change: Any) -> None:
     (piece, modules), *_ = pieces(2)
     piece.show_shards()
     piece.contribute()
@@ -132,7 +132,7 @@ def test_shards_that_were_converted_are_refused(change: Any) -> None:
         piece.contribute()
 
 
-def test_what_stays_is_held_once() -> None:
+def test_parameters_that_stay_whole_are_held_once() -> None:
     for piece, _ in pieces(2):
         assert piece.own.data_ptr() == piece.place.data_ptr()
         piece.free()
@@ -141,7 +141,7 @@ def test_what_stays_is_held_once() -> None:
 
 
 @pytest.mark.parametrize("passing", [False, True], ids=["resident", "passing"])
-def test_shards_of_a_wider_type_are_rounded_into_their_place(passing: bool) -> None:
+def test_shards_of_a_wider_type_are_rounded_into_place(passing: bool) -> None:
     for piece, _ in pieces(2, passing=passing, dtype=torch.bfloat16):
         assert piece.own.dtype is torch.float32 and piece.flat.dtype is torch.bfloat16
         assert piece.layout.share * 2 % 64 == 0  # on cache lines in either type
@@ -154,7 +154,7 @@ def test_shards_of_a_wider_type_are_rounded_into_their_place(passing: bool) -> N
         assert bool((piece.own[:1] % 1 == 1 / 256).all()), "the shards themselves were rounded"
 
 
-def test_modules_show_one_face_or_the_other_under_all_names() -> None:
+def test_modules_show_shards_or_whole_parameters_under_all_names() -> None:
     one, two, tied = nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False), nn.Parameter(torch.ones(3, 3))
     one.weight = two.weight = tied
     comm: Any = SimpleNamespace(rank=0, size=1)
@@ -168,7 +168,7 @@ def test_modules_show_one_face_or_the_other_under_all_names() -> None:
     assert one.weight is two.weight is member.shard
 
 
-def test_modules_that_keep_references_of_their_own_compute_with_the_face_that_is_shown() -> None:
+def test_modules_with_references_of_their_own_compute_with_the_shown_tensors() -> None:
     torch.manual_seed(7)
     lstm = nn.LSTM(3, 4)
     names, whole = zip(*lstm.named_parameters())
@@ -189,7 +189,7 @@ def test_modules_that_keep_references_of_their_own_compute_with_the_face_that_is
     assert not lstm(x)[0].any()
 
 
-def test_marks_that_a_user_has_set_are_on_both_faces() -> None:
+def test_attributes_set_by_a_user_are_on_shards_and_whole_parameters() -> None:
     parameter = nn.Parameter(torch.ones(3))
     parameter.no_decay = True  # type: ignore[attr-defined]
     comm: Any = SimpleNamespace(rank=0, size=1)
@@ -198,7 +198,7 @@ def test_marks_that_a_user_has_set_are_on_both_faces() -> None:
     assert member.whole.no_decay and member.shard.no_decay  # type: ignore[attr-defined]
 
 
-def test_the_whole_face_is_frozen_as_the_shards_are() -> None:
+def test_whole_parameters_are_frozen_like_their_shards() -> None:
     (piece, modules), *_ = pieces(1)
     piece.members[3].shard.requires_grad_(False)
     piece.show_whole()
@@ -208,7 +208,7 @@ def test_the_whole_face_is_frozen_as_the_shards_are() -> None:
     assert all(member.whole.requires_grad for member in piece.members)
 
 
-def test_what_was_frozen_at_first_cannot_be_trained() -> None:
+def test_initially_frozen_parameters_cannot_be_trained() -> None:
     (piece, _), *_ = pieces(1, trained=False)
     assert not piece.trained
     piece.show_whole()
@@ -217,7 +217,7 @@ def test_what_was_frozen_at_first_cannot_be_trained() -> None:
         piece.show_whole()
 
 
-def test_filling_tells_the_replicas() -> None:
+def test_filling_updates_the_replicas() -> None:
     sent: list[Tensor] = []
     whole = parameters()
     comm: Any = Root(0, 1, {})

@@ -1,4 +1,4 @@
-"""Activations that are computed again, by the model's own code or by the setting, leave gradients as they are."""
+"""Recomputed activations, by the model's own code or by the setting, do not change gradients."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def check_steps(comm: Any, model: Any, alone: Any, strategy: Any) -> None:
 
 
 @pytest.mark.parametrize("inside", [False, True], ids=["around_units", "inside_units"])
-def test_activation_checkpointing(some_place: Any, inside: bool) -> None:
+def test_activation_checkpointing_does_not_change_gradients(some_place: Any, inside: bool) -> None:
     comm, form = some_place
     model, alone = make_gpt(), make_gpt()
     strategy = shard(model, comm, form, units=("Block",))
@@ -59,7 +59,7 @@ def test_activation_checkpointing(some_place: Any, inside: bool) -> None:
     check_steps(comm, model, alone, strategy)
 
 
-def test_reentrant_checkpointing_of_the_whole_model(some_place: Any) -> None:
+def test_reentrant_checkpointing_of_the_whole_model_does_not_change_gradients(some_place: Any) -> None:
     comm, form = some_place
     model, alone = make_mlp(), make_mlp()
     strategy = shard(model, comm, form)
@@ -69,7 +69,7 @@ def test_reentrant_checkpointing_of_the_whole_model(some_place: Any) -> None:
     assert_same(whole_gradients(comm, model, strategy), gradients(alone))
 
 
-def test_reentrant_checkpointing_of_units(some_place: Any) -> None:
+def test_reentrant_checkpointing_of_units_does_not_change_gradients(some_place: Any) -> None:
     comm, form = some_place
     model, alone = make_gpt(), make_gpt()
     strategy = shard(model, comm, form, units=("Block",))

@@ -1,4 +1,4 @@
-"""Gradients find memory: in a ring of node memory, or fresh, for so many pieces together."""
+"""Memory of gradients: a ring in node memory, or fresh memory, for a limited number of pieces at once."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CPU = torch.device("cpu")
 
 
 class FakeMemory:
-    """Be a communicator that gives memory, and remembers what it was asked for."""
+    """Communicator that provides memory and records the requests."""
 
     def __init__(self) -> None:
         self.asked: list[tuple[int, torch.dtype]] = []
@@ -32,7 +32,7 @@ def ring_of(capacity: int) -> tuple[Ring, FakeMemory]:
     return Ring(comm, capacity), comm
 
 
-def test_a_ring_asks_once_for_as_many_bytes_as_it_may_hold() -> None:
+def test_a_ring_requests_its_whole_memory_once() -> None:
     room, comm = ring_of(640)
     for sizes in ([64, 128], [320, 320, 640]):
         room.order(sizes)
@@ -46,13 +46,13 @@ def test_a_ring_gives_parts_of_its_memory() -> None:
     room.order([30, 50, 40, 20])
     for number in range(4):
         room.open(number).fill_(number + 1)
-    # The third began anew, the fourth lies behind it: 0..39 are 3, 40..59 are 4, of the second is left what follows.
+    # The third began at 0 again, the fourth follows it: 0..39 are 3, 40..59 are 4, the rest of the second follows.
     assert comm.given.tolist() == [3] * 40 + [4] * 20 + [2] * 20 + [0] * 20
     assert [room.before(number) for number in range(4)] == [0, 0, 2, 2]
     assert [room.open(number).numel() for number in range(4)] == [30, 50, 40, 20]
 
 
-def test_another_order_gives_other_places() -> None:
+def test_another_order_gives_other_offsets() -> None:
     room, _ = ring_of(96)
     room.order([64, 32, 96])
     assert [room.before(number) for number in range(3)] == [0, 0, 2]
@@ -61,7 +61,7 @@ def test_another_order_gives_other_places() -> None:
     assert [room.open(number).numel() for number in range(3)] == [96, 64, 32]
 
 
-def test_pieces_that_are_open_together_share_no_byte() -> None:
+def test_pieces_that_are_open_together_do_not_overlap() -> None:
     draw = random.Random(3)
     for _ in range(20):
         check_together(draw, [draw.randrange(1, 50) for _ in range(20)])
@@ -72,14 +72,14 @@ def check_together(draw: random.Random, sizes: list[int]) -> None:
     room.order(sizes)
     for number in range(20):
         for other in range(number + 1, 20):
-            if room.before(other) <= number:  # that is: while this one is not yet done
+            if room.before(other) <= number:  # that is, before this one is done
                 room.open(number).fill_(1)
                 room.open(other).fill_(2)
                 assert bool((room.open(number) == 1).all()), (number, other)
 
 
 @pytest.mark.parametrize("limit", [1, 2, 5])
-def test_fresh_memory_is_for_so_many_pieces_together(limit: int) -> None:
+def test_fresh_memory_is_limited_to_a_number_of_pieces(limit: int) -> None:
     room = Fresh(CPU, limit)
     sizes = [64, 128, 192, 64, 64, 320]
     room.order(sizes)
@@ -89,7 +89,7 @@ def test_fresh_memory_is_for_so_many_pieces_together(limit: int) -> None:
     assert len({each.data_ptr() for each in opened}) == 6
 
 
-def test_fresh_memory_lies_on_the_device() -> None:
+def test_fresh_memory_is_on_the_device() -> None:
     room = Fresh(torch.device("meta"), 2)
     room.order([64])
     assert room.open(0).is_meta

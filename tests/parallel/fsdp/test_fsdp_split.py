@@ -1,4 +1,4 @@
-"""What a rank holds of a parameter is told as boxes, which together are NumPy's whole array."""
+"""Boxes of the parts that ranks hold: together they make up NumPy's whole array."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def members(shapes: list[tuple[int, ...]], size: int, dtype: torch.dtype) -> lis
 
 
 def put_together(shape: tuple[int, ...], parts: list[tuple[FlatSplit, str, Tensor]]) -> np.ndarray:
-    """Return the array that all ranks' boxes make up, each element given once."""
+    """Return the array assembled from all ranks' boxes, each element exactly once."""
     whole, count = np.zeros(shape), np.zeros(shape, int)
     for split, name, tensor in parts:
         for box in split.shards(name, tensor):
@@ -57,25 +57,25 @@ def check(shapes: list[tuple[int, ...]], size: int, dtype: torch.dtype = torch.f
         expected = np.arange(math.prod(shape)).reshape(shape) + 1000 * number
         parts = [(FlatSplit(each), name, each[name].shard) for each in ranks]
         assert put_together(shape, parts).tolist() == expected.tolist(), (shapes, size, shape)
-        # A moment of the optimizer: of the shard's shape, in memory and perhaps in a dtype of its own.
+        # A moment of the optimizer: of the shard's shape, with separate memory and perhaps another dtype.
         parts = [(split, name, (shard.detach() * 2).float()) for split, name, shard in parts]
         assert put_together(shape, parts).tolist() == (2 * expected).tolist()
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 7])
-def test_boxes_of_all_ranks_are_the_whole_parameter(size: int) -> None:
+def test_boxes_of_all_ranks_make_up_the_whole_parameter(size: int) -> None:
     check(SHAPES, size)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_boxes_have_the_dtype_of_what_is_given(dtype: torch.dtype) -> None:
+def test_boxes_have_the_dtype_of_the_given_tensor(dtype: torch.dtype) -> None:
     ranks = members([(3, 40)], 2, dtype)
     for each in ranks:
         for tensor in (each["p0"].shard, torch.zeros(each["p0"].held.numel, dtype=torch.float16)):
             assert {f"torch.{box.dtype}" for box in FlatSplit(each).shards("p0", tensor)} == {str(tensor.dtype)}
 
 
-def test_boxes_of_random_shapes() -> None:
+def test_boxes_of_random_shapes_make_up_the_whole_parameter() -> None:
     draw = random.Random(9)
     for _ in range(40):
         shapes = [tuple(draw.randrange(0 if draw.random() < 0.1 else 1, 9) for _ in range(draw.randrange(5)))
@@ -83,7 +83,7 @@ def test_boxes_of_random_shapes() -> None:
         check(shapes, draw.randrange(1, 7))
 
 
-def test_boxes_are_this_ranks_memory() -> None:
+def test_boxes_are_views_of_this_ranks_memory() -> None:
     (one, _) = members([(30, 10)], 2, torch.float32)
     shard = one["p0"].shard
     boxes = FlatSplit(one).shards("p0", shard)
@@ -93,21 +93,21 @@ def test_boxes_are_this_ranks_memory() -> None:
     assert bool((shard == -5).all()), "what a checkpoint loads into boxes does not arrive"
 
 
-def test_who_holds_nothing_has_no_box() -> None:
+def test_a_rank_without_elements_has_no_box() -> None:
     ranks = members([(16,), (16,)], 2, torch.float32)
     assert [len(FlatSplit(each).shards(name, each[name].shard)) for each in ranks for name in ("p0", "p1")] == [
         1, 0, 0, 1,
     ]
 
 
-def test_anything_else_is_whole_on_every_rank() -> None:
+def test_other_tensors_are_whole_on_every_rank() -> None:
     split = FlatSplit(members([(16,)], 2, torch.float32)[1])
     buffer = torch.arange(6).view(2, 3)
     (box,) = split.shards("running_mean", buffer)
     assert box.is_whole and box.tensor is buffer and (box.name, box.dtype) == ("running_mean", "int64")
 
 
-def test_a_parameter_of_two_names_is_known_by_both() -> None:
+def test_a_parameter_of_two_names_is_found_by_both() -> None:
     member = members([(40,)], 1, torch.float32)[0]["p0"]
     split = FlatSplit({"embedding.weight": member, "head.weight": member})
     assert [split.shards(name, member.shard)[0].name for name in ("embedding.weight", "head.weight")] == [

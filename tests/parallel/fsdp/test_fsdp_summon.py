@@ -1,4 +1,4 @@
-"""Whole parameters can be called together: to be read, compared, saved, and with care written."""
+"""Whole parameters gathered on request: to read, compare, save and, with care, write them."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_values_are_those_of_the_plain_model_before_and_after_training(place: An
         assert [p.shape for p in model.parameters()] == [p.shape for p in plain.parameters()]
 
 
-def test_shards_are_back_afterwards_and_training_goes_on(place: Any) -> None:
+def test_shards_are_restored_afterwards_and_training_continues(place: Any) -> None:
     comm, form = place
     model, plain = make_gpt(), make_gpt()
     strategy = shard(model, comm, form, **BLOCKS)
@@ -69,7 +69,7 @@ def test_a_forward_pass_inside_sees_the_whole_model(place: Any) -> None:
     strategy = shard(model, comm, form, **BLOCKS)
     for _ in range(2):
         with strategy.summon(), torch.no_grad():
-            # A call of one rank alone: nothing has to be gathered any more.
+            # A call on one rank alone: no further gather is needed.
             if comm.rank == 0:
                 torch.testing.assert_close(model(tokens()[0]), plain(tokens()[0]))
                 torch.testing.assert_close(model(tokens(1)[0]), plain(tokens(1)[0]))
@@ -90,7 +90,7 @@ def test_state_dict_inside_loads_into_a_plain_model(some_place: Any) -> None:
     torch.testing.assert_close(plain(tokens()[0]), expected, rtol=0, atol=0)
 
 
-def test_what_rank_0_writes_counts(place: Any) -> None:
+def test_values_written_by_rank_0_take_effect(place: Any) -> None:
     comm, form = place
     model = make_gpt()
     strategy = shard(model, comm, form, **BLOCKS)
@@ -103,7 +103,7 @@ def test_what_rank_0_writes_counts(place: Any) -> None:
     comm.barrier()
     with strategy.summon(write=True), torch.no_grad():
         if comm.rank == 0 or not comm.shares_memory:
-            model.load_state_dict(other)  # of every rank its own, where it has memory of its own
+            model.load_state_dict(other)  # each rank's own if it has separate memory
     theirs = comm.broadcast_object(other)
     with strategy.summon():
         assert_same(weights(model), theirs, rtol=0, atol=0)
@@ -115,7 +115,7 @@ def test_what_rank_0_writes_counts(place: Any) -> None:
         assert_same(weights(model), weights(plain), rtol=1e-4, atol=1e-5)
 
 
-def test_all_ranks_may_do_what_rank_0_does(place: Any) -> None:
+def test_all_ranks_may_write_the_same_values(place: Any) -> None:
     comm, form = place
     model, plain = make_gpt(), make_gpt()
     strategy = shard(model, comm, form, **BLOCKS)
@@ -127,7 +127,7 @@ def test_all_ranks_may_do_what_rank_0_does(place: Any) -> None:
             assert torch.equal(ours, 2 * theirs)
 
 
-def test_frozen_parameters_are_written_too(place: Any) -> None:
+def test_frozen_parameters_are_also_written(place: Any) -> None:
     comm, form = place
     model = make_gpt()
     model.blocks[0].requires_grad_(False)
@@ -142,7 +142,7 @@ def test_frozen_parameters_are_written_too(place: Any) -> None:
     assert inside == [3]
 
 
-def test_without_write_nothing_that_is_read_later_has_changed(some_place: Any) -> None:
+def test_without_write_later_reads_are_unchanged(some_place: Any) -> None:
     comm, form = some_place
     if comm.shares_memory:
         pytest.skip("in node memory whole parameters and shards are the same memory")
@@ -156,7 +156,7 @@ def test_without_write_nothing_that_is_read_later_has_changed(some_place: Any) -
         assert_same(weights(model), weights(plain), rtol=0, atol=0)
 
 
-def test_after_an_error_inside_shards_are_back_and_nothing_was_written(place: Any) -> None:
+def test_after_an_error_inside_shards_are_restored_and_unchanged(place: Any) -> None:
     comm, form = place
     model = make_gpt()
     strategy = shard(model, comm, form, **BLOCKS)
@@ -168,7 +168,7 @@ def test_after_an_error_inside_shards_are_back_and_nothing_was_written(place: An
     train(model, comm, 1)
 
 
-def test_mixed_precision_refuses_to_write_and_shows_what_is_computed_with(some_place: Any) -> None:
+def test_mixed_precision_refuses_writes_and_shows_the_computed_precision(some_place: Any) -> None:
     comm, form = some_place
     model, plain = make_gpt(), make_gpt()
     strategy = shard(model, comm, form, **BLOCKS, mixed_precision="bfloat16")

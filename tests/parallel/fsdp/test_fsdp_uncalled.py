@@ -1,4 +1,4 @@
-"""Modules that are never called are known, and what to name in their place."""
+"""Modules that are never called: detection, and the modules to name instead."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hpctrain.parallel.fsdp.uncalled import has_forward, uncalled
 
 
 class Attending(nn.Module):
-    """Attend, map and hold things in all sorts of ways."""
+    """Model with attention, linear layers and containers, some of which are never called."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -30,7 +30,7 @@ class Attending(nn.Module):
         return self.holder.linear(self.normed(self.layers[1]["one"](self.layers[0](x)))) * self.scales[0]
 
 
-def test_names_what_is_never_called() -> None:
+def test_modules_that_are_never_called_are_named() -> None:
     model = Attending()
     others = uncalled(model)
     assert {name: others[module] for name, module in model.named_modules() if module in others} == {
@@ -48,7 +48,7 @@ def test_names_what_is_never_called() -> None:
     }
 
 
-def test_all_others_are_called() -> None:
+def test_all_other_modules_are_called() -> None:
     model = Attending()
     called: list[nn.Module] = []
     for module in model.modules():
@@ -63,7 +63,7 @@ def test_containers_have_no_forward(make: Any) -> None:
     assert not has_forward(make())
 
 
-def test_a_forward_may_be_given_to_an_instance() -> None:
+def test_an_instance_may_have_its_own_forward() -> None:
     holder = nn.ModuleList([nn.Linear(2, 2)])
     holder.forward = holder[0].forward  # type: ignore[method-assign]
     assert has_forward(holder) and has_forward(nn.Linear(2, 2)) and has_forward(nn.Sequential())

@@ -1,4 +1,4 @@
-"""A model falls into units: all of its parameters, each in one."""
+"""Division of a model into units: each parameter is in exactly one."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def untied() -> GPT:
 
 
 class Pair(nn.Module):
-    """Hold two modules that may be one and the same, or share what is inside them."""
+    """Two modules that may be identical, or share submodules."""
 
     def __init__(self, one: nn.Module, two: nn.Module) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ CASES += [(untied, ("Linear", "*.*.norm?")), (untied, ("*",))]
 
 
 @pytest.mark.parametrize("make, patterns", CASES)
-def test_every_parameter_is_in_one_unit_with_all_its_places(make: Any, patterns: tuple[str, ...]) -> None:
+def test_every_parameter_is_in_one_unit_with_all_its_names(make: Any, patterns: tuple[str, ...]) -> None:
     model = make()
     units = find_units(model, patterns)
     assert units[0].name == "" and units[0].module is model
@@ -72,7 +72,7 @@ def test_every_parameter_is_in_one_unit_with_all_its_places(make: Any, patterns:
     assert names(units) == sorted(names(units), key=order.index)
 
 
-def test_class_names_and_module_names_choose() -> None:
+def test_patterns_match_class_names_and_module_names() -> None:
     model = untied()
     assert names(find_units(model, ["Block"])) == names(find_units(model, ["blocks.*"])) == ["", "blocks.0", "blocks.1"]
     assert names(find_units(model, ["blocks.1"])) == ["", "blocks.1"]
@@ -81,7 +81,7 @@ def test_class_names_and_module_names_choose() -> None:
     assert names(find_units(model, ["GPT"])) == [""]
 
 
-def test_a_star_does_not_cross_a_dot() -> None:
+def test_a_star_does_not_match_a_dot() -> None:
     found = names(find_units(untied(), ["*.*"]))
     assert found == ["", "embedding.token", "embedding.position", "blocks.0", "blocks.1"]
 
@@ -93,13 +93,13 @@ def test_parameters_belong_to_the_innermost_unit() -> None:
     assert not any(".mlp." in name for name in units["blocks.0"]) and len(units["blocks.0"]) == 8
 
 
-def test_the_model_may_be_left_with_nothing() -> None:
+def test_the_model_itself_may_have_no_parameter_left() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     units = find_units(model, ["Linear"])
     assert names(units) == ["", "0", "1"] and units[0].parameters == units[0].places == []
 
 
-def test_units_that_are_left_with_nothing_are_none() -> None:
+def test_units_without_parameters_are_dropped() -> None:
     model = nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), nn.Linear(2, 2))
     assert names(find_units(model, ["Linear", "0"])) == ["", "0.0", "0.1", "1"]
 
@@ -111,7 +111,7 @@ def test_models_without_parameters_are_one_empty_unit() -> None:
 # Shared parameters and modules ----------------------------------------------------------------------------------------
 
 
-def test_tied_parameters_are_left_to_the_unit_around_all_uses() -> None:
+def test_tied_parameters_belong_to_the_unit_around_all_uses() -> None:
     model = make_gpt()
     for patterns in (["Block", "embedding"], ["Block", "head"], ["Embedding"]):
         units = find_units(model, patterns)
@@ -128,14 +128,14 @@ def test_tied_parameters_inside_one_unit_stay_there() -> None:
     assert units[1].places[0] == [(inner.one, "weight"), (inner.two, "weight")]
 
 
-def test_tied_parameters_of_nested_units_go_to_the_outer_one() -> None:
+def test_tied_parameters_of_nested_units_belong_to_the_outer_one() -> None:
     inner = Pair(nn.Linear(3, 3), nn.Linear(3, 3))
     inner.two.weight = inner.one.weight
     units = held(find_units(nn.Sequential(inner), ["Pair", "0.two"]))
     assert units == {"": [], "0": ["0.one.weight", "0.one.bias"], "0.two": ["0.two.bias"]}
 
 
-def test_a_parameter_of_two_units_is_refused() -> None:
+def test_a_parameter_shared_by_two_units_is_refused() -> None:
     message = refusal(make_gpt(), "Block", "embedding", "head")
     assert message == (
         "units embedding and head share a parameter, embedding.token.weight being head.weight: choose one unit around "
@@ -143,7 +143,7 @@ def test_a_parameter_of_two_units_is_refused() -> None:
     )
 
 
-def test_a_module_of_two_units_is_refused_unless_it_is_one_itself() -> None:
+def test_a_module_shared_by_two_units_is_refused_unless_it_is_a_unit() -> None:
     shared = nn.Linear(3, 3)
     model = nn.Sequential(Pair(shared, nn.ReLU()), Pair(nn.Linear(3, 3), shared))
     message = refusal(model, "Pair")
@@ -161,16 +161,16 @@ def test_a_module_in_two_places_is_one_unit() -> None:
         assert units[1].places == [[(shared, "weight")], [(shared, "bias")]]
 
 
-def test_a_unit_used_inside_another_and_beside_it_keeps_its_parameters() -> None:
+def test_a_unit_used_inside_and_outside_another_keeps_its_parameters() -> None:
     shared = nn.Linear(3, 3)
     units = find_units(nn.Sequential(Pair(shared, nn.Linear(3, 3)), shared), ["Pair", "1"])
     assert held(units) == {"": [], "0": ["0.two.weight", "0.two.bias"], "0.one": ["0.one.weight", "0.one.bias"]}
 
 
-# Patterns that choose nothing -----------------------------------------------------------------------------------------
+# Patterns without a match ---------------------------------------------------------------------------------------------
 
 
-def test_a_pattern_that_matches_nothing_lists_what_there_is() -> None:
+def test_a_pattern_without_a_match_lists_the_candidates() -> None:
     assert refusal(untied(), "Block", "Blok") == (
         "unit pattern 'Blok' matches no module: the model has the classes Attention, Block, Embedding, GPT, LayerNorm, "
         "Linear, MLP and modules named embedding, embedding.token, embedding.position, blocks.0, blocks.0.norm1, "
@@ -181,7 +181,7 @@ def test_a_pattern_that_matches_nothing_lists_what_there_is() -> None:
     )
 
 
-def test_a_pattern_for_a_container_is_told_to_name_the_members() -> None:
+def test_a_pattern_for_a_container_gets_a_hint_to_name_its_members() -> None:
     for pattern in ("blocks", "ModuleList"):
         message = refusal(untied(), pattern)
         assert message == (
@@ -190,12 +190,12 @@ def test_a_pattern_for_a_container_is_told_to_name_the_members() -> None:
         )
 
 
-def test_containers_among_others_are_left_out() -> None:
+def test_containers_among_other_matches_are_skipped() -> None:
     model = Pair(nn.Linear(2, 2), nn.ModuleList([nn.Linear(2, 2)]))
     assert names(find_units(model, ["???"])) == ["", "one"]
 
 
-def test_a_pattern_for_the_projection_of_an_attention_is_told_to_name_the_attention() -> None:
+def test_a_pattern_for_an_attentions_projection_gets_a_hint_to_name_the_attention() -> None:
     model = nn.Sequential(nn.MultiheadAttention(4, 2))
     assert refusal(model, "0.out_proj").endswith("by the MultiheadAttention around it and never called: name that, '0'")
     assert names(find_units(model, ["*Attention", "*"])) == ["", "0"]
@@ -206,7 +206,7 @@ def test_a_pattern_for_modules_without_parameters_is_refused() -> None:
     assert message == "unit pattern 'Dropout' matches only modules without parameters, such as embedding.dropout"
 
 
-def test_nothing_is_read_of_the_parameters_values() -> None:
+def test_the_values_of_parameters_are_not_read() -> None:
     with torch.device("meta"):
         model = untied()
     assert names(find_units(model, ["Block"])) == ["", "blocks.0", "blocks.1"]

@@ -1,4 +1,4 @@
-"""Let these tests compute with one thread: engine and passes work at once, on cores that others use, too."""
+"""Computation on one thread: engine and passes work simultaneously, on cores that are also used by others."""
 
 from __future__ import annotations
 
