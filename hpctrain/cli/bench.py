@@ -20,21 +20,21 @@ if TYPE_CHECKING:
 _EPILOG = """\
 examples:
   mpiexec -n 4 hpctrain bench calibrate    about a minute: which algorithm is fastest for which size
-  hpctrain bench show                      what is kept for this machine
+  hpctrain bench show                      the calibration stored for this machine
 """
 _CALIBRATE_EPILOG = """\
 examples:
-  mpiexec -n 4 hpctrain bench calibrate                       about a minute, on a machine that is quiet otherwise
-  srun hpctrain bench calibrate --seconds 300                 on the nodes of a job, longer and so more exactly
+  mpiexec -n 4 hpctrain bench calibrate                       about a minute, on an otherwise idle machine
+  srun hpctrain bench calibrate --seconds 300                 on the nodes of a job, longer and more precise
   mpiexec -n 2 hpctrain bench calibrate --sizes 4K,1M,64M --json
-  mpiexec -n 4 hpctrain bench calibrate --output site.json    for others: export HPCTRAIN_CALIBRATION=site.json
+  mpiexec -n 4 hpctrain bench calibrate --output site.json    to share: export HPCTRAIN_CALIBRATION=site.json
 
-What is found serves every later job of as many ranks on as many nodes of this type, with this MPI and these versions.
+The result applies to every later job with the same number of ranks and nodes of this type, this MPI and these versions.
 """
 _SHOW_EPILOG = """\
 examples:
-  hpctrain bench show             what is kept for this machine
-  hpctrain bench show site.json   what a file holds, and whether it could serve here
+  hpctrain bench show             the calibration stored for this machine
+  hpctrain bench show site.json   the content of a file, and whether it applies to this machine
 """
 _UNITS = {"": 0, "K": 10, "M": 20, "G": 30}
 _LARGEST = 2**32  # bytes of a tensor to measure
@@ -43,7 +43,7 @@ _LINE_EVERY = 10.0  # seconds between two lines without a terminal
 
 def add_parser(subparsers: Any) -> None:
     """Add the verb and its actions to the command line."""
-    summary = "measure the collectives, show what was measured"
+    summary = "measure the collectives, show the measurements"
     parser = subparsers.add_parser(
         "bench",
         help=summary,
@@ -53,16 +53,16 @@ def add_parser(subparsers: Any) -> None:
     )
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     measuring = action(
-        actions, "calibrate", "measure which algorithm is fastest, and keep that", _CALIBRATE_EPILOG, _calibrate
+        actions, "calibrate", "measure which algorithm is fastest, and store the result", _CALIBRATE_EPILOG, _calibrate
     )
-    measuring.add_argument("--seconds", type=_seconds, default=60.0, help="time to take (default: %(default)g)")
+    measuring.add_argument("--seconds", type=_seconds, default=60.0, help="time to measure (default: %(default)g)")
     measuring.add_argument("--sizes", type=_sizes, metavar="BYTES,...", help="sizes (default: 4 to 64M, times 4)")
     measuring.add_argument("--device", default="auto", metavar="NAME", help="auto, cpu or cuda (default: auto)")
-    measuring.add_argument("--output", type=Path, metavar="FILE", help="keep it there, not in the usual place")
-    measuring.add_argument("--no-canary", action="store_true", help="do not try MPI on memory of GPUs")
-    measuring.add_argument("-v", "--verbose", action="store_true", help="say what was left out, and why")
-    showing = action(actions, "show", "print what is kept for this machine", _SHOW_EPILOG, _show)
-    showing.add_argument("file", type=Path, nargs="?", metavar="FILE", help="a file to show in its place")
+    measuring.add_argument("--output", type=Path, metavar="FILE", help="write the result to this file")
+    measuring.add_argument("--no-canary", action="store_true", help="do not test MPI with GPU memory")
+    measuring.add_argument("-v", "--verbose", action="store_true", help="list what was not measured, and why")
+    showing = action(actions, "show", "print the calibration stored for this machine", _SHOW_EPILOG, _show)
+    showing.add_argument("file", type=Path, nargs="?", metavar="FILE", help="show this file instead")
     parser.set_defaults(run=run)
 
 
@@ -89,7 +89,7 @@ def _sizes(text: str) -> list[int]:
         size = int(match[1]) << _UNITS[match[2]] if match else 0
         if not 1 <= size <= _LARGEST:
             raise argparse.ArgumentTypeError(
-                f"{word.strip()!r:.40} is not a size from 1 to 4G bytes: write them as 4,64K,1M, in units of 1024"
+                f"{word.strip()!r:.40} is not a size from 1 to 4G bytes: write sizes as 4,64K,1M (K is 1024)"
             )
         found.append(size)
     return sorted(set(found))
@@ -180,12 +180,12 @@ def _as_text(report: Report, verbose: bool) -> list[str]:
     if report.measurement:
         lines += timetable.lines(report.measurement.table, report.measurement.times)
     else:
-        lines.append("nothing to choose: start it as the jobs to come are started, such as by mpiexec -n 4")
+        lines.append("no choice of algorithms: start the calibration like the later jobs, as with mpiexec -n 4")
     lines.append("")
     if not report.measured.complete:
-        lines.append("the time was up before the largest size: --seconds gives it more")
+        lines.append("the time was over before the largest size: give more with --seconds")
     for key, name in sorted(report.measured.wrong):
-        lines.append(f"{name} is left out of {key[0]}: {report.measured.left_out[key, name]}")
+        lines.append(f"{name} is excluded from {key[0]}: {report.measured.left_out[key, name]}")
     if verbose:
         lines += _left_out(report)
     lines.append(f"MPI on GPUs: {report.canary}")
@@ -193,8 +193,8 @@ def _as_text(report: Report, verbose: bool) -> list[str]:
         from hpctrain.train.calibration import place
 
         usual = place(report.machine) == report.path
-        hint = "" if usual else f"; export HPCTRAIN_CALIBRATION={report.path} puts it to use"
-        lines.append(f"kept in {report.path}{hint}")
+        hint = "" if usual else f"; export HPCTRAIN_CALIBRATION={report.path} makes jobs use it"
+        lines.append(f"stored in {report.path}{hint}")
     return lines
 
 
@@ -224,14 +224,14 @@ def _show(args: argparse.Namespace) -> int:
     path = args.file or place(machine)
     if path is None or not path.exists():
         where = f"in {args.file}" if args.file else f"for {machine} in {path or 'the home folder'}"
-        raise UsageError(f"no calibration {where}: mpiexec -n 4 hpctrain bench calibrate makes one")
+        raise UsageError(f"no calibration {where}: create one with mpiexec -n 4 hpctrain bench calibrate")
     found = read(path)
     differences = machine.differences(found.machine)
     used = not differences and place(machine) == path
     if args.json:
         print(json.dumps({"file": str(path), "in_use": used, "differences": differences, **found.to_json()}, indent=2))
         return 0
-    state = "in use here" if used else f"of no use here: {', '.join(differences)}" if differences else "not in use here"
+    state = "in use here" if used else f"not valid here: {', '.join(differences)}" if differences else "not in use here"
     lines = [f"{path}: {state}", str(found.machine)]
     for layout, one in found.measurements.items():
         lines += ["", f"{layout}, measured {one.date}", *timetable.lines(one.table, one.times)]

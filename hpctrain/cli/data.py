@@ -12,7 +12,7 @@ from hpctrain.util.text import printable, printable_lines
 _EPILOG = """\
 examples:
   hpctrain data pack ~/books -o books.h5    every text file below a folder, as byte tokens
-  hpctrain data show books.h5               shapes, element types, and whether the checksums hold
+  hpctrain data show books.h5               shapes, element types, and a check of the checksums
 
 Files of images or vectors (data.format = "arrays") are plain HDF5: docs/data-files.md shows how to write one.
 """
@@ -22,7 +22,7 @@ examples:
   hpctrain data pack ~/notes book.txt -o data/mine.h5    every text file below a folder, and one more file
   hpctrain data pack book.txt -o book.h5 --validation-fraction 0.1
 
-A single file is cut: its last part is held out. Otherwise whole documents are held out, chosen by their names.
+Of a single file the last part is held out. Of several documents, whole documents are held out, chosen by their names.
 """
 _SHOW_EPILOG = """\
 examples:
@@ -33,7 +33,7 @@ examples:
 
 def add_parser(subparsers: Any) -> None:
     """Add the verb and its two actions to the command line."""
-    summary = "pack a corpus into a token file, show what a data file holds"
+    summary = "pack a corpus into a token file, show the content of a data file"
     parser = subparsers.add_parser(
         "data",
         help=summary,
@@ -65,17 +65,17 @@ def _add_pack(actions: Any) -> None:
     )
     parser.add_argument("-o", "--output", required=True, metavar="FILE", help="the HDF5 file to write")
     parser.add_argument(
-        "--validation-fraction", type=float, default=0.05, metavar="F", help="share to hold out (default: %(default)s)"
+        "--validation-fraction", type=float, default=0.05, metavar="F", help="part to hold out (default: %(default)s)"
     )
-    parser.add_argument("--seed", type=int, default=0, help="chooses which documents are held out (default: 0)")
-    parser.add_argument("--force", action="store_true", help="write even if the file exists, whatever it is")
+    parser.add_argument("--seed", type=int, default=0, help="selects the documents to hold out (default: 0)")
+    parser.add_argument("--force", action="store_true", help="replace an existing file of any kind")
 
 
 def _add_show(actions: Any) -> None:
     parser = actions.add_parser(
         "show",
-        help="say what a data file holds and check its checksums",
-        description="Say what a data file holds and check its checksums; a damaged file gives exit code 2.",
+        help="show the content of a data file and check its checksums",
+        description="Show the content of a data file and check its checksums. Exit code 2: the file is damaged.",
         epilog=_SHOW_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -90,12 +90,12 @@ def _pack(args: argparse.Namespace) -> int:
         args.sources, args.output, validation_fraction=args.validation_fraction, seed=args.seed, force=args.force
     )
     if not report.written:
-        print(printable(f"{report.path} is up to date: the same corpus, packed in the same way"))
+        print(printable(f"{report.path} is up to date: same corpus, same options"))
         return 0
     documents = report.documents
     parts = [f"{count:,} {split} tokens ({documents[split]:,} documents)" for split, count in report.tokens.items()]
-    skipped = f"; files skipped, not being text: {report.skipped:,}" if report.skipped else ""
-    links = f"; links skipped, leading out of their folder: {report.links:,}" if report.links else ""
+    skipped = f"; files skipped (not text): {report.skipped:,}" if report.skipped else ""
+    links = f"; links skipped (target outside their folder): {report.links:,}" if report.links else ""
     print(printable(f"packed {' and '.join(parts)} into {report.path}{skipped}{links}"))
     return 0
 
@@ -107,5 +107,5 @@ def _show(args: argparse.Namespace) -> int:
     print(json.dumps(found, indent=2) if args.json else printable_lines(render(found)))
     damaged = [dataset["dataset"] for dataset in found["datasets"] if dataset["crc32"] == "damaged"]
     if damaged:
-        raise DataError(f"{args.file} is damaged: the checksum of {', '.join(damaged)} does not hold")
+        raise DataError(f"{args.file} is damaged: wrong checksum of {', '.join(damaged)}")
     return 0

@@ -24,15 +24,15 @@ from hpctrain.util.text import printable_lines
 
 _EPILOG = """\
 examples:
-  hpctrain doctor                                     on a login node, or anywhere: what is here and what will hurt
-  hpctrain doctor --script my.sbatch                  and whether this script fits it
+  hpctrain doctor                                     on a login node, or anywhere: problems of this machine
+  hpctrain doctor --script my.sbatch                  and of this job script
   hpctrain doctor --json -o login.json
   srun --mpi=pmi2 hpctrain doctor --preflight         on the nodes of a job: about 30 s, all ranks together
   mpiexec -n 4 hpctrain doctor --preflight --folder /scratch/me --seconds 10
-  srun hpctrain doctor --preflight --strict && srun hpctrain train big.toml            begin only on good nodes
+  srun hpctrain doctor --preflight --strict && srun hpctrain train big.toml            start only on good nodes
   srun hpctrain doctor --preflight -o preflight.json --picture preflight.svg
 
-Exit code 1: an error was found, with --strict a warning, too.
+Exit code 1: an error was found (with --strict, an error or a warning).
 """
 _WIDEST = 140  # maximum columns of text on a wider terminal
 KINDS = (".png", ".svg", ".pdf")
@@ -42,23 +42,23 @@ def add_parser(subparsers: Any) -> None:
     """Add the verb to the command line."""
     parser = subparsers.add_parser(
         "doctor",
-        help="say what of this machine will hurt a job; measure its nodes",
-        description="Look at this machine's Python, torch, MPI, HDF5, GPUs, scheduler, variables, limits and "
-        "filesystems, and say what will hurt a job. With --preflight, measure the nodes of a job with all of its "
-        "ranks, and name those that are slow.",
+        help="find problems of this machine; measure a job's nodes",
+        description="Check this machine's Python, torch, MPI, HDF5, GPUs, scheduler, variables, limits and "
+        "filesystems, and report problems for a job. With --preflight, measure the nodes of a job with all of its "
+        "ranks, and report slow nodes.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--script", type=Path, metavar="FILE", help="look at this job script, too")
-    parser.add_argument("--strict", action="store_true", help="let warnings count as errors")
+    parser.add_argument("--script", type=Path, metavar="FILE", help="check this job script, too")
+    parser.add_argument("--strict", action="store_true", help="treat warnings as errors")
     parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="write the JSON into this file, too")
-    group = parser.add_argument_group("on the ranks of a job")
+    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="also write the JSON to this file")
+    group = parser.add_argument_group("preflight, on the ranks of a job")
     group.add_argument("--preflight", action="store_true", help="measure, with all ranks that the launcher started")
-    group.add_argument("--seconds", type=_seconds, metavar="S", help="time to take (default: 30)")
+    group.add_argument("--seconds", type=_seconds, metavar="S", help="time to measure (default: 30)")
     group.add_argument("--folder", type=Path, help="write test files there (default: this folder)")
     group.add_argument("--device", metavar="NAME", help="auto, cpu or cuda (default: auto)")
-    group.add_argument("--picture", type=Path, metavar="FILE", help="draw who talks how fast: .svg, .png or .pdf")
+    group.add_argument("--picture", type=Path, metavar="FILE", help="draw the speed between ranks: .svg, .png or .pdf")
     parser.set_defaults(run=run)
 
 
@@ -74,7 +74,7 @@ def _seconds(text: str) -> float:
     except ValueError:
         seconds = math.nan
     if not 1 <= seconds < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds from 1 on")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds >= 1")
     return seconds
 
 
@@ -82,16 +82,16 @@ def _check(args: argparse.Namespace) -> None:
     """Raise ``UsageError`` for options that conflict, and for files that cannot be written."""
     if args.preflight:
         if args.script:
-            raise UsageError("--script is for the look around: leave out --preflight", everywhere=True)
+            raise UsageError("--script has no effect with --preflight: remove one of them", everywhere=True)
     else:
         given = [name for name in ("seconds", "folder", "device", "picture") if getattr(args, name) is not None]
         if given:
-            raise UsageError(f"--{given[0]} is for --preflight", everywhere=True)
+            raise UsageError(f"--{given[0]} needs --preflight", everywhere=True)
     if args.picture and args.picture.suffix not in KINDS:
         raise UsageError(f"cannot draw {args.picture}: its name must end in {', '.join(KINDS)}", everywhere=True)
     for path in (args.output, args.picture):
         if path and not path.parent.is_dir():
-            raise UsageError(f"cannot write {path}: there is no folder {path.parent}", everywhere=True)
+            raise UsageError(f"cannot write {path}: no such folder: {path.parent}", everywhere=True)
 
 
 def _login(args: argparse.Namespace) -> int:

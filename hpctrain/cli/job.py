@@ -29,16 +29,16 @@ _EPILOG = """\
 examples:
   hpctrain job slurm jobs/gpt-tiny.toml --nodes 2 --ranks-per-node 4 --time 04:00:00 --account A
   hpctrain job slurm big.toml --profile perlmutter --nodes 8 --time 12:00:00 --account m1234 --qos regular
-  hpctrain job slurm --profile lumi --show-profile                      what is special there, and who says so
+  hpctrain job slurm --profile lumi --show-profile                      its site-specific options and their sources
   hpctrain job slurm jobs/gpt-tiny.toml --time 01:00:00 --sweep train.seed=1,2,3 --at-once 2      a job array
   hpctrain job pbs big.toml --profile polaris --nodes 2 --time 01:00:00 --account A --queue prod
-  hpctrain job slurm train.py --folder runs/a --nodes 2 --time 04:00:00 -- --rate 0.1        a program of your own
-  hpctrain job slurm big.toml --nodes 64 --time 12:00:00 --preflight    only if no node is slow (hpctrain doctor)
-  hpctrain job check my.sbatch                                          directives as strict as their manuals
+  hpctrain job slurm train.py --folder runs/a --nodes 2 --time 04:00:00 -- --rate 0.1        your own program
+  hpctrain job slurm big.toml --nodes 64 --time 12:00:00 --preflight    starts only if no node is slow
+  hpctrain job check my.sbatch                                          checks directives against the manuals
   hpctrain job profiles
 
-The script saves before the time is over and comes back, at most --restarts times, and --retries times in a row without
-a new checkpoint. hpctrain submit takes the same words and submits it.
+The job saves before its time is over and restarts, at most --restarts times, and --retries times in a row
+without a new checkpoint. hpctrain submit has the same options and submits it.
 """
 _DEFAULTS = {"slurm": "generic-slurm", "pbs": "generic-pbs"}
 _LONGEST_NAME = 15  # characters of a job name that every PBS version accepts
@@ -49,7 +49,7 @@ def add_parser(verbs: Any) -> None:
     parser = verbs.add_parser(
         "job",
         help="print a job script for Slurm or PBS",
-        description="Print the script of a job for Slurm or PBS, or check one.",
+        description="Print or check the script of a job for Slurm or PBS.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -150,7 +150,7 @@ def _folder(args: argparse.Namespace) -> str:
     """Return the run folder, which the script watches; for a program, the command line must name it."""
     if args.config.endswith(PROGRAM):
         if not Path(args.config).is_file():
-            raise UsageError(f"there is no program {args.config} here: paths are relative to where you submit")
+            raise UsageError(f"no such program: {args.config}; paths are relative to the folder of submission")
         if not args.folder:
             raise UsageError(f"--folder is missing: where {args.config} keeps its run, as in --folder runs/a")
         return str(args.folder)
@@ -205,7 +205,7 @@ def _print(args: argparse.Namespace) -> int:
     script, request, profile = script_of(args)
     sys.stdout.write(script)
     path = script_path(request, profile)
-    advice = f"save it as {path}: its output goes there, and the folder must be there when it starts"
+    advice = f"save it as {path}: its output goes to that folder, which must exist when the job starts"
     print(printable_lines(advice), file=sys.stderr)
     return 0
 
@@ -216,7 +216,7 @@ def _check(args: argparse.Namespace) -> int:
     except (OSError, ValueError) as error:
         raise UsageError(f"cannot read {args.script}: {reason(error)}") from error
     found = problems(script)
-    for text in found or ["its directives are right"]:
+    for text in found or ["its directives are valid"]:
         print(printable(f"{args.script}: {text}"))
     return EXIT_FAILURE if found else 0
 

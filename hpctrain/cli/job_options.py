@@ -15,7 +15,7 @@ examples:
   %(prog)s jobs/gpt-tiny.toml --time 01:00:00 --sweep train.seed=1,2,3
   %(prog)s train.py --folder runs/a --nodes 2 --time 04:00:00 -- --rate 0.1
 
-What stands behind -- goes to the program. hpctrain job --help says how the script lives.
+Arguments after -- are passed to the program. hpctrain job --help describes the job's restarts.
 """
 PREFLIGHT = 30  # seconds, the default of hpctrain doctor --preflight
 
@@ -33,7 +33,7 @@ def add_scheduler(
         allow_abbrev=False,
     )
     parser.set_defaults(scheduler=scheduler, run_action=run_action)
-    what = "the run's settings; or a program of your own, PROGRAM.py, its arguments behind --"
+    what = "the run's settings; or your own program, PROGRAM.py, with its arguments after --"
     parser.add_argument("config", nargs="?", metavar="CONFIG.toml", help=what)
     _add_run(parser)
     _add_resources(parser, scheduler)
@@ -42,50 +42,50 @@ def add_scheduler(
 
 
 def _add_run(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("what runs")
+    group = parser.add_argument_group("the run")
     group.add_argument("--template", choices=TEMPLATES, help="train (default), benchmark, or array (with --sweep)")
     setting, values = "SECTION.KEY=VALUE", "SECTION.KEY=V1,V2,..."
-    told = "the run's folder; a program gives the same to job.run(checkpoints=...) (default: the config's run.folder)"
+    told = "the run's folder; a program passes the same to job.run(checkpoints=...) (default: the config's run.folder)"
     group.add_argument("--folder", metavar="FOLDER", help=told)
     group.add_argument("--set", dest="settings", metavar=setting, action="append", default=[], help="change a setting")
-    group.add_argument("--sweep", metavar=values, action="append", default=[], help="an array with a task for each")
-    group.add_argument("--at-once", type=int, default=0, metavar="N", help="tasks of an array at a time (default: all)")
-    group.add_argument("--profile", metavar="NAME", help="of a site; or a path (default: $HPCTRAIN_PROFILE, generic)")
+    group.add_argument("--sweep", metavar=values, action="append", default=[], help="an array, one task per value")
+    group.add_argument("--at-once", type=int, default=0, metavar="N", help="concurrent tasks (default: all)")
+    group.add_argument("--profile", metavar="NAME", help="of a site, or a path (default: $HPCTRAIN_PROFILE, generic)")
     group.add_argument("--venv", metavar="FOLDER", help="a virtual environment, or none (default: this one)")
-    group.add_argument("--container", default="", metavar="IMAGE", help="run in this container, or in none")
-    more = "(again for more)"
-    group.add_argument("--module", dest="modules", metavar="NAME", action="append", default=[], help=f"load it {more}")
-    group.add_argument("--env", metavar="NAME=VALUE", action="append", default=[], help=f"set a variable {more}")
+    group.add_argument("--container", default="", metavar="IMAGE", help="run in this container (default: none)")
+    more = "(repeatable)"
+    group.add_argument("--module", dest="modules", metavar="NAME", action="append", default=[], help=f"module {more}")
+    group.add_argument("--env", metavar="NAME=VALUE", action="append", default=[], help=f"variable {more}")
 
 
 def _add_resources(parser: argparse.ArgumentParser, scheduler: str) -> None:
-    group = parser.add_argument_group("what it asks for")
+    group = parser.add_argument_group("resources")
     group.add_argument("--time", metavar="HH:MM:SS", help="walltime; also D-HH:MM:SS")
     group.add_argument("--nodes", type=int, default=1, metavar="N", help="(default: %(default)s)")
-    group.add_argument("--ranks-per-node", type=int, metavar="N", help="(default: the profile's, else one a GPU)")
+    group.add_argument("--ranks-per-node", type=int, metavar="N", help="(default: the profile's, else one per GPU)")
     group.add_argument("--gpus-per-node", type=int, metavar="N", help="(default: the profile's)")
     group.add_argument("--cpus-per-rank", type=int, metavar="N", help="cores (default: the profile's)")
-    group.add_argument("--memory", default="", metavar="SIZE", help="of a node, as in 200G")
+    group.add_argument("--memory", default="", metavar="SIZE", help="per node, as in 200G")
     group.add_argument("--account", default="", metavar="NAME")
     group.add_argument("--partition", "--queue", default="", metavar="NAME")
     if scheduler == "slurm":
         group.add_argument("--qos", default="", metavar="NAME")
         group.add_argument("--reservation", default="", metavar="NAME")
         group.add_argument("--constraint", default="", metavar="FEATURES")
-        group.add_argument("--exclude", default="", metavar="NODES", help="nodes to leave out, as in n[3,7]")
-    group.add_argument("--name", metavar="NAME", help="the job's (default: that of the config)")
+        group.add_argument("--exclude", default="", metavar="NODES", help="nodes to exclude, as in n[3,7]")
+    group.add_argument("--name", metavar="NAME", help="job name (default: that of the config)")
     group.add_argument(
         "--directive", dest="directives", metavar="TEXT", action="append", default=[], help="as in --directive=--hold"
     )
 
 
 def _add_coming_back(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("how it ends and comes back")
+    group = parser.add_argument_group("end and restarts")
     for option, default, meaning in (
-        ("--margin", 300, "seconds before the end at which the run is told to save"),
-        ("--restarts", 20, "how often the job may come back"),
-        ("--retries", 2, "of these, how often in a row without a new checkpoint"),
+        ("--margin", 300, "seconds before the end at which the job signals the run to save"),
+        ("--restarts", 20, "how often the job may restart"),
+        ("--retries", 2, "of these, how many in a row without a new checkpoint"),
     ):
         group.add_argument(option, type=int, default=default, metavar="N", help=f"{meaning} (default: %(default)s)")
-    measured = f"measure nodes before each start, for {PREFLIGHT} s or so many, and leave if one is slow"
+    measured = f"measure the nodes before each start, for {PREFLIGHT} s or SECONDS, and exit if one is slow"
     group.add_argument("--preflight", type=int, nargs="?", const=PREFLIGHT, default=0, metavar="SECONDS", help=measured)

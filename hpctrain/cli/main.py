@@ -18,16 +18,16 @@ from hpctrain.train.signals import told_and_code
 from hpctrain.util.text import LINE, fitted, printable, printable_lines, shorten
 
 VERBS = {
-    "train": "train a model as a TOML file says",
-    "data": "pack corpora, look into data files",
-    "checkpoint": "list, show, verify, compare, convert and draw checkpoints",
-    "plan": "say what a run will need; show a schedule of a pipeline",
+    "train": "train a model from the settings in a TOML file",
+    "data": "pack corpora, inspect data files",
+    "checkpoint": "list, show, verify, compare, convert and plot checkpoints",
+    "plan": "estimate memory and time of a run; show a pipeline schedule",
     "job": "print a job script for Slurm or PBS",
     "submit": "submit a job to Slurm or PBS",
     "modulefile": "print an environment module for an installed hpctrain",
-    "doctor": "say what of this machine will hurt a job; measure its nodes",
-    "receipt": "say what a run took, and what its time went into",
-    "bench": "measure the collectives, show what was measured",
+    "doctor": "find problems of this machine; measure a job's nodes",
+    "receipt": "report the time and resources of a run",
+    "bench": "measure the collectives, show the measurements",
 }
 
 
@@ -76,7 +76,7 @@ def parser_with(complete: Collection[str]) -> argparse.ArgumentParser:
     parser = Parser(
         prog="hpctrain",
         description="Train PyTorch models on the ranks that mpirun or srun started.",
-        epilog="hpctrain VERB --help tells more, with examples",
+        epilog="hpctrain VERB --help shows details and examples",
     )
     parser.add_argument("--version", action="version", version=f"hpctrain {__version__}")
     verbs = parser.add_subparsers(title="verbs", metavar="VERB")

@@ -17,7 +17,7 @@ examples:
   hpctrain modulefile tcl --root /apps/hpctrain/1.0 -o /apps/modulefiles/hpctrain/1.0
   hpctrain modulefile lua --root /apps/hpctrain/1.0 --depends-on gcc/13.2 openmpi/5.0.3
 
-make install writes both. They may lie in one folder: Lmod takes the first, Environment Modules the second.
+make install writes both. Both may be in one folder: Lmod loads the first, Environment Modules the second.
 """
 _LANGUAGES = {"lua": "for Lmod", "tcl": "for Environment Modules, and for Lmod"}
 
@@ -27,7 +27,7 @@ def add_parser(verbs: Any) -> None:
     parser = verbs.add_parser(
         "modulefile",
         help="print an environment module for an installed hpctrain",
-        description="Print an environment module: module load hpctrain then gives command, man page and completion.",
+        description="Print an environment module: module load hpctrain provides the command, man page and completion.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -45,17 +45,17 @@ def add_parser(verbs: Any) -> None:
 
 
 def _add_language(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--root", required=True, metavar="FOLDER", help="where it is: PREFIX of make install")
-    parser.add_argument("--version", default=__version__, metavar="V", help="what people load (default: %(default)s)")
+    parser.add_argument("--root", required=True, metavar="FOLDER", help="installation folder: PREFIX of make install")
+    parser.add_argument("--version", default=__version__, metavar="V", help="module's version (default: %(default)s)")
     parser.add_argument(
         "--depends-on",
         nargs="+",
         action="extend",
         default=[],
         metavar="NAME",
-        help="modules that are loaded with it, as the MPI that it was built for",
+        help="modules to load with it, such as the MPI that it was built for",
     )
-    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="write it here (default: print it)")
+    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="file to write (default: print)")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -68,6 +68,6 @@ def run(args: argparse.Namespace) -> int:
         publish(text, args.output)
     program = Path(module.root, "bin", "hpctrain")
     if not program.exists():
-        advice = f"{program} is not there: make install PREFIX={module.root} puts it there"
+        advice = f"{program} does not exist: create it with make install PREFIX={module.root}"
         print(printable_lines(advice), file=sys.stderr)
     return 0

@@ -22,28 +22,28 @@ from hpctrain.util.text import printable_lines
 
 _EPILOG = """\
 examples:
-  hpctrain plan jobs/gpt-tiny.toml --ranks 4                                   what memory and time the run will need
+  hpctrain plan jobs/gpt-tiny.toml --ranks 4                                   memory and time of the run
   hpctrain plan big.toml --ranks 64 --ranks-per-node 4 --device-memory 40GiB --host-memory 256GiB --strategies
   hpctrain plan big.toml --set parallel.data=fsdp --ranks 8 --json             as JSON, in bytes
   hpctrain plan big.toml --ranks 8 -o memory.svg --scaling scaling.svg         pictures: .svg, .png or .pdf
-  hpctrain plan --schedule 1f1b --pipe 4 --microbatches 8                      a line a stage, in this terminal
+  hpctrain plan --schedule 1f1b --pipe 4 --microbatches 8                      as text, one line per stage
   hpctrain plan --schedule 1f1b --pipe 4 --microbatches 8 -o schedule.svg      a picture: .svg, .png or .pdf
   hpctrain plan --schedule interleaved --pipe 4 --microbatches 8 --chunks 2
   hpctrain plan --schedule zb-h1 --pipe 4 --microbatches 8 --forward 1 --input 1.2 --weight 0.8 --send 0.1 --json
-  hpctrain plan --measured runs/a -o measured.svg                              what a run with train.trace = true did
+  hpctrain plan --measured runs/a -o measured.svg                              a run with train.trace = true
 
-Exit code 1: the planned run does not fit into the memory that was told.
+Exit code 1: the run does not fit into the given memory.
 
-Times of a schedule are those of a whole stage for one microbatch, in any unit. Letters are F forward, B backward, I
-gradients of inputs, W of weights, U update, each with the number of its microbatch; dots are idle.
+Times of a schedule are per stage and microbatch, in any unit. Letters: F forward, B backward, I
+gradients of inputs, W gradients of weights, U update, each with the number of its microbatch; dots are idle time.
 """
 _TIMES = {
-    "forward": "a forward pass (default: 1)",
-    "backward": "a backward pass (default: twice a forward pass)",
-    "input": "its part for gradients of inputs (default: half of it)",
-    "weight": "its part for gradients of weights (default: the rest)",
-    "update": "an update of the optimizer, for pipedream (default: 0)",
-    "send": "a message between two stages (default: 0)",
+    "forward": "time of a forward pass (default: 1)",
+    "backward": "time of a backward pass (default: twice a forward pass)",
+    "input": "the part for gradients of inputs (default: half of it)",
+    "weight": "the part for gradients of weights (default: the rest)",
+    "update": "time of an optimizer update, for pipedream (default: 0)",
+    "send": "time of a message between two stages (default: 0)",
 }
 _WIDEST = 160  # maximum columns of text on a wider terminal
 
@@ -52,9 +52,9 @@ def add_parser(subparsers: Any) -> None:
     """Add the verb to the command line."""
     parser = subparsers.add_parser(
         "plan",
-        help="say what a run will need; show a schedule of a pipeline",
-        description="Say before a job is submitted what memory and time its run will need, and what else would do; or "
-        "show what a schedule does with each microbatch, how long its stages idle and what they hold.",
+        help="estimate memory and time of a run; show a pipeline schedule",
+        description="Estimate the memory and time of a run before its job is submitted, and alternatives that fit; or "
+        "show the order of microbatches in a pipeline schedule, the idle time of stages and their live microbatches.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -62,13 +62,13 @@ def add_parser(subparsers: Any) -> None:
     ideal = parser.add_argument_group("a schedule")
     ideal.add_argument("--schedule", metavar="NAME", help=", ".join(SCHEDULES))
     ideal.add_argument("--pipe", type=int, metavar="P", help="stages")
-    ideal.add_argument("--microbatches", type=int, metavar="M", help="microbatches a step")
-    ideal.add_argument("--chunks", type=int, metavar="C", help="chunks of the model a stage (interleaved: 2)")
+    ideal.add_argument("--microbatches", type=int, metavar="M", help="microbatches per step")
+    ideal.add_argument("--chunks", type=int, metavar="C", help="model chunks per stage (interleaved: 2)")
     for name, text in _TIMES.items():
         ideal.add_argument(f"--{name}", type=_time, metavar="TIME", help=text)
-    measured = parser.add_argument_group("a run")
+    measured = parser.add_argument_group("a trace")
     measured.add_argument("--measured", type=Path, metavar="RUN", help="the folder of a run that wrote trace.json")
-    measured.add_argument("--step", type=int, metavar="N", help="which of its steps (default: the last one in there)")
+    measured.add_argument("--step", type=int, metavar="N", help="which of its steps (default: the last in it)")
     parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="draw a picture: .svg, .png or .pdf")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=run)
@@ -77,7 +77,7 @@ def add_parser(subparsers: Any) -> None:
 def _add_planned(parser: argparse.ArgumentParser) -> None:
     """Add the arguments for planning a run."""
     parser.add_argument("config", nargs="?", metavar="CONFIG.toml", help="plan the run of these settings")
-    planned = parser.add_argument_group("a run to come")
+    planned = parser.add_argument_group("a planned run")
     planned.add_argument(
         "--set",
         dest="assignments",
@@ -89,11 +89,11 @@ def _add_planned(parser: argparse.ArgumentParser) -> None:
     planned.add_argument("--ranks-per-node", type=int, metavar="N", help="ranks of a full node (default: all)")
     planned.add_argument("--device-memory", metavar="SIZE", help="memory of a GPU, as in 40GiB; plans for GPUs")
     planned.add_argument("--host-memory", metavar="SIZE", help="memory of a node, as in 256GiB")
-    allowing = "run the functions that CONFIG.toml names, whoever wrote them"
+    allowing = "run the functions that CONFIG.toml names, from any author"
     planned.add_argument("--allow-code", action="store_true", default=None, help=allowing)
-    planned.add_argument("--strategies", action="store_true", default=None, help="show all meshes that would do")
-    planned.add_argument("--machine", metavar="NAME", help="forecast time for A100, H100, H200 or MI250X, not this one")
-    planned.add_argument("--scaling", type=Path, metavar="FILE", help="draw the time of a step over the ranks")
+    planned.add_argument("--strategies", action="store_true", default=None, help="show all meshes that are possible")
+    planned.add_argument("--machine", metavar="NAME", help="estimate time for A100, H100, H200 or MI250X")
+    planned.add_argument("--scaling", type=Path, metavar="FILE", help="plot the time per step over the number of ranks")
 
 
 _OF_RUN = (
@@ -133,15 +133,15 @@ def _check(args: argparse.Namespace) -> None:
     if args.config:
         others = [name for name in (*of_schedule, "measured", "step") if getattr(args, name) is not None]
         if others:
-            raise UsageError(f"--{others[0]} is for a schedule or a run that was: leave it out, or {args.config}")
+            raise UsageError(f"--{others[0]} is for a schedule or a trace: remove it, or {args.config}")
         _check_pictures(args)
         return
     planned = [name for name in _OF_RUN if getattr(args, name) is not None]
     if planned:
         word = "set" if planned[0] == "assignments" else planned[0].replace("_", "-")
-        raise UsageError(f"--{word} is for planning a run: name its settings, as in hpctrain plan CONFIG.toml")
+        raise UsageError(f"--{word} is for planning a run: give its settings, as in hpctrain plan CONFIG.toml")
     if args.measured and given:
-        raise UsageError(f"--measured shows a run as it was: leave out --{given[0]}")
+        raise UsageError(f"--measured shows a trace: remove --{given[0]}")
     if not args.measured:
         missing = [name for name in ("schedule", "pipe", "microbatches") if getattr(args, name) is None]
         if len(missing) == 3:
@@ -150,7 +150,7 @@ def _check(args: argparse.Namespace) -> None:
         if missing:
             raise UsageError(f"a picture of a schedule needs {' and '.join('--' + name for name in missing)}, too")
         if args.step is not None:
-            raise UsageError("--step is for --measured")
+            raise UsageError("--step needs --measured")
     _check_pictures(args)
 
 
@@ -170,7 +170,7 @@ def _ideal(args: argparse.Namespace) -> int:
     schedule = make(args.schedule, args.pipe, args.microbatches, chunks)
     timeline = simulate(schedule, equal_costs(schedule.chunks, **_costs(args, chunks)))
     words = f"{args.schedule}, {_count(args.pipe, 'stage')}, {_count(args.microbatches, 'microbatch')}"
-    title = words + (f", {chunks} chunks a stage" if chunks > 1 else "")
+    title = words + (f", {chunks} chunks per stage" if chunks > 1 else "")
     if args.output:
         _draw(args.output, timeline, title)
     if args.json:

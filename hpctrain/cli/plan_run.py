@@ -34,7 +34,7 @@ def plan(args: argparse.Namespace) -> int:
     planned = planned_run(args, limits)
     found = candidates(planned, limits, everything=bool(args.strategies))
     if sys.stderr.isatty():
-        print("forecasting, which takes seconds where this machine is measured ...", file=sys.stderr)
+        print("estimating; measuring this machine takes seconds ...", file=sys.stderr)
     times = time_report(planned, args.machine, found)
     _draw(args, planned, found, times)
     if args.json:
@@ -52,7 +52,7 @@ def planned_run(args: argparse.Namespace, limits: Limits) -> PlannedRun:
     ranks = _positive(args.ranks if args.ranks is not None else 1, "--ranks")
     for option, number, most in (("--ranks", ranks, 2**24), ("--ranks-per-node", args.ranks_per_node or 0, 2**16)):
         if number > most:
-            raise UsageError(f"{option} {number}: allowed are at most {most}")
+            raise UsageError(f"{option} {number}: must be at most {most}")
     a_node = _positive(args.ranks_per_node if args.ranks_per_node is not None else ranks, "--ranks-per-node")
     return PlannedRun(settings, facts_of(settings), ranks, a_node, device_of(settings, limits, args.machine))
 
@@ -149,6 +149,6 @@ def _sentence(found: Sequence[Candidate]) -> str:
     if chosen.fits:
         return f"{chosen.name} fits"
     if fitting:
-        return f"{chosen.name} does not fit: {text.verdict(chosen)}; {fitting[0]} would"
+        return f"{chosen.name} does not fit: {text.verdict(chosen)}; {fitting[0]} fits"
     nearest = min(found, key=lambda one: sum(one.excess))
     return f"nothing fits: {chosen.name} has {text.verdict(chosen)}, {nearest.name} {tell(sum(nearest.excess))}"

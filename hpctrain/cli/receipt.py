@@ -11,14 +11,14 @@ from hpctrain.util.text import printable_lines
 
 _EPILOG = """\
 examples:
-  hpctrain receipt runs/gpt-tiny                    every attempt: when, where, what its time went into, how it ended
+  hpctrain receipt runs/gpt-tiny                    every attempt: date, nodes, use of time, end
   hpctrain receipt runs/gpt-tiny --json             times in seconds, energy in joules
-  hpctrain receipt runs/gpt-tiny -o timeline.svg    the attempts along the clock: .svg, .png or .pdf
-  hpctrain receipt runs/sweep                       all tasks of a job array, a line each, and what they took together
+  hpctrain receipt runs/gpt-tiny -o timeline.svg    the attempts over time: .svg, .png or .pdf
+  hpctrain receipt runs/sweep                       all tasks of a job array, one line per task, and their total
 
-Time counts that went into steps which the newest checkpoint rests on. Lost is what a start takes before its first step,
-steps that are done again because no checkpoint had them, and waiting for checkpoints. Where Slurm's accounting measures
-energy, it is asked for that.
+Useful time is the time of steps that the newest checkpoint includes. Lost time is the time of a start before its first
+step, of steps that are repeated because no checkpoint had them, and of waiting for checkpoints. If Slurm's accounting
+measures energy, the receipt includes it.
 """
 
 
@@ -26,8 +26,8 @@ def add_parser(verbs: Any) -> None:
     """Add the verb to the command line."""
     parser = verbs.add_parser(
         "receipt",
-        help="say what a run took, and what its time went into",
-        description="Say what a run took: its attempts, why each ended, useful and lost time, node-hours.",
+        help="report the time and resources of a run",
+        description="Report the attempts of a run: why each ended, useful and lost time, node-hours.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -29,8 +29,8 @@ examples:
   hpctrain submit slurm big.toml --time 04:00:00 --after 1234      when job 1234 has ended
   hpctrain submit slurm train.py --folder runs/a --time 04:00:00 -- --rate 0.1      a program of your own
 
-The words are those of hpctrain job, which prints the script instead. Variables that override a script (SBATCH_...) are
-kept from sbatch and qsub.
+The options are those of hpctrain job, which prints the script instead. Variables that override a script (SBATCH_...)
+are not passed to sbatch and qsub.
 """
 
 
@@ -39,7 +39,7 @@ def add_parser(verbs: Any) -> None:
     parser = verbs.add_parser(
         "submit",
         help="submit a job to Slurm or PBS",
-        description="Make the script of a job, put it into the run's folder, submit it, and note the job's id there.",
+        description="Write the script of a job to the run's folder, submit it, and record the job's id there.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -70,12 +70,12 @@ def _tell(done: Submitted, *, warnings: list[str], as_json: bool) -> None:
         facts = {"job_id": done.job_id, "script": str(done.script), "environment_removed": list(done.removed)}
         print(json.dumps({**facts, "warnings": warnings}), flush=True)
         return
-    told = f"job {done.job_id} runs {done.script}; {done.script.parent}/{NAME} notes it"
+    told = f"job {done.job_id} runs {done.script}; {done.script.parent}/{NAME} records it"
     print(printable(told), flush=True)
     for text in warnings:
         print(printable(f"warning: {text}"), file=sys.stderr)
     if done.removed:
-        print(printable(f"kept from the scheduler: {', '.join(done.removed)}"), file=sys.stderr)
+        print(printable(f"not passed to the scheduler: {', '.join(done.removed)}"), file=sys.stderr)
 
 
 def _warnings(request: Request, profile: Profile) -> list[str]:

@@ -12,12 +12,12 @@ from hpctrain.train import signals
 EXAMPLES = """examples:
   hpctrain train jobs/gpt-tiny.toml                           one process, no MPI needed
   mpiexec -n 4 hpctrain train jobs/gpt-tiny.toml              four ranks
-  srun hpctrain train big.toml --set train.batch=512          as a SLURM job's step
-  hpctrain train jobs/gpt-tiny.toml --set run.folder=runs/b   leave the first run alone
+  srun hpctrain train big.toml --set train.batch=512          as a step of a Slurm job
+  hpctrain train jobs/gpt-tiny.toml --set run.folder=runs/b   a separate run
   hpctrain train a.toml --set optimizer.name=sgd --set optimizer.options.momentum=0.9
 
-Started again, a run goes on from its newest valid checkpoint. SIGUSR1 or SIGTERM, a file STOP in the run's folder, or
-the end of the job coming near: save, then exit with code 75. A file SAVE there: save, and go on.
+If started again, a run resumes from its newest valid checkpoint. SIGUSR1 or SIGTERM, a file STOP in the run's folder,
+or the approaching end of the job: save, then exit with code 75. A file SAVE in the folder: save and continue.
 """
 _OPTIONS = {
     "resume": ("HOW", "auto (default), never or must; sets run.resume"),
@@ -29,8 +29,8 @@ def add_parser(verbs: Any) -> None:
     """Add the verb to the parser."""
     parser = verbs.add_parser(
         "train",
-        help="train a model as a TOML file says",
-        description="Train a model as a TOML file says, or go on where its run stopped.",
+        help="train a model from the settings in a TOML file",
+        description="Train a model from the settings in a TOML file, or resume its run.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -41,11 +41,11 @@ def add_parser(verbs: Any) -> None:
         metavar="SECTION.KEY=VALUE",
         action="append",
         default=[],
-        help="change a setting of the file (again for more)",
+        help="change a setting of the file (repeatable)",
     )
     for option, text in _OPTIONS.items():
         parser.add_argument(f"--{option}", metavar=text[0], help=text[1])
-    parser.add_argument("-v", "--verbose", action="store_true", help="print the binding table and more")
+    parser.add_argument("-v", "--verbose", action="store_true", help="print the binding of ranks to cores, and more")
 
 
 def run(args: argparse.Namespace) -> int:

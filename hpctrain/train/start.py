@@ -71,7 +71,7 @@ def _newest(path: Path) -> Path:
     except UsageError as error:
         raise CheckpointError(f"cannot start from {path}: {error}") from error
     if found != path:
-        logger.info("%s is a folder: taking its newest valid checkpoint, %s", path, found)
+        logger.info("%s is a folder: using its newest valid checkpoint, %s", path, found)
     return found
 
 

@@ -51,7 +51,7 @@ def test_invalid_sizes_are_one_line_of_error_before_anything_starts(
     assert main(["bench", "calibrate", f"--sizes={text}"]) == 2
     out, err = capsys.readouterr()
     assert not out and err.count("\n") == 1
-    assert "is not a size from 1 to 4G bytes: write them as 4,64K,1M, in units of 1024" in err
+    assert "is not a size from 1 to 4G bytes: write sizes as 4,64K,1M (K is 1024)" in err
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "nan", "inf", "soon"])
@@ -85,7 +85,7 @@ def test_show_without_a_calibration_is_an_error(capsys: pytest.CaptureFixture[st
     assert main(["bench", "show"]) == 2
     out, err = capsys.readouterr()
     assert not out and err.startswith("hpctrain: error: no calibration for ") and f" in {store}/" in err
-    assert err.endswith("mpiexec -n 4 hpctrain bench calibrate makes one\n")
+    assert err.endswith("create one with mpiexec -n 4 hpctrain bench calibrate\n")
 
 
 def test_show_prints_the_calibration_in_use(capsys: pytest.CaptureFixture[str]) -> None:
@@ -110,7 +110,7 @@ def test_show_names_the_reason_why_a_file_is_not_used(tmp_path: Path, capsys: py
     here, path = this_machine(mpi_name()), tmp_path / "site.json"
     keep(Calibration(replace(here, torch="1.0")).with_measurement(MEASUREMENT), path)
     assert main(["bench", "show", str(path)]) == 0
-    assert f"{path}: of no use here: torch 1.0 (here {here.torch})" in capsys.readouterr().out
+    assert f"{path}: not valid here: torch 1.0 (here {here.torch})" in capsys.readouterr().out
     keep(Calibration(here).with_measurement(MEASUREMENT), path)
     assert main(["bench", "show", str(path)]) == 0
     assert f"{path}: not in use here" in capsys.readouterr().out
@@ -142,7 +142,7 @@ def test_one_process_has_no_algorithm_to_choose(launch: JobStarter, store: Path)
     done = launch(0, "-m", "hpctrain", "bench", "calibrate", env={"CUDA_VISIBLE_DEVICES": ""})
     assert done.returncode == 0, done
     assert done.stdout.startswith("1 rank on 1 node; ")
-    assert "nothing to choose: start it as the jobs to come are started" in done.stdout
+    assert "no choice of algorithms: start the calibration like the later jobs" in done.stdout
     assert "MPI on GPUs: not tried: no GPU is visible" in done.stdout
     assert list(store.iterdir()) == []
 

@@ -123,7 +123,7 @@ def test_verify_reports_damage(run_folder: Path, capsys: pytest.CaptureFixture[s
 
 
 def test_a_missing_file_is_a_user_error(run_folder: Path) -> None:
-    with pytest.raises(UsageError, match=f"there is no file {run_folder / 'none.h5'}") as caught:
+    with pytest.raises(UsageError, match=f"no such file: {run_folder / 'none.h5'}") as caught:
         call("verify", run_folder / "none.h5")
     assert caught.value.exit_code == 2
     with pytest.raises(UsageError, match="is not a folder"):

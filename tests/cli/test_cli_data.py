@@ -41,9 +41,9 @@ def test_pack_reports_its_work_and_does_it_once(
     with h5py.File(out) as file:
         train, validation = (len(file[split]["tokens"]) for split in ("train", "validation"))
     assert f"packed {train} train tokens" in said and f"{validation} validation tokens" in said
-    assert f"into {out}; files skipped, not being text: 1" in said
+    assert f"into {out}; files skipped (not text): 1" in said
     assert _hpctrain("pack", str(corpus), "-o", out, "--validation-fraction", "0.2") == 0
-    assert capsys.readouterr().out == f"{out} is up to date: the same corpus, packed in the same way\n"
+    assert capsys.readouterr().out == f"{out} is up to date: same corpus, same options\n"
     with pytest.raises(DataError, match="--force replaces it"):
         _hpctrain("pack", str(corpus), "-o", out)
     assert _hpctrain("pack", str(corpus), "-o", out, "--force", "--seed", "3") == 0
@@ -64,7 +64,7 @@ def test_show_refuses_a_damaged_file(corpus: Path, tmp_path: Path, capsys: pytes
     _hpctrain("pack", str(corpus), "-o", str(out))
     with h5py.File(out, "r+") as file:
         file["validation/tokens"][0] = 0
-    with pytest.raises(DataError, match="is damaged: the checksum of /validation/tokens does not hold"):
+    with pytest.raises(DataError, match="is damaged: wrong checksum of /validation/tokens"):
         _hpctrain("show", str(out))
     assert "damaged" in capsys.readouterr().out
 

@@ -74,13 +74,13 @@ def test_other_ranks_are_silent(monkeypatch: pytest.MonkeyPatch, capsys: Any) ->
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        ("--seconds 5", "--seconds is for --preflight"),
-        ("--picture a.svg", "--picture is for --preflight"),
-        ("--preflight --script a.sbatch", "--script is for the look around: leave out --preflight"),
+        ("--seconds 5", "--seconds needs --preflight"),
+        ("--picture a.svg", "--picture needs --preflight"),
+        ("--preflight --script a.sbatch", "--script has no effect with --preflight: remove one of them"),
         ("--preflight --picture a.jpg", "cannot draw a.jpg: its name must end in .png, .svg, .pdf"),
-        ("--preflight --seconds 0", "'0' is not a number of seconds from 1 on"),
-        ("--preflight --seconds nan", "'nan' is not a number of seconds from 1 on"),
-        ("-o /no/such/folder/a.json", "cannot write /no/such/folder/a.json: there is no folder /no/such/folder"),
+        ("--preflight --seconds 0", "'0' is not a number of seconds >= 1"),
+        ("--preflight --seconds nan", "'nan' is not a number of seconds >= 1"),
+        ("-o /no/such/folder/a.json", "cannot write /no/such/folder/a.json: no such folder: /no/such/folder"),
         ("--script /no/such.sbatch", "cannot read the script /no/such.sbatch: No such file or directory"),
     ],
 )

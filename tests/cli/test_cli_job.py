@@ -76,7 +76,7 @@ def wrong(capsys: pytest.CaptureFixture[str], *words: str) -> str:
         (["slurm", "--time", "01:00:00"], "CONFIG.toml is missing"),
         (["slurm", *BASE, "--", "a"], "words behind -- are for a program, and jobs/gpt-tiny.toml is none"),
         (["slurm", *PROGRAM[:1], *BASE[1:]], "--folder is missing: where jobs/program.py keeps its run"),
-        (["slurm", "lost.py", *BASE[1:], "--folder", "r"], "there is no program lost.py here"),
+        (["slurm", "lost.py", *BASE[1:], "--folder", "r"], "no such program: lost.py"),
         (["slurm", *PROGRAM, "--folder", "a;b"], "folder = 'a;b': allowed is letters, digits"),
         (["slurm", *PROGRAM, "--set", "train.steps=1"], "settings go with a config, and jobs/program.py is a program"),
         (["slurm", *PROGRAM, "--sweep", "train.seed=1,2"], "sweep goes with a config"),
@@ -189,7 +189,7 @@ def test_a_script_is_checked(capsys: pytest.CaptureFixture[str], tmp_path: Path)
         f"{script}: line 4: a directive after the first command (line 3) is passed over\n"
     )
     assert main(["job", "check", str(GOLDEN / "train.sbatch")]) == 0
-    assert capsys.readouterr().out.endswith("its directives are right\n")
+    assert capsys.readouterr().out.endswith("its directives are valid\n")
 
 
 def test_a_login_node_needs_neither_torch_nor_mpi() -> None:

@@ -26,7 +26,7 @@ def test_the_modulefile_is_written_and_a_missing_installation_reported(
     assert main(["modulefile", "tcl", *words, "-o", str(tmp_path / "m/2.0")]) == 0
     assert (tmp_path / "m/2.0").read_text() == modulefile("tcl", Module("/apps/x", "2.0", ("a", "b/1", "c")))
     out, err = capsys.readouterr()
-    assert not out and err == "/apps/x/bin/hpctrain is not there: make install PREFIX=/apps/x puts it there\n"
+    assert not out and err == "/apps/x/bin/hpctrain does not exist: create it with make install PREFIX=/apps/x\n"
 
 
 @pytest.mark.parametrize(

@@ -139,9 +139,9 @@ def test_a_plot_of_a_measured_step_is_written(traced: Path, tmp_path: Path) -> N
     [
         ([], "nothing to show: give CONFIG.toml, or --schedule, --pipe and --microbatches, or --measured RUN"),
         (["--schedule", "1f1b"], "a picture of a schedule needs --pipe and --microbatches, too"),
-        ([*SHORT[1:], "--step", "3"], "--step is for --measured"),
-        (["--measured", "runs/a", "--pipe", "2"], "--measured shows a run as it was: leave out --pipe"),
-        (["--measured", "runs/a", "--send", "0"], "--measured shows a run as it was: leave out --send"),
+        ([*SHORT[1:], "--step", "3"], "--step needs --measured"),
+        (["--measured", "runs/a", "--pipe", "2"], "--measured shows a trace: remove --pipe"),
+        (["--measured", "runs/a", "--send", "0"], "--measured shows a trace: remove --send"),
         (["--measured", "nowhere"], "nowhere is not there: a run with train.trace = true writes it"),
         ([*SHORT[1:], "-o", "x.gif"], "cannot draw x.gif: its name must end in .png, .svg, .pdf"),
         ([*SHORT[1:], "--chunks", "2"], "the schedule 1f1b takes one chunk of the model a stage, not 2"),

@@ -74,7 +74,7 @@ def test_a_run_that_does_not_fit_has_exit_code_1(config: str, capsys: pytest.Cap
         (["--device-memory", "40GiB"], "--device-memory is for GPUs"),
         (["--set", "model.name=gpt-tniy"], "did you mean gpt-tiny?"),
         (["--ranks", "8", "--set", "parallel.pipe=8"], "5 layers cannot make 8 stages"),
-        (["--pipe", "2"], "--pipe is for a schedule or a run that was"),
+        (["--pipe", "2"], "--pipe is for a schedule or a trace"),
         (["-o", "memory.txt"], "its name must end in"),
     ],
 )
@@ -93,4 +93,4 @@ def test_a_missing_file_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_options_of_a_run_need_a_config(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--ranks", "4"]) == 2
-    assert "--ranks is for planning a run: name its settings" in capsys.readouterr().err
+    assert "--ranks is for planning a run: give its settings" in capsys.readouterr().err

@@ -35,8 +35,8 @@ def test_a_job_is_submitted(
     assert call.words[-1] == f"runs/b/job.{ending}"
     assert not {"SBATCH_ACCOUNT", "PBS_DPREFIX"} & call.environment.keys()
     printed = capsys.readouterr()
-    assert printed.out == f"job {job_id} runs runs/b/job.{ending}; runs/b/jobs.json notes it\n"
-    assert "kept from the scheduler: " in printed.err and "SBATCH_ACCOUNT" in printed.err
+    assert printed.out == f"job {job_id} runs runs/b/job.{ending}; runs/b/jobs.json records it\n"
+    assert "not passed to the scheduler: " in printed.err and "SBATCH_ACCOUNT" in printed.err
     assert main(["job", scheduler, *WORDS]) == 0
     script = capsys.readouterr().out
     assert (batch.folder / call.words[-1]).read_text() == script and problems(script) == []

@@ -117,7 +117,7 @@ def test_links_out_of_a_corpus_are_left_out_and_counted(tmp_path: Path, capsys: 
     assert report.links == 2 and report.skipped == 0
     assert SECRET[:20] not in (tmp_path / "x.h5").read_bytes()
     assert main(["data", "pack", str(folder), "-o", str(tmp_path / "y.h5")]) == 0
-    assert "links skipped, leading out of their folder: 2" in capsys.readouterr().out
+    assert "links skipped (target outside their folder): 2" in capsys.readouterr().out
     (tmp_path / "named.txt").symlink_to("secret.txt")
     assert pack([tmp_path / "named.txt"], tmp_path / "z.h5", progress=False).links == 0, "named by the user"
 

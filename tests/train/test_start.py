@@ -135,7 +135,7 @@ def test_of_a_folder_the_newest_valid_one_is_taken(job: Any, shared_tmp_path: Pa
         with caplog.at_level("INFO", "hpctrain"):
             Training(job, shared_tmp_path / f"new_{number}", make_batches(2), start_from=folder).go()
         job.comm.barrier()
-        assert f"{folder} is a folder: taking its newest valid checkpoint, {other}" in caplog.text or job.rank
+        assert f"{folder} is a folder: using its newest valid checkpoint, {other}" in caplog.text or job.rank
         found = provenance(shared_tmp_path / f"new_{number}/checkpoints/step_00000002.h5")
         assert (found["start_from"], found["start_step"]) == (bytes(other.resolve()), 4)
 

@@ -23,8 +23,8 @@ def add_parser(subparsers: Any) -> None:
     """Add the verb and its actions to the command line."""
     parser = subparsers.add_parser(
         "checkpoint",
-        help="look into checkpoints, verify and convert them",
-        description="List, show, verify, compare, convert and draw checkpoints.",
+        help="inspect, verify and convert checkpoints",
+        description="List, show, verify, compare, convert and plot checkpoints.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

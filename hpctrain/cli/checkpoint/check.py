@@ -30,7 +30,7 @@ examples:
   hpctrain checkpoint verify runs/a/checkpoints/*.h5
   hpctrain checkpoint verify runs/*/checkpoints/*.h5 --jobs 8
 
-exit code: 0 all files are sound, 1 a file is damaged, 2 a file is not there
+exit code: 0 if all files are sound, 1 if one is damaged, 2 if one does not exist
 """
 _DIFF_EPILOG = """\
 examples:
@@ -38,10 +38,10 @@ examples:
   hpctrain checkpoint diff runs/a runs/b      the newest valid checkpoint of each run
   hpctrain checkpoint diff before.h5 after.h5 --json
 
-Compared are tensors (names, shapes, dtypes, every bit), settings, values of the training loop, and versions. Who wrote
-a file, where and when, is shown and makes no difference.
+Compares tensors (names, shapes, dtypes, every bit), settings, values of the training loop, and versions. The origin of
+a file (user, host, date) is shown, but does not count as a difference.
 
-exit code: 0 no difference, 1 a difference, 2 a file is damaged or not there
+exit code: 0 if equal, 1 if different, 2 if a file is damaged or does not exist
 """
 
 
@@ -50,7 +50,7 @@ def add_actions(actions: Any) -> None:
     verifying = action(actions, "verify", "check that every stored bit is as it was written", _VERIFY_EPILOG, _verify)
     verifying.add_argument("files", metavar="FILE", nargs="+", help="checkpoints, or folders of runs")
     verifying.add_argument("--jobs", type=int, default=1, metavar="N", help="files read at the same time (default: 1)")
-    comparing = action(actions, "diff", "say in what two checkpoints differ", _DIFF_EPILOG, _diff)
+    comparing = action(actions, "diff", "show the differences between two checkpoints", _DIFF_EPILOG, _diff)
     comparing.add_argument("first", metavar="A", help="a checkpoint, or the folder of a run")
     comparing.add_argument("second", metavar="B", help="another one")
 
@@ -58,9 +58,9 @@ def add_actions(actions: Any) -> None:
 def _verify(args: argparse.Namespace) -> int:
     for file in args.files:
         if not Path(file).exists():
-            raise UsageError(f"there is no file {file}: give checkpoints, such as RUN/checkpoints/*.h5")
+            raise UsageError(f"no such file: {file}; give checkpoints, such as RUN/checkpoints/*.h5")
     if args.jobs < 1:
-        raise UsageError(f"--jobs is {args.jobs}: expected a number from 1")
+        raise UsageError(f"--jobs is {args.jobs}: must be at least 1")
     verdicts: list[Verdict] = []
     files = [str(path) for file in args.files for path in all_of(file)]
     for verdict in _verdicts(files, min(args.jobs, len(files))):
@@ -83,7 +83,7 @@ def _verdicts(files: Sequence[str], jobs: int) -> Iterator[Verdict]:
         try:
             yield from pool.map(inspect.verify, files)
         except BrokenProcessPool as error:
-            raise CheckpointError("a process that verified was killed: try with fewer --jobs") from error
+            raise CheckpointError("a process that verifies files was killed: use fewer --jobs") from error
 
 
 def _verdict_line(verdict: Verdict) -> str:
@@ -108,14 +108,14 @@ def _lines(found: Diff) -> list[str]:
     for title in ("settings", "values", "versions", "provenance"):
         rows: list[ValueDifference] = getattr(found, title)
         if rows:
-            apart = " (makes no difference)" if title == "provenance" else ""
+            apart = " (not compared)" if title == "provenance" else ""
             lines += ["", title + apart, *columns([["", *_value_row(each)] for each in rows])]
     return [*lines, "", "no difference" if found.same else "different"]
 
 
 def _tensor_row(each: TensorDifference) -> list[str]:
     if each.problem != "values":
-        return [each.path, f"A {each.first or 'has none'}", f"B {each.second or 'has none'}"]
+        return [each.path, f"A {each.first or 'absent'}", f"B {each.second or 'absent'}"]
     row = [each.path, f"{each.count:,} of {each.elements:,} differ"]
     if each.maximum is not None:
         row += [f"max {each.maximum:.4g}", f"relative {each.relative:.4g}"]
@@ -124,5 +124,5 @@ def _tensor_row(each: TensorDifference) -> list[str]:
 
 def _value_row(each: ValueDifference) -> list[str]:
     name = each.name if each.place in ("config", "/provenance") else f"{each.place.rstrip('/')}/{each.name}"
-    sides = [one_line("has none" if side is None else side, 50) for side in (each.first, each.second)]
+    sides = [one_line("absent" if side is None else side, 50) for side in (each.first, each.second)]
     return [name, f"A {sides[0]}", f"B {sides[1]}"]

@@ -14,10 +14,10 @@ from hpctrain.util.text import printable
 _EXPORT_EPILOG = """\
 examples:
   hpctrain checkpoint export runs/a/checkpoints/step_00001200.h5 --to safetensors --model-only -o gpt.safetensors
-  hpctrain checkpoint export runs/a/checkpoints/step_00001200.h5 --to torch     a table: model, optimizer, train, config
+  hpctrain checkpoint export runs/a/checkpoints/step_00001200.h5 --to torch     a dict: model, optimizer, train, config
   hpctrain checkpoint export runs/a/checkpoints/step_00001200.h5 --to npz
 
-Without --model-only, tensors of safetensors and npz are named by their place: model/head.weight,
+Without --model-only, tensors of safetensors and npz are named by their path: model/head.weight,
 optimizer/head.weight/exp_avg. npz holds bfloat16 as float32. Only --to torch needs torch.
 """
 _IMPORT_EPILOG = """\
@@ -25,34 +25,34 @@ examples:
   hpctrain checkpoint import gpt.safetensors -o gpt.h5
   hpctrain checkpoint import ddp.pt -o gpt.h5 --strip module.
 
-A file that torch saved must be a table of tensors, or hold one as model, state_dict, model_state_dict or module; it is
-read without running anything of it. hpctrain.checkpoint.load("gpt.h5", model=model) loads what was imported.
+A file of torch.save must hold a dict of tensors, or one under model, state_dict, model_state_dict or module. It is
+read without running code from it. hpctrain.checkpoint.load("gpt.h5", model=model) loads the result.
 """
 _PLOT_EPILOG = """\
 examples:
   hpctrain checkpoint plot runs/a -o loss.png      from its newest valid checkpoint
   hpctrain checkpoint plot runs/a/checkpoints/step_00001200.h5 -o loss.pdf
 
-Of workers at their own pace the staleness of their updates is drawn, too. Needs matplotlib:
-pip install 'hpctrain[plot]'. hpctrain checkpoint show draws the same curves as text.
+For asynchronous training, the picture includes the staleness of updates. Needs matplotlib:
+pip install 'hpctrain[plot]'. hpctrain checkpoint show prints the same curves as text.
 """
 
 
 def add_actions(actions: Any) -> None:
     """Add the three actions to the command line."""
-    out = action(actions, "export", "write a checkpoint in the format of others", _EXPORT_EPILOG, _export)
+    out = action(actions, "export", "convert a checkpoint to another format", _EXPORT_EPILOG, _export)
     out.add_argument("file", metavar="FILE", help="a checkpoint, or the folder of a run")
     out.add_argument("--to", required=True, choices=export.SUFFIXES, help="the format")
     out.add_argument("-o", "--output", metavar="OUT", help="the file to write (default: beside FILE, with its name)")
-    out.add_argument("--model-only", action="store_true", help="the model under its own names, and nothing else")
+    out.add_argument("--model-only", action="store_true", help="only the model, under its own names")
     out.add_argument("--force", action="store_true", help="replace OUT")
-    back = action(actions, "import", "make a checkpoint of a model that another program saved", _IMPORT_EPILOG, _import)
+    back = action(actions, "import", "convert another program's model file to a checkpoint", _IMPORT_EPILOG, _import)
     back.add_argument("file", metavar="FILE", help=f"a file that ends in {', '.join(ingest.SUFFIXES)}")
     back.add_argument("-o", "--output", metavar="OUT.h5", required=True, help="the checkpoint to write")
-    back.add_argument("--step", type=int, default=0, metavar="N", help="the step to note in it (default: 0)")
-    back.add_argument("--strip", default="", metavar="PREFIX", help="take this off the front of every name")
+    back.add_argument("--step", type=int, default=0, metavar="N", help="the step to record in it (default: 0)")
+    back.add_argument("--strip", default="", metavar="PREFIX", help="remove this prefix from all names")
     back.add_argument("--force", action="store_true", help="replace OUT.h5")
-    drawing = action(actions, "plot", "draw the curves of a run from its checkpoint", _PLOT_EPILOG, _plot)
+    drawing = action(actions, "plot", "plot the curves of a run from its checkpoint", _PLOT_EPILOG, _plot)
     drawing.add_argument("file", metavar="FILE", help="a checkpoint, or the folder of a run")
     drawing.add_argument("-o", "--output", metavar="OUT", required=True, help=f"a picture: {', '.join(plot.KINDS)}")
 

@@ -36,11 +36,11 @@ examples:
 """
 _BEST_EPILOG = """\
 examples:
-  hpctrain checkpoint best runs/a      by what the run keeps its best checkpoint for
+  hpctrain checkpoint best runs/a      by the value of checkpoint.keep_best
   hpctrain checkpoint best runs/a --by accuracy --highest
   hpctrain checkpoint best runs/a --json
 
-exit code: 0 the path was printed, 2 nothing says which is the best
+exit code: 0 if the path was printed, 2 if the best cannot be determined
 """
 _GROUPS_APART = ("NX_class", "signal", "axes", "step")  # keys of /train that are for viewers or shown above
 
@@ -51,11 +51,11 @@ def add_actions(actions: Any) -> None:
     listing.add_argument("folder", metavar="RUN", help="the folder of a run, or one with step_*.h5 files")
     judging = action(actions, "best", "print the path of the best checkpoint of a run", _BEST_EPILOG, _best)
     judging.add_argument("folder", metavar="RUN", help="the folder of a run, or one with step_*.h5 files")
-    judging.add_argument("--by", default="", metavar="NAME", help="a number that the run logged (default: keep_best)")
+    judging.add_argument("--by", default="", metavar="NAME", help="a value that the run logged (default: keep_best)")
     which = judging.add_mutually_exclusive_group()
-    which.add_argument("--lowest", dest="which", action="store_const", const="lowest", help="the lowest is the best")
-    which.add_argument("--highest", dest="which", action="store_const", const="highest", help="the highest is the best")
-    showing = action(actions, "show", "show what a checkpoint holds", _SHOW_EPILOG, _show)
+    which.add_argument("--lowest", dest="which", action="store_const", const="lowest", help="the lowest is best")
+    which.add_argument("--highest", dest="which", action="store_const", const="highest", help="the highest is best")
+    showing = action(actions, "show", "show the content of a checkpoint", _SHOW_EPILOG, _show)
     showing.add_argument("file", metavar="FILE", help="a checkpoint, or the folder of a run")
     showing.add_argument("name", metavar="NAME", nargs="?", help="a tensor, parameter or group (default: everything)")
 
@@ -73,7 +73,7 @@ def _ls(args: argparse.Namespace) -> int:
 
 def _best(args: argparse.Namespace) -> int:
     if not Path(args.folder).is_dir():
-        raise UsageError(f"{args.folder} is not a folder: give that of a run")
+        raise UsageError(f"{args.folder} is not a folder: give the folder of a run")
     found = judge(args.folder, args.by, args.which)
     if args.json:
         print_json(dataclasses.asdict(found))
@@ -104,7 +104,7 @@ def _entry_row(entry: Entry) -> list[str]:
     ranks = "1 rank" if entry.world_size == 1 else f"{entry.world_size} ranks"
     mark, created = "best" if entry.best else "", printable(str(entry.created))
     named = layout.step_of(name)
-    apart = "" if named in (None, entry.step) else f" (its name says {named}: not resumed from)"
+    apart = "" if named in (None, entry.step) else f" (named {named}: not used to resume)"
     return [name, length, f"step {entry.step}{apart}", ranks, created, mark, printable(told)]
 
 

@@ -34,7 +34,7 @@ def chosen(path: str) -> str:
     if not Path(path).is_dir():
         return path
     found = newest_of(path)
-    print(printable(f"{path}: taking its newest valid checkpoint, {found}"), file=sys.stderr)
+    print(printable(f"{path}: using its newest valid checkpoint, {found}"), file=sys.stderr)
     return str(found)
 
 

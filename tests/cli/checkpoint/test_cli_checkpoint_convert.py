@@ -66,7 +66,7 @@ def test_an_input_is_never_replaced_by_its_output(file: Path, tmp_path: Path) ->
 
 @pytest.mark.parametrize("kind", ["missing", "file"])
 def test_best_of_a_path_that_is_not_a_folder_is_a_user_error(file: Path, tmp_path: Path, kind: str) -> None:
-    with pytest.raises(UsageError, match="is not a folder: give that of a run"):
+    with pytest.raises(UsageError, match="is not a folder: give the folder of a run"):
         call("best", file if kind == "file" else tmp_path / "missing")
 
 

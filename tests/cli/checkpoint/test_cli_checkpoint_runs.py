@@ -102,7 +102,7 @@ def test_a_folder_means_its_newest_valid_checkpoint(tmp_path: Path, capsys: pyte
     assert call("show", run) == 0
     told = capsys.readouterr()
     assert "step 4, world size 1" in told.out
-    assert told.err.splitlines()[-1] == f"{run}: taking its newest valid checkpoint, {file(run, 4)}"
+    assert told.err.splitlines()[-1] == f"{run}: using its newest valid checkpoint, {file(run, 4)}"
     assert call("diff", run, file(other, 4)) == 0
     assert call("export", run, "--to", "npz") == 0 and file(run, 4).with_suffix(".npz").exists()
     with pytest.raises(UsageError, match="is a folder that holds no checkpoint; give a step_"):
@@ -117,7 +117,7 @@ def test_plot_accepts_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str
     pytest.importorskip("matplotlib")
     run = write(tmp_path / "run")
     assert call("plot", run, "-o", tmp_path / "loss.png") == 0 and (tmp_path / "loss.png").stat().st_size
-    assert "taking its newest valid checkpoint" in capsys.readouterr().err
+    assert "using its newest valid checkpoint" in capsys.readouterr().err
 
 
 def test_verify_reads_all_files_of_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
