@@ -1,9 +1,10 @@
-"""Write scikit-learn's images of handwritten digits as an array file, 1,437 to train on and 360 to validate by.
+"""Converter of scikit-learn's handwritten digits into an array file: 1,437 images for training, 360 for validation.
 
     python jobs/digits.py runs/digits.h5
 
-The images are 8 x 8, float32 from 0 to 1, the targets classes from 0 to 9. What is 0 to 16 there is divided by 16, and
-every fifth image, after a shuffle that is always the same, is for validation. Your own images go the same way.
+The images are 8 x 8, float32 from 0 to 1; the targets are classes from 0 to 9. Pixel values of 0 to 16 are divided by
+16. After a shuffle with a fixed seed, every fifth image is for validation. Your own images can be converted the same
+way.
 """
 
 import sys
@@ -15,12 +16,12 @@ from hpctrain.data.arrays import write_arrays
 from hpctrain.errors import HpctrainError
 
 BRIGHTEST = 16
-VALIDATION = 5  # one image of so many
+VALIDATION = 5  # one of this many images is for validation
 
 
 def splits(images, classes):
-    """Return two pairs of images and classes: to train on, and to validate by."""
-    order = np.random.default_rng(0).permutation(len(images))  # they come writer by writer
+    """Return two pairs of images and classes: for training, and for validation."""
+    order = np.random.default_rng(0).permutation(len(images))  # the data set is ordered by writer
     images = (images[order] / BRIGHTEST).astype(np.float32)
     classes = classes[order].astype(np.int64)
     held_out = np.arange(len(images)) % VALIDATION == 0
@@ -28,7 +29,7 @@ def splits(images, classes):
 
 
 def main(path):
-    """Write the file, and say what is in it."""
+    """Write the file and print its contents; return the exit code, or an error message."""
     try:
         from sklearn.datasets import load_digits
     except ImportError:

@@ -1,4 +1,4 @@
-"""A program of your own that trains with hpctrain: it goes on where it was, and leaves in time when its job ends.
+"""Example of your own training program: it resumes from its checkpoints, and saves and exits before its job ends.
 
     python jobs/program.py --folder runs/own
     mpiexec -n 2 python jobs/program.py --folder runs/own
@@ -9,7 +9,7 @@ import argparse
 
 import hpctrain
 
-job = hpctrain.init()  # before torch, whose import takes seconds in which a signal would kill
+job = hpctrain.init()  # before the import of torch, which takes seconds during which a signal would kill
 
 import torch  # noqa: E402
 
@@ -21,7 +21,7 @@ args = parser.parse_args()
 
 torch.manual_seed(1)
 points = torch.rand(8192, 2) * 4 - 2
-within = (points.norm(dim=1) - 1.2).abs().lt(0.4).float()  # whether each lies in a ring
+within = (points.norm(dim=1) - 1.2).abs().lt(0.4).float()  # whether each point is in a ring
 dataset = torch.utils.data.TensorDataset(points, within)
 loader = torch.utils.data.DataLoader(dataset, batch_size=128, shuffle=True)  # 128 samples over all ranks
 
