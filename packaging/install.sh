@@ -30,7 +30,7 @@ check_folder() {
     [ -n "$folder" ] || fail "$name is missing: make install PREFIX=/apps/hpctrain/VERSION MODULES=/apps/modulefiles"
     [ "${folder#/}" != "$folder" ] || fail "$name=$folder must be an absolute path, as $PWD/$folder"
     above=$(nearest "$folder")
-    [ -d "$above" ] || fail "$name=$folder: $above is no folder"
+    [ -d "$above" ] || fail "$name=$folder: $above is not a folder"
     [ -w "$above" ] || fail "$name=$folder: you cannot write in $above"
 }
 
@@ -47,7 +47,7 @@ modulefile() {
 check_place() {
     local said
     if [ -d "$PREFIX" ] && [ ! -e "$mark" ] && [ -n "$(ls -A "$PREFIX")" ]; then
-        fail "PREFIX=$PREFIX holds something else: name a folder that is empty or not there yet"
+        fail "PREFIX=$PREFIX holds something else: use an empty or a new folder"
     fi
     said=$(modulefile lua 2>&1 >/dev/null) || {
         said=${said#*error: } said=${said/--root/PREFIX} said=${said/--version/VERSION}
@@ -72,7 +72,7 @@ make_venv() {
     local source pip=$PREFIX/venv/bin/pip
     rm -rf "$PREFIX/venv" "${PREFIX:?}/bin" "$PREFIX/share"
     "$python" -m venv "$PREFIX/venv" ||
-        fail "$python cannot make a virtual environment: install its venv module (Debian: python3-venv)"
+        fail "$python cannot create a virtual environment: install its venv module (Debian: python3-venv)"
     echo "installing PyTorch and hpctrain with MPI=$MPI into $PREFIX/venv ..."
     # shellcheck disable=SC2086 # TORCH may hold options of pip
     "$pip" install --quiet --disable-pip-version-check $TORCH
@@ -86,7 +86,7 @@ make_venv() {
     trap "rm -rf '$source'" EXIT
     cp -R hpctrain jobs modules setup.cfg pyproject.toml README.md LICENSE "$source"
     "$pip" install --quiet --disable-pip-version-check "${source}[$MPI,pages]"
-    [ "$("$PREFIX/venv/bin/hpctrain" --version)" = "hpctrain $version" ] || fail "what was installed does not start"
+    [ "$("$PREFIX/venv/bin/hpctrain" --version)" = "hpctrain $version" ] || fail "the installed hpctrain does not start"
 }
 
 # Write standard input to a file atomically, as the old file may be in use.
@@ -130,12 +130,12 @@ say_if_closed() {
         folder=$(dirname "$folder")
         case $(stat -L -c %A "$folder") in
             *[xt]) ;;
-            *) echo "note: $folder is closed to others, and $1 lies below it: nobody else can use it${2:-}" >&2 ;;
+            *) echo "note: $folder is closed to others, so only you can use $1, which is below it${2:-}" >&2 ;;
         esac
     done
 }
 
-python=$(command -v "${PYTHON:-python3}") || fail "PYTHON=${PYTHON:-python3} is not there"
+python=$(command -v "${PYTHON:-python3}") || fail "PYTHON=${PYTHON:-python3} does not exist"
 "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' ||
     fail "hpctrain needs Python 3.11 or newer, PYTHON=$python is not: set PYTHON=/path/to/python3.11"
 [ "$MPI" != site ] || [ -n "${MPICC:-}" ] || fail "MPI=site needs mpicc in PATH: load the site's MPI module first"
@@ -151,7 +151,7 @@ want=$(wanted)
 if [ "$(cat "$mark" 2>/dev/null)" = "$want" ]; then
     echo "$PREFIX/venv is up to date"
 else
-    mkdir -p "$PREFIX" 2>/dev/null || fail "cannot make $PREFIX"
+    mkdir -p "$PREFIX" 2>/dev/null || fail "cannot create $PREFIX"
     # Without modulefiles, users cannot load an unfinished installation if this one is interrupted.
     rm -f "$modules/$VERSION" "$modules/$VERSION.lua"
     echo unfinished >"$mark"
@@ -162,7 +162,7 @@ make_share
 chmod -R go+rX "$PREFIX"
 echo "$want" >"$mark"
 
-mkdir -p "$modules" || fail "cannot make $modules"
+mkdir -p "$modules" || fail "cannot create $modules"
 chmod go+rx "$modules"
 modulefile lua -o "$modules/$VERSION.lua"
 modulefile tcl -o "$modules/$VERSION"
@@ -170,7 +170,7 @@ say_if_closed "$PREFIX/bin"
 say_if_closed "$modules"
 say_if_closed "$(realpath "$PREFIX/venv/bin/python")" ": set PYTHON to one that they can run"
 if [ "$MPI" = site ] && [ -z "$DEPENDS" ]; then
-    echo "note: the module does not load the MPI that it needs: DEPENDS=\"NAME/VERSION\" makes it (loaded now:" \
+    echo "note: the module does not load the MPI that it needs; set DEPENDS=\"NAME/VERSION\" (loaded now:" \
         "${LOADEDMODULES:-nothing})" >&2
 fi
 echo "try it: module use $MODULES && module load hpctrain/$VERSION && hpctrain --help"

@@ -1,10 +1,10 @@
-"""Count prose that is not the field's English: docstrings, comments, messages and documentation.
+"""Counter of prose that is not the field's English, in docstrings, comments, messages and documentation.
 
     python packaging/language.py                     hits per folder and rule
     python packaging/language.py hpctrain/train      each hit in a folder or file, as FILE:LINE: rule: text
     python packaging/language.py --json
 
-``tests/test_language.py`` holds counts to those of ``tests/golden/language.json``: they may fall, and not rise.
+``tests/test_language.py`` compares the counts with ``tests/golden/language.json``: they may decrease, but not increase.
 """
 
 from __future__ import annotations

@@ -15,44 +15,45 @@ from hpctrain._version import __version__
 from hpctrain.cli.main import VERBS, parser_with
 
 _DESCRIPTION = """\
-hpctrain trains PyTorch models on the ranks that mpirun, mpiexec or srun started, and survives the batch system. The
-same command is one process on a laptop and a thousand ranks in a job; one process needs no MPI.
+hpctrain trains PyTorch models on the ranks that mpirun, mpiexec or srun started. In batch jobs, it saves before the
+time limit and resumes. The same command runs as one process on a laptop and as a thousand ranks in a job. One process
+needs no MPI.
 
-Verbs that look into files, print scripts or submit them run on a login node, without PyTorch and without MPI.
+Verbs that inspect files, print scripts or submit them run on a login node, without PyTorch and without MPI.
 
-hpctrain-python, where an environment module provides it, is the Python that has hpctrain and PyTorch. Programs of your
-own run with it: srun hpctrain-python train.py
+hpctrain-python, provided by an environment module, is the Python that has hpctrain and PyTorch. Run your own programs
+with it: srun hpctrain-python train.py
 """
 _STATUS = {
     "0": "done",
-    "1": "something failed on the way, or what was asked to be checked is not as it should be",
-    "2": "bad input, or a world that the launcher did not keep its promise about: nothing was started",
+    "1": "a failure, or a check that found a problem",
+    "2": "bad input, or the launcher has started other ranks than it announced; nothing was run",
     "75": "saved, please start the same command again",
     "130": "interrupted",
-    "143": "terminated before the run had begun, so that there was nothing to save",
+    "143": "terminated before the run had begun; there was nothing to save",
 }
 _VARIABLES = {
     "HPCTRAIN_TIMEOUT": "seconds that a rank waits for the others before it ends the job (600)",
-    "HPCTRAIN_DEADLINE": "when the job ends, in seconds since 1970: the run saves just in time",
-    "HPCTRAIN_ASKED_BY": "USR1: whoever ends the job, SIGUSR1 comes to the ranks, too; scripts of job set it",
-    "HPCTRAIN_CHAIN": "the id of the first of the jobs that go on from one another; scripts of job set it",
-    "HPCTRAIN_START": "another value in each start of a job; scripts of job set it under PBS",
-    "HPCTRAIN_FILE_PATIENCE": "seconds for which calls of the file system that may pass are repeated (15)",
-    "HPCTRAIN_CHECK": "order: compare each collective over the ranks before it begins",
-    "HPCTRAIN_CALIBRATION": "the file of measured collectives to choose by, or the folder that holds it",
-    "HPCTRAIN_ONESIDED": "mpi, messages or auto: what carries memory that ranks expose to each other between nodes",
-    "HPCTRAIN_MALLOC": "0: leave the C library's malloc as it is",
-    "HPCTRAIN_CUDA_AWARE": "1 or 0: MPI takes device pointers, or gets none",
-    "HPCTRAIN_PROFILE": "the site's profile that job and submit take where none is named",
-    "HPCTRAIN_ROOT": "where the module that is loaded has hpctrain; nothing reads it but job and submit",
+    "HPCTRAIN_DEADLINE": "end of the job in seconds since 1970; the run saves before it",
+    "HPCTRAIN_ASKED_BY": "USR1: every request to end the job reaches the ranks as SIGUSR1; scripts of job set it",
+    "HPCTRAIN_CHAIN": "id of the first job of a chain of restarts; scripts of job set it",
+    "HPCTRAIN_START": "a different value in each start of a job; scripts of job set it under PBS",
+    "HPCTRAIN_FILE_PATIENCE": "seconds for which file system calls are retried after transient errors (15)",
+    "HPCTRAIN_CHECK": "order: compare each collective over all ranks before it begins",
+    "HPCTRAIN_CALIBRATION": "file with calibrations of the collectives, or a folder of such files",
+    "HPCTRAIN_ONESIDED": "mpi, messages or auto: transport between nodes of memory that ranks expose to each other",
+    "HPCTRAIN_MALLOC": "0: do not change the thresholds of the C library's malloc",
+    "HPCTRAIN_CUDA_AWARE": "1 or 0: MPI gets device pointers, or none",
+    "HPCTRAIN_PROFILE": "default site profile of job and submit",
+    "HPCTRAIN_ROOT": "folder of the installation of the loaded module; only job and submit read it",
 }
 _FILES = {
-    "RUN/metrics.jsonl": "one JSON object a step",
+    "RUN/metrics.jsonl": "one JSON object per step",
     "RUN/checkpoints/step_*.h5": "checkpoints, plain HDF5",
-    "RUN/run.json": "who ran it, where, with which versions, and how every attempt ended",
+    "RUN/run.json": "user, host, versions and end of every attempt",
     "RUN/config.toml": "the settings as used",
-    "RUN/STOP, RUN/SAVE": "make one of these: the run saves and stops, or saves and goes on",
-    "~/.config/hpctrain/profiles/*.toml": "profiles of your own for job and submit",
+    "RUN/STOP, RUN/SAVE": "create one of these: the run saves and stops, or saves and continues",
+    "~/.config/hpctrain/profiles/*.toml": "your own profiles for job and submit",
 }
 _SEE = "mpiexec(1), srun(1), sbatch(1), qsub(1), module(1), h5ls(1)"
 

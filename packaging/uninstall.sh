@@ -12,7 +12,7 @@ for name in PREFIX MODULES; do
     [ -n "${!name}" ] || fail "$name is missing: make uninstall PREFIX=/apps/hpctrain/VERSION MODULES=/apps/modulefiles"
 done
 PREFIX=$(realpath -sm "$PREFIX") modules=$(realpath -sm "$MODULES")/hpctrain
-[ -f "$PREFIX/.hpctrain-install" ] || fail "PREFIX=$PREFIX was not made by make install: nothing is taken away"
+[ -f "$PREFIX/.hpctrain-install" ] || fail "PREFIX=$PREFIX was not created by make install: nothing is removed"
 
 # The modules first, so that users cannot load a partly removed installation. Their names are arbitrary; each contains
 # the PREFIX that it is for.

@@ -25,15 +25,15 @@ def made(tmp_path: Path, *words: str) -> subprocess.CompletedProcess[str]:
         (["PREFIX=@/p"], "MODULES is missing: make install PREFIX=/apps"),
         (["PREFIX=apps", "MODULES=@/m"], f"PREFIX=apps must be an absolute path, as {ROOT}/apps"),
         (["PREFIX=@/p", "MODULES=m"], "MODULES=m must be an absolute path"),
-        (["PREFIX=@/file/p", "MODULES=@/m"], "@/file is no folder"),
-        (["PREFIX=@/full", "MODULES=@/m"], "PREFIX=@/full holds something else: name a folder that is empty"),
+        (["PREFIX=@/file/p", "MODULES=@/m"], "@/file is not a folder"),
+        (["PREFIX=@/full", "MODULES=@/m"], "PREFIX=@/full holds something else: use an empty or a new folder"),
         (["PREFIX=@/p;x", "MODULES=@/m"], "PREFIX = '@/p;x': allowed is letters"),
         (["PREFIX=@/p", "MODULES=@/m", "VERSION=a/b"], "VERSION = 'a/b': allowed is letters"),
         (["PREFIX=@/p", "MODULES=@/m", "DEPENDS=a b|c"], "DEPENDS = 'b|c': allowed is letters"),
         (["PREFIX=@/p", "MODULES=@/taken", "VERSION=1"], "@/taken/hpctrain/1 is for another PREFIX: add VERSION="),
         (["PREFIX=@/p", "MODULES=@/m", "MPI=site", "MPICC="], "MPI=site needs mpicc in PATH"),
         (["PREFIX=@/p", "MODULES=@/m", "PYTHON=false"], "hpctrain needs Python 3.11 or newer"),
-        (["PREFIX=@/p", "MODULES=@/m", "PYTHON=no-such-python"], "PYTHON=no-such-python is not there"),
+        (["PREFIX=@/p", "MODULES=@/m", "PYTHON=no-such-python"], "PYTHON=no-such-python does not exist"),
     ],
 )
 def test_wrong_arguments_are_refused_before_any_change(words: list[str], said: str, tmp_path: Path) -> None:
@@ -55,13 +55,13 @@ def test_wrong_arguments_are_refused_before_any_change(words: list[str], said: s
 def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
     done = made(tmp_path, "install", "PREFIX=/proc/hpctrain", f"MODULES={tmp_path}/m")
     assert done.returncode == 2 and not list(tmp_path.iterdir())
-    assert "make install: cannot make /proc/hpctrain" in done.stderr or "cannot write in /proc" in done.stderr
+    assert "make install: cannot create /proc/hpctrain" in done.stderr or "cannot write in /proc" in done.stderr
 
 
 def test_uninstall_removes_only_files_of_install(tmp_path: Path) -> None:
     (tmp_path / "p/bin").mkdir(parents=True)
     done = made(tmp_path, "uninstall", f"PREFIX={tmp_path}/p", f"MODULES={tmp_path}/m")
-    assert done.returncode == 2 and "was not made by make install: nothing is taken away" in done.stderr
+    assert done.returncode == 2 and "was not created by make install: nothing is removed" in done.stderr
     assert (tmp_path / "p/bin").exists()
     done = made(tmp_path, "uninstall", f"PREFIX={tmp_path}/p")
     assert done.returncode == 2 and "MODULES is missing" in done.stderr
