@@ -1,4 +1,4 @@
-"""The settings name the strategy."""
+"""Attachment of the strategy that the settings name."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ from hpctrain.parallel.settings import ParallelSettings
 from hpctrain.parallel.sync_batchnorm import SyncBatchNorm
 
 
-def test_attaches_in_place(comm: Any) -> None:
+def test_a_strategy_is_attached_in_place(comm: Any) -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
     strategy = attach(model, comm, ParallelSettings())
     assert isinstance(strategy, DataParallel) and strategy.model is model and type(model[1]) is nn.BatchNorm1d
 
 
-def test_synchronises_batch_norms_when_asked(comm: Any) -> None:
+def test_batch_norms_are_synchronised_on_request(comm: Any) -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
     attach(model, comm, ParallelSettings(sync_batchnorm=True))
     assert isinstance(model[1], SyncBatchNorm)
 
 
-def test_model_that_would_have_to_be_replaced_is_refused(comm: Any) -> None:
+def test_a_model_that_would_have_to_be_replaced_is_refused(comm: Any) -> None:
     with pytest.raises(UsageError, match="^sync_batchnorm cannot replace a model that is itself a batch norm$"):
         attach(nn.BatchNorm1d(3), comm, ParallelSettings(sync_batchnorm=True))
 
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("settings", ["ddp", "zero1", "zero2", "fsdp", "hogwild", "easgd"])
-def test_a_model_that_a_program_drops_is_freed(comm: Any, settings: str) -> None:
+def test_a_dropped_model_is_freed(comm: Any, settings: str) -> None:
     model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1))
     strategy = attach(model, comm, ParallelSettings(data=settings))
     if not strategy.loose:

@@ -1,4 +1,4 @@
-"""Modules that cannot be trained on shares of a batch are refused before the first step."""
+"""Refusal of modules that cannot be trained on shares of a batch, before the first step."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hpctrain.parallel.settings import ParallelSettings
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "fsdp"])
 @pytest.mark.parametrize("option", [{"max_norm": 1.0}, {"scale_grad_by_freq": True}], ids=["max_norm", "frequency"])
 @pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
-def test_embeddings_that_depend_on_the_whole_batch(comm: Any, strategy: str, option: Any, kind: Any) -> None:
+def test_embeddings_that_need_the_whole_batch_are_refused(comm: Any, strategy: str, option: Any, kind: Any) -> None:
     model = nn.Sequential(kind(4, 4, **option), nn.Linear(4, 1))
     with pytest.raises(UsageError, match=f"^0 has {next(iter(option))}, .*; leave .* out, or train in one process"):
         attach(model, comm, ParallelSettings(data=strategy))
@@ -26,7 +26,7 @@ def test_embeddings_that_depend_on_the_whole_batch(comm: Any, strategy: str, opt
 
 
 @pytest.mark.ranks(1, 2)
-def test_parameters_without_a_shape(comm: Any) -> None:
+def test_parameters_without_a_shape_are_refused(comm: Any) -> None:
     model = nn.Sequential(nn.LazyLinear(3))
     with pytest.raises(UsageError, match="0.weight has no shape yet: call the model once"):
         attach(model, comm, ParallelSettings())
@@ -34,12 +34,12 @@ def test_parameters_without_a_shape(comm: Any) -> None:
     attach(model, comm, ParallelSettings()).detach()
 
 
-def test_one_process_has_the_whole_batch(comm: Any) -> None:
+def test_one_process_accepts_modules_that_need_the_whole_batch(comm: Any) -> None:
     attach(nn.Embedding(4, 4, max_norm=1.0, scale_grad_by_freq=True), comm, ParallelSettings()).detach()
 
 
 @pytest.mark.ranks
-def test_batch_norms_without_running_statistics_are_warned_of(comm: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_batch_norms_without_running_statistics_give_a_warning(comm: Any, caplog: pytest.LogCaptureFixture) -> None:
     logger = logging.getLogger("hpctrain")
     before, logger.propagate = logger.propagate, True
     try:

@@ -1,4 +1,4 @@
-"""How gradients are grouped and laid out: pure functions."""
+"""Grouping and layout of gradients in buckets: pure functions."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ def some_groups(seed: int, count: int) -> list[list[int]]:
     return groups
 
 
-def test_group_fills_the_first_one_less() -> None:
+def test_the_first_bucket_is_filled_less() -> None:
     assert group([4, 4, 4, 4, 4], [0, 1, 2, 3, 4], first=4, limit=8) == [[0], [1, 2], [3, 4]]
     assert group([3, 3, 3, 3], [3, 1, 0, 2], first=6, limit=7) == [[3, 1], [0, 2]]
     assert group([], [], 1, 1) == []
 
 
-def test_group_gives_one_that_is_too_large_a_group_of_its_own() -> None:
+def test_a_too_large_parameter_gets_its_own_bucket() -> None:
     assert group([1, 100, 1, 1], [0, 1, 2, 3], first=2, limit=4) == [[0], [1], [2, 3]]
     assert group([5, 5], [1, 0], first=0, limit=0) == [[1], [0]]
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_group_keeps_the_order_and_the_limits(seed: int) -> None:
+def test_groups_keep_the_order_and_the_limits(seed: int) -> None:
     numbers = random.Random(seed)
     sizes = [numbers.randint(1, 30) for _ in range(15)]
     order = numbers.sample(range(15), 15)
@@ -49,14 +49,14 @@ def test_group_keeps_the_order_and_the_limits(seed: int) -> None:
     assert [number for members in groups for number in members] == order
     for position, members in enumerate(groups):
         assert len(members) == 1 or sum(sizes[number] for number in members) <= (50 if position else 20)
-    # No two neighbours would have fitted into one.
+    # No two neighbouring buckets would fit into one.
     for here, there in zip(groups[1:], groups[2:]):
         assert sum(sizes[number] for number in here) + sizes[there[0]] > 50
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("seed", range(30))
-def test_all_buckets_fit_into_the_memory_however_they_are_grouped(seed: int, dtype: torch.dtype) -> None:
+def test_any_grouping_fits_into_the_memory(seed: int, dtype: torch.dtype) -> None:
     parameters = some_parameters(seed, dtype)
     memory = torch.full((memory_needed(parameters, dtype),), torch.nan, dtype=dtype)
     groups = some_groups(seed, len(parameters))
@@ -76,7 +76,7 @@ def test_all_buckets_fit_into_the_memory_however_they_are_grouped(seed: int, dty
         assert bucket.flat.numel() * dtype.itemsize % 64 == 0
 
 
-def test_missing_gradients_are_filled_in() -> None:
+def test_missing_gradients_are_copied_or_zero() -> None:
     parameters = [nn.Parameter(torch.ones(3)) for _ in range(4)]
     bucket = lay_out(torch.empty(memory_needed(parameters, torch.float32)), parameters, [[3, 1, 0, 2]])[0]
     bucket.views[0].fill_(5)
@@ -84,7 +84,7 @@ def test_missing_gradients_are_filled_in() -> None:
     bucket.views[3].fill_(7)
     elsewhere, in_place = torch.full((3,), 6.0), bucket.views[3]
     assert bucket.fill_missing([None, elsewhere, in_place, None], share=0.5) == {0}
-    assert [view[0].item() for view in bucket.views] == [5, 3, 0, 3.5]  # what had come before is not touched
+    assert [view[0].item() for view in bucket.views] == [5, 3, 0, 3.5]  # earlier gradients are unchanged
     assert bucket.flags.tolist() == [1, 1, 0, 1] and not bucket.missing
     bucket.reset()
     assert bucket.flags.tolist() == [1] * 4 and bucket.missing == {0, 1, 2, 3}

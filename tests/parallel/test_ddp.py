@@ -1,4 +1,4 @@
-"""Data parallelism learns what one process learns from the whole batch."""
+"""Data parallelism: training equals that of one process on the whole batch."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ STEPS = 6
 @pytest.mark.ranks
 @pytest.mark.parametrize("settings", [ParallelSettings(), ParallelSettings(bucket_mib=0.002), TINY])
 @pytest.mark.parametrize("kind", KINDS)
-def test_learns_what_one_process_learns(comm: Any, kind: str, settings: ParallelSettings) -> None:
+def test_training_equals_that_of_one_process(comm: Any, kind: str, settings: ParallelSettings) -> None:
     make = KINDS[kind][0]
     alone, model = make(), make()
     with torch.no_grad():
@@ -48,7 +48,7 @@ def test_learns_what_one_process_learns(comm: Any, kind: str, settings: Parallel
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("kind", KINDS)
-def test_learns_what_torch_ddp_learns(comm: Any, kind: str, process_group: None) -> None:
+def test_training_equals_that_of_torch_ddp(comm: Any, kind: str, process_group: None) -> None:
     make = KINDS[kind][0]
     theirs, ours = make(), make()
     peer = nn.parallel.DistributedDataParallel(theirs)
@@ -60,7 +60,7 @@ def test_learns_what_torch_ddp_learns(comm: Any, kind: str, process_group: None)
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("to_none", [True, False])
-def test_accumulation_is_one_large_batch(comm: Any, to_none: bool) -> None:
+def test_accumulated_gradients_equal_those_of_one_large_batch(comm: Any, to_none: bool) -> None:
     model, alone = make_mlp(), make_mlp()
     strategy = DataParallel(model, comm, TINY)
     for step in range(3):
@@ -78,7 +78,7 @@ def test_accumulation_is_one_large_batch(comm: Any, to_none: bool) -> None:
 
 
 @pytest.mark.ranks
-def test_no_sync_sends_nothing_and_ends_with_its_block(comm: Any) -> None:
+def test_no_sync_sends_no_message_and_ends_with_its_block(comm: Any) -> None:
     model, alone = make_mlp(), make_mlp()
     strategy = DataParallel(model, comm)
     with comm.recording() as recorder:
@@ -97,7 +97,7 @@ def test_no_sync_sends_nothing_and_ends_with_its_block(comm: Any) -> None:
 
 
 @pytest.mark.ranks
-def test_gradients_add_up_where_nobody_clears_them(comm: Any) -> None:
+def test_gradients_accumulate_until_cleared(comm: Any) -> None:
     model, alone = make_mlp(), make_mlp()
     DataParallel(model, comm)
     for step in range(3):
@@ -107,7 +107,7 @@ def test_gradients_add_up_where_nobody_clears_them(comm: Any) -> None:
 
 
 @pytest.mark.ranks
-def test_uneven_batches_with_ranks_that_have_no_sample(comm: Any) -> None:
+def test_uneven_batches_with_ranks_without_samples_are_supported(comm: Any) -> None:
     model, alone = make_mlp(), make_mlp()
     strategy = DataParallel(model, comm, TINY)
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, alone)]
@@ -131,7 +131,7 @@ def test_uneven_batches_with_ranks_that_have_no_sample(comm: Any) -> None:
 
 
 @pytest.mark.ranks
-def test_rank_that_accumulated_something_may_end_with_nothing(comm: Any) -> None:
+def test_a_rank_may_end_an_accumulation_without_a_sample(comm: Any) -> None:
     model, alone = make_mlp(), make_mlp()
     strategy = DataParallel(model, comm)
     with strategy.no_sync():
@@ -147,7 +147,7 @@ def test_rank_that_accumulated_something_may_end_with_nothing(comm: Any) -> None
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("max_norm", [1e-3, 1e3])
-def test_clips_by_the_norm_of_the_whole_batch(comm: Any, max_norm: float) -> None:
+def test_clipping_uses_the_norm_of_the_whole_batch(comm: Any, max_norm: float) -> None:
     model, alone = make_mlp(), make_mlp()
     strategy = DataParallel(model, comm)
     backward(model, part(comm, comm.rank))
@@ -175,7 +175,7 @@ def test_batch_norm_statistics_are_those_of_rank_0(comm: Any, broadcast: bool) -
         strategy.contribute_nothing()
     else:
         backward(model, part(comm, comm.rank, 3))
-    # The last rank has no sample in the last step, so its statistics are those that were given before it.
+    # The last rank has no sample in the last step, so its statistics are those broadcast before that step.
     for name, buffer in model.named_buffers():
         if comm.rank == comm.size - 1:
             equal = torch.equal(buffer, first.get_buffer(name))
@@ -183,7 +183,7 @@ def test_batch_norm_statistics_are_those_of_rank_0(comm: Any, broadcast: bool) -
 
 
 @pytest.mark.ranks
-def test_evaluation_is_nobody_elses_business(comm: Any) -> None:
+def test_evaluation_does_not_communicate(comm: Any) -> None:
     model = normed()
     DataParallel(model, comm)
     with comm.recording() as recorder:
@@ -201,7 +201,7 @@ def test_evaluation_is_nobody_elses_business(comm: Any) -> None:
 
 
 @pytest.mark.ranks
-def test_detached_model_is_a_plain_one(comm: Any) -> None:
+def test_a_detached_model_is_a_plain_one(comm: Any) -> None:
     model, alone = normed(), normed()
     strategy = DataParallel(model, comm)
     backward(model, part(comm, comm.rank))
@@ -217,7 +217,7 @@ def test_detached_model_is_a_plain_one(comm: Any) -> None:
     assert_same(gradients(model), gradients(alone), rtol=0, atol=0)
 
 
-def test_one_rank_is_left_alone(comm: Any) -> None:
+def test_one_rank_gets_no_hooks(comm: Any) -> None:
     model, alone = normed(), normed()
     strategy = DataParallel(model, comm)
     assert not model._forward_pre_hooks

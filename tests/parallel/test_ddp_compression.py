@@ -1,4 +1,4 @@
-"""Gradients that travel in bfloat16."""
+"""Gradients that are sent in bfloat16."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def compressed(comm: Any, steps: int, to_none: bool = True) -> tuple[nn.Module, 
 
 
 @pytest.mark.parametrize("to_none", [True, False])
-def test_compressed_gradients_are_close_and_the_same_everywhere(comm: Any, to_none: bool) -> None:
+def test_compressed_gradients_are_close_and_equal_on_all_ranks(comm: Any, to_none: bool) -> None:
     model, _ = compressed(comm, 3, to_none)
     parts = []
     for rank in range(comm.size):
@@ -53,7 +53,7 @@ def test_compressed_gradients_are_close_and_the_same_everywhere(comm: Any, to_no
     assert_same(gradients(model), gradients(compressed(comm, 3, to_none)[0]), rtol=0, atol=0)
 
 
-def test_compressed_gradients_accumulate_in_full(comm: Any) -> None:
+def test_compressed_gradients_accumulate_in_full_precision(comm: Any) -> None:
     model, strategy = compressed(comm, 1)
     alone = make_mlp()
     model.zero_grad()
@@ -66,7 +66,7 @@ def test_compressed_gradients_accumulate_in_full(comm: Any) -> None:
     assert_same(gradients(model), gradients(alone), rtol=0.05, atol=2e-3)
 
 
-def test_compression_leaves_other_dtypes_alone(comm: Any) -> None:
+def test_compression_does_not_affect_other_dtypes(comm: Any) -> None:
     model = Mixed()
     DataParallel(model, comm, ParallelSettings(compression="bfloat16"))
     backward(model, part(comm, comm.rank))

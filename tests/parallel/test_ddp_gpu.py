@@ -1,4 +1,4 @@
-"""Train data parallel on a GPU: gradients are staged through node memory, results are the single process's."""
+"""Data parallelism on a GPU: gradients staged through node memory, results equal to those of one process."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def train(model: nn.Module, inputs: torch.Tensor) -> nn.Module:
 
 @pytest.mark.ranks(2, 3, 4)
 @pytest.mark.parametrize("compression", ["none", "bfloat16"])
-def test_ranks_that_share_a_gpu_learn_what_one_process_learns(
+def test_ranks_that_share_a_gpu_train_like_one_process(
     comm: Any, compression: Literal["none", "bfloat16"]
 ) -> None:
     inputs = torch.randn(BATCH, WIDTH, generator=torch.Generator().manual_seed(1)).cuda()

@@ -1,4 +1,4 @@
-"""Where gradients live, and which parameters get one."""
+"""Memory of gradients, and parameters that get one."""
 
 from __future__ import annotations
 
@@ -42,19 +42,19 @@ def branches(comm: Any, settings: ParallelSettings, names: str = "abc") -> tuple
     return model, DataParallel(model, comm, settings)
 
 
-# Where they live ------------------------------------------------------------------------------------------------------
+# Memory ---------------------------------------------------------------------------------------------------------------
 
 
 @BOTH
 @pytest.mark.parametrize("to_none", [True, False])
-def test_gradients_live_in_node_memory_and_stay_there(comm: Any, settings: ParallelSettings, to_none: bool) -> None:
+def test_gradients_are_in_node_memory_and_stay_there(comm: Any, settings: ParallelSettings, to_none: bool) -> None:
     model = make_mlp()
     DataParallel(model, comm, settings)
     seen = []
     for step in range(4):
         backward(model, part(comm, comm.rank, step))
         seen.append(places(model))
-        if step:  # after the first step the places change hands
+        if step:  # after the first step, the order of the places changes
             assert all(comm._host.memory.place_of(parameter.grad) == "window" for parameter in model.parameters())
         model.zero_grad(set_to_none=to_none)
     assert seen[1] == seen[2] == seen[3]
@@ -62,18 +62,18 @@ def test_gradients_live_in_node_memory_and_stay_there(comm: Any, settings: Paral
 
 
 @BOTH
-def test_places_follow_the_order_in_which_gradients_came_first(comm: Any, settings: ParallelSettings) -> None:
+def test_places_follow_the_order_of_gradients_in_the_first_step(comm: Any, settings: ParallelSettings) -> None:
     model, _ = branches(comm, settings)
     for step, use in enumerate(("bca", "abc", "cab", "abc")):
         model.zero_grad()
         backward(model, part(comm, comm.rank, step), 1, *use)
-    # The first pass went forward through b, c, a: gradients came from a first. Later orders change nothing.
+    # The first pass ran forward through b, c, a: the gradients of a came first. Later orders have no effect.
     found = sorted(places(model), key=places(model).__getitem__)
     assert [name.split(".")[0] for name in found] == ["a", "a", "c", "c", "b", "b"]
 
 
 @BOTH
-def test_order_is_the_one_of_rank_0_on_every_rank(comm: Any, settings: ParallelSettings) -> None:
+def test_the_order_is_that_of_rank_0_on_every_rank(comm: Any, settings: ParallelSettings) -> None:
     model, _ = branches(comm, settings)
     orders = ["abc", "cab", "bca", "cba"][: comm.size]
     for _ in range(3):
@@ -84,19 +84,19 @@ def test_order_is_the_one_of_rank_0_on_every_rank(comm: Any, settings: ParallelS
     assert [name.split(".")[0] for name in found][::2] == ["c", "b", "a"]
 
 
-def test_fresh_gradients_are_let_go_during_the_backward_pass(comm: Any) -> None:
+def test_fresh_gradients_are_freed_during_the_backward_pass(comm: Any) -> None:
     model, found = Branches(), []
     DataParallel(model, comm)
     for step in range(2):
         model.zero_grad()
         inputs, targets = part(comm, comm.rank, step)
-        # When the gradient of the input is there, those of the last layer have come.
+        # When the gradient of the input is computed, those of the last layer are complete.
         inputs.requires_grad_().register_hook(lambda _: found.append(comm._host.memory.place_of(model.c.weight.grad)))
         backward(model, (inputs, targets), 1, *"abc")
     assert found == ["window", "window"]
 
 
-def test_gradients_go_on_accumulating_in_the_bucket(comm: Any) -> None:
+def test_gradients_continue_to_accumulate_in_the_bucket(comm: Any) -> None:
     model = make_mlp()
     strategy = DataParallel(model, comm)
     backward(model, part(comm, comm.rank))
@@ -108,13 +108,13 @@ def test_gradients_go_on_accumulating_in_the_bucket(comm: Any) -> None:
     assert places(model) == before
 
 
-# Who gets one ---------------------------------------------------------------------------------------------------------
+# Parameters -----------------------------------------------------------------------------------------------------------
 
 
 @BOTH
-def test_parameters_that_one_rank_uses(comm: Any, settings: ParallelSettings) -> None:
+def test_parameters_used_on_one_rank_get_the_average_gradient(comm: Any, settings: ParallelSettings) -> None:
     model, _ = branches(comm, settings)
-    for turn in range(comm.size + 2):  # more than once each, so that old gradients lie in the buckets
+    for turn in range(comm.size + 2):  # more than once each, so that the buckets contain old gradients
         model.zero_grad()
         use = ["abc" if rank == turn % comm.size else "ac" for rank in range(comm.size)]
         backward(model, part(comm, comm.rank), 1, *use[comm.rank])
@@ -123,7 +123,7 @@ def test_parameters_that_one_rank_uses(comm: Any, settings: ParallelSettings) ->
 
 
 @BOTH
-def test_parameters_that_nobody_uses_get_no_gradient(comm: Any, settings: ParallelSettings) -> None:
+def test_parameters_unused_on_all_ranks_get_no_gradient(comm: Any, settings: ParallelSettings) -> None:
     model, _ = branches(comm, settings)
     for use in ("ac", "abc", "b", "ac"):
         model.zero_grad()
@@ -133,7 +133,7 @@ def test_parameters_that_nobody_uses_get_no_gradient(comm: Any, settings: Parall
 
 
 @BOTH
-def test_gradient_that_nobody_adds_to_stays_what_it_was(comm: Any, settings: ParallelSettings) -> None:
+def test_a_gradient_without_new_contributions_is_unchanged(comm: Any, settings: ParallelSettings) -> None:
     model, _ = branches(comm, settings)
     for step, use in enumerate(("abc", "ac", "ac")):
         backward(model, part(comm, comm.rank, step), 1, *use)
@@ -145,8 +145,8 @@ def test_gradient_that_nobody_adds_to_stays_what_it_was(comm: Any, settings: Par
 
 
 @BOTH
-def test_what_was_accumulated_before_counts(comm: Any, settings: ParallelSettings) -> None:
-    # b is used in the pass that nobody synchronises, on one rank only, and by nobody in the one that is.
+def test_gradients_accumulated_under_no_sync_count(comm: Any, settings: ParallelSettings) -> None:
+    # b is used only in the pass under no_sync, on one rank, and on no rank in the synchronised pass.
     model, strategy = branches(comm, settings)
     for user in (0, comm.size - 1):
         model.zero_grad()
@@ -158,7 +158,7 @@ def test_what_was_accumulated_before_counts(comm: Any, settings: ParallelSetting
         assert_same(gradients(model), branch_gradients(comm, first, last))
 
 
-def test_frozen_parameters_are_left_alone(comm: Any) -> None:
+def test_frozen_parameters_get_no_gradient(comm: Any) -> None:
     model, alone = make_mlp(), make_mlp()
     for each in (model, alone):
         each[3].weight.requires_grad_(False)
@@ -172,7 +172,7 @@ def test_frozen_parameters_are_left_alone(comm: Any) -> None:
     assert model[3].weight.grad is None
 
 
-def test_parameter_that_is_frozen_later_gets_no_gradient(comm: Any) -> None:
+def test_a_parameter_that_is_frozen_later_gets_no_gradient(comm: Any) -> None:
     model, alone = make_mlp(), make_mlp()
     DataParallel(model, comm)
     for step in range(3):
@@ -184,7 +184,7 @@ def test_parameter_that_is_frozen_later_gets_no_gradient(comm: Any) -> None:
         assert_same(gradients(model), gradients(alone))
 
 
-def test_shared_parameter_gets_the_sum(comm: Any) -> None:
+def test_a_shared_parameter_gets_the_sum(comm: Any) -> None:
     model, alone = make_gpt(), make_gpt()
     DataParallel(model, comm, TINY)
     inputs, targets = tokens()
@@ -209,7 +209,7 @@ def test_dtypes_may_be_mixed(comm: Any, settings: ParallelSettings) -> None:
     assert [gradient.dtype for gradient in found.values()] == [p.dtype for p in model.parameters()]
     wanted = {name: tensor.to(found[name].dtype) for name, tensor in average(parts).items()}
     narrow = "narrow.weight"
-    # Between nodes 16-bit gradients are rounded once more, which shows where large ones cancel.
+    # Between nodes, 16-bit gradients are rounded once more, which is visible where large ones cancel.
     largest = max(float(part[narrow].abs().max()) for part in parts)
     rounding = {"rtol": 0.016, "atol": largest / 2**8} if comm.nodes > 1 else {}
     assert_same({narrow: found.pop(narrow)}, {narrow: wanted.pop(narrow)}, **rounding)
@@ -217,7 +217,7 @@ def test_dtypes_may_be_mixed(comm: Any, settings: ParallelSettings) -> None:
     assert_same_on_all_ranks(comm, gradients(model))
 
 
-def test_strided_parameter_gets_its_gradient_in_its_shape(comm: Any) -> None:
+def test_a_strided_parameter_gets_a_gradient_of_its_shape(comm: Any) -> None:
     model, alone = (nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last) for _ in range(2))
     model.load_state_dict(alone.state_dict())
     DataParallel(model, comm)
@@ -231,7 +231,7 @@ def test_strided_parameter_gets_its_gradient_in_its_shape(comm: Any) -> None:
     assert_same(gradients(model), gradients(alone))
 
 
-def test_sparse_gradient_is_refused(own: Any) -> None:
+def test_a_sparse_gradient_is_refused(own: Any) -> None:
     model = nn.Embedding(5, 3, sparse=True)
     DataParallel(model, own)
     with pytest.raises(UsageError, match="^parameter weight got a sparse gradient: only dense ones can be reduced$"):

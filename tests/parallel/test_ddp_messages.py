@@ -1,4 +1,4 @@
-"""How often a step of data parallelism touches the others' memory, and with how many bytes."""
+"""Messages of data parallelism: number of accesses to other ranks' memory per step, and their bytes."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ SIZES = [170, 17, 391, 23, 230, 10]  # elements of the perceptron's parameters
 
 @pytest.fixture(scope="module")
 def comm(comm: Any) -> Iterator[Any]:
-    """Return a communicator of the ranks of this node: what is counted here are the bytes in its memory."""
+    """Return a communicator of the ranks of this node: these tests count the bytes in its memory."""
     node = comm.split(comm.node)
     yield node
     node.free()
 
 
 def lines(numel: int, itemsize: int = 4) -> int:
-    """Return how many cache lines so many elements take."""
+    """Return the number of cache lines of so many elements."""
     return -(-numel * itemsize // 64)
 
 
 def written(comm: Any, bucket: int) -> int:
-    """Return the bytes that this rank writes for the others, of a bucket of so many lines."""
+    """Return the bytes that this rank writes for the others in a bucket of so many lines."""
     share = -(-bucket // comm.size)
     own = min(bucket, (comm.rank + 1) * share) - min(bucket, comm.rank * share)
     return 64 * own * (comm.size - 1)
 
 
 def second_step(comm: Any, settings: ParallelSettings) -> tuple[Recorder, Recorder]:
-    """Return what the first two steps of the perceptron count."""
+    """Return the recorder of the first two steps of the perceptron."""
     model, recorders = make_mlp(), []
     DataParallel(model, comm, settings)
     for step in range(2):
@@ -56,13 +56,13 @@ def test_one_bucket_is_one_reduction(comm: Any, compression: Any, itemsize: int)
         assert recorder.bytes == {"window": written(comm, bucket)}
 
 
-def test_every_parameter_a_bucket(comm: Any) -> None:
+def test_one_bucket_per_parameter_is_one_reduction_each(comm: Any) -> None:
     for recorder in second_step(comm, TINY):
         assert recorder.calls == {"window": len(SIZES)}
         assert recorder.bytes == {"window": sum(written(comm, lines(size) + 1) for size in SIZES)}
 
 
-def test_buckets_hold_what_the_setting_says(comm: Any) -> None:
+def test_buckets_have_the_size_of_the_setting(comm: Any) -> None:
     # 1000 bytes: in the order of the backward pass 10 + 230, 23, 391, 17 + 170 elements.
     recorder = second_step(comm, ParallelSettings(bucket_mib=1000 / 2**20))[1]
     groups = [[10, 230], [23], [391], [17, 170]]
@@ -71,7 +71,7 @@ def test_buckets_hold_what_the_setting_says(comm: Any) -> None:
     assert recorder.bytes == {"window": sum(written(comm, bucket) for bucket in wanted)}
 
 
-def test_accumulating_passes_send_nothing(comm: Any) -> None:
+def test_accumulating_passes_send_no_message(comm: Any) -> None:
     model = make_mlp()
     strategy = DataParallel(model, comm)
     backward(model, part(comm, comm.rank))
@@ -84,7 +84,7 @@ def test_accumulating_passes_send_nothing(comm: Any) -> None:
     assert recorder.calls == {"window": 1}
 
 
-def test_unused_parameters_cost_no_message_of_their_own(comm: Any) -> None:
+def test_unused_parameters_cost_no_extra_message(comm: Any) -> None:
     model = Branches()
     DataParallel(model, comm)
     for step in range(3):
@@ -93,7 +93,7 @@ def test_unused_parameters_cost_no_message_of_their_own(comm: Any) -> None:
         assert recorder.calls == {"window": 1}
 
 
-def test_buffers_travel_once_a_forward_pass_in_one_message_a_dtype(comm: Any) -> None:
+def test_buffers_are_sent_once_per_forward_pass_in_one_message_per_dtype(comm: Any) -> None:
     model = nn.Sequential(make_mlp(), nn.BatchNorm1d(10), nn.BatchNorm1d(10))
     strategy = DataParallel(model, comm)
     with comm.recording() as recorder:
@@ -104,9 +104,9 @@ def test_buffers_travel_once_a_forward_pass_in_one_message_a_dtype(comm: Any) ->
     assert not recorder.calls
 
 
-# Begun are those of the two later layers, but for a weight whose gradient is transposed at the end.
+# Reductions of the two later layers have begun, except for a weight whose gradient is transposed at the end.
 @pytest.mark.parametrize("kind, first, begun, all_of_them", [(make_mlp, "1", 3, 6), (Mixed, "narrow", 4, 7)])
-def test_reductions_begin_while_the_backward_pass_runs(
+def test_reductions_overlap_the_backward_pass(
     comm: Any, kind: Callable[[], nn.Module], first: str, begun: int, all_of_them: int
 ) -> None:
     model, seen = kind(), []

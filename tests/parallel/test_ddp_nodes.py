@@ -1,4 +1,4 @@
-"""Data parallelism over several nodes, equal or not: the same gradients, whatever else the model sends meanwhile."""
+"""Data parallelism over several nodes, equal or not: the same gradients, also if the model itself communicates."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ pytestmark = [pytest.mark.ranks(3, 4), pytest.mark.limit(30)]
 
 @BOTH
 @pytest.mark.parametrize("kind", KINDS)
-def test_learns_what_one_process_learns(spread: Any, kind: str, settings: ParallelSettings) -> None:
+def test_training_equals_that_of_one_process(spread: Any, kind: str, settings: ParallelSettings) -> None:
     alone, model = KINDS[kind][0](), KINDS[kind][0]()
     DataParallel(model, spread, settings)
     losses = learn(model, kind, 4, spread)
@@ -43,7 +43,7 @@ def test_learns_what_one_process_learns(spread: Any, kind: str, settings: Parall
     assert_same_on_all_ranks(spread, weights(model))
 
 
-def test_compressed_gradients_are_the_same_everywhere(spread: Any) -> None:
+def test_compressed_gradients_are_equal_on_all_ranks(spread: Any) -> None:
     model = Branches()
     DataParallel(model, spread, ParallelSettings(compression="bfloat16"))
     backward(model, part(spread, spread.rank), 1, *"abc")
@@ -51,7 +51,7 @@ def test_compressed_gradients_are_the_same_everywhere(spread: Any) -> None:
 
 
 class Normed(nn.Module):
-    """Have batch norms, so that the backward pass has collectives of its own, and parameters for some samples only."""
+    """Model with batch norms, whose backward pass has collectives, and parameters used for only some samples."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -70,8 +70,8 @@ class Normed(nn.Module):
         return x
 
 
-def test_collectives_of_the_backward_pass_come_between(spread: Any) -> None:
-    # Buckets are full at other times on other ranks, while all ranks meet in the batch norms.
+def test_collectives_of_the_backward_pass_may_interleave_with_reductions(spread: Any) -> None:
+    # Buckets are full at different times on different ranks, while all ranks synchronise in the batch norms.
     model, alone = Normed(), Normed()
     attach(model, spread, ParallelSettings(bucket_mib=1e-6, sync_batchnorm=True))
     every_other = torch.arange(BATCH).chunk(spread.size)

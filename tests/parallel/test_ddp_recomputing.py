@@ -1,4 +1,4 @@
-"""Activations that are computed again in the backward pass: gradients come in another order, or twice."""
+"""Recomputed activations in data parallelism: gradients come in another order, or twice."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.ranks
 
 
 class Recomputed(Branches):
-    """Compute the named branches again in the backward pass."""
+    """Branches, the named ones of which are recomputed in the backward pass."""
 
     reentrant = False
 
@@ -29,14 +29,14 @@ class Recomputed(Branches):
 
 
 class Reentrant(Recomputed):
-    """Do so in a backward pass inside the backward pass."""
+    """Branches recomputed by a nested (reentrant) backward pass."""
 
     reentrant = True
 
 
 @BOTH
 @pytest.mark.parametrize("kind", [Recomputed, Reentrant])
-def test_activations_may_be_computed_again(comm: Any, settings: ParallelSettings, kind: type[Branches]) -> None:
+def test_activations_may_be_recomputed(comm: Any, settings: ParallelSettings, kind: type[Branches]) -> None:
     model = kind()
     DataParallel(model, comm, settings)
     for _ in range(3):
@@ -46,7 +46,7 @@ def test_activations_may_be_computed_again(comm: Any, settings: ParallelSettings
         assert_same(gradients(model), branch_gradients(comm, ["abc"] * comm.size))
 
 
-def test_parameter_that_gets_its_gradient_twice_is_refused(own: Any) -> None:
+def test_a_parameter_that_gets_its_gradient_twice_is_refused(own: Any) -> None:
     model = Branches()
     DataParallel(model, own, TINY)
     inputs, targets = part(own, own.rank)

@@ -1,4 +1,4 @@
-"""One process with several GPUs: refused where it cannot be, torch's DataParallel where it can."""
+"""One process with several GPUs: torch's DataParallel if possible, refused otherwise."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ Call = tuple[Any, list[int]]
 
 
 def split(module: nn.Module, inputs: Any, device_ids: list[int], *, module_kwargs: Any) -> Any:
-    """Do on the CPU what torch's ``data_parallel`` does: copy all modules, give each copy a part of the batch."""
+    """Emulate torch's ``data_parallel`` on the CPU: copy all modules, run each copy on a part of the batch."""
     count = len(device_ids)
     parts = [tuple(one.chunk(count)[n] if torch.is_tensor(one) else one for one in inputs) for n in range(count)]
     return torch.cat([replicate(module)(*part, **module_kwargs) for part in parts])
 
 
 def replicate(module: nn.Module) -> Any:
-    """Return a copy with the same parameters, as torch's ``replicate`` makes it on one device."""
+    """Return a copy with the same parameters, like torch's ``replicate`` on one device."""
     replica = module._replicate_for_data_parallel()
     for name, child in module._modules.items():
         setattr(replica, name, replicate(child) if child is not None else None)
@@ -39,7 +39,7 @@ def replicate(module: nn.Module) -> Any:
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[Call]:
-    """Pretend that there are three GPUs, and note the calls."""
+    """Simulate three GPUs, and record the calls."""
     found: list[Call] = []
 
     def noted(module: nn.Module, inputs: Any, device_ids: list[int], *, module_kwargs: Any) -> Any:
@@ -74,7 +74,7 @@ def test_a_forward_on_the_instance_is_refused(calls: list[Call]) -> None:
 
 
 @pytest.mark.parametrize("kind", ["mlp", "gpt"])
-def test_learns_what_the_plain_model_learns(calls: list[Call], kind: str) -> None:
+def test_training_equals_that_of_the_plain_model(calls: list[Call], kind: str) -> None:
     make = {"mlp": make_mlp, "gpt": make_gpt}[kind]
     plain, ours = make(), make()
     strategy = ThreadedDataParallel(ours, ALONE)
@@ -83,7 +83,7 @@ def test_learns_what_the_plain_model_learns(calls: list[Call], kind: str) -> Non
     assert [devices for _, devices in calls] == [[0, 1, 2]] * 4 and strategy.model is ours
 
 
-def test_names_stay_and_detaching_gives_the_model_back(calls: list[Call]) -> None:
+def test_names_are_unchanged_and_detaching_restores_the_model(calls: list[Call]) -> None:
     model = make_gpt()
     names = list(model.state_dict()), [name for name, _ in model.named_modules()]
     strategy = ThreadedDataParallel(model, ALONE)
@@ -95,7 +95,7 @@ def test_names_stay_and_detaching_gives_the_model_back(calls: list[Call]) -> Non
     assert not calls
 
 
-def test_hooks_of_the_model_see_whole_batches_and_those_inside_see_parts(calls: list[Call]) -> None:
+def test_hooks_of_the_model_see_whole_batches_and_inner_hooks_see_parts(calls: list[Call]) -> None:
     model = make_mlp()
     seen: list[tuple[str, int]] = []
     model.register_forward_hook(lambda module, args, result: seen.append(("model", len(result))))
@@ -105,7 +105,7 @@ def test_hooks_of_the_model_see_whole_batches_and_those_inside_see_parts(calls: 
     assert seen == [("inside", 4)] * 3 + [("model", 12)]
 
 
-def test_arguments_pass_through(calls: list[Call]) -> None:
+def test_arguments_are_passed_to_the_model(calls: list[Call]) -> None:
     model, plain = Branches(), Branches()
     ThreadedDataParallel(model, ALONE)
     inputs = vectors()[0]
@@ -124,14 +124,14 @@ def test_a_copied_model_computes_with_its_own_parameters(calls: list[Call]) -> N
     assert len(calls) == 1
 
 
-def test_recomputing_goes_with_it(calls: list[Call]) -> None:
+def test_recomputing_is_supported(calls: list[Call]) -> None:
     plain, ours = make_gpt(), make_gpt()
     recompute([ours, *ours.blocks])
     ThreadedDataParallel(ours, ALONE)
     assert learn(ours, "gpt", 3) == pytest.approx(learn(plain, "gpt", 3), rel=1e-6)
 
 
-def test_the_rest_of_a_strategy_is_that_of_one_rank(calls: list[Call]) -> None:
+def test_other_methods_behave_as_on_one_rank(calls: list[Call]) -> None:
     model, plain = make_mlp(), make_mlp()
     strategy = ThreadedDataParallel(model, ALONE)
     strategy.contribute_nothing()
@@ -158,7 +158,7 @@ def test_the_models_own_gpu_comes_first(monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("again", [False, True])
-def test_several_gpus_learn_what_one_learns(again: bool) -> None:
+def test_training_on_several_gpus_equals_that_on_one(again: bool) -> None:
     inputs, targets = (tensor.cuda() for tensor in vectors())
 
     def trained(model: nn.Module) -> list[Tensor]:

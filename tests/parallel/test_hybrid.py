@@ -1,4 +1,4 @@
-"""A model on a mesh of pipe x data x tensor learns what a plain loop learns, whatever the mesh and the schedule."""
+"""Meshes of pipe x data x tensor: training equals that of a plain loop, whatever the mesh and the schedule."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def expected() -> tuple[float, ...]:
 @pytest.mark.parametrize(
     "settings", [pytest.param(each, marks=pytest.mark.ranks(size)) for size, some in MESHES.items() for each in some]
 )
-def test_the_curve_is_that_of_a_plain_loop(own: Any, settings: dict[str, Any]) -> None:
-    """Over all steps on two and three ranks, and on four where both axes split the model; else over the first ones."""
+def test_losses_equal_those_of_a_plain_loop(own: Any, settings: dict[str, Any]) -> None:
+    """Compare all steps on two and three ranks, and on four if both axes split the model; else the first steps."""
     steps = STEPS if own.size < 4 or settings == {"pipe": 2, "tensor": 2} else FEW
     trained = Trained.of(own, ParallelSettings(**settings)).learn(range(steps))
     assert trained.losses == pytest.approx(expected()[:steps], rel=CLOSE)
@@ -52,7 +52,7 @@ def test_the_curve_is_that_of_a_plain_loop(own: Any, settings: dict[str, Any]) -
 
 @pytest.mark.ranks(2, 4)
 def test_all_synchronous_schedules_give_the_same_bits(own: Any) -> None:
-    """Interleaved stages hold other layers, so there it is losses and norms that must be equal."""
+    """Interleaved stages hold different layers, so for them only losses and norms must be equal."""
     first: Trained | None = None
     for schedule in SYNCHRONOUS:
         trained = Trained.of(own, ParallelSettings(pipe=own.size, schedule=schedule)).learn(range(FEW))
@@ -66,7 +66,7 @@ def test_all_synchronous_schedules_give_the_same_bits(own: Any) -> None:
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("schedule", SYNCHRONOUS)
-def test_recomputing_changes_no_bit(own: Any, schedule: str) -> None:
+def test_recomputing_does_not_change_a_bit(own: Any, schedule: str) -> None:
     runs = [
         Trained.of(own, ParallelSettings(pipe=2, schedule=schedule, recompute=recompute)).learn(range(2))
         for recompute in (False, True)
@@ -76,7 +76,7 @@ def test_recomputing_changes_no_bit(own: Any, schedule: str) -> None:
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("partition", ["parameters", "3,6", "blocks.1", "time"])
-def test_where_it_is_cut_does_not_matter(own: Any, partition: str) -> None:
+def test_any_partition_gives_the_same_loss(own: Any, partition: str) -> None:
     from hpctrain.parallel.attach import attach
 
     model = small_gpt()
@@ -90,8 +90,8 @@ def test_where_it_is_cut_does_not_matter(own: Any, partition: str) -> None:
 
 
 @pytest.mark.ranks(2, 4)
-def test_pieces_accumulate_to_the_whole_batch(own: Any) -> None:
-    """Gradients of two halves under no_sync are those of the batch."""
+def test_accumulated_parts_equal_the_whole_batch(own: Any) -> None:
+    """Gradients of two halves under no_sync equal those of the batch."""
     settings = ParallelSettings(pipe=2, data="zero2" if own.size == 4 else "ddp")
     whole, pieces = (Trained.of(own, settings) for _ in range(2))
     inputs, targets = samples(0)
@@ -110,7 +110,7 @@ def test_pieces_accumulate_to_the_whole_batch(own: Any) -> None:
 
 @pytest.mark.ranks(2, 4)
 @pytest.mark.parametrize("settings", [{"pipe": 2}, {"tensor": 2}, {"pipe": 2, "schedule": "interleaved"}])
-def test_it_can_be_called_and_measured(own: Any, settings: dict[str, Any]) -> None:
+def test_the_model_can_be_called_and_its_loss_measured(own: Any, settings: dict[str, Any]) -> None:
     trained = Trained.of(own, ParallelSettings(**settings))
     model = small_gpt()
     with torch.no_grad():
@@ -124,7 +124,7 @@ def test_it_can_be_called_and_measured(own: Any, settings: dict[str, Any]) -> No
 
 @pytest.mark.ranks(4)
 def test_ranks_without_samples_take_part(own: Any) -> None:
-    """Where one pipeline has no samples, the gradients are those of the other's, weighed by their share."""
+    """If one pipeline has no samples, the gradients are those of the other, weighted by its share."""
     for settings in (ParallelSettings(pipe=2), ParallelSettings(tensor=2, data="zero2")):
         trained = Trained.of(own, settings)
         inputs, targets = samples(0, 4)
@@ -139,7 +139,7 @@ def test_ranks_without_samples_take_part(own: Any) -> None:
 
 
 @pytest.mark.ranks(2, 4)
-def test_names_stay_and_nothing_is_held_twice(own: Any) -> None:
+def test_names_are_unchanged_and_no_parameter_is_held_twice(own: Any) -> None:
     whole = small_gpt().state_dict()
     trained = Trained.of(own, ParallelSettings(pipe=own.size))
     everyone = own.all_gather_object(list(trained.model.state_dict()))
@@ -154,7 +154,7 @@ TIED = {"embedding.token.weight", "head.weight"}
 
 
 @pytest.mark.ranks(2)
-def test_a_tied_embedding_stays_one(own: Any) -> None:
+def test_a_tied_embedding_stays_tied(own: Any) -> None:
     trained = Trained.of(own, ParallelSettings(pipe=2)).learn(range(5))
     weights = own.all_gather_object(trained.model.state_dict()["embedding.token.weight"])
     assert torch.equal(weights[0], weights[1])
@@ -162,7 +162,7 @@ def test_a_tied_embedding_stays_one(own: Any) -> None:
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("settings", [{"pipe": 2}, {"tensor": 2}])
-def test_a_model_on_meta_gets_the_very_weights(own: Any, settings: dict[str, Any]) -> None:
+def test_a_model_on_meta_gets_the_same_weights(own: Any, settings: dict[str, Any]) -> None:
     whole = small_gpt().state_dict()
     with torch.device("meta"):
         model = small_gpt()
@@ -172,7 +172,7 @@ def test_a_model_on_meta_gets_the_very_weights(own: Any, settings: dict[str, Any
 
 
 @pytest.mark.ranks(2)
-def test_what_cannot_be_is_refused_by_all_alike(own: Any) -> None:
+def test_unsupported_settings_are_refused_on_all_ranks(own: Any) -> None:
     inputs, targets = samples(0)
 
     def train(**settings: Any) -> None:
@@ -198,8 +198,8 @@ def test_what_cannot_be_is_refused_by_all_alike(own: Any) -> None:
 
 
 @pytest.mark.ranks(2, 4)
-def test_as_many_microbatches_are_live_as_the_theory_says(own: Any) -> None:
-    """Counted where it matters: graphs of a stage that autograd holds at once."""
+def test_live_microbatches_equal_the_theory(own: Any) -> None:
+    """Count the graphs of a stage that autograd holds at once."""
     stages = own.size
     for schedule, most in {"gpipe": BATCH, "1f1b": stages - own.rank, "zb-h1": stages - own.rank, "naive": 1}.items():
         trained = Trained.of(own, ParallelSettings(pipe=stages, schedule=schedule))
@@ -209,7 +209,7 @@ def test_as_many_microbatches_are_live_as_the_theory_says(own: Any) -> None:
 
 
 class _Live:
-    """Count the activations of one layer that wait for their backward pass."""
+    """Counter of the activations of one layer that wait for their backward pass."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self.now = self.most = 0
@@ -229,8 +229,8 @@ class _Live:
 
 @pytest.mark.ranks(2, 4)
 @pytest.mark.parametrize("schedule", SYNCHRONOUS)
-def test_messages_carry_what_slots_carry(own: Any, schedule: str) -> None:
-    """Ranks that believe that each is alone on its node have no memory to share, and get the same bits."""
+def test_messages_and_slots_give_the_same_bits(own: Any, schedule: str) -> None:
+    """Ranks on simulated separate nodes have no shared memory, and get the same bits."""
     settings = ParallelSettings(pipe=own.size, schedule=schedule)
     apart = placed(own, alone)
     slots, messages = (Trained.of(comm, settings).learn(range(2)) for comm in (own, apart))
@@ -243,7 +243,7 @@ def test_messages_carry_what_slots_carry(own: Any, schedule: str) -> None:
 
 @pytest.mark.ranks(2)
 def test_activations_are_written_once_and_read_in_place(own: Any) -> None:
-    """Through slots go the activations of each microbatch and their gradients, and nothing else."""
+    """Slots carry only the activations of each microbatch and their gradients."""
     trained = Trained.of(own, ParallelSettings(pipe=2)).learn(range(1))
     with trained.strategy.mesh.pipe.recording() as recorder:  # type: ignore[attr-defined]
         trained.passes(*samples(0))
@@ -255,13 +255,13 @@ def test_activations_are_written_once_and_read_in_place(own: Any) -> None:
 @pytest.mark.ranks(8)
 @pytest.mark.limit(200)
 @pytest.mark.parametrize("data", ["ddp", "fsdp"])
-def test_eight_ranks_split_in_all_ways_at_once(own: Any, data: Any) -> None:
+def test_eight_ranks_split_along_all_axes_at_once(own: Any, data: Any) -> None:
     trained = Trained.of(own, ParallelSettings(pipe=2, tensor=2, data=data)).learn(range(FEW))
     assert trained.losses == pytest.approx(expected()[:FEW], rel=CLOSE)
 
 
 @pytest.mark.ranks(2, 4)
-def test_tensor_ranks_agree_on_what_they_draw(own: Any) -> None:
+def test_tensor_ranks_draw_equal_random_numbers(own: Any) -> None:
     trained = Trained.of(own, ParallelSettings(tensor=2))
     torch.manual_seed(own.rank)
     trained.strategy.agree_on_generators()
@@ -272,7 +272,7 @@ def test_tensor_ranks_agree_on_what_they_draw(own: Any) -> None:
 
 
 @pytest.mark.ranks(4)
-def test_a_model_whose_heads_cannot_be_split_is_refused_while_it_is_whole(own: Any) -> None:
+def test_a_model_whose_heads_cannot_be_split_is_refused_unchanged(own: Any) -> None:
     model = small_gpt(width=12, heads=3)
     names = list(model.state_dict())
     with pytest.raises(UsageError, match="3 heads cannot be split over 2 tensor ranks"):

@@ -1,4 +1,4 @@
-"""Stages and split matrices on a GPU learn what one process learns; activations go through host memory."""
+"""Stages and split matrices on a GPU: training equals that of one process; activations go through host memory."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ STEPS = 5
     "settings",
     [{"pipe": 2}, {"pipe": 2, "schedule": "zb-h1"}, {"pipe": 2, "schedule": "interleaved"}, {"tensor": 2}],
 )
-def test_the_curve_is_that_of_a_plain_loop(comm: Any, settings: dict[str, Any]) -> None:
+def test_losses_equal_those_of_a_plain_loop(comm: Any, settings: dict[str, Any]) -> None:
     model = small_gpt()
     strategy = attach(model, comm, ParallelSettings(**settings), torch.device("cuda"))
     optimizer = torch.optim.AdamW(model.parameters(), 5e-3)

@@ -1,4 +1,4 @@
-"""Nested inputs are cut leaf by leaf, and come back as what they were."""
+"""Nested inputs: cut leaf by leaf, and reassembled with the same types."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ Pair = namedtuple("Pair", "first second")
 
 @dataclass
 class Record:
-    """A batch of one's own."""
+    """Batch class of a user."""
 
     x: Tensor
     name: str = "r"
 
 
 class Hidden:
-    """An object with a tensor inside."""
+    """Object with a tensor inside."""
 
     def __init__(self) -> None:
         self.inside = {"x": torch.ones(2)}
@@ -48,7 +48,7 @@ NESTS: list[Any] = [
 
 
 @pytest.mark.parametrize("nest", NESTS, ids=lambda nest: type(nest).__name__)
-def test_nests_are_taken_apart_cut_and_put_together(nest: Any) -> None:
+def test_nested_inputs_are_taken_apart_cut_and_put_together(nest: Any) -> None:
     skeleton, tensors = take_apart(nest)
     again = put_together(pickle.loads(pickle.dumps(skeleton)), tensors)
     assert type(again) is type(nest) and str(again) == str(nest)
@@ -74,7 +74,7 @@ def test_nests_are_taken_apart_cut_and_put_together(nest: Any) -> None:
         (Arguments((A,), {"mask": B}), (A,), {"mask": B}),
     ],
 )
-def test_what_a_model_is_called_with(inputs: Any, args: Any, kwargs: Any) -> None:
+def test_inputs_become_the_arguments_of_the_model(inputs: Any, args: Any, kwargs: Any) -> None:
     assert str(Arguments.of(inputs).call(lambda *a, **k: (a, k))) == str((args, kwargs))
 
 
@@ -89,7 +89,7 @@ def test_samples_are_counted_over_all_leaves() -> None:
         _ = Arguments(([A, Hidden()],)).samples
 
 
-def test_shapes_and_flags_tell_calls_apart() -> None:
+def test_keys_of_calls_depend_on_shapes_and_flags() -> None:
     same = Arguments((A,), {"deep": True, "step": 3}).key()
     assert same == Arguments((A + 1,), {"deep": True, "step": 4}).key()
     for other in (

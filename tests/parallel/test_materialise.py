@@ -1,4 +1,4 @@
-"""Models that were built without memory get the very values that they would have been built with."""
+"""Models on the meta device: materialised with the values of a model built with memory."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def assert_same_state(one: nn.Module, two: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS.keys())
-def test_same_bits_as_a_model_that_was_built_with_memory(make: Callable[[], Any]) -> None:
+def test_the_bits_equal_those_of_a_model_built_with_memory(make: Callable[[], Any]) -> None:
     plain, late = made(make), made(make, "meta")
     assert is_meta(late) and not is_meta(plain)
     names = [name for name, _ in late.named_parameters(remove_duplicate=False)]
@@ -48,10 +48,10 @@ def test_same_bits_as_a_model_that_was_built_with_memory(make: Callable[[], Any]
     assert not is_meta(late)
     assert_same_state(late, plain)
     assert [name for name, _ in late.named_parameters(remove_duplicate=False)] == names
-    assert len(list(late.parameters())) == len(list(plain.parameters()))  # tied ones are one still
+    assert len(list(late.parameters())) == len(list(plain.parameters()))  # tied parameters are still one tensor
 
 
-def test_tied_weights_are_one_tensor_and_those_that_share_it_keep_their_object() -> None:
+def test_tied_weights_stay_one_tensor_and_its_owners_keep_their_objects() -> None:
     model = made(MAKERS["tied gpt"], "meta")
     held = model.head.weight
     materialise(model, CPU)
@@ -59,7 +59,7 @@ def test_tied_weights_are_one_tensor_and_those_that_share_it_keep_their_object()
     assert not held.is_meta and isinstance(held, nn.Parameter) and held.is_leaf
 
 
-def test_of_tied_weights_that_differ_the_first_owner_has_the_last_word() -> None:
+def test_the_first_owner_determines_tied_weights_that_differ() -> None:
     class Tied(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -67,7 +67,7 @@ def test_of_tied_weights_that_differ_the_first_owner_has_the_last_word() -> None
             self.second.weight = self.first.weight
 
         def initialise(self, name: str, module: nn.Module) -> None:
-            """Fill each layer with a number of its own."""
+            """Fill each layer with a different number."""
             if isinstance(module, nn.Linear):
                 nn.init.constant_(module.weight, {"first": 1, "second": 2}[name])
 
@@ -76,7 +76,7 @@ def test_of_tied_weights_that_differ_the_first_owner_has_the_last_word() -> None
     assert model.second.weight is model.first.weight and bool((model.first.weight == 1).all())
 
 
-def test_modules_of_torch_draw_by_their_own_reset() -> None:
+def test_modules_of_torch_are_initialised_by_reset_parameters() -> None:
     def make() -> nn.Module:
         return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Sequential(nn.LayerNorm(4)))
 
@@ -95,7 +95,7 @@ def test_modules_of_torch_draw_by_their_own_reset() -> None:
     assert int(model[1].num_batches_tracked) == 0
 
 
-def test_multihead_attention_draws_by_its_private_reset() -> None:
+def test_multihead_attention_is_initialised_by_its_private_reset() -> None:
     model = made(lambda: nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0), "meta")
     materialise(model, CPU)
     attention = model.self_attn
@@ -106,7 +106,7 @@ def test_multihead_attention_draws_by_its_private_reset() -> None:
 
 
 class Stubborn(nn.Module):
-    """Hold a parameter, or a buffer, that nobody draws."""
+    """Module with a parameter, or a buffer, and no method to initialise it."""
 
     def __init__(self, buffer: bool = False) -> None:
         super().__init__()
@@ -117,11 +117,11 @@ class Stubborn(nn.Module):
 
 
 @pytest.mark.parametrize("buffer", [False, True], ids=["parameter", "buffer"])
-def test_modules_that_cannot_be_drawn_are_named(buffer: bool) -> None:
+def test_modules_that_cannot_be_initialised_are_named(buffer: bool) -> None:
     def make() -> nn.Module:
         return nn.Sequential(nn.Linear(3, 3), nn.Sequential(nn.ReLU(), Stubborn(buffer)))
 
-    check_drawable(made(make))  # in memory it needs no drawing
+    check_drawable(made(make))  # in memory it needs no initialisation
     model = made(make, "meta")
     for attempt in (lambda: check_drawable(model), lambda: materialise(model, CPU)):
         with pytest.raises(UsageError) as error:
@@ -136,7 +136,7 @@ def test_modules_that_cannot_be_drawn_are_named(buffer: bool) -> None:
         check_drawable(made(lambda: Stubborn(buffer), "meta"))
 
 
-def test_the_model_may_draw_what_modules_cannot() -> None:
+def test_the_model_may_initialise_modules_that_cannot_do_so() -> None:
     class Drawing(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -154,7 +154,7 @@ def test_the_model_may_draw_what_modules_cannot() -> None:
     assert model.inside.scale.tolist() == [7, 7, 7] and "inside" in model.seen
 
 
-def test_buffers_get_memory_and_keep_their_kind() -> None:
+def test_buffers_get_memory_and_keep_dtype_and_persistence() -> None:
     def make() -> nn.Module:
         model = nn.Sequential(nn.BatchNorm1d(3))
         model.register_buffer("steps", torch.zeros(2, dtype=torch.int64), persistent=False)
@@ -172,7 +172,7 @@ def test_buffers_get_memory_and_keep_their_kind() -> None:
     assert "steps" not in model.state_dict() and model.nothing is None
 
 
-def test_a_model_in_memory_is_left_alone() -> None:
+def test_a_model_in_memory_is_unchanged() -> None:
     model = made(MAKERS["mlp"])
     before = {name: (tensor.data_ptr(), tensor.clone()) for name, tensor in model.state_dict().items()}
     torch.manual_seed(77)
@@ -181,7 +181,7 @@ def test_a_model_in_memory_is_left_alone() -> None:
         assert tensor.data_ptr() == before[name][0] and torch.equal(tensor, before[name][1])
 
 
-def test_drawing_lends_memory_for_as_long_as_it_takes() -> None:
+def test_drawing_gives_memory_only_for_its_duration() -> None:
     model = made(MAKERS["gpt"], "meta")
     plain = made(MAKERS["gpt"])
     module = model.get_submodule("blocks.1.attention.qkv")
@@ -194,7 +194,7 @@ def test_drawing_lends_memory_for_as_long_as_it_takes() -> None:
     assert draw(model, "blocks", model.blocks, CPU) == {}
 
 
-def test_drawing_gives_back_what_it_took_where_it_fails() -> None:
+def test_drawing_frees_its_memory_after_an_error() -> None:
     class Failing(nn.Linear):
         def reset_parameters(self) -> None:
             """Fail unless on the meta device."""
@@ -208,7 +208,7 @@ def test_drawing_gives_back_what_it_took_where_it_fails() -> None:
     assert all(model._parameters[name] is parameter for name, parameter in before.items())
 
 
-def test_frozen_and_wide_parameters_stay_so() -> None:
+def test_parameters_keep_requires_grad_and_dtype() -> None:
     def make() -> nn.Module:
         model = nn.Linear(3, 3, dtype=torch.float64)
         model.bias.requires_grad_(False)

@@ -1,4 +1,4 @@
-"""Ranks that hold different models are told so; those that hold the same get the same values."""
+"""Agreement on the model: different models are refused, equal ones get rank 0's values."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ CHANGES: list[tuple[Callable[[nn.Module], None], str]] = [
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("change, text", CHANGES, ids=lambda case: getattr(case, "__name__", ""))
-def test_difference_is_named_on_all_ranks(comm: Any, change: Callable[[nn.Module], None], text: str) -> None:
+def test_a_difference_is_named_on_all_ranks(comm: Any, change: Callable[[nn.Module], None], text: str) -> None:
     model, last = make_mlp(), comm.size - 1
     if comm.rank == last:
         change(model)
@@ -71,7 +71,7 @@ def test_difference_is_named_on_all_ranks(comm: Any, change: Callable[[nn.Module
 
 
 @pytest.mark.ranks
-def test_sharing_must_be_the_same(comm: Any) -> None:
+def test_sharing_must_be_equal_on_all_ranks(comm: Any) -> None:
     model = make_gpt()
     if comm.rank == 0:
         model.head.weight = nn.Parameter(model.head.weight.detach().clone())
@@ -80,7 +80,7 @@ def test_sharing_must_be_the_same(comm: Any) -> None:
 
 
 @pytest.mark.ranks
-def test_same_models_differ_in_values_only(comm: Any) -> None:
+def test_equal_models_may_differ_in_values(comm: Any) -> None:
     model = make_gpt()
     with torch.no_grad():
         for parameter in model.parameters():
@@ -88,7 +88,7 @@ def test_same_models_differ_in_values_only(comm: Any) -> None:
     check_same_model(model, comm)
 
 
-def test_description_holds_what_must_agree() -> None:
+def test_the_description_contains_what_must_agree() -> None:
     model = nn.Sequential(nn.Linear(2, 3, dtype=torch.float64), nn.BatchNorm1d(3, affine=False))
     model[0].bias.requires_grad_(False)
     assert describe(model) == [
@@ -113,7 +113,7 @@ def mixed_model(rank: int) -> nn.Module:
 
 
 @pytest.mark.ranks
-def test_rank_0_gives_its_parameters_and_buffers(comm: Any) -> None:
+def test_rank_0_broadcasts_its_parameters_and_buffers(comm: Any) -> None:
     model = mixed_model(comm.rank)
     broadcast_model(model, comm)
     assert_same_on_all_ranks(comm, weights(model))
@@ -122,7 +122,7 @@ def test_rank_0_gives_its_parameters_and_buffers(comm: Any) -> None:
 
 
 @pytest.mark.ranks
-def test_rank_0_gives_its_buffers_in_one_message_a_dtype(comm: Any) -> None:
+def test_rank_0_broadcasts_its_buffers_in_one_message_per_dtype(comm: Any) -> None:
     model, first, mine = mixed_model(comm.rank), weights(mixed_model(0)), weights(mixed_model(comm.rank))
     with comm.recording() as recorder:
         broadcast_buffers(model, comm)
@@ -132,7 +132,7 @@ def test_rank_0_gives_its_buffers_in_one_message_a_dtype(comm: Any) -> None:
         assert torch.equal(tensor, (first if name in buffers else mine)[name])
 
 
-def test_model_without_anything_to_train_is_refused(comm: Any) -> None:
+def test_a_model_without_trainable_parameters_is_refused(comm: Any) -> None:
     model = make_mlp().requires_grad_(False)
     with pytest.raises(UsageError, match="^the model has no parameter that requires a gradient$"):
         DataParallel(model, comm)

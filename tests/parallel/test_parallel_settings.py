@@ -13,12 +13,12 @@ from hpctrain.parallel.settings import ParallelSettings, parallel_settings
 
 
 @pytest.mark.parametrize("size", [0, -1.5, float("nan"), float("inf")])
-def test_bucket_of_no_size_is_refused(size: float) -> None:
+def test_an_invalid_bucket_size_is_refused(size: float) -> None:
     with pytest.raises(SettingsError, match=r"^setting parallel.bucket_mib = .*: must be a number of MiB above 0$"):
         ParallelSettings(bucket_mib=size)
 
 
-def test_any_other_size_is_taken() -> None:
+def test_any_positive_bucket_size_is_accepted() -> None:
     assert ParallelSettings(bucket_mib=1e-9).bucket_mib == 1e-9
 
 
@@ -36,7 +36,7 @@ def test_any_other_size_is_taken() -> None:
         (ServerSettings, {"mode": "async"}, "setting server.mode = 'async': .*; did you mean 'asynchronous'?"),
     ],
 )
-def test_wrong_values_are_refused_in_python_too(kind: Any, fields: dict[str, Any], message: str) -> None:
+def test_wrong_values_are_also_refused_in_python(kind: Any, fields: dict[str, Any], message: str) -> None:
     with pytest.raises(SettingsError, match=message.replace("?", r"\?")):
         kind(**fields)
 
@@ -45,7 +45,7 @@ def test_one_unit_needs_no_list() -> None:
     assert ParallelSettings(units="Block").units == ("Block",)  # type: ignore[arg-type]
 
 
-def test_settings_by_name_dict_and_dataclass() -> None:
+def test_settings_may_be_a_name_a_dict_or_a_dataclass() -> None:
     assert parallel_settings(None) == ParallelSettings()
     assert parallel_settings("fsdp") == ParallelSettings(data="fsdp")
     chosen = ParallelSettings(data="fsdp", recompute=True)
@@ -62,6 +62,6 @@ def test_settings_by_name_dict_and_dataclass() -> None:
         (OffloadSettings(), "allowed are ParallelSettings, a dict of its fields, the name of a strategy"),
     ],
 )
-def test_anything_else_is_refused(value: Any, message: str) -> None:
+def test_other_values_are_refused(value: Any, message: str) -> None:
     with pytest.raises(SettingsError, match=message.replace("?", r"\?")):
         parallel_settings(value)

@@ -1,4 +1,4 @@
-"""Numbers of ranks and microbatches that follow from the settings, or the reason why they cannot."""
+"""Numbers of ranks and microbatches that follow from the settings, and errors of impossible settings."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hpctrain.parallel.plan import even_pieces, generator_number, microbatches_f
 from hpctrain.parallel.settings import ParallelSettings
 
 
-def test_what_is_left_over_is_data() -> None:
+def test_remaining_ranks_form_the_data_axis() -> None:
     shape = shape_of(ParallelSettings(pipe=2, tensor=3), 24)
     assert (shape.pipe, shape.data, shape.tensor) == (2, 4, 3)
     with pytest.raises(UsageError, match="4 ranks cannot form a mesh"):
@@ -21,12 +21,12 @@ def test_what_is_left_over_is_data() -> None:
     [(2, "1f1b", 8, 8), (2, "1f1b", 32, 8), (4, "gpipe", 30, 15), (2, "1f1b", 7, 7), (2, "1f1b", 11, 1)]
     + [(2, "interleaved", 6, 6), (4, "interleaved", 12, 12), (2, "interleaved", 10, 2)],
 )
-def test_as_many_microbatches_as_fit(pipe: int, schedule: str, samples: int, expected: int) -> None:
+def test_microbatches_are_as_many_as_fit(pipe: int, schedule: str, samples: int, expected: int) -> None:
     settings = ParallelSettings(pipe=pipe, schedule=schedule)  # type: ignore[arg-type]
     assert microbatches_for(settings, samples) == expected
 
 
-def test_microbatches_that_do_not_fit() -> None:
+def test_microbatches_that_do_not_divide_the_samples_are_refused() -> None:
     assert microbatches_for(ParallelSettings(pipe=2, microbatches=3), 12) == 3
     with pytest.raises(SettingsError, match="= 5 does not divide the 12 samples .*: allowed are 1, 2, 3, 4, 6, 12"):
         microbatches_for(ParallelSettings(pipe=2, microbatches=5), 12)
@@ -34,11 +34,11 @@ def test_microbatches_that_do_not_fit() -> None:
         microbatches_for(ParallelSettings(pipe=2, schedule="interleaved"), 7)
 
 
-def test_even_pieces_are_the_most_that_fit() -> None:
+def test_even_pieces_are_as_many_as_fit() -> None:
     assert [even_pieces(12, most) for most in (1, 2, 5, 8, 100)] == [1, 2, 4, 6, 12]
 
 
-def test_ranks_of_one_tensor_line_draw_alike() -> None:
+def test_ranks_of_one_tensor_group_use_the_same_generator() -> None:
     shape = shape_of(ParallelSettings(pipe=2, tensor=2), 8)
     assert [generator_number(shape, rank) for rank in range(8)] == [0, 0, 2, 2, 4, 4, 6, 6]
 
@@ -58,6 +58,6 @@ def test_ranks_of_one_tensor_line_draw_alike() -> None:
         ({"pipe": 2, "sync_batchnorm": True}, "sync_batchnorm: is not for parallel.pipe above 1"),
     ],
 )
-def test_settings_that_contradict_each_other(settings: dict[str, object], said: str) -> None:
+def test_contradictory_settings_are_refused(settings: dict[str, object], said: str) -> None:
     with pytest.raises(SettingsError, match=said):
         ParallelSettings(**settings)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Computing again changes memory and nothing else."""
+"""Recomputation of activations: it changes memory and no result."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ WIDTH = 6
 
 
 class Part(nn.Module):
-    """Take a tensor by position and one by name, and drop some of both."""
+    """Layer with a tensor by position and one by name, and dropout of both."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class Part(nn.Module):
 
 
 class Parts(nn.Module):
-    """Run two parts that see the same second input."""
+    """Model of two parts with the same second input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ def of(model: nn.Module, kind: type[nn.Module]) -> list[nn.Module]:
 
 
 def trained(model: nn.Module, loss: Callable[[nn.Module], Tensor], steps: int = 3) -> tuple[list[float], Any]:
-    """Return losses and last gradients, with what the generator gives afterwards."""
+    """Return losses and last gradients, and the next random numbers of the generator."""
     torch.manual_seed(11)
     losses = []
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -90,7 +90,7 @@ def trained(model: nn.Module, loss: Callable[[nn.Module], Tensor], steps: int = 
 
 
 def saved_bytes(model: nn.Module, loss: Callable[[nn.Module], Tensor]) -> int:
-    """Return what the forward pass keeps for the backward pass besides parameters."""
+    """Return the bytes that the forward pass saves for the backward pass besides parameters."""
     kept: dict[int, int] = {}
     own = {parameter.data_ptr() for parameter in model.parameters()}
 
@@ -106,7 +106,7 @@ def saved_bytes(model: nn.Module, loss: Callable[[nn.Module], Tensor]) -> int:
 
 
 @pytest.mark.parametrize("make, loss, kind", CASES)
-def test_losses_gradients_and_statistics_are_the_same_bits(
+def test_losses_gradients_and_statistics_have_the_same_bits(
     make: Callable[[], nn.Module], loss: Callable[[nn.Module], Tensor], kind: type[nn.Module]
 ) -> None:
     plain, again = make(), make()
@@ -119,7 +119,7 @@ def test_losses_gradients_and_statistics_are_the_same_bits(
 
 
 @pytest.mark.parametrize("make, loss, kind", CASES)
-def test_less_is_kept(
+def test_less_memory_is_saved_for_backward(
     make: Callable[[], nn.Module], loss: Callable[[nn.Module], Tensor], kind: type[nn.Module]
 ) -> None:
     model = make()
@@ -142,7 +142,7 @@ def test_forward_runs_twice_in_training_and_once_elsewhere() -> None:
     assert model.first.runs == 4
 
 
-def test_hooks_stay_outside() -> None:
+def test_hooks_are_not_run_again() -> None:
     model, calls = Parts(), []
     recompute([model.first])
     model.first.register_forward_pre_hook(lambda module, args: calls.append("before"))
@@ -160,7 +160,7 @@ def test_a_module_named_twice_recomputes_once() -> None:
     assert type(model.first) is kind
     parts_loss(model).backward()
     assert model.first.runs == 2
-    later()  # it has changed nothing
+    later()  # the model is unchanged
     parts_loss(model).backward()
     assert model.first.runs == 4
     undo()
@@ -169,14 +169,14 @@ def test_a_module_named_twice_recomputes_once() -> None:
     assert model.first.runs == 5 and type(model.first) is Part
 
 
-def test_modules_inside_each_other_may_both_recompute() -> None:
+def test_nested_modules_may_both_recompute() -> None:
     plain, again = make_dropping_gpt(), make_dropping_gpt()
     recompute([again, *of(again, Block)])
     assert trained(again, gpt_loss)[0] == trained(plain, gpt_loss)[0]
     assert saved_bytes(again, gpt_loss) < saved_bytes(plain, gpt_loss) / 10
 
 
-def test_names_and_class_names_stay() -> None:
+def test_names_and_class_names_are_unchanged() -> None:
     model = Parts()
     names = list(model.state_dict()), [name for name, _ in model.named_modules()], repr(model)
     recompute([model.first])
@@ -197,7 +197,7 @@ def by_torch(model: nn.Module) -> Any:
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, by_pickle, by_torch])
-def test_copies_recompute_with_what_is_theirs(copied: Callable[[nn.Module], Any]) -> None:
+def test_copies_recompute_with_their_own_modules(copied: Callable[[nn.Module], Any]) -> None:
     model, plain = Parts(), Parts()
     recompute([model.first])
     twin = copied(model.first)
@@ -219,7 +219,7 @@ def test_replicas_of_torchs_data_parallel_run_their_own_modules() -> None:
     assert (replica.runs, model.first.runs) == (2, 0) and replica.linear.weight.grad is not None
 
 
-def test_modules_whose_forward_is_not_their_classs_are_refused_and_all_stay_as_they_were() -> None:
+def test_modules_with_a_replaced_forward_are_refused_unchanged() -> None:
     model = Parts()
     model.second.forward = model.second.forward  # type: ignore[method-assign]
     wanted = "^a module of class Part cannot recompute, as its forward is not its class's: compile or replace it later$"

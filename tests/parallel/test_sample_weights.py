@@ -1,4 +1,4 @@
-"""Batches that are divided unevenly over the ranks train what one process trains on whole batches."""
+"""Unevenly divided batches: training equals that of one process on whole batches."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def make_plain() -> nn.Module:
 
 
 def make_normed() -> nn.Module:
-    """Return a small convnet with batch norms of two kinds, one in two places."""
+    """Return a small convnet with batch norms of two kinds, one of them used twice."""
     torch.manual_seed(7)
     norm = nn.BatchNorm1d(6, momentum=None)
     layers = [nn.Unflatten(1, (2, 5)), nn.Conv1d(2, 6, 3, padding=1), norm, nn.ReLU(), nn.Conv1d(6, 6, 3), norm]
@@ -64,7 +64,7 @@ MODELS = pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
 def attached(
     comm: Any, name: str, make: Callable[[], nn.Module] = make_plain
 ) -> Iterator[tuple[nn.Module, Strategy, Any]]:
-    """Give a model in float64, its strategy, and their communicator."""
+    """Yield a model in float64, its strategy, and their communicator."""
     settings, offload, placing = CASES[name]
     own = comm.split(0) if placing is None else placed(comm, placing)
     model = make()
@@ -80,7 +80,7 @@ def divided(size: int, step: int) -> list[int]:
 
 
 def part(rank: int, counts: Sequence[int], tensors: Sequence[Tensor], stand_in: float) -> list[Tensor]:
-    """Return a rank's samples, or one full of ``stand_in`` where it has none."""
+    """Return a rank's samples, or one sample filled with ``stand_in`` if it has none."""
     begin, count = sum(counts[:rank]), counts[rank]
     if count:
         return [each[begin : begin + count] for each in tensors]
@@ -146,7 +146,7 @@ def compare(
 @pytest.mark.ranks
 @ALL
 @MODELS
-def test_uneven_shares_train_what_one_process_trains(comm: Any, name: str, make: Any) -> None:
+def test_uneven_shares_train_like_one_process(comm: Any, name: str, make: Any) -> None:
     compare(comm, name, make)
 
 
@@ -154,20 +154,20 @@ def test_uneven_shares_train_what_one_process_trains(comm: Any, name: str, make:
 @SYNCED
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])
 @MODELS
-def test_stand_in_that_is_not_finite_counts_for_nothing(comm: Any, name: str, value: float, make: Any) -> None:
+def test_a_nonfinite_placeholder_sample_does_not_count(comm: Any, name: str, value: float, make: Any) -> None:
     compare(comm, name, make, stand_in=value)
 
 
 @pytest.mark.ranks
 @ALL
 @MODELS
-def test_reduced_passes_of_one_update_may_be_divided_differently(comm: Any, name: str, make: Any) -> None:
+def test_synchronised_passes_of_one_update_may_be_divided_differently(comm: Any, name: str, make: Any) -> None:
     compare(comm, name, make, accumulate=3)
 
 
 @pytest.mark.ranks
 @ALL
-def test_local_passes_of_one_update_divided_alike(comm: Any, name: str) -> None:
+def test_local_passes_of_one_update_may_be_divided_equally(comm: Any, name: str) -> None:
     compare(comm, name, accumulate=3, local=True)
 
 
@@ -193,7 +193,7 @@ def test_local_passes_divided_differently_are_refused(comm: Any, name: str) -> N
 
 @pytest.mark.ranks
 @SYNCED
-def test_dropped_local_gradients_leave_no_weight_behind(comm: Any, name: str) -> None:
+def test_dropping_local_gradients_resets_the_weight(comm: Any, name: str) -> None:
     with attached(comm, name) as (model, strategy, _):
         for set_to_none in (True, False):
             strategy.set_sample_weight(1.5)
@@ -209,7 +209,7 @@ def test_dropped_local_gradients_leave_no_weight_behind(comm: Any, name: str) ->
 
 @pytest.mark.ranks
 @SYNCED
-def test_weight_of_one_changes_no_bit(comm: Any, name: str) -> None:
+def test_a_weight_of_one_does_not_change_a_bit(comm: Any, name: str) -> None:
     results = []
     for sets in (False, True):
         with attached(comm, name) as (model, strategy, _):
@@ -228,7 +228,7 @@ def even_mlp() -> nn.Module:
 
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("axes", [{"pipe": 2, "microbatches": 1}, {"tensor": 2}], ids=str)
-def test_axes_of_a_mesh_weigh_over_the_data_axis(comm: Any, axes: dict[str, Any]) -> None:
+def test_weights_on_a_mesh_apply_to_the_data_axis(comm: Any, axes: dict[str, Any]) -> None:
     single, model = even_mlp(), even_mlp()
     strategy = attach(model, comm, ParallelSettings(**axes), CPU)
     data, objective = strategy.data, Objective(LOSSES["mse"])
@@ -244,7 +244,7 @@ def test_axes_of_a_mesh_weigh_over_the_data_axis(comm: Any, axes: dict[str, Any]
             torch.testing.assert_close(gradient, wanted[key].grad, rtol=1e-5, atol=1e-6)
 
 
-def test_weights_that_are_none_are_refused(comm: Any) -> None:
+def test_invalid_weights_are_refused(comm: Any) -> None:
     strategy = attach(make_mlp(), comm, ParallelSettings(), CPU)
     for weight in (-0.1, float("inf"), float("nan")):
         with pytest.raises(UsageError, match="^invalid sample weight: .*; allowed is a finite number of at least 0; "):

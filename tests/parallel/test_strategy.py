@@ -1,4 +1,4 @@
-"""What all strategies share."""
+"""Methods common to all strategies."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import nn
 from hpctrain.parallel.strategy import clip_whole_gradients, trainable
 
 
-def test_trainable_names_each_parameter_once() -> None:
+def test_trainable_parameters_are_named_once() -> None:
     model = make_gpt()
     model.norm.weight.requires_grad_(False)
     names = [name for name, _ in trainable(model)]
@@ -19,7 +19,7 @@ def test_trainable_names_each_parameter_once() -> None:
 
 
 @pytest.mark.parametrize("max_norm", [1e-3, 0.5, 100.0, float("inf")])
-def test_clips_as_torch_does(max_norm: float) -> None:
+def test_clipping_equals_torchs(max_norm: float) -> None:
     ours, plain = make_mlp(), make_mlp()
     for model in (ours, plain):
         backward(model, vectors())
@@ -30,7 +30,7 @@ def test_clips_as_torch_does(max_norm: float) -> None:
     assert_same(gradients(ours), gradients(plain), rtol=0, atol=0)
 
 
-def test_gradients_that_are_not_finite_stay_as_they_are() -> None:
+def test_nonfinite_gradients_are_not_scaled() -> None:
     model = make_mlp()
     backward(model, vectors())
     model[1].weight.grad[0, 0] = torch.inf
@@ -39,5 +39,5 @@ def test_gradients_that_are_not_finite_stay_as_they_are() -> None:
     assert_same(gradients(model), before, rtol=0, atol=0)
 
 
-def test_model_without_gradients_has_norm_zero() -> None:
+def test_a_model_without_gradients_has_norm_zero() -> None:
     assert clip_whole_gradients(make_mlp(), 1.0) == 0

@@ -1,4 +1,4 @@
-"""Synchronised batch norm computes what plain batch norm computes from the whole batch."""
+"""Synchronised batch norm: equal to plain batch norm on the whole batch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Kept = dict[str, Tensor]
 
 
 def whole_batch(kind: str, step: int, samples: int = 12) -> tuple[Tensor, Tensor]:
-    """Return inputs far from zero, and what they are weighed with in the loss."""
+    """Return inputs far from zero, and their weights in the loss."""
     generator = torch.Generator().manual_seed(step)
     shape = (samples, FEATURES, *SHAPES[kind])
     return 3 + 2 * torch.randn(shape, generator=generator), torch.randn(shape, generator=generator)
@@ -78,7 +78,7 @@ def compare(comm: Any, kind: str, counts: Sequence[int], steps: int = 3, **optio
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("kind", SHAPES)
-def test_equals_plain_batch_norm_on_the_whole_batch(comm: Any, kind: str) -> None:
+def test_it_equals_plain_batch_norm_on_the_whole_batch(comm: Any, kind: str) -> None:
     compare(comm, kind, even(comm))
 
 
@@ -100,7 +100,7 @@ def test_ranks_may_hold_different_numbers_of_samples(comm: Any, kind: str) -> No
     ],
     ids=str,
 )
-def test_options_mean_the_same(comm: Any, options: dict[str, Any]) -> None:
+def test_options_have_the_same_meaning(comm: Any, options: dict[str, Any]) -> None:
     compare(comm, "2d", even(comm), **options)
 
 
@@ -126,7 +126,7 @@ def test_all_ranks_keep_the_same_statistics(comm: Any) -> None:
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("tracking", [True, False])
-def test_evaluation_is_plain_and_nobody_elses_business(comm: Any, tracking: bool) -> None:
+def test_evaluation_is_plain_and_does_not_communicate(comm: Any, tracking: bool) -> None:
     plain = make("2d", track_running_stats=tracking)
     ours = convert(nn.Sequential(copy.deepcopy(plain)), comm).eval()
     plain.eval()
@@ -138,7 +138,7 @@ def test_evaluation_is_plain_and_nobody_elses_business(comm: Any, tracking: bool
 
 
 @pytest.mark.ranks
-def test_sixteen_bit_input_stays_what_it_is(comm: Any) -> None:
+def test_sixteen_bit_inputs_give_sixteen_bit_outputs(comm: Any) -> None:
     plain = make("2d")
     ours = convert(nn.Sequential(make("2d")), comm)[0]
     inputs, factors = (tensor.bfloat16() for tensor in whole_batch("2d", 0))
@@ -153,7 +153,7 @@ def test_sixteen_bit_input_stays_what_it_is(comm: Any) -> None:
 
 
 @pytest.mark.ranks
-def test_two_messages_a_pass(comm: Any) -> None:
+def test_each_pass_has_two_messages(comm: Any) -> None:
     norm = SyncBatchNorm(comm, FEATURES)
     inputs, factors = (cut(tensor, comm, even(comm)) for tensor in whole_batch("2d", 0))
     with comm.recording() as recorder:
@@ -163,14 +163,14 @@ def test_two_messages_a_pass(comm: Any) -> None:
 
 
 @pytest.mark.ranks
-def test_wrong_input_is_refused(comm: Any) -> None:
+def test_invalid_inputs_are_refused(comm: Any) -> None:
     norm = SyncBatchNorm(comm, FEATURES)
     for shape in ((FEATURES,), (3, FEATURES + 1)):
         with pytest.raises(UsageError, match=r"^batch norm of 5 features got input of shape .*: allowed is \[samples,"):
             norm(torch.zeros(shape))
 
 
-def test_one_rank_computes_the_plain_thing(comm: Any) -> None:
+def test_one_rank_equals_plain_batch_norm(comm: Any) -> None:
     for kind in SHAPES:
         compare(comm, kind, even(comm))
 
@@ -179,7 +179,7 @@ def test_one_rank_computes_the_plain_thing(comm: Any) -> None:
 
 
 class Net(nn.Module):
-    """Have batch norms in several places, one of them in two."""
+    """Model with several batch norms, one of them in two places."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -205,14 +205,14 @@ def test_conversion_keeps_names_tensors_and_sharing(comm: Any) -> None:
     assert not any(type(module) in PLAIN.values() for module in net.modules())
 
 
-def test_conversion_of_a_batch_norm_returns_another(comm: Any) -> None:
+def test_conversion_of_a_batch_norm_returns_a_new_module(comm: Any) -> None:
     plain = nn.BatchNorm1d(3)
     converted = convert(plain, comm)
     assert isinstance(converted, SyncBatchNorm) and converted.weight is plain.weight
     assert convert(converted, comm) is converted
 
 
-def test_converted_model_can_be_copied(comm: Any) -> None:
+def test_a_converted_model_can_be_copied(comm: Any) -> None:
     net = convert(Net(), comm)
     twin = copy.deepcopy(net)
     assert twin.first is not net.first and twin.first.comm is net.first.comm
@@ -240,7 +240,7 @@ def test_data_parallelism_averages_its_parameters_like_all_others(comm: Any) -> 
 
 
 @pytest.mark.ranks
-def test_rank_without_a_sample_is_refused(comm: Any) -> None:
+def test_a_rank_without_a_sample_is_refused(comm: Any) -> None:
     strategy = DataParallel(convert(nn.Sequential(nn.BatchNorm1d(FEATURES)), comm), comm)
     with pytest.raises(UsageError, match=f"^rank {comm.rank} has no sample in this step, but synchronised batch norm"):
         strategy.contribute_nothing()

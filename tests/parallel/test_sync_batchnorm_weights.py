@@ -1,4 +1,4 @@
-"""Synchronised batch norm with sample weights, and where it is chosen without being asked for."""
+"""Synchronised batch norm with sample weights, and its automatic use."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CPU = torch.device("cpu")
 
 
 def whole_batch(step: int, samples: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return inputs far from zero, and what they are weighed with in the loss."""
+    """Return inputs far from zero, and their weights in the loss."""
     generator = torch.Generator().manual_seed(step)
     shape = (samples, FEATURES, 3)
     inputs, factors = (torch.randn(shape, generator=generator, dtype=torch.float64) for _ in range(2))
@@ -88,7 +88,7 @@ def test_weighted_ranks_equal_one_process_on_the_whole_batch(
 
 
 @pytest.mark.ranks
-def test_sums_over_some_samples_at_a_time_are_the_same(comm: Any, monkeypatch: Any) -> None:
+def test_sums_in_parts_equal_the_whole_sum(comm: Any, monkeypatch: Any) -> None:
     monkeypatch.setattr(sync_batchnorm, "TOGETHER", 1)
     plain, norm = nn.BatchNorm1d(FEATURES, dtype=torch.float64), SyncBatchNorm(comm, FEATURES, dtype=torch.float64)
     inputs, factors = whole_batch(0, 20 * comm.size, torch.float64)  # more samples than parts
@@ -99,7 +99,7 @@ def test_sums_over_some_samples_at_a_time_are_the_same(comm: Any, monkeypatch: A
 
 
 @pytest.mark.ranks
-def test_gradients_agree_with_differences(comm: Any) -> None:
+def test_gradients_agree_with_finite_differences(comm: Any) -> None:
     norm = SyncBatchNorm(comm, FEATURES, dtype=torch.float64)
     norm.sample_weight = 1.0
     inputs, factors = (each[comm.rank : comm.rank + 1] for each in whole_batch(0, comm.size, torch.float64))
@@ -109,14 +109,14 @@ def test_gradients_agree_with_differences(comm: Any) -> None:
         values = []
         for sign in (1, -1):
             moved = inputs.clone()
-            moved[place] += sign * step * (comm.rank == comm.size - 1)  # one rank's sample moves
+            moved[place] += sign * step * (comm.rank == comm.size - 1)  # the sample of one rank is changed
             values.append(comm.all_reduce((norm(moved) * factors).sum().detach().reshape(1)))
         difference = comm.broadcast(gradient[place].clone().reshape(1), comm.size - 1)
         torch.testing.assert_close((values[0] - values[1]) / (2 * step), difference, rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.ranks
-def test_strategies_pass_the_weight_on(comm: Any) -> None:
+def test_strategies_pass_the_weight_to_batch_norms(comm: Any) -> None:
     for data in ("ddp", "zero2", "fsdp"):
         model = net()
         strategy = attach(model, comm, ParallelSettings(data=data), CPU)  # type: ignore[arg-type]
@@ -124,7 +124,7 @@ def test_strategies_pass_the_weight_on(comm: Any) -> None:
         assert model[1].sample_weight == 0.25
 
 
-# Where it is automatic ------------------------------------------------------------------------------------------------
+# Automatic use --------------------------------------------------------------------------------------------------------
 
 
 def net(norm: type[nn.Module] = nn.BatchNorm1d) -> Any:
@@ -133,7 +133,7 @@ def net(norm: type[nn.Module] = nn.BatchNorm1d) -> Any:
 
 
 class WithActivation(nn.BatchNorm1d):
-    """Batch norm that computes more than that."""
+    """Batch norm with a forward of its own."""
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002
         return torch.relu(super().forward(input))
@@ -141,7 +141,7 @@ class WithActivation(nn.BatchNorm1d):
 
 @contextmanager
 def logged(caplog: Any) -> Iterator[list[str]]:
-    """Give the lines that the package logs in a ``with`` block."""
+    """Yield the lines that the package logs in a ``with`` block."""
     logger, found = logging.getLogger("hpctrain"), []
     level, propagates = logger.level, logger.propagate
     logger.propagate = False
@@ -174,24 +174,24 @@ def test_batch_norms_are_synchronised_over_data_ranks(comm: Any, caplog: Any, da
 
 
 @pytest.mark.ranks
-def test_nothing_is_said_of_a_model_without_batch_norms(comm: Any, caplog: Any) -> None:
+def test_a_model_without_batch_norms_gives_no_message(comm: Any, caplog: Any) -> None:
     assert attach_logged(comm, caplog, nn.Sequential(nn.Linear(4, 4))) == []
 
 
 @pytest.mark.ranks
-def test_false_leaves_them_alone(comm: Any, caplog: Any) -> None:
+def test_sync_batchnorm_false_keeps_plain_batch_norms(comm: Any, caplog: Any) -> None:
     model = net()
     assert attach_logged(comm, caplog, model, sync_batchnorm=False) == []
     assert type(model[1]) is nn.BatchNorm1d
 
 
-def test_one_rank_needs_none(comm: Any, caplog: Any) -> None:
+def test_one_rank_keeps_plain_batch_norms(comm: Any, caplog: Any) -> None:
     model = net()
     assert attach_logged(comm, caplog, model) == [] and type(model[1]) is nn.BatchNorm1d
 
 
 @pytest.mark.ranks
-def test_asynchronous_strategies_warn(comm: Any, caplog: Any) -> None:
+def test_asynchronous_strategies_give_a_warning(comm: Any, caplog: Any) -> None:
     model = net()
     lines = attach_logged(comm, caplog, model, data="easgd")
     assert type(model[1]) is nn.BatchNorm1d
@@ -200,7 +200,7 @@ def test_asynchronous_strategies_warn(comm: Any, caplog: Any) -> None:
 
 
 @pytest.mark.ranks
-def test_model_that_is_a_batch_norm_keeps_training(comm: Any, caplog: Any) -> None:
+def test_a_model_that_is_a_batch_norm_is_not_replaced(comm: Any, caplog: Any) -> None:
     model = nn.BatchNorm1d(FEATURES)
     lines = attach_logged(comm, caplog, model)
     model(torch.randn(4, FEATURES)).square().sum().backward()
@@ -208,7 +208,7 @@ def test_model_that_is_a_batch_norm_keeps_training(comm: Any, caplog: Any) -> No
 
 
 @pytest.mark.ranks
-def test_batch_norm_with_a_forward_of_its_own_is_left_alone(comm: Any, caplog: Any) -> None:
+def test_a_batch_norm_with_its_own_forward_is_not_replaced(comm: Any, caplog: Any) -> None:
     model = nn.Sequential(net(), WithActivation(4))
     lines = attach_logged(comm, caplog, model)
     assert isinstance(model[0][1], SyncBatchNorm) and type(model[1]) is WithActivation
@@ -218,7 +218,7 @@ def test_batch_norm_with_a_forward_of_its_own_is_left_alone(comm: Any, caplog: A
 
 
 @pytest.mark.ranks(4)
-def test_stages_warn_and_tensor_ranks_do_not_count_twice(comm: Any, caplog: Any) -> None:
+def test_stages_give_a_warning_and_tensor_ranks_do_not_count_twice(comm: Any, caplog: Any) -> None:
     lines = attach_logged(comm, caplog, net(), pipe=2)
     assert ["as parallel.pipe is above 1: each of 2 data ranks" in line for line in lines] == [True][comm.rank :], lines
     model = net()
@@ -229,7 +229,7 @@ def test_stages_warn_and_tensor_ranks_do_not_count_twice(comm: Any, caplog: Any)
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("data", ["ddp", "fsdp"])
-def test_model_on_the_meta_device_draws_the_same(comm: Any, data: Any) -> None:
+def test_a_model_on_the_meta_device_gets_the_same_values(comm: Any, data: Any) -> None:
     results = []
     for device in ("meta", "cpu"):
         torch.manual_seed(7)

@@ -1,4 +1,4 @@
-"""What recomputed units were given waits on the host, comes back as it was, and is not kept on the device."""
+"""Offloaded inputs of recomputed units: kept on the host, restored unchanged, and not kept on the device."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def room(numel: int, dtype: torch.dtype) -> Tensor:
 
 
 def offloading(model: Model, device: LateDevice) -> Buffers:
-    """Let the blocks of a model keep what they are given behind a device that is late."""
+    """Make the blocks of a model offload their inputs from a fake device with late copies."""
     buffers = Buffers(room)
     recompute(list(model.blocks))
     activations = Activations(Transfer(device), buffers, CPU)
@@ -38,19 +38,19 @@ def offloading(model: Model, device: LateDevice) -> Buffers:
 
 
 @pytest.mark.parametrize("offload", [ACTIVATIONS, replace(HOST, activations=True)], ids=["alone", "with updates"])
-def test_training_gets_the_same_bits(comm: Any, offload: OffloadSettings) -> None:
+def test_training_gives_the_same_bits(comm: Any, offload: OffloadSettings) -> None:
     loop = Loop(clip=0.05, accumulate=2)
     loop.run(attached(comm, offload, recompute=True)).check_same(loop.run(attached(comm)))
 
 
 @pytest.mark.ranks
-def test_units_that_pass_by_get_the_same_bits(own: Any) -> None:
+def test_units_gathered_on_demand_give_the_same_bits(own: Any) -> None:
     loop = Loop(clip=0.05)
     offload = replace(HOST, parameters=True, activations=True)
     loop.run(attached(own, offload, data="fsdp", recompute=True)).check_same(loop.run(attached(own, data="fsdp")))
 
 
-def test_no_copy_is_read_before_it_has_come() -> None:
+def test_no_copy_is_read_before_it_is_complete() -> None:
     plain, model, device = Model(), Model(), LateDevice()
     buffers = offloading(model, device)
     for step in range(3):
@@ -61,10 +61,10 @@ def test_no_copy_is_read_before_it_has_come() -> None:
         for one, other in zip(plain.parameters(), model.parameters()):
             assert one.grad is None and other.grad is None or torch.equal(one.grad, other.grad)
     gc.collect()
-    assert sum(map(len, buffers._free.values())) == 3  # as many as blocks, however many steps
+    assert sum(map(len, buffers._free.values())) == 3  # one per block, whatever the number of steps
 
 
-def test_backward_finds_the_unit_before_on_its_way() -> None:
+def test_backward_prefetches_the_previous_unit() -> None:
     model, device = Model(), LateDevice()
     offloading(model, device)
     loss = model(torch.randn(8, 20)).sum()
@@ -78,7 +78,7 @@ def test_backward_finds_the_unit_before_on_its_way() -> None:
     assert ups == ["up", "up", "block 2", "up", "block 1", "block 0"]  # its own, and the next one's before it computes
 
 
-def test_device_keeps_nothing_of_what_units_were_given() -> None:
+def test_the_device_keeps_no_inputs_of_units() -> None:
     seen: list[weakref.ref[Tensor]] = []
 
     class Watching(nn.Module):

@@ -1,4 +1,4 @@
-"""The share that stays on the device, by numbers worked out by hand, and its limits."""
+"""Balance of device and host: the share of updates on the device, by numbers worked out by hand, and its limits."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ N = 10**9
 def test_share_is_what_the_host_cannot_update_during_backward() -> None:
     # 28 bytes for each of 10^9 parameters at 200 GB/s: 0.14 s, of which backward hides 0.035 s.
     assert share_on_device(N, 0.035, 200e9) == pytest.approx(0.75)
-    # The tokens below which offload costs time, 400 TFLOP/s: 6 T / F s a parameter, here of the whole step.
+    # The tokens below which offload costs time, at 400 TFLOP/s: 6 T / F seconds per parameter, here of the whole step.
     tokens = 28 / 200e9 * 400e12 / 6
     assert tokens == pytest.approx(9333, abs=1)
     for factor, share in ((0.5, 0.5), (1.0, 0.0), (2.0, 0.0)):
@@ -22,14 +22,14 @@ def test_share_is_what_the_host_cannot_update_during_backward() -> None:
         assert share_on_device(N, seconds, 200e9) == pytest.approx(share, abs=1e-9)
 
 
-def test_a_slow_link_counts_where_it_takes_longer_than_the_update() -> None:
+def test_a_slow_link_counts_if_it_takes_longer_than_the_update() -> None:
     assert share_on_device(N, 0.1, 1e15, 10e9) == pytest.approx(0.5)  # 0.2 s for 2 GB
     assert share_on_device(N, 0.1, 1e15, 10e9, link_bytes=4) == pytest.approx(0.75)
     assert share_on_device(N, 0.1, 140e9, 1e12) == pytest.approx(0.5)
     assert share_on_device(N, 0.1, 140e9, 1e12, host_bytes=14) == 0
 
 
-def test_share_keeps_to_its_limits_and_falls_as_there_is_more_time() -> None:
+def test_share_is_limited_and_falls_with_the_available_time() -> None:
     shares = [share_on_device(N, seconds / 50, 200e9, 5e9) for seconds in range(30)]
     assert shares[0] == 1 and shares[-1] == 0 and shares == sorted(shares, reverse=True)
     by_size = [share_on_device(size * N, 0.5, 200e9) for size in range(1, 50)]
@@ -48,5 +48,5 @@ def test_share_is_rounded_to_whole_pieces_from_the_last(share: float, count: int
     assert last_pieces([10, 20, 40, 30], share) == [0, 1, 2, 3][4 - count :]
 
 
-def test_nothing_can_be_shared_out_of_nothing() -> None:
+def test_without_pieces_none_stays_on_the_device() -> None:
     assert last_pieces([], 1.0) == []

@@ -1,4 +1,4 @@
-"""What is offloaded on a CPU gives the bits of the run without: losses, norms, weights, moments."""
+"""Offloading on a CPU gives the bits of a run without it: losses, norms, weights, moments."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ loops = pytest.mark.parametrize("loop", LOOPS.values(), ids=LOOPS)
 
 
 @loops
-def test_one_process_gets_the_same_bits(comm: Any, loop: Loop) -> None:
+def test_one_process_gives_the_same_bits(comm: Any, loop: Loop) -> None:
     plain = loop.run(attached(comm))
     for data in ("ddp", "zero2", "fsdp"):
         loop.run(attached(comm, HOST, data=data)).check_same(plain)
@@ -40,12 +40,12 @@ MAKERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 
 @pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
-def test_other_optimizers_get_the_same_bits(comm: Any, make: Any) -> None:
+def test_other_optimizers_give_the_same_bits(comm: Any, make: Any) -> None:
     loop = Loop(clip=0.05, make=make)
     loop.run(attached(comm, HOST)).check_same(loop.run(attached(comm)))
 
 
-def test_a_share_that_stays_on_the_device_gets_the_same_bits(comm: Any) -> None:
+def test_a_share_that_stays_on_the_device_gives_the_same_bits(comm: Any) -> None:
     loop = Loop(clip=0.05)
     plain = loop.run(attached(comm))
     for data, fraction in {"zero2": 0.5, "fsdp": 0.5, "ddp": 1.0}.items():
@@ -56,19 +56,19 @@ def test_a_share_that_stays_on_the_device_gets_the_same_bits(comm: Any) -> None:
 
 
 @pytest.mark.parametrize("offload", [HOST, PARAMETERS], ids=["optimizer", "parameters"])
-def test_bfloat16_gets_the_same_bits(comm: Any, offload: OffloadSettings) -> None:
+def test_bfloat16_gives_the_same_bits(comm: Any, offload: OffloadSettings) -> None:
     loop = Loop(clip=0.05)
     how: dict[str, Any] = {"data": "fsdp", "mixed_precision": "bfloat16"}
     loop.run(attached(comm, offload, **how)).check_same(loop.run(attached(comm, **how)))
 
 
-def test_small_pieces_get_the_same_bits(comm: Any) -> None:
+def test_small_pieces_give_the_same_bits(comm: Any) -> None:
     loop = Loop(clip=0.05)
     offload = replace(HOST, piece_mib=0.001)
     loop.run(attached(comm, offload, data="zero2", bucket_mib=0.01)).check_same(loop.run(attached(comm)))
 
 
-FEW = 8  # steps of a loop on ranks, but for the clipped ones, which go on for all
+FEW = 8  # steps of a loop on ranks, except for the clipped loops, which run all steps
 
 
 # Ranks ----------------------------------------------------------------------------------------------------------------
@@ -78,7 +78,7 @@ FEW = 8  # steps of a loop on ranks, but for the clipped ones, which go on for a
 @pytest.mark.parametrize(
     "data, kind", [("zero1", "clipped"), ("zero2", "plain"), ("zero2", "accumulated"), *zip(["fsdp"] * 4, LOOPS)]
 )
-def test_ranks_of_a_node_get_the_same_bits(own: Any, data: str, kind: str) -> None:
+def test_ranks_of_a_node_give_the_same_bits(own: Any, data: str, kind: str) -> None:
     loop = LOOPS[kind] if kind == "clipped" else replace(LOOPS[kind], steps=FEW)
     plain = loop.run(attached(own, data=data))
     loop.run(attached(own, HOST, data=data)).check_same(plain)
@@ -89,7 +89,7 @@ def test_ranks_of_a_node_get_the_same_bits(own: Any, data: str, kind: str) -> No
 @pytest.mark.ranks
 @pytest.mark.parametrize("precision", ["none", "bfloat16"])
 @pytest.mark.parametrize("data", ["zero1", "fsdp"])
-def test_ranks_of_several_nodes_get_the_same_bits(comm: Any, data: str, precision: str) -> None:
+def test_ranks_of_several_nodes_give_the_same_bits(comm: Any, data: str, precision: str) -> None:
     spread = placed(comm, alone)
     loop, how = Loop(clip=0.05, steps=FEW), {"data": data, "mixed_precision": precision}
     plain = loop.run(attached(spread, **how))
@@ -101,7 +101,7 @@ def test_ranks_of_several_nodes_get_the_same_bits(comm: Any, data: str, precisio
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("data", ["zero1", "fsdp"])
-def test_replicas_on_nodes_get_the_same_bits(comm: Any, data: str) -> None:
+def test_replicas_on_nodes_give_the_same_bits(comm: Any, data: str) -> None:
     spread = placed(comm, alone)
     loop, how = Loop(clip=0.05, accumulate=2, synced=True, steps=FEW), {"data": data, "shard_within": "node"}
     loop.run(attached(spread, HOST, **how)).check_same(loop.run(attached(spread, **how)))
@@ -110,6 +110,6 @@ def test_replicas_on_nodes_get_the_same_bits(comm: Any, data: str) -> None:
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("kind", ["accumulated", "reduced at once"])
-def test_ddp_shares_out_updates_as_zero1_does(own: Any, kind: str) -> None:
+def test_ddp_splits_updates_like_zero1(own: Any, kind: str) -> None:
     loop = replace(LOOPS[kind], steps=FEW)
     loop.run(attached(own, HOST)).check_same(loop.run(attached(own, data="zero1")))

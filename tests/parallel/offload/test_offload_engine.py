@@ -1,4 +1,4 @@
-"""When updates are made: after a step, while backward goes on, or behind the next step."""
+"""Time of the updates on the host: after a step, during the backward pass, or behind the next step."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ DELAYED = replace(HOST, delayed=True)
 
 @pytest.fixture
 def late(monkeypatch: pytest.MonkeyPatch) -> LateDevice:
-    """Let what is attached next copy to and from a device that is late."""
+    """Make the next attached strategy copy to and from a fake device with late copies."""
     device = LateDevice()
     monkeypatch.setattr(engine, "streams_of", lambda _: device)
     return device
@@ -37,7 +37,7 @@ def late(monkeypatch: pytest.MonkeyPatch) -> LateDevice:
 
 @pytest.mark.parametrize("precision", ["none", "bfloat16"])
 @pytest.mark.parametrize("offload", [HOST, PARAMETERS, DELAYED], ids=["optimizer", "parameters", "delayed"])
-def test_nothing_is_read_before_it_has_come(
+def test_no_copy_is_read_before_it_is_complete(
     comm: Any, monkeypatch: pytest.MonkeyPatch, offload: OffloadSettings, precision: str
 ) -> None:
     loop = Loop(clip=0.05, accumulate=2, synced=True, steps=5)
@@ -50,7 +50,7 @@ def test_nothing_is_read_before_it_has_come(
     assert 0 < device.most["down"] <= 2 and device.nbytes <= 2 * 2**20
 
 
-def test_gradients_of_the_last_layers_come_down_first(comm: Any, late: LateDevice) -> None:
+def test_gradients_of_the_last_layers_are_copied_first(comm: Any, late: LateDevice) -> None:
     strategy = attached(comm, HOST, data="fsdp")
     parts = (*strategy.model.blocks, strategy.model.head)  # type: ignore[misc]
     sizes = [sum(each.numel() for each in part.parameters()) for part in parts]
@@ -59,14 +59,14 @@ def test_gradients_of_the_last_layers_come_down_first(comm: Any, late: LateDevic
     Loop(steps=1).passes(strategy, 1)
     down = [int(entry.split()[1]) for entry in late.log if entry.startswith("down")]
     assert len(down) == 4 and len(set(sizes[:3])) == 1
-    assert down[3] < down[0] == down[1] == down[2]  # the blocks, then what belongs to the model itself
+    assert down[3] < down[0] == down[1] == down[2]  # the blocks, then the model's own unit
 
 
-# While backward goes on -----------------------------------------------------------------------------------------------
+# During the backward pass ---------------------------------------------------------------------------------------------
 
 
 class Early(Loop):
-    """Promise that nothing holds an update back, and count the updates that were made early."""
+    """Loop without anything that delays an update, and a count of the early updates."""
 
     early = 0
 
@@ -77,7 +77,7 @@ class Early(Loop):
         return super().run(strategy, optimizer, begin)
 
     def passes(self, strategy: Strategy, step: int) -> float:
-        """Do the backward passes of a step."""
+        """Run the backward passes of a step."""
         loss = super().passes(strategy, step)
         kept: list[engine.Kept] = strategy._engine._kept  # type: ignore[attr-defined]
         self.early += sum(each.early is not None for each in kept)
@@ -90,10 +90,10 @@ def test_early_updates_give_the_same_bits(comm: Any, precision: str, synced: boo
     plain = Loop(accumulate=2, synced=synced).run(attached(comm, **how))
     loop = Early(accumulate=2, synced=synced)
     loop.run(attached(comm, HOST, **how)).check_same(plain)
-    assert (loop.early > 0) is not synced  # what adds up is updated when all of it is there
+    assert (loop.early > 0) is not synced  # an accumulated gradient is applied when it is complete
 
 
-def test_early_updates_wait_for_gradients_that_come_late(comm: Any, late: LateDevice) -> None:
+def test_early_updates_wait_for_late_gradients(comm: Any, late: LateDevice) -> None:
     loop = Early(steps=8)
     loop.run(attached(comm, HOST, data="fsdp")).check_same(Loop(steps=8).run(attached(comm)))
     assert loop.early > 0
@@ -106,7 +106,7 @@ def test_early_updates_on_ranks_give_the_same_bits(own: Any, data: str) -> None:
     loop.run(attached(own, HOST, data=data)).check_same(Loop().run(attached(own, data=data)))
 
 
-def test_clipping_comes_too_late_for_early_updates(comm: Any) -> None:
+def test_clipping_after_early_updates_is_refused(comm: Any) -> None:
     strategy = attached(comm, HOST, data="fsdp")
     optimizer = adamw(strategy.model)
     Early(steps=2).run(strategy, optimizer)
@@ -120,7 +120,7 @@ def test_clipping_comes_too_late_for_early_updates(comm: Any) -> None:
 
 
 def delayed_by_hand(loop: Loop) -> Outcome:
-    """Train one process whose passes see no update before the next has begun."""
+    """Train in one process whose passes see an update only after the next one has begun."""
     shown, master = Model(), Model()
     optimizer = loop.make(master)
     losses: list[float] = []
@@ -151,35 +151,35 @@ def delayed_by_hand(loop: Loop) -> Outcome:
 
 
 @pytest.mark.parametrize("clip", [0.0, 0.05])
-def test_delayed_updates_are_those_of_a_plain_simulation(comm: Any, clip: float) -> None:
+def test_delayed_updates_equal_those_of_a_plain_simulation(comm: Any, clip: float) -> None:
     loop = Loop(clip=clip)
     expected = delayed_by_hand(loop)
     for data, parameters in (("zero2", False), ("fsdp", False), ("fsdp", True)):
         loop.run(attached(comm, replace(DELAYED, parameters=parameters), data=data)).check_same(expected)
 
 
-def test_optimizers_that_work_on_all_at_once_are_delayed_all_the_same(comm: Any) -> None:
+def test_optimizers_that_update_all_parameters_at_once_are_also_delayed(comm: Any) -> None:
     loop = Loop(make=lambda model: torch.optim.Adagrad(model.parameters(), lr=0.01))
     loop.run(attached(comm, DELAYED)).check_same(delayed_by_hand(loop))
 
 
-# Other ways to an update ----------------------------------------------------------------------------------------------
+# Other kinds of updates -----------------------------------------------------------------------------------------------
 
 
-def test_masters_and_states_on_a_disk_get_the_same_bits(comm: Any, tmp_path: Path) -> None:
+def test_masters_and_states_on_a_disk_give_the_same_bits(comm: Any, tmp_path: Path) -> None:
     loop = Loop(clip=0.05)
     offload = replace(HOST, disk=str(tmp_path / "swap"))
     loop.run(attached(comm, offload)).check_same(loop.run(attached(comm)))
-    assert not list((tmp_path / "swap").iterdir())  # files lose their names at once
+    assert not list((tmp_path / "swap").iterdir())  # files are unlinked immediately
 
 
-def test_a_disk_that_is_too_small_says_what_is_missing(comm: Any, tmp_path: Path) -> None:
+def test_an_unusable_disk_is_refused(comm: Any, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UsageError, match="offload.disk"):
         attached(comm, replace(HOST, disk=str(tmp_path / "file")))
 
 
-def test_a_closure_makes_its_update_as_ever(comm: Any) -> None:
+def test_a_closure_gives_the_same_update(comm: Any) -> None:
     results = []
     for offload in (OffloadSettings(), HOST):
         strategy = attached(comm, offload)
@@ -195,7 +195,7 @@ def test_a_closure_makes_its_update_as_ever(comm: Any) -> None:
     assert results[0] == results[1]
 
 
-def test_gradients_are_there_until_they_are_zeroed_and_scaled_for_who_looks(comm: Any) -> None:
+def test_reduced_gradients_are_visible_until_zeroed_and_are_scaled(comm: Any) -> None:
     seen = []
     for offload in (OffloadSettings(), HOST):
         strategy = attached(comm, offload)
@@ -222,7 +222,7 @@ def test_dropped_gradients_make_no_update(comm: Any) -> None:
     assert all(map(torch.equal, before, strategy.model.parameters())) and not strategy.reduced_gradients()
 
 
-def test_summon_shows_what_the_host_has_and_takes_what_is_written(comm: Any) -> None:
+def test_summon_shows_the_values_of_the_host_and_accepts_writes(comm: Any) -> None:
     strategy = attached(comm, DELAYED, data="fsdp")
     Loop(steps=3).run(strategy)
     with strategy.summon(write=True):
@@ -237,7 +237,7 @@ def test_summon_shows_what_the_host_has_and_takes_what_is_written(comm: Any) -> 
 
 
 @pytest.mark.parametrize("how", [{"data": "zero2", "bucket_mib": 0.005}, {"data": "fsdp"}], ids=["zero2", "fsdp"])
-def test_pieces_that_move_to_the_device_go_on_with_the_same_bits(comm: Any, how: dict[str, Any]) -> None:
+def test_pieces_moved_to_the_device_continue_with_the_same_bits(comm: Any, how: dict[str, Any]) -> None:
     loop, later = Loop(clip=0.05, steps=5), Loop(clip=0.05, steps=10)
     results = []
     for moves in (False, True):
@@ -266,7 +266,7 @@ def test_pieces_that_move_to_the_device_go_on_with_the_same_bits(comm: Any, how:
         (replace(DELAYED, device_fraction=0.5), {}, "set one of the two"),
     ],
 )
-def test_what_cannot_be_is_refused(comm: Any, offload: Any, parallel: dict[str, Any], message: str) -> None:
+def test_unsupported_settings_are_refused(comm: Any, offload: Any, parallel: dict[str, Any], message: str) -> None:
     with pytest.raises(SettingsError, match=message):
         attached(comm, offload, **parallel)
 
@@ -282,7 +282,7 @@ def test_optimizers_that_need_whole_parameters_are_refused(comm: Any) -> None:
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("axes", [{"pipe": 2}, {"pipe": 2, "schedule": "zb-h1"}, {"tensor": 2}], ids=str)
-def test_parts_of_a_model_get_the_same_bits(own: Any, axes: dict[str, Any]) -> None:
+def test_pipeline_stages_give_the_same_bits(own: Any, axes: dict[str, Any]) -> None:
     settings = ParallelSettings(**axes)
     plain = Trained.of(own, settings, layers=2).learn(range(8))
     offloaded = Trained.of(own, settings, layers=2, offload=HOST).learn(range(8))

@@ -1,4 +1,4 @@
-"""Offload from a GPU: the results of a run without, to rounding, in less of the device's memory."""
+"""Offload from a GPU: the results of a run without it, up to rounding, in less device memory."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Block(nn.Module):
 def run(
     comm: Any, offload: OffloadSettings, *, clip: float = 0.1, early: bool = False, rows: int = BATCH, **how: Any
 ) -> tuple[list[float], int]:
-    """Return the losses of a training, and the most MiB that it had on the device."""
+    """Return the losses of a training, and its peak memory on the device in MiB."""
     gc.collect()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
@@ -65,7 +65,7 @@ def run(
 
 @pytest.mark.parametrize("precision", ["none", "bfloat16"])
 @pytest.mark.parametrize("offload", [HOST, PARAMETERS], ids=["optimizer", "parameters"])
-def test_offload_learns_the_same_in_less_memory(comm: Any, offload: OffloadSettings, precision: str) -> None:
+def test_offload_trains_equally_in_less_memory(comm: Any, offload: OffloadSettings, precision: str) -> None:
     how: dict[str, Any] = {"data": "fsdp", "mixed_precision": precision}
     plain, most = run(comm, OFF, **how)
     losses, less = run(comm, offload, **how)
@@ -74,46 +74,46 @@ def test_offload_learns_the_same_in_less_memory(comm: Any, offload: OffloadSetti
     assert losses[-1] < 0.9 * losses[0] and less < 0.6 * most
 
 
-def test_parameters_that_visit_leave_less_on_the_device_than_those_that_stay(comm: Any) -> None:
+def test_offloaded_parameters_need_less_device_memory(comm: Any) -> None:
     assert run(comm, PARAMETERS, data="fsdp")[1] < 0.8 * run(comm, HOST, data="zero2")[1]
 
 
 @pytest.mark.parametrize("data", ["ddp", "zero1", "zero2"])
-def test_forms_that_keep_parameters_learn_the_same(comm: Any, data: str) -> None:
+def test_forms_that_keep_parameters_train_equally(comm: Any, data: str) -> None:
     plain, _ = run(comm, OFF, data=data)
     torch.testing.assert_close(run(comm, HOST, data=data)[0], plain, rtol=1e-5, atol=0)
 
 
-def test_early_updates_learn_the_same(comm: Any) -> None:
+def test_early_updates_train_equally(comm: Any) -> None:
     plain, _ = run(comm, HOST, data="fsdp", clip=0)
     assert run(comm, HOST, data="fsdp", clip=0, early=True)[0] == plain
 
 
 @pytest.mark.parametrize("fraction", [0.5, 1.0, -1.0])
-def test_a_share_that_stays_on_the_device_learns_the_same(comm: Any, fraction: float) -> None:
+def test_a_share_that_stays_on_the_device_trains_equally(comm: Any, fraction: float) -> None:
     plain, _ = run(comm, OFF, data="fsdp")
     losses, _ = run(comm, replace(HOST, device_fraction=fraction), data="fsdp")
     torch.testing.assert_close(losses, plain, rtol=1e-5, atol=0)
 
 
-def test_delayed_updates_are_those_of_the_host(comm: Any) -> None:
+def test_delayed_updates_equal_those_of_the_host(comm: Any) -> None:
     losses, _ = run(comm, replace(HOST, delayed=True), data="zero2")
     again, _ = run(comm, replace(PARAMETERS, delayed=True), data="fsdp")
     assert losses[0] == losses[1] != losses[2]  # the first update shows two passes later
     torch.testing.assert_close(again, losses, rtol=1e-5, atol=0)
 
 
-def test_activations_leave_the_device(comm: Any) -> None:
+def test_activations_are_freed_on_the_device(comm: Any) -> None:
     how: dict[str, Any] = {"data": "zero2", "recompute": True, "rows": 8192}
     plain, most = run(comm, HOST, **how)
     losses, less = run(comm, replace(HOST, activations=True), **how)
-    given = 8192 * WIDTH * 4 // MIB  # MiB that each unit is given
+    given = 8192 * WIDTH * 4 // MIB  # MiB of each unit's input
     assert losses == plain and most - less > (LAYERS - 4) * given
 
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("data", ["zero1", "fsdp"])
-def test_ranks_learn_the_same(comm: Any, data: str) -> None:
+def test_ranks_train_equally(comm: Any, data: str) -> None:
     own = comm.split(0)
     own.use_device(torch.device("cuda", torch.cuda.current_device()))
     plain, _ = run(own, OFF, data=data)

@@ -1,4 +1,4 @@
-"""Threads that share items out: each item once, each thread by itself, errors raised when all are done."""
+"""Threads that share items: each item once, each thread alone, errors raised when all are done."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from hpctrain.parallel.offload.hands import Hands
 
 
-def test_every_item_is_done_once_by_threads_that_compute_alone() -> None:
+def test_every_item_is_done_once_by_single_threaded_workers() -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
@@ -26,7 +26,7 @@ def test_every_item_is_done_once_by_threads_that_compute_alone() -> None:
         assert sorted(item for item, _, _ in done) == list(range(60))
         assert {name for _, name, _ in done} == {f"hpctrain-hand-{number}" for number in range(3)}
         assert {threads for _, _, threads in done} == {1}
-        assert torch.get_num_threads() == 2  # here nothing has changed, nor in threads to come
+        assert torch.get_num_threads() == 2  # the number of threads is unchanged here and in later threads
         others: list[int] = []
         thread = threading.Thread(target=lambda: others.append(torch.get_num_threads()))
         thread.start()
@@ -37,14 +37,14 @@ def test_every_item_is_done_once_by_threads_that_compute_alone() -> None:
 
 
 @pytest.mark.parametrize("count, items", [(1, 5), (3, 1), (3, 0)])
-def test_what_one_can_do_needs_no_thread(count: int, items: int) -> None:
+def test_a_single_worker_needs_no_thread(count: int, items: int) -> None:
     done: list[int] = []
     hands = Hands(count)
     hands.each(lambda item: done.append(threading.get_ident()), range(items))
     assert done == [threading.get_ident()] * items
 
 
-def test_an_error_is_raised_when_nobody_works_any_more() -> None:
+def test_an_error_is_raised_after_all_threads_have_finished() -> None:
     working: set[int] = set()
 
     def do(item: int) -> None:

@@ -1,4 +1,4 @@
-"""Memory of the host, and files that stand behind it: what it gives, what it refuses, what it leaves."""
+"""Host memory and its backing files: allocation, refusals, and cleanup."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def host(folder: Path | None = None, chunk: int = 64 * KIB, rank: int = 0, devic
 
 
 @pytest.mark.parametrize("on_disk", [False, True])
-def test_tensors_lie_apart_at_cache_lines_and_keep_what_is_written(on_disk: bool, tmp_path: Path) -> None:
+def test_tensors_are_aligned_to_cache_lines_and_do_not_overlap(on_disk: bool, tmp_path: Path) -> None:
     memory = host(tmp_path if on_disk else None)
     sizes = [1, 17, 1000, 40_000, 5, 16_000]
     dtypes = [torch.float32, torch.bfloat16, torch.float64]
@@ -45,7 +45,7 @@ def test_tensors_lie_apart_at_cache_lines_and_keep_what_is_written(on_disk: bool
     assert wanted <= memory.nbytes <= wanted + 3 * 64 * KIB
 
 
-def test_what_is_reserved_is_taken_at_once_and_given_out_afterwards() -> None:
+def test_reserved_memory_is_allocated_at_once_and_used_afterwards() -> None:
     memory = host()
     memory.reserve(1000 * KIB)
     assert memory.nbytes == 1000 * KIB
@@ -54,7 +54,7 @@ def test_what_is_reserved_is_taken_at_once_and_given_out_afterwards() -> None:
     assert first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr()
 
 
-def test_a_file_takes_its_space_at_once_has_no_name_and_goes_with_its_memory(tmp_path: Path) -> None:
+def test_a_file_reserves_its_space_is_unlinked_and_freed_with_its_memory(tmp_path: Path) -> None:
     tmp_path = tmp_path / "disk"
     disk = SmallDisk(tmp_path)
     why = "that takes root" if os.geteuid() else disk.mount()
@@ -94,7 +94,7 @@ def test_a_file_of_a_killed_process_is_removed_and_one_in_use_is_not(tmp_path: P
     assert set(tmp_path.iterdir()) == {used, *others}
 
 
-def test_a_killed_process_leaves_nothing(tmp_path: Path) -> None:
+def test_a_killed_process_leaves_no_file(tmp_path: Path) -> None:
     program = (
         "import os, signal, sys, torch\n"
         "from hpctrain.parallel.offload.memory import HostMemory\n"
@@ -108,14 +108,14 @@ def test_a_killed_process_leaves_nothing(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_a_folder_that_cannot_be_one_is_refused(tmp_path: Path) -> None:
+def test_a_path_that_is_not_a_folder_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.touch()
     with pytest.raises(UsageError, match=r"offload.disk = .*file: File exists: must be a folder in which every rank"):
         host(file)
 
 
-def test_memory_that_cannot_be_pinned_is_plain_and_that_is_said_once(
+def test_memory_that_cannot_be_pinned_is_pageable_with_one_warning(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*args: Any, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
@@ -135,7 +135,7 @@ def test_memory_that_cannot_be_pinned_is_plain_and_that_is_said_once(
     assert len({tensor.data_ptr() for tensor in tensors}) == 3
 
 
-def test_pinned_memory_is_asked_for_in_powers_of_two(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pinned_memory_is_requested_in_powers_of_two(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
 
     def note(size: int, *, dtype: torch.dtype, pin_memory: bool = False) -> torch.Tensor:
@@ -148,7 +148,7 @@ def test_pinned_memory_is_asked_for_in_powers_of_two(monkeypatch: pytest.MonkeyP
     for _ in range(4):
         memory.empty(25 * KIB, torch.float32)
     assert asked == [128 * KIB] * 4 and memory.nbytes == 512 * KIB
-    memory.empty(7 * KIB, torch.float32)  # of what the last one left
+    memory.empty(7 * KIB, torch.float32)  # from the rest of the last request
     assert len(asked) == 4
 
 

@@ -1,4 +1,4 @@
-"""The share that stays on the device follows from what the first steps took, and from the room that there is."""
+"""Measured balance of device and host: the share follows from the times of the first steps and the free memory."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ NBYTES = [100, 100, 100, 100]
 
 
 def found(monkeypatch: pytest.MonkeyPatch, update: float, room: int) -> list[list[int]]:
-    """Return what is to move after each step, where a step takes 1 s of backward passes and an ``update`` of seconds.
+    """Return the pieces to move after each step, if backward passes take 1 s and the update ``update`` seconds.
 
-    The first two take longer, which must not matter.
+    The first two steps take longer, which must not matter.
     """
     clock = [0.0]
     monkeypatch.setattr(share, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
@@ -39,26 +39,26 @@ def found(monkeypatch: pytest.MonkeyPatch, update: float, room: int) -> list[lis
     return moves
 
 
-def test_what_the_host_cannot_do_in_time_moves_after_the_third_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_updates_too_slow_for_the_host_move_after_the_third_step(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found(monkeypatch, update=2.0, room=10**6) == [[], [], [2, 3]]
     assert found(monkeypatch, update=4.0, room=10**6) == [[], [], [1, 2, 3]]
     assert found(monkeypatch, update=0.9, room=10**6) == [[], [], []]
 
 
-def test_no_more_moves_than_finds_room(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pieces_move_only_while_there_is_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found(monkeypatch, update=2.0, room=7 * 100) == [[], [], [3]]
     assert fitting([1, 2, 3], [10, 30, 20, 10], 4 * 30) == [2, 3]
     assert fitting([3], NBYTES, 0) == []
 
 
-def test_where_nothing_was_measured_nothing_moves() -> None:
+def test_without_measurements_no_piece_moves() -> None:
     finder = ShareFinder(torch.device("cpu"), HostStreams())
     one_pass: Any = SimpleNamespace(elements=0, seconds=0.0)
     assert [finder.pieces(one_pass, NBYTES) for _ in range(3)] == [[], [], []] and finder.decided
 
 
 @pytest.mark.parametrize("fused", [True, False])
-def test_states_follow_their_parameter_as_the_optimizer_would_have_made_them(fused: bool) -> None:
+def test_states_move_with_their_parameter_in_the_optimizers_own_layout(fused: bool) -> None:
     parameter = nn.Parameter(torch.ones(4))
     optimizer = torch.optim.AdamW([parameter], fused=fused)
     parameter.grad = torch.ones(4)

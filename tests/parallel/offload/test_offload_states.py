@@ -1,4 +1,4 @@
-"""States move to the memory that is given for them, keep their values, and stay there."""
+"""Optimizer states move to given memory, keep their values, and stay there."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hpctrain.parallel.offload.states import States, place
 
 
 class Shelf:
-    """Give memory, and know it again."""
+    """Allocator that recognises its own memory."""
 
     def __init__(self) -> None:
         self.given: list[Tensor] = []
@@ -64,7 +64,7 @@ def test_states_move_with_their_values_and_are_updated_where_they_are() -> None:
     assert same(values(optimizer), values(plain)) and shelf.holds(optimizer.state[parameters[0]]["exp_avg"])
 
 
-def test_states_that_are_kept_stay_in_their_memory_when_others_are_loaded() -> None:
+def test_states_stay_in_their_memory_when_others_are_loaded() -> None:
     parameters, optimizer = trained(0)
     shelf = Shelf()
     states = States(optimizer, parameters, shelf)
@@ -84,7 +84,7 @@ def test_states_that_are_kept_stay_in_their_memory_when_others_are_loaded() -> N
     assert not shelf.holds(optimizer.state[parameters[0]]["exp_avg"])
 
 
-def test_states_that_are_loaded_before_the_first_update_are_moved_too() -> None:
+def test_states_loaded_before_the_first_update_are_also_moved() -> None:
     parameters, optimizer = trained(0)
     _, plain = trained(2)
     shelf = Shelf()

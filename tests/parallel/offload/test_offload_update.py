@@ -1,4 +1,4 @@
-"""One pass against torch's own step and the separate passes, bit for bit."""
+"""Update in one pass, compared bit for bit with torch's own step and separate passes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hpctrain.errors import UsageError
 from hpctrain.parallel.offload.update import OnePass
 
 SHAPES = [(257, 33), (16,), (1,), (1000, 7), (5, 3, 2), (4096,), (31,)]  # tails of all kinds
-SLICE_BYTES = 4 * 1024  # so that some are cut, and others go together
+SLICE_BYTES = 4 * 1024  # so that some are cut, and others are combined
 STEPS = 4
 
 Make = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
@@ -48,7 +48,7 @@ OPTIMIZERS: dict[str, Make] = {
 
 
 class Pair:
-    """Hold two equal optimizers: one for torch, one for the pass; decay on the parameters of two or more dims."""
+    """Two equal optimizers, one for torch and one for the pass; weight decay on parameters of two or more dims."""
 
     def __init__(self, make: Make, slice_bytes: int = SLICE_BYTES, threads: int | None = 2) -> None:
         torch.manual_seed(0)
@@ -94,20 +94,20 @@ def groups(parameters: list[nn.Parameter]) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_a_pass_gives_the_bits_of_torch_and_so_do_its_states(name: str) -> None:
+def test_parameters_and_states_of_a_pass_have_the_bits_of_torch(name: str) -> None:
     pair = Pair(OPTIMIZERS[name])
     schedules = [torch.optim.lr_scheduler.StepLR(one, 1, 0.7) for one in (pair.torch, pair.own)]
     for number in range(STEPS):
         pair.step(scale=1.0 if number == 2 else 0.37, target=torch.bfloat16 if number % 2 else torch.float32)
         pair.check()
-        pair.own._opt_called = True  # as its own step would have it
+        pair.own._opt_called = True  # as in its own step
         for schedule in schedules:
             schedule.step()
     assert all(parameter.grad is None for parameter in pair.ours)
 
 
 @pytest.mark.parametrize("name", ["adamw fused", "sgd momentum", "rmsprop"])
-def test_gradients_in_bfloat16_count_as_float32(name: str) -> None:
+def test_gradients_in_bfloat16_are_converted_to_float32(name: str) -> None:
     pair = Pair(OPTIMIZERS[name])
     for scale in (1.0, 0.37, 1.0):
         pair.step(scale, torch.bfloat16, torch.bfloat16)
@@ -124,7 +124,7 @@ def test_slices_and_threads_change_no_bit(slice_bytes: int, threads: int) -> Non
     assert pair.one_pass.seconds > 0
 
 
-def test_pieces_are_updated_one_after_the_other_as_all_at_once() -> None:
+def test_updating_pieces_one_by_one_equals_updating_all_at_once() -> None:
     pair = Pair(OPTIMIZERS["adamw"])
     for _ in range(STEPS):
         gradients = pair.gradients()
@@ -147,7 +147,7 @@ def test_states_can_be_exchanged_with_torch_in_both_directions() -> None:
     pair.check()
 
 
-def test_options_of_before_count_where_they_are_given() -> None:
+def test_given_earlier_options_take_precedence() -> None:
     pair = Pair(OPTIMIZERS["adamw fused"])
     pair.step()
     for name in ("first", "second"):  # by slices, and then by the optimizer's own step
@@ -162,8 +162,8 @@ def test_options_of_before_count_where_they_are_given() -> None:
         pair.check()
 
 
-def test_what_cannot_be_sliced_is_updated_all_the_same() -> None:
-    """Parameters of float64, and gradients that do not lie in one piece."""
+def test_parameters_that_cannot_be_sliced_are_also_updated() -> None:
+    """Update parameters of float64, and gradients that are not contiguous."""
     for dtype, transposed in ((torch.float64, False), (torch.float32, True)):
         theirs = nn.Parameter(torch.randn(6, 4, dtype=dtype))
         ours = nn.Parameter(theirs.detach().clone())
@@ -179,7 +179,7 @@ def test_what_cannot_be_sliced_is_updated_all_the_same() -> None:
 
 
 class Counting(torch.optim.AdamW):
-    """Be an optimizer of the user's own."""
+    """Optimizer defined by a user."""
 
     def step(self, closure: Any = None) -> Any:
         self.param_groups[0]["seen"] = self.param_groups[0].get("seen", 0) + 1
@@ -190,7 +190,7 @@ class Counting(torch.optim.AdamW):
                     self.state[parameter]["last"] = parameter.grad.clone()
 
 
-def test_an_optimizer_of_the_users_own_is_asked_and_runs_beside_nothing() -> None:
+def test_a_users_optimizer_makes_its_own_update_without_concurrency() -> None:
     pair = Pair(adam_like(Counting))
     for _ in range(2):
         pair.step(0.5)
@@ -199,7 +199,7 @@ def test_an_optimizer_of_the_users_own_is_asked_and_runs_beside_nothing() -> Non
     assert not pair.one_pass.runs_beside and Pair(OPTIMIZERS["rmsprop"]).one_pass.runs_beside
 
 
-def test_neither_hooks_nor_gradients_nor_groups_are_touched() -> None:
+def test_hooks_gradients_and_groups_are_unchanged() -> None:
     pair = Pair(OPTIMIZERS["rmsprop"])
     called: list[str] = []
     pair.own.register_step_pre_hook(lambda *_: called.append("before"))
@@ -219,7 +219,7 @@ def test_a_parameter_of_another_optimizer_is_refused() -> None:
         pair.one_pass.step(pair.theirs[:1], pair.gradients()[:1])
 
 
-def test_what_can_be_updated_in_slices_is_known_from_its_second_update_on() -> None:
+def test_support_for_slices_is_known_from_the_second_update_on() -> None:
     for name, sliced in (("adamw fused", True), ("sgd momentum", True), ("rmsprop", False)):
         pair = Pair(OPTIMIZERS[name])
         assert not any(pair.one_pass.slices(parameter) for parameter in pair.ours)
@@ -227,7 +227,7 @@ def test_what_can_be_updated_in_slices_is_known_from_its_second_update_on() -> N
         assert {pair.one_pass.slices(parameter) for parameter in pair.ours} == {sliced}
 
 
-def test_memory_of_a_parameter_that_is_forgotten_is_given_back() -> None:
+def test_memory_of_a_forgotten_parameter_is_freed() -> None:
     pair = Pair(OPTIMIZERS["adamw fused"])
     pair.step()
     room = np.zeros(SHAPES[0], dtype=np.float32)
@@ -251,4 +251,4 @@ def test_threads_of_the_pass_are_few_and_shared() -> None:
         pair.step()
         pair.step()
     names = [thread.name for thread in threading.enumerate() if thread.name.startswith("hpctrain-hand")]
-    assert names.count("hpctrain-hand-1") <= 2  # one for each number of threads from two on that these tests ask for
+    assert names.count("hpctrain-hand-1") <= 2  # one for each number of threads above one in these tests

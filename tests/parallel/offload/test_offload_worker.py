@@ -1,4 +1,4 @@
-"""A thread that works off jobs: order, errors, deadlines, forks, the end of the program."""
+"""Worker thread with a queue of jobs: order, errors, deadlines, forks, the end of the program."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == NAME]
 
 
-def test_jobs_are_done_in_order_in_one_other_thread_which_starts_with_the_first() -> None:
+def test_jobs_run_in_order_in_one_thread_that_starts_with_the_first() -> None:
     prepared: list[int] = []
     worker = Worker(NAME, lambda: prepared.append(threading.get_ident()))
     assert not threads()
@@ -44,7 +44,7 @@ def test_jobs_are_done_in_order_in_one_other_thread_which_starts_with_the_first(
     worker.close()
 
 
-def test_an_error_reaches_who_waits_and_the_thread_goes_on() -> None:
+def test_an_error_is_raised_in_wait_and_the_thread_continues() -> None:
     worker = Worker(NAME)
     bad, good = worker.submit(lambda: 1 // 0), worker.submit(lambda: "fine")
     for _ in range(2):
@@ -54,7 +54,7 @@ def test_an_error_reaches_who_waits_and_the_thread_goes_on() -> None:
     worker.close()
 
 
-def test_a_job_that_hangs_is_given_up_at_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hanging_job_is_abandoned_at_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HPCTRAIN_TIMEOUT", "0.05")
     hold, worker = threading.Event(), Worker(NAME)
     ticket = worker.submit(hold.wait)
@@ -64,7 +64,7 @@ def test_a_job_that_hangs_is_given_up_at_the_deadline(monkeypatch: pytest.Monkey
     worker.close()
 
 
-def test_a_forgotten_worker_ends_its_thread_drops_what_waits_and_keeps_nothing() -> None:
+def test_a_dropped_worker_ends_its_thread_and_frees_pending_jobs() -> None:
     hold, begun, worker = threading.Event(), threading.Event(), Worker(NAME)
 
     class Thing:
@@ -108,7 +108,7 @@ def test_a_forked_process_starts_its_own_thread() -> None:
     worker.close()
 
 
-def test_a_program_ends_well_in_the_middle_of_a_job() -> None:
+def test_a_program_exits_cleanly_during_a_job() -> None:
     program = (
         "import time, torch\n"
         "from hpctrain.parallel.offload.worker import Worker\n"

@@ -1,4 +1,4 @@
-"""A backward pass from given gradients is torch's own, without the imports that torch makes for it."""
+"""Backward pass from given gradients: equal to torch's own, without the modules that torch imports for it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from hpctrain.parallel.pipeline.backward_from import backward_from
 
 
-def test_gradients_are_those_of_torch() -> None:
+def test_gradients_equal_those_of_torch() -> None:
     torch.manual_seed(0)
     found = []
     for run in (torch.autograd.backward, backward_from):
@@ -23,7 +23,7 @@ def test_gradients_are_those_of_torch() -> None:
     assert torch.equal(found[0], found[1])  # type: ignore[arg-type]
 
 
-def test_a_leaf_adds_up() -> None:
+def test_a_leaf_accumulates_gradients() -> None:
     x = torch.ones(2, requires_grad=True)
     for _ in range(2):
         backward_from([x], [torch.full((2,), 3.0)])
@@ -35,7 +35,7 @@ def test_shapes_must_fit() -> None:
         backward_from([torch.ones(2, requires_grad=True) * 1], [torch.ones(3)])
 
 
-def test_imports_no_compiler() -> None:
+def test_no_compiler_is_imported() -> None:
     code = (
         "import sys, torch; from hpctrain.parallel.pipeline.stage import backward\n"
         "x = torch.ones(2, requires_grad=True); backward([x * 2], [torch.ones(2)], [x])\n"

@@ -1,4 +1,4 @@
-"""Arguments of a model go to the layers that name them, and tuples are spread where a layer takes several."""
+"""Arguments of layers: a model's arguments go to the layers that name them, and tuples are unpacked if needed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hpctrain.parallel.pipeline.layers import find_layers
 
 
 class Echo(nn.Module):
-    """Return what it was called with."""
+    """Layer that returns its arguments."""
 
     def forward(self, x: Any, mask: Any = None, *, scale: Any = None) -> Any:
         """Return the arguments as a list."""
@@ -23,7 +23,7 @@ class Echo(nn.Module):
 
 
 class One(nn.Module):
-    """Take one argument."""
+    """Layer with one argument."""
 
     def forward(self, x: Any) -> Any:
         """Return it."""
@@ -31,7 +31,7 @@ class One(nn.Module):
 
 
 class Two(nn.Module):
-    """Take two arguments."""
+    """Layer with two arguments."""
 
     def forward(self, x: Any, y: Any) -> Any:
         """Return them in another order."""
@@ -39,10 +39,10 @@ class Two(nn.Module):
 
 
 class Any2(nn.Module):
-    """Take any number of arguments."""
+    """Layer with any number of arguments."""
 
     def forward(self, *given: Any) -> Any:
-        """Return how many there were, and the first."""
+        """Return the number of arguments, and the first."""
         return len(given), given[0]
 
 
@@ -61,7 +61,7 @@ class Row(nn.Module):
         return list(self.parts)
 
     def forward(self, x: Any, mask: Any = None, *rest: Any, scale: Any = None, **more: Any) -> Any:
-        """Take the arguments of the tests."""
+        """Define the arguments of the tests."""
 
 
 def ran(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -78,7 +78,7 @@ def ran(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         ([One(), Echo()], (), {"x": "a", "mask": "m"}, ["a", "m", None]),
         ([Echo()], ("a", "m"), {"scale": 2}, ["a", "m", 2]),
         ([One(), Echo(), Echo()], ("a", "m"), {}, [["a", "m", None], "m", None]),
-        ([Two()], ("a", "m"), {}, ("m", "a")),  # the first layer takes by position what no layer names
+        ([Two()], ("a", "m"), {}, ("m", "a")),  # the first layer takes arguments that no layer names by position
         ([Two(), Two(), One()], ("a", "m"), {}, ("a", "m")),
         ([Two(), Echo()], ("a", "b"), {"scale": 3}, None),
         ([Two(), Any2()], ("a", "m"), {}, (2, "m")),
@@ -88,7 +88,7 @@ def ran(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         ([lambda x, mask: (x, mask), One()], ("a", "m"), {}, ("a", "m")),
     ],
 )
-def test_arguments_find_their_layers(parts: Any, args: Any, kwargs: Any, wanted: Any) -> None:
+def test_arguments_go_to_the_layers_that_name_them(parts: Any, args: Any, kwargs: Any, wanted: Any) -> None:
     if wanted is None:  # mask is a name of the second layer: the first lacks an argument
         with pytest.raises(UsageError, match=r"^arguments of Row \(x, mask, scale\) do not fit its first layer, 0"):
             ran(Row(*parts), *args, **kwargs)
@@ -101,8 +101,8 @@ def test_functions_of_torch_take_one_argument() -> None:
     assert torch.equal(ran(Row(One(), torch.relu, torch.tanh), x), x.tanh())
 
 
-def test_layers_of_a_sequential_keep_its_meaning() -> None:
-    """A tuple is one argument there, unless the layer could not be called with one; nothing is given by name."""
+def test_layers_of_a_sequential_are_called_as_in_torch() -> None:
+    """A tuple is one argument there, unless the layer needs several; no argument is passed by name."""
     pair = lambda x: (x, x + 1)  # noqa: E731
 
     class Pair(nn.Module):
@@ -129,7 +129,7 @@ def test_layers_of_a_sequential_keep_its_meaning() -> None:
         ([lambda a, b, c: (a, b, c), Two()], ("a", "b", "c"), {}, r"^layer 1 was called with \(str, str, str\): too"),
     ],
 )
-def test_what_does_not_fit_is_named(parts: Any, args: Any, kwargs: Any, text: str | None) -> None:
+def test_arguments_that_do_not_fit_are_named(parts: Any, args: Any, kwargs: Any, text: str | None) -> None:
     if text is None:
         assert ran(Row(*parts), *args, **kwargs) == ("b", "a")
         return
@@ -145,7 +145,7 @@ def test_errors_of_a_layer_itself_are_not_changed() -> None:
         ran(Row(One(), failing), 1)
 
 
-def test_a_model_without_a_forward_of_its_own_gives_names_too() -> None:
+def test_a_model_without_its_own_forward_also_passes_arguments_by_name() -> None:
     class Bare(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -159,7 +159,7 @@ def test_a_model_without_a_forward_of_its_own_gives_names_too() -> None:
     assert Call.of(3).args == (3,)
 
 
-def test_an_error_inside_a_layer_says_which_layer_and_what_it_was_given() -> None:
+def test_an_error_inside_a_layer_names_the_layer_and_its_arguments() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
     with pytest.raises(TypeError) as error:
         run_layers(find_layers(model), Call.of("text"))

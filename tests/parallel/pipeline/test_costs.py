@@ -1,4 +1,4 @@
-"""What layers cost is counted as one would by hand, and measuring leaves no trace."""
+"""Costs of layers: equal to counts by hand, and measurements leave the model unchanged."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def layers(model: nn.Module) -> list[Layer]:
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_by_weights_an_embedding_is_free_and_a_head_is_not(device: str) -> None:
+def test_by_compute_an_embedding_is_free_and_a_head_is_not(device: str) -> None:
     with torch.device(device):
         row = layers(GPT(CONFIG))
     width, vocabulary, length = 16, 31, 8
@@ -38,13 +38,13 @@ def test_by_weights_an_embedding_is_free_and_a_head_is_not(device: str) -> None:
     assert costs(row, "compute") == [0, block, block, 2 * width, 2 * width * vocabulary]
 
 
-def test_by_parameters() -> None:
+def test_costs_by_parameters_are_their_numbers() -> None:
     row = layers(GPT(CONFIG))
     block = 12 * 16**2 + 13 * 16
     assert costs(row, "parameters") == [(31 + 8) * 16, block, block, 2 * 16, 31 * 16]
 
 
-def test_on_an_example_operations_are_those_of_its_shapes() -> None:
+def test_operations_on_an_example_follow_from_its_shapes() -> None:
     model = nn.Sequential(
         nn.Conv2d(2, 4, 3, padding=1),
         nn.BatchNorm2d(4),
@@ -62,14 +62,14 @@ def test_on_an_example_operations_are_those_of_its_shapes() -> None:
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 
-def test_attention_counts_on_an_example() -> None:
+def test_attention_is_counted_on_an_example() -> None:
     found = costs(layers(GPT(CONFIG)), "compute", torch.zeros(3, 8, dtype=torch.int64))
     tokens, width = 3 * 8, 16
     assert found == [0, *[tokens * (2 * 12 * width**2 + 2 * 2 * width * 8)] * 2, 0, tokens * 2 * width * 31]
 
 
 class Clock:
-    """Stand for time, which passes as layers run."""
+    """Fake of the module ``time``, whose time passes as layers run."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -80,7 +80,7 @@ class Clock:
 
 
 class Slow(nn.Module):
-    """Take time by the clock: forward, and backward."""
+    """Layer whose forward and backward passes take time of the clock."""
 
     def __init__(self, clock: Clock, forward: float, backward: float) -> None:
         super().__init__()
@@ -101,7 +101,7 @@ class Slow(nn.Module):
         return y  # type: ignore[no-any-return]
 
     def tick(self) -> None:
-        """Take the time of the backward pass."""
+        """Advance the clock by the time of the backward pass."""
         self.clock[0].now += self.seconds[1]
 
 
@@ -112,14 +112,14 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[Clock]:
     yield clock
 
 
-def test_time_is_that_of_forward_and_backward(clock: Clock) -> None:
+def test_time_is_the_sum_of_forward_and_backward(clock: Clock) -> None:
     row = layers(nn.Sequential(Slow(clock, 1, 2), nn.ReLU(), Slow(clock, 3, 5)))
     example = torch.randn(2, 4)
     assert costs(row, "time", example) == [3, 0, 8]
     assert balance(row, 2, "time", example) == [range(0, 2), range(2, 3)]
 
 
-def test_measuring_leaves_no_trace() -> None:
+def test_measuring_leaves_the_model_unchanged() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), Keep("x"), nn.Dropout(0.5), Join("x"), nn.Linear(4, 2))
     for parameter in model.parameters():
@@ -161,7 +161,7 @@ def test_a_layer_that_fails_is_named() -> None:
     assert error.value.__notes__[-1] == "(in layer 1, run on an example to find out what it costs)"
 
 
-def test_measures_are_named() -> None:
+def test_unknown_or_impossible_measures_are_refused() -> None:
     row = layers(MLP((4,), 2, hidden=(3,)))
     with pytest.raises(UsageError, match="^setting parallel.partition = 'fair': must be one of compute, time, param"):
         costs(row, "fair")
@@ -169,7 +169,7 @@ def test_measures_are_named() -> None:
         costs(row, "time")
 
 
-def test_stages_are_chosen_as_asked() -> None:
+def test_stages_follow_the_requested_partition() -> None:
     row = layers(GPT(CONFIG))
     assert balance(row, 2) == [range(0, 2), range(2, 5)]
     assert balance(row, 3, "parameters") == [range(0, 1), range(1, 2), range(2, 5)]

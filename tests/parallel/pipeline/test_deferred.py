@@ -1,4 +1,4 @@
-"""Gradients of weights that are computed later are those of autograd, bit for bit."""
+"""Deferred gradients of weights: equal to those of autograd, bit for bit."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LEADING = [(5,), (1,), (3, 4), (2, 3, 5), (4, 1), (8, 64)]
 
 
 def rows(leading: tuple[int, ...], width: int) -> dict[str, Callable[[], Tensor]]:
-    """Return tensors ``[*leading, width]`` that lie in memory in different ways."""
+    """Return tensors ``[*leading, width]`` with different memory layouts."""
     backwards = tuple(range(len(leading), -1, -1))
     return {
         "contiguous": lambda: torch.randn(*leading, width),
@@ -69,7 +69,7 @@ def assert_same(ours: list[Tensor | None], theirs: list[Tensor | None], *, exact
 
 @pytest.mark.parametrize("leading", LEADING, ids=str)
 @pytest.mark.parametrize("width, outputs", SIZES)
-def test_same_bits_as_autograds_own(leading: tuple[int, ...], width: int, outputs: int) -> None:
+def test_bits_equal_those_of_autograd(leading: tuple[int, ...], width: int, outputs: int) -> None:
     torch.manual_seed(0)
     for name, wants, with_bias, by_columns in product(rows(leading, width), *[[False, True]] * 3):
         inputs = [rows(leading, width)[name]() for _ in range(2)]
@@ -77,7 +77,7 @@ def test_same_bits_as_autograds_own(leading: tuple[int, ...], width: int, output
         weight = torch.randn(width, outputs).t() if by_columns else torch.randn(outputs, width)
         bias = torch.randn(outputs) if with_bias else None
         arguments = inputs, gradients, weight, bias, wants
-        # With AVX-512, the library that multiplies takes another path for one column, by how its strides are written.
+        # With AVX-512, the BLAS library uses another kernel for one column, depending on its strides.
         assert_same(trained(*arguments, Deferred()), trained(*arguments, None), exactly=width > 1)
 
 
@@ -86,7 +86,7 @@ def gradients_of(model: nn.Module) -> list[Tensor | None]:
 
 
 class Twice(nn.Module):
-    """Use one layer three times, one weight in two layers, and a layer whose bias is frozen."""
+    """Model with one layer used three times, one weight in two layers, and a layer with a frozen bias."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -98,12 +98,12 @@ class Twice(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map ``[batch, 6]`` to the same shape."""
-        x = torch.relu_(self.one(torch.tanh(self.one(self.norm(x)))))  # in place, into what was deferred
+        x = torch.relu_(self.one(torch.tanh(self.one(self.norm(x)))))  # in place, in a tensor that was deferred
         return self.three(self.one(self.two(x)))  # type: ignore[no-any-return]
 
 
 def run(model: nn.Module, store: Deferred | None, batches: int = 3, autocast: bool = False) -> list[Tensor | None]:
-    """Train on microbatches, all weights at the end; return losses and gradients."""
+    """Train on microbatches, with all weight gradients at the end; return losses and gradients."""
     losses: list[Tensor | None] = []
     for key in range(batches):
         x = torch.randn(4, 6, generator=torch.Generator().manual_seed(key))
@@ -121,11 +121,11 @@ def run(model: nn.Module, store: Deferred | None, batches: int = 3, autocast: bo
     return [*losses, *gradients_of(model)]
 
 
-def test_parameters_that_are_used_more_than_once() -> None:
+def test_parameters_may_be_used_more_than_once() -> None:
     assert_same(run(Twice(), Deferred()), run(Twice(), None))
 
 
-def test_only_linear_layers_wait_and_only_where_gradients_are_taken() -> None:
+def test_only_linear_layers_that_need_gradients_are_deferred() -> None:
     model, store = Twice(), Deferred()
     with store.putting_off("key"):
         value = model(torch.ones(2, 6)).sum()
@@ -137,13 +137,13 @@ def test_only_linear_layers_wait_and_only_where_gradients_are_taken() -> None:
     store.flush("key")
     assert model.one.weight.grad is not None and model.three.bias.grad is None
     before = model.one.weight.grad.clone()
-    store.flush("key")  # nothing is due any more
+    store.flush("key")  # no gradient is pending any more
     assert torch.equal(model.one.weight.grad, before)
-    model(torch.ones(2, 6)).sum().backward()  # outside, all comes at once
+    model(torch.ones(2, 6)).sum().backward()  # outside, gradients are computed immediately
     assert not torch.equal(model.one.weight.grad, before)
 
 
-def test_keys_are_kept_apart_and_can_be_forgotten() -> None:
+def test_keys_are_separate_and_can_be_dropped() -> None:
     layer, store = nn.Linear(2, 2, bias=False), Deferred()
     for key, scale in {"a": 1.0, "b": 10.0, "c": 100.0}.items():
         with store.putting_off(key):
@@ -157,7 +157,7 @@ def test_keys_are_kept_apart_and_can_be_forgotten() -> None:
     assert layer.weight.grad.tolist() == [[11, 11]] * 2 and not store.keys
 
 
-def test_hooks_on_parameters_run_when_their_gradient_comes() -> None:
+def test_hooks_on_parameters_run_when_their_gradient_is_computed() -> None:
     layer, store, seen = nn.Linear(3, 3), Deferred(), []
     for name, parameter in layer.named_parameters():
         parameter.register_post_accumulate_grad_hook(lambda one, name=name: seen.append((name, one.grad is not None)))
@@ -170,7 +170,7 @@ def test_hooks_on_parameters_run_when_their_gradient_comes() -> None:
     assert layer.weight.grad is not None and layer.weight.grad.tolist() == [[4] * 3] * 3
 
 
-def test_whole_parameters_and_computed_ones_do_not_wait() -> None:
+def test_excluded_parameters_and_computed_weights_are_not_deferred() -> None:
     layer = nn.Linear(3, 3)
     store = Deferred([layer.weight])
     with store.putting_off(0):
@@ -184,19 +184,19 @@ def test_whole_parameters_and_computed_ones_do_not_wait() -> None:
 
 
 @pytest.mark.parametrize("within", [True, False], ids=["within", "after"])
-def test_layers_that_compute_again_defer_again_and_keep_nothing_meanwhile(within: bool) -> None:
+def test_recomputed_layers_are_deferred_and_keep_only_their_inputs(within: bool) -> None:
     model, store = nn.Sequential(Twice(), Twice()), Deferred()
     recompute(list(model))
     kept: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda one: kept.append(one) or one, lambda one: one):
-        if within:  # backward runs where forward did, in the same ``with`` block
+        if within:  # backward runs in the same ``with`` block as forward
             with store.putting_off(0):
                 model(torch.ones(4, 6)).sum().backward()
         else:
             with store.putting_off(0):
                 value = model(torch.ones(4, 6)).sum()
             value.backward()
-    assert all(one.shape == (4, 6) for one in kept), "something else than inputs of layers was kept"
+    assert all(one.shape == (4, 6) for one in kept), "a tensor other than an input of a layer was kept"
     store.flush(0)
     plain = nn.Sequential(Twice(), Twice())
     plain(torch.ones(4, 6)).sum().backward()
@@ -204,7 +204,7 @@ def test_layers_that_compute_again_defer_again_and_keep_nothing_meanwhile(within
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_what_a_user_checkpoints_comes_at_once(reentrant: bool) -> None:
+def test_gradients_under_a_users_checkpoint_are_not_deferred(reentrant: bool) -> None:
     model, plain, store = Twice(), Twice(), Deferred()
     x = torch.ones(4, 6, requires_grad=True)
     with store.putting_off(0):
@@ -215,7 +215,7 @@ def test_what_a_user_checkpoints_comes_at_once(reentrant: bool) -> None:
     assert_same(gradients_of(model), gradients_of(plain))
 
 
-def test_what_a_user_keeps_elsewhere_is_deferred() -> None:
+def test_gradients_under_a_users_saved_tensor_hooks_are_deferred() -> None:
     model, plain, store = Twice(), Twice(), Deferred()
     with torch.autograd.graph.saved_tensors_hooks(lambda one: one.clone(), lambda one: one):
         with store.putting_off(0):
@@ -227,7 +227,7 @@ def test_what_a_user_keeps_elsewhere_is_deferred() -> None:
     assert_same(gradients_of(model), gradients_of(plain))
 
 
-def test_autocast_multiplies_in_bfloat16_and_adds_up_in_float32() -> None:
+def test_autocast_multiplies_in_bfloat16_and_accumulates_in_float32() -> None:
     def make() -> nn.Module:
         torch.manual_seed(1)
         return nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 6, bias=False), nn.LayerNorm(6), nn.Linear(6, 3))
@@ -244,7 +244,7 @@ def test_autocast_multiplies_in_bfloat16_and_adds_up_in_float32() -> None:
     assert result.dtype is torch.float64
 
 
-def test_what_flush_computes_with_is_let_go_as_it_goes() -> None:
+def test_flush_frees_its_inputs_as_it_proceeds() -> None:
     model, store = Twice(), Deferred()
     with store.putting_off(0):
         model(torch.ones(2, 6)).sum().backward()
@@ -256,7 +256,7 @@ def test_what_flush_computes_with_is_let_go_as_it_goes() -> None:
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_where_backward_runs_in_a_thread_of_its_own() -> None:
+def test_deferral_works_on_a_gpu_with_a_separate_backward_thread() -> None:
     model, plain, store = nn.Sequential(Twice(), Twice()).cuda(), nn.Sequential(Twice(), Twice()).cuda(), Deferred()
     recompute([model[0]])
     x = torch.randn(4, 6, device="cuda")

@@ -1,4 +1,4 @@
-"""Links: messages come in order, room is given back, and who finds none goes on."""
+"""Links: messages arrive in order, buffers are released, and a sender without a free buffer continues."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ def link(own: Any, request: pytest.FixtureRequest) -> Link:
     return StagedLink(link, torch.device("cpu")) if "staged" in request.param else link
 
 
-def test_messages_come_in_order_and_stay_until_they_are_released(own: Any, link: Link) -> None:
+def test_messages_arrive_in_order_and_are_kept_until_released(own: Any, link: Link) -> None:
     links = Links()
     links.add(link)
     if own.rank == 0:
         for number in range(COUNT):
-            link.send(message(number))  # though there is room for two only
+            link.send(message(number))  # although there are only two buffers
         links.finish()
         assert link.sent()
     elif own.rank == 1:
@@ -57,13 +57,13 @@ def test_messages_come_in_order_and_stay_until_they_are_released(own: Any, link:
                 link.release()
 
 
-def test_a_shape_that_was_not_agreed_on_is_refused(own: Any, link: Link) -> None:
+def test_a_shape_that_differs_from_the_agreed_one_is_refused(own: Any, link: Link) -> None:
     if own.rank == 0:
         with pytest.raises(UsageError, match=r"float32\[3, 3\] after float32\[3, 2\], int64\[5\], float64\[\]"):
             link.send([torch.zeros(3, 3)])
 
 
-def test_what_never_comes_ends_at_the_deadline(own: Any, link: Link, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_message_raises_at_the_deadline(own: Any, link: Link, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HPCTRAIN_TIMEOUT", "0.2")
     if own.rank == 1:
         links = Links()

@@ -1,4 +1,4 @@
-"""Rows are cut as the best of all possible cuts, found by trying them all."""
+"""Partition of layers: the best of all possible cuts, found by trying them all."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def all_cuts(count: int, parts: int) -> list[list[range]]:
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_no_cut_has_a_smaller_largest_part_or_parts_that_are_closer(seed: int) -> None:
+def test_a_partition_minimises_the_largest_part_and_then_the_imbalance(seed: int) -> None:
     dice = random.Random(seed)
     costs = [float(dice.choice([0, 0, 1, 2, 5, 30])) for _ in range(dice.randint(1, 9))]
     for parts in range(1, len(costs) + 1):
@@ -35,24 +35,24 @@ def test_no_cut_has_a_smaller_largest_part_or_parts_that_are_closer(seed: int) -
         assert found in all_cuts(len(costs), parts)
 
 
-def test_what_costs_nothing_stays_with_what_comes_before_it() -> None:
+def test_layers_without_cost_stay_with_the_previous_layer() -> None:
     assert partition([0, 4, 0, 4, 0, 4], 3) == [range(0, 3), range(3, 5), range(5, 6)]
     assert partition([0, 0, 0], 2) == [range(0, 2), range(2, 3)]
 
 
-def test_a_head_that_costs_much_stands_alone() -> None:
+def test_an_expensive_head_is_a_separate_part() -> None:
     assert [len(part) for part in partition([0, *[1] * 12, 0, 5], 4)] == [5, 4, 5, 1]
     assert partition([3.0], 1) == [range(0, 1)]
 
 
 @pytest.mark.parametrize("cost", [-1.0, float("nan"), float("inf")])
-def test_costs_are_numbers_from_0(cost: float) -> None:
+def test_negative_and_infinite_costs_are_refused(cost: float) -> None:
     with pytest.raises(UsageError, match="costs must be finite and not negative"):
         partition([1.0, cost], 1)
 
 
 @pytest.mark.parametrize("cut", [lambda parts: partition([1.0] * 5, parts), lambda parts: by_hand(NAMES, parts, [1])])
-def test_fewer_layers_than_parts(cut: object) -> None:
+def test_fewer_layers_than_parts_are_refused(cut: object) -> None:
     with pytest.raises(UsageError, match="^5 layers cannot make 8 stages: use at most 5 ") as error:
         cut(8)  # type: ignore[operator]
     assert error.value.everywhere
@@ -60,7 +60,7 @@ def test_fewer_layers_than_parts(cut: object) -> None:
         cut(0)  # type: ignore[operator]
 
 
-def test_by_hand_are_numbers_of_layers_or_names_where_parts_begin() -> None:
+def test_manual_parts_are_numbers_of_layers_or_names_of_first_layers() -> None:
     wanted = [range(0, 2), range(2, 5)]
     assert by_hand(NAMES, 2, [2, 3]) == wanted
     assert by_hand(NAMES, 2, ["blocks.1"]) == wanted
@@ -83,17 +83,17 @@ def test_by_hand_are_numbers_of_layers_or_names_where_parts_begin() -> None:
         (["head", "norm"], "layers must be named in the order of the model, each once"),
     ],
 )
-def test_what_does_not_make_the_parts_is_refused(chosen: list[int | str], why: str) -> None:
+def test_an_impossible_manual_partition_is_refused(chosen: list[int | str], why: str) -> None:
     with pytest.raises(UsageError) as error:
         by_hand(NAMES, 2, chosen)
     assert str(error.value) == f"setting parallel.partition = {chosen}: {why}"
 
 
-def test_of_many_layers_some_are_listed() -> None:
+def test_an_error_lists_some_of_many_layers() -> None:
     with pytest.raises(UsageError, match=r"layers are 0, 1, 2, 3, 4, 5, \.\.\. 95, 96, 97, 98, 99$"):
         by_hand([str(number) for number in range(100)], 2, ["x"])
 
 
-def test_hundreds_of_layers_take_no_time() -> None:
+def test_hundreds_of_layers_are_partitioned_quickly() -> None:
     parts = partition([1.0 + number % 3 for number in range(400)], 16)
     assert len(parts) == 16 and parts[-1].stop == 400

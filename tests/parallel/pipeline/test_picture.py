@@ -1,4 +1,4 @@
-"""Pictures of timelines: the boxes, numbers and colours that stand in them."""
+"""Plots of timelines: their boxes, numbers and colours."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def numbers(found: Any) -> list[tuple[float, float, str]]:
 
 
 @pytest.mark.parametrize("name, ranks, microbatches", [("1f1b", 4, 8), ("zb-h1", 8, 32)])
-def test_every_pass_has_its_box_and_its_number(name: str, ranks: int, microbatches: int) -> None:
+def test_every_pass_has_a_box_and_a_number(name: str, ranks: int, microbatches: int) -> None:
     drawn = timeline(name, ranks, microbatches)
     found = figure(drawn, "title")
     spans = [(span, rank) for rank, row in enumerate(drawn.rows) for span in row]
@@ -46,7 +46,7 @@ def test_every_pass_has_its_box_and_its_number(name: str, ranks: int, microbatch
     assert numbers(found) == expected
 
 
-@pytest.mark.parametrize("ranks, microbatches", [(8, 32), (1, 90)])  # the latter does not fit into the widest picture
+@pytest.mark.parametrize("ranks, microbatches", [(8, 32), (1, 90)])  # the latter does not fit into the widest plot
 def test_numbers_fit_into_their_boxes(ranks: int, microbatches: int) -> None:
     found = figure(timeline("1f1b", ranks, microbatches), "title")
     found.draw_without_rendering()
@@ -59,7 +59,7 @@ def test_numbers_fit_into_their_boxes(ranks: int, microbatches: int) -> None:
         assert text.get_window_extent().width < lengths[text.get_position()] * (right - left)
 
 
-def test_title_and_margins_tell_idle_time_and_memory() -> None:
+def test_title_and_margins_show_idle_time_and_memory() -> None:
     found = figure(timeline("1f1b", 4, 8), "1f1b, 4 stages")
     assert found.axes[0].get_title(loc="left") == "1f1b, 4 stages: bubble 27.3%"
     beside = [label.get_text() for label in found.axes[0].child_axes[0].get_yticklabels()]
@@ -75,7 +75,7 @@ def legend(found: Any) -> list[str]:
     return [text.get_text() for text in found.legends[0].get_texts()]
 
 
-def test_the_legend_names_what_occurs() -> None:
+def test_the_legend_names_the_kinds_that_occur() -> None:
     assert legend(figure(timeline("1f1b", 2, 2), "")) == ["forward", "backward", "idle"]
     assert legend(figure(timeline("zb-h1", 2, 2), "")) == ["forward", "input", "weight", "idle"]
     waits = Timeline(((Span("forward", 0, 2), Span("receive", 1, 1.5)),))
@@ -95,7 +95,7 @@ def test_chunks_differ_in_shade() -> None:
 
 
 @pytest.mark.parametrize("kind, begin", [("png", b"\x89PNG"), ("pdf", b"%PDF"), ("svg", b"<?xml")])
-def test_pictures_are_of_their_kind(kind: str, begin: bytes) -> None:
+def test_plots_have_the_format_of_their_suffix(kind: str, begin: bytes) -> None:
     out = BytesIO()
     figure(timeline("1f1b", 2, 2), "a < b").savefig(out, format=kind)
     assert out.getvalue().startswith(begin)
@@ -103,11 +103,11 @@ def test_pictures_are_of_their_kind(kind: str, begin: bytes) -> None:
         assert xml.fromstring(out.getvalue()).tag.endswith("svg")
 
 
-def test_nothing_draws_an_empty_picture() -> None:
+def test_an_empty_timeline_gives_an_empty_plot() -> None:
     assert boxes(figure(Timeline(((), ())), "nothing")) == []
 
 
-def test_without_matplotlib_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_matplotlib_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(UsageError, match="drawing needs matplotlib: pip install 'hpctrain\\[plot\\]'"):
         figure(timeline("1f1b", 2, 2), "title")

@@ -1,4 +1,4 @@
-"""PipeDream: gradients are those of the weights that the forward pass used, as in a plain simulation."""
+"""PipeDream: gradients of the weights that the forward pass used, as in a plain simulation."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ STEPS = 4
 
 
 def versions(stages: int) -> list[list[int]]:
-    """Return for each stage how many updates lay before the forward pass of each microbatch."""
+    """Return the number of updates before the forward pass of each microbatch, per stage."""
     schedule = make("pipedream", stages, BATCH)
     found = []
     for actions in schedule.actions:
@@ -32,7 +32,7 @@ def versions(stages: int) -> list[list[int]]:
 
 
 def momentum(model: nn.Module) -> torch.optim.Optimizer:
-    """Return an optimizer that does not blow up the rounding of gradients that are zero, as Adam does."""
+    """Return SGD with momentum, which unlike Adam does not amplify the rounding of zero gradients."""
     return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
 
@@ -74,7 +74,7 @@ def _set(stage: nn.Module, values: list[Tensor]) -> None:
 
 @pytest.mark.ranks(2, 3, 4)
 @pytest.mark.parametrize("max_norm", [float("inf"), 0.5])
-def test_it_follows_a_simulation_of_the_versions(own: Any, max_norm: float) -> None:
+def test_training_equals_a_simulation_of_the_weight_versions(own: Any, max_norm: float) -> None:
     trained = Trained.of(own, ParallelSettings(pipe=own.size, schedule="pipedream"), tied=False)
     trained.optimizer = momentum(trained.model)
     trained.strategy.check_optimizer(trained.optimizer)
@@ -100,8 +100,8 @@ def test_the_first_stage_computes_with_older_weights_than_the_last() -> None:
 
 
 @pytest.mark.ranks(4)
-def test_replicas_of_stages_average_every_microbatch(own: Any) -> None:
-    """Two pipelines that see the same samples do what one does."""
+def test_replicas_of_stages_average_the_gradients_of_every_microbatch(own: Any) -> None:
+    """Two pipelines with the same samples give the results of one."""
     settings = ParallelSettings(pipe=2, schedule="pipedream")
     pair = own.split(own.rank % 2)
     one, two = (Trained.of(comm, settings, tied=False) for comm in (pair, own))
@@ -117,7 +117,7 @@ def test_replicas_of_stages_average_every_microbatch(own: Any) -> None:
 
 
 @pytest.mark.ranks(2)
-def test_what_it_cannot_do_is_refused(own: Any) -> None:
+def test_unsupported_uses_are_refused(own: Any) -> None:
     with pytest.raises(SettingsError, match="embedding.token.weight = head.weight is on several stages"):
         Trained.of(own, ParallelSettings(pipe=2, schedule="pipedream"))
     trained = Trained.of(own, ParallelSettings(pipe=2, schedule="pipedream"), tied=False)

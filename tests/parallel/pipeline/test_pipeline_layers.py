@@ -1,4 +1,4 @@
-"""A model that says that it is a row of layers is exactly that, and others are refused in words."""
+"""Models as rows of layers: accepted models equal the chain of their layers, others are refused."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def applied(model: nn.Module, x: Tensor) -> Tensor:
 
 
 class Row(nn.Module):
-    """Say by a method what its layers are."""
+    """Model that lists its layers by a method."""
 
     def __init__(self, *parts: nn.Module, row: Callable[[Any], Any] | None = None) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class Row(nn.Module):
         self.row = row
 
     def layers(self) -> Any:
-        """Return what the test says, or all parts."""
+        """Return the layers given by the test, or all parts."""
         return self.row(self) if self.row else [*self.parts]
 
 
@@ -58,7 +58,7 @@ class Row(nn.Module):
         ),
     ],
 )
-def test_the_models_here_are_rows(model: Callable[[], nn.Module], example: Tensor, wanted: list[str]) -> None:
+def test_the_built_in_models_are_rows(model: Callable[[], nn.Module], example: Tensor, wanted: list[str]) -> None:
     torch.manual_seed(0)
     made = model().eval()
     assert names(made) == wanted
@@ -67,7 +67,7 @@ def test_the_models_here_are_rows(model: Callable[[], nn.Module], example: Tenso
     assert all(modules[layer.name] is layer.module for layer in find_layers(made) if layer.name in modules)
 
 
-def test_sequentials_inside_stand_for_what_is_in_them() -> None:
+def test_nested_sequentials_are_flattened() -> None:
     class Own(nn.Sequential):
         def forward(self, x: Tensor) -> Tensor:
             """Do more than a sequential does."""
@@ -91,7 +91,7 @@ def test_layers_may_be_functions_and_lists() -> None:
     assert torch.equal(applied(model, x), model.parts[1](model.parts[0](torch.relu(x))))
 
 
-def test_what_holds_nothing_may_stand_in_the_row_again_and_names_stay_apart() -> None:
+def test_layers_without_parameters_may_repeat_and_names_stay_unique() -> None:
     act = nn.Tanh()
     assert names(nn.Sequential(act, nn.Linear(2, 2), act)) == ["0", "1", "2"]
     again = Row(nn.Tanh(), nn.Linear(2, 2), row=lambda self: [self.parts[0], self.parts[1], self.parts[0], torch.tanh])
@@ -99,7 +99,7 @@ def test_what_holds_nothing_may_stand_in_the_row_again_and_names_stay_apart() ->
 
 
 class Holding(nn.Module):
-    """Hold a row, and do with it what only its forward knows."""
+    """Model that contains a row and uses it in its own forward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -172,7 +172,7 @@ WRITE = "write a method layers() that returns its layers in order, such that cal
         ),
     ],
 )
-def test_what_is_no_row_is_refused(make: Callable[[], nn.Module], wanted: str) -> None:
+def test_models_that_are_not_rows_are_refused(make: Callable[[], nn.Module], wanted: str) -> None:
     with pytest.raises(UsageError) as error:
         find_layers(make())
     assert str(error.value) == wanted

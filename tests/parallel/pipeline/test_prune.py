@@ -1,4 +1,4 @@
-"""What a stage holds has the names and the values of the whole model; nothing else takes memory."""
+"""Pruned stages: their tensors have the names and values of the whole model, and the rest takes no memory."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SHAPE = {"heads": 2, "width": 16, "context": 8, "vocab_size": 31}
 
 
 class TiedRow(nn.Sequential):
-    """Share the weights of two linear layers whose biases differ, and a whole module between two others."""
+    """Row of layers, the first and last of which share a weight and have separate biases."""
 
     def __init__(self) -> None:
         super().__init__(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 4))
@@ -60,7 +60,7 @@ def stages(model: nn.Module) -> list[list[range]]:
 
 @every
 @devices
-def test_what_stays_keeps_its_names_and_tensors_and_the_stages_have_it_all(
+def test_remaining_tensors_keep_their_names_and_the_stages_cover_the_model(
     make: Callable[[], nn.Module], device: str
 ) -> None:
     whole = made(make, device)
@@ -85,7 +85,7 @@ def test_what_stays_keeps_its_names_and_tensors_and_the_stages_have_it_all(
 
 
 @every
-def test_first_values_are_the_whole_models(make: Callable[[], nn.Module]) -> None:
+def test_initial_values_equal_those_of_the_whole_model(make: Callable[[], nn.Module]) -> None:
     whole = made(make, "meta")
     torch.manual_seed(9)
     materialise(whole, CPU)
@@ -104,7 +104,7 @@ def test_first_values_are_the_whole_models(make: Callable[[], nn.Module]) -> Non
 
 @every
 @devices
-def test_a_pruned_model_can_be_moved_shown_switched_and_loaded(make: Callable[[], nn.Module], device: str) -> None:
+def test_a_pruned_model_supports_repr_train_to_and_load_state_dict(make: Callable[[], nn.Module], device: str) -> None:
     model = made(make, device)
     layers = find_layers(model)
     prune(model, layers, [len(layers) - 1])
@@ -115,7 +115,7 @@ def test_a_pruned_model_can_be_moved_shown_switched_and_loaded(make: Callable[[]
     model.load_state_dict(model.state_dict())
 
 
-def test_a_stage_computes_with_what_it_holds() -> None:
+def test_a_stage_computes_with_its_own_layers() -> None:
     model, x = made(MAKERS["convnet"]), torch.randn(3, 2, 8, 8)
     wanted = model(x)
     for half in stages(model)[0]:
@@ -127,8 +127,8 @@ def test_a_stage_computes_with_what_it_holds() -> None:
     assert torch.equal(x, wanted)
 
 
-def test_memory_of_other_stages_is_given_back() -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.LSTM(4, 4))  # the last has a list of its own
+def test_memory_of_other_stages_is_freed() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.LSTM(4, 4))  # the LSTM keeps a list of its weights
     storages = [weakref.ref(tensor) for tensor in (*model.parameters(), *model.buffers())]
     prune(model, find_layers(model), [])
     gc.collect()
@@ -136,7 +136,7 @@ def test_memory_of_other_stages_is_given_back() -> None:
     assert not list(model.parameters()) and not model.state_dict()
 
 
-def test_of_all_stages_each_says_that_a_module_cannot_be_drawn() -> None:
+def test_every_stage_reports_a_module_that_cannot_be_initialised() -> None:
     class Stubborn(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -149,7 +149,7 @@ def test_of_all_stages_each_says_that_a_module_cannot_be_drawn() -> None:
             check_drawable(model)
     model = made(lambda: nn.Sequential(nn.Linear(2, 2), Stubborn()))
     prune(model, find_layers(model), [0])
-    check_drawable(model)  # it had its values before
+    check_drawable(model)  # it already had its values
 
 
 def shared(make: Callable[[], nn.Module], chunks: Sequence[Sequence[int]]) -> list[tuple[Any, ...]]:
@@ -167,7 +167,7 @@ def test_tied_parameters_are_found_with_all_their_names() -> None:
 
 
 class Lent(nn.Sequential):
-    """Have the same module inside of two layers."""
+    """Two layers that contain the same module."""
 
     def __init__(self) -> None:
         super().__init__(nn.Sequential(), nn.Sequential())
@@ -177,14 +177,14 @@ class Lent(nn.Sequential):
             self[number].register_forward_hook(lambda *_: None)  # so that it is one layer
 
 
-def test_a_module_inside_of_two_layers_stays_with_either() -> None:
+def test_a_module_inside_two_layers_is_kept_by_both() -> None:
     for held in ([0], [1]):
         model = made(Lent)
         prune(model, find_layers(model), held)
         assert list(model.state_dict()) == ["0.inner.weight", "1.inner.weight"]
 
 
-def test_parameters_with_two_names_inside_of_a_stage() -> None:
+def test_parameters_with_two_names_inside_a_stage_are_found() -> None:
     model = made(MAKERS["tied gpt"])
     layers = find_layers(model)
     assert used_twice(layers[1:]) == []
@@ -192,7 +192,7 @@ def test_parameters_with_two_names_inside_of_a_stage() -> None:
     assert len(twice) == 1 and twice[0] is model.head.weight
 
 
-def test_tied_leftovers_are_one_tensor_after_drawing() -> None:
+def test_tied_parameters_of_a_stage_are_one_tensor_after_initialisation() -> None:
     model = made(MAKERS["tied gpt"], "meta")
     layers = find_layers(model)
     prune(model, layers, [3, 4])

@@ -1,4 +1,4 @@
-"""Schedules: what each promises, by formula and by playing it."""
+"""Pipeline schedules: their properties by formula and by execution."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ def texts(schedule: Schedule) -> list[str]:
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_every_schedule_can_be_played(name: str) -> None:
+def test_every_schedule_can_be_executed(name: str) -> None:
     for schedule in grid(name):
         check(schedule)
         assert [schedule.rank_of(chunk) for chunk in range(schedule.ranks)] == list(range(schedule.ranks))
 
 
-# What they look like, written down by hand after the figures of the papers.
+# Schedules written by hand after the figures of the papers.
 BY_HAND = {
     ("naive", 2, 2, 1): ["F0 B0 F1 B1", "F0 B0 F1 B1"],
     ("gpipe", 2, 3, 1): ["F0 F1 F2 B0 B1 B2", "F0 F1 F2 B0 B1 B2"],
@@ -57,11 +57,11 @@ BY_HAND = {
 
 
 @pytest.mark.parametrize("which", BY_HAND)
-def test_short_ones_are_as_in_the_papers(which: tuple[str, int, int, int]) -> None:
+def test_short_schedules_equal_those_of_the_papers(which: tuple[str, int, int, int]) -> None:
     assert texts(make(*which)) == BY_HAND[which]
 
 
-def test_interleaved_takes_groups_of_microbatches_through_one_chunk_after_the_other() -> None:
+def test_interleaved_runs_groups_of_microbatches_through_successive_chunks() -> None:
     schedule = make("interleaved", 2, 4, 2)
     forwards = [(each.chunk, each.microbatch) for each in schedule.actions[1] if each.kind is Kind.FORWARD]
     backwards = [(each.chunk, each.microbatch) for each in schedule.actions[1] if each.kind is Kind.BACKWARD]
@@ -69,7 +69,7 @@ def test_interleaved_takes_groups_of_microbatches_through_one_chunk_after_the_ot
     assert backwards == [(3, 0), (3, 1), (1, 0), (1, 1), (3, 2), (3, 3), (1, 2), (1, 3)]
 
 
-# What a rank holds at most, of p ranks, m microbatches and v chunks a rank.
+# Maximum of live microbatches of a rank, for p ranks, m microbatches and v chunks per rank.
 LIVE = {
     "naive": lambda rank, p, m, v: 1,
     "gpipe": lambda rank, p, m, v: m,
@@ -81,13 +81,13 @@ LIVE = {
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_live_microbatches_are_those_of_the_theory(name: str) -> None:
+def test_live_microbatches_equal_the_theory(name: str) -> None:
     for schedule in grid(name):
         p, m, v = schedule.ranks, schedule.microbatches, schedule.chunks // schedule.ranks
         assert [schedule.live(rank) for rank in range(p)] == [LIVE[name](rank, p, m, v) for rank in range(p)]
 
 
-def test_updates_follow_every_backward_pass_but_the_last() -> None:
+def test_updates_follow_every_backward_pass_except_the_last() -> None:
     for actions in make("pipedream", 4, 6).actions:
         updates = [place for place, action in enumerate(actions) if action.kind is Kind.UPDATE]
         before = [actions[place - 1] for place in updates]
@@ -113,17 +113,17 @@ def test_only_zero_bubble_splits_the_backward_pass() -> None:
         (("1f1b", 4, 4, 2), "the schedule 1f1b takes one chunk .*, not 2: several are for interleaved"),
     ],
 )
-def test_what_is_refused(arguments: tuple[str, int, int], message: str) -> None:
+def test_invalid_combinations_are_refused(arguments: tuple[str, int, int], message: str) -> None:
     with pytest.raises(UsageError, match=message) as caught:
         make(*arguments)
     assert caught.value.everywhere
 
 
-# The checker itself ---------------------------------------------------------------------------------------------------
+# The checker ----------------------------------------------------------------------------------------------------------
 
 
 def broken(name: str, rank: int, text: str, chunk: int | None = None) -> Schedule:
-    """Return a schedule of two ranks, the actions of one of which are those of a text."""
+    """Return a schedule of two ranks, with the actions of one rank read from a text."""
     schedule = make(name, 2, 2)
     of = rank if chunk is None else chunk
     actions = list(schedule.actions)
@@ -149,12 +149,12 @@ def broken(name: str, rank: int, text: str, chunk: int | None = None) -> Schedul
         (replace(make("gpipe", 2, 2), ranks=3), "2 lists of actions, 2 chunks"),
     ],
 )
-def test_the_checker_sees_what_is_wrong(schedule: Schedule, message: str) -> None:
+def test_the_checker_finds_errors(schedule: Schedule, message: str) -> None:
     with pytest.raises(UsageError, match=f"the schedule {schedule.name} cannot be played: .*{message}"):
         check(schedule)
 
 
-def test_a_deadlock_is_found_where_the_order_of_each_rank_is_right_by_itself() -> None:
-    # Rank 0 wants a gradient before it sends the activations that rank 1 wants before it gives one.
+def test_a_deadlock_between_individually_valid_orders_is_found() -> None:
+    # Rank 0 waits for a gradient before it sends the activations that rank 1 needs to compute that gradient.
     with pytest.raises(UsageError, match="rank 0 in B0 of chunk 0, rank 1 in F1 of chunk 1"):
         check(broken("gpipe", 0, "F0 B0 F1 B1"))

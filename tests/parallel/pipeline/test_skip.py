@@ -1,4 +1,4 @@
-"""What is kept comes back where it is joined: in one process, with layers that run again, and when a pass fails."""
+"""Skip connections by Keep and Join: in one process, with recomputed layers, and after failed passes."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_a_sequential_computes_what_a_function_would() -> None:
         assert torch.equal(model(x), plain(model, x))
 
 
-def test_ways_to_join() -> None:
+def test_tensors_are_joined_by_addition_concatenation_or_a_function() -> None:
     x = torch.randn(2, 3, 4)
 
     def joined(join: Join) -> Tensor:
@@ -63,7 +63,7 @@ def test_ways_to_join() -> None:
         Keep("k")((x, x))  # type: ignore[arg-type]
 
 
-def test_threads_do_not_meet() -> None:
+def test_threads_have_separate_kept_tensors() -> None:
     model, results = net(), {}
     turns = threading.Barrier(2)
 
@@ -89,7 +89,7 @@ def test_threads_do_not_meet() -> None:
 
 @pytest.mark.parametrize("inside", [slice(0, 3), slice(1, 7), slice(4, 6), slice(0, 8), slice(3, 8)])
 @pytest.mark.parametrize("alone", [True, False], ids=["alone", "carrying"])
-def test_layers_that_run_again_find_what_was_kept(inside: slice, alone: bool) -> None:
+def test_recomputed_layers_find_kept_tensors(inside: slice, alone: bool) -> None:
     model, xs = net(), [torch.randn(3, 4) for _ in range(2)]
     parts = list(model)
     part = nn.Sequential(*parts[inside])
@@ -100,7 +100,7 @@ def test_layers_that_run_again_find_what_was_kept(inside: slice, alone: bool) ->
     for index, module in enumerate(part):
         module.register_forward_pre_hook(lambda *_, index=index: runs.append(index))
     results = []
-    for x in xs:  # two microbatches forward, and only then backward
+    for x in xs:  # two microbatches forward, then backward
         if alone:
             results.append(again(x))
         else:
@@ -115,7 +115,7 @@ def test_layers_that_run_again_find_what_was_kept(inside: slice, alone: bool) ->
     assert torch.equal(again(xs[0]), plain(model, xs[0]))
 
 
-def test_torchs_own_checkpoint_around_both() -> None:
+def test_torchs_checkpoint_may_enclose_both() -> None:
     model, x = net(), torch.randn(3, 4)
     result = checkpoint(model, x, use_reentrant=False)
     for ours, theirs in zip(gradients(model, result), gradients(model, plain(model, x))):
@@ -124,7 +124,7 @@ def test_torchs_own_checkpoint_around_both() -> None:
 
 
 class Failing(nn.Module):
-    """Fail when told to, and know what it was given."""
+    """Layer that fails on request, and keeps its input."""
 
     fails = True
 
@@ -145,7 +145,7 @@ def test_a_pass_that_fails_leaves_nothing_for_the_next() -> None:
     assert torch.equal(whole(x), plain(model, x))
 
 
-def test_memory_is_let_go_when_a_carrying_pass_fails() -> None:
+def test_memory_is_freed_when_a_carrying_pass_fails() -> None:
     seen: list[weakref.ref[Tensor]] = []
 
     def watch(x: Tensor) -> Tensor:
@@ -170,7 +170,7 @@ def test_memory_is_let_go_when_a_carrying_pass_fails() -> None:
         nn.Sequential(Keep("a"), Join("a"))(torch.ones(2))
 
 
-def test_carrying_shows_what_is_kept_and_takes_what_is_given() -> None:
+def test_carrying_exposes_kept_tensors_and_accepts_given_ones() -> None:
     with carrying({}) as kept:
         x = torch.ones(2)
         assert torch.equal(Keep("a")(x), x)
@@ -181,7 +181,7 @@ def test_carrying_shows_what_is_kept_and_takes_what_is_given() -> None:
 
 
 @pytest.mark.parametrize("alone", [True, False], ids=["alone", "carrying"])
-def test_mistakes_are_told_where_they_happen(alone: bool) -> None:
+def test_mistakes_are_reported_in_the_layer_that_makes_them(alone: bool) -> None:
     def run(*parts: nn.Module) -> Callable[[], object]:
         def call() -> object:
             if alone:
@@ -195,11 +195,11 @@ def test_mistakes_are_told_where_they_happen(alone: bool) -> None:
         run(Join("x"), Keep("x"))()
     with pytest.raises(UsageError, match=r"^Keep\('x'\) comes twice before a Join\('x'\): choose another name"):
         run(Keep("x"), Keep("x"), Join("x"))()
-    run(Keep("x"), Join("x"), Keep("x"), Join("x"))()  # one after the other they may share a name
+    run(Keep("x"), Join("x"), Keep("x"), Join("x"))()  # successive pairs may share a name
 
 
 class Inside(nn.Module):
-    """Keep and join inside of a layer, and join what came from before."""
+    """Layer that keeps and joins inside, and joins a tensor kept before it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -215,7 +215,7 @@ def row(*parts: nn.Module) -> list[Layer]:
     return find_layers(nn.Sequential(*parts))
 
 
-def test_what_each_layer_needs_from_others() -> None:
+def test_needed_tensors_of_each_layer_are_found() -> None:
     layers = row(nn.Tanh(), Keep("far"), nn.Tanh(), Inside(), nn.Tanh(), Join("new"))
     nothing = Needed((), ())
     found = needed(layers)
@@ -224,7 +224,7 @@ def test_what_each_layer_needs_from_others() -> None:
     assert carried(find_layers(net())) == [(), (), ("a",), ("a",), ("a", "b"), ("a", "b"), ("b",), ("b",), ()]
 
 
-def test_a_layer_may_keep_anew_what_it_has_joined() -> None:
+def test_a_layer_may_keep_a_name_again_after_joining_it() -> None:
     class Renew(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -244,7 +244,7 @@ def test_a_layer_may_keep_anew_what_it_has_joined() -> None:
         ([Keep("x"), nn.Tanh()], r"^Keep\('x'\) is never joined: put Join\('x'\) after it, or take it out$"),
     ],
 )
-def test_rows_that_do_not_fit_are_refused(parts: list[nn.Module], wanted: str) -> None:
+def test_unmatched_keeps_and_joins_are_refused(parts: list[nn.Module], wanted: str) -> None:
     with pytest.raises(UsageError, match=wanted) as error:
         needed(row(*parts))
     assert error.value.everywhere

@@ -1,4 +1,4 @@
-"""A chain of chunks computes what the model computes: the same bits forward and backward, wherever it is cut."""
+"""Chain of chunks: the same bits as the model, forward and backward, wherever it is cut."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Make = Callable[[], nn.Module]
 
 
 class Residual(nn.Module):
-    """Use its input three times."""
+    """Layer that uses its input three times."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class Residual(nn.Module):
 
 
 class Pair(nn.Module):
-    """Make two tensors and one of integers of one."""
+    """Layer that returns two float tensors and one of integers."""
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         """Return them."""
@@ -51,7 +51,7 @@ class Pair(nn.Module):
 
 
 class Both(nn.Module):
-    """Take the three, and return as many."""
+    """Layer with three inputs and three outputs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,15 +64,15 @@ class Both(nn.Module):
 
 
 class Third(nn.Module):
-    """Make one of three."""
+    """Layer with three inputs and one output."""
 
     def forward(self, given: tuple[Tensor, ...]) -> Tensor:
-        """Return the product of the floating ones."""
+        """Return the product of the float tensors."""
         return given[0] * given[2]
 
 
 class Single(nn.Module):
-    """Return a tuple of one."""
+    """Layer that returns a tuple of one tensor."""
 
     def forward(self, x: Tensor) -> tuple[Tensor]:
         """Return it."""
@@ -80,10 +80,10 @@ class Single(nn.Module):
 
 
 class Unwrap(nn.Module):
-    """Take a tuple of one."""
+    """Layer that takes a tuple of one tensor."""
 
     def forward(self, given: tuple[Tensor]) -> Tensor:
-        """Return what is in it."""
+        """Return the tensor of the tuple."""
         assert type(given) is tuple
         return given[0]
 
@@ -138,7 +138,7 @@ def loss(result: Tensor) -> Tensor:
 
 
 def whole(make: Make, batches: Sequence[Tensor]) -> tuple[list[Tensor], nn.Module]:
-    """Return what the unsplit model gives for microbatches, with gradients in it."""
+    """Return the results of the unsplit model for microbatches, after its backward passes."""
     model = made(make)
     torch.manual_seed(4)
     results = []
@@ -158,7 +158,7 @@ Saved = tuple[tuple[Tensor, ...], tuple[Tensor, ...]]
 
 
 def forward(chunks: Sequence[Chunk], batch: Tensor, stores: Sequence[Deferred] | None, key: int) -> list[Saved]:
-    """Return what each chunk took and gave, each in a graph of its own."""
+    """Return inputs and outputs of each chunk, each in a separate graph."""
     saved: list[Saved] = []
     given: tuple[Tensor, ...] = (batch,)
     structure: Any = ONE_TENSOR
@@ -174,7 +174,7 @@ def forward(chunks: Sequence[Chunk], batch: Tensor, stores: Sequence[Deferred] |
 def chained(
     models: Sequence[nn.Module], parts: Sequence[range], batches: Sequence[Tensor], *, deferred: bool = False
 ) -> list[Tensor]:
-    """Train each stage in the model of its own; return the results."""
+    """Train each stage in a separate model; return the results."""
     rows = [find_layers(model) for model in models]
     chunks = [make_chunks(row, parts)[number] for number, row in enumerate(rows)]
     stores = [Deferred(used_twice(chunk.layers)) for chunk in chunks] if deferred else None
@@ -194,7 +194,7 @@ def chained(
 
 
 def assert_same(models: Sequence[nn.Module], wanted: nn.Module) -> None:
-    """Compare gradients and buffers of pruned models with those of the whole, bit by bit."""
+    """Compare gradients and buffers of pruned models with those of the whole model, bit for bit."""
     parameters, buffers = dict(wanted.named_parameters()), dict(wanted.named_buffers())
     seen = set()
     for model in models:
@@ -225,14 +225,14 @@ def test_any_cut_gives_the_bits_of_the_unsplit_model(
 
 
 @every
-def test_every_layer_a_chunk_that_computes_again(make: Make, batches: Sequence[Tensor]) -> None:
+def test_one_recomputed_chunk_per_layer_gives_the_same_bits(make: Make, batches: Sequence[Tensor]) -> None:
     wanted, model = whole(make, batches)
     parts = [range(number, number + 1) for number in range(len(find_layers(model)))]
     models = [made(make) for _ in parts]
     for number, stage in enumerate(models):
         layers = find_layers(stage)
         prune(stage, layers, [number])
-        if not getattr(layers[number].module, "inplace", False):  # such a one has overwritten what it was given
+        if not getattr(layers[number].module, "inplace", False):  # an in-place layer has overwritten its input
             recompute([layers[number].module])
     results = chained(models, parts, batches, deferred=True)
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(results, wanted, strict=True))
@@ -253,7 +253,7 @@ def test_gradients_of_tied_parameters_add_up() -> None:
     assert torch.equal(found[0] + found[1], wanted) and not torch.equal(found[0], wanted)
 
 
-def test_tied_parameters_inside_of_one_chunk_add_up_as_they_always_do() -> None:
+def test_gradients_of_tied_parameters_inside_one_chunk_add_up() -> None:
     wanted, model = whole(words(tie=True), TOKENS)
     alone = made(words(tie=True))
     results = chained([alone], [range(6)], TOKENS, deferred=True)
@@ -261,7 +261,7 @@ def test_tied_parameters_inside_of_one_chunk_add_up_as_they_always_do() -> None:
     assert_same([alone], model)
 
 
-def test_layers_may_write_into_what_they_are_given() -> None:
+def test_layers_may_modify_their_inputs_in_place() -> None:
     model = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(3, 3))
     (chunk,) = make_chunks(find_layers(model), [range(2)])
     x = torch.randn(2, 3)
@@ -273,7 +273,7 @@ def test_layers_may_write_into_what_they_are_given() -> None:
     assert torch.equal(gradient, theirs.grad)
 
 
-def test_nothing_is_recorded_where_no_gradient_is_wanted() -> None:
+def test_no_graph_is_recorded_without_gradients() -> None:
     model = made(skipping)
     chunks = make_chunks(find_layers(model), [range(0, 5), range(5, 12)])
     with torch.no_grad():
@@ -283,7 +283,7 @@ def test_nothing_is_recorded_where_no_gradient_is_wanted() -> None:
     assert not result.requires_grad
 
 
-def test_gradients_go_to_floating_inputs_alone_and_are_zero_where_none_came() -> None:
+def test_only_float_inputs_get_gradients_and_missing_ones_are_zero() -> None:
     (chunk,) = make_chunks(find_layers(nn.Sequential(Both(), Third())), [range(2)])
     x, which, y = torch.randn(2, 6, requires_grad=True), torch.tensor([1, 2]), torch.randn(2, 6, requires_grad=True)
     other = torch.randn(2, requires_grad=True)
@@ -293,7 +293,7 @@ def test_gradients_go_to_floating_inputs_alone_and_are_zero_where_none_came() ->
     assert found[0].abs().sum() > 0 and found[2].tolist() == [0, 0] and other.grad is None
 
 
-def test_outputs_that_nobody_can_learn_from_are_passed_over() -> None:
+def test_outputs_without_gradients_are_skipped() -> None:
     x = torch.randn(3, requires_grad=True)
     outputs = (x * 2, torch.ones(3), torch.tensor([1, 2]))
     (gradient,) = backward(outputs, [torch.ones(3), torch.full((3,), 7.0)], [x])
@@ -304,7 +304,7 @@ def test_outputs_that_nobody_can_learn_from_are_passed_over() -> None:
 
 
 class Wrong(nn.Module):
-    """Return what the test says."""
+    """Layer that returns a value given by the test."""
 
     def __init__(self, what: Callable[[Tensor], object]) -> None:
         super().__init__()
@@ -324,7 +324,7 @@ class Wrong(nn.Module):
         lambda x: (x,),
     ],
 )
-def test_nested_values_travel(what: Callable[[Tensor], object]) -> None:
+def test_nested_values_are_sent(what: Callable[[Tensor], object]) -> None:
     seen = Wrong(lambda x: x)
     chunks = make_chunks(find_layers(nn.Sequential(nn.Tanh(), Wrong(what), seen)), [range(2), range(2, 3)])
     given = chunks[0]((torch.ones(2),))
@@ -342,7 +342,7 @@ def test_nested_values_travel(what: Callable[[Tensor], object]) -> None:
         (lambda x: (1, None), "no tensor"),
     ],
 )
-def test_what_cannot_travel_is_named(what: Callable[[Tensor], object], called: str) -> None:
+def test_values_that_cannot_be_sent_are_named(what: Callable[[Tensor], object], called: str) -> None:
     chunks = make_chunks(find_layers(nn.Sequential(nn.Tanh(), Wrong(what), nn.Tanh())), [range(2), range(2, 3)])
     with pytest.raises(UsageError) as error:
         chunks[0]((torch.ones(2),))
@@ -358,21 +358,21 @@ def test_what_cannot_travel_is_named(what: Callable[[Tensor], object], called: s
         (Slot(0), r"output\[0\] is missing and was a tensor"),
     ],
 )
-def test_structures_that_change_are_named(structure: Any, text: str) -> None:
+def test_changed_structures_are_named(structure: Any, text: str) -> None:
     parcel = Parcel((), (Slot(0), 3))
     parcel.check_structure((Slot(0), 3), "two")
     with pytest.raises(UsageError, match=rf"^layer two, after which the model is cut, returned another .*: {text}"):
         parcel.check_structure(structure, "two")
 
 
-def test_a_layer_that_does_not_always_keep_is_named() -> None:
+def test_a_layer_that_keeps_only_sometimes_is_named() -> None:
     class Sometimes(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.keep, self.on = Keep("x"), False
 
         def forward(self, x: Tensor) -> Tensor:
-            """Keep the input if told so."""
+            """Keep the input if ``on`` is set."""
             return self.keep(x) if self.on else x  # type: ignore[no-any-return]
 
     model = nn.Sequential(Sometimes(), nn.Tanh(), Join("x"))

@@ -1,4 +1,4 @@
-"""Simulated timelines: idle time and memory by the formulas of the papers, whole numbers exactly."""
+"""Simulated timelines: idle time and memory by the formulas of the papers, exact for whole numbers."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_interleaving_divides_the_bubble_by_the_chunks(chunks: int) -> None:
 
 
 @pytest.mark.parametrize("forward, input, weight", [(1, 1, 1), (2, 2, 1), (4, 5, 3), (3, 4, 3)])
-def test_zero_bubble_leaves_what_the_paper_says(forward: float, input: float, weight: float) -> None:
+def test_zero_bubble_has_the_idle_time_of_the_paper(forward: float, input: float, weight: float) -> None:
     whole = forward + input + weight
     for p, m in GRID:
         if m < p:
@@ -57,13 +57,13 @@ def test_zero_bubble_leaves_what_the_paper_says(forward: float, input: float, we
         assert timeline.makespan < plain.makespan or p == 1
 
 
-def test_zero_bubble_is_never_slower_where_microbatches_are_few() -> None:
+def test_zero_bubble_is_never_slower_with_few_microbatches() -> None:
     for p, m in GRID:
         assert played("zb-h1", p, m).makespan <= played("1f1b", p, m).makespan
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_what_is_live_over_time_is_what_the_schedule_counts(name: str) -> None:
+def test_live_microbatches_over_time_equal_those_of_the_schedule(name: str) -> None:
     for p, m in GRID:
         if name == "interleaved" and m % p:
             continue
@@ -77,14 +77,14 @@ def test_what_is_live_over_time_is_what_the_schedule_counts(name: str) -> None:
             assert times == sorted(times)
 
 
-def test_live_changes_at_the_begin_of_a_forward_and_the_end_of_a_backward_pass() -> None:
+def test_live_changes_at_the_begin_of_forward_and_the_end_of_backward_passes() -> None:
     timeline = played("1f1b", 2, 2)
     assert timeline.live(0) == [(0, 1), (1, 2), (6, 1), (9, 0)]
     assert timeline.live(1) == [(1, 1), (4, 0), (4, 1), (7, 0)]
 
 
-def test_no_pass_begins_before_what_it_needs_and_none_without_reason() -> None:
-    """Play a schedule by hand: every start is the latest of its reasons."""
+def test_passes_begin_as_soon_as_their_dependencies_are_met() -> None:
+    """Compute each start by hand: it is the latest end of its dependencies."""
     send = 0.25
     schedule = make("interleaved", 3, 6, 2)
     timeline = simulate(schedule, equal_costs(6, forward=1, backward=1.5, send=send))
@@ -110,12 +110,12 @@ def test_a_message_within_a_rank_takes_no_time() -> None:
 def test_chunks_may_take_different_times() -> None:
     costs = Costs(forward=[1, 4], backward=[2, 8], input=[1, 4], weight=[1, 4], update=[0, 0])
     timeline = simulate(make("1f1b", 2, 4), costs)
-    assert timeline.makespan == 1 + 4 * 12 + 2  # the slow stage sets the pace
+    assert timeline.makespan == 1 + 4 * 12 + 2  # the slow stage determines the time
     assert timeline.busy(0) == 12 and timeline.busy(1) == 48
     assert timeline.bubble == 1 - 60 / (2 * 51)
 
 
-def test_updates_take_their_time() -> None:
+def test_updates_take_time() -> None:
     assert played("pipedream", 1, 4, update=0.5).makespan == 4 * 3 + 3 * 0.5
     assert {span.name for span in played("pipedream", 1, 2).rows[0]} == {"forward", "backward", "update"}
 
@@ -124,13 +124,13 @@ def test_updates_take_their_time() -> None:
     "times, halves",
     [({}, (1, 1)), ({"input": 0.5}, (0.5, 1.5)), ({"weight": 0.5}, (1.5, 0.5)), ({"input": 3, "weight": 4}, (3, 4))],
 )
-def test_the_halves_of_a_backward_pass(times: dict[str, float], halves: tuple[float, float]) -> None:
+def test_halves_of_a_backward_pass_have_their_own_times(times: dict[str, float], halves: tuple[float, float]) -> None:
     costs = equal_costs(1, forward=1, backward=2, **times)
     assert (costs.input[0], costs.weight[0]) == halves
 
 
 @pytest.mark.parametrize("time", [-1, float("nan"), float("inf")])
-def test_times_that_are_none(time: float) -> None:
+def test_negative_and_infinite_times_are_refused(time: float) -> None:
     with pytest.raises(UsageError, match="must not be negative, nor infinite"):
         equal_costs(2, send=time)
 
@@ -139,18 +139,18 @@ def test_a_wait_inside_a_pass_is_idle_time() -> None:
     row = (
         Span("forward", 0, 4),
         Span("reduce", 1, 2),
-        Span("receive", 1.5, 3),  # together with the one before: from 1 to 3
-        Span("send", 5, 6),  # outside of any pass
+        Span("receive", 1.5, 3),  # together with the previous one: from 1 to 3
+        Span("send", 5, 6),  # outside any pass
         Span("backward", 6, 9),
         Span("weight", 8, 10),  # overlaps
-        Span("data", 10, 12),  # neither work nor wait
+        Span("data", 10, 12),  # neither work nor waiting
     )
     timeline = Timeline((row, ()))
     assert timeline.busy(0) == 2 + 4 and timeline.makespan == 12
     assert timeline.idle(1) == 12 and timeline.bubble == 18 / 24
 
 
-def test_busy_is_what_is_work_and_no_wait_at_each_moment() -> None:
+def test_busy_time_is_work_without_waiting() -> None:
     draw = random.Random(3)
     for _ in range(50):
         spans = []
@@ -164,11 +164,11 @@ def test_busy_is_what_is_work_and_no_wait_at_each_moment() -> None:
         assert Timeline((tuple(spans),)).busy(0) == len(moments["work"] - moments["wait"])
 
 
-def test_nothing_takes_no_time() -> None:
+def test_an_empty_timeline_takes_no_time() -> None:
     timeline = Timeline(((), ()))
     assert (timeline.makespan, timeline.bubble, timeline.live(0), timeline.most_live(0)) == (0, 0, [], 0)
 
 
-def test_spans_name_kinds() -> None:
+def test_spans_are_named_after_their_kinds() -> None:
     assert {span.name for span in played("zb-h1", 2, 2).rows[0]} == {"forward", "input", "weight"}
     assert {kind.word for kind in Kind} == {"forward", "backward", "input", "weight", "update"}

@@ -1,4 +1,4 @@
-"""A timeline as text: what stands in which column."""
+"""Timelines as text: the contents of the columns."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def drawn(name: str, ranks: int, microbatches: int, chunks: int = 1, width: int 
     return lines(simulate(schedule, equal_costs(schedule.chunks, **times)), width)
 
 
-def test_a_column_is_the_shortest_pass() -> None:
+def test_a_column_has_the_length_of_the_shortest_pass() -> None:
     assert drawn("1f1b", 2, 2) == ["0: F0 F1 .  .  B0 -- .  B1 --", "1: .  F0 B0 -- F1 B1 -- .  ."]
     assert drawn("zb-h1", 2, 2, forward=2, backward=2) == [
         "0: F0 -- F1 -- .  I0 W0 .  I1 W1",
@@ -26,7 +26,7 @@ def test_chunks_have_letters() -> None:
     assert drawn("interleaved", 1, 1, 2, backward=1) == ["0: F0a F0b B0b B0a"]
 
 
-def test_wide_ones_are_cut_into_blocks() -> None:
+def test_wide_timelines_are_cut_into_blocks() -> None:
     assert drawn("1f1b", 2, 2, width=15) == [
         "0: F0 F1 .  .",
         "1: .  F0 B0 --",
@@ -44,24 +44,24 @@ def test_numbers_of_two_digits_keep_columns_aligned() -> None:
     assert text[0].index("F10") == text[1].index("F9") and text[0].index("B0") == text[1].index("B1")
 
 
-def test_short_updates_do_not_stretch_it() -> None:
+def test_short_updates_do_not_stretch_the_text() -> None:
     assert drawn("pipedream", 1, 2, update=0.01) == ["0: F0 B0 -- F1 B1 --"]
     assert drawn("pipedream", 1, 2, update=1) == ["0: F0 B0 -- U0 F1 B1 --"]
 
 
-def test_very_short_passes_do_not_make_it_endless() -> None:
+def test_very_short_passes_do_not_make_the_text_too_wide() -> None:
     rows = ((Span("forward", 0, 1e-6, 0, 0), Span("backward", 1, 3, 0, 0)),)
     (line,) = lines(Timeline(rows), 10_000)
     assert len(line.split()) - 1 == 240 and line.split().count("--") > 100
 
 
-def test_measured_ones_fill_the_width() -> None:
+def test_measured_timelines_fill_the_width() -> None:
     first = (Span("forward", 0, 4, 0, 0), Span("backward", 6.1, 15, 0, 0), Span("optimizer", 15, 17))
     second = (Span("forward", 4, 6, 1, 0), Span("backward", 6, 6.2, 1, 0), Span("reduce", 6.2, 17))
     assert fitted(Timeline((first, second)), 20) == ["0: F0- ..B0------ U", "1: ....F0..........."]
 
 
 @pytest.mark.parametrize("rows", [(), ((),), ((Span("data", 0, 1),),)])
-def test_nothing_to_show(rows: tuple[tuple[Span, ...], ...]) -> None:
+def test_an_empty_timeline_gives_empty_lines(rows: tuple[tuple[Span, ...], ...]) -> None:
     for draw in (lines, fitted):
         assert all(set(line) <= set("0: .") for line in draw(Timeline(rows)))

@@ -1,4 +1,4 @@
-"""Split blocks learn what torch's DTensor tensor parallelism learns on the same ranks."""
+"""Training of split blocks, compared with torch's DTensor tensor parallelism on the same ranks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def as_dtensors(model: nn.Module, size: int) -> None:
         parallelize_module(block, mesh, {"fc": ColwiseParallel(), "project": RowwiseParallel()})
 
 
-def test_ten_steps_are_those_of_dtensors(comm: Any, process_group: None) -> None:
+def test_ten_steps_equal_those_of_dtensor(comm: Any, process_group: None) -> None:
     ours, theirs = make_blocks(), make_blocks()
     split(ours, comm, BLOCKS)
     as_dtensors(theirs, comm.size)

@@ -1,4 +1,4 @@
-"""Cross entropy of split logits beside torch's of whole ones."""
+"""Cross entropy of split logits, compared with torch's of whole logits."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def both(comm: Any, logits: Tensor, targets: Tensor, by: float = 1.0) -> tuple[T
 @RANKS
 @pytest.mark.parametrize("scale", [1.0, 40.0, 1e4], ids=str)
 @pytest.mark.parametrize("shape", [(4, 6), (5,), (2, 3, 2)], ids=str)
-def test_loss_and_gradient_are_torchs(comm: Any, scale: float, shape: tuple[int, ...]) -> None:
+def test_loss_and_gradient_equal_those_of_torch(comm: Any, scale: float, shape: tuple[int, ...]) -> None:
     found, expected, gradient, wanted = both(comm, *case(scale, shape), by=3.0)
     torch.testing.assert_close(found, expected, **CLOSE)
     torch.testing.assert_close(gradient, wanted, **CLOSE)
@@ -51,7 +51,7 @@ def test_loss_and_gradient_are_torchs(comm: Any, scale: float, shape: tuple[int,
 
 
 @RANKS
-def test_ignored_targets_count_for_nothing(comm: Any) -> None:
+def test_ignored_targets_do_not_count(comm: Any) -> None:
     logits, targets = case()
     targets[0] = -100
     found, expected, gradient, wanted = both(comm, logits, targets)
@@ -64,13 +64,13 @@ def test_ignored_targets_count_for_nothing(comm: Any) -> None:
 
 
 @RANKS
-def test_nothing_but_ignored_targets_is_not_a_number(comm: Any) -> None:
+def test_only_ignored_targets_give_nan(comm: Any) -> None:
     logits, targets = case()
     assert math.isnan(cross_entropy(own(logits, comm), targets.fill_(-100), VOCABULARY, comm))
 
 
 @RANKS
-def test_half_precision_logits_are_compared_in_single(comm: Any) -> None:
+def test_half_precision_logits_are_compared_in_float32(comm: Any) -> None:
     logits, targets = case()
     found, expected, gradient, wanted = both(comm, logits.bfloat16(), targets)
     assert found.dtype is torch.float32 and gradient.dtype is torch.bfloat16
@@ -79,7 +79,7 @@ def test_half_precision_logits_are_compared_in_single(comm: Any) -> None:
 
 
 @RANKS
-def test_backward_says_nothing_and_forward_sends_two_numbers_a_target(comm: Any) -> None:
+def test_backward_is_silent_and_forward_sends_two_numbers_per_target(comm: Any) -> None:
     logits, targets = case()
     piece = own(logits, comm).requires_grad_()
     loss = cross_entropy(piece, targets, VOCABULARY, comm)
@@ -94,7 +94,7 @@ def test_backward_says_nothing_and_forward_sends_two_numbers_a_target(comm: Any)
 
 @RANKS
 @pytest.mark.parametrize("target", [-1, VOCABULARY])
-def test_target_outside_of_the_vocabulary_is_refused(comm: Any, target: int) -> None:
+def test_a_target_outside_the_vocabulary_is_refused(comm: Any, target: int) -> None:
     logits, targets = case()
     targets[0, 0] = target
     with pytest.raises(UsageError, match=f"^target {target} is outside of the vocabulary: allowed are 0 to 30$"):
@@ -109,7 +109,7 @@ def test_whole_logits_are_refused(comm: Any) -> None:
         cross_entropy(logits, targets, VOCABULARY, comm)
 
 
-def test_on_one_rank_it_is_torchs(comm: Any) -> None:
+def test_on_one_rank_it_equals_torchs(comm: Any) -> None:
     found, expected, gradient, wanted = both(comm, *case())
     torch.testing.assert_close(found, expected)
     torch.testing.assert_close(gradient, wanted)

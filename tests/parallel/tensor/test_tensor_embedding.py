@@ -1,4 +1,4 @@
-"""An embedding that is split by its rows, beside torch's own."""
+"""Embedding that is split by rows, compared with torch's."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def own(tensor: Tensor, comm: Any) -> Tensor:
 
 @RANKS
 @pytest.mark.parametrize("padding", [None, 0, 30])
-def test_embedding_holds_some_rows_and_gives_all(comm: Any, padding: int | None) -> None:
+def test_an_embedding_holds_some_rows_and_returns_all(comm: Any, padding: int | None) -> None:
     whole = seeded(lambda: nn.Embedding(WORDS, WIDTH, padding))
     split = seeded(lambda: ParallelEmbedding(WORDS, WIDTH, padding, comm=comm))
     tokens = torch.randint(WORDS, (4, 9), generator=torch.Generator().manual_seed(1))
@@ -42,7 +42,7 @@ def test_embedding_holds_some_rows_and_gives_all(comm: Any, padding: int | None)
 
 
 @RANKS
-def test_drawing_again_gives_rows_of_what_torch_draws(comm: Any) -> None:
+def test_reinitialisation_gives_rows_of_torchs_values(comm: Any) -> None:
     embedding = ParallelEmbedding(WORDS, WIDTH, comm=comm)
     seeded(embedding.reset_parameters)
     assert torch.equal(embedding.weight, own(seeded(lambda: nn.Embedding(WORDS, WIDTH)).weight, comm))
@@ -50,7 +50,7 @@ def test_drawing_again_gives_rows_of_what_torch_draws(comm: Any) -> None:
 
 @RANKS
 @pytest.mark.parametrize("token", [-1, WORDS])
-def test_token_outside_of_the_vocabulary_is_refused(comm: Any, token: int) -> None:
+def test_a_token_outside_the_vocabulary_is_refused(comm: Any, token: int) -> None:
     layer = ParallelEmbedding(WORDS, WIDTH, comm=comm)
     with pytest.raises(UsageError, match=f"^token {token} is outside of the vocabulary: allowed are 0 to {WORDS - 1}$"):
         layer(torch.tensor([0, token]))
@@ -65,11 +65,11 @@ def test_token_outside_of_the_vocabulary_is_refused(comm: Any, token: int) -> No
         (lambda comm: ParallelEmbedding.convert(nn.Embedding(4, 4, sparse=True), comm), "sparse cannot be split"),
     ],
 )
-def test_what_cannot_be_split_is_refused(comm: Any, make: Any, message: str) -> None:
+def test_unsupported_embeddings_are_refused(comm: Any, make: Any, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         make(comm)
 
 
-def test_on_one_rank_it_is_torchs_own(comm: Any) -> None:
+def test_on_one_rank_it_equals_torchs(comm: Any) -> None:
     split = seeded(lambda: ParallelEmbedding(WORDS, WIDTH, comm=comm))
     assert torch.equal(split(torch.tensor([1])), seeded(lambda: nn.Embedding(WORDS, WIDTH))(torch.tensor([1])))

@@ -1,4 +1,4 @@
-"""A GPT that is split over the ranks learns what one process learns."""
+"""Training of a GPT that is split over the ranks, compared with one process."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def whole_loss(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
 @TIED
 @SEQUENCE
 @APART
-def test_outputs_and_gradients_are_those_of_the_unsplit_model(
+def test_outputs_and_gradients_equal_those_of_the_unsplit_model(
     comm: Any, tied: bool, sequence: bool, apart: bool
 ) -> None:
     model, alone = make_gpt(tied=tied), make_gpt(tied=tied)
@@ -66,7 +66,7 @@ def test_thirty_steps_have_the_losses_of_one_process(comm: Any, tied: bool, sequ
             assert all(torch.equal(parameter, other) for other in comm.all_gather_object(parameter.detach())), name
 
 
-def test_evaluation_gives_whole_logits_and_leaves_no_graph(comm: Any) -> None:
+def test_evaluation_gives_whole_logits_without_a_graph(comm: Any) -> None:
     model, alone = make_gpt().eval(), make_gpt().eval()
     found = split(model, comm)
     with torch.no_grad():
@@ -88,12 +88,12 @@ def test_gradients_accumulate(comm: Any) -> None:
 
 
 @SEQUENCE
-def test_meta_weights_are_slices_of_those_of_the_unsplit_model(comm: Any, sequence: bool) -> None:
+def test_meta_weights_become_slices_of_those_of_the_unsplit_model(comm: Any, sequence: bool) -> None:
     alone = make_gpt()
     with torch.device("meta"):
         model = make_gpt()
     found = split(model, comm, sequence=sequence)
-    assert is_meta(model)  # what is not split waits for the strategy of the data axis
+    assert is_meta(model)  # unsplit modules are initialised by the strategy of the data axis
     assert not any(one.is_meta for module in found.modules.values() for one in module.parameters())
     materialise(model, torch.device("cpu"))
     assert_slices(model, alone, found, lambda parameter: parameter.data)
@@ -102,7 +102,7 @@ def test_meta_weights_are_slices_of_those_of_the_unsplit_model(comm: Any, sequen
 
 
 @SEQUENCE
-def test_half_precision_by_autocast_stays_near(comm: Any, sequence: bool) -> None:
+def test_half_precision_by_autocast_stays_close(comm: Any, sequence: bool) -> None:
     model, alone = make_gpt(), make_gpt()
     found = split(model, comm, sequence=sequence)
     for apart in (False, True):

@@ -1,4 +1,4 @@
-"""Split layers on a GPU: sums are taken wherever tensors travel, and dropout draws from the GPU's generator."""
+"""Split layers on a GPU: sums over any path of the tensors, and dropout by the GPU's generator."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_ranks_that_share_a_gpu_have_the_unsplit_gradients(comm: Any, sequence: 
 
 
 @pytest.mark.ranks(2, 3, 4)
-def test_masks_are_alike_outside_and_apart_inside(comm: Any) -> None:
+def test_masks_are_equal_outside_regions_and_differ_inside(comm: Any) -> None:
     model = make_blocks(1, dropout=0.4).cuda()
     split(model, comm, BLOCKS, device=torch.device("cuda"))
     masks: dict[str, list[Any]] = {"inner_dropout": [], "dropout": []}

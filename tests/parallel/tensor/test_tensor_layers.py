@@ -1,4 +1,4 @@
-"""Column- and row-parallel layers, made by hand, beside torch's own."""
+"""Column- and row-parallel layers, built by hand and compared with torch's."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def own(tensor: Tensor, comm: Any, dim: int = 0) -> Tensor:
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
 @pytest.mark.parametrize("shape", [(WIDTH,), (7, WIDTH), (2, 3, WIDTH)], ids=["vector", "rows", "sequences"])
 @pytest.mark.parametrize("apart", [False, True], ids=["fused", "separate"])
-def test_column_and_row_are_two_linear_layers(comm: Any, bias: bool, shape: tuple[int, ...], apart: bool) -> None:
+def test_column_and_row_equal_two_linear_layers(comm: Any, bias: bool, shape: tuple[int, ...], apart: bool) -> None:
     first, second, column, row = pairs(comm, bias)
     column.overlaps = row.overlaps = not apart
     inputs = [torch.randn(shape, generator=torch.Generator().manual_seed(1)).requires_grad_() for _ in range(2)]
@@ -59,7 +59,7 @@ def test_column_and_row_are_two_linear_layers(comm: Any, bias: bool, shape: tupl
 
 @RANKS
 @pytest.mark.parametrize("features", [INNER, WORDS], ids=["equal", "unequal"])
-def test_outputs_are_gathered_where_asked_and_can_be_left(comm: Any, features: int) -> None:
+def test_outputs_are_gathered_on_request_and_may_stay_split(comm: Any, features: int) -> None:
     whole = seeded(lambda: nn.Linear(WIDTH, features))
     column = seeded(lambda: ColumnParallel(WIDTH, features, comm=comm, gathers=True))
     inputs = [torch.randn(5, WIDTH, generator=torch.Generator().manual_seed(1)).requires_grad_() for _ in range(2)]
@@ -74,7 +74,7 @@ def test_outputs_are_gathered_where_asked_and_can_be_left(comm: Any, features: i
 
 
 @RANKS
-def test_frozen_weights_get_no_gradient_and_others_do(comm: Any) -> None:
+def test_only_trainable_weights_get_gradients(comm: Any) -> None:
     first, second, column, row = pairs(comm, True)
     for layer in (first, second, column, row):
         layer.weight.requires_grad_(False)
@@ -87,7 +87,7 @@ def test_frozen_weights_get_no_gradient_and_others_do(comm: Any) -> None:
 
 
 @RANKS
-def test_results_stay_what_they_are_when_memory_is_used_again(comm: Any) -> None:
+def test_results_are_unchanged_when_memory_is_reused(comm: Any) -> None:
     _, _, column, row = pairs(comm, False)
     inputs = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(1)).requires_grad_()
     found = row(column(inputs))
@@ -101,7 +101,7 @@ def test_results_stay_what_they_are_when_memory_is_used_again(comm: Any) -> None
 
 
 @RANKS
-def test_what_is_converted_keeps_its_objects_names_and_sizes(comm: Any) -> None:
+def test_a_converted_layer_keeps_its_objects_names_and_sizes(comm: Any) -> None:
     layer = seeded(lambda: nn.Linear(WIDTH, INNER))
     before = dict(layer.named_parameters())
     weight = layer.weight.detach().clone()
@@ -111,11 +111,11 @@ def test_what_is_converted_keeps_its_objects_names_and_sizes(comm: Any) -> None:
     assert list(layer.state_dict()) == ["weight", "bias"]
     assert (layer.in_features, layer.out_features) == (WIDTH, INNER)
     assert torch.equal(layer.weight, own(weight, comm))
-    assert layer.weight.untyped_storage().nbytes() == layer.weight.numel() * 4  # the whole is let go
+    assert layer.weight.untyped_storage().nbytes() == layer.weight.numel() * 4  # the whole tensor is freed
 
 
 @RANKS
-def test_drawing_again_gives_slices_of_what_torch_draws(comm: Any) -> None:
+def test_reinitialisation_gives_slices_of_torchs_values(comm: Any) -> None:
     for layer, dim in ((RowParallel(INNER, WIDTH, comm=comm), 1), (ColumnParallel(WIDTH, INNER, comm=comm), 0)):
         seeded(layer.reset_parameters)
         expected = seeded(lambda: nn.Linear(layer.in_features, layer.out_features))
@@ -124,7 +124,7 @@ def test_drawing_again_gives_slices_of_what_torch_draws(comm: Any) -> None:
 
 @RANKS
 @pytest.mark.parametrize("kind", [torch.float64, torch.bfloat16])
-def test_other_dtypes(comm: Any, kind: torch.dtype) -> None:
+def test_other_dtypes_are_supported(comm: Any, kind: torch.dtype) -> None:
     whole = seeded(lambda: nn.Linear(INNER, WIDTH, dtype=kind))
     row = seeded(lambda: RowParallel(INNER, WIDTH, dtype=kind, comm=comm))
     inputs = torch.randn(5, INNER, generator=torch.Generator().manual_seed(1)).to(kind)
@@ -142,12 +142,12 @@ def test_other_dtypes(comm: Any, kind: torch.dtype) -> None:
         (lambda comm: ColumnParallel.convert(nn.Embedding(4, 4), comm), "an Embedding is not a Linear"),
     ],
 )
-def test_what_cannot_be_split_is_refused(comm: Any, make: Any, message: str) -> None:
+def test_unsupported_layers_are_refused(comm: Any, make: Any, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         make(comm)
 
 
-def test_on_one_rank_layers_are_torchs_own(comm: Any) -> None:
+def test_on_one_rank_layers_equal_torchs(comm: Any) -> None:
     first, second, column, row = pairs(comm, True)
     x = torch.ones(2, WIDTH)
     torch.testing.assert_close(row(column(x)), second(first(x)))

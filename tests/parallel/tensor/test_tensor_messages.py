@@ -1,4 +1,4 @@
-"""How often split layers talk, and how much."""
+"""Number and size of the messages of split layers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ACTIVATION = BATCH * LENGTH * WIDTH * 4  # bytes
 
 
 class Calls:
-    """Count what a communicator is asked for, by the bytes of the tensors."""
+    """Communicator that counts the bytes of its calls."""
 
     def __init__(self, comm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         self.found: list[tuple[str, int]] = []
@@ -52,16 +52,16 @@ def test_a_transformer_block_reduces_twice_each_way(own: Any, monkeypatch: pytes
     inputs, targets = tokens()
     with found.split_outputs():
         logits = model(inputs)
-        # The embedding, then two a block; the head's outputs stay.
+        # The embedding, then two per block; the head's outputs stay split.
         assert calls.take() == [("all_reduce", ACTIVATION)] * (1 + 2 * 2)
         loss = found.cross_entropy(logits, targets)
     assert calls.take() == [("all_reduce", BATCH * LENGTH * 4), ("all_reduce", 2 * BATCH * LENGTH * 4)]
     loss.backward()
-    # The head's inputs, then two a block; nothing below the embedding's rows.
+    # The head's inputs, then two per block; none for the embedding's rows.
     assert calls.take() == [("all_reduce", ACTIVATION)] * (1 + 2 * 2)
 
 
-def test_with_sequences_the_same_bytes_travel_in_halves(own: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sequence_parallelism_sends_the_same_bytes_in_halves(own: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     model: GPT = make_gpt()
     found = split(model, own, sequence=True)
     calls = Calls(own, monkeypatch)
@@ -71,7 +71,7 @@ def test_with_sequences_the_same_bytes_travel_in_halves(own: Any, monkeypatch: p
     assert result.shape == (BATCH, LENGTH // own.size, WIDTH)
     result.sum().backward()
     forth = [name for name, nbytes in calls.take() if nbytes == ACTIVATION]
-    # Backward the other way round, and column-parallel inputs once more, for the gradients of weights.
+    # Backward in reverse, and column-parallel inputs once more for the gradients of weights.
     assert forth == ["all_gather", "all_gather", "reduce_scatter"] * 2
     assert found.is_split("blocks.0.mlp.fc.weight")
 
@@ -82,7 +82,7 @@ def test_ranks_of_a_node_reduce_in_its_memory_without_messages(near: Any) -> Non
         pytest.skip("ranks on several nodes")
     model = make_blocks(3)
     split(model, near, BLOCKS)
-    x = vectors().repeat(1, 30, 1).requires_grad_()  # large enough that node memory serves best
+    x = vectors().repeat(1, 30, 1).requires_grad_()  # large enough for node memory to be fastest
     with near.recording() as recorder:
         result = model(x)
         assert recorder.calls["window"] == 3
@@ -91,7 +91,7 @@ def test_ranks_of_a_node_reduce_in_its_memory_without_messages(near: Any) -> Non
     assert recorder.bytes["window"] == pytest.approx(6 * 30 * ACTIVATION / 2, rel=0.01)
 
 
-def test_two_halves_of_a_backward_pass_each_do_their_own_part(own: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_half_of_a_backward_pass_makes_its_own_calls(own: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     model = make_blocks(2)
     found = split(model, own, BLOCKS)
     found.separate_backward()

@@ -1,4 +1,4 @@
-"""Patterns of names say what becomes of modules; what cannot be is refused before anything changes."""
+"""Tensor plans: patterns of names give the kinds of modules; impossible plans are refused before any change."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ TWO = pytest.mark.ranks(2)
 
 
 class Ranks:
-    """Believe to be one of several, where nothing is sent."""
+    """Communicator of one of several simulated ranks, which never sends."""
 
     def __init__(self, size: int, rank: int = 0) -> None:
         self.size, self.rank = size, rank
 
 
 class Attention(nn.Module):
-    """Have a linear layer each for queries, keys and values, and fewer heads of the last two."""
+    """Attention with separate linear layers for queries, keys and values, and fewer heads of keys and values."""
 
     def __init__(self, heads: int = 4, few: int = 2, *, counts: bool = True, knows_width: bool = True) -> None:
         super().__init__()
@@ -69,13 +69,13 @@ class Attention(nn.Module):
 ATTENTION = {"query": "heads", "key": "heads", "value": "heads", "output": "row"}
 
 
-def test_lines_become_a_plan_in_which_the_last_word_stands_last() -> None:
+def test_lines_become_a_plan_in_which_the_last_line_of_a_pattern_counts() -> None:
     plan = parse(["*.fc=column", " *.project = row ", "head=vocabulary", "*.fc=whole"])
     assert list(plan.items()) == [("*.project", "row"), ("head", "vocabulary"), ("*.fc", "whole")]
 
 
 @pytest.mark.parametrize("line", ["*.fc", "=column", "*.fc=", ""])
-def test_lines_that_say_nothing_are_refused(line: str) -> None:
+def test_malformed_lines_are_refused(line: str) -> None:
     with pytest.raises(UsageError, match=re.escape(f"tensor plan {line!r}: allowed are pattern=kind, as in '*.fc=")):
         parse([line])
 
@@ -87,7 +87,7 @@ def test_unknown_kinds_are_refused() -> None:
         choose(make_blocks(), {"*.fc": "split"})
 
 
-def test_settings_add_to_what_the_model_says() -> None:
+def test_settings_extend_the_models_own_plan() -> None:
     plan = plan_of(make_gpt(), ["head=whole"])
     assert plan["blocks.*.mlp.fc"] == "column" and list(plan)[-1] == "head" and plan["head"] == "whole"
     with pytest.raises(UsageError, match="a model of class Sequential has no plan of how to split it over tensor"):
@@ -112,7 +112,7 @@ def test_every_kind_becomes_its_class(comm: Any) -> None:
 
 @pytest.mark.ranks(2, 3, 4)
 @pytest.mark.parametrize("hidden", [(24,), (24, 12), (24, 12, 36)])
-def test_mlp_brings_its_plan(comm: Any, hidden: tuple[int, ...]) -> None:
+def test_the_mlp_has_its_own_plan(comm: Any, hidden: tuple[int, ...]) -> None:
     models = []
     for _ in range(2):
         torch.manual_seed(1)
@@ -131,7 +131,7 @@ def test_heads_of_separate_layers_are_split_whole(comm: Any, counts: bool) -> No
         del model.num_heads
     split(model, comm, ATTENTION)
     assert model.key.weight.shape == (WIDTH // 4, WIDTH)  # one head of two
-    model.num_heads = 2 if not counts else model.num_heads  # which was divided once, however many layers there are
+    model.num_heads = 2 if not counts else model.num_heads  # divided once, whatever the number of layers
     torch.testing.assert_close(model(vectors()), alone(vectors()), **CLOSE)
 
 
@@ -165,7 +165,7 @@ def test_heads_that_cannot_be_split_are_refused(model: Any, size: int, message: 
         (True, "10 features are no whole number of heads of width 6"),
     ],
 )
-def test_outputs_that_are_no_whole_heads_are_refused(knows_width: bool, message: str) -> None:
+def test_outputs_that_are_not_whole_heads_are_refused(knows_width: bool, message: str) -> None:
     model = Attention(knows_width=knows_width)
     model.key = nn.Linear(WIDTH, 10)
     with pytest.raises(UsageError, match=f"module key: {message}"):
@@ -191,7 +191,7 @@ REFUSED: list[tuple[dict[str, str], str]] = [
 
 
 @pytest.mark.parametrize("plan, message", REFUSED, ids=["=".join([*plan.items()][0]) for plan, _ in REFUSED])
-def test_what_cannot_be_split_is_refused_before_anything_changes(plan: dict[str, str], message: str) -> None:
+def test_unsupported_modules_are_refused_before_any_change(plan: dict[str, str], message: str) -> None:
     model, alone = make_blocks(), make_blocks()
     with pytest.raises(UsageError, match=message) as error:
         apply(model, Ranks(5), plan)  # type: ignore[arg-type]
@@ -201,13 +201,13 @@ def test_what_cannot_be_split_is_refused_before_anything_changes(plan: dict[str,
         assert torch.equal(model.state_dict()[name], tensor)
 
 
-def test_what_torch_multiplies_by_itself_is_refused() -> None:
+def test_weights_used_outside_their_module_are_refused() -> None:
     model = nn.Sequential(nn.MultiheadAttention(WIDTH, 4))
     with pytest.raises(UsageError, match="module 0.out_proj: nn.MultiheadAttention takes its weight and never calls"):
         apply(model, Ranks(2), {"*.out_proj": "row"})  # type: ignore[arg-type]
 
 
-def test_weights_that_are_computed_are_refused() -> None:
+def test_computed_weights_are_refused() -> None:
     model = make_blocks(1)
     torch.nn.utils.parametrizations.weight_norm(model[0].fc)
     with pytest.raises(UsageError, match="module 0.fc: its weight is computed"):
@@ -215,13 +215,13 @@ def test_weights_that_are_computed_are_refused() -> None:
 
 
 @pytest.mark.parametrize("line", ["head=whole", "embedding.token=whole", "head=row"])
-def test_shared_parameters_must_be_split_alike(line: str) -> None:
+def test_shared_parameters_must_be_split_equally(line: str) -> None:
     with pytest.raises(UsageError, match="modules embedding.token and head share a parameter, so they must be split"):
         split(make_gpt(), Ranks(2), plan_of(make_gpt(), [line]))
 
 
 @TWO
-def test_shared_parameters_may_both_stay_whole(comm: Any) -> None:
+def test_shared_parameters_may_stay_whole(comm: Any) -> None:
     model, alone = make_gpt(), make_gpt()
     found = split(model, comm, plan_of(model, ["head=whole", "embedding.token=whole"]))
     assert not found.has_head and not found.is_split("head.weight")
@@ -229,7 +229,7 @@ def test_shared_parameters_may_both_stay_whole(comm: Any) -> None:
 
 
 @TWO
-def test_a_model_that_is_split_is_not_split_again(comm: Any) -> None:
+def test_a_split_model_cannot_be_split_again(comm: Any) -> None:
     model = make_blocks()
     split(model, comm, BLOCKS)
     with pytest.raises(UsageError, match="module 0.fc: it is split already"):
@@ -237,13 +237,13 @@ def test_a_model_that_is_split_is_not_split_again(comm: Any) -> None:
 
 
 @pytest.mark.parametrize("plan", [BLOCKS, {**BLOCKS, "0": "scatter"}], ids=["never split", "never whole again"])
-def test_sequences_need_a_beginning_and_an_end(plan: dict[str, str]) -> None:
+def test_sequence_parallelism_needs_a_first_and_a_last_module(plan: dict[str, str]) -> None:
     with pytest.raises(UsageError, match="sequence parallelism needs a module of kind scatter in the tensor plan"):
         apply(make_blocks(), Ranks(2), plan, sequence=True)  # type: ignore[arg-type]
 
 
 @TWO
-def test_modules_that_a_pipeline_has_emptied_stay_as_they_are(comm: Any) -> None:
+def test_modules_emptied_by_a_pipeline_are_unchanged(comm: Any) -> None:
     model = make_gpt()
     for path in ("embedding", "blocks.0"):
         for name, module in model.get_submodule(path).named_modules():
@@ -262,7 +262,7 @@ def test_modules_that_a_pipeline_has_emptied_stay_as_they_are(comm: Any) -> None
 
 @TWO
 @pytest.mark.parametrize("where", ["cpu", "meta"])
-def test_weights_are_rank_0s_whatever_others_have_drawn(comm: Any, where: str) -> None:
+def test_weights_are_those_of_rank_0(comm: Any, where: str) -> None:
     torch.manual_seed(40 + comm.rank)
     with torch.device(where):
         model = nn.Sequential(*(Block() for _ in range(2)))
@@ -274,7 +274,7 @@ def test_weights_are_rank_0s_whatever_others_have_drawn(comm: Any, where: str) -
         alone = nn.Sequential(*(Block() for _ in range(2)))
     materialise(alone, torch.device("cpu"))
     torch.testing.assert_close(model(vectors()), alone(vectors()), **CLOSE)
-    assert all(torch.equal(after, other) for other in comm.all_gather_object(after))  # and so will dropout
+    assert all(torch.equal(after, other) for other in comm.all_gather_object(after))  # and so are the dropout masks
 
 
 @TWO
@@ -285,7 +285,7 @@ def test_different_models_are_refused(comm: Any) -> None:
 
 @TWO
 @pytest.mark.parametrize("mixed", [False, True], ids=["meta", "partly meta"])
-def test_modules_that_draw_themselves_have_slices_of_the_unsplit_weights(comm: Any, mixed: bool) -> None:
+def test_self_initialising_modules_have_slices_of_the_unsplit_weights(comm: Any, mixed: bool) -> None:
     models = []
     for _ in range(2):
         with torch.device("meta"):

@@ -1,4 +1,4 @@
-"""Dropout draws alike where ranks hold the same, and apart where each holds its own."""
+"""Dropout under tensor parallelism: equal masks for replicated tensors, different masks for split ones."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ UNITS = [("Block",), ("Attention", "MLP"), ("Linear",), ("Linear", "Dropout"), (
 
 
 class Masks:
-    """Collect what dropouts of a model keep."""
+    """Record of the masks of a model's dropouts."""
 
     def __init__(self, model: nn.Module) -> None:
         self.found: dict[str, list[Tensor]] = {}
@@ -29,7 +29,7 @@ class Masks:
 
 
 @RANKS
-def test_masks_are_alike_outside_and_apart_inside(comm: Any) -> None:
+def test_masks_are_equal_outside_regions_and_differ_inside(comm: Any) -> None:
     model = make_blocks(2, dropout=0.4)
     split(model, comm, BLOCKS)
     masks = Masks(model)
@@ -44,17 +44,17 @@ def test_masks_are_alike_outside_and_apart_inside(comm: Any) -> None:
         for name in inner:
             assert len({one[name][turn].numpy().tobytes() for one in everyone}) == comm.size
     seen = {mask.numpy().tobytes() for name in (*inner, *outer) for mask in masks.found[name]}
-    assert len(seen) == 4 * 3  # nothing is drawn twice
+    assert len(seen) == 4 * 3  # no mask is drawn twice
     for name in (*inner, *outer):
         kept = torch.stack(masks.found[name]).float().mean()
         assert abs(float(kept) - 0.6) < 0.03, name
     kinds = torch.stack([torch.stack(one[inner[0]]).float() for one in everyone])
     agree = (kinds[0] == kinds[1]).float().mean()
-    assert abs(float(agree) - (0.6**2 + 0.4**2)) < 0.04  # masks of two ranks have nothing to do with each other
+    assert abs(float(agree) - (0.6**2 + 0.4**2)) < 0.04  # masks of two ranks are independent
 
 
 @RANKS
-def test_with_sequences_every_rank_draws_for_its_own_part(comm: Any) -> None:
+def test_with_split_sequences_every_rank_draws_for_its_own_part(comm: Any) -> None:
     model = make_gpt(dropout=0.3)
     split(model, comm, sequence=True)
     masks = Masks(model)
@@ -70,8 +70,8 @@ def test_with_sequences_every_rank_draws_for_its_own_part(comm: Any) -> None:
 
 @RANKS
 @pytest.mark.parametrize("sequence", [False, True], ids=["plain", "sequence"])
-def test_gradients_are_those_of_the_masks_that_were_drawn(comm: Any, sequence: bool) -> None:
-    # With every random number repeated, the loss must fall by what the gradients say.
+def test_gradients_belong_to_the_drawn_masks(comm: Any, sequence: bool) -> None:
+    # With all random numbers repeated, the loss must fall by the amount that the gradients predict.
     model = make_gpt(dropout=0.3).double()
     found = split(model, comm, sequence=sequence)
 
@@ -98,7 +98,7 @@ def test_gradients_are_those_of_the_masks_that_were_drawn(comm: Any, sequence: b
 @RANKS
 @pytest.mark.parametrize("sequence", [False, True], ids=["plain", "sequence"])
 @pytest.mark.parametrize("units", UNITS, ids="-".join)
-def test_computing_activations_again_repeats_all_draws(comm: Any, sequence: bool, units: tuple[str, ...]) -> None:
+def test_recomputing_activations_repeats_all_draws(comm: Any, sequence: bool, units: tuple[str, ...]) -> None:
     gradients = []
     for again in (False, True):
         model = make_gpt(dropout=0.3)
@@ -118,7 +118,7 @@ def test_computing_activations_again_repeats_all_draws(comm: Any, sequence: bool
 
 
 @RANKS
-def test_a_unit_that_ends_a_region_and_drops_then_repeats_its_draws(comm: Any) -> None:
+def test_a_unit_with_dropout_after_a_region_repeats_its_draws(comm: Any) -> None:
     class Tail(nn.Module):
         def __init__(self, block: Any) -> None:
             super().__init__()
@@ -145,7 +145,7 @@ def test_a_unit_that_ends_a_region_and_drops_then_repeats_its_draws(comm: Any) -
 
 
 @RANKS
-def test_a_forward_pass_that_breaks_off_leaves_the_region(comm: Any) -> None:
+def test_a_failed_forward_pass_leaves_the_region(comm: Any) -> None:
     model = make_blocks(2, dropout=0.4)
     split(model, comm, BLOCKS)
 
@@ -166,13 +166,13 @@ def test_a_head_whose_outputs_stay_split_begins_no_region(comm: Any) -> None:
     found = split(model, comm)
     before = torch.get_rng_state()
     with found.split_outputs():
-        model.head(vectors())  # as the last stage of a pipeline does, without the model around it
+        model.head(vectors())  # like the last stage of a pipeline, without the model around it
     assert torch.equal(torch.get_rng_state(), before)
 
 
 @RANKS
 @pytest.mark.parametrize("dropout, training", [(0.0, True), (0.4, False)])
-def test_generator_is_left_alone_where_nothing_drops(comm: Any, dropout: float, training: bool) -> None:
+def test_the_generator_is_unchanged_without_dropout(comm: Any, dropout: float, training: bool) -> None:
     model = make_blocks(2, dropout=dropout).train(training)
     split(model, comm, BLOCKS)
     before = torch.get_rng_state()
@@ -180,33 +180,33 @@ def test_generator_is_left_alone_where_nothing_drops(comm: Any, dropout: float, 
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_what_can_drop() -> None:
+def test_modules_with_dropout_are_recognised() -> None:
     assert not can_drop(make_gpt()) and can_drop(make_gpt(dropout=0.1))
     assert can_drop(nn.Sequential(nn.Dropout2d(0.5))) and not can_drop(nn.Sequential(nn.Dropout(0.0), nn.ReLU()))
     assert can_drop(nn.MultiheadAttention(4, 2, dropout=0.1))
 
 
-def test_region_repeats_itself_and_ends_where_it_began() -> None:
+def test_a_region_is_reproducible_and_restores_the_generator() -> None:
     kept = torch.get_rng_state()
     try:
         drawn = []
         for region in (Region(0), Region(0), Region(1)):
             torch.manual_seed(1)
             with region.inside(CPU):
-                assert not region.enter(CPU)  # it is inside
+                assert not region.enter(CPU)  # already inside
                 drawn.append(torch.rand(4))
             drawn.append(torch.rand(4))
         assert torch.equal(drawn[0], drawn[2]) and not torch.equal(drawn[0], drawn[4])
         assert torch.equal(drawn[1], drawn[3]) and torch.equal(drawn[1], drawn[5])
         state = torch.get_rng_state()
-        region.leave(CPU)  # it is outside
+        region.leave(CPU)  # already outside
         assert torch.equal(torch.get_rng_state(), state)
     finally:
         torch.set_rng_state(kept)
 
 
 class OfGpu:
-    """Be a generator as a GPU has it: its numbers follow from the seed and an offset, which counts in fours."""
+    """Generator like that of a GPU: its numbers follow from the seed and an offset, which is a multiple of four."""
 
     device = torch.device("cuda")
 
@@ -233,7 +233,7 @@ class OfGpu:
         self.seed, self.offset = state.tolist()
 
 
-def test_generator_of_a_gpu_is_never_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_generator_of_a_gpu_is_never_synchronised(monkeypatch: pytest.MonkeyPatch) -> None:
     seeds: list[list[int]] = []
     for rank in range(2):
         generator = OfGpu()
@@ -248,7 +248,7 @@ def test_generator_of_a_gpu_is_never_waited_for(monkeypatch: pytest.MonkeyPatch)
     assert [seed >> 32 for seed in seeds[0]] == [seed >> 32 for seed in seeds[1]]
 
 
-def test_number_of_kept_states_is_limited() -> None:
+def test_the_number_of_kept_states_is_limited() -> None:
     kept = torch.get_rng_state()
     try:
         region = Region(0)

@@ -1,4 +1,4 @@
-"""Sequences that are split between the split layers."""
+"""Sequence parallelism between split layers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PLAN = {**BLOCKS, "first": "scatter", "last": "gather"}
 
 
 class Net(nn.Module):
-    """Be a layer that sees whole sequences, blocks that do not, a parameter of its own, and a layer at the end."""
+    """Model with whole sequences in the first layer, split ones in blocks, a parameter of its own and a last layer."""
 
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class Net(nn.Module):
 
 @RANKS
 @pytest.mark.parametrize("apart", [False, True], ids=["fused", "separate"])
-def test_sequences_are_split_from_one_module_to_another(comm: Any, apart: bool) -> None:
+def test_sequences_are_split_between_two_modules(comm: Any, apart: bool) -> None:
     model, alone = Net(), Net()
     found = split(model, comm, PLAN, sequence=True)
     if apart:
@@ -64,7 +64,7 @@ def test_one_message_sums_the_gradients_of_a_module(own: Any, monkeypatch: pytes
 
 
 @RANKS
-def test_frozen_parameters_are_not_summed_and_evaluation_leaves_no_trace(comm: Any) -> None:
+def test_frozen_parameters_are_not_summed_and_evaluation_has_no_effect(comm: Any) -> None:
     model = Net()
     split(model, comm, PLAN, sequence=True)
     for parameter in model.blocks[0].norm.parameters():
@@ -79,7 +79,7 @@ def test_frozen_parameters_are_not_summed_and_evaluation_leaves_no_trace(comm: A
 
 
 @RANKS
-def test_parameters_come_back_when_a_module_fails(comm: Any) -> None:
+def test_parameters_are_restored_when_a_module_fails(comm: Any) -> None:
     model = Net()
     split(model, comm, PLAN, sequence=True)
     before = model.between.weight
@@ -97,7 +97,7 @@ def test_lengths_that_cannot_be_split_are_refused(comm: Any) -> None:
 
 
 @pytest.mark.ranks(2)
-def test_activations_without_a_batch_are_refused(comm: Any) -> None:
+def test_activations_without_a_batch_dimension_are_refused(comm: Any) -> None:
     model = Net()
     split(model, comm, PLAN, sequence=True)
     with pytest.raises(UsageError, match=r"needs activations \[batch, length, width\], not of shape \(12, 24\)"):

@@ -1,4 +1,4 @@
-"""Slices are stated as boxes of the whole tensors, also where the data axis splits them once more."""
+"""Slices as boxes of the whole tensors, also if the data axis splits them once more."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ RANKS = pytest.mark.ranks(2, 3, 4)
 
 
 def assemble(comm: Any, pieces: dict[str, list[Shard]]) -> dict[str, Tensor]:
-    """Put the boxes of all ranks together; every element must come, and from all ranks the same."""
+    """Assemble the boxes of all ranks; every element must occur, with equal values from all ranks."""
     found: dict[str, Tensor] = {}
     for one in comm.all_gather_object(pieces):
         for name, shards in one.items():
@@ -35,7 +35,7 @@ def assemble(comm: Any, pieces: dict[str, list[Shard]]) -> dict[str, Tensor]:
 
 @RANKS
 @pytest.mark.parametrize("tied", [True, False])
-def test_boxes_of_all_ranks_are_the_whole_model(comm: Any, tied: bool) -> None:
+def test_boxes_of_all_ranks_make_up_the_whole_model(comm: Any, tied: bool) -> None:
     model, alone = make_gpt(tied=tied), make_gpt(tied=tied)
     found = split(model, comm)
     state = {name: tensor.detach() for name, tensor in model.state_dict().items()}
@@ -52,7 +52,7 @@ def test_boxes_of_all_ranks_are_the_whole_model(comm: Any, tied: bool) -> None:
 
 
 class HalfRows:
-    """Say that a rank holds but the last rows of what it has."""
+    """Split of a rank that holds all rows of a tensor except the first."""
 
     def shards(self, name: str, tensor: Tensor) -> list[Shard]:
         shape = tuple(tensor.shape)
@@ -123,7 +123,7 @@ def test_ddp_averages_slices(comm: Any, sequence: bool) -> None:
 
 
 @pytest.mark.ranks(2)
-def test_loss_without_a_head_is_refused(comm: Any) -> None:
+def test_a_loss_without_a_split_head_is_refused(comm: Any) -> None:
     found = split(make_blocks(), comm, {"*.fc": "column", "*.project": "row"})
     assert not found.has_head
     with pytest.raises(UsageError, match="a loss of split logits needs a head of kind vocabulary"):
@@ -141,7 +141,7 @@ def test_outputs_are_gathered_again_after_an_error(comm: Any) -> None:
 
 
 @pytest.mark.parametrize("length, size", [(31, 4), (4, 4), (12, 5), (7, 1)])
-def test_pieces_cover_everything_and_differ_by_one_at_most(length: int, size: int) -> None:
+def test_pieces_cover_the_length_and_differ_by_at_most_one(length: int, size: int) -> None:
     found = [bounds(length, rank, size) for rank in range(size)]
     assert found[0][0] == 0 and found[-1][1] == length
     assert all(one[1] == two[0] for one, two in zip(found, found[1:]))
