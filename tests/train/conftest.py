@@ -1,4 +1,4 @@
-"""Give the tests of a run a job, of one rank in a serial session, of all under mpiexec, and whole runs of a project."""
+"""Fixtures of runs: a job (one rank in a serial session, all ranks under mpiexec), and whole runs of a project."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hpctrain.train.signals import SIGNALS, stop_request
 
 @pytest.fixture(autouse=True)
 def own_process() -> Iterator[None]:
-    """Leave signal handlers, log handlers, generators and the thread count as they were."""
+    """Restore signal handlers, log handlers, generators and the thread count after each test."""
     handlers = {number: signal.getsignal(number) for number in SIGNALS}
     with give_back_process():
         torch.set_num_threads(1)
@@ -31,7 +31,7 @@ def own_process() -> Iterator[None]:
 
 @pytest.fixture
 def job(comm: Any) -> Any:
-    """Return a job in this process; nothing watches it, the test runner does."""
+    """Return a job in this process without a watchdog; the test runner limits the time."""
     from hpctrain.train.job import Job
 
     guard: Any = SimpleNamespace(step=None, close=lambda: None)
@@ -46,5 +46,5 @@ def project(comm: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def leg(comm: Any, project: Path, monkeypatch: pytest.MonkeyPatch) -> Legs:
-    """Return what runs one leg."""
+    """Return a function that runs one leg of a run."""
     return Legs(comm, project, monkeypatch)

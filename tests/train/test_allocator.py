@@ -1,4 +1,4 @@
-"""malloc's thresholds: low while a run allocates what stays, high afterwards, and never where users set them."""
+"""malloc's thresholds: low during the allocations that stay, high afterwards, unchanged if users set them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ GLIBC = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the C libr
 
 
 class Recorded:
-    """A C library that notes what it is asked for."""
+    """C library that records the calls."""
 
     def __init__(self) -> None:
         self.calls: list[Any] = []
@@ -65,19 +65,19 @@ def test_the_threshold_rises_after_the_second_update() -> None:
         ({"LD_PRELOAD": "/usr/lib/libjemalloc.so.2"}, True),
     ],
 )
-def test_users_settings_count(environ: dict[str, str], left_alone: bool) -> None:
+def test_settings_of_the_user_are_respected(environ: dict[str, str], left_alone: bool) -> None:
     assert (library(environ) is None) is left_alone
 
 
-def test_what_is_left_alone_stays_so() -> None:
+def test_without_a_library_the_allocator_does_nothing() -> None:
     allocator = Allocator(None)
     allocator.start()
     allocator.settle()  # no call of a library
 
 
 @GLIBC
-def test_large_memory_goes_back_while_the_threshold_is_low() -> None:
-    """What is freed at the bottom of the heap stays with a process unless its pages were its own."""
+def test_large_memory_is_returned_while_the_threshold_is_low() -> None:
+    """Memory freed at the bottom of the heap stays with the process unless it was allocated by mmap."""
     code = (
         "import sys, torch; from hpctrain.train.allocator import Allocator, library\n"
         "lines = lambda: open('/proc/self/status').read().splitlines()\n"
@@ -93,9 +93,9 @@ def test_large_memory_goes_back_while_the_threshold_is_low() -> None:
         how: float(subprocess.run([sys.executable, "-c", code, how], capture_output=True, text=True, check=True).stdout)
         for how in ("low", "default")
     }
-    assert held["low"] < 8 and held["default"] > 20  # MiB, of which 5 are kept
+    assert held["low"] < 8 and held["default"] > 20  # MiB, of which 5 stay allocated
 
 
-def test_the_library_has_what_is_called() -> None:
+def test_the_library_has_mallopt() -> None:
     libc = library({})
     assert libc is None or libc.mallopt(ctypes.c_int(-3), ctypes.c_int(HIGH)) == 1

@@ -1,4 +1,4 @@
-"""Asynchronous training in scripts: the centre is left in the model, figures are logged, and ranks end cleanly."""
+"""Asynchronous training in scripts: the centre in the model after a run, logged figures, and clean ends of ranks."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def train(batch):
     return loss
 """
 
-# What the ranks hold at the end: a line of numbers each.
+# Values of the ranks at the end: one line of numbers per rank.
 TELL = """
 def tell(name, weight):
     everyone = job.comm.all_gather_object([float(one) for one in weight.reshape(-1)])
@@ -86,7 +86,7 @@ def run(launch: Any, folder: Path, body: str, data: str, server: dict[str, Any],
 
 
 def elastic(period: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return centre and replicas by the formulas of the paper."""
+    """Return the centre and the replicas according to the formulas of the paper."""
     data = [np.random.default_rng(rank).normal(size=(STEPS, 8, 5)).astype("f4").astype("f8") for rank in range(2)]
     centre = np.array([0.5, -0.25, 0.125, 1.0])
     workers = [centre.copy(), centre.copy()]
@@ -101,10 +101,10 @@ def elastic(period: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def test_the_model_holds_the_centre_after_a_run(launch: Any, tmp_path: Path) -> None:
-    """Also if a second run resumes the first one: its workers begin with their own parameters again."""
+    """This includes a second run that resumes the first one: its workers start with their own parameters again."""
     found = run(launch, tmp_path, RUNS, "easgd", {"rho": RHO, "period": PERIOD}, runs=[3, STEPS], every=4)
     centre, workers = elastic(PERIOD)
-    assert np.abs(workers - centre).max() > 0.05  # else the test would not tell one from the other
+    assert np.abs(workers - centre).max() > 0.05  # else the test could not distinguish them
     for name in ("model", "saved", "state_dict", "checkpoint"):
         assert np.abs(found[name] - centre).max() < 1e-6, name
     assert (found["mean"] == found["checkpoint mean"]).all()  # rank 0's statistics
@@ -136,9 +136,9 @@ def test_served_updates_outside_of_a_run_are_refused(launch: Any, tmp_path: Path
 def test_workers_at_their_own_pace_end_with_one_model(
     launch: Any, tmp_path: Path, data: str, server: dict[str, Any], nodes: int
 ) -> None:
-    """A checkpoint every other step: between nodes, others need answers of a rank that waits there."""
-    nowhere = {"MPIR_CVAR_NOLOCAL": "1"}  # to MPICH, each rank is on a node of its own
-    env = nowhere if nodes == 2 else {"OMPI_MCA_osc": None, "OMPI_MCA_pml": None}  # as users have it
+    """A checkpoint every other step: between nodes, the others need answers of a rank that waits there."""
+    nowhere = {"MPIR_CVAR_NOLOCAL": "1"}  # MPICH places each rank on a node of its own
+    env = nowhere if nodes == 2 else {"OMPI_MCA_osc": None, "OMPI_MCA_pml": None}  # the defaults of users
     found = run(launch, tmp_path, RUNS, data, server, env=env)
     for name in ("model", "saved", "state_dict"):
         assert (found[name] == found["checkpoint"]).all(), name
@@ -176,7 +176,7 @@ with job.run(model, optimizer, batches, checkpoints="run") as run:
     ],
 )
 def test_a_call_on_one_rank_is_named(launch: Any, tmp_path: Path, data: str, call: str, told: str) -> None:
-    """At once, or at the deadline if the other rank waits in the reduction of gradients."""
+    """The error comes at once, or at the deadline if the other rank waits in the reduction of gradients."""
     given = [data, "{}", "100", json.dumps(call)]
     seconds = "2" if "TIMEOUT" in told else "50"
     done = launch(2, PROGRAM + ALONE, *given, env={"HPCTRAIN_TIMEOUT": seconds}, cwd=tmp_path)

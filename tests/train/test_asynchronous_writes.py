@@ -1,4 +1,4 @@
-"""What a program writes into parameters that come from servers or a centre counts, or is an error."""
+"""Writes of a program into parameters that belong to servers or a centre: they take effect, or are an error."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def _step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: tuple[Tenso
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("form", FORMS)
-def test_weights_loaded_inside_of_unshard_are_those_of_the_run(job: Any, shared_tmp_path: Path, form: str) -> None:
+def test_weights_loaded_inside_of_unshard_are_used_by_the_run(job: Any, shared_tmp_path: Path, form: str) -> None:
     model = _wrap(job, form)
     best = {name: torch.full_like(value, 0.25) for name, value in _model().state_dict().items()}
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -65,7 +65,7 @@ def test_weights_loaded_inside_of_unshard_are_those_of_the_run(job: Any, shared_
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("form", [form for form in FORMS if form != "hogwild"])
-def test_weights_loaded_otherwise_are_refused(job: Any, shared_tmp_path: Path, form: str) -> None:
+def test_weights_loaded_outside_of_unshard_are_refused(job: Any, shared_tmp_path: Path, form: str) -> None:
     model = _wrap(job, form)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     run = job.run(model, optimizer, _batches(), checkpoints=str(shared_tmp_path), split=False)
@@ -75,7 +75,7 @@ def test_weights_loaded_otherwise_are_refused(job: Any, shared_tmp_path: Path, f
 
 
 @pytest.mark.ranks(2)
-def test_parameters_of_a_server_that_are_changed_in_place_are_named(job: Any, shared_tmp_path: Path) -> None:
+def test_in_place_changes_of_server_parameters_are_an_error(job: Any, shared_tmp_path: Path) -> None:
     model, batches = _wrap(job, "server"), _batches()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     run = job.run(model, optimizer, batches, checkpoints=str(shared_tmp_path), split=False)

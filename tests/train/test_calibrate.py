@@ -1,4 +1,4 @@
-"""The recipe of a calibration: what is refused before it begins, what the canary adds, what is kept where."""
+"""Calibration: refusals before it begins, the result of the canary, and the stored file."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from hpctrain.transport.canary import Verdict
 
 @pytest.fixture(autouse=True)
 def own_store(shared_tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Keep calibrations of these tests in a folder of their own."""
+    """Store the calibrations of these tests in a folder of their own."""
     monkeypatch.setenv("HPCTRAIN_CALIBRATION", str(shared_tmp_path / "store"))
     monkeypatch.delenv("HPCTRAIN_CHECK", raising=False)
     return shared_tmp_path / "store"
@@ -28,7 +28,7 @@ def own_store(shared_tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let a GPU seem to be visible."""
+    """Simulate a visible GPU."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
 
 
@@ -41,7 +41,7 @@ def probe_that(monkeypatch: pytest.MonkeyPatch, outcome: Any) -> None:
     monkeypatch.setattr(calibrating, "probe", probe)
 
 
-def test_one_rank_without_a_gpu_keeps_nothing(job: Any, own_store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_rank_without_a_gpu_stores_nothing(job: Any, own_store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     report = calibrate(job, [4], 1.0)
     assert (report.measurement, report.verdict, report.path) == (None, None, None)
@@ -49,25 +49,27 @@ def test_one_rank_without_a_gpu_keeps_nothing(job: Any, own_store: Path, monkeyp
     assert list(own_store.iterdir()) == []
 
 
-def test_the_canary_s_verdict_is_kept(job: Any, gpu: None, own_store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_verdict_of_the_canary_is_stored(
+    job: Any, gpu: None, own_store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     verdict = Verdict(True, "every value arrived", mpi_name())
     probe_that(monkeypatch, verdict)
     report = calibrate(job, [4], 1.0)
     assert report.canary == "MPI takes device pointers: every value arrived"
     assert report.path is not None and report.path.parent == own_store and read(report.path).verdict == verdict
     probe_that(monkeypatch, CommunicationError("no mpiexec"))
-    again = calibrate(job, [4], 1.0)  # what could not be tried leaves the earlier verdict
+    again = calibrate(job, [4], 1.0)  # if it cannot be tried again, the earlier verdict stays
     assert again.canary == "not tried: no mpiexec" and again.verdict == verdict and read(report.path).verdict == verdict
 
 
-def test_a_canary_that_died_speaks_of_this_mpi(job: Any, gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_verdict_of_a_dead_canary_names_this_mpi(job: Any, gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
     probe_that(monkeypatch, Verdict(False, "the exchange ended with status -11", ""))
     report = calibrate(job, [4], 1.0)
     assert report.verdict is not None and report.verdict.library == mpi_name()
     assert report.canary == "MPI gets no device pointers: the exchange ended with status -11"
 
 
-def test_the_canary_stays_at_home_when_told(job: Any, gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_canary_can_be_disabled(job: Any, gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calibrating, "probe", None)
     assert calibrate(job, [4], 1.0, try_canary=False).canary == "not tried (--no-canary)"
 
@@ -79,7 +81,7 @@ def refusal(job: Any, output: Path | None) -> str:
     return str(caught.value)
 
 
-def test_nothing_of_the_user_s_is_written_over(job: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_of_the_user_are_not_overwritten(job: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "thesis.txt"
     path.write_text("chapter 1")
     assert "thesis.txt is damaged" in refusal(job, path) and path.read_text() == "chapter 1"
@@ -87,15 +89,15 @@ def test_nothing_of_the_user_s_is_written_over(job: Any, tmp_path: Path, monkeyp
     keep(Calibration(replace(this_machine(mpi_name()), torch="1.0")), path)
     assert "was measured on another machine: torch 1.0" in refusal(job, path)
     monkeypatch.setenv("HPCTRAIN_CALIBRATION", str(path))
-    assert "name another file with --output, or delete this one" in refusal(job, None)
+    assert "give another file with --output, or delete this one" in refusal(job, None)
 
 
-def test_a_place_that_cannot_be_written_is_refused_first(
+def test_an_unwritable_path_is_refused_before_measuring(
     job: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(calibrating, "measure", None)
     (tmp_path / "file").touch()
-    assert "cannot keep a calibration in" in refusal(job, tmp_path / "file" / "x.json")
+    assert "cannot store the calibration in" in refusal(job, tmp_path / "file" / "x.json")
     monkeypatch.setenv("HPCTRAIN_CHECK", "order")
     assert refusal(job, None) == "HPCTRAIN_CHECK slows every collective: unset it to calibrate"
 
@@ -111,7 +113,7 @@ def test_a_damaged_file_in_the_store_is_replaced(
 
 
 @pytest.mark.ranks(2)
-def test_what_was_calibrated_is_what_all_ranks_use(job: Any, own_store: Path) -> None:
+def test_all_ranks_use_the_calibration(job: Any, own_store: Path) -> None:
     report = calibrate(job, [4, 4096], 2.0)
     comm = job.comm
     assert comm.all_gather_object(report) == [report] * comm.size

@@ -1,4 +1,4 @@
-"""What was measured is found again, by all ranks alike; what is damaged or of another machine never stops a run."""
+"""Stored calibrations: all ranks find the same one; damaged ones and those of other machines never stop a run."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ FULL = Calibration(MACHINE).with_measurement(TWO).with_measurement(FOUR).with_ve
 
 @pytest.fixture
 def warned(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[str]]:
-    """Return what tells which warnings there were."""
+    """Return a function that returns the warnings so far."""
     monkeypatch.setattr(logger, "propagate", True)
     return lambda: [record.getMessage() for record in caplog.records]
 
@@ -44,7 +44,7 @@ def in_folder(path: Path) -> dict[str, str]:
     return {"HPCTRAIN_CALIBRATION": str(path)}
 
 
-def test_what_is_kept_is_found(tmp_path: Path) -> None:
+def test_a_stored_calibration_is_found(tmp_path: Path) -> None:
     path = place(MACHINE, in_folder(tmp_path))
     assert path is not None and path.parent == tmp_path
     assert find(MACHINE, in_folder(tmp_path)) is None
@@ -53,7 +53,7 @@ def test_what_is_kept_is_found(tmp_path: Path) -> None:
     assert [entry.name for entry in tmp_path.iterdir()] == [path.name]
 
 
-def test_two_layouts_in_one_file_and_the_newer_of_one(tmp_path: Path) -> None:
+def test_a_file_holds_several_layouts_and_the_newest_measurement_of_each(tmp_path: Path) -> None:
     path = tmp_path / "site.json"
     keep(FULL, path)
     again = read(path).with_measurement(measurement(Layout(2, 1, 2), "ring"))
@@ -65,13 +65,13 @@ def test_two_layouts_in_one_file_and_the_newer_of_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["processor", "cores", "gpu", "gpus", "mpi", "torch", "hpctrain"])
-def test_whatever_differs_has_a_file_of_its_own(name: str, tmp_path: Path) -> None:
+def test_each_different_machine_has_its_own_file(name: str, tmp_path: Path) -> None:
     value = getattr(MACHINE, name)
     other = replace(MACHINE, **{name: value + 1 if isinstance(value, int) else value + "x"})
     assert place(other, in_folder(tmp_path)) != place(MACHINE, in_folder(tmp_path))
 
 
-def test_where_it_lies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_folder_follows_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     assert folder({}) == tmp_path / ".cache" / "hpctrain" / "calibration"
     assert folder({"XDG_CACHE_HOME": "/scratch"}) == Path("/scratch/hpctrain/calibration")
@@ -104,14 +104,14 @@ def test_a_damaged_file_is_a_warning_in_one_line(
     path.write_bytes(content)
     assert find(MACHINE, in_folder(path)) is None
     (said,) = warned()
-    assert f"{path} {message}" in said and said.endswith("algorithms are chosen by default") and "\n" not in said
+    assert f"{path} {message}" in said and said.endswith("using the default choice of algorithms") and "\n" not in said
 
 
-def test_a_file_that_is_no_file(tmp_path: Path, warned: Callable[[], list[str]]) -> None:
+def test_paths_that_are_not_regular_files_are_a_warning(tmp_path: Path, warned: Callable[[], list[str]]) -> None:
     os.mkfifo(tmp_path / "pipe.json")
     assert find(MACHINE, in_folder(tmp_path / "pipe.json")) is None
     assert find(MACHINE, in_folder(tmp_path / "lost.json")) is None
-    assert ["there is no file" in said for said in warned()] == [True, True]
+    assert ["no such file:" in said for said in warned()] == [True, True]
     (tmp_path / "large.json").write_bytes(b" " * (calibration.LARGEST + 1))
     with pytest.raises(DataError, match="it has more than"):
         read(tmp_path / "large.json")
@@ -121,7 +121,7 @@ def test_a_file_of_another_machine_is_not_used(tmp_path: Path, warned: Callable[
     path = tmp_path / "site.json"
     keep(FULL, path)
     assert find(replace(MACHINE, torch="2.14"), in_folder(path)) is None
-    said = f"{path} was measured on another machine: torch 2.13 (here 2.14); algorithms are chosen by default"
+    said = f"{path} was measured on another machine: torch 2.13 (here 2.14); using the default choice of algorithms"
     assert warned() == [said]
 
 
@@ -152,15 +152,15 @@ def changed(path: str, value: Any) -> Any:
         (changed("measurements.1.times", {"a": {"mpi": {"x": 1}}}), "expected seconds by rule"),
     ],
 )
-def test_every_value_is_checked(tree: Any, message: str) -> None:
+def test_every_value_of_a_file_is_checked(tree: Any, message: str) -> None:
     with pytest.raises(SettingsError, match=message):
         Calibration.from_json(tree)
 
 
-def test_who_reads_while_it_is_written_has_the_old_file(tmp_path: Path) -> None:
+def test_readers_during_a_write_get_the_old_file(tmp_path: Path) -> None:
     path, held = tmp_path / "site.json", tmp_path / "held.json"
     keep(FULL, path)
-    os.link(path, held)  # as an open file would, it stays with the old content
+    os.link(path, held)  # like an open file, it keeps the old content
     keep(Calibration(MACHINE), path)
     assert read(held) == FULL and read(path) == Calibration(MACHINE)
 
@@ -173,7 +173,7 @@ def test_a_write_that_fails_leaves_the_old_file(tmp_path: Path, monkeypatch: pyt
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full_disk)
-    with pytest.raises(DataError, match=f"cannot keep the calibration in {path}: No space left on device"):
+    with pytest.raises(DataError, match=f"cannot store the calibration in {path}: No space left on device"):
         keep(Calibration(MACHINE), path)
     assert read(path) == FULL and list(tmp_path.iterdir()) == [path]
 
@@ -185,7 +185,7 @@ class Broken:
         return item
 
 
-def test_nothing_that_goes_wrong_on_rank_0_leaves_the_others_waiting(
+def test_a_failure_on_rank_0_does_not_leave_the_others_waiting(
     monkeypatch: pytest.MonkeyPatch, warned: Callable[[], list[str]]
 ) -> None:
     def fail(mpi: str) -> Machine:
@@ -196,7 +196,7 @@ def test_nothing_that_goes_wrong_on_rank_0_leaves_the_others_waiting(
     assert "cannot look for a calibration: RuntimeError: CUDA driver error" in warned()[0]
 
 
-def test_a_verdict_counts_for_its_mpi_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_verdict_applies_to_its_mpi_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HPCTRAIN_CALIBRATION", str(tmp_path / "site.json"))
     here = this_machine(mpi_name())
     for library, expected in ((here.mpi, True), ("Other MPI", None)):
@@ -206,8 +206,10 @@ def test_a_verdict_counts_for_its_mpi_only(tmp_path: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.ranks
-def test_all_ranks_get_what_rank_0_finds(comm: Any, shared_tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    own = shared_tmp_path / f"rank{comm.rank}.json"  # those of the other ranks must not count
+def test_all_ranks_get_the_calibration_of_rank_0(
+    comm: Any, shared_tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = shared_tmp_path / f"rank{comm.rank}.json"  # the files of the other ranks must not be used
     monkeypatch.setenv("HPCTRAIN_CALIBRATION", str(own))
     layout = Layout(comm.size, comm.nodes, comm.local_size)
     names = ("window", "ring", "tree", "direct")
@@ -220,7 +222,9 @@ def test_all_ranks_get_what_rank_0_finds(comm: Any, shared_tmp_path: Path, monke
     assert stored_verdict(comm) is None
 
 
-def test_one_rank_does_not_even_look(comm: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_single_rank_does_not_look_for_a_calibration(
+    comm: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("HPCTRAIN_CALIBRATION", str(tmp_path / "lost.json"))
     monkeypatch.setattr(calibration, "find", None)
     assert calibration.stored_table(comm, Layout(1, 1, 1)) is None

@@ -1,4 +1,4 @@
-"""On resume every change that affects the numbers is told, and nothing else."""
+"""Report of changes at a resume: exactly those that affect the numbers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ every = 10
 """
 
 
-def test_each_setting_with_an_effect_has_a_line() -> None:
+def test_each_changed_setting_with_an_effect_has_a_line() -> None:
     now = BEFORE.replace("0.001", "0.5").replace('"b.h5"', '"c.h5"').replace('"auto"', '"cpu"').replace("= 10", "= 20")
     now = now.replace("runs/a", "runs/b").replace("1h", "2h").replace("trace = false", "trace = true")
     assert changed_settings(BEFORE, now + "keep = 3\n[server]\nrho = 0.5\n") == [
@@ -47,17 +47,17 @@ def test_each_setting_with_an_effect_has_a_line() -> None:
     ]
 
 
-def test_nothing_changed_has_no_line() -> None:
+def test_unchanged_settings_have_no_line() -> None:
     assert changed_settings(BEFORE, BEFORE) == changed_settings(None, BEFORE) == changed_settings(BEFORE, None) == []
     assert changed_settings(BEFORE, "# a comment\n" + BEFORE) == []
 
 
-def test_a_text_that_is_no_toml_is_compared_as_a_whole() -> None:
+def test_text_that_is_not_toml_is_compared_as_a_whole() -> None:
     (line,) = changed_settings("a: 1", "a: 2")
     assert "it is not TOML" in line and changed_settings("a: 1", "a: 1") == []
 
 
-def test_a_long_value_is_cut() -> None:
+def test_a_long_value_is_shortened() -> None:
     (line,) = changed_settings("a.b = 1", f'a.b = "{"x" * 200}"')
     assert line.endswith("xxx...") and len(line) < 80
 
@@ -67,7 +67,7 @@ def groups(**options: Any) -> Any:
     return torch.optim.AdamW([{"params": layer.parameters(), **options} for layer in layers], lr=0.1).param_groups
 
 
-def test_hyperparameters_say_which_value_is_used() -> None:
+def test_changed_hyperparameters_name_the_value_in_use() -> None:
     before, now = groups(lr=0.001, fused=True), groups(lr=torch.tensor(0.5), betas=[0.5, 0.99])
     now[1]["lr"], now[1]["betas"] = 0.001, (0.9, 0.999)
     assert changed_hyperparameters(before, now, "generator") == [
@@ -80,7 +80,7 @@ def test_hyperparameters_say_which_value_is_used() -> None:
     ]
 
 
-def test_what_a_scheduler_moves_is_no_change() -> None:
+def test_changes_by_a_scheduler_are_not_reported() -> None:
     def scheduled(rate: float, steps: int) -> Any:
         optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=rate, momentum=0.9)
         scheduler = lr_scheduler.OneCycleLR(optimizer, rate, 10)
@@ -95,7 +95,7 @@ def test_what_a_scheduler_moves_is_no_change() -> None:
 
 
 @pytest.mark.ranks(1, 2)
-def test_a_resume_knows_what_the_checkpoint_overwrote(job: Any, shared_tmp_path: Path) -> None:
+def test_a_resume_reports_overwritten_hyperparameters(job: Any, shared_tmp_path: Path) -> None:
     def state(rate: float) -> TrainState:
         models = {"a": nn.Linear(1, 1), "b": nn.Linear(1, 1)}
         optimizers = {key: torch.optim.SGD(model.parameters(), lr=rate) for key, model in models.items()}

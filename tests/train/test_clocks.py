@@ -1,4 +1,4 @@
-"""Clocks of nodes are compared: as exactly as the quickest answer allows, and by no message where there is one node."""
+"""Clock offsets between nodes: as exact as the fastest answer allows, and without messages on one node."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import pytest
 from hpctrain.train.clocks import ahead, offsets
 
 
-def test_the_quickest_answer_counts() -> None:
-    # The other clock is 100 s ahead. The first answer came late, the second quickly and evenly, the third unevenly.
+def test_the_fastest_answer_counts() -> None:
+    # The other clock is 100 s ahead. The first answer is slow, the second fast and symmetric, the third asymmetric.
     answers = [(0.0, 100.9, 1.0), (2.0, 102.05, 2.1), (3.0, 103.3, 3.4)]
     assert ahead(answers) == pytest.approx(100)
 
@@ -27,8 +27,8 @@ def test_ranks_of_one_node_share_a_clock(comm: Any) -> None:
 
 
 @pytest.mark.ranks
-def test_clocks_that_differ_are_found_out(comm: Any) -> None:
-    """Every rank plays a node whose clock is 1000 s a rank ahead; an answer takes far less than the tolerance."""
+def test_clock_offsets_are_measured(comm: Any) -> None:
+    """Each rank simulates a node whose clock is 1000 s ahead per rank; an answer takes far less than the tolerance."""
     nodes = list(range(comm.size))
     found = offsets(comm, clock=lambda: time.monotonic() + 1000.0 * comm.rank, nodes=nodes)
     base = comm.all_gather_object(time.monotonic())
@@ -38,7 +38,7 @@ def test_clocks_that_differ_are_found_out(comm: Any) -> None:
 
 
 @pytest.mark.ranks(3, 4)
-def test_ranks_have_the_clock_of_the_first_of_their_node(comm: Any) -> None:
+def test_ranks_use_the_clock_of_the_first_rank_of_their_node(comm: Any) -> None:
     nodes = [0, *([1] * (comm.size - 1))]
     found = offsets(comm, clock=lambda: time.monotonic() + 1000.0 * comm.rank, nodes=nodes)
     assert found[0] == 0 and found[1] == pytest.approx(1000, abs=1.0) and set(found[1:]) == {found[1]}

@@ -1,4 +1,4 @@
-"""The compiler's stand-in saves its import and leaves no trace once the compiler is wanted."""
+"""Substitute of torch's compiler: it saves the import, and is replaced completely when the compiler is used."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ torch._dynamo.config.suppress_errors = True
 assert torch._dynamo.__file__ and torch._dynamo.config.suppress_errors
 """
 
-# Nothing of the compiler but the stand-in is there; then somebody compiles, and everything is the real one's.
+# Only the substitute of the compiler is loaded; after a call of torch.compile all parts are the real ones.
 THEN_COMPILE = """
 assert [name for name in sys.modules if name.startswith("torch._dynamo")] == ["torch._dynamo"]
 assert not getattr(torch._dynamo, "__dict__", {}).get("__path__")
@@ -91,6 +91,6 @@ assert torch._dynamo is real and sys.modules["torch._dynamo"] is real
     ],
     ids=["then compile", "nothing is kept of passes", "then import a part", "then set a flag", "loaded before"],
 )
-def test_the_stand_in_gives_way(code: str) -> None:
+def test_the_substitute_is_replaced_by_the_compiler(code: str) -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=50)
     assert done.returncode == 0, done.stderr

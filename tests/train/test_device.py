@@ -1,4 +1,4 @@
-"""Devices by local rank, and no GPU shared unasked; GPUs are pretended."""
+"""Devices by local rank, and the refusal to share a GPU unless requested; GPUs are simulated."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.mark.parametrize("wanted", ["auto", "cuda"])
-def test_gpus_are_dealt_out_by_local_rank(gpus: Any, wanted: str) -> None:
+def test_gpus_are_assigned_by_local_rank(gpus: Any, wanted: str) -> None:
     gpus("a", "b")
     assert [str(pick(wanted, rank)) for rank in range(3)] == ["cuda:0", "cuda:1", "cuda:0"]
     assert [identity(pick(wanted, rank)) for rank in range(2)] == ["a", "b"]
 
 
-def test_a_launcher_that_shows_each_rank_its_own(gpus: Any) -> None:
+def test_a_single_visible_gpu_is_used_by_any_local_rank(gpus: Any) -> None:
     gpus("c")
     assert str(pick("auto", 3)) == "cuda:0" and identity(pick("auto", 3)) == "c"
 
 
-def test_without_gpus(gpus: Any) -> None:
+def test_without_gpus_auto_is_the_cpu_and_cuda_is_an_error(gpus: Any) -> None:
     gpus()
     assert pick("auto", 1).type == "cpu" and identity(pick("auto", 1)) == "cpu"
     with pytest.raises(DeviceError, match="no GPU is visible .*CUDA_VISIBLE_DEVICES") as found:
@@ -42,7 +42,7 @@ def test_without_gpus(gpus: Any) -> None:
     assert found.value.exit_code == 2
 
 
-def test_the_cpu_on_a_node_with_gpus_and_an_unknown_device(gpus: Any) -> None:
+def test_the_cpu_can_be_chosen_and_an_unknown_device_is_an_error(gpus: Any) -> None:
     gpus("a")
     assert pick("cpu", 0).type == "cpu"
     with pytest.raises(DeviceError, match="known are auto, cpu, cuda"):
@@ -59,5 +59,5 @@ def test_two_ranks_on_one_gpu_are_refused_with_the_table() -> None:
     assert found.value.everywhere
 
 
-def test_the_same_name_on_two_hosts_and_cpus_are_not_shared() -> None:
+def test_equal_identities_on_two_hosts_and_cpus_are_not_shared() -> None:
     check_unshared([("n1", "a"), ("n2", "a"), ("n1", "cpu"), ("n1", "cpu")], "")

@@ -1,4 +1,4 @@
-"""An example is taken from a loader as the model would be called, and the loader goes on as if it had not been read."""
+"""Example inputs from a loader: the arguments of the model, without any effect on the loader's order."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SETTINGS = ParallelSettings(pipe=2, partition="time")
 
 
 class Noisy(Dataset[Any]):
-    """Samples that draw from all generators, and count how often they are read."""
+    """Samples that draw from all generators, and count their reads."""
 
     def __init__(self) -> None:
         self.read = 0
@@ -34,10 +34,10 @@ class Noisy(Dataset[Any]):
 
 
 class Model(nn.Module):
-    """A model of two inputs."""
+    """Model of two inputs."""
 
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-        """Return their product."""
+        """Return the product of the inputs."""
         return x * mask
 
 
@@ -47,7 +47,7 @@ def drawn(loader: Any) -> list[Any]:
 
 @pytest.mark.parametrize("own", [False, True])
 @pytest.mark.parametrize("workers", [0, 2])
-def test_order_and_generators_are_as_before(own: bool, workers: int) -> None:
+def test_order_and_generators_are_unchanged(own: bool, workers: int) -> None:
     found = []
     for taken in (False, True):
         torch.manual_seed(0), np.random.seed(0), random.seed(0)
@@ -62,7 +62,7 @@ def test_order_and_generators_are_as_before(own: bool, workers: int) -> None:
     assert found[0] == found[1]
 
 
-def test_what_of_a_batch_is_input() -> None:
+def test_inputs_of_a_batch_follow_the_signature_of_the_model() -> None:
     x, mask, y = torch.rand(8, 3), torch.rand(8, 1), torch.arange(8)
     (found,) = example_inputs(DataLoader(TensorDataset(x, y), 8), nn.Linear(3, 3), SETTINGS, 2)
     assert torch.equal(found, x[:1])
@@ -78,7 +78,7 @@ def test_what_of_a_batch_is_input() -> None:
 
 
 class Stream(IterableDataset[Tensor]):
-    """Samples that come once."""
+    """Samples that can be iterated once."""
 
     def __iter__(self) -> Any:
         raise AssertionError("this would lose samples")
@@ -89,10 +89,10 @@ class Stream(IterableDataset[Tensor]):
     [
         (DataLoader(Stream(), 4), r"^job.wrap\(model, example=...\) is a DataLoader of an IterableDataset"),
         (iter([torch.ones(2)]), "is a list_iterator; allowed are what the model is called with"),
-        (DataLoader([{"ids": torch.ones(2)}], 1), "Model.forward has none of the names of a batch, ids; pass example="),
+        (DataLoader([{"ids": torch.ones(2)}], 1), "Model.forward takes none of the names of a batch, ids; pass example="),
     ],
 )
-def test_what_cannot_be_an_example(example: Any, text: str) -> None:
+def test_invalid_examples_are_refused(example: Any, text: str) -> None:
     with pytest.raises(UsageError, match=text) as error:
         example_inputs(example, Model(), SETTINGS, 2)
     assert error.value.everywhere

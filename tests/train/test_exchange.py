@@ -1,4 +1,4 @@
-"""The exchange at the end of a step: averages by name, one small message, and whether to stop."""
+"""Exchange at the end of a step: averages by name in one small message, and requests to stop or save."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from hpctrain.errors import UsageError
 from hpctrain.train.exchange import LOGGED, NUMBERS, StepExchange, StepLog, Wishes
 
 
-def test_what_is_the_same_may_be_a_list(comm: Any) -> None:
+def test_equal_values_may_be_lists(comm: Any) -> None:
     log, counts = StepLog(), [3, 1]
     log.note({"loss": torch.tensor(2.0)}, {"rate": 0.1, "counts": counts})
-    counts.append(7)  # what was noted stays
+    counts.append(7)  # the logged value stays
     assert (log.averaged, log.same) == ({"loss": 2.0}, {"rate": 0.1, "counts": [3, 1]})
     log.clear()
     assert (log.averaged, log.same) == ({}, {})
 
 
 @pytest.mark.ranks(1, 2, 3, 4)
-def test_averages_by_name(comm: Any) -> None:
+def test_values_are_averaged_by_name(comm: Any) -> None:
     exchange = StepExchange(comm)
     for step in range(1, 4):
         logged = {"b": float(comm.rank), "a": 10.0 * step, "never seen": math.nan}
@@ -35,7 +35,7 @@ def test_averages_by_name(comm: Any) -> None:
 
 @pytest.mark.ranks(1, 2, 3, 4)
 @pytest.mark.parametrize("wish", ["stop", "save", "busy"])
-def test_what_one_rank_knows_all_ranks_know(comm: Any, wish: str) -> None:
+def test_requests_of_one_rank_reach_all_ranks(comm: Any, wish: str) -> None:
     exchange = StepExchange(comm)
     for rank in range(comm.size):
         assert exchange({"x": 1.0}, Wishes(**{wish: comm.rank == rank}), 1)[1] == Wishes(**{wish: True})
@@ -44,7 +44,7 @@ def test_what_one_rank_knows_all_ranks_know(comm: Any, wish: str) -> None:
 
 @pytest.mark.ranks(2, 3, 4)
 @pytest.mark.parametrize("names", [("loss",), (), ("loss", "extra"), ("los",)])
-def test_other_names_on_one_rank(comm: Any, names: tuple[str, ...]) -> None:
+def test_different_names_on_one_rank_are_an_error(comm: Any, names: tuple[str, ...]) -> None:
     exchange = StepExchange(comm)
     own = names if comm.rank == comm.size - 1 else ("loss", "rate")
     with pytest.raises(UsageError, match=f"in step 5: rank 0 logs loss, rate, rank {comm.size - 1} logs") as found:
@@ -53,7 +53,7 @@ def test_other_names_on_one_rank(comm: Any, names: tuple[str, ...]) -> None:
 
 
 @pytest.mark.ranks(2)
-def test_it_is_one_message_of_a_fixed_size(comm: Any) -> None:
+def test_an_exchange_is_one_message_of_fixed_size(comm: Any) -> None:
     exchange = StepExchange(comm)
     for count in (0, LOGGED):
         with comm.recording() as recorder:
@@ -75,8 +75,8 @@ def test_a_log_holds_the_last_value_and_no_graph() -> None:
 
 
 @pytest.mark.parametrize("averaged, same", [({"step": 1.0}, {}), ({}, {"step": 1.0})])
-def test_a_log_takes_no_step(averaged: dict[str, float], same: dict[str, float]) -> None:
-    with pytest.raises(UsageError, match="cannot log a number called step"):
+def test_a_value_called_step_cannot_be_logged(averaged: dict[str, float], same: dict[str, float]) -> None:
+    with pytest.raises(UsageError, match="cannot log a value named step"):
         StepLog().note(averaged, same)
 
 
@@ -93,7 +93,7 @@ def test_a_log_takes_no_step(averaged: dict[str, float], same: dict[str, float])
         ([1.0, 2.0], "[1.0, 2.0]"),
     ],
 )
-def test_a_value_that_is_no_number_is_named(value: Any, kind: str) -> None:
+def test_a_value_that_is_not_a_number_is_named(value: Any, kind: str) -> None:
     log = StepLog()
     with pytest.raises(UsageError) as found:
         log.note({"accuracy": 1.0, "loss": value}, {})
@@ -105,7 +105,7 @@ def test_a_value_that_is_no_number_is_named(value: Any, kind: str) -> None:
             log.note({}, {"rate": value})
 
 
-def test_numbers_of_any_kind_are_taken() -> None:
+def test_numbers_of_any_type_are_accepted() -> None:
     log = StepLog()
     log.note({"a": np.float32(0.5), "b": torch.ones(1, 1), "c": np.array([2]), "d": True, "e": np.int64(3)}, {"f": 4})
     assert log.averaged == {"a": 0.5, "b": 1.0, "c": 2.0, "d": 1.0, "e": 3.0} and log.same == {"f": 4}

@@ -1,4 +1,4 @@
-"""Every failed save is said: why, how many in a row, what there is to go back to, when the next is tried."""
+"""Messages about failed saves: reason, number in a row, newest checkpoint, step of the next attempt."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from hpctrain.train.failures import FailedSaves
 
 
-def test_what_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_failed_saves_are_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     failures = FailedSaves(logs=True)
     failures.failed("disk full", 4, tmp_path, 6)
     (tmp_path / "step_00000002.h5").write_bytes(b"")
@@ -20,16 +20,16 @@ def test_what_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     said = [(record.levelname, record.getMessage()) for record in caplog.records]
     assert {level for level, _ in said} == {"WARNING"}
     first, second, again, third = (text for _, text in said)
-    ending = "going on, the next is tried after step"
-    assert first == f"no checkpoint of step 4: disk full; there is none yet to go back to; {ending} 6"
+    ending = "continuing, the next is tried after step"
+    assert first == f"no checkpoint of step 4: disk full; there is no earlier one; {ending} 6"
     newest = f"the newest that exists is {tmp_path / 'step_00000002.h5'}"
     assert second == f"no checkpoint of step 6 (2 failures in a row): disk full; {newest}; {ending} 8"
-    assert again == "step 8 is saved again, after 2 failures"
+    assert again == "step 8 is saved, after 2 failures"
     assert "step 12: quota; cannot look into" in third, "a folder that is gone must not end the run"
     assert (failures.total, failures.in_a_row) == (3, 1)
 
 
-def test_other_ranks_count_and_are_silent(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_other_ranks_count_without_messages(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     failures = FailedSaves(logs=False)
     failures.failed("disk full", 4, tmp_path, 6)
     failures.succeeded(6)

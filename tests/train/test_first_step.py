@@ -1,4 +1,4 @@
-"""The first step tells of mistakes that would train a wrong model without any error."""
+"""Checks of the first step, which find mistakes that would train a wrong model without any error."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ WIDTH = 4
 
 
 class Net(nn.Module):
-    """Two layers that take a tensor, or anything that holds one as ``inputs``."""
+    """Two layers whose input is a tensor, or a structure that holds one as ``inputs``."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class Net(nn.Module):
 
 
 class Lines(logging.Handler):
-    """What the package logs."""
+    """Handler that collects the package's messages."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ def lines() -> Iterator[list[str]]:
 
 @dataclass
 class Step:
-    """A wrapped model, its optimizer, and the checks of its first step."""
+    """Wrapped model, its optimizer, and the checks of its first step."""
 
     comm: Any
     model: nn.Module
@@ -68,7 +68,7 @@ class Step:
     checks: FirstStepChecks
 
     def run(self, inputs: Any, loss: Callable[[Tensor], Tensor] | None = None) -> None:
-        """Do the first step, with all checks."""
+        """Run the first step with all checks."""
         self.checks.check_held()
         self.checks.attach()
         try:
@@ -130,14 +130,14 @@ def test_parameters_unfrozen_after_wrap_are_adopted_by_ddp(comm: Any) -> None:
 def test_shards_unfrozen_after_wrap_are_refused(comm: Any) -> None:
     model = Net()
     model.first.requires_grad_(False)
-    step = make(comm, model=model, data="zero1", mixed_precision="bfloat16")  # which shards on one rank, too
+    step = make(comm, model=model, data="zero1", mixed_precision="bfloat16")  # which shards even on one rank
     step.checks.check_held()
     model.first.bias.requires_grad_(True)
     with pytest.raises(UsageError, match=r"wrapped model: first\.bias; "):
         step.checks.check_held()
 
 
-def test_parameters_in_no_optimizer_are_told(comm: Any, lines: list[str]) -> None:
+def test_parameters_in_no_optimizer_are_warned_about(comm: Any, lines: list[str]) -> None:
     step = make(comm)
     step.checks._optimizers = {"optimizer": torch.optim.SGD([step.model.first.weight], lr=0.1)}
     step.checks.check_held()
@@ -153,7 +153,7 @@ def test_parameters_in_no_optimizer_are_told(comm: Any, lines: list[str]) -> Non
 
 
 def nests(tensor: Tensor) -> list[Any]:
-    """Return what loaders give: a tensor, and others that hold it, with cycles."""
+    """Return forms of batches: a tensor, and structures that hold it, with cycles."""
     ring: list[Any] = [tensor]
     ring.append(ring)
     return [tensor, (tensor, 1), {"inputs": {"inputs": tensor}}, Batch(tensor, tensor, 1.0, len(tensor)), ring]
@@ -162,7 +162,7 @@ def nests(tensor: Tensor) -> list[Any]:
 @pytest.mark.ranks
 @pytest.mark.parametrize("number", range(5))
 @pytest.mark.parametrize("data", ["ddp", "fsdp"])
-def test_equal_inputs_are_told_and_others_are_not(comm: Any, number: int, data: str, lines: list[str]) -> None:
+def test_equal_inputs_are_warned_about(comm: Any, number: int, data: str, lines: list[str]) -> None:
     step = make(comm, data=data)
     step.run(nests(samples(comm.rank))[number])
     assert not lines
@@ -171,24 +171,24 @@ def test_equal_inputs_are_told_and_others_are_not(comm: Any, number: int, data: 
     said = f"inputs of model 'model' in the first step: data ranks {ranks} got the same ones from DataLoader, so they"
     assert [line.startswith(said) for line in lines] == ([] if comm.rank else [True]), lines
     if comm.rank == 0:
-        assert "pass the DataLoader itself to job.run" in lines[0] and "split=False on purpose" in lines[0]
+        assert "pass the DataLoader itself to job.run" in lines[0] and "split=False if intended" in lines[0]
 
 
 @pytest.mark.ranks
-def test_equal_inputs_that_are_wanted_are_not_told(comm: Any, lines: list[str]) -> None:
+def test_equal_inputs_are_accepted_if_declared(comm: Any, lines: list[str]) -> None:
     make(comm, False).run(samples(0))
     assert not lines
     make(comm, True).run(samples(0))
     assert comm.rank or "the dataset itself gives equal samples" in lines[0]
 
 
-def test_one_rank_has_nothing_to_compare(comm: Any, lines: list[str]) -> None:
+def test_one_rank_compares_no_inputs(comm: Any, lines: list[str]) -> None:
     make(comm).run(samples(0), lambda outputs: F.mse_loss(outputs, samples(1), reduction="sum"))
     assert not lines
 
 
 @pytest.mark.ranks
-def test_stand_ins_may_be_equal(comm: Any, lines: list[str]) -> None:
+def test_placeholder_batches_may_be_equal(comm: Any, lines: list[str]) -> None:
     step = make(comm, True)
     step.strategy.set_sample_weight(0.0 if comm.rank else float(comm.size))
     step.run(samples(0))
@@ -237,7 +237,7 @@ CALLS: dict[str, Callable[[Tensor, str], Tensor]] = {
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("name", CALLS)
-def test_sums_are_told_and_means_are_not(comm: Any, name: str, lines: list[str]) -> None:
+def test_sum_reductions_are_warned_about(comm: Any, name: str, lines: list[str]) -> None:
     make(comm).run(samples(comm.rank), lambda outputs: CALLS[name](outputs, "mean"))
     assert not lines
     make(comm).run(samples(comm.rank), lambda outputs: CALLS[name](outputs, "sum"))
@@ -257,10 +257,12 @@ def by_class(outputs: Tensor) -> Tensor:
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("loss", "why"),
-    [(padded, "leaves out targets (ignore_index = -100)"), (by_class, "weighs classes")],
+    [(padded, "ignores targets (ignore_index = -100)"), (by_class, "has class weights")],
     ids=["ignored", "by class"],
 )
-def test_means_over_other_numbers_of_targets_are_told(comm: Any, loss: Any, why: str, lines: list[str]) -> None:
+def test_means_over_different_numbers_of_targets_are_warned_about(
+    comm: Any, loss: Any, why: str, lines: list[str]
+) -> None:
     def on_last_rank(outputs: Tensor) -> Tensor:
         return loss(outputs) if comm.rank == comm.size - 1 else F.cross_entropy(outputs, torch.tensor([1, 0, 2]))
 
@@ -270,7 +272,7 @@ def test_means_over_other_numbers_of_targets_are_told(comm: Any, loss: Any, why:
 
 
 @pytest.mark.ranks
-def test_weighted_losses_may_be_anything(comm: Any, lines: list[str]) -> None:
+def test_weighted_losses_are_not_checked(comm: Any, lines: list[str]) -> None:
     step = make(comm)
 
     def loss(outputs: Tensor) -> Tensor:
@@ -300,13 +302,13 @@ def test_copies_that_differ_are_refused_on_all_ranks(comm: Any) -> None:
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("data", ["zero1", "zero2", "fsdp"])
-def test_shards_are_nobody_elses(comm: Any, data: str, lines: list[str]) -> None:
+def test_shards_are_not_compared_between_ranks(comm: Any, data: str, lines: list[str]) -> None:
     make(comm, data=data).run(samples(comm.rank))
     assert not lines
 
 
 @pytest.mark.ranks(4)
-def test_copies_of_a_mesh_are_those_of_its_data_axis(comm: Any) -> None:
+def test_copies_are_compared_along_the_data_axis_of_a_mesh(comm: Any) -> None:
     step = make(comm, tensor=2, tensor_plan=("first=column", "last=row"))
     step.run(samples(step.strategy.data.rank))
     with torch.no_grad():
@@ -333,7 +335,7 @@ def traces(model: nn.Module) -> Any:
     return hooks, [getattr(F, name) for name in LOSSES]
 
 
-def test_nothing_is_left(comm: Any) -> None:
+def test_the_checks_leave_no_hooks(comm: Any) -> None:
     step = make(comm)
     before = traces(step.model)
     step.checks.attach()
@@ -348,13 +350,13 @@ def test_nothing_is_left(comm: Any) -> None:
     assert traces(step.model) == before
 
 
-def test_wrong_calls_of_losses_fail_as_they_would(comm: Any) -> None:
+def test_wrong_calls_of_losses_fail_with_torchs_error(comm: Any) -> None:
     step = make(comm)
     with pytest.raises(TypeError, match="mse_loss"):
         step.run(samples(0), lambda outputs: F.mse_loss(outputs, nonsense=1))  # type: ignore[call-arg]
 
 
-def test_compiled_models_are_left_alone(comm: Any) -> None:
+def test_compiled_models_are_not_changed(comm: Any) -> None:
     for compiled in (torch.compile(Net(), backend="eager"), nn.Sequential(torch.compile(Net(), backend="eager"))):
         step = make(comm, model=compiled)
         before = traces(step.model)
@@ -364,7 +366,7 @@ def test_compiled_models_are_left_alone(comm: Any) -> None:
 
 
 class Mean(nn.Module):
-    """A layer that keeps a mean of what it is given."""
+    """Layer that keeps a mean of its inputs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -377,7 +379,7 @@ class Mean(nn.Module):
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("data", ["ddp", "fsdp"])
-def test_buffers_of_each_ranks_own_samples_are_named(comm: Any, data: str, lines: list[str]) -> None:
+def test_buffers_that_differ_between_ranks_are_named(comm: Any, data: str, lines: list[str]) -> None:
     step = make(comm, model=nn.Sequential(Mean(), nn.Linear(WIDTH, 2), nn.BatchNorm1d(2)), data=data)
     step.run(samples(comm.rank))
     begin = "buffers 0.mean of model 'model' after the first step: each data"

@@ -1,4 +1,4 @@
-"""A rank comes to harm and the whole job ends: soon, non-zero, the reason printed once (in a run: test_run_aborts)."""
+"""Failure of one rank ends the job soon, with a non-zero code and the reason once (in a run: test_run_aborts)."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ if {who}:
     print("harm at", time.time(), flush=True)
     {what}
 {then}
-print(f"rank {{job.rank}} came to its end")
+print(f"rank {{job.rank}} reached its end")
 """
 
 
 class Ended:
-    """Hold how a job ended, and how many seconds after it came to harm."""
+    """Result of a job, and the seconds from the failure to its end."""
 
     def __init__(self, result: Any) -> None:
         self.returncode, self.stderr = result.returncode, result.stderr
@@ -40,7 +40,7 @@ class Ended:
 
 @pytest.fixture
 def harmed(launch: Any) -> Any:
-    """Return a function that runs a job in which rank 1 does something, and the others then something else."""
+    """Return a function that runs a job in which rank 1 executes ``what``, and the others then execute ``then``."""
 
     def run(what: str, *, who: str = "job.rank == 1", then: str = WAIT["window"], n: int = 2, **options: Any) -> Any:
         result = launch(n, JOB.format(what=what, who=who, then=then), timeout=50, **options)
@@ -54,37 +54,37 @@ def _said_once(result: Any, pattern: str) -> None:
     assert len(re.findall(pattern, result.stderr)) == 1, result
 
 
-def test_an_exception(harmed: Any) -> None:
-    """The other waits in MPI; in a run (test_run_aborts) it waits in memory that both share."""
+def test_an_exception_of_one_rank_ends_the_job(harmed: Any) -> None:
+    """The other rank waits in MPI; in a run (test_run_aborts) it waits in shared memory."""
     result = harmed("raise KeyError('boom')", then=WAIT["mpi"])
     assert result.returncode == 1 and result.seconds < scaled(10), result
     _said_once(result, "Traceback")
     _said_once(result, r"hpctrain: rank 1 of 2 on \S+ in step 7 ends the job: KeyError: 'boom'")
-    assert "came to its end" not in result.stdout
+    assert "reached its end" not in result.stdout
 
 
-def test_all_ranks_raise_at_once(harmed: Any) -> None:
+def test_an_exception_of_all_ranks_is_printed_once(harmed: Any) -> None:
     result = harmed("raise ValueError('boom')", who="True", n=3)
     assert result.returncode == 1 and result.seconds < scaled(10), result
     _said_once(result, "Traceback")
     _said_once(result, "ends the job: ValueError: boom")
 
 
-def test_a_rank_that_leaves_while_others_need_nothing_of_it(harmed: Any) -> None:
+def test_a_rank_may_exit_early_if_the_others_do_not_need_it(harmed: Any) -> None:
     result = harmed("sys.exit(0)", then="time.sleep(4)")
     assert result.returncode == 0 and "ends the job" not in result.stderr, result
-    assert result.stdout == "rank 0 came to its end\n" and result.seconds >= 3.5
+    assert result.stdout == "rank 0 reached its end\n" and result.seconds >= 3.5
 
 
-def test_an_exit_code_of_all_ranks_is_the_jobs(harmed: Any) -> None:
+def test_the_exit_code_of_all_ranks_is_that_of_the_job(harmed: Any) -> None:
     result = harmed("sys.exit(3)", who="True")
     assert result.returncode == 3 and "ends the job" not in result.stderr, result
 
 
-def test_a_rank_that_hangs(harmed: Any) -> None:
+def test_a_hanging_rank_ends_the_job_at_the_deadline(harmed: Any) -> None:
     result = harmed("time.sleep(1000)", env={"HPCTRAIN_TIMEOUT": "3"})
     assert result.returncode == 1 and result.seconds < scaled(3 + 10), result
-    # Whoever is first speaks: the wait itself, or the watchdog.
+    # Either the wait itself or the watchdog reports first.
     late = r"(local ranks \[1\] have not come|all_reduce has not ended) within 3 s .*"
     _said_once(result, f"rank 0 of 2 .* ends the job: .*{late}")
     assert "[1]" in result.stderr or "rank 1 is in no collective" in result.stderr
@@ -94,14 +94,14 @@ def test_a_rank_that_hangs(harmed: Any) -> None:
     assert re.search(r'job1\.py", line 10 in <module>', last), result  # where it sleeps
 
 
-def test_a_rank_that_is_stopped_is_named(harmed: Any) -> None:
+def test_a_stopped_rank_is_named(harmed: Any) -> None:
     options = {"then": WAIT["mpi"], "env": {"HPCTRAIN_TIMEOUT": "4"}}
     result = harmed("os.kill(os.getpid(), signal.SIGSTOP)", **options)
     assert result.returncode == 1 and result.seconds < scaled(4 + 10), result
     _said_once(result, r"barrier has not ended within 4 s .*; rank 1 has given no sign of life for \d+ s")
 
 
-def test_ranks_in_different_collectives(harmed: Any) -> None:
+def test_ranks_in_different_collectives_are_named(harmed: Any) -> None:
     options = {"then": "job.comm.broadcast_object(1) if job.rank else job.comm.barrier()", "who": "False"}
     result = harmed("pass", env={"HPCTRAIN_TIMEOUT": "3"}, n=3, **options)
     assert result.returncode == 1 and result.seconds < scaled(3 + 10), result
@@ -110,7 +110,7 @@ def test_ranks_in_different_collectives(harmed: Any) -> None:
     assert f"rank 0 waits in barrier; {others}" in result.stderr
 
 
-def test_a_deadline_that_is_no_number(harmed: Any) -> None:
+def test_a_deadline_that_is_not_a_number_is_refused(harmed: Any) -> None:
     result = harmed("pass", env={"HPCTRAIN_TIMEOUT": "soon"})
     assert result.returncode == 2, result
     _said_once(result, "HPCTRAIN_TIMEOUT='soon' is not a number of seconds above 0")
@@ -129,18 +129,18 @@ if job.rank == 1:
         os.kill(pids[0], getattr(signal, name))
     time.sleep(6)
 job.comm.barrier()
-print(f"rank {{job.rank}} came to its end")
+print(f"rank {{job.rank}} reached its end")
 """
 
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("names, ends", [(["SIGTERM"], True), (["SIGTERM", "SIGUSR1"], False)])
-def test_sigterm_where_sigusr1_would_have_come_too(launch: Any, names: list[str], ends: bool) -> None:
-    # As srun does to those that are left when a rank has died: they wait for it, and get SIGTERM.
+def test_sigterm_without_the_expected_sigusr1_ends_the_job(launch: Any, names: list[str], ends: bool) -> None:
+    # As srun does after the death of a rank: the other ranks wait for it, and get SIGTERM.
     result = Ended(launch(2, ALONE.format(names=names), timeout=50, env={"HPCTRAIN_ASKED_BY": "USR1"}))
     assert (result.returncode != 0) == ends, result
     if ends:
         assert result.seconds < scaled(10), result
-        _said_once(result, r"rank 0 of 2 on \S+ ends the job: a rank is gone, says SIGTERM without SIGUSR1")
+        _said_once(result, r"rank 0 of 2 on \S+ ends the job: a rank has died \(SIGTERM without SIGUSR1")
     else:
-        assert result.stdout.count("came to its end") == 2
+        assert result.stdout.count("reached its end") == 2

@@ -1,4 +1,4 @@
-"""What people write in training scripts gives one process's numbers on several ranks, or one clear error."""
+"""Usual code of training scripts gives the numbers of one process on several ranks, or one clear error."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hpctrain.errors import UsageError
 SPLIT = ("zero1", "zero2", "fsdp")
 STEPS, SAMPLES = 6, 12
 
-# What is refused, where, and what the error names.
+# Refused habits: under which strategies, and a part of the error.
 _SUMS = (
     "norm by hand",
     "norm by sum of squares",
@@ -76,7 +76,7 @@ def test_habits_give_the_numbers_of_one_process_or_an_error(job: Any, name: str,
     job.wrap(model, strategy)
 
     def backward(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-        """Return the loss of all ranks, as programs do that log it."""
+        """Return the loss of all ranks, as programs that log it do."""
         loss = _backward(model, x, y)
         job.comm.all_reduce(loss, "average")
         return loss

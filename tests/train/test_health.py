@@ -1,4 +1,4 @@
-"""NaN on one rank: all ranks decide the same, before the update, and nothing of it stays."""
+"""NaN on one rank: all ranks make the same decision before the update, and no effect of the NaN remains."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NAN = float("nan")
 
 
 def _poison(job: Any, *steps: int) -> Any:
-    """Return what gives the last rank a NaN in some of its steps."""
+    """Return a function that gives the last rank a NaN in some of its steps."""
 
     def before(step: int, batch: torch.Tensor) -> torch.Tensor | None:
         poisoned = batch.clone()
@@ -41,7 +41,7 @@ def _all_finite(path: Path) -> bool:
 
 
 @pytest.mark.ranks(1, 2, 3)
-def test_abort_before_the_update(job: Any, shared_tmp_path: Path) -> None:
+def test_abort_ends_the_run_before_the_update(job: Any, shared_tmp_path: Path) -> None:
     training = Training(job, shared_tmp_path, make_batches(9), every=2)
     weights: list[torch.Tensor] = []
     poison = _poison(job, 4)
@@ -61,7 +61,7 @@ def test_abort_before_the_update(job: Any, shared_tmp_path: Path) -> None:
 
 
 @pytest.mark.ranks(1, 2, 3)
-def test_a_replay_names_the_rank(job: Any, shared_tmp_path: Path) -> None:
+def test_a_repeated_pass_names_the_rank(job: Any, shared_tmp_path: Path) -> None:
     training = Training(job, shared_tmp_path, make_batches(9))
     drawn: list[torch.Tensor] = []
     check = training.run.health.before_update
@@ -90,7 +90,7 @@ def test_a_replay_names_the_rank(job: Any, shared_tmp_path: Path) -> None:
     said = f"in step 2: on rank {job.size - 1} the gradient of 0.weight is not finite"
     with pytest.raises(NonFiniteError, match=said):
         training.go(before)
-    # What looking for the culprit drew from the generator was given back: one forward pass, not two.
+    # The search for the rank restored the generator: one forward pass drew from it, not two.
     torch.set_rng_state(drawn[-1])
     training.model(torch.zeros(6, 4))
     assert torch.equal(torch.get_rng_state(), after[0])
@@ -105,13 +105,13 @@ def test_the_parameter_with_the_nan_is_named(job: Any, shared_tmp_path: Path, cl
             for _, batch in run:
                 (training.model(batch) ** 2).mean().backward()
                 with torch.no_grad():
-                    training.model[3].bias.grad.fill_(NAN)  # as a kernel with a bug would on every rank
+                    training.model[3].bias.grad.fill_(NAN)  # as a faulty kernel does on every rank
                 if clip:
                     run.clip(clip)
                 training.optimizer.step()
 
 
-def test_a_parameter_that_is_not_finite(job: Any, tmp_path: Path) -> None:
+def test_a_parameter_that_is_not_finite_is_named(job: Any, tmp_path: Path) -> None:
     training = Training(job, tmp_path, make_batches(9))
 
     def break_weights(step: int, batch: torch.Tensor) -> None:
@@ -124,7 +124,7 @@ def test_a_parameter_that_is_not_finite(job: Any, tmp_path: Path) -> None:
     assert not checkpoints_of(tmp_path)
 
 
-def test_norms_that_overflow(job: Any, tmp_path: Path) -> None:
+def test_an_overflow_of_the_norm_is_named(job: Any, tmp_path: Path) -> None:
     training = Training(job, tmp_path, make_batches(9))
     with pytest.raises(NonFiniteError, match="gradient norm is inf in step 1: .*overflows"):
         with training.run as run:
@@ -144,7 +144,7 @@ def test_skip_equals_a_run_without_that_update(job: Any, shared_tmp_path: Path) 
         for number, (_, batch) in enumerate(run, 1):
             buffers = [buffer.clone() for buffer in plain.model.buffers()]
             (plain.model(batch) ** 2).mean().backward()
-            if number in (4, 5):  # which end no step then
+            if number in (4, 5):  # which do not end a step then
                 for buffer, before in zip(plain.model.buffers(), buffers):
                     buffer.copy_(before)
             else:
@@ -160,20 +160,20 @@ def test_skip_equals_a_run_without_that_update(job: Any, shared_tmp_path: Path) 
 
 
 @pytest.mark.ranks(1, 2)
-def test_too_many_skips_in_a_row(job: Any, shared_tmp_path: Path) -> None:
+def test_too_many_skips_in_a_row_are_an_error(job: Any, shared_tmp_path: Path) -> None:
     configure(job.rank)
     batches = make_batches(3 * SKIPS)
     Training(job, shared_tmp_path / "a", batches, on_nonfinite="skip").go(_poison(job, *range(2, 30, 2)))
     job.comm.barrier()
     training = Training(job, shared_tmp_path / "b", batches, on_nonfinite="skip")
-    with pytest.raises(NonFiniteError, match=f"{SKIPS} updates in a row were left out"):
+    with pytest.raises(NonFiniteError, match=f"{SKIPS} updates in a row were skipped"):
         training.go(_poison(job, *range(3, 99)))
     assert len(training.losses) == 2 + SKIPS
 
 
 @pytest.mark.ranks(1, 2)
 @pytest.mark.parametrize("loader", [list, PositionedLoader])
-def test_rollback_goes_on_past_the_bad_samples(job: Any, shared_tmp_path: Path, loader: Any) -> None:
+def test_rollback_continues_after_the_bad_samples(job: Any, shared_tmp_path: Path, loader: Any) -> None:
     batches = make_batches(9)
     seen: list[tuple[int, int]] = []
     bad = batches[5]
@@ -187,12 +187,12 @@ def test_rollback_goes_on_past_the_bad_samples(job: Any, shared_tmp_path: Path, 
     training = Training(job, shared_tmp_path, loader(batches), **options)
     with pytest.raises(StopAsAsked):
         training.go(_until(7, before))
-    # Step 4 was saved; step 5 took sample 5, step 6 the bad one. Back to step 4, steps 5 and 6 take samples 7 and 8.
+    # Step 4 was saved; step 5 used sample 5, step 6 the bad one. Back at step 4, steps 5 and 6 use samples 7 and 8.
     assert seen == [(1, 1), (2, 2), (3, 3), (4, 4), (5, 5), (6, 6), (5, 7), (6, 8), (7, 9)]
     job.comm.barrier()
     rows = metrics_of(shared_tmp_path)
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
-    # The schedule went back too: its rate halves every three steps.
+    # The schedule was restored, too: its rate halves every three steps.
     assert [row["rate"] for row in rows] == [0.05, 0.05, 0.025, 0.025, 0.025, 0.0125]
     (attempt,) = receipt_of(shared_tmp_path)["attempts"]
     assert (attempt["steps"], attempt["repeated_steps"], attempt["saved_step"]) == (7, 1, 4)
@@ -217,7 +217,7 @@ def test_a_resume_after_a_rollback_keeps_the_place_in_the_data(job: Any, shared_
 
 
 class StopAsAsked(Exception):
-    """Be what ends a run in the middle."""
+    """Exception that ends a run in the middle."""
 
 
 def _until(last: int, before: Any) -> Any:
@@ -231,20 +231,20 @@ def _until(last: int, before: Any) -> Any:
 
 
 @pytest.mark.ranks(1, 2)
-def test_rollbacks_that_cannot_help(job: Any, shared_tmp_path: Path) -> None:
+def test_rollbacks_without_a_checkpoint_or_too_often_are_an_error(job: Any, shared_tmp_path: Path) -> None:
     options = {"every": 4, "on_nonfinite": "rollback"}
-    with pytest.raises(NonFiniteError, match="no checkpoint to go back to"):
+    with pytest.raises(NonFiniteError, match="no checkpoint to roll back to"):
         Training(job, shared_tmp_path / "early", make_batches(9), **options).go(_poison(job, 2))
     training = Training(job, shared_tmp_path / "often", make_batches(30), **options)
-    with pytest.raises(NonFiniteError, match=f"went back {ROLLBACKS} times already"):
+    with pytest.raises(NonFiniteError, match=f"rolled back {ROLLBACKS} times already"):
         training.go(_poison(job, *range(6, 99)))
     job.comm.barrier()
     assert _all_finite(shared_tmp_path / "often/checkpoints/step_00000004.h5")
 
 
 @pytest.mark.ranks(2)
-def test_one_rank_speaks(job: Any, shared_tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_one_rank_prints_the_warning(job: Any, shared_tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     configure(job.rank)
     Training(job, shared_tmp_path, make_batches(4), on_nonfinite="skip").go(_poison(job, 2))
-    said = len(re.findall("leaving out this update", capfd.readouterr().err))
+    said = len(re.findall("skipping this update", capfd.readouterr().err))
     assert said == (job.rank == 0)

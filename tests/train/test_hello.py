@@ -1,4 +1,4 @@
-"""Ranks introduce themselves: what differs is named on all of them, before anything is computed."""
+"""Comparison of all ranks at the start: differences raise the same error on all of them before training."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _odd(comm: Any) -> bool:
 
 
 @pytest.mark.ranks(1, 2, 3, 4)
-def test_equal_ranks_know_each_other(comm: Any) -> None:
+def test_equal_ranks_are_accepted_and_listed(comm: Any) -> None:
     hellos = introduce(comm, CPU, {"train": {"steps": 3}})
     assert [one.local_rank for one in hellos] == list(range(comm.size)) and len({one.host for one in hellos}) == 1
     lines = table(hellos).splitlines()
@@ -29,7 +29,7 @@ def test_equal_ranks_know_each_other(comm: Any) -> None:
 
 
 @pytest.mark.ranks(2, 3)
-def test_another_version_on_one_rank(comm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_version_on_one_rank_is_an_error(comm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     own = versions() | ({"torch": "1.0"} if _odd(comm) else {})
     monkeypatch.setattr(hello, "versions", lambda: own)
     comm.barrier()
@@ -42,7 +42,7 @@ def test_another_version_on_one_rank(comm: Any, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.ranks(2)
-def test_a_package_that_one_rank_lacks(comm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_package_missing_on_one_rank_is_an_error(comm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     own = {name: version for name, version in versions().items() if name != "h5py" or not _odd(comm)}
     monkeypatch.setattr(hello, "versions", lambda: own)
     with pytest.raises(MismatchError, match="rank 0 on .* has h5py .*, rank 1 on .* has none: start all ranks"):
@@ -50,7 +50,7 @@ def test_a_package_that_one_rank_lacks(comm: Any, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.ranks(2, 3)
-def test_other_settings_on_one_rank(comm: Any) -> None:
+def test_different_settings_on_one_rank_are_an_error(comm: Any) -> None:
     steps = 4 if _odd(comm) else 3
     settings: dict[str, Any] = {"train": {"steps": steps, "batch": 8}, "run": {"folder": "x"}}
     if _odd(comm):
@@ -65,11 +65,11 @@ def test_other_settings_on_one_rank(comm: Any) -> None:
     assert found.value.everywhere
 
 
-def test_settings_by_dotted_name() -> None:
+def test_settings_are_flattened_to_dotted_names() -> None:
     assert flatten({"a": {"b": {"c": 1}}, "d": "x", "e": {}}) == {"a.b.c": "1", "d": "'x'"}
 
 
-def test_threads_of_a_rank(comm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_follow_omp_num_threads_and_the_cores(comm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     hellos = introduce(comm, CPU, {})
     for text, expected in (("3", 3), ("999", 999), ("0", len(hellos[0].cpus)), ("many", len(hellos[0].cpus))):
         monkeypatch.setenv("OMP_NUM_THREADS", text)
@@ -78,7 +78,7 @@ def test_threads_of_a_rank(comm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert threads(hellos, 0) == len(hellos[0].cpus)
 
 
-def test_what_the_ranks_have_is_counted_once() -> None:
+def test_resources_shared_by_ranks_are_counted_once() -> None:
     def one(host: str, cpus: tuple[int, ...], device: str, identity: str) -> Hello:
         return Hello(host, 0, 0, cpus, device, identity, {}, "")
 

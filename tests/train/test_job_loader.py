@@ -1,4 +1,4 @@
-"""job.loader, samplers that deal out samples by rank, and what else a run keeps for a program."""
+"""``job.loader``, samplers that distribute samples over ranks, and other states that a run keeps for a program."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ COUNT = 20
 
 
 class Numbers(Dataset[Any]):
-    """Samples that are their own numbers, and remember being asked for."""
+    """Samples that are their own numbers, and record their reads."""
 
     def __init__(self, count: int = COUNT) -> None:
         self.count, self.asked = count, list[int]()
@@ -35,11 +35,11 @@ class Numbers(Dataset[Any]):
 
 
 class Halt(Exception):
-    """What ends a run in the middle."""
+    """Exception that ends a run in the middle."""
 
 
 def _train(job: Any, loader: Any, folder: Path, epochs: int | None = None, halt: int = 0, **options: Any) -> list[Any]:
-    """Return what this rank saw: epoch, step and samples."""
+    """Train; return epoch, step and samples that this rank saw."""
     torch.manual_seed(0)
     model = job.wrap(nn.Linear(1, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
@@ -74,7 +74,7 @@ def _together(job: Any, seen: list[Any]) -> dict[tuple[int, int], list[float]]:
 
 @pytest.mark.ranks(1, 2, 3)
 @pytest.mark.parametrize("workers", [0, 1])
-def test_every_sample_once_per_epoch_in_an_order_of_its_own(job: Any, shared_tmp_path: Path, workers: int) -> None:
+def test_every_sample_is_read_once_per_epoch_in_a_new_order(job: Any, shared_tmp_path: Path, workers: int) -> None:
     loader = job.loader(Numbers(), batch=6, epochs=2, workers=workers, seed=4)
     found = _together(job, _train(job, loader, shared_tmp_path))
     assert len(loader) == 4 and list(found) == [(step // 4, step + 1) for step in range(8)]
@@ -86,7 +86,7 @@ def test_every_sample_once_per_epoch_in_an_order_of_its_own(job: Any, shared_tmp
 
 
 @pytest.mark.ranks(1, 2)
-def test_it_resumes_without_reading(job: Any, shared_tmp_path: Path) -> None:
+def test_a_resume_reads_no_skipped_samples(job: Any, shared_tmp_path: Path) -> None:
     whole = _together(job, _train(job, job.loader(Numbers(), batch=4), shared_tmp_path / "whole", epochs=2))
     halted = Numbers()
     with pytest.raises(Halt):
@@ -98,7 +98,7 @@ def test_it_resumes_without_reading(job: Any, shared_tmp_path: Path) -> None:
     assert len(again.asked) == sum(map(len, rest.values())) // job.size
 
 
-def test_any_position_is_found_without_those_before_it() -> None:
+def test_a_position_is_found_without_the_ones_before_it() -> None:
     order = BatchOrder(2_000, 2, shuffle=True, seed=5, drop_last=False)
     order.set_epoch(3)
     asked: list[tuple[int, int]] = []
@@ -110,7 +110,7 @@ def test_any_position_is_found_without_those_before_it() -> None:
 
 
 @pytest.mark.ranks(1, 2, 3)
-def test_alone_it_gives_this_ranks_shares(job: Any) -> None:
+def test_outside_of_a_run_the_loader_returns_the_share_of_this_rank(job: Any) -> None:
     batches = [batch.flatten().tolist() for batch in job.loader(Numbers(), batch=6, shuffle=False)]
     assert sum(map(len, batches)) == pytest.approx(COUNT / job.size, abs=4)
     everyone = [batch for one in job.comm.all_gather_object(batches) for batch in one]
@@ -118,7 +118,7 @@ def test_alone_it_gives_this_ranks_shares(job: Any) -> None:
 
 
 @pytest.mark.ranks(1, 2)
-def test_files_of_ours(job: Any, shared_tmp_path: Path) -> None:
+def test_data_files_of_hpctrain_are_accepted(job: Any, shared_tmp_path: Path) -> None:
     path = shared_tmp_path / "data.h5"
     rows = np.arange(COUNT, dtype=np.float32).reshape(COUNT, 1)
     if job.rank == 0:
@@ -130,20 +130,20 @@ def test_files_of_ours(job: Any, shared_tmp_path: Path) -> None:
 
 
 class Stream(IterableDataset[Any]):
-    """The same samples in a row."""
+    """Iterable dataset of the same samples in order."""
 
     def __iter__(self) -> Any:
         return iter(torch.arange(float(COUNT)).reshape(COUNT, 1))
 
 
 @pytest.mark.ranks(1, 2, 3)
-def test_iterable_datasets(job: Any, shared_tmp_path: Path) -> None:
+def test_iterable_datasets_are_accepted(job: Any, shared_tmp_path: Path) -> None:
     found = _together(job, _train(job, job.loader(Stream(), batch=8, shuffle=False), shared_tmp_path))
     assert [len(samples) for samples in found.values()] == [8, 8, 4]
     assert sorted(sum(found.values(), [])) == [float(index) for index in range(COUNT)]
 
 
-def test_what_it_refuses(job: Any, tmp_path: Path) -> None:
+def test_wrong_arguments_are_refused(job: Any, tmp_path: Path) -> None:
     for call, said in {
         lambda: job.loader(Numbers(), batch=0): "batch=0",
         lambda: job.loader(Numbers(), batch=2, epochs=0): "epochs=0",
@@ -159,12 +159,12 @@ def test_what_it_refuses(job: Any, tmp_path: Path) -> None:
         job.loader(Numbers(3), batch=4, drop_last=True)
 
 
-# Loaders that deal out samples by rank -------------------------------------------------------------------------------
+# Loaders that distribute samples over ranks --------------------------------------------------------------------------
 
 
 @pytest.mark.ranks(2)
-def test_a_distributed_sampler_is_left_to_itself(job: Any, shared_tmp_path: Path) -> None:
-    """The samples that it gives a program of torch's own, epochs and all; twice as many ranks go on behind the same."""
+def test_a_distributed_sampler_keeps_its_order(job: Any, shared_tmp_path: Path) -> None:
+    """Samples are those of a plain torch program in each epoch; twice as many ranks continue after the same samples."""
 
     def loader(rank: int, ranks: int) -> DataLoader[Any]:
         sampler: DistributedSampler[Any] = DistributedSampler(Numbers(), ranks, rank)
@@ -183,7 +183,7 @@ def test_a_distributed_sampler_is_left_to_itself(job: Any, shared_tmp_path: Path
 
 
 @pytest.mark.ranks(1, 2)
-def test_a_position_of_other_ranks_is_behind_the_same_samples(job: Any, shared_tmp_path: Path) -> None:
+def test_a_position_saved_by_other_ranks_is_after_the_same_samples(job: Any, shared_tmp_path: Path) -> None:
     from hpctrain.data.random_streams import RandomStreams
     from hpctrain.train.loader_feed import feed_for
 
@@ -194,11 +194,11 @@ def test_a_position_of_other_ranks_is_behind_the_same_samples(job: Any, shared_t
     assert feed.batches == 8 and not feed.splits
 
 
-# What a run keeps -----------------------------------------------------------------------------------------------------
+# State that a run keeps -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.ranks(1, 2)
-def test_the_best_by_a_value_of_the_program(job: Any, shared_tmp_path: Path) -> None:
+def test_the_best_checkpoint_by_a_value_of_the_program_is_kept(job: Any, shared_tmp_path: Path) -> None:
     values = [3.0, 1.0, 2.0, 5.0]
     torch.manual_seed(0)
     model = job.wrap(nn.Linear(1, 1))
@@ -212,12 +212,12 @@ def test_the_best_by_a_value_of_the_program(job: Any, shared_tmp_path: Path) -> 
             run.save(best=values[epoch])
     job.comm.barrier()
     files = sorted(path.name for path in (shared_tmp_path / "checkpoints").iterdir())
-    assert files == ["step_00000004.h5", "step_00000008.h5"]  # of the best epoch, and the last
+    assert files == ["step_00000004.h5", "step_00000008.h5"]  # those of the best epoch and the last
     assert [row.get("best") for row in metrics_of(shared_tmp_path)] == [None, 3.0, None, 1.0, None, 2.0, None, 5.0]
 
 
 @pytest.mark.ranks(1, 2)
-def test_a_scaler_that_leaves_out_an_update_ends_the_step(job: Any, shared_tmp_path: Path) -> None:
+def test_a_step_ends_if_a_scaler_omits_the_update(job: Any, shared_tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = job.wrap(nn.Linear(1, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)

@@ -1,4 +1,4 @@
-"""What a rank leaves when it ends a job: one line, whole, and never a reason for the job not to end."""
+"""Failure record of a rank that ends a job: one line, written atomically, which never delays the end of the job."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hpctrain.train import last_words
 from hpctrain.train.last_words import LastWords, first_line, forget, read
 
 
-def test_they_are_read_and_forgotten(tmp_path: Path) -> None:
+def test_a_failure_record_is_read_and_removed(tmp_path: Path) -> None:
     assert read(tmp_path) == {}
     forget(tmp_path)
     LastWords(tmp_path, 2).say("ValueError: no\nmore", 7)
@@ -28,21 +28,21 @@ def test_they_are_read_and_forgotten(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "[1]", "{"])
-def test_what_cannot_be_read_says_nothing(tmp_path: Path, text: str) -> None:
+def test_an_unreadable_record_is_ignored(tmp_path: Path, text: str) -> None:
     (tmp_path / last_words.NAME).write_text(text)
     assert read(tmp_path) == {}
 
 
-def test_a_folder_that_is_gone_is_no_trouble(tmp_path: Path) -> None:
+def test_a_missing_folder_is_not_an_error(tmp_path: Path) -> None:
     LastWords(tmp_path / "gone", 0).say("x", None)
 
 
-def test_a_file_system_that_hangs_holds_nobody_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hanging_file_system_does_not_delay_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(last_words, "PATIENCE", 0.1)
     answered = threading.Event()
 
     def call(function: Callable[..., Any], *arguments: Any) -> Any:
-        answered.wait(30)  # as a file system does whose server is gone
+        answered.wait(30)  # as a file system without its server
         return function(*arguments)
 
     began = time.monotonic()
@@ -51,6 +51,6 @@ def test_a_file_system_that_hangs_holds_nobody_up(tmp_path: Path, monkeypatch: p
     answered.set()
 
 
-def test_a_line_is_cut() -> None:
+def test_a_long_reason_is_shortened() -> None:
     assert first_line("\n  a\nb") == "a" and first_line("") == ""
     assert len(first_line("x" * 1000)) == 300 and first_line("x" * 1000).endswith("...")

@@ -1,4 +1,4 @@
-"""The end of a process: its code, and that its last words are heard."""
+"""End of a process: its exit code, and the delivery of its last output."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ def _run(code: str) -> Any:
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30)
 
 
-def test_the_code_of_an_error() -> None:
+def test_each_error_has_its_exit_code() -> None:
     assert [exit_code(error) for error in (DataError("x"), HpctrainError("x"), KeyError("x"))] == [2, 1, 1]
 
 
-def test_a_process_that_ends_by_an_exception_has_our_code() -> None:
+def test_a_process_that_ends_by_an_exception_has_the_requested_code() -> None:
     code = "from hpctrain.train.leaving import leave_with; leave_with(75, lambda: print('bye')); raise KeyError"
     result = _run(code)
     assert (result.returncode, result.stdout) == (75, "bye\n") and "KeyError" in result.stderr
@@ -41,9 +41,9 @@ end_if_uncaught(error, {rank})
 
 
 @pytest.mark.parametrize("rank", [0, None, 3])
-def test_one_speaks_for_all(rank: int | None) -> None:
+def test_one_rank_prints_the_error_of_all(rank: int | None) -> None:
     result = _run(LET_ONE.format(rank=rank, then="raise error"))
-    # Nothing ends rank 3 in the second that it leaves to rank 0: rank 0 has not got this error.
+    # Rank 3 waits a second for rank 0 to report; rank 0 does not have this error, so rank 3 reports it.
     alone = f"hpctrain: error: rank 3 on {socket.gethostname()}: no world\n"
     assert (result.returncode, result.stderr) == (2, alone if rank else "hpctrain: error: no world\n")
 
@@ -73,7 +73,7 @@ hpctrain.init()
         ("connect", "check_language", "from hpctrain.errors import LaunchError as E; raise E('no MPI')", 2, "no MPI"),
     ],
 )
-def test_one_rank_that_fails_on_its_way_into_the_job_ends_it(
+def test_a_failure_of_one_rank_during_startup_ends_the_job(
     launch: Any, module: str, name: str, then: str, code: int, said: str
 ) -> None:
     result = launch(2, IN_INIT.format(module=module, name=name, then=then), timeout=40)
@@ -104,7 +104,7 @@ def test_a_signal_while_torch_is_imported_ends_the_job(launch: Any, name: str, c
     assert result.stderr.count(f"rank 1 on {socket.gethostname()}") == 1 and said in result.stderr, result
 
 
-def test_an_interrupt_that_python_dropped_is_raised_again() -> None:
+def test_an_interrupt_lost_by_python_is_raised_again() -> None:
     code = """
 import signal, weakref, hpctrain
 from hpctrain.train import signals
@@ -113,22 +113,22 @@ class Thing: pass
 thing = Thing()
 reference = weakref.ref(thing, lambda _: signal.raise_signal(signal.SIGINT))
 del thing
-print("went on", flush=True)
+print("continued", flush=True)
 hpctrain.init()
 print("trained")
 """
     result = _run(code)
-    assert result.stdout == "went on\n" and "KeyboardInterrupt" in result.stderr
+    assert result.stdout == "continued\n" and "KeyboardInterrupt" in result.stderr
 
 
-def test_another_error_and_one_that_is_caught_go_their_way() -> None:
+def test_other_errors_and_caught_errors_are_not_changed() -> None:
     other = _run(LET_ONE.format(rank=3, then="raise KeyError('mine')"))
     assert other.returncode == 1 and "KeyError: 'mine'" in other.stderr
     caught = _run(LET_ONE.format(rank=3, then="try:\n    raise error\nexcept LaunchError:\n    print('caught')"))
     assert (caught.returncode, caught.stdout) == (0, "caught\n")
 
 
-def test_it_waits_until_a_pipe_is_read() -> None:
+def test_the_process_waits_until_a_pipe_is_read() -> None:
     reader, writer = os.pipe()
     os.write(writer, b"last words")
     read: list[float] = []
@@ -151,7 +151,7 @@ def test_it_waits_until_a_pipe_is_read() -> None:
     os.close(writer)
 
 
-def test_a_file_needs_no_waiting(tmp_path: Any) -> None:
+def test_the_process_does_not_wait_for_a_file(tmp_path: Any) -> None:
     with (tmp_path / "log").open("w") as file:
         began = time.monotonic()
         let_be_read(file.fileno(), 30)

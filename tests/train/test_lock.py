@@ -1,4 +1,4 @@
-"""The lock on a folder: who is refused, who may take over, and that of several exactly one does."""
+"""Lock of a run's folder: refusals, permitted takeovers, and exactly one winner among several processes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ HERE = socket.gethostname()
 
 
 def _holder(folder: Path, **changes: Any) -> dict[str, Any]:
-    """Leave a lock of this very process behind, with some changes."""
+    """Leave a lock file of this process with some changes."""
     holder = {
         "job_id": None,
         "host": HERE,
@@ -43,7 +43,7 @@ def _dead_pid() -> int:
     return process.pid
 
 
-def test_taken_and_given_back(tmp_path: Path) -> None:
+def test_a_lock_is_acquired_and_released(tmp_path: Path) -> None:
     own = FolderLock(tmp_path, "77")
     own.acquire()
     said = json.loads((tmp_path / NAME).read_text())
@@ -75,7 +75,9 @@ def test_a_living_holder_is_named(tmp_path: Path) -> None:
         pytest.param({"pid": "what?"}, id="no process id"),
     ],
 )
-def test_taken_over_at_once(tmp_path: Path, changes: dict[str, Any], capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_lock_of_a_dead_holder_is_taken_over_at_once(
+    tmp_path: Path, changes: dict[str, Any], capfd: pytest.CaptureFixture[str]
+) -> None:
     if changes.get("pid") == "dead":
         changes = {"pid": _dead_pid()}
     _holder(tmp_path, **changes)
@@ -87,20 +89,20 @@ def test_taken_over_at_once(tmp_path: Path, changes: dict[str, Any], capfd: pyte
 
 
 @pytest.mark.parametrize("job_id", ["41", None])
-def test_a_holder_on_another_host_is_asked_about(tmp_path: Path, job_id: str | None) -> None:
+def test_a_lock_of_another_host_is_refused_with_advice(tmp_path: Path, job_id: str | None) -> None:
     _holder(tmp_path, host="elsewhere", job_id=job_id)
     for own in ("42", None):
         with pytest.raises(LockError, match=f"delete {tmp_path / NAME} if that job is gone"):
             FolderLock(tmp_path, own).acquire()
 
 
-def test_a_zombie_is_dead(tmp_path: Path) -> None:
+def test_a_zombie_counts_as_dead(tmp_path: Path) -> None:
     process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     started = process_started(process.pid)
     assert started is not None
     process.kill()
     deadline = time.monotonic() + 10
-    while process_started(process.pid) is not None:  # not waited for: it stays as a zombie
+    while process_started(process.pid) is not None:  # no wait(): it stays a zombie
         assert time.monotonic() < deadline
     _holder(tmp_path, pid=process.pid, started=started)
     FolderLock(tmp_path, None).acquire()
@@ -108,7 +110,7 @@ def test_a_zombie_is_dead(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "{", "[1]", "\0\0", None])
-def test_a_lock_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str | None) -> None:
+def test_an_unreadable_lock_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str | None) -> None:
     monkeypatch.setattr(lock, "PATIENCE", 0.1)
     if text is None:
         (tmp_path / NAME).symlink_to(tmp_path / "nowhere" / "lock")
@@ -133,7 +135,7 @@ def test_a_lock_that_is_being_written_is_waited_for(tmp_path: Path, monkeypatch:
     assert len(looked) == 1
 
 
-def test_a_lock_of_somebody_else_is_left_alone(tmp_path: Path) -> None:
+def test_a_lock_of_another_job_is_not_removed(tmp_path: Path) -> None:
     own = FolderLock(tmp_path, "42")
     own.acquire()
     other = _holder(tmp_path, job_id="43")
@@ -142,7 +144,7 @@ def test_a_lock_of_somebody_else_is_left_alone(tmp_path: Path) -> None:
 
 
 def test_a_slow_job_does_not_remove_a_lock_that_was_taken_over(tmp_path: Path) -> None:
-    """Both found the dead holder; the slow one comes to its removal when the fast one works already."""
+    """Both found the dead holder; the slow one removes its lock when the fast one already works."""
     dead = _holder(tmp_path, pid=_dead_pid())
     slow, fast = FolderLock(tmp_path, "1"), FolderLock(tmp_path, "2")
     fast.acquire()
@@ -152,7 +154,7 @@ def test_a_slow_job_does_not_remove_a_lock_that_was_taken_over(tmp_path: Path) -
         slow.acquire()
 
 
-def test_a_job_that_died_while_taking_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_takeover_succeeds_after_another_died_in_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lock, "PATIENCE", 0.1)
     _holder(tmp_path, pid=_dead_pid())
     real = Path.unlink
@@ -176,7 +178,7 @@ def test_a_job_that_died_while_taking_over(tmp_path: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("call", ["open", "fsync", "link"])
-def test_a_job_that_died_while_locking_leaves_no_half_lock(tmp_path: Path, call: str) -> None:
+def test_a_job_that_dies_while_locking_leaves_no_partial_lock(tmp_path: Path, call: str) -> None:
     program = (
         "import os, sys; from pathlib import Path; from hpctrain.train.lock import FolderLock\n"
         f"os.{call} = lambda *_, **__: os._exit(9)\n"
@@ -187,7 +189,7 @@ def test_a_job_that_died_while_locking_leaves_no_half_lock(tmp_path: Path, call:
     FolderLock(tmp_path, None).acquire()
 
 
-def test_a_filesystem_without_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_filesystem_without_links_is_supported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(*args: Any) -> None:
         raise OSError(errno.EPERM, "Operation not permitted")
 
@@ -218,7 +220,7 @@ input()
 """
 
 
-def test_of_several_that_find_a_dead_holder_one_wins(tmp_path: Path) -> None:
+def test_one_of_several_takes_over_from_a_dead_holder(tmp_path: Path) -> None:
     for round_number in range(4):
         folder = tmp_path / str(round_number)
         folder.mkdir()
@@ -237,12 +239,12 @@ def test_of_several_that_find_a_dead_holder_one_wins(tmp_path: Path) -> None:
         assert all(line == "won\n" or "works in" in line for line in said), said
 
 
-def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
+def test_an_unwritable_folder_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(LockError, match="cannot write to the run's folder .*missing"):
         FolderLock(tmp_path / "missing", None).acquire()
 
 
-def test_a_lock_that_cannot_be_written_is_not_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_write_leaves_no_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(handle: int) -> None:
         raise OSError(28, "No space left on device")
 
@@ -259,30 +261,30 @@ PBS = {"PBS_JOBID": "42.head", "PBS_JOBCOOKIE": "abc", "HPCTRAIN_CHAIN": "40.hea
 @pytest.mark.parametrize(
     "environ, changes, said",
     [
-        # The same job: an earlier start has ended, says the scheduler; another step of this start may be alive.
+        # The same job: the scheduler implies that an earlier start has ended; another step of this start may be alive.
         (SLURM, {"host": "n2", "start": "42.0"}, "earlier start of this job"),
         (SLURM, {"host": "n2", "step": "1"}, None),
         (SLURM, {"host": "n2", "start": None}, "earlier start of this job"),
         (PBS, {"host": "n2"}, None),
         (PBS, {"host": "n2", "start": "another"}, "earlier start of this job"),
-        # What a job script says of its start counts before a cookie, of which two nodes may draw the same.
+        # The start number of a job script overrides a cookie, because two nodes may draw the same cookie.
         ({**PBS, "HPCTRAIN_START": "n1.7.8"}, {"host": "n2"}, None),
         ({**PBS, "HPCTRAIN_START": "n1.7.8"}, {"host": "n2", "start": "n2.5.6"}, "earlier start of this job"),
-        # The chain: its jobs have ids of their own.
+        # A chain: its jobs have different ids.
         (PBS, {"host": "n2", "job_id": "41.head", "start": "another"}, "earlier start of this chain"),
         (PBS, {"host": "n2", "job_id": "41.head", "start": "another", "chain": "39.head"}, None),
         ({**PBS, "HPCTRAIN_CHAIN": ""}, {"host": "n2", "job_id": "41.head", "start": "another"}, None),
-        # This host: process ids of another container, or from before it started anew, say nothing.
-        ({}, {"pid": "dead"}, "is no more"),
+        # This host: process ids of another container, or from before a reboot, have no meaning.
+        ({}, {"pid": "dead"}, "no longer exists"),
         ({}, {"pid": "dead", "pid_namespace": "pid:[1]"}, None),
-        ({}, {"pid": "dead", "boot_id": "other", "machine_id": "this"}, "started anew"),
+        ({}, {"pid": "dead", "boot_id": "other", "machine_id": "this"}, "rebooted"),
         ({}, {"pid": "dead", "boot_id": "other", "machine_id": "other"}, None),
         ({}, {"pid": "dead", "boot_id": "other", "machine_id": None}, None),
         ({}, {}, None),
         (PBS, {"start": "another"}, "earlier start of this job"),  # alive: the node lost its connection to the server
     ],
 )
-def test_who_may_take_over(environ: dict[str, str], changes: dict[str, Any], said: str | None) -> None:
+def test_takeovers_depend_on_job_and_host(environ: dict[str, str], changes: dict[str, Any], said: str | None) -> None:
     own = {**identity(environ.get("PBS_JOBID") or environ.get("SLURM_JOB_ID"), environ), "machine_id": "this"}
     holder = {**own, **changes, "token": "another"}
     if holder["pid"] == "dead":
@@ -292,7 +294,7 @@ def test_who_may_take_over(environ: dict[str, str], changes: dict[str, Any], sai
 
 
 def test_a_process_of_another_user_is_alive(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With hidepid=2, /proc has no entry for it."""
+    """With hidepid=2, /proc has no entry for that process."""
 
     def refused(pid: int, number: int) -> None:
         raise PermissionError
@@ -302,9 +304,9 @@ def test_a_process_of_another_user_is_alive(monkeypatch: pytest.MonkeyPatch) -> 
     assert why_over({**own, "pid": 2**30}, own) is None
 
 
-def test_the_holder_notices_that_it_lost_the_folder(tmp_path: Path) -> None:
+def test_the_holder_detects_that_it_lost_the_folder(tmp_path: Path) -> None:
     own = FolderLock(tmp_path, "42")
-    own.check()  # it holds nothing
+    own.check()  # it holds no lock
     own.acquire()
     own.check()
     other = {**json.loads((tmp_path / NAME).read_text()), "token": "another", "job_id": "43", "host": "n2"}

@@ -1,4 +1,4 @@
-"""Ranks at their own pace, and the step after which all of them stop or save."""
+"""Ranks without step synchronization, and the step after which all of them stop or save."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hpctrain.train.exchange import Wishes
 from hpctrain.train.loose import LooseExchange
 
 pytestmark = pytest.mark.ranks
-STEPS = 20_000  # of microseconds each: far more than a message to another node and back takes
+STEPS = 20_000  # of microseconds each: far longer than a message to another node and back
 
 
 @pytest.fixture
@@ -31,7 +31,7 @@ def own(comm: Any) -> Iterator[Any]:
 
 
 def walk(exchange: Any, rank: int, wishes: dict[int, Wishes], *, first: int = 1) -> tuple[list[int], int]:
-    """Make steps, each rank at another pace, until told to stop; return the steps that are saved, and the last one."""
+    """Run steps, each rank at another pace, until a stop; return the steps that are saved, and the last one."""
     saved = []
     exchange.start(first)
     for step in range(first, STEPS):
@@ -56,8 +56,8 @@ def test_all_stop_after_the_same_step(own: Any, exchange: Any, who: str) -> None
     assert set(everyone) == {last} and 7 <= last < STEPS
 
 
-def test_wishes_of_several_ranks_are_granted_one_after_the_other(own: Any, exchange: Any) -> None:
-    """A rank that saves waits for the others, as writing a checkpoint does."""
+def test_requests_of_several_ranks_are_served_in_turn(own: Any, exchange: Any) -> None:
+    """A rank that saves waits for the others, as at a checkpoint."""
     wishes = {own.rank + 2: Wishes(save=True), 40: Wishes(stop=True)}
     saved, last = walk(exchange, own.rank, wishes)
     exchange._board.barrier()
@@ -66,7 +66,7 @@ def test_wishes_of_several_ranks_are_granted_one_after_the_other(own: Any, excha
     assert 1 <= len(saved) <= own.size and saved == sorted(saved) and 40 <= last < STEPS
 
 
-def test_means_are_those_of_what_neighbours_logged_last(own: Any, exchange: Any) -> None:
+def test_means_use_the_last_values_of_neighbours(own: Any, exchange: Any) -> None:
     exchange.start(1)
     exchange({"loss": float(own.rank), "rate": 2.0}, Wishes(), 1)
     own.barrier()

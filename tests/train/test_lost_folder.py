@@ -1,4 +1,4 @@
-"""A run whose folder another start has taken ends, and writes nothing there any more."""
+"""A run whose folder was taken over by another start ends without further writes."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from hpctrain.train import books
 
 
 def files(folder: Path) -> dict[str, bytes]:
-    """Return all files but private ones of a checkpoint under way, and the metrics, which the other start replaces."""
+    """Return all files but those of an unfinished checkpoint and the metrics, which the other start replaces."""
     paths = [path for path in folder.rglob("*") if path.is_file() and not path.name.startswith(".")]
     return {str(path.relative_to(folder)): path.read_bytes() for path in paths if path.name != "metrics.jsonl"}
 
 
 def take(folder: Path) -> None:
-    """Do what another start does that takes the folder over."""
+    """Take the folder over, as another start does."""
     path = folder / "lock.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "token": "another", "job_id": "43", "host": "n2"}))
 
 
 @pytest.mark.ranks(1, 2)
 @pytest.mark.parametrize("background", [False, True])
-def test_no_checkpoint_is_written_after_it(job: Any, shared_tmp_path: Path, background: bool) -> None:
+def test_no_checkpoint_is_written_after_losing_the_folder(job: Any, shared_tmp_path: Path, background: bool) -> None:
     folder, seen = shared_tmp_path, []
 
     def lose_it_in_step_3(step: int, batch: Any) -> None:
@@ -45,7 +45,9 @@ def test_no_checkpoint_is_written_after_it(job: Any, shared_tmp_path: Path, back
 
 
 @pytest.mark.ranks(1)
-def test_steps_notice_it_without_a_checkpoint(job: Any, shared_tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_detect_the_loss_without_a_checkpoint(
+    job: Any, shared_tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(books, "CHECK_EVERY", 0.0)
     training = Training(job, shared_tmp_path, make_batches(9), every=100)
     with pytest.raises(LockError):

@@ -1,4 +1,4 @@
-"""Sound checkpoints with values in ``/train`` that no run writes: one error on all ranks, never a traceback."""
+"""Valid checkpoints with values in ``/train`` that no run writes: one error on all ranks, never a traceback."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ NAMES = ("batches", "tokens", "logged", "curves", "states", "stopped")
 
 
 @pytest.mark.ranks(1)
-def test_resuming_from_them(job: Any, shared_tmp_path: Path) -> None:
+def test_odd_values_are_refused_or_accepted_without_traceback(job: Any, shared_tmp_path: Path) -> None:
     cases = [(name, value) for name in NAMES for value in ODD]
     assert resume_from(job, shared_tmp_path, cases) > len(cases) / 2
 
 
 @pytest.mark.ranks(2)
-def test_ranks_agree_on_it(job: Any, shared_tmp_path: Path) -> None:
+def test_all_ranks_raise_the_same_error(job: Any, shared_tmp_path: Path) -> None:
     assert resume_from(job, shared_tmp_path, [("tokens", "x"), ("batches", -1)]) == 2
 
 
 def resume_from(job: Any, folder: Path, cases: list[tuple[str, Any]]) -> int:
-    """Resume from checkpoints with odd values; return how many were refused, the others being taken as they are."""
+    """Resume from checkpoints with odd values; return the number that were refused; the others are accepted."""
     first = Training(job, folder / "first", make_batches(3), every=3).go()
     sound = hpctrain.checkpoint.load(folder / "first" / "checkpoints" / "step_00000003.h5", comm=job.comm).train
     refused = 0

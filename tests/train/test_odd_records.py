@@ -1,4 +1,4 @@
-"""Records of a run with values that no run writes: a line or a value is left out, never a traceback."""
+"""Records of a run with values that no run writes: readers omit a line or a value and never raise."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def tell(folder: Path, attempts: list[Any], rows: list[Any]) -> None:
 
 
 def told(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Let every reader of the records read them."""
+    """Read the records with every reader."""
     capsys.readouterr()
     for words in ([], ["--json"]):
         assert main(["receipt", str(folder), *words]) == 0
@@ -54,7 +54,7 @@ def told(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.limit(120)
 @pytest.mark.parametrize("values", [pytest.param(FEW, id="few"), pytest.param(ODD, id="all", marks=pytest.mark.long)])
 @pytest.mark.parametrize("name", FIELDS)
-def test_an_odd_field_of_an_attempt(
+def test_odd_fields_of_an_attempt_are_tolerated(
     name: str, values: list[Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for number, value in enumerate(values):
@@ -64,7 +64,7 @@ def test_an_odd_field_of_an_attempt(
 
 
 @pytest.mark.parametrize("name", ROW)
-def test_an_odd_field_of_a_row(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_odd_fields_of_a_row_are_tolerated(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for value in FEW + ODD[11:18]:
         tell(tmp_path, [{**SOUND, "status": "running"}], [{**ROW, name: value}, ROW])
         told(tmp_path, capsys)
@@ -77,7 +77,7 @@ def test_an_odd_field_of_a_row(name: str, tmp_path: Path, capsys: pytest.Capture
 
 
 @pytest.mark.parametrize("name", ["unix_time", "reason", "rank", "host", "step"])
-def test_odd_last_words(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_odd_failure_records_are_tolerated(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for value in FEW + ODD[11:18]:
         tell(tmp_path, [{**SOUND, "status": "running", "pid": os.getpid()}], [ROW])
         said = {"reason": "x", "rank": 1, "host": "n1", "step": 4, "unix_time": 1.7e9 + 9, name: value}
@@ -86,7 +86,7 @@ def test_odd_last_words(name: str, tmp_path: Path, capsys: pytest.CaptureFixture
 
 
 @pytest.mark.parametrize("name", ["host", "pid", "started", "job_id"])
-def test_an_odd_lock(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_odd_locks_are_tolerated(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     import socket
 
     for value in FEW + ODD[11:18]:
@@ -97,7 +97,7 @@ def test_an_odd_lock(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[st
 
 
 @pytest.mark.parametrize("name", ["started", "unix_time", "elapsed_seconds", "status", "startup_seconds"])
-def test_a_picture_of_odd_values(name: str, tmp_path: Path) -> None:
+def test_odd_values_are_drawn(name: str, tmp_path: Path) -> None:
     from hpctrain.train.receipt_picture import figure
     from hpctrain.train.receipt_read import load
 

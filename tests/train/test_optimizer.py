@@ -1,4 +1,4 @@
-"""The optimizer of the settings: classes of torch.optim by name, functions, and what they take."""
+"""Optimizer of the settings: classes of torch.optim by name, factories, and their arguments."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hpctrain.train import settings as train_settings
 from hpctrain.train.optimizer import classes, kept_per_element, make
 from hpctrain.train.settings import OptimizerSettings
 
-REFUSED = {"lbfgs", "sparseadam", "muon"}  # the last takes matrices alone
+REFUSED = {"lbfgs", "sparseadam", "muon"}  # the last accepts matrices only
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ def test_names_are_those_of_torch() -> None:
 
 @pytest.mark.parametrize("name", everyday())
 @pytest.mark.parametrize("spelled", [str.lower, str.upper])
-def test_every_class_makes_updates(model: nn.Module, name: str, spelled: Any) -> None:
+def test_every_class_updates_parameters(model: nn.Module, name: str, spelled: Any) -> None:
     made = make(model, OptimizerSettings(name=spelled(name), learning_rate=0.5))
     assert type(made) is classes()[name] and all(group["lr"] == 0.5 for group in made.param_groups)
     before = [parameter.detach().clone() for parameter in model.parameters()]
@@ -43,7 +43,7 @@ def test_every_class_makes_updates(model: nn.Module, name: str, spelled: Any) ->
     assert all(not torch.equal(old, new) for old, new in zip(before, model.parameters()))
 
 
-def test_adamw_is_the_default_with_decay_of_matrices(model: nn.Module) -> None:
+def test_adamw_with_decay_of_matrices_is_the_default(model: nn.Module) -> None:
     made = make(model, OptimizerSettings())
     assert type(made) is torch.optim.AdamW
     matrices, others = made.param_groups
@@ -52,7 +52,7 @@ def test_adamw_is_the_default_with_decay_of_matrices(model: nn.Module) -> None:
     assert matrices["betas"] == (0.9, 0.95) and matrices["eps"] == 1e-8 and matrices["fused"]
 
 
-def test_another_class_has_torchs_defaults_where_nothing_is_set(model: nn.Module) -> None:
+def test_other_classes_have_the_defaults_of_torch(model: nn.Module) -> None:
     made = make(model, OptimizerSettings(name="sgd", options={"momentum": 0.9}))
     twin = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
     assert made.defaults == twin.defaults
@@ -76,7 +76,7 @@ def test_another_class_has_torchs_defaults_where_nothing_is_set(model: nn.Module
         ({"factory": "builtins:list"}, "optimizer.factory builtins:list is of Python's standard library"),
     ],
 )
-def test_what_is_wrong_is_named(model: nn.Module, settings: dict[str, Any], message: str) -> None:
+def test_wrong_settings_are_named(model: nn.Module, settings: dict[str, Any], message: str) -> None:
     with pytest.raises(SettingsError) as caught:
         make(model, OptimizerSettings(**settings))
     assert message in str(caught.value) and "\n" not in str(caught.value)
@@ -87,7 +87,7 @@ def test_a_factory_gets_groups_and_options(model: nn.Module) -> None:
     assert [(group["momentum"], group["weight_decay"]) for group in made.param_groups] == [(0.5, 0.3), (0.5, 0.0)]
 
 
-def test_the_settings_know_the_losses_by_name() -> None:
+def test_the_settings_list_all_losses() -> None:
     assert set(train_settings.LOSSES) == set(LOSSES)
 
 
@@ -98,9 +98,9 @@ def test_the_settings_know_the_losses_by_name() -> None:
         ({"name": "sgd"}, 0),
         ({"name": "sgd", "options": {"momentum": 0.9}}, 1),
         ({"name": "adam", "options": {"amsgrad": True}}, 3),
-        ({"name": "adafactor"}, 2 / 64),  # a sum for each row and each column
+        ({"name": "adafactor"}, 2 / 64),  # one sum per row and per column
         ({"factory": "torch.optim:RMSprop", "options": {"centered": True}}, 2),
     ],
 )
-def test_what_an_optimizer_keeps(settings: dict[str, Any], kept: float) -> None:
+def test_state_per_element_is_known(settings: dict[str, Any], kept: float) -> None:
     assert kept_per_element(OptimizerSettings(**settings)) == kept

@@ -1,4 +1,4 @@
-"""What a run is asked to do is checked before anything else."""
+"""Options of a run, which are checked first."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ def test_a_wrong_value_is_named(wrong: dict[str, Any], said: str) -> None:
     assert found.value.everywhere
 
 
-def test_what_stays_is_passed_on() -> None:
+def test_options_of_kept_checkpoints_are_passed_on() -> None:
     options = RunOptions(keep=3, keep_every=10, keep_best="loss", best="highest")
     assert options.kept == Keep(last=3, every=10, best="loss", which="highest") and RunOptions().kept == Keep()
 
 
-def test_an_option_that_there_is_not() -> None:
+def test_an_unknown_option_is_refused() -> None:
     with pytest.raises(UsageError, match="unknown option 'evry' of job.run: did you mean every[?] known are .*, keep,"):
         run_options({"evry": 3})
     assert run_options({"every": 3}) == RunOptions(every=3)

@@ -1,4 +1,4 @@
-"""Loops as people bring them: on any number of ranks the numbers of one process with a plain DataLoader."""
+"""Training loops of users: any number of ranks gives the numbers of one process with a plain DataLoader."""
 
 from __future__ import annotations
 
@@ -33,18 +33,18 @@ STRATEGIES = ["ddp", "zero1", "fsdp"]
 
 
 class Halt(Exception):
-    """What ends a run in the middle."""
+    """Exception that ends a run in the middle."""
 
 
 class Numbered(IterableDataset[Any]):
-    """An iterable dataset over the same samples."""
+    """Iterable dataset over the same samples."""
 
     def __iter__(self) -> Iterator[Any]:
         return iter(zip(*_data()))
 
 
 class ByPython(Sampler[list[int]]):
-    """A batch sampler that draws every batch from Python's generator, as people write them."""
+    """Batch sampler that draws every batch from Python's generator, as users write them."""
 
     def __iter__(self) -> Iterator[list[int]]:
         for _ in range(4):
@@ -55,7 +55,7 @@ class ByPython(Sampler[list[int]]):
 
 
 class ByNumpy(Sampler[int]):
-    """A sampler that draws its order from NumPy's generator."""
+    """Sampler that draws its order from NumPy's generator."""
 
     def __iter__(self) -> Iterator[int]:
         return iter(np.random.permutation(SAMPLES).tolist())
@@ -107,7 +107,7 @@ def _net() -> nn.Sequential:
 
 
 class Plain:
-    """A program without hpctrain, in one process."""
+    """Program without hpctrain, in one process."""
 
     def __init__(self, loader: str) -> None:
         _seed()
@@ -130,7 +130,7 @@ class Plain:
 
 
 class Own:
-    """The same program with the lines of hpctrain."""
+    """Same program with the lines of hpctrain."""
 
     def __init__(self, job: Any, loader: str, strategy: str = "ddp") -> None:
         _seed()
@@ -212,7 +212,7 @@ def test_a_killed_loop_resumes_inside_an_epoch(job: Any, shared_tmp_path: Path, 
 
 @pytest.mark.ranks(1, 2)
 @pytest.mark.parametrize("halt", [0, 5])
-def test_workers_that_stay_end_with_the_run(job: Any, shared_tmp_path: Path, halt: int) -> None:
+def test_persistent_workers_end_with_the_run(job: Any, shared_tmp_path: Path, halt: int) -> None:
     before, own = set(active_children()), Own(job, "workers that stay")
     with pytest.raises(Halt) if halt else nullcontext():
         own.go(shared_tmp_path, halt=halt)
@@ -226,7 +226,7 @@ def _seed_otherwise(job: Any) -> None:
 
 @pytest.mark.ranks(1, 2)
 def test_the_end_of_an_epoch_runs_once_over_resumes(job: Any, shared_tmp_path: Path) -> None:
-    """Kill it behind the loop of the second epoch, before and after its scheduler has stepped."""
+    """The run is killed after the loop of the second epoch, before and after its scheduler has stepped."""
     plain = Plain("shuffled").go()
     for place, moment in enumerate(("before", "after")):
         folder = shared_tmp_path / moment
@@ -251,9 +251,9 @@ def test_the_end_of_an_epoch_runs_once_over_resumes(job: Any, shared_tmp_path: P
 
 @pytest.mark.ranks(1, 2, 3)
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_accumulation_by_hand_and_by_backward(job: Any, shared_tmp_path: Path, strategy: str) -> None:
+def test_accumulation_by_hand_equals_accumulation_by_backward(job: Any, shared_tmp_path: Path, strategy: str) -> None:
     def weigh(x: torch.Tensor) -> torch.Tensor:
-        return (x[:, 0] > -0.5).float().unsqueeze(1)  # as a mask of padding
+        return (x[:, 0] > -0.5).float().unsqueeze(1)  # as a padding mask
 
     plain = Plain("shuffled")
     for number, (x, y) in enumerate(plain.loader, 1):
@@ -285,7 +285,7 @@ def test_accumulation_by_hand_and_by_backward(job: Any, shared_tmp_path: Path, s
 @pytest.mark.ranks(1, 2)
 @pytest.mark.parametrize("loader", ["shuffled", "iterable"])
 @pytest.mark.parametrize("index", ["of the run", "of enumerate"])
-def test_accumulation_by_an_index_over_a_resume(
+def test_accumulation_by_an_index_continues_over_a_resume(
     job: Any, shared_tmp_path: Path, loader: str, index: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     def due(number: int, is_last: bool) -> bool:
@@ -314,7 +314,7 @@ def test_accumulation_by_an_index_over_a_resume(
         return own
 
     with pytest.raises(Halt):
-        train(6)  # behind the first update of the second epoch
+        train(6)  # after the first update of the second epoch
     job.comm.barrier()
     caplog.clear()
     with caplog.at_level("WARNING", "hpctrain"):
@@ -328,7 +328,9 @@ def test_accumulation_by_an_index_over_a_resume(
 @pytest.mark.ranks(1, 2, 3)
 @pytest.mark.parametrize("accumulate", [1, 4])
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_backward_with_means(job: Any, shared_tmp_path: Path, accumulate: int, strategy: str) -> None:
+def test_backward_with_means_gives_the_numbers_of_one_process(
+    job: Any, shared_tmp_path: Path, accumulate: int, strategy: str
+) -> None:
     plain = Plain("in order").go(1)
     own = Own(job, "in order", strategy)
     with job.run(own.model, own.optimizer, own.loader, checkpoints=str(shared_tmp_path)) as run:
@@ -350,7 +352,7 @@ def test_backward_drives_pipelines(job: Any, shared_tmp_path: Path, accumulate: 
     x = torch.linspace(-2, 2, 96).cos().reshape(24, 4)
     y = torch.arange(24) % 3
     if by == "sums":
-        y[::5] = -100  # left out, more in some microbatches than in others
+        y[::5] = -100  # ignored, more in some microbatches than in others
     data = TensorDataset(x, y)
 
     def net() -> nn.Sequential:
@@ -392,7 +394,9 @@ def test_backward_drives_pipelines(job: Any, shared_tmp_path: Path, accumulate: 
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("loader", ["shuffled", "a batch per rank at most"])
-def test_batch_norm_over_uneven_shares(job: Any, shared_tmp_path: Path, strategy: str, loader: str) -> None:
+def test_batch_norm_over_uneven_shares_gives_the_numbers_of_one_process(
+    job: Any, shared_tmp_path: Path, strategy: str, loader: str
+) -> None:
     def net() -> nn.Sequential:
         _seed()
         return nn.Sequential(nn.Linear(3, 6, bias=False), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 1))
@@ -415,7 +419,7 @@ def test_batch_norm_over_uneven_shares(job: Any, shared_tmp_path: Path, strategy
 
 
 @pytest.mark.ranks(1, 2, 3)
-def test_two_models_that_step_at_different_rates(job: Any, shared_tmp_path: Path) -> None:
+def test_two_models_may_step_at_different_rates(job: Any, shared_tmp_path: Path) -> None:
     def program(wrap: Any, loop: Any) -> tuple[nn.Module, nn.Module]:
         _seed()
         g, d = wrap(_net()), wrap(nn.Linear(1, 1))
@@ -454,7 +458,7 @@ def test_two_models_that_step_at_different_rates(job: Any, shared_tmp_path: Path
 
 
 @pytest.mark.ranks(1, 2, 3)
-def test_evaluation_is_exact_and_leaves_no_trace(job: Any, shared_tmp_path: Path) -> None:
+def test_evaluation_is_exact_and_has_no_side_effects(job: Any, shared_tmp_path: Path) -> None:
     own, (x, y) = Own(job, "shuffled"), _data()
     model = job.wrap(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 1)), "fsdp")
     loader = DataLoader(_dataset(), batch_size=5, shuffle=True)
@@ -465,7 +469,7 @@ def test_evaluation_is_exact_and_leaves_no_trace(job: Any, shared_tmp_path: Path
     expected_state = torch.get_rng_state()
     torch.manual_seed(8)
     found = job.evaluate(loader, lambda batch: {"loss": nn.functional.mse_loss(own.model(batch[0]), batch[1])})
-    assert torch.equal(torch.get_rng_state(), expected_state)  # as behind a plain loop
+    assert torch.equal(torch.get_rng_state(), expected_state)  # as after a plain loop
     sums = job.evaluate(loader, lambda batch: ((own.model(batch[0]) - batch[1]).pow(2).sum(), len(batch[0])))
     alone = job.evaluate(lambda: nn.functional.mse_loss(own.model(x), y))
     with torch.no_grad():
@@ -484,7 +488,7 @@ def test_evaluation_is_exact_and_leaves_no_trace(job: Any, shared_tmp_path: Path
 
 
 @pytest.mark.ranks(1, 2, 3)
-def test_validation_between_epochs_leaves_the_order_of_a_plain_program(job: Any, shared_tmp_path: Path) -> None:
+def test_validation_between_epochs_keeps_the_order_of_a_plain_program(job: Any, shared_tmp_path: Path) -> None:
     validation = DataLoader(_dataset(), batch_size=9)
     plain = Plain("shuffled")
     found = []
@@ -509,7 +513,7 @@ def test_validation_between_epochs_leaves_the_order_of_a_plain_program(job: Any,
 
 
 @pytest.mark.ranks(1, 2)
-def test_an_evaluation_by_means_over_targets_is_warned_of(job: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_evaluation_by_means_over_targets_is_warned_about(job: Any, caplog: pytest.LogCaptureFixture) -> None:
     model = job.wrap(nn.Linear(3, 4))
     x, y = torch.randn(12, 3), torch.arange(12) % 4
     y[::3] = -100
@@ -529,7 +533,7 @@ def test_an_evaluation_by_means_over_targets_is_warned_of(job: Any, caplog: pyte
     with torch.no_grad():
         assert exact == pytest.approx(float(mean((x, y))), rel=1e-6)
     assert len(caplog.records) == (job.rank == 0)
-    assert all("leaves out targets (ignore_index = -100)" in one.getMessage() for one in caplog.records)
+    assert all("ignores targets (ignore_index = -100)" in one.getMessage() for one in caplog.records)
 
 
 @pytest.mark.ranks(1, 2)
@@ -544,7 +548,7 @@ def test_an_update_outside_of_the_loop_is_refused(job: Any, shared_tmp_path: Pat
 
 
 @pytest.mark.ranks(1, 2)
-def test_another_dataset_in_the_middle_of_an_epoch_is_told(
+def test_another_dataset_in_the_middle_of_an_epoch_is_warned_about(
     job: Any, shared_tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with pytest.raises(Halt):
@@ -633,7 +637,7 @@ def test_loaders_of_different_lengths_are_named_at_once(job: Any, shared_tmp_pat
 
 
 @pytest.mark.ranks(2)
-def test_orders_that_differ_are_an_error(job: Any, shared_tmp_path: Path) -> None:
+def test_different_orders_on_ranks_are_an_error(job: Any, shared_tmp_path: Path) -> None:
     class Rankwise(Sampler[int]):
         def __iter__(self) -> Iterator[int]:
             return iter(np.random.default_rng(job.rank).permutation(SAMPLES).tolist())
@@ -659,7 +663,7 @@ def test_orders_that_differ_are_an_error(job: Any, shared_tmp_path: Path) -> Non
         (lambda: 7, "cannot be iterated over"),
     ],
 )
-def test_loaders_that_are_refused(job: Any, shared_tmp_path: Path, loader: Any, said: str) -> None:
+def test_unsupported_loaders_are_refused(job: Any, shared_tmp_path: Path, loader: Any, said: str) -> None:
     own = Own(job, "in order")
     with pytest.raises(UsageError, match=said) as found:
         with job.run(own.model, own.optimizer, loader(), checkpoints=str(shared_tmp_path)) as run:
@@ -679,7 +683,7 @@ def test_a_second_loop_is_refused(job: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.ranks(1, 2)
-def test_steps_beyond_a_pass_go_on_with_the_next(job: Any, shared_tmp_path: Path) -> None:
+def test_steps_beyond_an_epoch_continue_with_the_next(job: Any, shared_tmp_path: Path) -> None:
     plain = Plain("shuffled").go(4)
     own = Own(job, "shuffled")
     with job.run(own.model, own.optimizer, own.loader, checkpoints=str(shared_tmp_path), steps=8) as run:
@@ -695,7 +699,7 @@ def test_steps_beyond_a_pass_go_on_with_the_next(job: Any, shared_tmp_path: Path
 
 
 @pytest.mark.ranks(1, 2, 3)
-def test_masks_differ_by_rank_and_the_program_draws_alike(job: Any, shared_tmp_path: Path) -> None:
+def test_dropout_masks_differ_by_rank_and_the_program_draws_equal_numbers(job: Any, shared_tmp_path: Path) -> None:
     own = Own(job, "shuffled")
     drawn, outside = [], []
     with job.run(own.model, own.optimizer, own.loader, checkpoints=str(shared_tmp_path)) as run:
@@ -713,7 +717,7 @@ def test_masks_differ_by_rank_and_the_program_draws_alike(job: Any, shared_tmp_p
 
 @pytest.mark.ranks(1, 2, 3)
 @pytest.mark.parametrize("workers", [0, 1])
-def test_augmentations_belong_to_the_sample_not_to_the_rank(job: Any, shared_tmp_path: Path, workers: int) -> None:
+def test_augmentations_depend_on_the_sample_and_not_on_the_rank(job: Any, shared_tmp_path: Path, workers: int) -> None:
     class Noisy(Dataset[Any]):
         def __len__(self) -> int:
             return 6
@@ -738,12 +742,12 @@ def test_augmentations_belong_to_the_sample_not_to_the_rank(job: Any, shared_tmp
     assert [round(value, 6) for value in everyone[0][2:]] == EXPECTED
 
 
-EXPECTED = [0.823299, 0.15556, 0.809724]  # whatever the ranks and workers
+EXPECTED = [0.823299, 0.15556, 0.809724]  # for any number of ranks and workers
 
 
 @pytest.mark.ranks(2)
 def test_replicas_that_drift_apart_are_not_saved(job: Any, shared_tmp_path: Path) -> None:
-    """The first update is the same on all ranks; noise of each rank's own comes later."""
+    """The first update is the same on all ranks; later ones add different noise on each rank."""
     _seed()
     model = job.wrap(_net(), "ddp")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -1,4 +1,4 @@
-"""Mistakes in people's own pipelines are errors on all ranks: other layers than forward, inputs that cannot be cut."""
+"""Mistakes in pipelines of users, which are errors on all ranks: layers unlike forward, inputs that cannot be split."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def batch(seed: int = 1) -> tuple[Tensor, Tensor]:
 
 
 class Row(nn.Module):
-    """Four layers, and what forward does besides."""
+    """Four layers, and further operations of forward."""
 
     def __init__(self, scale: float = 1.0, dropout: float = 0.0, *, forward: str = "") -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class Row(nn.Module):
         self.calls = 0
 
     def layers(self) -> list[Any]:
-        """Return what forward calls, without the scale and the dropout."""
+        """Return the layers that forward calls, without the scale and the dropout."""
         return [*self.parts, self.norm]
 
     def forward(self, x: Tensor) -> Any:
@@ -86,8 +86,8 @@ def test_layers_that_are_not_the_model_are_an_error_on_all_ranks(job: Any) -> No
 
 
 @pytest.mark.ranks(2)
-def test_the_comparison_leaves_no_trace_and_happens_once(job: Any, told: pytest.LogCaptureFixture) -> None:
-    """Generators, statistics of batch norms and gradients are those of a step that was not compared."""
+def test_the_comparison_has_no_side_effects_and_happens_once(job: Any, told: pytest.LogCaptureFixture) -> None:
+    """Generators, statistics of batch norms and gradients equal those of a step without comparison."""
     found = []
     for checked in (True, False):
         torch.manual_seed(0)
@@ -106,7 +106,7 @@ def test_the_comparison_leaves_no_trace_and_happens_once(job: Any, told: pytest.
 
 
 @pytest.mark.ranks(2)
-def test_dropout_in_one_of_them_only_is_a_warning(job: Any, told: pytest.LogCaptureFixture) -> None:
+def test_dropout_in_only_one_of_layers_and_forward_is_a_warning(job: Any, told: pytest.LogCaptureFixture) -> None:
     step(job, Row(dropout=0.5))
     assert [("agree in evaluation mode and not in training mode" in each.message) for each in told.records] == (
         [True] if job.rank == 0 else []
@@ -114,7 +114,7 @@ def test_dropout_in_one_of_them_only_is_a_warning(job: Any, told: pytest.LogCapt
 
 
 @pytest.mark.ranks(2)
-def test_what_cannot_be_compared_is_told(
+def test_models_that_cannot_be_compared_are_reported(
     job: Any, told: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from hpctrain.parallel.pipeline import compare
@@ -125,7 +125,7 @@ def test_what_cannot_be_compared_is_told(
     step(job, model)
     monkeypatch.setattr(compare, "free_memory", lambda: 1000)
     step(job, Row(scale=1.5))
-    step(job, nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3))))  # is its layers
+    step(job, nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3))))  # a Sequential is its layers
     said = [each.message.removeprefix("layers() is not compared with forward(): ") for each in told.records]
     wanted = ["forward() fails: NotImplementedError", "the model is on the meta device", "the models of this node have"]
     assert len(said) == (len(wanted) if job.rank == 0 else 0)
@@ -133,7 +133,7 @@ def test_what_cannot_be_compared_is_told(
 
 
 @pytest.mark.ranks(2)
-def test_it_is_compared_with_an_example_when_it_is_wrapped_or_not_at_all(job: Any, shared_tmp_path: Path) -> None:
+def test_models_are_compared_at_wrap_with_an_example_or_not_if_checks_are_off(job: Any, shared_tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="does not compute what its forward"):
         job.wrap(Row(scale=1.5), {"pipe": 2}, example=batch()[0])
     for checks in (True, False):
@@ -154,7 +154,7 @@ def test_it_is_compared_with_an_example_when_it_is_wrapped_or_not_at_all(job: An
 
 
 class Drop(nn.Module):
-    """Dropout that remembers where it dropped, of ones."""
+    """Dropout that records its masks, applied to ones."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -182,7 +182,7 @@ def masks(job: Any, steps: int = 2, **settings: Any) -> tuple[Any, list[Tensor]]
 
 @pytest.mark.ranks(2, 4)
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1"])
-def test_stages_and_data_ranks_draw_other_masks_and_the_generators_stay_alike(job: Any, schedule: Any) -> None:
+def test_stages_and_data_ranks_draw_different_masks_and_generators_stay_equal(job: Any, schedule: Any) -> None:
     strategy, mine = masks(job, pipe=2, schedule=schedule)
     assert len(mine) == 2 * 2 * 2, "layers, microbatches and steps"
     everyone = [kept for rank in job.comm.all_gather_object(mine) for kept in rank]
@@ -196,7 +196,7 @@ def test_stages_and_data_ranks_draw_other_masks_and_the_generators_stay_alike(jo
 
 
 @pytest.mark.ranks(2)
-def test_recomputing_draws_the_same_masks(job: Any) -> None:
+def test_recomputation_draws_the_same_masks(job: Any) -> None:
     plain = masks(job, pipe=2)[1]
     twice = masks(job, pipe=2, recompute=True, units=("Drop",))[1]
     assert len(twice) == 2 * len(plain), "each is computed again"
@@ -205,14 +205,14 @@ def test_recomputing_draws_the_same_masks(job: Any) -> None:
 
 
 @pytest.mark.ranks(4)
-def test_tensor_ranks_of_a_stage_draw_alike(job: Any) -> None:
+def test_tensor_ranks_of_a_stage_draw_equal_masks(job: Any) -> None:
     strategy, mine = masks(job, pipe=2, tensor=2, tensor_plan=("0=column", "1=row"))
     line = strategy.mesh.tensor.all_gather_object(mine)
     assert all(torch.equal(one, other) for one, other in zip(*line, strict=True))
 
 
 @pytest.mark.ranks(2)
-def test_without_a_pipeline_masks_are_those_of_the_programs_generator(job: Any) -> None:
+def test_without_a_pipeline_masks_come_from_the_generator_of_the_program(job: Any) -> None:
     model = job.wrap(nn.Sequential(Drop()), "ddp")
     torch.manual_seed(1)
     half = [each[: SAMPLES // 2] for each in batch()]
@@ -225,7 +225,7 @@ def test_without_a_pipeline_masks_are_those_of_the_programs_generator(job: Any) 
 
 
 class Masked(nn.Module):
-    """A layer that takes a mask."""
+    """Layer that takes a mask."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -237,7 +237,7 @@ class Masked(nn.Module):
 
 
 class Chain(nn.Module):
-    """Layers that take a mask."""
+    """Model whose layers take a mask."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -256,14 +256,14 @@ class Chain(nn.Module):
 
 
 class Holder:
-    """An object with a tensor inside."""
+    """Object that contains a tensor."""
 
     def __init__(self) -> None:
         self.mask = torch.ones(SAMPLES, 1)
 
 
 class Scaled(nn.Module):
-    """A layer that the model gives a number."""
+    """Layer that gets a number from the model."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -276,7 +276,7 @@ class Scaled(nn.Module):
 
 
 class Defaults(nn.Module):
-    """A model with a default that its layer does not have."""
+    """Model with a default that its layer does not have."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -321,7 +321,7 @@ REFUSED = {
     "compute was given 8 samples and called the model with 48; under a pipeline the first ": lambda model, _: model(
         X.view(-1, 1)
     ),
-    "compute never called the model; under a pipeline it calls it once": lambda model, _: X.sum(),
+    "compute never called the model; under a pipeline it must call it once": lambda model, _: X.sum(),
 }
 
 
@@ -336,8 +336,8 @@ def test_inputs_that_do_not_fit_are_refused_by_all_ranks(job: Any, shared_tmp_pa
 
 
 @pytest.mark.ranks(2)
-def test_a_matrix_with_as_many_rows_as_samples_is_not_cut(job: Any, shared_tmp_path: Path) -> None:
-    """A mask of all pairs of positions is no input of samples, which its shape alone does not tell."""
+def test_a_matrix_with_as_many_rows_as_samples_is_not_split(job: Any, shared_tmp_path: Path) -> None:
+    """A mask of all pairs of positions has no sample dimension, which its shape alone does not show."""
     model = job.wrap(Chain(), {"pipe": 2})
     run = job.run(model, torch.optim.SGD(model.parameters(), lr=0.1), [batch()], checkpoints=str(shared_tmp_path))
     pairs = torch.ones(SAMPLES, WIDTH)
@@ -350,8 +350,8 @@ def test_a_matrix_with_as_many_rows_as_samples_is_not_cut(job: Any, shared_tmp_p
 
 
 @pytest.mark.ranks(2)
-def test_random_numbers_and_means_of_the_batch_are_no_inputs(job: Any, shared_tmp_path: Path) -> None:
-    """The last stage calls compute again for each microbatch, and would compare with other inputs."""
+def test_random_inputs_and_means_of_the_batch_are_refused(job: Any, shared_tmp_path: Path) -> None:
+    """The last stage calls compute again for each microbatch, which would compare with different inputs."""
     model = job.wrap(Chain(), {"pipe": 2})
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     run = job.run(model, optimizer, [batch()], checkpoints=str(shared_tmp_path))
@@ -376,7 +376,7 @@ def test_stages_with_different_samples_are_an_error(job: Any) -> None:
 
 
 @pytest.mark.ranks(2)
-def test_numbers_of_samples_are_checked(job: Any) -> None:
+def test_numbers_of_samples_must_agree(job: Any) -> None:
     strategy = job.strategy(job.wrap(Chain(), {"pipe": 2}))
     x, y = batch()
     with pytest.raises(UsageError, match="^inputs of 8 samples and targets of 4; allowed are equal numbers of samples"):
@@ -389,7 +389,7 @@ def test_numbers_of_samples_are_checked(job: Any) -> None:
 
 
 @pytest.mark.ranks(2)
-def test_stages_of_equal_time_take_an_example_of_any_form(job: Any) -> None:
+def test_partition_by_time_accepts_examples_of_any_form(job: Any) -> None:
     x, y = batch()
     mask = torch.ones(SAMPLES, 1)
     settings = {"pipe": 2, "partition": "time"}
@@ -405,7 +405,7 @@ def test_stages_of_equal_time_take_an_example_of_any_form(job: Any) -> None:
 
 
 @pytest.mark.ranks(2)
-def test_time_without_an_example_says_what_to_write(job: Any) -> None:
+def test_partition_by_time_without_an_example_is_an_error(job: Any) -> None:
     settings = {"pipe": 2, "partition": "time"}
     with pytest.raises(UsageError, match=r"there is none; write job.wrap\(model, example=inputs\) with what the model"):
         job.wrap(Chain(), settings)

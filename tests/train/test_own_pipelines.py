@@ -1,4 +1,4 @@
-"""People's own models train in a pipeline what a plain loop trains: several inputs, dicts, masks, uneven batches."""
+"""Models of users in a pipeline, compared with a plain loop: several inputs, dicts, masks, uneven batches."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ CLOSE = 1e-6
 
 
 class Embed(nn.Module):
-    """Two sequences of words as vectors."""
+    """Embedding of two sequences of words."""
 
     def __init__(self) -> None:
         super().__init__()
         self.source, self.target = nn.Embedding(WORDS, WIDTH), nn.Embedding(WORDS, WIDTH)
 
     def forward(self, source: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-        """Return both."""
+        """Return both embeddings."""
         return self.source(source), self.target(target)
 
 
 class Encode(nn.Module):
-    """One layer of an encoder, which passes the target on."""
+    """Layer of an encoder, which also returns the target unchanged."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class Encode(nn.Module):
 
 
 class Decode(nn.Module):
-    """One layer of a decoder that attends to the memory where the mask is set."""
+    """Layer of a decoder that attends to the memory where the mask is set."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ class Head(nn.Module):
 
 
 class Translator(nn.Module):
-    """An encoder and a decoder, with a mask that the decoder's layers name."""
+    """Encoder and decoder, with a mask that is an argument of the decoder's layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -97,7 +97,7 @@ class Translator(nn.Module):
 
 
 class Lookup(nn.Module):
-    """Words as vectors, in a dict with what later layers need."""
+    """Embedding of words, in a dict with the inputs of later layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -109,7 +109,7 @@ class Lookup(nn.Module):
 
 
 class Update(nn.Module):
-    """A layer that takes and returns a state: a nested dict with None and a number in it."""
+    """Layer that takes and returns a state: a nested dict with None and a number in it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -124,7 +124,7 @@ class Update(nn.Module):
 
 
 class Mean(nn.Module):
-    """The end of a row of states: two outputs."""
+    """Last layer of a sequence of states, with two outputs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -137,7 +137,7 @@ class Mean(nn.Module):
 
 
 class States(nn.Module):
-    """Layers that pass states on."""
+    """Model whose layers take and return states."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -244,7 +244,7 @@ def endless(batches: DataLoader[Any]) -> Iterator[Any]:
 
 
 def plain(case: str, *, drop_last: bool = False) -> tuple[nn.Module, list[float]]:
-    """Return what a loop of one process trains, and its losses."""
+    """Return the model that a loop of one process trains, and its losses."""
     make, of = CASES[case]
     model = made(make)
     compute, losses = of(model), []
@@ -262,7 +262,7 @@ def plain(case: str, *, drop_last: bool = False) -> tuple[nn.Module, list[float]
 def trained(
     job: Any, folder: Path, case: str, settings: ParallelSettings, *, drop_last: bool = False, accumulate: int = 1
 ) -> tuple[nn.Module, list[float]]:
-    """Return this rank's part of what a run trains, and its losses."""
+    """Return this rank's part of the trained model, and its losses."""
     make, of = CASES[case]
     model = job.wrap(made(make), settings)
     compute, losses = of(model), []
@@ -296,7 +296,7 @@ MESHES = [
 @pytest.mark.few(4)
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 @pytest.mark.parametrize("case", CASES)
-def test_weights_are_those_of_a_plain_loop(job: Any, shared_tmp_path: Path, case: str, mesh: dict[str, Any]) -> None:
+def test_weights_equal_those_of_a_plain_loop(job: Any, shared_tmp_path: Path, case: str, mesh: dict[str, Any]) -> None:
     model, losses = trained(job, shared_tmp_path, case, ParallelSettings(**mesh))
     whole, wanted = plain(case)
     assert losses == pytest.approx(wanted, abs=CLOSE)
@@ -313,7 +313,7 @@ def test_the_same_script_runs_on_one_rank_without_a_pipeline(job: Any, tmp_path:
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("schedule", ["interleaved", "zb-h1"])
-def test_other_schedules_and_parts(job: Any, shared_tmp_path: Path, schedule: Any) -> None:
+def test_other_schedules_equal_a_plain_loop(job: Any, shared_tmp_path: Path, schedule: Any) -> None:
     settings = ParallelSettings(pipe=2, schedule=schedule, recompute=True)
     for case in ("keyword arguments", "nested states"):
         folder = shared_tmp_path / case.replace(" ", "-")
@@ -324,7 +324,7 @@ def test_other_schedules_and_parts(job: Any, shared_tmp_path: Path, schedule: An
 
 
 @pytest.mark.ranks(2, 4)
-def test_uneven_parts_of_uneven_batches(job: Any, shared_tmp_path: Path) -> None:
+def test_uneven_microbatches_equal_a_plain_loop(job: Any, shared_tmp_path: Path) -> None:
     for case in ("encoder and decoder", "sums and counts"):
         model, losses = trained(job, shared_tmp_path / case[:4], case, ParallelSettings(pipe=2), accumulate=3)
         whole, wanted = plain(case)
@@ -333,8 +333,8 @@ def test_uneven_parts_of_uneven_batches(job: Any, shared_tmp_path: Path) -> None
 
 
 @pytest.mark.ranks(2)
-def test_gradients_from_before_stay_as_they_are(job: Any, shared_tmp_path: Path) -> None:
-    """Two batches of sums over other counts, of which the gradients add up, each divided by its own count."""
+def test_earlier_gradients_are_not_scaled(job: Any, shared_tmp_path: Path) -> None:
+    """The gradients of two batches with different counts add up, each divided by its own count."""
     model, whole = job.wrap(made(Translator), ParallelSettings(pipe=2)), made(Translator)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
     batches = list(DataLoader(Sentences(), 6))[:2]
@@ -350,7 +350,7 @@ def test_gradients_from_before_stay_as_they_are(job: Any, shared_tmp_path: Path)
 
 @pytest.mark.ranks(2, 4)
 @pytest.mark.parametrize("pipe", [1, 2])
-def test_evaluation_and_forward_passes(job: Any, pipe: int) -> None:
+def test_evaluation_and_forward_passes_equal_a_plain_loop(job: Any, pipe: int) -> None:
     for case in ("keyword arguments", "nested states"):
         make, of = CASES[case]
         model, whole = job.wrap(made(make), ParallelSettings(pipe=pipe)), made(make)
@@ -370,7 +370,7 @@ def test_evaluation_and_forward_passes(job: Any, pipe: int) -> None:
 def test_forward_backward_takes_tuples_and_dicts_and_returns_the_loss_of_its_samples(
     job: Any, pipe: int, form: str
 ) -> None:
-    """The same loss on all stages, another one on each data rank; gradients are averaged."""
+    """The loss is the same on all stages and differs between data ranks; gradients are averaged."""
     model, whole = job.wrap(made(Translator), ParallelSettings(pipe=pipe)), made(Translator)
     strategy = job.strategy(model)
     batch = next(iter(DataLoader(Sentences(), 8)))

@@ -1,4 +1,4 @@
-"""The sample of a user's own program lives as ``hpctrain train`` does: walltime, STOP, exit codes, the receipt."""
+"""Sample program of a user, which behaves as ``hpctrain train`` does: walltime, STOP, exit codes, receipt."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hpctrain.train.receipt_read import load
 
 PROGRAM = Path(__file__).resolve().parents[2] / "jobs" / "program.py"
 NOBODY = {name: None for name in ("SLURM_JOB_ID", "PBS_JOBID", VARIABLE, FOLDER)}
-# The program, and somebody who puts a file STOP into its folder as soon as it has done some steps.
+# The program, and a thread that writes a file STOP into its folder after some steps.
 STOPPED = f"""
 import pathlib, runpy, sys, threading, time
 folder = pathlib.Path(sys.argv[2])
@@ -34,16 +34,16 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 @pytest.mark.limit(120)
-def test_a_program_from_start_to_finish(launch: Any, tmp_path: Path) -> None:
+def test_a_program_stops_resumes_and_finishes(launch: Any, tmp_path: Path) -> None:
     call = ["--folder", "run"]
-    # The job's end is so near that every step may be the last: saved after the first.
+    # The job's end is so close that the run saves after the first step.
     soon = {**NOBODY, VARIABLE: str(time.time() + 50), FOLDER: "run"}
     first = launch(2, PROGRAM, *call, env=soon, cwd=tmp_path)
-    assert first.returncode == 75 and "saved after step 1, start again to go on" in first.stderr, first
+    assert first.returncode == 75 and "saved after step 1, start again to resume" in first.stderr, first
     assert "job's script watches" not in first.stderr
     assert checkpoints_of(tmp_path / "run") == ["step_00000001.h5"]
 
-    # On one rank without MPI: it goes on all the same.
+    # On one rank without MPI the run also continues.
     other = {**NOBODY, FOLDER: "elsewhere"}
     second = launch(0, STOPPED, *call, "--steps", "10000000", env=other, cwd=tmp_path)
     assert second.returncode == 75 and f"the file {Path('run')/'STOP'}: saved after" in second.stderr, second
@@ -64,13 +64,13 @@ def test_a_program_from_start_to_finish(launch: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("ranks", [0, 2])
-def test_bad_input_has_the_code_that_never_comes_back(launch: Any, tmp_path: Path, ranks: int) -> None:
+def test_bad_input_has_the_exit_code_that_is_not_requeued(launch: Any, tmp_path: Path, ranks: int) -> None:
     result = launch(ranks, PROGRAM, "--folder", "run", "--steps", "0", env=NOBODY, cwd=tmp_path)
     assert result.returncode == 2 and result.stderr.count("a run with steps = 0: must be at least 1") == 1, result
     assert result.stderr.count("Traceback") == 1 and not (tmp_path / "run").exists()
 
 
-def test_the_receipt_says_who_it_was(launch: Any, tmp_path: Path) -> None:
+def test_the_receipt_names_job_and_start(launch: Any, tmp_path: Path) -> None:
     code = f"import sys; sys.argv = ['x', '--folder', 'run', '--steps', '1']; exec(open({str(PROGRAM)!r}).read())"
     job = {**NOBODY, "SLURM_JOB_ID": "77", "SLURM_RESTART_COUNT": "2", VARIABLE: str(time.time() + 3600)}
     result = launch(0, code + "\n", env=job, cwd=tmp_path)

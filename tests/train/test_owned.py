@@ -1,4 +1,4 @@
-"""Parameters that an optimizer holds beside the model: adopted where their module was wrapped, else named at once."""
+"""Parameters that an optimizer holds besides the model: adopted if their module was wrapped, else an error."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def optimizer_of(*things: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(sum(held, []), lr=0.1)
 
 
-def test_all_of_them_are_named_in_one_error() -> None:
+def test_all_foreign_parameters_are_named_in_one_error() -> None:
     model, loss, loose = nn.Linear(2, 2), CenterLoss(), nn.Parameter(torch.zeros(4))
     optimizers = {"a": optimizer_of(model, loss), "b": optimizer_of(loose)}
     with pytest.raises(UsageError) as caught:
@@ -49,7 +49,7 @@ def test_all_of_them_are_named_in_one_error() -> None:
         check_owned(many, {"": model})
 
 
-def test_those_of_the_models_are_right() -> None:
+def test_parameters_of_the_models_are_accepted() -> None:
     model, loss = nn.Linear(2, 2), CenterLoss()
     check_owned({"": optimizer_of(model)}, {"": model})
     check_owned({"": optimizer_of(model, loss)}, {"model": model, "criterion": loss})

@@ -1,4 +1,4 @@
-"""Things that a run saves besides models: each goes on from a checkpoint as if it had never stopped."""
+"""States that a run saves besides models: each resumes from a checkpoint bit for bit."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Meter:
 
 
 class Program:
-    """A program with something of every kind in its states."""
+    """Program with a state of every kind."""
 
     def __init__(self, seed: int) -> None:
         torch.manual_seed(seed)
@@ -71,7 +71,7 @@ class Program:
         }
 
     def step(self) -> list[Any]:
-        """Train a step; return numbers that depend on every state."""
+        """Train one step; return numbers that depend on every state."""
         inputs = torch.randn(4, 2, generator=self.noise)
         loss = self.model(inputs).square().mean() + self.penalty.sum()
         self.optimizer.zero_grad()
@@ -107,7 +107,7 @@ def write(job: Any, of: TrainState) -> Path:
 
 
 @pytest.mark.ranks(1, 2)
-def test_everything_goes_on_bit_for_bit(job: Any, shared_tmp_path: Path) -> None:
+def test_all_states_resume_bit_for_bit(job: Any, shared_tmp_path: Path) -> None:
     one = Program(1)
     for _ in range(3):
         one.step()
@@ -126,22 +126,22 @@ def test_everything_goes_on_bit_for_bit(job: Any, shared_tmp_path: Path) -> None
 
 
 @pytest.mark.ranks(1, 2)
-def test_what_cannot_be_stored_is_refused_without_a_write(job: Any, shared_tmp_path: Path) -> None:
+def test_states_that_cannot_be_stored_are_refused_before_a_write(job: Any, shared_tmp_path: Path) -> None:
     odd = state(job, Program(1), shared_tmp_path / "a", odd={"y": [1, 2, lambda: 0]})
     with pytest.raises(UsageError, match=r'^states\["odd"\]\["y"\]\[2\] is a function; allowed are') as caught:
         odd.check_storable()
     assert caught.value.everywhere and not (shared_tmp_path / "a").exists()
 
 
-def test_what_cannot_be_filled_is_refused(job: Any, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r'states\["epoch"\] is 3, which a resume cannot give back.*into a dict'):
+def test_states_that_cannot_be_restored_are_refused(job: Any, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r'states\["epoch"\] is 3, which a resume cannot restore.*into a dict'):
         state(job, Program(1), tmp_path, epoch=3).check_storable()
     state(job, Program(1), tmp_path, epoch={"value": 3}).check_storable()
     with pytest.raises(UsageError, match=r'states\["x"\] is an object; .*, and objects with state_dict and load_state'):
         state(job, Program(1), tmp_path, x=object()).check_storable()
 
 
-def test_tables_and_tuples_of_other_classes(tmp_path: Path) -> None:
+def test_other_classes_of_dicts_and_tuples_are_restored(tmp_path: Path) -> None:
     pair = namedtuple("pair", "a b")(torch.zeros(1), torch.zeros(2))
     table = OrderedDict(count=1, items=[1, 2], pair=pair)
     saved = {"pair": (torch.ones(1), torch.ones(2)), "count": 5, "items": [3, 4, 5], "more": "x"}
@@ -171,8 +171,8 @@ def test_a_state_that_does_not_fit_is_named(job: Any, tmp_path: Path) -> None:
         ({"a": nn.Linear(1, 1)}, {}, "s: the checkpoint has no state of 'a'"),
         ([torch.zeros(1), torch.zeros(1)], [torch.zeros(1)], "s has 2 items and 1 in the checkpoint"),
         ((1,), (2,), r"s\[0\] is 2 in the checkpoint: a tuple cannot change it"),
-        (nn.Linear(1, 1), {"weight": torch.zeros(2, 2)}, "s does not take its state back: RuntimeError"),
-        (torch.Generator(), 3, "s does not take its state back"),
+        (nn.Linear(1, 1), {"weight": torch.zeros(2, 2)}, "s cannot load its state: RuntimeError"),
+        (torch.Generator(), 3, "s cannot load its state"),
         (np.zeros(2), np.zeros(3), r"s is shape \(3,\) in the checkpoint and has shape \(2,\)"),
     ):
         with pytest.raises(CheckpointError, match=message):
@@ -180,7 +180,7 @@ def test_a_state_that_does_not_fit_is_named(job: Any, tmp_path: Path) -> None:
 
 
 def test_files_of_format_1_2_load(job: Any, tmp_path: Path) -> None:
-    """Their states are JSON alone: text for keys, lists for tuples, no counters."""
+    """Their states are JSON only: text for keys, lists for tuples, no counters."""
     model = nn.Linear(1, 1)
     one = torch.optim.SGD(model.parameters(), lr=0.1)
     schedule = lr_scheduler.MultiStepLR(one, [2, 3, 3], 0.5)
@@ -196,7 +196,7 @@ def test_files_of_format_1_2_load(job: Any, tmp_path: Path) -> None:
     assert like(old["loader"], {"order": (0, 0)}) == {"order": (1, 2)}
 
 
-def test_tensors_go_to_the_device_of_the_present_ones_and_keep_their_type() -> None:
+def test_tensors_move_to_the_device_of_the_present_ones_and_keep_their_dtype() -> None:
     present = {"a": torch.zeros(1, device="meta"), 2: (torch.zeros(1),)}
     found = like({"a": torch.ones(1, dtype=torch.float64), 2: (torch.ones(2, dtype=torch.int8),)}, present)
     assert found["a"].device.type == "meta" and found["a"].dtype == torch.float64

@@ -1,4 +1,4 @@
-"""A run's folder that somebody has prepared: no file outside of it is written, no history is lost."""
+"""Folders of runs prepared with links: no file outside of the folder is written, no history is lost."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_records_are_not_written_through_links(tmp_path: Path, precious: Path, d
     assert not any((folder / name).is_symlink() for name in RECORDS)
 
 
-def test_metrics_do_not_grow_through_a_second_name(tmp_path: Path, precious: Path) -> None:
+def test_metrics_are_not_written_through_hard_links(tmp_path: Path, precious: Path) -> None:
     (tmp_path / "metrics.jsonl").hardlink_to(precious)
     metrics = Metrics(tmp_path, 0)
     metrics.write({"step": 1})

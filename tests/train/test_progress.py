@@ -1,4 +1,4 @@
-"""Progress: a bar on a terminal, lines elsewhere, nothing on other ranks; by a clock that the test turns."""
+"""Progress: a bar on a terminal, lines otherwise, nothing on other ranks; with a clock that the test sets."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
     yield now
 
 
-def test_a_line_now_and_then(clock: list[float], capsys: pytest.CaptureFixture[str]) -> None:
+def test_lines_are_written_at_intervals(clock: list[float], capsys: pytest.CaptureFixture[str]) -> None:
     configure()
     bar = Progress(10, 110, 5000, shown=True)
     for step in range(11, 111):
@@ -34,20 +34,20 @@ def test_a_line_now_and_then(clock: list[float], capsys: pytest.CaptureFixture[s
     bar.close()
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 100 / LINE_EVERY
-    assert lines[0] == "step 20/110  loss 20.0  validation 3.5  tokens/s 50  left 1:30"
-    assert lines[-1] == "step 110/110  loss 110.0  validation 3.5  tokens/s 50  left 0:00"
+    assert lines[0] == "step 20/110  loss 20.0  validation 3.5  tokens/s 50  ETA 1:30"
+    assert lines[-1] == "step 110/110  loss 110.0  validation 3.5  tokens/s 50  ETA 0:00"
 
 
-def test_the_last_step_has_a_line_however_fast(clock: list[float], capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_last_step_always_has_a_line(clock: list[float], capsys: pytest.CaptureFixture[str]) -> None:
     configure()
     bar = Progress(0, 2, 0, shown=True)
     clock[0] += 0.5
     bar.update(1, 0, {})
     bar.update(2, 0, {"loss": "1"})
-    assert capsys.readouterr().err == "step 2/2  loss 1  left 0:00\n"
+    assert capsys.readouterr().err == "step 2/2  loss 1  ETA 0:00\n"
 
 
-def test_samples_per_second_where_there_are_no_tokens(
+def test_samples_per_second_are_shown_without_tokens(
     clock: list[float], capsys: pytest.CaptureFixture[str]
 ) -> None:
     configure()
@@ -56,11 +56,11 @@ def test_samples_per_second_where_there_are_no_tokens(
         clock[0] += 0.5
         bar.update(step, 0, shown({"step": step, "loss": 1.0, "samples": 8 * step}))
     lines = capsys.readouterr().err.splitlines()
-    assert lines[0] == "step 30/110  loss 1.0000  samples/s 16  left 0:40"
-    assert lines[-1] == "step 110/110  loss 1.0000  samples/s 16  left 0:00"
+    assert lines[0] == "step 30/110  loss 1.0000  samples/s 16  ETA 0:40"
+    assert lines[-1] == "step 110/110  loss 1.0000  samples/s 16  ETA 0:00"
 
 
-def test_without_an_end_there_is_no_time_left(clock: list[float], capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_last_step_no_remaining_time_is_shown(clock: list[float], capsys: pytest.CaptureFixture[str]) -> None:
     configure()
     bar = Progress(0, None, 0, shown=True)
     clock[0] += LINE_EVERY
@@ -77,23 +77,23 @@ def test_other_ranks_are_silent(clock: list[float], capsys: pytest.CaptureFixtur
     assert capsys.readouterr().err == ""
 
 
-def test_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bar_is_shown_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     leader, follower = pty.openpty()
     fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("4H", 24, 100, 0, 0))  # rows, columns
     with open(follower, "w") as terminal:
         monkeypatch.setattr(sys, "stderr", terminal)
         bar = Progress(2, 4, 0, shown=True)
         bar.update(3, 10, {"loss": "1.25"})
-        bar.update(1, 10, {})  # a run that went back
+        bar.update(1, 10, {})  # a run that was rolled back
         bar.update(4, 10, {})
         bar.close()
         said = ""
-        while not said.endswith("\n"):  # the terminal hands its output out in pieces
+        while not said.endswith("\n"):  # the terminal returns its output in pieces
             said += os.read(leader, 65536).decode()
     os.close(leader)
     assert "2/4" in said and "4/4" in said and "loss=1.25" in said and "tokens/s=" in said and "\n" not in said[:-1]
 
 
-def test_what_is_shown_of_a_step() -> None:
+def test_values_of_a_step_are_formatted() -> None:
     assert shown({"step": 3, "loss": 1.23456, "grad_norm": 2.0}) == {"loss": "1.2346"}
     assert shown({"validation_loss": 2.0, "loss": float("nan")}) == {"loss": "nan", "validation": "2.0000"}

@@ -1,4 +1,4 @@
-"""``run.json``: every attempt and how it ended, never torn, nothing of an older one lost."""
+"""``run.json``: every attempt and its end, written atomically, without loss of older attempts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hpctrain.train import last_words
 from hpctrain.train.receipt import NAME, Receipt, history, read
 
 
-def test_an_attempt_from_its_beginning_to_its_end(tmp_path: Path) -> None:
+def test_an_attempt_is_recorded_from_start_to_end(tmp_path: Path) -> None:
     receipt = Receipt(tmp_path, {"torch": "9.9", "first_step": 1})
     assert read(tmp_path)["status"] == "running"
     receipt.update(step=5)
@@ -29,7 +29,7 @@ def test_an_attempt_from_its_beginning_to_its_end(tmp_path: Path) -> None:
     assert attempt["started"] <= attempt["ended"] and attempt["started"].endswith("Z")
 
 
-def test_one_that_did_not_come_to_its_end_was_killed(tmp_path: Path) -> None:
+def test_an_attempt_without_an_end_was_killed(tmp_path: Path) -> None:
     Receipt(tmp_path, {}).end("stopped", reason="SIGUSR1")
     Receipt(tmp_path, {}).update(step=5)
     Receipt(tmp_path, {}).end("finished")
@@ -39,7 +39,7 @@ def test_one_that_did_not_come_to_its_end_was_killed(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == [NAME]
 
 
-def test_what_another_rank_has_left_says_why_the_job_ended(tmp_path: Path) -> None:
+def test_the_failure_record_of_another_rank_is_the_reason(tmp_path: Path) -> None:
     Receipt(tmp_path, {"first_step": 1})
     last_words.LastWords(tmp_path, 3).say("\nKeyError: 'a'\nand more", 7)
     Receipt(tmp_path, {"first_step": 1})
@@ -50,20 +50,20 @@ def test_what_another_rank_has_left_says_why_the_job_ended(tmp_path: Path) -> No
     assert read(tmp_path)["attempts"][1]["status"] == "killed", "what was left counts once"
 
 
-def test_words_of_before_an_attempt_are_not_its_own(tmp_path: Path) -> None:
+def test_an_older_failure_record_is_not_the_reason(tmp_path: Path) -> None:
     Receipt(tmp_path, {}, started=time.time() + 100)
     last_words.LastWords(tmp_path, 3).say("KeyError: 'a'", 7)
     Receipt(tmp_path, {})
     assert read(tmp_path)["attempts"][0]["status"] == "killed"
 
 
-def test_one_that_goes_back_says_so(tmp_path: Path) -> None:
+def test_a_rollback_is_recorded(tmp_path: Path) -> None:
     receipt = Receipt(tmp_path, {"first_step": 5}, started=1000.0)
     rows = [{"step": step, "step_seconds": 0.5, "unix_time": 1000.0 + step} for step in range(5, 10)]
     receipt.rewind(rows, 7)
     (attempt,) = read(tmp_path)["attempts"]
     assert (attempt["step"], attempt["repeated_steps"], attempt["repeated_seconds"]) == (7, 2, 1.0)
-    receipt.rewind(rows, 3)  # further back than where it began
+    receipt.rewind(rows, 3)  # before the first step of the attempt
     assert read(tmp_path)["attempts"][0]["first_step"] == 4
 
 
@@ -77,7 +77,7 @@ OLD: dict[str, Any] = {
 }
 
 
-def test_what_an_earlier_version_wrote_stays(tmp_path: Path) -> None:
+def test_receipts_of_earlier_versions_are_kept(tmp_path: Path) -> None:
     (tmp_path / NAME).write_text(json.dumps(OLD))
     Receipt(tmp_path, {"first_step": 10}).end("finished")
     assert read(tmp_path)["attempts"][:2] == OLD["attempts"]
@@ -101,7 +101,7 @@ def test_a_damaged_receipt_is_moved_aside_and_named(
     assert aside.read_text() == text and aside.name in caplog.text
 
 
-def test_a_receipt_that_cannot_be_read_now_is_an_error(tmp_path: Path) -> None:
+def test_an_unreadable_receipt_is_an_error(tmp_path: Path) -> None:
     assert history(tmp_path) == [], "not there is empty"
     os.mkfifo(tmp_path / NAME)
     with pytest.raises(UsageError, match="cannot read the history of the run in .*: it is not a regular file"):
@@ -109,7 +109,7 @@ def test_a_receipt_that_cannot_be_read_now_is_an_error(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == [NAME]
 
 
-def test_a_write_that_fails_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_write_leaves_the_old_receipt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     receipt = Receipt(tmp_path, {})
     before = (tmp_path / NAME).read_text()
     monkeypatch.setattr(os, "rename", _fail)

@@ -1,4 +1,4 @@
-"""The picture of a receipt: a row an attempt, at its place along the clock, parts as long as they were."""
+"""Figure of a receipt: one row per attempt at its time of day, with parts of true length."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ def _receipts(folder: Path, **more: Any) -> Any:
     return load([folder])
 
 
-def test_bars_are_where_and_as_long_as_they_were(tmp_path: Path) -> None:
+def test_bars_have_the_true_position_and_length(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     from hpctrain.train.receipt_picture import figure
 
     (axis,) = figure(_receipts(tmp_path / "a", repeated_steps=2, repeated_seconds=200.0)).axes
     bars = [bar.get_paths()[0].get_extents() for bar in axis.collections]
     minutes = [(round(bar.x0 * 60), round(bar.width * 60)) for bar in bars]
-    first = [(0, 100), (100, 500), (600, 50), (650, 150), (800, 200)]  # start-up, useful, saves, other, repeated
+    first = [(0, 100), (100, 500), (600, 50), (650, 150), (800, 200)]  # startup, useful, saves, other, repeated
     assert minutes == [*first, *((start + 4000, width) for start, width in first)]
     assert axis.get_xlabel() == "minutes since the first start" and len(axis.get_yticks()) == 2
-    assert axis.get_title(loc="left") == "50% of 0.556 node-hours went into steps that count"
+    assert axis.get_title(loc="left") == "50% of 0.556 node-hours went into useful steps"
 
 
-def test_units_follow_the_length(tmp_path: Path) -> None:
+def test_units_depend_on_the_duration(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     from hpctrain.train.receipt_picture import figure
 

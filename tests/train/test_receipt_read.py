@@ -1,4 +1,4 @@
-"""A receipt read back: three attempts of a run in real processes and files, and what a reader must not be told."""
+"""Reading of receipts: attempts of a run with real processes and files, and statuses that must not be wrong."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from hpctrain.train.last_words import LastWords
 from hpctrain.train.receipt_read import load, runs_in
 from hpctrain.train.receipt_text import summary, text, to_json, totals
 
-SECONDS = 0.25  # of a step, as the rows say; nothing here takes that long
+SECONDS = 0.25  # per step, according to the rows; the tests do not wait that long
 
 
 class Life:
-    """Play a run: its rank 0 keeps the books, and the test keeps count of what is kept and what is lost."""
+    """Simulated run: its rank 0 writes the records, and the test counts the steps that are kept and lost."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.books = folder, Books(folder, None)
@@ -39,7 +39,7 @@ class Life:
             self.books.record({"step": number, "step_seconds": SECONDS, "tokens": 100 * number})
 
     def kill(self) -> None:
-        """Leave everything as a SIGKILL does: the lock stays, and its process is no more."""
+        """Leave the state after a SIGKILL: the lock stays, and its process is gone."""
         assert self.books._metrics is not None
         self.books._metrics.close()
         path = self.folder / lock.NAME
@@ -51,7 +51,7 @@ def life(tmp_path: Path) -> Iterator[Life]:
     yield Life(tmp_path)
 
 
-def test_three_attempts(life: Life) -> None:
+def test_three_attempts_are_read(life: Life) -> None:
     life.start(0, cpus=4)
     life.steps(1, 2, 3, 4)
     life.books.waited(0.5)
@@ -61,7 +61,7 @@ def test_three_attempts(life: Life) -> None:
     (killed,) = load([life.folder])[0].attempts
     assert (killed.status, killed.last_step, killed.steps, killed.repeated_steps) == ("killed", 6, 4, 2)
     assert (killed.useful, killed.repeated, killed.saves) == (4 * SECONDS, 2 * SECONDS, 0.5)
-    assert killed.why == "killed: it never came to say; last seen after step 6"
+    assert killed.why == "killed (no exit record); last recorded step 6"
 
     life.start(4, nodes=3, cpus=12, job_id="7", restart_count=2)
     assert load([life.folder])[0].attempts[0] == killed, "settled by the next start as the reader did"
@@ -89,10 +89,10 @@ def test_three_attempts(life: Life) -> None:
     assert together.cpu_hours is None, "the third attempt does not say"
 
 
-def test_one_that_failed_loses_what_no_checkpoint_holds(life: Life) -> None:
+def test_a_failed_attempt_loses_steps_after_its_last_checkpoint(life: Life) -> None:
     life.start(0)
     life.steps(1, 2, 3)
-    life.books.saved(2, 0.1)  # written in the background while step 3 was done
+    life.books.saved(2, 0.1)  # written in the background during step 3
     life.steps(4)
     life.books.close("failed", 4, "KeyError: 'a'", 0)
     (one,) = load([life.folder])[0].attempts
@@ -103,7 +103,7 @@ def test_one_that_failed_loses_what_no_checkpoint_holds(life: Life) -> None:
     life.kill()
 
 
-def test_one_that_was_killed_before_its_first_checkpoint_has_done_nothing_that_counts(life: Life) -> None:
+def test_an_attempt_killed_before_its_first_checkpoint_has_no_useful_steps(life: Life) -> None:
     life.start(3)
     life.steps(4, 5)
     life.kill()
@@ -111,7 +111,7 @@ def test_one_that_was_killed_before_its_first_checkpoint_has_done_nothing_that_c
     assert (one.steps, one.repeated_steps, one.tokens, one.samples, one.useful) == (0, 2, 0, 0, 0.0)
 
 
-def test_a_rank_that_ended_the_job_is_heard(life: Life) -> None:
+def test_the_rank_that_ended_the_job_is_named(life: Life) -> None:
     life.start(0)
     life.steps(1)
     LastWords(life.folder, 3).say("RuntimeError: no more", 2)
@@ -119,17 +119,17 @@ def test_a_rank_that_ended_the_job_is_heard(life: Life) -> None:
     assert load([life.folder])[0].attempts[0].why == "failed on rank 3: RuntimeError: no more"
 
 
-def test_one_that_runs(life: Life) -> None:
+def test_a_running_attempt_is_read(life: Life) -> None:
     life.start(0)
     life.steps(1, 2, 3)
     (one,) = load([life.folder])[0].attempts
-    assert one.status == "running" and one.why.startswith("running, last seen ") and one.why.endswith("after step 3")
+    assert one.status == "running" and one.why.startswith("running, last recorded ") and one.why.endswith("after step 3")
     assert (one.steps, one.repeated_steps, one.tokens) == (3, 0, 300)
     path = life.folder / lock.NAME
     own = json.loads(path.read_text())
     for there, status in (
-        ({**own, "host": "elsewhere"}, "killed"),  # another job has taken the folder over
-        ({**own, "started": 1}, "killed"),  # the process is another by now
+        ({**own, "host": "elsewhere"}, "killed"),  # another job has taken over the folder
+        ({**own, "started": 1}, "killed"),  # the process id belongs to another process now
         (own, "running"),
     ):
         path.write_text(json.dumps(there))
@@ -142,7 +142,7 @@ def test_one_that_runs(life: Life) -> None:
     life.books.close("finished", 3, None)
 
 
-def test_slurm_knows_of_an_end_and_of_energy(life: Life) -> None:
+def test_end_and_energy_are_queried_from_slurm(life: Life) -> None:
     asked: list[set[str]] = []
 
     def ask(jobs: set[str]) -> dict[str, Account]:
@@ -155,7 +155,7 @@ def test_slurm_knows_of_an_end_and_of_energy(life: Life) -> None:
         receipts = load([life.folder], {"slurm": ask})
         assert receipts[0].status == status and receipts[0].joules == 7.2e6
     assert asked == [{"7"}, {"7"}]
-    assert "2 kWh, says sacct" in text(receipts)[-1] and to_json(receipts)["totals"]["joules"] == 7.2e6
+    assert "2 kWh (sacct)" in text(receipts)[-1] and to_json(receipts)["totals"]["joules"] == 7.2e6
     life.books.close("finished", 1, None)
     asked.clear()
     other = Life(life.folder / "other")
@@ -164,15 +164,15 @@ def test_slurm_knows_of_an_end_and_of_energy(life: Life) -> None:
     other.books.close("finished", 1, None)
     load([life.folder, other.folder], {"slurm": ask})
     assert asked == [{"7", "8"}], "once for all runs"
-    assert summary(life.folder) is not None and len(asked) == 1, "a run that ends asks nobody"
+    assert summary(life.folder) is not None and len(asked) == 1, "no query for a run that has ended"
 
 
 @pytest.mark.parametrize(
     "state, status",
     [("R", "running"), ("E", "running"), ("F", "killed"), ("Q", "killed"), ("unknown to PBS", "killed")],
 )
-def test_pbs_knows_of_an_end(life: Life, state: str, status: str) -> None:
-    """A job that waits to run again has ended its attempt; one that PBS has forgotten, too."""
+def test_the_end_is_queried_from_pbs(life: Life, state: str, status: str) -> None:
+    """The attempt of a queued job has ended, and that of a job unknown to PBS as well."""
     life.start(0, job_id="7.server", scheduler="pbs")
     life.steps(1)
     asked: list[set[str]] = []
@@ -197,7 +197,7 @@ OLD = {
 }
 
 
-def test_a_receipt_of_an_earlier_version(tmp_path: Path) -> None:
+def test_a_receipt_of_an_earlier_version_is_read(tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text(json.dumps(OLD))
     steps = [{"step": step, "step_seconds": 10.0} for step in range(1, 6)]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in steps))
@@ -206,7 +206,7 @@ def test_a_receipt_of_an_earlier_version(tmp_path: Path) -> None:
     assert two.elapsed == 3600 and two.node_hours == 2.0 and two.tokens is two.samples is two.cpus is None
 
 
-def test_what_is_no_run(tmp_path: Path) -> None:
+def test_a_folder_without_a_receipt_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="gone holds no run.json that can be read: there is no such folder"):
         load([tmp_path / "gone"])
     with pytest.raises(UsageError, match="from its first start on"):
@@ -214,7 +214,7 @@ def test_what_is_no_run(tmp_path: Path) -> None:
     assert summary(tmp_path) is None
 
 
-def test_an_array_is_its_tasks(tmp_path: Path) -> None:
+def test_an_array_is_read_as_its_tasks(tmp_path: Path) -> None:
     for name in ("10", "9", "b"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "run.json").write_text(json.dumps(OLD))
@@ -225,7 +225,7 @@ def test_an_array_is_its_tasks(tmp_path: Path) -> None:
     assert lines[3].split() == [str(tmp_path / "9"), "2", "5", "2", "0%", "finished"]
 
 
-def test_reading_takes_neither_torch_nor_mpi(tmp_path: Path) -> None:
+def test_reading_needs_neither_torch_nor_mpi(tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text(json.dumps(OLD))
     code = (
         "import sys; from hpctrain.cli.main import main; main(['receipt', sys.argv[1]]); "

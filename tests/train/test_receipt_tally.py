@@ -1,4 +1,4 @@
-"""What the time of an attempt goes into, counted against a clock that the test moves."""
+"""Time of an attempt by category, with a clock that the test sets."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from hpctrain.train.receipt_tally import Tally, process_age
 
 
-def test_every_second_has_its_place() -> None:
+def test_every_second_has_a_category() -> None:
     now = [100.0]
     tally = Tally(age=4.0, clock=lambda: now[0])
 
@@ -26,7 +26,7 @@ def test_every_second_has_its_place() -> None:
         tally.step({"step": step, "step_seconds": 3.0, "tokens": 10 * step})
     pass_(0.5)
     tally.waited(0.5)
-    pass_(1.0)  # nobody's
+    pass_(1.0)  # in no category
     facts = tally.facts()
     assert not tally.is_starting and facts == {
         "elapsed_seconds": 13.5,
@@ -52,13 +52,13 @@ def test_a_wait_before_the_first_step_is_not_counted_twice() -> None:
     assert tally.facts()["startup_seconds"] == 3.0 and "tokens" not in tally.facts()
 
 
-def test_the_first_attempt_of_a_process_begins_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_attempt_of_a_process_starts_with_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Tally, "_first_taken", False)
     assert Tally().elapsed == pytest.approx(process_age(), abs=1.0)
     assert Tally().elapsed < 1.0
 
 
-def test_the_age_of_a_process() -> None:
+def test_the_age_of_a_process_is_measured() -> None:
     code = "import time; from hpctrain.train.receipt_tally import process_age; time.sleep(0.3); print(process_age())"
     began = time.monotonic()
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

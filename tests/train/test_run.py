@@ -1,4 +1,4 @@
-"""The main job: the same curve on any number of ranks as a plain loop, and after a kill as without one."""
+"""Whole runs: the loss curve of a plain loop on any number of ranks, and no change by a kill and a resume."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def project(shared_tmp_path: Path, comm: Any, monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.ranks(1, 2, 3, 4)
 @pytest.mark.parametrize("accumulate", [1, 2])
-def test_the_curve_is_that_of_a_plain_loop(project: Path, comm: Any, accumulate: int) -> None:
+def test_the_loss_curve_equals_that_of_a_plain_loop(project: Path, comm: Any, accumulate: int) -> None:
     if 12 % (comm.size * accumulate):
         pytest.skip("a batch of 12 has no such pieces")
     words = [f"train.steps={STEPS}", f"train.accumulate={accumulate}", "run.folder=out"]
@@ -61,7 +61,7 @@ def test_the_curve_is_that_of_a_plain_loop(project: Path, comm: Any, accumulate:
 
 
 @pytest.mark.ranks(1, 2)
-def test_what_a_run_leaves_in_its_folder(project: Path, comm: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_leaves_its_files_in_its_folder(project: Path, comm: Any, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["train.steps=7", "checkpoint.every=3", "train.evaluate_every=5", "run.folder=out"]
     train(load("tiny.toml", words))
     said = capsys.readouterr().out
@@ -81,9 +81,9 @@ def test_what_a_run_leaves_in_its_folder(project: Path, comm: Any, capsys: pytes
         assert list(file["train/loss"][()]) == [row["loss"] for row in rows]
         assert list(file["train/validation_step"][()]) == [5, 7]
     assert (said.count("run folder       out") == 1) == (comm.rank == 0) and bool(said) == (comm.rank == 0)
-    assert ("node-hours went into steps that count, in 1 attempt\n" in said) == (comm.rank == 0)
+    assert ("node-hours went into useful steps, in 1 attempt\n" in said) == (comm.rank == 0)
 
-    train(load("tiny.toml", words))  # again
+    train(load("tiny.toml", words))  # the second time
     comm.barrier()
     assert ("out is finished: 7 steps are done" in capsys.readouterr().out) == (comm.rank == 0)
     assert metrics_of(project / "out") == rows
@@ -109,7 +109,7 @@ def test_what_a_run_leaves_in_its_folder(project: Path, comm: Any, capsys: pytes
         (["run.device=cuda"], "no GPU is visible to this rank"),
     ],
 )
-def test_bad_input_is_refused_with_nothing_written(project: Path, comm: Any, words: list[str], said: str) -> None:
+def test_bad_input_is_refused_before_any_write(project: Path, comm: Any, words: list[str], said: str) -> None:
     import torch
 
     if "run.device=cuda" in words and torch.cuda.is_available():
@@ -137,7 +137,7 @@ HPCTRAIN = "import sys; from hpctrain.cli.main import main; sys.exit(main())\n"
 
 @pytest.mark.slow
 @pytest.mark.limit(120)
-def test_a_kill_and_a_resume_change_no_bit(launch: Any, tmp_path: Path) -> None:
+def test_a_kill_and_a_resume_change_no_bit_of_the_result(launch: Any, tmp_path: Path) -> None:
     """24 steps at once, and 24 with a SIGKILL of a rank in step 14 and a signal to the launcher in step 19."""
     config = make_project(tmp_path)
     words = ["--set", "train.steps=24", "--set", "checkpoint.every=8", "--set", "model.options.dropout=0.3"]

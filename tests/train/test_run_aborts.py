@@ -1,4 +1,4 @@
-"""A rank comes to harm in step 7 of a run: the job ends soon, the reason is said once, the last checkpoint is whole."""
+"""Failure of a rank in step 7 of a run: the job ends soon, prints the reason once, and keeps the last checkpoint."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ def before(step, batch):
         {what}
 
 Training(job, sys.argv[1], make_batches(10), every=5).go(before)
-print("came to its end")
+print("reached its end")
 """
 
 
 @dataclass(frozen=True)
 class Harm:
-    """Say what a rank does, what is printed of it once (nothing where there is nobody to), what the receipt says."""
+    """Code that a rank executes, the pattern printed once (empty if no process can), and the receipt's reason."""
 
     what: str
     says: str
@@ -41,7 +41,7 @@ class Harm:
     rank: int = 1
 
 
-DIED = "killed: it never came to say; last seen after step 6"
+DIED = "killed (no exit record); last recorded step 6"
 HARMS = {
     "exception": Harm(
         "raise RuntimeError('no more')",
@@ -74,13 +74,13 @@ HARMS = {
 
 @pytest.mark.few(3)
 @pytest.mark.parametrize("name", HARMS)
-def test_a_rank_comes_to_harm(launch: Any, tmp_path: Path, name: str) -> None:
+def test_a_failing_rank_ends_the_run(launch: Any, tmp_path: Path, name: str) -> None:
     harm, folder = HARMS[name], tmp_path / "run"
     program = RUN.format(what=harm.what, rank=harm.rank)
     result = launch(2, program, folder, Path(__file__).resolve().parents[1], timeout=50)
     began = re.search(r"harm at (\S+)\n", result.stdout)
     assert began and 0 < result.ended - float(began[1]) < 10 and not result.survivors, result
-    assert result.returncode != 0 and "came to its end" not in result.stdout, result
+    assert result.returncode != 0 and "reached its end" not in result.stdout, result
 
     for once in filter(None, ("hpctrain: " + harm.says if harm.says else "", harm.traceback)):
         assert len(re.findall(once, result.stderr)) == 1, result

@@ -1,4 +1,4 @@
-"""Whole runs on arrays: classes or floats as targets, samples instead of tokens, a wrong loss refused."""
+"""Whole runs on arrays: classes or floats as targets, samples instead of tokens, refusal of a wrong loss."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def plain_losses() -> list[float]:
 
 
 @pytest.mark.ranks(1, 2)
-def test_floats_by_mse(project: Path, comm: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_float_targets_train_by_mse(project: Path, comm: Any, capsys: pytest.CaptureFixture[str]) -> None:
     train(load("arrays.toml"))
     said = capsys.readouterr()
     comm.barrier()
@@ -135,7 +135,7 @@ def test_a_loss_that_does_not_fit_is_refused(project: Path, comm: Any, words: li
 
 
 @pytest.mark.ranks(1, 2)
-def test_an_output_without_a_dimension_for_one_number(project: Path, comm: Any) -> None:
+def test_an_output_may_omit_the_dimension_of_one_number(project: Path, comm: Any) -> None:
     train(load("arrays.toml", ["model.factory=nets_of_test:flat", "model.options={}"]))
     comm.barrier()
     assert metrics_of(project / "out")[-1]["loss"] < 0.5

@@ -1,4 +1,4 @@
-"""Whole runs of workers with replicas of their own: what resumes, and what others can do with the centre."""
+"""Whole runs of workers with replicas of their own: resumes, and other uses of the saved centre."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ pytestmark = pytest.mark.ranks(2, 3)
 EASGD = ("parallel.data=easgd", "train.clip=0.5", "optimizer.schedule=constant")
 
 
-def test_a_run_that_stopped_goes_on_bit_for_bit(leg: Legs, project: Path) -> None:
-    """Workers, their moments and the phase of the exchange come back, on the way past an exchange or not."""
+def test_a_stopped_run_resumes_bit_for_bit(leg: Legs, project: Path) -> None:
+    """Workers, their moments and the phase of the exchange are restored, at an exchange or between two."""
     words = [*EASGD, "server.period=2", "model.options.dropout=0.2"]
     straight = leg("ddp", "straight", *words, "train.steps=9")
     again = leg("ddp", "straight_again", *words, "train.steps=9")
@@ -47,8 +47,8 @@ APART = {
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize("mode", APART)
-def test_workers_at_their_own_pace_meet_to_save_and_to_stop(leg: Legs, project: Path, mode: str) -> None:
-    """One rank is told to stop: all save after the same step, and go on from there."""
+def test_asynchronous_workers_save_and_stop_after_the_same_step(leg: Legs, project: Path, mode: str) -> None:
+    """One rank is signalled: all save after the same step, and resume from there."""
     words = [*EASGD, *APART[mode], "train.steps=12", "train.evaluate_every=4", "checkpoint.every=5"]
     with pytest.MonkeyPatch.context() as patch:
         if leg.comm.rank == (0 if mode == "served" else leg.comm.size - 1):
@@ -77,13 +77,13 @@ def test_workers_at_their_own_pace_meet_to_save_and_to_stop(leg: Legs, project: 
 
 
 @pytest.mark.parametrize("mode", ["asynchronous", "server", "hogwild"])
-def test_what_takes_all_ranks_between_meetings_is_refused(leg: Legs, mode: str) -> None:
-    with pytest.raises(UsageError, match="checkpoint.background: workers at their own pace write at once"):
+def test_background_checkpoints_are_refused(leg: Legs, mode: str) -> None:
+    with pytest.raises(UsageError, match="checkpoint.background: not possible with asynchronous workers"):
         leg("ddp", "refused", *EASGD, *APART[mode], "checkpoint.background=true", "train.steps=2")
 
 
-def test_the_centre_is_what_others_load(leg: Legs, project: Path) -> None:
-    """The file's model is nobody's replica: it evaluates as the run said, under ddp, and starts fewer workers."""
+def test_other_runs_load_the_centre(leg: Legs, project: Path) -> None:
+    """The file's model is not a replica: under ddp it evaluates to the loss of the run, and it starts fewer workers."""
     size = leg.comm.size
     rows = leg("ddp", "source", *EASGD, "train.steps=6")
     path = project / "source/checkpoints/step_00000006.h5"

@@ -1,4 +1,4 @@
-"""Whole runs whose model is split over stages and matrices: the curve of a plain loop, one file for all meshes."""
+"""Whole runs with pipeline and tensor parallelism: the loss curve of a plain loop, one file for all meshes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def project(comm: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def leg(comm: Any, project: Path, monkeypatch: pytest.MonkeyPatch) -> Legs:
-    """Return what runs one leg."""
+    """Return a function that runs one leg of a run."""
     leg = Legs(comm, project, monkeypatch)
     from small import make  # type: ignore[import-not-found]
 
@@ -45,8 +45,8 @@ def leg(comm: Any, project: Path, monkeypatch: pytest.MonkeyPatch) -> Legs:
 @pytest.mark.parametrize(
     "mesh", [PIPE, TENSOR, [*PIPE, "parallel.schedule=zb-h1"], [*TENSOR, "parallel.sequence=true"]]
 )
-def test_the_curve_is_that_of_a_plain_loop(leg: Legs, mesh: list[str]) -> None:
-    steps = STEPS if leg.comm.size == 2 else 12  # what is wrong with more ranks shows soon
+def test_the_loss_curve_equals_that_of_a_plain_loop(leg: Legs, mesh: list[str]) -> None:
+    steps = STEPS if leg.comm.size == 2 else 12  # errors with more ranks show early
     rows = leg("ddp", "_".join(mesh).replace("/", ""), *WORDS, *mesh, f"train.steps={steps}")
     plain = leg.plain(steps)
     assert losses(rows) == pytest.approx(plain, rel=CLOSE) and plain[-1] < plain[0] - (0.5 if steps == STEPS else 0.2)
@@ -55,9 +55,9 @@ def test_the_curve_is_that_of_a_plain_loop(leg: Legs, mesh: list[str]) -> None:
 
 
 @pytest.mark.ranks(2, 4)
-def test_a_run_passes_from_mesh_to_mesh(leg: Legs) -> None:
+def test_a_run_may_resume_on_another_mesh(leg: Legs) -> None:
     words = [*WORDS, "optimizer.schedule=constant"]
-    steps = 15  # the last digits of the meshes' norms grow apart
+    steps = 15  # the last digits of the meshes' norms diverge
     straight = leg("ddp", "straight", *words, f"train.steps={steps}")
     legs = [("ddp", PIPE), ("ddp", TENSOR), ("fsdp", []), ("zero1", PIPE), ("ddp", [])]
     for number, (form, mesh) in enumerate(legs, 1):
@@ -73,7 +73,7 @@ def test_a_run_passes_from_mesh_to_mesh(leg: Legs) -> None:
     ids=["pipe", "tensor", "pipedream"],
 )
 def test_a_stop_and_a_resume_change_no_bit(leg: Legs, mesh: list[str], request: pytest.FixtureRequest) -> None:
-    """With dropout, which ranks that split matrices must draw alike between them and apart within."""
+    """With dropout, which tensor ranks must draw equally outside of split layers and differently inside of them."""
     words = [*WORDS, *mesh, "model.options.dropout=0.2", "optimizer.schedule=constant"]
     name = request.node.callspec.id
     straight = leg("ddp", f"straight_{name}", *words, "train.steps=8")

@@ -1,4 +1,4 @@
-"""Models that no rank holds: built without memory, drawn as they are divided, with the weights of the plain build."""
+"""Models that no rank holds completely: built on the meta device, initialized per shard, equal to a plain build."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def made(model: ModelSettings, data: Any, facts: dict[str, Any], ranks: int) -> 
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_where_a_model_gets_its_memory(name: str) -> None:
+def test_models_are_built_on_the_meta_device_if_they_are_sharded(name: str) -> None:
     model, facts = MODELS[name]
     for data, ranks, without in (("ddp", 4, False), ("fsdp", 1, False), ("fsdp", 2, True), ("zero1", 4, True)):
         assert is_meta(made(model, data, facts, ranks)) is without
@@ -85,7 +85,7 @@ def test_where_a_model_gets_its_memory(name: str) -> None:
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("data", ["zero1", "zero2", "fsdp"])
 @pytest.mark.parametrize("name", MODELS)
-def test_the_weights_are_those_of_the_plain_build(job: Any, name: str, data: Any) -> None:
+def test_the_weights_equal_those_of_the_plain_build(job: Any, name: str, data: Any) -> None:
     model, facts = MODELS[name]
     plain = made(model, "ddp", facts, 1).state_dict()
     divided = made(model, data, facts, job.size)
@@ -101,7 +101,7 @@ def test_the_weights_are_those_of_the_plain_build(job: Any, name: str, data: Any
 
 @pytest.fixture
 def leg(comm: Any, shared_tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Legs:
-    """Return what runs one leg, in a project with modules of a user's."""
+    """Return a function that runs one leg, in a project with modules of a user."""
     shared_project(comm, shared_tmp_path)
     if comm.rank == 0:
         (shared_tmp_path / "users_modules.py").write_text(USERS)
@@ -114,7 +114,7 @@ def leg(comm: Any, shared_tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Le
 
 
 @pytest.mark.ranks(2, 3, 4)
-def test_a_run_begins_with_the_loss_of_ddp(leg: Legs) -> None:
+def test_sharded_runs_start_with_the_loss_of_ddp(leg: Legs) -> None:
     seen = []
     make_model = run.make_model
 
@@ -132,7 +132,7 @@ def test_a_run_begins_with_the_loss_of_ddp(leg: Legs) -> None:
 
 
 @pytest.mark.ranks(2)
-def test_tensors_that_are_not_taken_from_a_checkpoint_are_drawn_too(leg: Legs) -> None:
+def test_tensors_missing_in_a_checkpoint_are_initialized(leg: Legs) -> None:
     leg("ddp", "other", *GPT, "train.steps=2")
     start = ["train.start_from=other/checkpoints/step_00000002.h5", 'train.start_skip=["head.*", "blocks.1.*"]']
     words = [*GPT, *start, "train.steps=1", "train.seed=8"]
@@ -141,7 +141,7 @@ def test_tensors_that_are_not_taken_from_a_checkpoint_are_drawn_too(leg: Legs) -
 
 
 @pytest.mark.ranks(1, 2)
-def test_a_factory_that_is_built_without_memory(leg: Legs) -> None:
+def test_a_factory_is_built_on_the_meta_device(leg: Legs) -> None:
     every = {name: losses(leg(name, name, *FACTORY, "train.steps=8")) for name in ("ddp", "zero2", "fsdp")}
     for found in every.values():
         assert found[-1] < found[0] < 7
@@ -149,7 +149,7 @@ def test_a_factory_that_is_built_without_memory(leg: Legs) -> None:
 
 @pytest.mark.ranks(1, 2)
 @pytest.mark.parametrize("name", ["ddp", "fsdp"])
-def test_modules_that_draw_nothing_are_named(leg: Legs, name: str) -> None:
+def test_modules_without_reset_parameters_are_named(leg: Legs, name: str) -> None:
     said = r"module 1 of class Silent is on the meta device and has no reset_parameters\(\)"
     with pytest.raises(UsageError, match=said) as found:
         leg(name, name, *FACTORY, "model.options.middle=Silent")
@@ -158,8 +158,8 @@ def test_modules_that_draw_nothing_are_named(leg: Legs, name: str) -> None:
 
 @pytest.mark.ranks(1, 2)
 @pytest.mark.parametrize("data", ["ddp", "fsdp"])
-def test_buffers_get_the_values_that_their_modules_set(job: Any, data: Any) -> None:
-    """Of a batch norm without parameters, too: its variance begins with one."""
+def test_buffers_get_the_initial_values_of_their_modules(job: Any, data: Any) -> None:
+    """This includes a batch norm without parameters: its variance starts at one."""
     with torch.device("meta"):
         layers = [torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4, affine=False), torch.nn.BatchNorm1d(4)]
         model = torch.nn.Sequential(*layers)

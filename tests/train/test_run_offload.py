@@ -1,4 +1,4 @@
-"""Whole runs with something offloaded: the curve of a run without, and checkpoints that both write and read."""
+"""Whole runs with offload: the loss curve of a run without, and checkpoints that either kind of run can read."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ ON = ["offload.optimizer=true", "offload.device_fraction=0"]
 
 
 def tensors(folder: Path, step: int) -> dict[str, bytes]:
-    """Return what must be equal of a checkpoint."""
+    """Return the parts of a checkpoint that must be equal."""
     every = contents(folder / f"checkpoints/step_{step:08d}.h5")
     return {name: each for name, each in every.items() if name.split("/")[0] in ("model", "optimizer", "rng")}
 
 
 def check_passed(leg: Legs, project: Path, straight: str, ways: list[tuple[str, list[str]]]) -> None:
-    """Assert that a run which goes on in another way every 6 steps is one that was never stopped."""
+    """Assert that a run that resumes with other settings every 6 steps equals an uninterrupted run."""
     whole = leg(straight, "straight", *WORDS, f"train.steps={6 * len(ways)}")
     rows: list[dict[str, Any]] = []
     for number, (name, words) in enumerate(ways, 1):
@@ -32,19 +32,19 @@ def check_passed(leg: Legs, project: Path, straight: str, ways: list[tuple[str, 
     assert len(one) > 20 and one == two
 
 
-def test_a_run_passes_to_the_host_and_back(leg: Legs, project: Path) -> None:
+def test_a_run_may_switch_offload_on_and_off(leg: Legs, project: Path) -> None:
     everything = [*ON, "offload.parameters=true", "offload.activations=true", "parallel.recompute=true"]
     ways = [("ddp", ON), ("fsdp", everything), ("zero2", ON), ("ddp", [])]
     check_passed(leg, project, "ddp", [*ways, ("ddp", [*ON, "offload.device_fraction=0.5"])])
 
 
 @pytest.mark.ranks(2)
-def test_ranks_pass_to_the_host_and_back(leg: Legs, project: Path) -> None:
+def test_a_run_of_several_ranks_may_switch_offload_on_and_off(leg: Legs, project: Path) -> None:
     ways = [("fsdp", ON), ("fsdp", [*ON, "offload.parameters=true"]), ("fsdp", []), ("fsdp", ON)]
     check_passed(leg, project, "fsdp", ways)
 
 
-def test_a_delayed_run_goes_on_as_if_never_stopped(leg: Legs) -> None:
+def test_a_run_with_delayed_updates_resumes_bit_for_bit(leg: Legs) -> None:
     words = [*WORDS, *ON, "offload.delayed=true", "checkpoint.every=4"]
     whole = losses(leg("ddp", "delayed", *words, "train.steps=12"))
     assert whole != losses(leg("ddp", "at_once", *WORDS, *ON, "train.steps=12"))
@@ -54,7 +54,7 @@ def test_a_delayed_run_goes_on_as_if_never_stopped(leg: Legs) -> None:
 
 
 @pytest.mark.parametrize("policy", ["skip", "rollback"])
-def test_what_goes_on_after_a_nan_is_what_goes_on_without(
+def test_a_nan_is_handled_as_without_offload(
     leg: Legs, monkeypatch: pytest.MonkeyPatch, policy: str
 ) -> None:
     forward, count = torch.nn.Embedding.forward, 0
@@ -63,7 +63,7 @@ def test_what_goes_on_after_a_nan_is_what_goes_on_without(
         nonlocal count
         found = forward(self, tokens)
         count += self.training
-        if self.training and count in (4, 5):  # in step 4, and when it is computed again to find out where
+        if self.training and count in (4, 5):  # in step 4, and in the repeated pass that locates the NaN
             found.register_hook(lambda gradient: gradient * math.nan)
         return found
 

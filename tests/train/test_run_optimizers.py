@@ -1,4 +1,4 @@
-"""Whole runs with other optimizers and losses than the usual: the curve of a plain loop, under every strategy."""
+"""Whole runs with other optimizers and losses: the loss curve of a plain loop under every strategy."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def smoothed(outputs: Any, targets: Any) -> Any:
 
 @pytest.mark.ranks(1, 2)
 @pytest.mark.parametrize("name", ["ddp", "zero1", "fsdp"])
-def test_another_optimizer_and_loss(leg: Legs, project: Path, name: str) -> None:
+def test_another_optimizer_and_loss_equal_a_plain_loop(leg: Legs, project: Path, name: str) -> None:
     words = [*SGD, *SMOOTHED, f"train.steps={STEPS}"]
     plain = plain_losses(project, leg.make, STEPS, optimizer=nesterov, compare=smoothed)
     assert losses(leg(name, f"sgd_{name}", *words)) == pytest.approx(plain, rel=1e-5)
@@ -83,7 +83,7 @@ def test_another_optimizer_and_loss(leg: Legs, project: Path, name: str) -> None
 
 
 @pytest.mark.ranks(2)
-def test_stages_of_a_pipeline(leg: Legs, project: Path) -> None:
+def test_pipeline_stages_equal_a_plain_loop(leg: Legs, project: Path) -> None:
     from own_parts import gpt  # type: ignore[import-not-found]
 
     words = [*SGD, *SMOOTHED, "model.factory=own_parts:gpt", "model.options={}", "parallel.pipe=2"]
@@ -94,7 +94,7 @@ def test_stages_of_a_pipeline(leg: Legs, project: Path) -> None:
 
 @pytest.mark.ranks(1, 2)
 @pytest.mark.parametrize("name", ["ddp", "fsdp"])
-def test_an_optimizer_of_ones_own_resumes(leg: Legs, project: Path, name: str) -> None:
+def test_an_optimizer_of_the_user_resumes(leg: Legs, project: Path, name: str) -> None:
     words = [*MOMENTUM, "parallel.elementwise=Momentum", "optimizer.schedule=constant"]
     straight = leg(name, f"straight_{name}", *words, "train.steps=8")
     leg(name, f"stopped_{name}", *words, "train.steps=4")
@@ -121,7 +121,7 @@ def test_an_optimizer_of_ones_own_resumes(leg: Legs, project: Path, name: str) -
         ("ddp", ["train.loss=mse"], "train.loss = 'mse' takes floats, the targets of corpus.h5 are whole numbers"),
     ],
 )
-def test_what_cannot_be_is_refused_before_anything_is_written(
+def test_impossible_settings_are_refused_before_any_write(
     leg: Legs, project: Path, name: str, words: list[str], said: str
 ) -> None:
     check_refused(leg, project, name, words, said)
@@ -135,14 +135,14 @@ def test_what_cannot_be_is_refused_before_anything_is_written(
         ("fsdp", MOMENTUM, "optimizer Momentum cannot be used where parameters are split"),
     ],
 )
-def test_an_optimizer_of_whole_parameters_is_refused_where_they_are_split(
+def test_an_optimizer_of_whole_parameters_is_refused_for_split_parameters(
     leg: Legs, project: Path, name: str, words: list[str], said: str
 ) -> None:
     check_refused(leg, project, name, words, said)
 
 
 def check_refused(leg: Legs, project: Path, name: str, words: list[str], said: str) -> None:
-    """See a run refused in one line on all ranks, with nothing written."""
+    """Assert that a run is refused with one line on all ranks before any write."""
     with pytest.raises(HpctrainError) as found:
         leg(name, "refused", "train.steps=3", *words)
     assert said in str(found.value) and "\n" not in str(found.value)

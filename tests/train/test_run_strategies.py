@@ -1,4 +1,4 @@
-"""Whole runs under strategies that split the model: the curve of a plain loop, and one file for all of them."""
+"""Whole runs under sharding strategies: the loss curve of a plain loop, and one file format for all of them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CLOSE = 1e-5
 
 
 def check_curve(leg: Legs, name: str) -> None:
-    steps = STEPS if leg.comm.size == 2 else 20  # what is wrong with more ranks shows soon
+    steps = STEPS if leg.comm.size == 2 else 20  # errors with more ranks show early
     plain = leg.plain(steps)
     rows = leg(name, f"plain_{name}", f"train.steps={steps}")
     assert losses(rows) == pytest.approx(plain, rel=CLOSE) and plain[-1] < plain[0] - (0.5 if steps == STEPS else 0.2)
@@ -30,22 +30,22 @@ def check_curve(leg: Legs, name: str) -> None:
 
 @pytest.mark.ranks(2, 3, 4)
 @pytest.mark.parametrize("name", SPLIT)
-def test_the_curve_is_that_of_a_plain_loop(leg: Legs, name: str) -> None:
+def test_the_loss_curve_equals_that_of_a_plain_loop(leg: Legs, name: str) -> None:
     check_curve(leg, name)
 
 
 @pytest.mark.ranks(2, 4)
-def test_the_curve_of_replicas_on_nodes_is_that_of_a_plain_loop(leg: Legs) -> None:
+def test_the_loss_curve_of_hybrid_sharding_equals_that_of_a_plain_loop(leg: Legs) -> None:
     check_curve(leg, "hybrid")
 
 
-def test_the_curve_of_one_rank_is_that_of_a_plain_loop(leg: Legs) -> None:
+def test_the_loss_curve_of_one_rank_equals_that_of_a_plain_loop(leg: Legs) -> None:
     check_curve(leg, "fsdp")
 
 
 @pytest.mark.ranks(2, 3, 4)
-def test_a_run_passes_from_strategy_to_strategy_bit_for_bit(leg: Legs, project: Path) -> None:
-    """Without clipping, as the norm of shards has other last digits, and with dropout on every rank's own generator."""
+def test_a_run_may_resume_under_another_strategy_bit_for_bit(leg: Legs, project: Path) -> None:
+    """Without clipping, as norms of shards differ in the last digits, and with dropout from each rank's generator."""
     words = ["train.clip=0", "model.options.dropout=0.3", "optimizer.schedule=constant"]
     straight = leg("ddp", "straight", *words, f"train.steps={STEPS}")
     names = ["zero1", "fsdp", "ddp", "zero2", "fsdp_alone"]
@@ -53,20 +53,20 @@ def test_a_run_passes_from_strategy_to_strategy_bit_for_bit(leg: Legs, project: 
         more = ["checkpoint.background=true", "checkpoint.every=3"] if name == "fsdp" else []
         rows = leg(name, "passed", *words, *more, f"train.steps={number * STEPS // len(names)}")
     assert losses(rows) == pytest.approx(losses(straight), rel=CLOSE)
-    if leg.comm.size < 4 and leg.comm.nodes == 1:  # sums over messages of more ranks are taken in another order
+    if leg.comm.size < 4 and leg.comm.nodes == 1:  # messages of more ranks are summed in another order
         one, two = (_tensors(project / folder) for folder in ("straight", "passed"))
         assert len(one) > 20 and one == two and losses(rows) == losses(straight)
 
 
 def _tensors(folder: Path) -> dict[str, bytes]:
-    """Return what must be equal of a run's last checkpoint."""
+    """Return the parts of a run's last checkpoint that must be equal."""
     every = contents(folder / f"checkpoints/step_{STEPS:08d}.h5")
     return {name: each for name, each in every.items() if name.split("/")[0] in ("model", "optimizer", "rng")}
 
 
 @pytest.mark.ranks(2, 3, 4)
-def test_a_run_passes_from_size_to_size(leg: Legs) -> None:
-    """Stopped by a signal, so that the learning rate goes on as planned for all steps."""
+def test_a_run_may_resume_on_another_number_of_ranks(leg: Legs) -> None:
+    """The run is stopped by a signal, so that the learning rate follows the schedule of all steps."""
     size = leg.comm.size
     for name, ranks in [("fsdp", size), ("zero1", 1), ("fsdp_alone", size), ("ddp", size - 1), ("zero2", size)]:
         with pytest.MonkeyPatch.context() as patch:
@@ -80,7 +80,9 @@ def test_a_run_passes_from_size_to_size(leg: Legs) -> None:
 @pytest.mark.ranks(2, 4)
 @pytest.mark.parametrize("accumulate", ["local", "reduced"])
 @pytest.mark.parametrize("name", SPLIT)
-def test_four_passes_a_step(leg: Legs, monkeypatch: pytest.MonkeyPatch, name: str, accumulate: str) -> None:
+def test_four_passes_per_step_accumulate(
+    leg: Legs, monkeypatch: pytest.MonkeyPatch, name: str, accumulate: str
+) -> None:
     no_sync, kept = ShardedDataParallel.no_sync, []
 
     def counting(self: Any) -> Any:
@@ -95,11 +97,11 @@ def test_four_passes_a_step(leg: Legs, monkeypatch: pytest.MonkeyPatch, name: st
 
 
 @pytest.mark.ranks(2, 3, 4)
-def test_an_evaluation_with_fewer_samples_than_ranks(leg: Legs) -> None:
+def test_an_evaluation_may_have_fewer_samples_than_ranks(leg: Legs) -> None:
     words = ["data.validation_samples=1", "train.evaluate_every=2", "optimizer.schedule=constant"]
     expected = leg("ddp", "few_ddp", *words, "train.steps=6")
     for name in SPLIT:
-        for steps in (5, 6):  # what is resumed has its first evaluation after one step
+        for steps in (5, 6):  # a resumed run has its first evaluation after one step
             rows = leg(name, f"few_{name}", *words, f"train.steps={steps}")
         assert losses(rows) == pytest.approx(losses(expected), rel=CLOSE)
         assert [row["step"] for row in rows if "validation_loss" in row] == [2, 4, 5, 6]
@@ -135,7 +137,7 @@ def poison(leg: Legs, monkeypatch: pytest.MonkeyPatch) -> Any:
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("name", ONE_OF_EACH)
 def test_abort_names_rank_and_parameter(leg: Legs, project: Path, poison: Any, name: str) -> None:
-    poison(4, 5)  # in step 4, and when it is computed again to find out where
+    poison(4, 5)  # in step 4, and in the repeated pass that locates the NaN
     said = f"in step 4: on rank {leg.comm.size - 1} the gradient of embedding.weight is not finite"
     with pytest.raises(NonFiniteError, match=said) as found:
         leg(name, f"abort_{name}", "train.steps=9", "checkpoint.every=2")
@@ -145,7 +147,7 @@ def test_abort_names_rank_and_parameter(leg: Legs, project: Path, poison: Any, n
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("policy", ["skip", "rollback"])
-def test_what_goes_on_after_a_nan_is_what_ddp_does(leg: Legs, poison: Any, policy: str) -> None:
+def test_a_nan_is_handled_as_under_ddp(leg: Legs, poison: Any, policy: str) -> None:
     words = ["train.steps=9", "checkpoint.every=2", f"train.on_nonfinite={policy}"]
     rows = {}
     for name in ("ddp", *ONE_OF_EACH):
@@ -158,7 +160,7 @@ def test_what_goes_on_after_a_nan_is_what_ddp_does(leg: Legs, poison: Any, polic
         assert found == [(pytest.approx(loss, rel=CLOSE), skipped) for loss, skipped in expected], name
 
 
-# Beginnings -----------------------------------------------------------------------------------------------------------
+# Starts ---------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.ranks(2)

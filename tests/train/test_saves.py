@@ -1,4 +1,4 @@
-"""Checkpoints in the background change nothing about a run but when it waits."""
+"""Checkpoints in the background, which only change when a run waits."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ STEPS = 12
 
 
 class Stop(Exception):
-    """End a run in the middle."""
+    """Exception that ends a run in the middle."""
 
 
 @pytest.mark.ranks(1, 2, 3)
@@ -46,8 +46,8 @@ def test_a_run_with_background_saves_resumes_bit_for_bit(job: Any, shared_tmp_pa
 
 
 @pytest.mark.ranks(1, 2, 3)
-def test_steps_go_on_while_a_file_is_written(job: Any, shared_tmp_path: Path) -> None:
-    """The file appears at the end of a later step, without anybody waiting for it."""
+def test_steps_continue_while_a_file_is_written(job: Any, shared_tmp_path: Path) -> None:
+    """The file appears at the end of a later step, and no rank waits for it."""
     seen: dict[int, bool] = {}
 
     def look(step: int, batch: torch.Tensor) -> None:
@@ -79,8 +79,8 @@ def test_a_signal_waits_for_the_last_checkpoint(job: Any, shared_tmp_path: Path)
 
 @pytest.mark.ranks(1, 2)
 @pytest.mark.parametrize("on_error", ["stop", "continue"])
-def test_a_writer_that_dies(job: Any, shared_tmp_path: Path, on_error: str) -> None:
-    """Its checkpoint is lost, all ranks hear of it at the end of a later step, and the next one has a new writer."""
+def test_a_dead_writer_is_reported_and_replaced(job: Any, shared_tmp_path: Path, on_error: str) -> None:
+    """Its checkpoint is lost, all ranks learn of it at the end of a later step, and the next one gets a new writer."""
     where: list[int] = []
 
     def kill(step: int, batch: torch.Tensor) -> None:
@@ -96,7 +96,7 @@ def test_a_writer_that_dies(job: Any, shared_tmp_path: Path, on_error: str) -> N
     if on_error == "stop":
         with pytest.raises(CheckpointError, match="the process that writes checkpoints is gone: killed by SIGKILL"):
             training.go(kill)
-        job.comm.barrier()  # rank 0 has cleared away what there was of the file
+        job.comm.barrier()  # rank 0 has removed the partial file
         assert where[-1] < STEPS
         assert checkpoints_of(shared_tmp_path) == []
     else:
@@ -118,14 +118,14 @@ def test_a_writer_that_dies(job: Any, shared_tmp_path: Path, on_error: str) -> N
         ({"hints": "cb_nodes=2", "io": "mpiio"}, "give a list"),
     ],
 )
-def test_options_that_cannot_be(options: dict[str, Any], said: str) -> None:
+def test_conflicting_options_are_refused(options: dict[str, Any], said: str) -> None:
     with pytest.raises(UsageError, match=said):
         RunOptions(**options)
     assert RunOptions(io="mpiio", hints=["cb_nodes=2"]).storage.hints == {"cb_nodes": "2"}
 
 
 @pytest.mark.ranks(2, 3)
-def test_a_run_by_collective_calls_of_mpi(job: Any, shared_tmp_path: Path) -> None:
+def test_collective_writes_give_the_same_file(job: Any, shared_tmp_path: Path) -> None:
     one, two = shared_tmp_path / "posix", shared_tmp_path / "mpiio"
     Training(job, one, make_batches(4), steps=4, every=2).go()
     Training(job, two, make_batches(4), steps=4, every=2, io="mpiio", hints=["cb_nodes=1"], alignment=64).go()

@@ -1,4 +1,4 @@
-"""Learning-rate schedulers are found, named alike in every process, and not lost on resume."""
+"""Learning-rate schedulers of a program: found automatically, named equally in every process, and resumed."""
 
 from __future__ import annotations
 
@@ -43,23 +43,23 @@ MAKE: dict[str, Any] = {
 
 @pytest.mark.parametrize("kind", MAKE)
 @pytest.mark.parametrize("asked", [False, True])
-def test_each_kind_is_found_alone(kind: str, asked: bool) -> None:
+def test_each_kind_of_scheduler_is_found(kind: str, asked: bool) -> None:
     optimizer = make()
     scheduler = MAKE[kind](optimizer)
     if asked:
-        assert scheduler.__dict__ and scheduler.state_dict()  # from then on its dict is what refers to the optimizer
+        assert scheduler.__dict__ and scheduler.state_dict()  # from then on its __dict__ refers to the optimizer
     found = find_schedulers({"": optimizer}, {})
     assert list(found) == ["scheduler"] and found["scheduler"] is scheduler
 
 
-def test_nothing_is_found_where_there_is_none() -> None:
+def test_schedulers_of_other_optimizers_are_not_found() -> None:
     optimizer, other = make(), make()
     kept = lr_scheduler.StepLR(other, 2)
     assert find_schedulers({"": optimizer}, {}) == {} and kept.optimizer is other
     assert find_schedulers({}, {}) == {}
 
 
-def test_wherever_it_is_held() -> None:
+def test_a_scheduler_is_found_inside_of_other_objects() -> None:
     optimizer = make()
     holder = SimpleNamespace(deep=[{"x": (lr_scheduler.StepLR(optimizer, 2),)}])
     assert find_schedulers({"": optimizer}, {})["scheduler"] is holder.deep[0]["x"][0]
@@ -67,7 +67,7 @@ def test_wherever_it_is_held() -> None:
     assert find_schedulers({"": optimizer}, {"mine": holder.deep[0]["x"][0]}) == {}
 
 
-def test_each_optimizer_has_its_own() -> None:
+def test_each_optimizer_has_its_own_scheduler() -> None:
     optimizers = {"generator": make(), "discriminator": make(), "third": make()}
     first = lr_scheduler.StepLR(optimizers["discriminator"], 2)
     second = lr_scheduler.ExponentialLR(optimizers["generator"], 0.5)
@@ -75,13 +75,13 @@ def test_each_optimizer_has_its_own() -> None:
     assert found == {"scheduler.generator": second, "scheduler.discriminator": first}
 
 
-def test_a_name_that_is_taken_is_not_given_again() -> None:
+def test_a_used_name_is_not_assigned_again() -> None:
     optimizer = make()
     mine, other = lr_scheduler.StepLR(optimizer, 2), lr_scheduler.ExponentialLR(optimizer, 0.9)
     assert find_schedulers({"": optimizer}, {"scheduler": mine}) == {"scheduler.1": other}
 
 
-def test_a_scheduler_that_was_replaced_is_gone() -> None:
+def test_a_replaced_scheduler_is_not_found() -> None:
     optimizer = make()
     old: Any = lr_scheduler.StepLR(optimizer, 2)
     old.itself = old
@@ -120,7 +120,7 @@ def test_several_of_one_optimizer_have_the_same_names_in_every_process() -> None
 
 
 class Program:
-    """A model, an optimizer, perhaps a schedule, and their state."""
+    """Model, optimizer, optional schedule, and their state."""
 
     def __init__(self, job: Any, folder: Path, scheduled: bool = True, **states: Any) -> None:
         self.job, self.model = job, nn.Linear(2, 1)
@@ -140,7 +140,7 @@ class Program:
 
 
 @pytest.mark.ranks(1, 2)
-def test_a_scheduler_that_was_not_named_resumes(job: Any, shared_tmp_path: Path) -> None:
+def test_an_unnamed_scheduler_resumes(job: Any, shared_tmp_path: Path) -> None:
     one = Program(job, shared_tmp_path)
     assert one.found == ["scheduler"] and one.state.find_schedulers() == [], "each is added once"
     for _ in range(3):
@@ -156,7 +156,7 @@ def test_a_scheduler_that_was_not_named_resumes(job: Any, shared_tmp_path: Path)
 
 
 @pytest.mark.ranks(1, 2)
-def test_a_scheduler_that_one_side_lacks_is_refused(job: Any, shared_tmp_path: Path) -> None:
+def test_a_scheduler_missing_in_file_or_program_is_refused(job: Any, shared_tmp_path: Path) -> None:
     path = Program(job, shared_tmp_path / "a").save()
     other = Program(job, shared_tmp_path / "a", scheduled=False)
     before = other.model.weight.detach().clone()
@@ -170,6 +170,6 @@ def test_a_scheduler_that_one_side_lacks_is_refused(job: Any, shared_tmp_path: P
 
 
 @pytest.mark.ranks(2)
-def test_ranks_with_other_schedulers_are_refused(job: Any, shared_tmp_path: Path) -> None:
+def test_ranks_with_different_schedulers_are_refused(job: Any, shared_tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"rank 0 has the learning-rate schedulers \[\] and rank 1 \[\('scheduler'"):
         Program(job, shared_tmp_path, scheduled=job.rank == 1)

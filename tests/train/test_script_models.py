@@ -1,4 +1,4 @@
-"""What scripts do to a wrapped model (compile, convert, load, save, copy) gives right numbers or an error."""
+"""Operations of scripts on a wrapped model (compile, convert, load, save, copy): right numbers or an error."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def _expect(job: Any, model: nn.Module, plain: nn.Module, tolerance: float = 1e-
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("strategy", ["ddp", *SPLIT])
 @pytest.mark.parametrize("form", ["after", "before", "in place"])
-def test_compiled_models_train_as_plain_ones(job: Any, strategy: str, form: str) -> None:
+def test_compiled_models_train_like_plain_ones(job: Any, strategy: str, form: str) -> None:
     torch._dynamo.reset()
     plain, model, (x, y) = make_model(), make_model(), _batch()
     _train(plain, plain, x, y)
@@ -79,7 +79,7 @@ def test_compiled_models_train_as_plain_ones(job: Any, strategy: str, form: str)
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_a_run_takes_a_compiled_model_and_saves_plain_names(job: Any, tmp_path: Path, strategy: str) -> None:
+def test_a_run_accepts_a_compiled_model_and_saves_plain_names(job: Any, tmp_path: Path, strategy: str) -> None:
     import hpctrain
 
     torch._dynamo.reset()
@@ -131,13 +131,13 @@ def test_ddp_reduces_in_the_dtype_that_a_model_was_converted_to(job: Any) -> Non
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("strategy", SPLIT)
-def test_shards_refuse_another_dtype_and_stay_as_they_were(job: Any, strategy: str) -> None:
+def test_shards_refuse_another_dtype_and_stay_unchanged(job: Any, strategy: str) -> None:
     model, plain, (x, y) = make_model(), make_model(), _batch()
     job.wrap(model, strategy)
     for convert in (lambda: model.double(), lambda: model.to(torch.bfloat16), lambda: model.half()):
         with pytest.raises(UsageError, match=r"conversion of .* shard of parameter 0.weight .*before job\.wrap"):
             convert()
-    assert model.to("cpu").float() is model  # which changes nothing
+    assert model.to("cpu").float() is model  # which is a no-op
     _train(plain, plain, x, y)
     _train(model, model, _share(job, x), _share(job, y))
     _expect(job, model, plain)
@@ -161,7 +161,7 @@ def test_whole_tensors_are_loaded_after_wrapping(job: Any, strategy: str) -> Non
     model[2].load_state_dict(make_model(seed=5)[2].state_dict())  # a submodule, such as a backbone
     plain[2].load_state_dict(make_model(seed=5)[2].state_dict())
     _expect(job, model, plain)
-    model.load_state_dict(parts)  # what state_dict() gave: this rank's own
+    model.load_state_dict(parts)  # the result of state_dict(): this rank's shards
     with pytest.raises(RuntimeError, match="Missing key.*0.weight"):
         model.load_state_dict({name: value for name, value in plain.state_dict().items() if name != "0.weight"})
     with pytest.raises(RuntimeError, match="size mismatch for 0.weight"):
@@ -187,11 +187,11 @@ def _saved(thing: Any) -> Any:
 
 
 @pytest.mark.ranks(2)
-def test_replicas_are_saved_and_copied_as_plain_models(job: Any) -> None:
+def test_replicas_are_saved_and_copied_like_plain_models(job: Any) -> None:
     model, plain, (x, y) = make_model(), make_model(), _batch()
     job.wrap(model, "ddp")
     for twin in (_saved(model), copy.deepcopy(model)):
-        if job.rank == 0:  # a copy communicates with nobody
+        if job.rank == 0:  # a copy does not communicate
             _train(twin, twin, x, y)
     _train(plain, plain, x, y)
     optimizer = _train(model, model, _share(job, x), _share(job, y))
@@ -201,7 +201,7 @@ def test_replicas_are_saved_and_copied_as_plain_models(job: Any) -> None:
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("strategy", SPLIT)
-def test_parts_refuse_to_be_saved(job: Any, strategy: str) -> None:
+def test_shards_refuse_to_be_saved(job: Any, strategy: str) -> None:
     model, (x, y) = make_model(), _batch()
     job.wrap(model, strategy)
     optimizer = _train(model, model, _share(job, x), _share(job, y))
@@ -248,7 +248,7 @@ def test_lbfgs_under_ddp_equals_one_process_and_resumes(job: Any, tmp_path: Path
 
 
 @pytest.mark.ranks(2)
-def test_lbfgs_searches_lines_alike_on_all_ranks_by_the_loss_of_one(job: Any) -> None:
+def test_lbfgs_line_search_is_the_same_on_all_ranks(job: Any) -> None:
     x, y = _batch(torch.float64)
 
     def train(model: nn.Module, x: Tensor, y: Tensor) -> None:
@@ -266,7 +266,7 @@ def test_lbfgs_searches_lines_alike_on_all_ranks_by_the_loss_of_one(job: Any) ->
     model, plain, other = make_model().double(), make_model().double(), make_model()
     job.wrap(other, "ddp")
     job.wrap(model, "ddp")
-    if job.rank == 0:  # an optimizer of no wrapped model communicates with nobody
+    if job.rank == 0:  # an optimizer without a wrapped model does not communicate
         train(make_model().double(), x, y)
     train(plain, x, y)
     train(model, _share(job, x), _share(job, y))
@@ -296,7 +296,7 @@ def test_functional_calls_give_the_numbers_of_one_process_or_an_error(job: Any, 
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("strategy", SPLIT)
-def test_parameters_that_are_replaced_later_are_refused(job: Any, strategy: str) -> None:
+def test_parameters_replaced_after_wrap_are_refused(job: Any, strategy: str) -> None:
     model, (x, _) = job.wrap(make_model(), strategy), _batch()
     model[0].weight = nn.Parameter(torch.zeros(9, 6))
     with pytest.raises(UsageError, match="0.weight: another tensor is in its place .*before job.wrap"):
@@ -308,7 +308,7 @@ def test_parameters_that_are_replaced_later_are_refused(job: Any, strategy: str)
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("strategy", SPLIT)
-def test_places_in_a_shard_are_not_taken_for_those_in_the_whole(job: Any, strategy: str) -> None:
+def test_indices_into_a_shard_are_not_those_of_the_whole_tensor(job: Any, strategy: str) -> None:
     model, plain, (x, y) = make_model(), make_model(), _batch()
     job.wrap(model, strategy)
     for one, (a, b) in ((plain, (x, y)), (model, (_share(job, x), _share(job, y)))):
@@ -336,7 +336,7 @@ def test_places_in_a_shard_are_not_taken_for_those_in_the_whole(job: Any, strate
     ):
         with pytest.raises(UsageError, match="of this rank's shard of parameter 0.weight: places in it .*unshard"):
             call()
-    for parameter in (*model.parameters(), *plain.parameters()):  # by values, not places
+    for parameter in (*model.parameters(), *plain.parameters()):  # by values, not indices
         assert parameter.grad is not None
         parameter.grad[parameter.grad.abs() < 0.01] = 0
         parameter.grad[:].mul_(2)
@@ -352,11 +352,11 @@ def test_places_in_a_shard_are_not_taken_for_those_in_the_whole(job: Any, strate
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("strategy", ["ddp", *SPLIT])
-def test_no_rank_reads_what_another_writes_later(job: Any, strategy: str) -> None:
+def test_no_rank_reads_later_writes_of_another(job: Any, strategy: str) -> None:
     model = job.wrap(make_model(), strategy)
     with job.unshard(model):
         before, deadline = model[0].weight.detach().clone(), time.monotonic() + 0.3
-        while job.rank == 1 and time.monotonic() < deadline:  # rank 0 does not wait for it
+        while job.rank == 1 and time.monotonic() < deadline:  # rank 0 does not wait for rank 1
             assert torch.equal(model[0].weight, before)
     with job.unshard(model, write=True), torch.no_grad():
         model[0].weight.zero_()
@@ -367,7 +367,7 @@ def test_no_rank_reads_what_another_writes_later(job: Any, strategy: str) -> Non
 
 
 class Cache:
-    """Keys of each layer, as decoders of language models keep them."""
+    """Keys of each layer, as decoders of language models store them."""
 
     def __init__(self) -> None:
         self.keys: list[Tensor | None] = [None] * 2
@@ -404,7 +404,7 @@ class Decoder(nn.Module):
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_recomputing_layers_find_caches_as_the_first_pass_did(job: Any, strategy: str) -> None:
+def test_recomputed_layers_find_the_caches_of_the_first_pass(job: Any, strategy: str) -> None:
     torch.manual_seed(2)
     model, (x, y) = Decoder(), _batch()
     plain = copy.deepcopy(model)
@@ -435,8 +435,8 @@ class Residual(nn.Module):
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_a_resnet_with_synchronised_norms_is_that_of_the_whole_batch(job: Any, strategy: str) -> None:
-    """In float64: in float32 rounding decides on which side of its kink a ReLU is, and steps multiply that."""
+def test_a_resnet_with_synchronised_norms_equals_the_whole_batch(job: Any, strategy: str) -> None:
+    """The model is float64: in float32, rounding decides the sign of a ReLU's input, and training amplifies that."""
     torch.manual_seed(0)
     widths = [8, 8, 16, 32, 64]
     blocks = [Residual(a, b, 2 if b > 8 else 1) for a, b in zip(widths, widths[1:])]

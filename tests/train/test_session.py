@@ -1,4 +1,4 @@
-"""A run in a user's own program: it goes on bit for bit, whatever ended it, and says what it refuses."""
+"""Runs in a user's own program: they resume bit for bit after any end, and refuse wrong use with a reason."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ STEPS = 9
 
 
 class Stop(Exception):
-    """Be what ends a run in the middle."""
+    """Exception that ends a run in the middle."""
 
 
 def _shuffling() -> Any:
@@ -79,7 +79,7 @@ def test_resumes_bit_for_bit(job: Any, shared_tmp_path: Path, kind: str) -> None
 
 
 @pytest.mark.ranks(1, 2)
-def test_a_signal_saves_once_and_asks_to_be_started_again(job: Any, shared_tmp_path: Path) -> None:
+def test_a_signal_saves_once_and_exits_for_a_restart(job: Any, shared_tmp_path: Path) -> None:
     straight = Training(job, shared_tmp_path / "straight", make_batches(9), every=100).go()
     folder = shared_tmp_path / "signalled"
 
@@ -95,7 +95,7 @@ def test_a_signal_saves_once_and_asks_to_be_started_again(job: Any, shared_tmp_p
     job.comm.barrier()
     assert checkpoints_of(folder) == ["step_00000003.h5"]
     job.comm.barrier()
-    first.run.stop_request.signal = None  # the next start is another process
+    first.run.stop_request.signal = None  # the next attempt is another process
     again = Training(job, folder, make_batches(9), every=100).go()
     assert first.losses + again.losses == straight.losses
     if job.rank == 0:
@@ -104,7 +104,7 @@ def test_a_signal_saves_once_and_asks_to_be_started_again(job: Any, shared_tmp_p
 
 
 @pytest.mark.ranks(1, 2)
-def test_a_signal_before_the_first_step_and_within_a_save(job: Any, shared_tmp_path: Path) -> None:
+def test_a_signal_before_the_first_step_or_during_a_save_is_handled(job: Any, shared_tmp_path: Path) -> None:
     training = Training(job, shared_tmp_path, make_batches(9), every=2)
     os.kill(os.getpid(), signal.SIGUSR1)
     with pytest.raises(SystemExit):
@@ -167,7 +167,7 @@ def test_leaving_the_loop_before_an_update_does_not_count(job: Any, tmp_path: Pa
     assert first.losses + again.losses == straight.losses
 
 
-def test_a_finished_run_says_so_and_changes_nothing(job: Any, tmp_path: Path) -> None:
+def test_a_finished_run_is_reported_and_not_changed(job: Any, tmp_path: Path) -> None:
     Training(job, tmp_path, make_batches(9), steps=3).go()
     before = contents(tmp_path / "checkpoints/step_00000003.h5")
     again = Training(job, tmp_path, make_batches(9), steps=3).go()
@@ -176,7 +176,7 @@ def test_a_finished_run_says_so_and_changes_nothing(job: Any, tmp_path: Path) ->
 
 
 @pytest.mark.ranks(1, 2)
-def test_resume_never_and_must(job: Any, shared_tmp_path: Path) -> None:
+def test_resume_may_be_never_or_must(job: Any, shared_tmp_path: Path) -> None:
     empty = shared_tmp_path / "empty"
     with pytest.raises(CheckpointError, match="no checkpoint to resume from and run.resume is must") as found:
         Training(job, empty, make_batches(2), resume="must").go()
@@ -189,7 +189,9 @@ def test_resume_never_and_must(job: Any, shared_tmp_path: Path) -> None:
 
 
 @pytest.mark.ranks(1, 2)
-def test_a_damaged_newest_checkpoint(job: Any, shared_tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_damaged_newest_checkpoint_is_passed_over(
+    job: Any, shared_tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     from hpctrain.log import configure
 
     Training(job, shared_tmp_path, make_batches(6), every=4).go()
@@ -218,14 +220,14 @@ def test_a_second_run_in_the_folder_is_refused(job: Any, shared_tmp_path: Path) 
             pass
 
 
-def test_a_folder_that_cannot_be(job: Any, tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_made_is_an_error(job: Any, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UsageError, match="cannot make the run's folder"):
         Training(job, tmp_path / "file", make_batches(2)).go()
 
 
 @pytest.mark.ranks(2, 3)
-def test_other_names_logged_on_one_rank(job: Any, shared_tmp_path: Path) -> None:
+def test_different_names_logged_on_one_rank_are_an_error(job: Any, shared_tmp_path: Path) -> None:
     training = Training(job, shared_tmp_path, make_batches(3))
     with pytest.raises(UsageError, match=f"rank 0 logs loss, rank {job.size - 1} logs accuracy, loss") as found:
         with training.run as run:
@@ -237,7 +239,7 @@ def test_other_names_logged_on_one_rank(job: Any, shared_tmp_path: Path) -> None
 
 
 @pytest.mark.ranks(1, 2, 3)
-def test_what_is_logged_is_the_average(job: Any, shared_tmp_path: Path) -> None:
+def test_logged_values_are_averaged(job: Any, shared_tmp_path: Path) -> None:
     values = {f"v{number:02d}": float(number + job.rank) for number in range(LOGGED)}
     with Training(job, shared_tmp_path, make_batches(2)).run as run:
         for step, _ in run:
@@ -250,7 +252,7 @@ def test_what_is_logged_is_the_average(job: Any, shared_tmp_path: Path) -> None:
         assert row["step_seconds"] >= row["communication_seconds"] >= 0
 
 
-def test_what_cannot_be_logged(job: Any, tmp_path: Path) -> None:
+def test_values_that_cannot_be_logged_are_refused(job: Any, tmp_path: Path) -> None:
     run = Training(job, tmp_path, make_batches(2)).run
     with pytest.raises(UsageError, match=f"can log {LOGGED} averaged numbers, not {LOGGED + 1}"):
         run.log(**{f"v{number}": 0.0 for number in range(LOGGED + 1)})
@@ -270,13 +272,13 @@ def test_what_cannot_be_logged(job: Any, tmp_path: Path) -> None:
         ({"on_nonfinite": "ignore"}, "allowed are abort, skip, rollback"),
     ],
 )
-def test_options_that_are_refused(job: Any, tmp_path: Path, options: dict[str, Any], said: str) -> None:
+def test_wrong_options_are_refused(job: Any, tmp_path: Path, options: dict[str, Any], said: str) -> None:
     with pytest.raises(UsageError, match=said):
         Training(job, tmp_path, [], **options)
     assert not list(tmp_path.iterdir())
 
 
-def test_a_model_that_was_not_wrapped_and_a_run_not_entered(job: Any, tmp_path: Path) -> None:
+def test_a_model_must_be_wrapped_and_a_run_entered(job: Any, tmp_path: Path) -> None:
     model = make_net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(UsageError, match=r"call job.wrap\(model\) first"):
@@ -286,7 +288,7 @@ def test_a_model_that_was_not_wrapped_and_a_run_not_entered(job: Any, tmp_path: 
         next(iter(run))
 
 
-def test_a_save_that_fails_at_the_end_leaves_no_lock(job: Any, tmp_path: Path) -> None:
+def test_a_failed_save_at_the_end_leaves_no_lock(job: Any, tmp_path: Path) -> None:
     training = Training(job, tmp_path, make_batches(2))
 
     def fail(*arguments: Any, **more: Any) -> None:
@@ -301,7 +303,7 @@ def test_a_save_that_fails_at_the_end_leaves_no_lock(job: Any, tmp_path: Path) -
 
 
 @pytest.mark.ranks(2, 4)
-def test_books_that_cannot_be_opened_stop_all_ranks(job: Any, shared_tmp_path: Path) -> None:
+def test_records_that_cannot_be_opened_stop_all_ranks(job: Any, shared_tmp_path: Path) -> None:
     if job.rank == 0:
         (shared_tmp_path / "run.json").mkdir()
     job.comm.barrier()
@@ -312,7 +314,7 @@ def test_books_that_cannot_be_opened_stop_all_ranks(job: Any, shared_tmp_path: P
     assert not (shared_tmp_path / "lock.json").exists()
 
 
-def test_generators_of_the_program_are_its_own(job: Any, tmp_path: Path) -> None:
+def test_a_run_does_not_change_generators_of_the_program(job: Any, tmp_path: Path) -> None:
     seed_everything(1)
     expected = torch.rand(3)
     training = Training(job, tmp_path, make_batches(2))

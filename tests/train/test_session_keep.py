@@ -1,4 +1,4 @@
-"""Which checkpoints of a run stay, over resumes and on any number of ranks."""
+"""Retention of a run's checkpoints, over resumes and on any number of ranks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SCORES = [5.0, 9.0, 2.0, 7.0, 6.0, 1.0, 8.0, 4.0, 3.0]  # logged in the steps 1 
 
 
 class Stop(Exception):
-    """Be what ends a run in the middle."""
+    """Exception that ends a run in the middle."""
 
 
 def scored(job: Any, folder: Path, stop_in: int | None = None, **options: Any) -> Training:
@@ -26,7 +26,7 @@ def scored(job: Any, folder: Path, stop_in: int | None = None, **options: Any) -
     def log(step: int, batch: Any) -> None:
         if step == stop_in:
             raise Stop
-        # As an evaluation does whose share differs from rank to rank: what counts is the average.
+        # As in an evaluation whose share differs between ranks: the average counts.
         training.run.log(score=SCORES[step - 1] + job.rank - (job.size - 1) / 2)
 
     try:
@@ -54,14 +54,18 @@ def steps(folder: Path) -> list[int]:
         ({"keep_best": "score", "best": "highest", "every": 4}, [4, 9]),  # 9.0 was logged in a step without a save
     ],
 )
-def test_what_stays(job: Any, shared_tmp_path: Path, options: dict[str, Any], left: list[int]) -> None:
+def test_the_configured_checkpoints_are_kept(
+    job: Any, shared_tmp_path: Path, options: dict[str, Any], left: list[int]
+) -> None:
     scored(job, shared_tmp_path, **options)
     assert steps(shared_tmp_path) == left
 
 
 @pytest.mark.ranks(1, 2, 3)
 @pytest.mark.parametrize("stop_in", [4, 8])
-def test_a_resumed_run_keeps_what_an_uninterrupted_one_keeps(job: Any, shared_tmp_path: Path, stop_in: int) -> None:
+def test_a_resumed_run_keeps_the_checkpoints_of_an_uninterrupted_one(
+    job: Any, shared_tmp_path: Path, stop_in: int
+) -> None:
     options = {"keep_best": "score", "best": "highest", "every": 2, "keep_every": 6}
     scored(job, shared_tmp_path / "straight", **options)
     scored(job, shared_tmp_path / "halting", stop_in, **options)
@@ -71,7 +75,7 @@ def test_a_resumed_run_keeps_what_an_uninterrupted_one_keeps(job: Any, shared_tm
 
 
 @pytest.mark.ranks(1, 2)
-def test_the_file_says_what_was_logged_in_its_step(job: Any, shared_tmp_path: Path) -> None:
+def test_a_checkpoint_contains_the_logged_values_of_its_step(job: Any, shared_tmp_path: Path) -> None:
     scored(job, shared_tmp_path)
     row = metrics_of(shared_tmp_path)[-1]
     with h5py.File(shared_tmp_path / "checkpoints/step_00000009.h5") as file:
@@ -81,8 +85,8 @@ def test_the_file_says_what_was_logged_in_its_step(job: Any, shared_tmp_path: Pa
 
 
 @pytest.mark.ranks(1, 2)
-def test_a_file_without_values_takes_part_in_all_else(job: Any, shared_tmp_path: Path) -> None:
-    """As after an update of this program: the checkpoints of before know nothing of what was logged."""
+def test_a_checkpoint_without_logged_values_is_otherwise_treated_equally(job: Any, shared_tmp_path: Path) -> None:
+    """As after an update of hpctrain: older checkpoints do not contain the logged values."""
     first = Training(job, shared_tmp_path, make_batches(9), every=1, keep=1, steps=3)
     note = first.run.state.note
 
@@ -98,7 +102,7 @@ def test_a_file_without_values_takes_part_in_all_else(job: Any, shared_tmp_path:
 
 
 @pytest.mark.ranks(1, 2)
-def test_a_number_that_nobody_logs_is_said_once(job: Any, shared_tmp_path: Path, caplog: Any) -> None:
+def test_a_number_that_is_never_logged_is_warned_about_once(job: Any, shared_tmp_path: Path, caplog: Any) -> None:
     with caplog.at_level("WARNING", "hpctrain"):
         scored(job, shared_tmp_path, keep_best="scores")
     assert steps(shared_tmp_path) == [9]
@@ -106,7 +110,7 @@ def test_a_number_that_nobody_logs_is_said_once(job: Any, shared_tmp_path: Path,
     assert caplog.text.count("called scores") == (job.rank == 0)
 
 
-def test_a_save_after_a_resume_still_knows_its_value(job: Any, tmp_path: Path) -> None:
+def test_a_save_after_a_resume_keeps_its_logged_value(job: Any, tmp_path: Path) -> None:
     scored(job, tmp_path, keep_best="score")
     again = Training(job, tmp_path, make_batches(9), keep_best="score")
     with again.run as run:
@@ -116,7 +120,7 @@ def test_a_save_after_a_resume_still_knows_its_value(job: Any, tmp_path: Path) -
 
 
 @pytest.mark.ranks(1, 2)
-def test_the_file_says_by_what_the_best_is_kept(job: Any, shared_tmp_path: Path) -> None:
+def test_a_checkpoint_records_the_criterion_of_the_best(job: Any, shared_tmp_path: Path) -> None:
     scored(job, shared_tmp_path / "a", keep_best="score", best="highest")
     found = judge(shared_tmp_path / "a")
     assert (found.step, found.by, found.which, found.value) == (2, "score", "highest", 9.0)

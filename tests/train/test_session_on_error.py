@@ -1,4 +1,4 @@
-"""A checkpoint that cannot be written: the run stops or goes on as it was told, on all ranks, and says so."""
+"""Failed checkpoints: with a message, the run stops or continues on all ranks, as configured."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def training(job: Any, folder: Path, **options: Any) -> Training:
 
 
 class Blocked:
-    """Make a run's checkpoints unwritable in the steps ``first`` to ``last``, on rank 0 and for root too."""
+    """Callback that makes a run's checkpoints unwritable in steps ``first`` to ``last``, on rank 0, even for root."""
 
     def __init__(self, job: Any, run: Any, first: int, last: int = 99) -> None:
         self.job, self.first, self.last = job, first, last
@@ -41,7 +41,7 @@ class Blocked:
 
 
 @pytest.mark.ranks(1, 2, 3)
-def test_told_to_go_on_it_does_and_tries_again(job: Any, shared_tmp_path: Path, caplog: Any) -> None:
+def test_with_continue_the_run_continues_and_retries(job: Any, shared_tmp_path: Path, caplog: Any) -> None:
     whole = training(job, shared_tmp_path / "whole").go()
     one = training(job, shared_tmp_path / "blocked", on_error="continue")
     with caplog.at_level("WARNING", "hpctrain"):
@@ -58,7 +58,7 @@ def test_told_to_go_on_it_does_and_tries_again(job: Any, shared_tmp_path: Path, 
     first, second, again = said
     assert "no checkpoint of step 4: cannot write" in first and "the next is tried after step 6" in first
     assert "no checkpoint of step 6 (2 failures in a row)" in second and "step 8" in second
-    assert "step 8 is saved again, after 2 failures" in again
+    assert "step 8 is saved, after 2 failures" in again
     receipt = receipt_of(one.run.folder)
     (attempt,) = receipt["attempts"]
     assert receipt["status"] == "finished" and attempt["failed_saves"] == 2
@@ -66,7 +66,7 @@ def test_told_to_go_on_it_does_and_tries_again(job: Any, shared_tmp_path: Path, 
 
 
 @pytest.mark.ranks(1, 2, 3)
-def test_told_to_stop_it_does(job: Any, shared_tmp_path: Path) -> None:
+def test_with_stop_the_run_stops(job: Any, shared_tmp_path: Path) -> None:
     one = training(job, shared_tmp_path)
     with pytest.raises(CheckpointError, match="cannot write .*step_00000004.h5") as found:
         one.go(Blocked(job, one.run, 3))
@@ -80,8 +80,8 @@ def test_told_to_stop_it_does(job: Any, shared_tmp_path: Path) -> None:
 
 @pytest.mark.ranks(1, 2)
 @pytest.mark.parametrize("ends_by, before", [("steps", 2), ("loader", 3), ("break", 2), ("signal", 1)])
-def test_the_last_save_is_an_error_in_any_case(job: Any, shared_tmp_path: Path, ends_by: str, before: int) -> None:
-    """Failures on the way are counted, that of the save at the end is the run's."""
+def test_a_failed_last_save_is_always_an_error(job: Any, shared_tmp_path: Path, ends_by: str, before: int) -> None:
+    """Earlier failures are counted; a failure of the last save is the run's error."""
     one = training(job, shared_tmp_path, on_error="continue", steps=STEPS if ends_by == "steps" else None)
     block = Blocked(job, one.run, 3)
 
@@ -118,7 +118,7 @@ def _leave_in_6(one: Training, block: Blocked) -> None:
 
 
 @pytest.mark.ranks(1, 2)
-def test_a_save_that_the_program_asks_for_raises(job: Any, shared_tmp_path: Path) -> None:
+def test_a_failed_save_by_the_program_raises(job: Any, shared_tmp_path: Path) -> None:
     one = training(job, shared_tmp_path, on_error="continue", every=100)
     block = Blocked(job, one.run, 3, 5)
 
@@ -133,7 +133,7 @@ def test_a_save_that_the_program_asks_for_raises(job: Any, shared_tmp_path: Path
 
 
 @pytest.mark.ranks(1, 2)
-def test_a_save_inside_a_step_is_that_of_its_end(job: Any, shared_tmp_path: Path) -> None:
+def test_a_save_inside_a_step_happens_at_its_end(job: Any, shared_tmp_path: Path) -> None:
     one = training(job, shared_tmp_path / "asked", every=100, keep=9)
 
     def save_in_5(step: int, batch: torch.Tensor) -> None:
@@ -148,12 +148,12 @@ def test_a_save_inside_a_step_is_that_of_its_end(job: Any, shared_tmp_path: Path
 
 
 @pytest.mark.ranks(1, 2)
-def test_nan_is_never_passed_over(job: Any, shared_tmp_path: Path) -> None:
+def test_a_nan_in_a_checkpoint_is_always_an_error(job: Any, shared_tmp_path: Path) -> None:
     one = training(job, shared_tmp_path, on_error="continue")
 
     def spoil(step: int, batch: torch.Tensor) -> None:
         if step == 4:
-            # After the gradients were looked at, as an optimizer of the user's own may do.
+            # After the check of the gradients, as an optimizer of the user may do.
             one.optimizer.register_step_post_hook(lambda *_: one.model[0].bias.data.fill_(float("nan")))
 
     with pytest.raises(NonFiniteError, match="must not reach a checkpoint") as found:
@@ -163,7 +163,7 @@ def test_nan_is_never_passed_over(job: Any, shared_tmp_path: Path) -> None:
     assert checkpoints_of(shared_tmp_path) == ["step_00000002.h5"]
 
 
-def test_an_error_of_one_rank_alone_is_not_passed_over(job: Any, tmp_path: Path) -> None:
+def test_an_error_of_one_rank_is_always_raised(job: Any, tmp_path: Path) -> None:
     one = training(job, tmp_path, on_error="continue")
 
     def fail(*arguments: Any, **more: Any) -> None:
@@ -179,7 +179,7 @@ def test_an_error_of_one_rank_alone_is_not_passed_over(job: Any, tmp_path: Path)
 
 
 @pytest.mark.ranks(1, 2, 3)
-def test_a_full_disk(job: Any, shared_tmp_path: Path, caplog: Any) -> None:
+def test_a_run_continues_after_a_full_disk(job: Any, shared_tmp_path: Path, caplog: Any) -> None:
     whole = training(job, shared_tmp_path / "whole").go()
     job.comm.barrier()
     size = (whole.run.state.folder / "step_00000004.h5").stat().st_size
@@ -206,10 +206,10 @@ def test_a_full_disk(job: Any, shared_tmp_path: Path, caplog: Any) -> None:
 
 @pytest.mark.ranks(1, 2)
 @pytest.mark.parametrize("on_error, done", [("stop", 4), ("continue", STEPS)])
-def test_a_disk_without_a_single_free_byte(
+def test_a_disk_without_a_free_byte_raises_the_checkpoint_error(
     job: Any, shared_tmp_path: Path, caplog: Any, on_error: str, done: int
 ) -> None:
-    """The receipt cannot be written either: what all ranks raise is the checkpoint's error all the same."""
+    """The receipt cannot be written either: all ranks still raise the checkpoint's error."""
     with shared_disk(shared_tmp_path / "disk", job.comm) as disk:
         one = training(job, disk.folder / "run", on_error=on_error)
 
@@ -230,9 +230,9 @@ def test_a_disk_without_a_single_free_byte(
 
 @pytest.mark.ranks(1, 2)
 @pytest.mark.parametrize("on_error", ["stop", "continue"])
-def test_a_disk_that_becomes_read_only(job: Any, shared_tmp_path: Path, on_error: str) -> None:
+def test_a_disk_that_becomes_read_only_is_handled(job: Any, shared_tmp_path: Path, on_error: str) -> None:
     with shared_disk(shared_tmp_path / "disk", job.comm) as disk:
-        # The metrics are open for writing, and a mount with such files stays writable: they lie elsewhere.
+        # The metrics are open for writing, and a mount with such files stays writable: they are stored elsewhere.
         if job.rank == 0:
             (shared_tmp_path / "run").mkdir()
             (disk.folder / "checkpoints").mkdir()
@@ -257,8 +257,8 @@ def test_a_disk_that_becomes_read_only(job: Any, shared_tmp_path: Path, on_error
 
 
 @pytest.mark.ranks(1, 2)
-def test_files_that_may_not_grow(job: Any, shared_tmp_path: Path, caplog: Any) -> None:
-    """A limit on the size of files, on one rank of all: what a quota looks like to a process, without root."""
+def test_a_limit_on_file_sizes_is_handled(job: Any, shared_tmp_path: Path, caplog: Any) -> None:
+    """A limit on the size of files on one rank: to a process it looks like a quota, and needs no root."""
     one = training(job, shared_tmp_path, on_error="continue")
     with ExitStack() as limits:
 

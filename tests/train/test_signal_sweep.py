@@ -1,4 +1,4 @@
-"""SIGINT or SIGTERM to one rank at any moment, from the start of its process on: the job ends soon, with one line."""
+"""SIGINT or SIGTERM to one rank at any moment after the start of its process: the job ends soon, with one line."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ RANKS = 2
 SOON = 10.0  # seconds
 # HPCTRAIN_SWEEP=0.05 sends a signal every 50 ms.
 STEP = float(os.environ.get("HPCTRAIN_SWEEP", "0.55"))
-LAST = 4.0  # seconds after the start of the process; the first steps of a run come before, on a quiet machine
+LAST = 4.0  # seconds after the start of the process; on a quiet machine the first steps of a run are earlier
 STRATEGIES = {
     "ddp": [],
     "fsdp": ["parallel.data=fsdp"],
@@ -28,7 +28,7 @@ SETTINGS = ["run.folder=run", "train.steps=2000", "train.batch=4", "checkpoint.e
 
 
 def last_rank(token: str, deadline: float) -> int:
-    """Return the process id of the last rank, as soon as it runs."""
+    """Wait until the last rank runs; return its process id."""
     signs = {f"PMI_RANK={RANKS - 1}", f"OMPI_COMM_WORLD_RANK={RANKS - 1}"}
     while time.monotonic() < deadline:
         for folder in Path("/proc").glob("[0-9]*"):
@@ -43,7 +43,7 @@ def last_rank(token: str, deadline: float) -> int:
 
 
 def send(folder: Path, strategy: str, number: signal.Signals, delay: float) -> tuple[int, str, float]:
-    """Return exit code and output of a job whose last rank got a signal, and how long it took to end."""
+    """Return exit code and output of a job whose last rank got a signal, and the seconds from the signal to its end."""
     words = [word for setting in [*SETTINGS, *STRATEGIES[strategy]] for word in ("--set", setting)]
     token = uuid.uuid4().hex
     beside = Path(sys.executable).parent
@@ -62,7 +62,7 @@ def send(folder: Path, strategy: str, number: signal.Signals, delay: float) -> t
         )
         try:
             rank = last_rank(token, time.monotonic() + scaled(20))
-            time.sleep(delay)  # the moment is what is swept
+            time.sleep(delay)  # the sweep is over this delay
             began = time.monotonic()
             try:
                 os.kill(rank, number)
@@ -71,7 +71,7 @@ def send(folder: Path, strategy: str, number: signal.Signals, delay: float) -> t
             code = job.wait(scaled(SOON))
             return code, log.read_text(), time.monotonic() - began
         except subprocess.TimeoutExpired:
-            pytest.fail(f"{number.name} after {delay:g} s: the job goes on\n{log.read_text()}")
+            pytest.fail(f"{number.name} after {delay:g} s: the job did not end\n{log.read_text()}")
         finally:
             job.kill()
             for folder in Path("/proc").glob("[0-9]*"):
@@ -90,11 +90,11 @@ DELAYS = [round(0.1 + STEP * number, 3) for number in range(int((LAST - 0.1) / S
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("delay", DELAYS)
-def test_the_job_ends(tmp_path: Path, strategy: str, number: signal.Signals, delay: float) -> None:
+def test_the_job_ends_soon_with_one_line(tmp_path: Path, strategy: str, number: signal.Signals, delay: float) -> None:
     make_project(tmp_path)
     code, said, seconds = send(tmp_path, strategy, number, delay)
     assert code not in (0, 2), said
-    # Before Python runs a line of ours, the launcher or Python itself speaks.
+    # Before hpctrain's code runs, the launcher or Python itself prints the message.
     early = "BAD TERMINATION" in said or "exited on signal" in said or "site module" in said
     signs = ("interrupted", "terminated before", "saved after")
     own = [line for line in said.splitlines() if any(sign in line for sign in signs)]

@@ -1,4 +1,4 @@
-"""Signals only set a flag."""
+"""Signal handlers, which only set a flag."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hpctrain.train.signals import SIGNALS, install, stop_request
 
 
 @pytest.mark.parametrize("number", SIGNALS)
-def test_a_signal_is_a_wish(number: signal.Signals) -> None:
+def test_a_signal_sets_the_stop_request(number: signal.Signals) -> None:
     assert install() is stop_request and stop_request.name is None
     os.kill(os.getpid(), number)
     assert stop_request.signal == number and stop_request.name == number.name
@@ -29,15 +29,15 @@ def test_a_thread_keeps_the_handlers_of_its_process() -> None:
     assert found == [stop_request] and [signal.getsignal(number) for number in SIGNALS] == before
 
 
-def test_it_is_there_before_torch_is() -> None:
+def test_handlers_are_installed_before_torch_is_imported() -> None:
     code = "import sys, hpctrain.train.signals as s; s.install()"
     check = "; assert not {'torch', 'numpy', 'mpi4py'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code + check], check=True, timeout=30)
 
 
 @pytest.mark.parametrize("number", SIGNALS)
-def test_a_rank_that_leaves_is_not_killed_by_one_anymore(number: signal.Signals) -> None:
-    # What dies with its module does so when Python has given up all handlers.
+def test_a_signal_does_not_kill_an_exiting_rank(number: signal.Signals) -> None:
+    # Objects of a module are destroyed after Python has removed all handlers.
     code = (
         "import sys, hpctrain.train.signals as s; s.install(); s.install()\n"
         "class Late:\n"

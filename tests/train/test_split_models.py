@@ -1,4 +1,4 @@
-"""Norms, clipping and guards of models that are split over pipeline stages and tensor ranks."""
+"""Norms, clipping and guards of models split over pipeline stages and tensor ranks."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _model() -> nn.Sequential:
 
 
 def _backward(strategy: Any, x: Tensor, y: Tensor) -> None:
-    """Leave the averaged gradients of a batch of all data ranks."""
+    """Compute the averaged gradients of a batch of all data ranks."""
     share = SAMPLES // strategy.data.size
     part = slice(strategy.data.rank * share, (strategy.data.rank + 1) * share)
     if strategy.pipelined:
@@ -50,7 +50,7 @@ def _wrapped(job: Any, form: str) -> nn.Module:
 
 @pytest.mark.ranks(2, 4)
 @pytest.mark.parametrize("form", FORMS)
-def test_norms_are_those_of_one_process(job: Any, form: str) -> None:
+def test_norms_equal_those_of_one_process(job: Any, form: str) -> None:
     plain, model = _model(), _wrapped(job, form)
     strategy = job.strategy(model)
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.3) for each in (plain, model)]
@@ -72,7 +72,7 @@ def test_norms_are_those_of_one_process(job: Any, form: str) -> None:
 
 @pytest.mark.ranks(2, 4)
 @pytest.mark.parametrize("form", FORMS)
-def test_clipping_in_double_precision(job: Any, form: str) -> None:
+def test_clipping_in_double_precision_equals_one_process(job: Any, form: str) -> None:
     settings = FORMS[form]
     if job.size % (settings.pipe * settings.tensor):
         pytest.skip("needs more ranks")
@@ -88,7 +88,7 @@ def test_clipping_in_double_precision(job: Any, form: str) -> None:
 
 @pytest.mark.ranks(2, 4)
 @pytest.mark.parametrize("form", FORMS)
-def test_parts_refuse_what_needs_the_others(job: Any, tmp_path: Path, form: str) -> None:
+def test_parts_refuse_operations_on_the_whole_parameter(job: Any, tmp_path: Path, form: str) -> None:
     model = _wrapped(job, form)
     _backward(job.strategy(model), torch.randn(SAMPLES, 6), torch.randn(SAMPLES, 4))
     parts = [each for each in model.parameters() if type(each) is not nn.Parameter]
@@ -118,7 +118,7 @@ def test_hooks_on_parameters_are_errors(job: Any, form: str) -> None:
 
 @pytest.mark.ranks(2, 4)
 @pytest.mark.parametrize("form", FORMS)
-def test_closing_the_job_gives_plain_parameters_back(job: Any, form: str) -> None:
+def test_closing_the_job_restores_plain_parameters(job: Any, form: str) -> None:
     model = _wrapped(job, form)
     job.close()
     assert all(type(each) is nn.Parameter for each in model.parameters())

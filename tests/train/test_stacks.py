@@ -1,4 +1,4 @@
-"""Stacks of all threads, in one piece under a heading."""
+"""Stacks of all threads, written at once under a heading."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from hpctrain.train.stacks import print_stacks
 
 
-def test_all_threads_under_one_heading(capfd: pytest.CaptureFixture[str]) -> None:
+def test_stacks_of_all_threads_have_one_heading(capfd: pytest.CaptureFixture[str]) -> None:
     done = threading.Event()
 
     def waits_here() -> None:
@@ -22,4 +22,4 @@ def test_all_threads_under_one_heading(capfd: pytest.CaptureFixture[str]) -> Non
     thread.join()
     said = capfd.readouterr().err
     assert said.startswith("hpctrain: the stacks of rank 3 on n1:\n")
-    assert "in waits_here" in said and "in test_all_threads_under_one_heading" in said
+    assert "in waits_here" in said and "in test_stacks_of_all_threads_have_one_heading" in said

@@ -1,4 +1,4 @@
-"""A worker at its own pace is stopped and the others go on: until the deadline, which names it, or until it is back."""
+"""Stopped asynchronous workers: the others continue until the deadline, which names it, or until it resumes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MODES = {
 job, folder = hpctrain.init(), Path(sys.argv[1])
 
 def train(mode, in_pass, steps=STEPS):
-    '''Train; between the two passes of each step comes in_pass.'''
+    '''Train; call in_pass between the two passes of each step.'''
     torch.manual_seed(1)
     model = job.wrap(torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 2)), *MODES[mode][:1],
                      server=MODES[mode][1])
@@ -60,7 +60,7 @@ def in_pass(mode, wakes):
                 mark.with_suffix(".new").rename(mark)
                 os.kill(os.getpid(), signal.SIGSTOP)
             return
-        time.sleep(0.01)  # what a pass may take
+        time.sleep(0.01)  # duration of a pass
         if job.rank == 0 and step == STOPPED_AT:
             while not mark.exists() or state(mark.read_text()) != "T":
                 time.sleep(0.01)
@@ -79,7 +79,7 @@ folder = folder / "for_good"
 if job.rank == 0:
     folder.mkdir()
 train("hogwild", in_pass("hogwild", False), 30)
-print("came to its end")
+print("reached its end")
 """.replace("STOPPED_AT", str(STOPPED_AT)).replace("WOKEN_AT", str(WOKEN_AT))
 
 
@@ -91,47 +91,47 @@ def in_pass(step):
     time.sleep(0.01)
 
 train("server", in_pass, 3000)
-print("came to its end")
+print("reached its end")
 """
 
 
 @pytest.fixture
 def stalled(launch: Any, tmp_path: Path) -> Any:
-    """Return how a job ended whose rank 2 was stopped and woken in every mode, and at last only stopped."""
+    """Return the result of a job whose rank 2 is stopped and continued in every mode, and finally only stopped."""
     return launch(3, STALL, tmp_path, timeout=100, env={"HPCTRAIN_TIMEOUT": "6"})
 
 
-def test_others_go_on_and_who_comes_back_is_stale(stalled: Any, tmp_path: Path) -> None:
+def test_others_continue_and_a_resumed_worker_is_stale(stalled: Any, tmp_path: Path) -> None:
     apart = WOKEN_AT - STOPPED_AT
     for mode in ("server", "hogwild", "easgd"):
         assert f"{mode}: T while this rank made {apart} steps" in stalled.stdout, stalled
         metrics = metrics_of(tmp_path / mode)
-        rows = [row for row in metrics if "staleness_most" in row]  # each counts what came since the one before
+        rows = [row for row in metrics if "staleness_most" in row]  # each counts since the previous one
         assert metrics[-1]["step"] == STEPS and rows, mode
         assert apart <= max(row["staleness_most"] for row in rows) <= 2 * STEPS, (mode, rows)
         assert sum(sum(row["staleness_histogram"]) for row in rows) == 3 * STEPS
         assert all(0 <= row["communication"] <= 1 for row in rows)
     assert "all came back" in stalled.stdout
-    named = r"(.*)rank 2 has made no step for (\S+) s, the others go on: it is in step 5\n"
+    named = r"(.*)rank 2 has made no step for (\S+) s, other ranks continue: it is in step 5\n"
     standing = re.findall(named, stalled.stderr)
-    assert [prefix for prefix, _ in standing] == ["warning: "] * 4, stalled  # rank 0 says it, once each time
+    assert [prefix for prefix, _ in standing] == ["warning: "] * 4, stalled  # rank 0 prints it once per stall
     assert all(float(seconds) >= 0.6 for _, seconds in standing[:3])
     assert len(re.findall(r"^warning: rank 2 makes steps again, after \S+ s$", stalled.stderr, re.M)) == 3
 
-    # The last time nobody wakes it: the others meet at the end, and wait until the deadline.
-    assert stalled.returncode != 0 and not stalled.survivors and "came to its end" not in stalled.stdout
+    # The last time it stays stopped: the others reach the final barrier, and wait until the deadline.
+    assert stalled.returncode != 0 and not stalled.survivors and "reached its end" not in stalled.stdout
     said = re.findall(r"^hpctrain: rank [01] of 3 .*: DeadlineError: .*$", stalled.stderr, re.M)
     assert len(said) == 1 and "a meeting of all workers: ranks [2] have not come within 2 s" in said[0], stalled
 
 
-def test_who_is_killed_ends_the_job(launch: Any, tmp_path: Path) -> None:
-    """Nobody waits for a worker at its own pace: it is the launcher that sees it die.
+def test_a_killed_worker_ends_the_job(launch: Any, tmp_path: Path) -> None:
+    """No rank waits for an asynchronous worker: the launcher detects its death.
 
-    Open MPI's says who it was; MPICH's ends all others in the same moment, and names any of them.
+    Open MPI's launcher names it; MPICH's ends all others at the same moment, and names any of them.
     """
     result = launch(3, KILL, tmp_path, timeout=100)
     killed = re.search(r"killed (\d+) at (\S+)\n", result.stdout)
     assert killed and 0 < result.ended - float(killed[2]) < 10 and not result.survivors, result
-    assert result.returncode != 0 and "came to its end" not in result.stdout
+    assert result.returncode != 0 and "reached its end" not in result.stdout
     said = result.stdout + result.stderr
     assert re.search(rf"PID \d+ RUNNING|process rank 2 with PID {killed[1]} .* exited", said), result

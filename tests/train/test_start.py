@@ -1,4 +1,4 @@
-"""A run that begins with another run's model: the weights, nothing else; and nothing written where it does not fit."""
+"""Runs that start from another run's model: only the weights are used; a mismatch is refused before any write."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def provenance(path: Path) -> dict[str, Any]:
 
 
 class Wide(Training):
-    """Be the training of a net whose last layer has two outputs."""
+    """Training of a net whose last layer has two outputs."""
 
     def __init__(self, job: Any, folder: Path, loader: Any, **options: Any) -> None:
         seed_everything(11)
@@ -51,7 +51,7 @@ class Wide(Training):
 
 
 @pytest.mark.ranks(1, 2, 3)
-def test_the_weights_and_nothing_else(job: Any, shared_tmp_path: Path, other: Path, caplog: Any) -> None:
+def test_only_the_weights_are_used(job: Any, shared_tmp_path: Path, other: Path, caplog: Any) -> None:
     one = Training(job, shared_tmp_path / "new", make_batches(6, seed=9), every=2, start_from=other)
     seen: dict[str, Any] = {}
 
@@ -70,7 +70,7 @@ def test_the_weights_and_nothing_else(job: Any, shared_tmp_path: Path, other: Pa
     kept = provenance(shared_tmp_path / "new" / LAST)
     assert (kept["start_from"], kept["start_step"]) == (bytes(other.resolve()), 4) and "start_skip.json" not in kept
 
-    # The same as a program that fills its model by itself, torch alone.
+    # Equal to a program that fills its model by itself with plain torch.
     plain = Training(job, shared_tmp_path / "plain", make_batches(6, seed=9))
     plain.model.load_state_dict({name: torch.from_numpy(np.array(value)) for name, value in expected.items()})
     assert plain.go().losses == one.losses
@@ -93,7 +93,7 @@ def test_a_resumed_run_no_longer_needs_the_file(job: Any, shared_tmp_path: Path,
 
 
 @pytest.mark.ranks(1, 2)
-def test_a_run_that_did_not_begin_there_does_not_say_so(job: Any, shared_tmp_path: Path, other: Path) -> None:
+def test_a_run_that_did_not_start_there_has_no_such_provenance(job: Any, shared_tmp_path: Path, other: Path) -> None:
     folder = shared_tmp_path / "new"
     Training(job, folder, make_batches(6), steps=2).go()
     job.comm.barrier()
@@ -103,7 +103,7 @@ def test_a_run_that_did_not_begin_there_does_not_say_so(job: Any, shared_tmp_pat
 
 
 @pytest.mark.ranks(1, 2, 3)
-def test_what_need_not_fit(job: Any, shared_tmp_path: Path, other: Path, caplog: Any) -> None:
+def test_skipped_tensors_need_not_match(job: Any, shared_tmp_path: Path, other: Path, caplog: Any) -> None:
     folder = shared_tmp_path / "new"
     with pytest.raises(CheckpointError, match="cannot start from .*start_skip.* 2 differences") as found:
         Wide(job, folder, make_batches(2), start_from=other).go()
@@ -119,13 +119,15 @@ def test_what_need_not_fit(job: Any, shared_tmp_path: Path, other: Path, caplog:
         assert np.array_equal(one.model[0].weight.detach().numpy(), stored(other)["0.weight"])
         one.run.state.step = 4
         one.run.save()
-    assert "not taken from it: 3.weight, 3.bias" in caplog.text or job.rank
+    assert "not loaded from it: 3.weight, 3.bias" in caplog.text or job.rank
     job.comm.barrier()
     assert json.loads(provenance(folder / LAST)["start_skip.json"]) == ["3.*"]
 
 
 @pytest.mark.ranks(1, 2)
-def test_of_a_folder_the_newest_valid_one_is_taken(job: Any, shared_tmp_path: Path, other: Path, caplog: Any) -> None:
+def test_the_newest_valid_checkpoint_of_a_folder_is_used(
+    job: Any, shared_tmp_path: Path, other: Path, caplog: Any
+) -> None:
     if job.rank == 0:
         later = other.with_name("step_00000009.h5")
         later.write_bytes(other.read_bytes()[:-1])
@@ -141,7 +143,7 @@ def test_of_a_folder_the_newest_valid_one_is_taken(job: Any, shared_tmp_path: Pa
 
 
 @pytest.mark.ranks(1, 2)
-def test_what_there_is_not(job: Any, shared_tmp_path: Path, other: Path) -> None:
+def test_missing_and_foreign_files_are_an_error(job: Any, shared_tmp_path: Path, other: Path) -> None:
     folder = shared_tmp_path / "new"
     wrong = {
         shared_tmp_path / "nowhere.h5": "cannot start from .*nowhere.h5.*No such file",
@@ -158,7 +160,7 @@ def test_what_there_is_not(job: Any, shared_tmp_path: Path, other: Path) -> None
 
 
 @pytest.mark.ranks(1, 2)
-def test_a_damaged_file(job: Any, shared_tmp_path: Path, other: Path) -> None:
+def test_a_damaged_file_is_an_error(job: Any, shared_tmp_path: Path, other: Path) -> None:
     if job.rank == 0:
         with h5py.File(other, "r") as file:
             offset = file["model/0.weight"].id.get_offset()
@@ -171,14 +173,14 @@ def test_a_damaged_file(job: Any, shared_tmp_path: Path, other: Path) -> None:
     assert found.value.everywhere and not (shared_tmp_path / "new").exists()
 
 
-def test_what_is_carried_over_a_resume() -> None:
+def test_provenance_is_kept_over_a_resume() -> None:
     before = {"start_from": "a", "start_step": 4, "host": "x"}
     now = {"host": "y", "start_from": "b", "start_skip": ["c"]}
     assert carried(before, now) == {"host": "y", "start_from": "a", "start_step": 4}
     assert carried({"host": "x"}, now) == {"host": "y"}
 
 
-def test_only_whole_lists_of_patterns(job: Any, tmp_path: Path) -> None:
+def test_start_skip_must_be_a_list_of_patterns(job: Any, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"start_skip = '3.\*': give a list of patterns"):
         Training(job, tmp_path / "new", [], start_skip="3.*")
     assert not list(tmp_path.iterdir())

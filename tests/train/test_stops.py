@@ -1,4 +1,4 @@
-"""What ends a run in time, or saves it on the way: the deadline, with a margin that was measured, and two files."""
+"""Stops and saves on demand: the deadline with a measured margin, and the files STOP and SAVE."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _no_deadline_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stops, "_PAUSE", 0.0)
 
 
-def test_the_margin_is_what_steps_and_saves_have_taken() -> None:
+def test_the_margin_covers_measured_steps_and_saves() -> None:
     now = [1000.0]
     governor = Governor(Deadline(1200.0, "a test"), clock=lambda: now[0])
     assert governor.margin == RESERVE and not governor.is_due
@@ -44,13 +44,13 @@ def test_the_margin_is_what_steps_and_saves_have_taken() -> None:
 
 @pytest.mark.ranks(1, 2)
 @pytest.mark.parametrize("how", ["variable", "walltime"])
-def test_a_run_leaves_before_its_job_ends_and_is_done_by_the_next(
+def test_a_run_stops_before_the_deadline_and_the_next_one_finishes(
     job: Any, shared_tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
     straight = Training(job, shared_tmp_path / "straight", make_batches(6), every=100).go()
     folder, options = shared_tmp_path / "short", {"every": 100}
     if how == "variable":
-        monkeypatch.setenv(VARIABLE, str(time.time() + 3600.0))  # an hour, of which saving is said to take all
+        monkeypatch.setenv(VARIABLE, str(time.time() + 3600.0))  # an hour, all of which is the margin of a save
         options["margin"] = 3599
     else:
         options |= {"walltime": "1h", "margin": 3599}  # type: ignore[dict-item]
@@ -90,7 +90,7 @@ def test_files_in_the_folder_save_and_stop(job: Any, shared_tmp_path: Path) -> N
     assert ended.value.code == 75
     job.comm.barrier()
     assert checkpoints_of(folder) == ["step_00000002.h5", "step_00000005.h5"]
-    # A job script that finds it does not start the run again; whoever does, wants it to go on.
+    # A job script that finds the file does not restart the run; a manual restart means that the run should continue.
     assert (folder / "STOP").exists() and not (folder / "SAVE").exists()
     job.comm.barrier()
     again = Training(job, folder, make_batches(8), every=100, keep=9).go()
@@ -99,7 +99,7 @@ def test_files_in_the_folder_save_and_stop(job: Any, shared_tmp_path: Path) -> N
         assert receipt_of(folder)["attempts"][0]["reason"] == f"the file {folder / 'STOP'}"
 
 
-def test_what_earlier_attempts_took_to_save_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_save_times_of_earlier_attempts_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, str(time.time() + 1000.0))
     found = stops.Stops(tmp_path, StopRequest(), first=True)
     found.open([3.0, 200.0])
@@ -110,7 +110,7 @@ def test_what_earlier_attempts_took_to_save_counts(tmp_path: Path, monkeypatch: 
 
 
 @pytest.mark.parametrize("later, stays", [(-5.0, False), (5.0, True)])
-def test_a_stop_that_comes_while_a_job_starts_up_is_meant_for_it(tmp_path: Path, later: float, stays: bool) -> None:
+def test_a_stop_file_written_during_startup_applies_to_the_job(tmp_path: Path, later: float, stays: bool) -> None:
     begun = time.time() - 100.0
     (tmp_path / stops.STOP).touch()
     os.utime(tmp_path / stops.STOP, (begun + later, begun + later))

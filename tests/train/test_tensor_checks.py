@@ -1,4 +1,4 @@
-"""The first step of a split model: wrong plans, functions of all features, and partial gradients raise errors."""
+"""Checks of the first step of a split model: errors for wrong plans, functions of all features, partial gradients."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _without(*patterns: str) -> dict[str, str]:
 
 
 def _step(job: Any, model: nn.Module, plan: dict[str, str], **settings: Any) -> Any:
-    """Make one step of a model that is split by a plan."""
+    """Run one step of a model that is split by a plan."""
     lines = tuple(f"{pattern}={kind}" for pattern, kind in plan.items())
     job.wrap(model, {"tensor": 2, "tensor_plan": lines, **settings})
     strategy = job.strategy(model)
@@ -63,7 +63,7 @@ def test_wrong_plans_name_modules_and_what_to_write(job: Any, case: str, plan: d
 
 
 class Gated(nn.Module):
-    """A gated MLP, whose gate and values may be one layer."""
+    """Gated MLP, whose gate and values may be one layer."""
 
     def __init__(self, *, fused: bool) -> None:
         super().__init__()
@@ -83,7 +83,7 @@ def _gated(*, fused: bool) -> nn.Module:
 
 
 @TWO
-def test_half_of_a_gate_that_is_missing_is_named(job: Any) -> None:
+def test_a_missing_half_of_a_gate_is_named(job: Any) -> None:
     with pytest.raises(UsageError, match=r"1.up in the same module is not; write '1.up=column' in parallel"):
         _step(job, _gated(fused=False), {"*.gate": "column", "*.down": "row"})
 
@@ -95,14 +95,14 @@ def test_a_gate_and_its_values_in_one_layer_are_refused(job: Any) -> None:
 
 
 @TWO
-def test_a_row_that_is_missing_at_the_end_is_named(job: Any) -> None:
+def test_a_missing_row_layer_at_the_end_is_named(job: Any) -> None:
     model = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 4))
     with pytest.raises(UsageError, match=r"the outputs of the model are .* behind 2 \(2=column\); a row must come"):
         _step(job, model, {"2": "column"})
 
 
 @TWO
-def test_errors_of_the_program_stay_what_they_are(job: Any) -> None:
+def test_errors_of_the_program_are_not_changed(job: Any) -> None:
     class Fails(nn.Sequential):
         def forward(self, x: Tensor) -> Tensor:
             return super().forward(x[..., :4])
@@ -123,7 +123,7 @@ def test_a_softmax_over_split_features_is_named(job: Any, dropout: float) -> Non
 
 
 @TWO
-def test_a_function_over_split_features_is_placed_between_layers(job: Any) -> None:
+def test_a_function_over_split_features_is_located_between_layers(job: Any) -> None:
     class Normed(Block):
         def forward(self, x: Tensor) -> Tensor:
             hidden = self.fc(x)
@@ -135,7 +135,7 @@ def test_a_function_over_split_features_is_placed_between_layers(job: Any) -> No
 
 
 class Normed(nn.Module):
-    """An MLP with a norm over all of its features, whose last layer begins with zeros."""
+    """MLP with a norm over all of its features, whose last layer is initialized with zeros."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -148,7 +148,7 @@ class Normed(nn.Module):
 
 
 @TWO
-def test_weights_of_zeros_hide_no_norm_over_split_features(job: Any) -> None:
+def test_zero_weights_do_not_hide_a_norm_over_split_features(job: Any) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, WIDTH), Normed(), nn.Linear(WIDTH, 3))
     with pytest.raises(MismatchError, match=r"what 1.project \(Linear, \*.project=row\) is given in the first pass"):
@@ -156,7 +156,7 @@ def test_weights_of_zeros_hide_no_norm_over_split_features(job: Any) -> None:
 
 
 @TWO
-def test_key_heads_left_whole_beside_split_query_heads_are_found(job: Any) -> None:
+def test_whole_key_heads_with_split_query_heads_are_found(job: Any) -> None:
     """Each rank would use the first key heads for all its query heads."""
     with pytest.raises(MismatchError, match=r"between 1.attention.wq \(Linear, \*.wq=heads\) and 1.attention.wo"):
         _step(job, model_of("gqa")[0], _without("*.wk", "*.wv"))
@@ -164,7 +164,7 @@ def test_key_heads_left_whole_beside_split_query_heads_are_found(job: Any) -> No
 
 @TWO
 @pytest.mark.parametrize("settings", [{}, {"data": "fsdp"}])
-def test_models_that_draw_are_not_compared(job: Any, settings: dict[str, Any]) -> None:
+def test_models_that_draw_random_numbers_are_not_compared(job: Any, settings: dict[str, Any]) -> None:
     class Noisy(nn.Sequential):
         def forward(self, x: Tensor) -> Tensor:
             return super().forward(x + torch.randn_like(x))
@@ -177,7 +177,7 @@ def test_models_that_draw_are_not_compared(job: Any, settings: dict[str, Any]) -
 
 
 @TWO
-def test_the_comparison_leaves_the_model_and_the_generator_alone(job: Any) -> None:
+def test_the_comparison_does_not_change_model_or_generator(job: Any) -> None:
     calls = []
 
     class Counting(nn.Sequential):
@@ -198,12 +198,12 @@ def test_the_comparison_leaves_the_model_and_the_generator_alone(job: Any) -> No
 
 
 @TWO
-def test_check_split_switches_the_comparison_off(job: Any) -> None:
+def test_check_split_disables_the_comparison(job: Any) -> None:
     _step(job, model_of("softmax")[0], BOTH, check_split=False)
 
 
 class Again(Attention):
-    """Attention that is computed again in the backward pass, where autograd's graph does not show what it uses."""
+    """Attention that is recomputed in the backward pass, so that autograd's graph does not show its parameters."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Map ``[batch, length, WIDTH]`` to the same shape."""
@@ -245,7 +245,7 @@ def test_partial_gradients_behind_frozen_layers_raise(job: Any) -> None:
         torch.testing.assert_close(found.as_subclass(Tensor), wanted)
 
 
-def test_copies_of_a_model_that_has_not_computed_are_of_its_own_class() -> None:
+def test_copies_before_the_first_step_have_the_original_class() -> None:
     model = model_of("gated")[0]
     watch(model, [])
     assert isinstance(model, nn.Sequential) and type(model) is not nn.Sequential
@@ -255,7 +255,7 @@ def test_copies_of_a_model_that_has_not_computed_are_of_its_own_class() -> None:
     assert type(model) is nn.Sequential
 
 
-def test_gradients_that_differ_by_rounding_are_the_same() -> None:
+def test_gradients_that_differ_by_rounding_are_accepted() -> None:
     torch.manual_seed(0)
     gradient = torch.randn(1000)
     near, far, none = gradient * (1 + 1e-6 * torch.randn(1000)), gradient * 0.98, torch.zeros(3)

@@ -1,4 +1,4 @@
-"""Models of people's own on tensor ranks learn the weights of one process's plain loop."""
+"""Models of users on tensor ranks, compared with the weights of a plain loop in one process."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def _learn(job: Any, case: str, mesh: dict[str, Any], more: dict[str, str] | Non
     "mesh", [pytest.param(each, marks=pytest.mark.ranks(size)) for size, some in MESHES.items() for each in some]
 )
 @pytest.mark.parametrize("case", CASES)
-def test_weights_are_those_of_a_plain_loop(job: Any, case: str, mesh: dict[str, Any]) -> None:
+def test_weights_equal_those_of_a_plain_loop(job: Any, case: str, mesh: dict[str, Any]) -> None:
     if mesh.get("pipe") and case not in ("mqa", "layer norm", "gated"):
         pytest.skip("one of each kind is enough")
     assert _learn(job, case, mesh) < CLOSE
@@ -71,7 +71,7 @@ def test_weights_are_those_of_a_plain_loop(job: Any, case: str, mesh: dict[str, 
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("case", ["mqa", "rms norm", "layer norm, declared"])
-def test_sequences_may_be_split_too(job: Any, case: str) -> None:
+def test_sequences_may_be_split(job: Any, case: str) -> None:
     assert _learn(job, case, {"tensor": 2, "sequence": True}, {"0": "scatter", "3": "gather"}) < CLOSE
 
 

@@ -1,4 +1,4 @@
-"""Parameters before and behind the place where sequences begin to be split get one process's gradients."""
+"""Gradients of parameters before and after the layer where sequences are split, compared with one process."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def _model(middle: str, *, own: bool = False) -> Model:
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("middle", ["identity", "norm", "linear"])
-def test_gradients_before_scatter_are_those_of_one_process(job: Any, middle: str, recompute: bool) -> None:
+def test_gradients_before_scatter_equal_those_of_one_process(job: Any, middle: str, recompute: bool) -> None:
     plain, model = _model(middle), _model(middle)
     settings = {"tensor": 2, "sequence": True, "tensor_plan": PLAN, "recompute": recompute, "units": ["blocks.*"]}
     job.wrap(model, settings)
@@ -93,7 +93,7 @@ class Late(Model):
 
 
 @pytest.mark.ranks(2)
-def test_a_table_of_positions_behind_scatter_is_refused(job: Any) -> None:
+def test_a_table_of_positions_after_scatter_is_refused(job: Any) -> None:
     model = Late(nn.Identity())
     job.wrap(model, {"tensor": 2, "sequence": True, "tensor_plan": PLAN})
     wanted = r"in positions .*follows middle \(Identity, middle=scatter\), .*must come before"
@@ -109,7 +109,7 @@ class Row(Model):
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("partition", ["2,5", "3,4", "1,6", "6,1"])
 @pytest.mark.parametrize("called_first", [False, True])
-def test_stages_know_where_sequences_are_split(job: Any, partition: str, called_first: bool) -> None:
+def test_stages_agree_where_sequences_are_split(job: Any, partition: str, called_first: bool) -> None:
     plain, model = _model("linear"), Row(nn.Linear(WIDTH, WIDTH)).double()
     model.load_state_dict(plain.state_dict())
     settings = {"pipe": 2, "tensor": 2, "sequence": True, "tensor_plan": PLAN, "partition": partition}

@@ -1,4 +1,4 @@
-"""A run's trace: the file, what every rank did in it, and the picture of a step."""
+"""Trace of a run: the file, the spans of every rank, and the figure of a step."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ STEPS = 8
 
 
 class Traced(Training):
-    """Be a training whose passes are spans, as those of ``hpctrain train`` are."""
+    """Training whose passes are spans, as those of ``hpctrain train``."""
 
     def __init__(self, job: Any, folder: Path, **options: Any) -> None:
         super().__init__(job, folder, make_batches(10), steps=STEPS, **{"every": 4, "trace": True, **options})
@@ -62,7 +62,7 @@ def spans_of(folder: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.ranks(1, 2, 3)
-def test_the_file_holds_what_every_rank_did(job: Any, shared_tmp_path: Path) -> None:
+def test_the_file_contains_spans_of_every_rank(job: Any, shared_tmp_path: Path) -> None:
     Traced(job, shared_tmp_path, trace_steps=(3, 5)).go()
     spans = spans_of(shared_tmp_path)
     for rank in range(job.size):
@@ -70,7 +70,7 @@ def test_the_file_holds_what_every_rank_did(job: Any, shared_tmp_path: Path) -> 
         # A checkpoint is copied, then waited for.
         assert own["step"] == own["forward"] == own["backward"] == own["optimizer"] == own["data"] == 3
         assert own["checkpoint"] >= 2
-        assert (own["reduce"] >= 6) == (job.size > 1)  # gradients, and what the ranks tell each other after a step
+        assert (own["reduce"] >= 6) == (job.size > 1)  # gradients, and the exchange after a step
         assert [s["args"]["step"] for s in spans if s["name"] == "step" and s["args"]["rank"] == rank] == [3, 4, 5]
         saved = [span["args"].get("step") for span in spans if span["name"] == "checkpoint"]
         assert set(saved) == {4, None}
@@ -79,7 +79,7 @@ def test_the_file_holds_what_every_rank_did(job: Any, shared_tmp_path: Path) -> 
 
 
 @pytest.mark.ranks(1, 2, 3)
-def test_spans_of_a_thread_nest(job: Any, shared_tmp_path: Path) -> None:
+def test_spans_of_a_thread_are_nested(job: Any, shared_tmp_path: Path) -> None:
     Traced(job, shared_tmp_path, trace_steps=(1, STEPS)).go()
     for thread in range(job.size):
         around: list[float] = []
@@ -111,7 +111,7 @@ def test_a_step_is_read_back_as_a_timeline(job: Any, shared_tmp_path: Path) -> N
 
 
 @pytest.mark.ranks(1, 2)
-def test_a_measured_step_draws(job: Any, shared_tmp_path: Path) -> None:
+def test_a_measured_step_is_drawn(job: Any, shared_tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     from hpctrain.cli.main import main
 
@@ -123,21 +123,21 @@ def test_a_measured_step_draws(job: Any, shared_tmp_path: Path) -> None:
 
 
 @pytest.mark.ranks(1, 2)
-def test_a_run_that_ends_before_writes_what_it_has(job: Any, shared_tmp_path: Path) -> None:
+def test_a_run_that_ends_early_writes_its_spans(job: Any, shared_tmp_path: Path) -> None:
     Traced(job, shared_tmp_path, trace_steps=(7, 20)).go()
     assert {span["args"]["step"] for span in spans_of(shared_tmp_path) if span["name"] == "step"} == {7, 8}
     assert not trace.recording
 
 
 @pytest.mark.ranks(1, 2)
-def test_nothing_is_written_unless_asked_for(job: Any, shared_tmp_path: Path) -> None:
+def test_without_tracing_no_file_is_written(job: Any, shared_tmp_path: Path) -> None:
     Traced(job, shared_tmp_path / "off", trace=False).go()
     Traced(job, shared_tmp_path / "late", trace_steps=(9, 12)).go()
     assert not list(shared_tmp_path.rglob("trace.json*"))
 
 
 @pytest.mark.ranks(1, 2)
-def test_a_run_that_fails_forgets_and_the_next_may_trace(job: Any, shared_tmp_path: Path) -> None:
+def test_a_failed_run_discards_spans_and_the_next_may_trace(job: Any, shared_tmp_path: Path) -> None:
     class Stop(Exception):
         pass
 
@@ -149,12 +149,12 @@ def test_a_run_that_fails_forgets_and_the_next_may_trace(job: Any, shared_tmp_pa
         Traced(job, shared_tmp_path, trace_steps=(6, 8)).go(stop)
     job.comm.barrier()
     assert not trace.recording and not (shared_tmp_path / "trace.json").exists()
-    Traced(job, shared_tmp_path, trace_steps=(1, 2)).go()  # counted from this start; resumes after step 4
+    Traced(job, shared_tmp_path, trace_steps=(1, 2)).go()  # counted from this attempt, which resumes after step 4
     assert {span["args"]["step"] for span in spans_of(shared_tmp_path) if span["name"] == "step"} == {5, 6}
 
 
 @pytest.mark.ranks(1, 2)
-def test_a_file_that_cannot_be_written_is_a_warning(
+def test_an_unwritable_trace_is_a_warning(
     job: Any, shared_tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     if job.rank == 0:
@@ -166,8 +166,8 @@ def test_a_file_that_cannot_be_written_is_a_warning(
 
 
 @pytest.mark.ranks(1, 2, 3)
-def test_all_ranks_stand_on_one_clock(comm: Any, shared_tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every rank does the same at once, as it were, by a clock that is 1000 s a rank ahead."""
+def test_all_ranks_are_aligned_to_one_clock(comm: Any, shared_tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks have simultaneous spans, measured by clocks that are 1000 s ahead per rank."""
     monkeypatch.setattr(clocks, "offsets", lambda comm: [1000.0 * rank for rank in range(comm.size)])
     spans = [Span("forward", 5.0, 5.5, 1), Span("backward", 5.5, 7.0, 1)]
     moved = [Span(each.name, each.start + 1000 * comm.rank, each.end + 1000 * comm.rank, 1) for each in spans]
@@ -208,11 +208,11 @@ def report(rank: int, spans: list[list[Any]], **more: Any) -> dict[str, Any]:
     return {"rank": rank, "node": rank // 2, "host": "", "place": "", "dropped": 0, "spans": spans, **more}
 
 
-def test_events_are_those_of_chrome() -> None:
+def test_events_have_the_format_of_chrome() -> None:
     spans = [["reduce", 5_000, 6_500, 77, {"operation": "all_reduce"}], ["step", 4_000, 9_000, 77, {"step": 1}]]
     found = list(events([report(0, spans), report(1, [["forward", 4_250, 4_251, 8, {}]], host="n1", place="pipe 1")]))
     names = {(event["name"], event["pid"], event.get("tid")): event["args"] for event in found if event["ph"] == "M"}
-    assert names["process_name", 0, None] == {"name": "node 0 (n1)"}  # the last one stands
+    assert names["process_name", 0, None] == {"name": "node 0 (n1)"}  # the last one is used
     assert names["thread_name", 0, 0] == {"name": "rank 0"}
     assert names["thread_name", 0, 1] == {"name": "rank 1 (pipe 1)"}
     assert names["thread_sort_index", 0, 1] == {"sort_index": 1}
@@ -223,7 +223,7 @@ def test_events_are_those_of_chrome() -> None:
     assert (forward["cat"], forward["ts"], forward["dur"], forward["tid"]) == ("computation", 0.25, 0.001, 1)
 
 
-def test_other_threads_of_a_rank_have_numbers_of_their_own() -> None:
+def test_other_threads_of_a_rank_have_distinct_numbers() -> None:
     spans = [["send", 1_000, 2_000, 5, {}], ["step", 0, 9_000, 4, {"step": 1}]]
     found = list(events([report(0, spans), report(1, spans), report(2, [])]))
     threads = {(event["name"], event["args"]["rank"]): event["tid"] for event in found if event["ph"] == "X"}
@@ -238,21 +238,21 @@ def test_other_threads_of_a_rank_have_numbers_of_their_own() -> None:
         ("", "is not a trace of hpctrain: ValueError it is not JSON"),
         ("[1]", "is not a trace of hpctrain: TypeError"),
         ('{"traceEvents": [{"ph": "X", "ts": "soon"}]}', "is not a trace of hpctrain"),
-        ('{"traceEvents": []}', "holds no whole step"),
+        ('{"traceEvents": []}', "holds no complete step"),
     ],
 )
-def test_files_that_are_none(tmp_path: Path, text: str, message: str) -> None:
+def test_files_that_are_not_traces_are_refused(tmp_path: Path, text: str, message: str) -> None:
     (tmp_path / "trace.json").write_text(text)
     with pytest.raises(UsageError, match=message):
         read(tmp_path)
 
 
-def test_a_run_without_a_trace(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="trace.json is not there: a run with train.trace = true writes it"):
+def test_a_missing_trace_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="trace.json does not exist: a run with train.trace = true writes it"):
         read(tmp_path)
 
 
-def test_a_step_that_a_rank_did_not_end_is_none(tmp_path: Path) -> None:
+def test_a_step_that_one_rank_did_not_end_is_ignored(tmp_path: Path) -> None:
     steps = [["step", 0, 9, 1, {"step": 1}], ["step", 10, 19, 1, {"step": 2}], ["forward", 1, 2, 1, {}]]
     found = {"traceEvents": list(events([report(0, steps), report(1, [steps[0]])]))}
     (tmp_path / "trace.json").write_text(json.dumps(found))
@@ -262,7 +262,7 @@ def test_a_step_that_a_rank_did_not_end_is_none(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("steps", [(), (3,), (0, 4), (5, 4), (1, 2, 3)])
-def test_steps_that_are_none(steps: tuple[int, ...]) -> None:
+def test_wrong_ranges_of_steps_are_refused(steps: tuple[int, ...]) -> None:
     with pytest.raises(SettingsError, match="setting train.trace_steps = .*: give the first and the last step to"):
         TrainSettings(trace_steps=steps)
     with pytest.raises(UsageError, match="a run with trace_steps = "):

@@ -1,4 +1,4 @@
-"""What a run's settings refuse, and what of them reaches the run."""
+"""Settings of a run: refused values, and values passed to the run."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def config(tmp_path: Path) -> Path:
         ("checkpoint.keep=0", "setting checkpoint.keep = 0: must be at least 1"),
         ("checkpoint.keep_every=-1", "setting checkpoint.keep_every = -1: must be at least 0"),
         ("checkpoint.keep_best=valid_loss", "unknown checkpoint.keep_best 'valid_loss': did you mean validation_loss?"),
-        ("checkpoint.keep_best=step_seconds", "'step_seconds': no checkpoint is judged by that; known are validation"),
+        ("checkpoint.keep_best=step_seconds", "'step_seconds': not a value that a run logs; known are validation"),
         ("checkpoint.best=first", "setting checkpoint.best = 'first': allowed are lowest, highest"),
         ("checkpoint.on_error=ignore", "setting checkpoint.on_error = 'ignore': allowed are stop, continue"),
         ("train.start_skip=3", "setting train.start_skip = 3: expected a list"),
@@ -52,7 +52,7 @@ def test_a_wrong_value_is_named(config: Path, word: str, said: str) -> None:
     assert said in str(found.value)
 
 
-def test_one_pattern_is_a_list_of_one(config: Path) -> None:
+def test_a_single_pattern_is_a_list_of_one(config: Path) -> None:
     assert load(config, ["train.start_skip=head.*"]).train.start_skip == ("head.*",)
     assert load(config, ['train.start_skip=["a", "b"]']).train.start_skip == ("a", "b")
 
@@ -68,7 +68,7 @@ def test_one_pattern_is_a_list_of_one(config: Path) -> None:
         (4, 0, "staleness", [4, 8, 10]),
     ],
 )
-def test_a_checkpoint_judged_by_an_evaluation_has_one(
+def test_checkpoints_judged_by_an_evaluation_are_evaluated(
     config: Path, every: int, evaluate_every: int, by: str, due: list[int]
 ) -> None:
     words = [f"checkpoint.every={every}", f"train.evaluate_every={evaluate_every}", "train.steps=10"]
@@ -83,7 +83,7 @@ def test_every_option_of_a_run_can_be_set_from_a_file() -> None:
     assert given | {"split", "checks"} == {field.name for field in fields(RunOptions)}
 
 
-def test_alignment_is_that_of_the_file_format() -> None:
+def test_the_default_alignment_is_that_of_the_file_format() -> None:
     assert CheckpointSettings().alignment == ALIGNMENT
 
 
@@ -100,6 +100,6 @@ def test_alignment_is_that_of_the_file_format() -> None:
         (Settings, {"parallel": "fsdp"}, "setting parallel is a section, not the value 'fsdp'"),
     ],
 )
-def test_sections_made_in_python_are_checked_as_a_file_is(kind: Any, fields: dict[str, Any], message: str) -> None:
+def test_sections_made_in_python_are_checked_like_a_file(kind: Any, fields: dict[str, Any], message: str) -> None:
     with pytest.raises(SettingsError, match=message):
         kind(**fields)

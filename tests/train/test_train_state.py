@@ -1,4 +1,4 @@
-"""A GAN of two models, two optimizers and a schedule is saved and resumed bit for bit, under each strategy."""
+"""State of a GAN (two models, two optimizers, one schedule): saved and resumed bit for bit under each strategy."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SAMPLES = 8  # per step, over all ranks
 
 
 class Gan:
-    """Generator and discriminator of a program, wrapped by a job, with what trains them."""
+    """Wrapped generator and discriminator of a program, with their optimizers."""
 
     def __init__(self, job: Any, folder: Path, data: str, seed: int = 1, joint: bool = False) -> None:
         torch.manual_seed(seed)
@@ -54,7 +54,7 @@ class Gan:
         }
 
     def step(self, number: int) -> None:
-        """Train both on one loss; each rank takes its part of the batch."""
+        """Train both on one loss; each rank uses its part of the batch."""
         draw = torch.Generator().manual_seed(number)
         noise, real = torch.randn(SAMPLES, 2, generator=draw), torch.randn(SAMPLES, 3, generator=draw)
         mine = slice(self.job.rank, None, self.job.size)
@@ -67,7 +67,7 @@ class Gan:
         self.state.step = number
 
     def save(self) -> Path:
-        """Write the present step."""
+        """Write a checkpoint of the current step."""
         path = self.state.path(self.state.step)
         if self.job.rank == 0:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -77,7 +77,7 @@ class Gan:
         return path
 
     def bits(self) -> Any:
-        """Return copies of all that this rank holds."""
+        """Return copies of all tensors of this rank."""
         things = [*self.models.values(), *self.optimizers.values(), self.schedule]
         return copy.deepcopy([one.state_dict() for one in things])
 
@@ -85,7 +85,7 @@ class Gan:
 @pytest.mark.ranks(1, 2)
 @pytest.mark.parametrize("data", ["ddp", "zero2", "fsdp"])
 @pytest.mark.parametrize("joint", [False, True])
-def test_a_gan_goes_on_bit_for_bit(job: Any, shared_tmp_path: Path, data: str, joint: bool) -> None:
+def test_a_gan_resumes_bit_for_bit(job: Any, shared_tmp_path: Path, data: str, joint: bool) -> None:
     straight = Gan(job, shared_tmp_path / "a", data, joint=joint)
     for number in range(1, 4):
         straight.step(number)
@@ -102,7 +102,7 @@ def test_a_gan_goes_on_bit_for_bit(job: Any, shared_tmp_path: Path, data: str, j
 
 
 @pytest.mark.ranks(1, 2)
-def test_one_strategy_reads_what_another_wrote(job: Any, shared_tmp_path: Path) -> None:
+def test_one_strategy_reads_the_checkpoint_of_another(job: Any, shared_tmp_path: Path) -> None:
     one = Gan(job, shared_tmp_path / "a", "fsdp")
     one.step(1)
     path = one.save()
@@ -119,7 +119,7 @@ def test_one_strategy_reads_what_another_wrote(job: Any, shared_tmp_path: Path) 
 
 
 @pytest.mark.ranks(1, 2)
-def test_what_does_not_fit_is_told_at_once(job: Any, shared_tmp_path: Path) -> None:
+def test_a_mismatch_is_refused_before_any_change(job: Any, shared_tmp_path: Path) -> None:
     path = Gan(job, shared_tmp_path / "a", "ddp").save()
     other = Gan(job, shared_tmp_path / "b", "ddp", joint=True)
     before = other.bits()
@@ -128,7 +128,7 @@ def test_what_does_not_fit_is_told_at_once(job: Any, shared_tmp_path: Path) -> N
     assert same(other.bits(), before)
 
 
-def test_a_state_of_several_has_no_single_one(job: Any, tmp_path: Path) -> None:
+def test_a_state_of_several_models_has_no_single_model(job: Any, tmp_path: Path) -> None:
     gan = Gan(job, tmp_path, "ddp")
     for name in ("model", "optimizer", "strategy"):
         with pytest.raises(UsageError, match="this run has several .*: generator, discriminator; ask for state."):
@@ -140,14 +140,14 @@ def test_a_state_of_several_has_no_single_one(job: Any, tmp_path: Path) -> None:
     assert TrainState({"": model}, {"": optimizer}, {}, job.comm, tmp_path).strategy is None
 
 
-def test_workers_at_their_own_pace_need_an_optimizer_each(job: Any, tmp_path: Path) -> None:
+def test_asynchronous_workers_need_one_optimizer_per_model(job: Any, tmp_path: Path) -> None:
     gan = Gan(job, tmp_path, "easgd", joint=True)
     with pytest.raises(UsageError, match="'generator' has 1 optimizers.*must have exactly one, which holds parameters"):
         gan.save()
 
 
 @pytest.mark.ranks(2)
-def test_an_average_of_shards_is_refused_and_kept_as_a_model(job: Any, shared_tmp_path: Path) -> None:
+def test_an_average_of_shards_is_refused_and_works_as_a_model(job: Any, shared_tmp_path: Path) -> None:
     gan = Gan(job, shared_tmp_path, "fsdp")
     model = gan.models["generator"]
     with pytest.raises(UsageError, match="make the copy, such as an average of weights, before job.wrap"):
