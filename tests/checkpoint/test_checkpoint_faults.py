@@ -157,8 +157,8 @@ def test_a_file_that_cannot_be_read_back_is_an_error(
     faults = breaking(READS, failing(errno.EIO), call=call)
     text = place.outcome()
     fired = comm.all_gather_object(any(fault.fired for fault in faults))
-    assert bool(text) == any(fired), "who cannot read back what was written must say so"
-    assert any(fired) or len(broken) < comm.size, "nobody has read back what was written"
+    assert bool(text) == any(fired), "a rank that cannot read back its writes must report it"
+    assert any(fired) or len(broken) < comm.size, "no rank has read back its writes"
     if text:
         assert "input/output error" in text.lower()
         place.check_unchanged()

@@ -82,7 +82,7 @@ def test_safetensors_exports_hold_every_dtype(tmp_path: Path, monkeypatch: pytes
         assert loaded[name].contiguous().view(-1).view(torch.uint8).numpy().tobytes() == array.tobytes()
     assert loaded["none"].shape == (0, 2)
     for tensor in safetensors.read_header(tmp_path / "t.safetensors")[0]:
-        assert tensor.offset % STORAGE[tensor.dtype].itemsize == 0, "a tensor that cannot be mapped as it lies"
+        assert tensor.offset % STORAGE[tensor.dtype].itemsize == 0, "a tensor whose offset is not aligned for mapping"
 
 
 def test_npz_exports_hold_every_dtype(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

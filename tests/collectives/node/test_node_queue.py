@@ -85,13 +85,13 @@ def check_late_rank(comm: Any) -> None:
     tensors = [lent(comm, values(comm.rank, 500 * comm.size, torch.int64, seed)) for seed in range(3)]
     late = comm.rank == comm.size - 1
     if late:
-        assert comm.all_gather_object("late")[0] == "gone on"
+        assert comm.all_gather_object("late")[0] == "continued"
     for out, tensor in zip(outs, tensors):
         works.append(comm.reduce_scatter(out.fill_(-1), tensor, async_op=True))
     if not late:
         assert not any(work.done() for _ in range(100) for work in works)
         assert all(out.eq(-1).all() for out in outs)
-        assert comm.all_gather_object("gone on")[-1] == "late"
+        assert comm.all_gather_object("continued")[-1] == "late"
     while not works[-1].done():
         pass
     for seed, out in enumerate(outs):
