@@ -189,9 +189,9 @@ class _Pipelined:
         def check() -> None:
             if settings.schedule == "pipedream" and differ:
                 raise UsageError(
-                    "parallel.schedule = 'pipedream': the samples of a batch cannot be shared out evenly over the data "
-                    "ranks and parts, which update after each microbatch; take a batch size that the data ranks x "
-                    "accumulate divide, and drop_last=True"
+                    "parallel.schedule = 'pipedream': the samples of a batch cannot be divided evenly over the data "
+                    "ranks and parts, which update after each microbatch; use a batch size that data ranks x "
+                    "accumulate divides, and drop_last=True"
                 )
             for arguments in calls:
                 pieces = microbatches_for(settings, arguments.samples)
@@ -237,7 +237,7 @@ class _Pipelined:
             except _Captured:
                 pass
         if not found:
-            raise UsageError("compute never called the model; under a pipeline it calls it once", everywhere=True)
+            raise UsageError("compute never called the model; under a pipeline it must call it once", everywhere=True)
         arguments, dtype = found[0]
         here, there = samples_in(samples), arguments.samples if whole else 0
         if whole and here != there:
@@ -256,7 +256,7 @@ class _Pipelined:
 
         def answer(*args: Any, **kwargs: Any) -> Any:
             if called:
-                raise UsageError("compute called the model twice; under a pipeline it calls it once")
+                raise UsageError("compute called the model twice; under a pipeline it must call it once")
             called.append(True)
             _check_cut(shapes, Arguments(args, kwargs).shapes(), len(rows))
             return outputs
@@ -269,7 +269,7 @@ class _Pipelined:
         if getattr(self._strategy.settings, "schedule", "") == "pipedream":  # type: ignore[attr-defined]
             raise UsageError(
                 "parallel.schedule = 'pipedream' with a compute that returns a sum and a count: each microbatch has an "
-                "update of its own, before all counts are known; return a mean, or take another schedule"
+                "update of its own, before all counts are known; return a mean, or use another schedule"
             )
         if not share:
             self._counted.append((0.0, 0.0))
@@ -305,8 +305,8 @@ def _check_cut(
             raise UsageError(
                 f"compute called the model with {name} of shape {list(shape)} for a microbatch of {samples} samples, "
                 f"the pipeline with {list(cut)}, cut out of {list(before[name])}; under a pipeline the first dim of "
-                "all inputs is that of the samples, and shapes do not depend on what is in them; make what is not per "
-                "sample inside the model, or expand it to all samples",
+                "all inputs is that of the samples, and shapes must not depend on values; create inputs that are not "
+                "per sample inside the model, or expand them to all samples",
                 everywhere=True,
             )
 
@@ -324,9 +324,9 @@ def _check_values(whole: Arguments, fewer: Arguments, samples: int) -> None:
         if not same:
             raise UsageError(
                 f"compute called the model with other values of {name} for {samples} samples than for the same ones "
-                "among others; under a pipeline compute is called again for each microbatch, so inputs must be those "
-                "of each sample alone, without random numbers; compute in the dataset or the model what draws random "
-                "numbers or takes several samples",
+                "within the batch; under a pipeline compute is called again for each microbatch, so inputs must depend "
+                "on each sample alone, without random numbers; move operations that draw random numbers or combine "
+                "samples into the dataset or the model",
                 everywhere=True,
             )
 
@@ -365,7 +365,7 @@ def _scalar(loss: Any) -> Tensor:
 
 def _pair(result: Any) -> tuple[Tensor, Tensor]:
     if not isinstance(result, tuple) or len(result) != 2:
-        raise UsageError("compute returned a pair for one part and none for another, or no pair of a sum and a count")
+        raise UsageError("compute must return a pair of a sum and a count for every part, or for none")
     count = torch.as_tensor(result[1]).detach().double().cpu().reshape(())
     return _scalar(result[0]), count
 

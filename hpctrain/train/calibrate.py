@@ -71,9 +71,9 @@ def _prepare(output: Path | None) -> tuple[Calibration, Path]:
     machine = this_machine(mpi_name())
     path = output or place(machine)
     if path is None:
-        raise UsageError("there is no home folder to keep a calibration in: name a file with --output")
+        raise UsageError("there is no home folder to store a calibration in: give a file with --output")
     if path.is_dir():
-        raise UsageError(f"{path} is a folder: name a file in it with --output")
+        raise UsageError(f"{path} is a folder: give a file in it with --output")
     named = output is not None or folder() is None
     if named and path.exists():
         earlier = _of_this_machine(path, machine)
@@ -85,7 +85,7 @@ def _prepare(output: Path | None) -> tuple[Calibration, Path]:
 
 def _of_this_machine(path: Path, machine: Machine) -> Calibration:
     """Return the calibration in a file that the user named; refuse to overwrite anything else."""
-    advice = "name another file with --output, or delete this one"
+    advice = "give another file with --output, or delete this one"
     try:
         found = read(path)
     except DataError as error:
@@ -104,7 +104,7 @@ def _check_writable(path: Path) -> None:
         os.close(atomic.create(private))
         private.unlink()
     except OSError as error:
-        raise UsageError(f"cannot keep a calibration in {path}: {error.strerror}") from error
+        raise UsageError(f"cannot store the calibration in {path}: {error.strerror}") from error
 
 
 def _canary(machine: Machine) -> tuple[Verdict | None, str]:
@@ -122,7 +122,7 @@ def _canary(machine: Machine) -> tuple[Verdict | None, str]:
 
 def verdict_in_words(verdict: Verdict) -> str:
     """Return a sentence on whether MPI receives device pointers, and why."""
-    return f"MPI {'takes' if verdict.cuda_aware else 'gets no'} device pointers: {verdict.reason}"
+    return f"MPI {'accepts' if verdict.cuda_aware else 'is not given'} device pointers: {verdict.reason}"
 
 
 def load_now() -> float:

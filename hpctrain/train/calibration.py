@@ -133,14 +133,14 @@ def read(path: Path) -> Calibration:
     """Return the calibration in a file. Raises ``DataError`` if it is missing, damaged or another kind of file."""
     try:
         if not path.is_file():
-            raise DataError(f"there is no file {path}: hpctrain bench calibrate makes one")
+            raise DataError(f"no such file: {path}; create one with hpctrain bench calibrate")
         return Calibration.from_json(read_json(path, LARGEST))
     except OSError as error:
         if error.errno == errno.EFBIG:
-            raise DataError(f"{path} is no calibration: {error.strerror}") from error
+            raise DataError(f"{path} is not a calibration: {error.strerror}") from error
         raise DataError(f"cannot read the calibration {path}: {error.strerror}") from error
     except SettingsError as error:
-        raise DataError(f"{path} is no calibration: {error}") from error
+        raise DataError(f"{path} is not a calibration: {error}") from error
     except ValueError as error:
         if isinstance(error, DataError):
             raise
@@ -153,7 +153,7 @@ def keep(calibration: Calibration, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         atomic.write_text(path, json.dumps(calibration.to_json(), indent=1))
     except OSError as error:
-        raise DataError(f"cannot keep the calibration in {path}: {error.strerror}") from error
+        raise DataError(f"cannot store the calibration in {path}: {error.strerror}") from error
 
 
 def find(machine: Machine, environ: Mapping[str, str] = os.environ) -> Calibration | None:
@@ -164,11 +164,11 @@ def find(machine: Machine, environ: Mapping[str, str] = os.environ) -> Calibrati
     try:
         found = read(path)
     except DataError as error:
-        logger.warning("%s; algorithms are chosen by default", error)
+        logger.warning("%s; using the default choice of algorithms", error)
         return None
     if found.machine != machine:
         what = ", ".join(machine.differences(found.machine))
-        logger.warning("%s was measured on another machine: %s; algorithms are chosen by default", path, what)
+        logger.warning("%s was measured on another machine: %s; using the default choice of algorithms", path, what)
         return None
     return found
 

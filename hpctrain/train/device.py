@@ -40,7 +40,7 @@ def check_unshared(owners: Sequence[tuple[str, str]], table: str) -> None:
     for (host, _), ranks in users.items():
         if len(ranks) > 1:
             raise DeviceError(
-                f"ranks {', '.join(map(str, ranks))} share one GPU of {host}: start fewer ranks a node, "
+                f"ranks {', '.join(map(str, ranks))} share one GPU of {host}: start fewer ranks per node, "
                 f"or allow it with run.oversubscribe = true\n{table}",
                 everywhere=True,
             )

@@ -74,7 +74,7 @@ class Evaluation:
         self._has_warned = True
         if self._comm.rank == 0:
             logger.warning(
-                "evaluate: a loss whose mean is not over the samples: %s; means of batches and ranks are averaged by "
+                "evaluate: loss whose mean is not over the samples: %s; means of batches and ranks are weighted with "
                 "their samples; return the sum of the losses and the number (or weight) of the targets",
                 uneven[0],
             )
@@ -152,7 +152,7 @@ def _number(name: str, value: Any) -> float:
 def _means(everyone: list[dict[str, list[float]]]) -> Any:
     names = list(dict.fromkeys(name for one in everyone for name in one))
     if not names:
-        raise UsageError("nothing was measured: the loader has no batches", everywhere=True)
+        raise UsageError("nothing to measure: the loader has no batches", everywhere=True)
     means = {}
     for name in names:
         amounts = [one[name] for one in everyone if name in one]

@@ -50,7 +50,7 @@ def inputs_of_batch(batch: Any, model: nn.Module) -> Any:
         found = {name: value for name, value in batch.items() if every or name in names}
         if not found:
             raise UsageError(
-                f"job.wrap(model, example=loader): {type(model).__name__}.forward has none of the names of a batch, "
+                f"job.wrap(model, example=loader): {type(model).__name__}.forward takes none of the names of a batch, "
                 f"{', '.join(map(str, batch))}; pass example= what the model is called with",
                 everywhere=True,
             )

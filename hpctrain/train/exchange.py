@@ -61,7 +61,7 @@ class StepLog:
     def note(self, averaged: Mapping[str, float | Tensor], same: Mapping[str, float | Sequence[float]]) -> None:
         """Add numbers, or for ``same`` also lists of numbers; a repeated name keeps its last value."""
         if "step" in averaged or "step" in same:
-            raise UsageError("cannot log a number called step: that is what the run counts")
+            raise UsageError("cannot log a value named step: the run counts steps itself; use another name")
         if len({*self.averaged, *averaged}) > LOGGED:
             raise UsageError(f"a step can log {LOGGED} averaged numbers, not {len({*self.averaged, *averaged})}")
         found = {name: _number(f"run.log({name}=...)", value) for name, value in averaged.items()}

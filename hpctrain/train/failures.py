@@ -23,7 +23,7 @@ class FailedSaves:
         if self._logs:
             count = "" if self.in_a_row == 1 else f" ({self.in_a_row} failures in a row)"
             logger.warning(
-                "no checkpoint of step %d%s: %s; %s; going on, the next is tried after step %d",
+                "no checkpoint of step %d%s: %s; %s; continuing, the next is tried after step %d",
                 step,
                 count,
                 reason,
@@ -34,7 +34,7 @@ class FailedSaves:
     def succeeded(self, step: int) -> None:
         """Record a successful save."""
         if self.in_a_row and self._logs:
-            logger.warning("step %d is saved again, after %d failures", step, self.in_a_row)
+            logger.warning("step %d is saved, after %d failures", step, self.in_a_row)
         self.in_a_row = 0
 
 
@@ -43,4 +43,4 @@ def _newest(folder: Path) -> str:
         found = list_checkpoints(folder)
     except CheckpointError as error:
         return str(error)
-    return f"the newest that exists is {found[-1]}" if found else "there is none yet to go back to"
+    return f"the newest that exists is {found[-1]}" if found else "there is no earlier one"

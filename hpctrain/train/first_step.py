@@ -107,7 +107,7 @@ class FirstStepChecks:
             if unknown:
                 raise UsageError(
                     f"parameters that are not part of the wrapped model: {_some(unknown)}; all that are trained must "
-                    "exist, and require gradients, when the model is wrapped; make them before job.wrap"
+                    "exist, and require gradients, when the model is wrapped; create them before job.wrap"
                 )
             missing += [name for name, parameter in named if id(parameter) not in updated]
         if missing and self._comm.rank == 0:
@@ -213,7 +213,7 @@ class FirstStepChecks:
         if uneven := _known(notes.uneven for notes in everyone):
             logger.warning(
                 "loss whose mean is not over the samples: %s; the means of the data ranks are averaged, though each is "
-                "over another number of targets; %s (sum of the losses, number or weight of the targets)",
+                "over a different number of targets; %s (sum of the losses, number or weight of the targets)",
                 ", ".join(uneven),
                 WRITE,
             )
@@ -239,10 +239,10 @@ class FirstStepChecks:
         if self._splits:
             advice = "its batches are divided, so the dataset itself gives equal samples, or draws alike on all ranks"
         else:
-            advice = "pass the DataLoader itself to job.run, which divides its batches, or split=False on purpose"
+            advice = "pass the DataLoader itself to job.run, which divides its batches; split=False if intended"
         logger.warning(
-            "inputs of %s in the first step: data ranks %s got the same ones from %s, so they learn no more than "
-            "one of them; %s",
+            "inputs of %s in the first step: data ranks %s got the same ones from %s, so they train on the data of "
+            "one rank; %s",
             _name(key),
             ", ".join(map(str, same)),
             self._loader,
@@ -280,7 +280,7 @@ class FirstStepChecks:
             differ = list(dict.fromkeys(name for names in self._comm.all_gather_object(own) for name in names))
             if differ and self._comm.rank == 0:
                 logger.warning(
-                    "buffers %s%s of %s after the first step: each data rank has other values, computed from its own "
+                    "buffers %s%s of %s after the first step: each data rank has different values, from its own "
                     "samples or random numbers, and those of rank 0 are kept; one process would compute them from all "
                     "samples; average them over the ranks in the model's forward (comm.all_reduce), or use batch norms",
                     ", ".join(differ[:4]),
@@ -302,7 +302,7 @@ class FirstStepChecks:
                 if other.get(name) != expected[name]:
                     return (
                         f"parameter {name} of {_name(key)} {when}: rank {rank} holds other values than rank {first}; "
-                        "ranks that share out the data must make the same update; look for what is computed from one "
+                        "data-parallel ranks must make the same update; look for values computed from one "
                         "rank's samples or random numbers (clipping, noise, a learning rate, values set by hand)"
                     )
         return ""
@@ -343,9 +343,9 @@ def _not_over_samples(name: str, given: Mapping[str, Any]) -> str:
         return ""
     target, ignored = given["target"], given["ignore_index"]
     if given["weight"] is not None:
-        return f"{name} weighs classes"
+        return f"{name} has class weights"
     if isinstance(target, Tensor) and not target.is_floating_point() and bool((target == ignored).any()):
-        return f"{name} leaves out targets (ignore_index = {ignored})"
+        return f"{name} ignores targets (ignore_index = {ignored})"
     return ""
 
 

@@ -168,7 +168,7 @@ class Guard:
             if waiting.entered != number or not waiting.operation:
                 continue
             if alone > ALONE:
-                why = f"a rank is gone, says SIGTERM without SIGUSR1 ({ASKED_BY}), this one waits in {operation}"
+                why = f"a rank has died (SIGTERM without SIGUSR1, {ASKED_BY}), this one waits in {operation}"
                 # srun is already ending the job; MPI_Abort would wait for it.
                 self._end(why, "", EXIT_FAILURE, silence=CLAIM, leave=os._exit)
             if left:
@@ -228,8 +228,8 @@ def _instruments(transport: Transport) -> tuple[Farewell | None, Vitals | None]:
     try:
         vitals = Vitals(transport.comm)
     except NoSpaceError as error:
-        logger.warning("ranks of this node do not see what the others wait for: %s", error)
+        logger.warning("ranks of this node cannot report what other ranks wait for: %s", error)
     if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
-        logger.warning("MPI runs without THREAD_MULTIPLE: a rank that leaves early is noticed at the deadline only")
+        logger.warning("MPI runs without THREAD_MULTIPLE: a rank that leaves early is detected only at the timeout")
         return None, vitals
     return Farewell(transport.comm), vitals

@@ -25,7 +25,7 @@ def check_policy(strategy: Strategy, policy: Policy) -> None:
     """Raise ``SettingsError`` for a policy that needs all ranks together if the ranks are asynchronous."""
     if strategy.loose and policy == "rollback":
         raise SettingsError(
-            'setting train.on_nonfinite = "rollback": workers at their own pace cannot go back together; allowed are '
+            'setting train.on_nonfinite = "rollback": asynchronous workers cannot roll back together; allowed are '
             "abort, skip",
             everywhere=True,
         )
@@ -90,7 +90,7 @@ class Health:
         for rank, text in enumerate(self.comm.all_gather_object(found)):
             if text:
                 return f"on rank {rank} {text}"
-        return "on no rank alone; the sum over the ranks overflows"
+        return "finite on each rank, but the sum over the ranks overflows"
 
     def _compute_again(self, replay: Callable[[], object]) -> None:
         self.strategy.drop_gradients()
@@ -110,19 +110,19 @@ class Health:
 
     def _decide(self, what: str) -> None:
         if self.policy == "abort":
-            raise NonFiniteError(f"{what}; see train.on_nonfinite for what else can be done", everywhere=self._together)
+            raise NonFiniteError(f"{what}; see train.on_nonfinite for alternatives", everywhere=self._together)
         if self.policy == "skip":
             for buffer, before in zip(self.model.buffers(), self._buffers):
                 buffer.copy_(before)
             self.skipped += 1
             if self.skipped > SKIPS:
-                raise NonFiniteError(f"{what}; {SKIPS} updates in a row were left out", everywhere=self._together)
+                raise NonFiniteError(f"{what}; {SKIPS} updates in a row were skipped", everywhere=self._together)
             if self.comm.rank == 0:
-                logger.warning("%s; leaving out this update", what)
+                logger.warning("%s; skipping this update", what)
             return
         self.rollbacks += 1
         if self.rollbacks > ROLLBACKS:
-            raise NonFiniteError(f"{what}; went back {ROLLBACKS} times already", everywhere=True)
+            raise NonFiniteError(f"{what}; rolled back {ROLLBACKS} times already", everywhere=True)
         self.wants_rollback = True
         if self.comm.rank == 0:
-            logger.warning("%s; going back to the last checkpoint, past these samples", what)
+            logger.warning("%s; rolling back to the last checkpoint and skipping these samples", what)

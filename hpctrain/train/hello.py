@@ -93,7 +93,7 @@ def refuse_settings(first: Mapping[str, str], other: Mapping[str, str], rank: in
     shown = [f"{name} is {first.get(name, 'unset')} there and {other.get(name, 'unset')} here" for name in names[:4]]
     more = f" and {len(names) - 4} more" if len(names) > 4 else ""
     raise MismatchError(
-        f"rank {rank} on {host} has other settings than rank 0: {'; '.join(shown)}{more}: "
+        f"rank {rank} on {host} has different settings than rank 0: {'; '.join(shown)}{more}: "
         "give all ranks the same file and --set",
         everywhere=True,
     )

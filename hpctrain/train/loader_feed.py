@@ -60,7 +60,7 @@ class LoaderFeed(Feed):
         if self.batches and was and samples and was != samples and self._comm.rank == 0:
             logger.warning(
                 "the loader has %d samples and had %d when the checkpoint was written in the middle of epoch %d: the "
-                "rest of this epoch is drawn from another order, in which samples come twice or not at all",
+                "rest of this epoch has a different order, in which samples repeat or are missing",
                 samples,
                 was,
                 self.epoch,

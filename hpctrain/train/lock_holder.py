@@ -48,13 +48,13 @@ def why_over(holder: Holder, own: Holder) -> str | None:
     continues to compute. It checks the lock before each checkpoint and then exits.
     """
     if is_over(holder, own):
-        return f"its process {holder.get('pid')} on this host is no more"
+        return f"its process {holder.get('pid')} on this host no longer exists"
     if holder.get("host") == own["host"]:
         if own["machine_id"] and holder.get("machine_id") == own["machine_id"] and not _same(holder, own, "boot_id"):
-            return "its host has started anew since"
+            return "its host has rebooted since"
     for name, text in (("job_id", "job"), ("chain", "chain of jobs")):
         if own[name] and holder.get(name) == own[name] and _is_earlier(holder, own):
-            return f"it is of an earlier start of this {text}, on {holder.get('host')}"
+            return f"it belongs to an earlier start of this {text}, on {holder.get('host')}"
     return None
 
 

@@ -167,9 +167,9 @@ class Loop:
     def epochs(self, count: int) -> Iterator[int]:
         """Yield the numbers of the remaining epochs of ``count``."""
         if self.in_epochs or self._claimed:
-            raise UsageError("run.epochs comes before any loop over the run, and once", everywhere=True)
+            raise UsageError("run.epochs must be called once, before any loop over the run", everywhere=True)
         if self.feed.is_endless:
-            raise UsageError("the loader has no end, so run.epochs has none either; pass steps=", everywhere=True)
+            raise UsageError("the loader has no end, so an epoch has none; pass steps=", everywhere=True)
         self.in_epochs = True
         while self.feed.epoch < count and not self.over:
             self._claimed = False
@@ -232,8 +232,8 @@ class Loop:
         """Warn if a resumed epoch ends with unused gradients: the program's index may have skipped an update."""
         if self.comm.rank == 0:
             logger.warning(
-                "epoch %d was resumed behind batch %d and ends with gradients of %d batches that no update has used; "
-                "an index of enumerate(run) began at 0 again: let run.batch and run.last decide on updates",
+                "epoch %d was resumed after batch %d and ends with gradients of %d batches that no update has used; "
+                "enumerate(run) restarts at 0: use run.batch and run.last to decide on updates",
                 self.feed.epoch,
                 began,
                 self._pending,

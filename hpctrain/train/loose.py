@@ -173,7 +173,7 @@ class LooseExchange:
         if rank == 0 or self._board.fetch_add(rank, _HOLD) == self._decided:
             return
         self._decided += 1
-        operation = "what rank 0 decides on a wish to stop or save"
+        operation = "rank 0's answer to a request to stop or save"
         with waiting(operation):
             until(self._has_decided, operation, lambda: _late(operation), SPINS, period=1)
         self._take(self._board.fetch_add(rank, _DECISION))

@@ -19,7 +19,7 @@ DEFAULT = "adamw"
 _DEFAULTS: dict[str, Any] = {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 _REFUSED = {
     "LBFGS": "it computes the loss several times per update, hpctrain train once",
-    "SparseAdam": "it takes sparse gradients alone; parameters that are none need another optimizer",
+    "SparseAdam": "it accepts only sparse gradients; other parameters need another optimizer",
 }
 # Fused versions make one pass over the states: five times faster than the loop on a CPU. These options conflict.
 _FUSED = (torch.optim.Adam, torch.optim.AdamW)

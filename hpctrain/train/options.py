@@ -76,7 +76,7 @@ class RunOptions:
         if self.walltime:
             seconds_of(self.walltime)
         if not 0 <= self.margin < math.inf:
-            text = f"a run with margin = {self.margin}: must be a number of seconds from 0 on"
+            text = f"a run with margin = {self.margin}: must be a number of seconds >= 0"
             raise UsageError(text, everywhere=True)
         self.storage  # raises if it is wrong
         check_trace_steps(self.trace_steps, "a run with trace_steps")

@@ -72,7 +72,7 @@ def restore(thing: Any, state: Any, where: str) -> Any:
         else:
             return _restore_items(thing, state, where)
     except (RuntimeError, ValueError, TypeError, KeyError, AttributeError) as error:
-        raise CheckpointError(f"{where} does not take its state back: {type(error).__name__}: {error}") from error
+        raise CheckpointError(f"{where} cannot load its state: {type(error).__name__}: {error}") from error
     return thing
 
 

@@ -73,5 +73,5 @@ class Progress:
         parts += [f"{name} {value}" for name, value in facts.items()]
         if self._last and step > self._first:
             left = round((now - self._begun) / (step - self._first) * (self._last - step))
-            parts.append(f"left {left // 60}:{left % 60:02d}")
+            parts.append(f"ETA {left // 60}:{left % 60:02d}")
         return "  ".join(parts)

@@ -162,9 +162,9 @@ def _why(facts: Facts) -> str:
         by = "" if rank is None else f" on rank {rank}"
         return f"failed{by}: {reason}" if reason else f"failed{by}"
     if status == "killed":
-        return f"killed: it never came to say; last seen after step {number(facts, 'step', 0)}"
+        return f"killed (no exit record); last recorded step {number(facts, 'step', 0)}"
     if status == "running":
-        return f"running, last seen {_ago(facts)}"
+        return f"running, last recorded {_ago(facts)}"
     return status or "unknown"
 
 

@@ -14,9 +14,9 @@ from hpctrain.train.receipt_read import RunReceipt, load
 
 # Categories of an attempt's time: the name in JSON, and the label in text.
 PARTS = {
-    "useful": "steps that count",
+    "useful": "useful steps",
     "startup": "start-up",
-    "repeated": "steps done again",
+    "repeated": "repeated steps",
     "saves": "waiting for checkpoints",
     "other": "other",
 }
@@ -91,7 +91,7 @@ def text(receipts: Sequence[RunReceipt]) -> list[str]:
 
 def sentence(together: Totals) -> str:
     """Return a sentence on the fraction of the time that counted."""
-    return f"{together.share('useful'):.0%} of {_amount(together.node_hours)} node-hours went into steps that count"
+    return f"{together.share('useful'):.0%} of {_amount(together.node_hours)} node-hours went into useful steps"
 
 
 def summary(folder: Path) -> str | None:
@@ -132,7 +132,7 @@ def duration(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
-_HEAD = ("", "started", "job", "nodes", "ranks", "steps", "took", "start-up", "useful", "again", "saves", "ended")
+_HEAD = ("", "started", "job", "nodes", "ranks", "steps", "elapsed", "start-up", "useful", "repeated", "saves", "ended")
 _RUNS_HEAD = ("run", "attempts", "steps", "node-hours", "useful", "status")
 
 
@@ -153,14 +153,14 @@ def _run_row(receipt: RunReceipt) -> tuple[str, ...]:
 
 def _totals(together: Totals) -> list[str]:
     lost = [f"{words} {together.share(part):.1%}" for part, words in PARTS.items() if part != "useful"]
-    counted = [f"{_count(together.steps, 'step')} that count"]
+    counted = [_count(together.steps, "useful step")]
     counted += [f"{together.tokens:,} tokens"] if together.tokens else []
     counted += [f"{together.samples:,} samples"] if together.samples else []
-    counted += [f"{_count(together.repeated_steps, 'step')} done again"] if together.repeated_steps else []
+    counted += [_count(together.repeated_steps, "repeated step")] if together.repeated_steps else []
     hours = [f"{_amount(together.node_hours)} node-hours"]
     hours += [f"{_amount(together.gpu_hours)} GPU-hours"] if together.gpu_hours else []
     hours += [f"{_amount(together.cpu_hours)} CPU-hours"] if together.cpu_hours else []
-    hours += [f"{_amount(together.joules / _WH / 1000)} kWh, says sacct"] if together.joules else []
+    hours += [f"{_amount(together.joules / _WH / 1000)} kWh (sacct)"] if together.joules else []
     return [sentence(together), f"lost: {', '.join(lost)}", ", ".join(counted), ", ".join(hours)]
 
 

@@ -168,10 +168,10 @@ def check_sizes(settings: Settings, ranks: int) -> Shape:
     train, idle = settings.train, settings.server.ranks
     if idle >= ranks:
         raise SettingsError(
-            f"setting server.ranks = {idle}: of {ranks} rank{'s' if ranks > 1 else ''} at least one must work"
+            f"setting server.ranks = {idle}: must be less than the number of ranks, {ranks}"
         )
     if at_own_pace(settings.server, settings.parallel) and settings.checkpoint.background:
-        raise UsageError("checkpoint.background: workers at their own pace write at once")
+        raise UsageError("checkpoint.background: not possible with asynchronous workers")
     check_batch(train.batch, shape.data - idle, train.accumulate)
     if shape.pipe > 1:
         microbatches_for(settings.parallel, train.batch // shape.data // train.accumulate)
@@ -214,7 +214,7 @@ def announce(job: Job, run: Run, parameters: int, corpus: Corpus) -> None:
         return
     ranks = "1 rank" if job.size == 1 else f"{job.size} ranks on {job.nodes} node{'s' if job.nodes > 1 else ''}"
     logger.info(
-        "%s parameters, %s training samples, %s, %s, %d threads a rank; writing into %s",
+        "%s parameters, %s training samples, %s, %s, %d threads per rank; writing into %s",
         f"{parameters:,}",
         f"{len(corpus.train):,}",
         ranks,

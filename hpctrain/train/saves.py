@@ -192,7 +192,7 @@ class Saves:
         self._repeats += 1
         if self._state.comm.rank == 0:
             retries.note(str(error), pause)
-            logger.warning("%s; it is tried again in %g s", error, pause)
+            logger.warning("%s; trying again in %g s", error, pause)
         time.sleep(pause)
 
     def _bear(self, error: CheckpointError, step: int) -> None:

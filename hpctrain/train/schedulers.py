@@ -88,7 +88,7 @@ def check_saved(saved: Collection[str], present: Mapping[str, object], found: Co
     if lost:
         raise UsageError(
             f"{path} holds the learning-rate scheduler {lost[0]!r} and the program has none of that name "
-            f"(it saves {_listed(present)}); make the scheduler before the run is entered, or name it: "
+            f"(it saves {_listed(present)}); create the scheduler before the run is entered, or name it: "
             f'states={{"{lost[0]}": scheduler}}',
             everywhere=True,
         )

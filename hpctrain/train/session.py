@@ -102,7 +102,7 @@ class Run:
         )
         self.state.capture = lambda: self.feed.generators
         if self.loose and options.background:
-            raise UsageError("checkpoint.background: workers at their own pace write at once", everywhere=True)
+            raise UsageError("checkpoint.background: not possible with asynchronous workers", everywhere=True)
         self.stop_request = install()
         self._stops = Stops(
             self.folder, self.stop_request, first=job.rank == 0, walltime=options.walltime, margin=options.margin
@@ -398,7 +398,7 @@ class Run:
         self._saves.settle()
         found = self.state.find(strict=self.options.strict)
         if found is None:
-            raise NonFiniteError("there is no checkpoint to go back to yet", everywhere=True)
+            raise NonFiniteError("there is no checkpoint to roll back to yet", everywhere=True)
         self.state.restore(found, rewind_data=False)
         self._saves.committed = self.step
         self._books.rewind(self.step)
@@ -429,7 +429,7 @@ class Run:
         finally:
             self._close(error)
         if error is None and self.stopped_by and self.job.rank == 0:
-            logger.warning("%s: saved after step %d, start again to go on", self.stopped_by, self.step)
+            logger.warning("%s: saved after step %d, start again to resume", self.stopped_by, self.step)
 
     def _close(self, error: BaseException | None) -> None:
         """Release hooks, progress bar and folder, and record how the run ended."""

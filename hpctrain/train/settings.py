@@ -60,7 +60,7 @@ class RunSettings:
         if self.walltime:
             seconds_of(self.walltime)
         if not 0 <= self.margin < math.inf:
-            raise SettingsError(f"setting run.margin = {self.margin}: must be a number of seconds from 0 on")
+            raise SettingsError(f"setting run.margin = {self.margin}: must be a number of seconds >= 0")
 
 
 @dataclass(frozen=True)
@@ -202,7 +202,7 @@ class CheckpointSettings:
         if self.background and self.io == "mpiio":
             raise SettingsError('setting checkpoint.background = true: needs checkpoint.io = "posix"')
         if self.hints and self.io != "mpiio":
-            raise SettingsError('setting checkpoint.hints: they are for checkpoint.io = "mpiio"')
+            raise SettingsError('setting checkpoint.hints: needs checkpoint.io = "mpiio"')
         for hint in self.hints:
             if not all(hint.partition("=")):
                 raise SettingsError(f"setting checkpoint.hints: {shown(hint)} is not of the form name=value")
@@ -215,7 +215,7 @@ class CheckpointSettings:
         """
         known, name = [*LOGGED_EVALUATING, *LOGGED_EACH_STEP], self.keep_best
         if name in NOT_JUDGED:
-            text = f"setting checkpoint.keep_best = {shown(name)}: no checkpoint is judged by that"
+            text = f"setting checkpoint.keep_best = {shown(name)}: not a value that a run logs"
             raise SettingsError(f"{text}; known are {', '.join(known)}")
         close = difflib.get_close_matches(name, known, n=1, cutoff=0.75)
         if close and name not in known:
@@ -242,7 +242,7 @@ class Settings:
         if self.train.batch * window > _MOST_TOKENS:
             raise SettingsError(
                 f"setting train.batch = {self.train.batch} with windows of {window} tokens: "
-                f"allowed are at most {_MOST_TOKENS} tokens per step"
+                f"must be at most {_MOST_TOKENS} tokens per step"
             )
 
 

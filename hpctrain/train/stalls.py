@@ -85,7 +85,7 @@ class Stalls:
             self._said[rank] = seen.when
             seconds = now - seen.when
             logger.warning(
-                "rank %d has made no step for %.1f s, the others go on: it is in step %d", rank, seconds, seen.step
+                "rank %d has made no step for %.1f s, other ranks continue: it is in step %d", rank, seconds, seen.step
             )
 
     def _take_back(self, rank: int, now: float) -> None:

@@ -48,7 +48,7 @@ def start_from(
         splits = {key: one.split for key, one in strategies.items()}
         loaded = load(path, model=model, comm=comm, skip=tuple(skip), split=splits)
     except CheckpointError as error:
-        hint = "tensors that need not fit are named in start_skip"
+        hint = "name tensors that may differ in start_skip"
         raise CheckpointError(f"cannot start from {path} ({hint}): {error}", everywhere=error.everywhere) from error
     for one in strategies.values():
         one.refresh()
@@ -81,4 +81,4 @@ def _tell(path: str | Path, step: int, models: Mapping[str, nn.Module], skip: Se
     names = [f"{key}/{name}" if key else name for key, model in models.items() for name in model.state_dict()]
     left = [name for name in names if is_skipped(name, skip)]
     if left:
-        logger.info("not taken from it: %s", ", ".join(left))
+        logger.info("not loaded from it: %s", ", ".join(left))

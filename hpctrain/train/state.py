@@ -177,7 +177,7 @@ class TrainState:
         counts = self.comm.all_gather_object(len(found))
         if max(counts) > 1 and self.comm.rank == 0:
             logger.warning(
-                "%d GradScalers that are in no states: their scales are not saved; name those of this run: "
+                "%d GradScalers are not in states: their scales are not saved; add those of this run: "
                 'states={"scaler": scaler}',
                 max(counts),
             )
@@ -195,8 +195,8 @@ class TrainState:
         for name, part in self.parts.items():
             if parts.is_plain(part):
                 raise UsageError(
-                    f"{_place(name)} is {part!r}, which a resume cannot give back to the program; "
-                    f'allowed is what can be filled; put it into a dict: states={{"{name}": {{"value": ...}}}}',
+                    f"{_place(name)} is {part!r}, which a resume cannot restore in place; "
+                    f'allowed are mutable objects; put it into a dict: states={{"{name}": {{"value": ...}}}}',
                     everywhere=True,
                 )
         tensors = agreed(self.comm, lambda: pack_states(self._states(), _place)[1].tensors)
@@ -227,7 +227,7 @@ class TrainState:
         if name and name not in self.logged and not self._unjudged and self.comm.rank == 0:
             self._unjudged = True
             logger.warning(
-                "step %d logged no finite number called %s: its checkpoint cannot be the best, nor any like it",
+                "step %d logged no finite number called %s: its checkpoint cannot become the best",
                 self.step,
                 name,
             )
@@ -274,7 +274,7 @@ class TrainState:
         """Restore the rank-local states if the same number of ranks has saved them."""
         own = self._own()
         if own and not load_own(path, own, comm=self.comm) and self.comm.rank == 0:
-            logger.warning("%s holds no such workers: all of them begin where the centre is", path)
+            logger.warning("%s has no state of these workers: all start from the center", path)
 
     @as_parts
     def restore(self, path: Path, *, rewind_data: bool = True) -> Loaded:
@@ -304,7 +304,7 @@ class TrainState:
         if schedulers.SCALER in missing and self.found_scaler:
             missing.remove(schedulers.SCALER)
             if self.comm.rank == 0:
-                logger.warning("%s holds no state of a GradScaler: it begins with its first scale", path)
+                logger.warning("%s has no state of a GradScaler: it starts with its initial scale", path)
         if missing:
             raise CheckpointError(f"{path} holds no state of {', '.join(missing)}", everywhere=True)
         for name, part in self.parts.items():
@@ -339,7 +339,7 @@ def _plain_values(path: Path) -> Iterator[None]:
 def _count(value: Any) -> int:
     """Return a count of batches or tokens. Raises ``ValueError`` for other values."""
     if isinstance(value, bool) or not 0 <= (found := int(value)) < 2**63 or found != value:
-        raise ValueError(f"{str(value)[:40]!r} is no count")
+        raise ValueError(f"{str(value)[:40]!r} is not a count")
     return found
 
 

@@ -49,7 +49,7 @@ class Stops:
             self.governor.save(seconds)
         self._forget_stop(self._started if begun is None else begun)
         if found is not None:
-            logger.info("the job ends at %s, says %s", _clock(found), found.source)
+            logger.info("the job ends at %s, according to %s", _clock(found), found.source)
 
     def _forget_stop(self, begun: float) -> None:
         """Remove an old STOP file; a file created while this job was starting is meant for this job."""
@@ -87,7 +87,7 @@ class Stops:
         governor = self.governor
         if governor.deadline is not None and governor.is_due:
             ends = _clock(governor.deadline)
-            return f"the job ends at {ends}, and to save and leave may take {governor.margin:.0f} s"
+            return f"the job ends at {ends}, and saving and exiting may take {governor.margin:.0f} s"
         return "a signal to another rank"
 
     def saved(self) -> None:
@@ -102,8 +102,8 @@ def warn_if_unwatched(folder: Path, watched: str | None) -> None:
     """Warn if the job script watches another folder than the run's for STOP files and new checkpoints."""
     if watched and Path(watched).resolve() != folder.resolve():
         logger.warning(
-            "the job's script watches %s and this run writes into %s: name one folder to both, as in hpctrain job "
-            "--folder and job.run(checkpoints=...), or the script takes this run for one that gets no further",
+            "the job's script watches %s and this run writes into %s: use the same folder in hpctrain job "
+            "--folder and job.run(checkpoints=...), or the script detects no progress of this run",
             watched,
             folder,
         )

@@ -50,14 +50,14 @@ def _in_bits(value: float, facts: Mapping[str, Any], loss: str) -> str:
     """Return a loss with its unit; only the cross entropy has one."""
     if loss != "cross_entropy":
         return f"{value:.4f}"
-    unit = " a byte" if facts.get("vocab_size") == BYTES else ""
+    unit = " per byte" if facts.get("vocab_size") == BYTES else ""
     return f"{value:.4f} nats{unit} = {value / math.log(2):.4f} bits{unit}"
 
 
 def summarise(run: Run, facts: Mapping[str, Any], text: str | None, *, resumed: bool, loss: str) -> None:
     """Print the last losses, the sample, and where to find more; ``loss`` names the loss function."""
     if resumed:
-        print(printable_lines(f"{run.folder} is finished: {run.step} steps are done; set train.steps higher to go on"))
+        print(printable_lines(f"{run.folder} is finished: {run.step} steps are done; increase train.steps to continue"))
     losses = run.state.curves.columns
     if losses.get("loss"):
         nats = " nats" if loss == "cross_entropy" else ""
@@ -65,7 +65,7 @@ def summarise(run: Run, facts: Mapping[str, Any], text: str | None, *, resumed: 
     if losses.get("validation_loss"):
         print(printable_lines(f"validation loss  {_in_bits(losses['validation_loss'][-1], facts, loss)}"))
     if text is not None:
-        print("\nThe model goes on from the prompt:\n")
+        print("\nThe model continues the prompt:\n")
         print(printable_lines("\n".join(f"    {line}" for line in text.splitlines())))
         print()
     print(printable_lines(f"run folder       {run.folder}"))
@@ -74,6 +74,6 @@ def summarise(run: Run, facts: Mapping[str, Any], text: str | None, *, resumed: 
         print(printable_lines(f"best checkpoint  {best} (by {run.options.keep_best})"))
     took = receipt_text.summary(run.folder)
     if took is not None:
-        print(printable_lines(f"what it took     {took}"))
-    print(printable_lines(f"look inside      {_program()} checkpoint show {run.state.path(run.step)}"))
+        print(printable_lines(f"efficiency       {took}"))
+    print(printable_lines(f"inspect          {_program()} checkpoint show {run.state.path(run.step)}"))
     sys.stdout.flush()

@@ -49,11 +49,11 @@ def merge(comm: Communicator, recording: Recording, path: Path, *, place: str = 
     reports = _gathered(comm, report)
     if comm.rank == 0:
         if dropped := sum(each["dropped"] for each in reports):
-            logger.warning("%s lacks %d spans, beyond %d a rank: trace fewer steps", path, dropped, LIMIT)
+            logger.warning("%s lacks %d spans, beyond %d per rank: trace fewer steps", path, dropped, LIMIT)
         try:
             _write(path, reports)
         except OSError as error:
-            logger.warning("cannot write %s: %s; going on without", path, error.strerror)
+            logger.warning("cannot write %s: %s; continuing without it", path, error.strerror)
 
 
 def _plain(span: Span, ahead: float) -> list[Any]:

@@ -38,7 +38,7 @@ def read(run: str | Path, step: int | None = None) -> Measured:
     windows = _windows(spans)
     known = sorted(number for number, found in windows.items() if set(found) == set(ranks))
     if not known:
-        raise UsageError(f"{path} holds no whole step")
+        raise UsageError(f"{path} holds no complete step")
     chosen = known[-1] if step is None else step
     if chosen not in known:
         raise UsageError(f"{path} holds no step {chosen}: it holds {known[0]} to {known[-1]}")
@@ -53,7 +53,7 @@ def _events(path: Path) -> list[dict[str, Any]]:
             if event["ph"] == "X":
                 float(event["ts"]) + float(event["dur"]), int(event["args"]["rank"]), str(event["name"])
     except FileNotFoundError:
-        raise UsageError(f"{path} is not there: a run with train.trace = true writes it") from None
+        raise UsageError(f"{path} does not exist: a run with train.trace = true writes it") from None
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror}") from error
     except (ValueError, KeyError, TypeError, OverflowError) as error:

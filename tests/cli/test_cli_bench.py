@@ -99,7 +99,7 @@ def test_show_prints_the_calibration_in_use(capsys: pytest.CaptureFixture[str]) 
     assert said[:4] == [f"{path}: in use here", str(here), "", "4 ranks on 1 node, measured 2026-01-01T00:00:00+00:00"]
     assert "all_reduce  window  MPI's own  mpi up to 4 KiB, window above" in said
     assert "all_reduce window MPI's own mpi 1.00 4.00".split() in [line.split() for line in said]
-    assert said[-1] == "MPI on GPUs: MPI gets no device pointers: the exchange ended with status -11"
+    assert said[-1] == "MPI on GPUs: MPI is not given device pointers: the exchange ended with status -11"
     assert main(["bench", "show", "--json"]) == 0
     tree = json.loads(capsys.readouterr().out)
     assert tree["in_use"] is True and tree["differences"] == [] and tree["file"] == str(path)

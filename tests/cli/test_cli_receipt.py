@@ -33,19 +33,19 @@ def test_text_output(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["receipt", "a"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "a: 2 attempts, finished after step 220" and lines[1] == ""
-    names = "started job nodes ranks steps took start-up useful again saves ended"
+    names = "started job nodes ranks steps elapsed start-up useful repeated saves ended"
     assert lines[2].split() == names.split()
     one, two = (re.split(r"  +", line) for line in lines[3:5])
     assert one[2:] == [
         *("7", "2", "8", "1-120", "1:00:00", "6:00", "40:00", "8:00", "3:00"),
-        "killed: it never came to say; last seen after step 120",
+        "killed (no exit record); last recorded step 120",
     ]
     assert two[2:] == ["8", "2", "8", "101-220", "1:00:00", "6:00", "48:00", "-", "3:00", "finished"]
     # Of 4 node-hours: 40 + 48 of 120 minutes counted.
     assert lines[6:] == [
-        "73% of 4 node-hours went into steps that count",
-        "lost: start-up 10.0%, steps done again 6.7%, waiting for checkpoints 5.0%, other 5.0%",
-        "220 steps that count, 2,200 tokens, 7,040 samples, 20 steps done again",
+        "73% of 4 node-hours went into useful steps",
+        "lost: start-up 10.0%, repeated steps 6.7%, waiting for checkpoints 5.0%, other 5.0%",
+        "220 useful steps, 2,200 tokens, 7,040 samples, 20 repeated steps",
         "4 node-hours, 16 GPU-hours, 128 CPU-hours",
     ]
 

@@ -55,7 +55,7 @@ def test_the_verdict_of_the_canary_is_stored(
     verdict = Verdict(True, "every value arrived", mpi_name())
     probe_that(monkeypatch, verdict)
     report = calibrate(job, [4], 1.0)
-    assert report.canary == "MPI takes device pointers: every value arrived"
+    assert report.canary == "MPI accepts device pointers: every value arrived"
     assert report.path is not None and report.path.parent == own_store and read(report.path).verdict == verdict
     probe_that(monkeypatch, CommunicationError("no mpiexec"))
     again = calibrate(job, [4], 1.0)  # if it cannot be tried again, the earlier verdict stays
@@ -66,7 +66,7 @@ def test_the_verdict_of_a_dead_canary_names_this_mpi(job: Any, gpu: None, monkey
     probe_that(monkeypatch, Verdict(False, "the exchange ended with status -11", ""))
     report = calibrate(job, [4], 1.0)
     assert report.verdict is not None and report.verdict.library == mpi_name()
-    assert report.canary == "MPI gets no device pointers: the exchange ended with status -11"
+    assert report.canary == "MPI is not given device pointers: the exchange ended with status -11"
 
 
 def test_the_canary_can_be_disabled(job: Any, gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:

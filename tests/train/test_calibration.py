@@ -91,9 +91,9 @@ def test_the_folder_follows_the_environment(tmp_path: Path, monkeypatch: pytest.
         (b"{", "is damaged: it is not JSON"),
         (b"\xff\xfe", "is damaged: it is not JSON"),
         (b"[" * 200_000, "is damaged: it is not JSON"),
-        (b"[]", "is no calibration: its format is not 'hpctrain-calibration 1'"),
-        (b'{"format": "hpctrain-calibration 2"}', "is no calibration: its format is not"),
-        (b'{"format": "hpctrain-calibration 1"}', "is no calibration: a calibration: 'cuda_aware' is missing"),
+        (b"[]", "is not a calibration: its format is not 'hpctrain-calibration 1'"),
+        (b'{"format": "hpctrain-calibration 2"}', "is not a calibration: its format is not"),
+        (b'{"format": "hpctrain-calibration 1"}', "is not a calibration: a calibration: 'cuda_aware' is missing"),
         (b"", "is damaged"),
     ],
 )
