@@ -75,6 +75,8 @@ class CheckpointError(HpctrainError, OSError):
 class CheckpointFaultError(CheckpointError):
     """The file system failed while a checkpoint was written, with an error that may be temporary."""
 
+    exit_code = EXIT_FAILURE  # a later start may succeed: a full disk is not bad input
+
 
 class FileSystemError(HpctrainError, OSError):
     """The file system of a run's folder failed, and so did all retries."""

@@ -24,5 +24,11 @@ def test_message_is_kept_and_everywhere_is_asked_for(kind: type[errors.HpctrainE
     assert not kind("x").everywhere and kind("x", everywhere=True).everywhere
 
 
+def test_after_a_fault_of_the_file_system_a_job_restarts() -> None:
+    faults = (errors.FileSystemError, errors.CheckpointFaultError)
+    assert {kind.exit_code for kind in faults} == {errors.EXIT_FAILURE}
+    assert errors.CheckpointError.exit_code == errors.EXIT_USAGE
+
+
 def test_exit_codes_differ() -> None:
     assert (errors.EXIT_FAILURE, errors.EXIT_USAGE, errors.EXIT_REQUEUE) == (1, 2, 75)

@@ -16,6 +16,7 @@ from typing import Any
 
 from hpctrain.util import atomic
 from hpctrain.util.reading import read_json
+from hpctrain.util.retry import writing
 
 NAME = "failure.json"
 PATIENCE = 1.0  # seconds: a hanging filesystem must not keep the job from ending
@@ -50,7 +51,8 @@ def read(folder: Path) -> dict[str, Any]:
 
 def forget(folder: Path) -> None:
     """Remove the failure record after it has been copied into the receipt."""
-    (folder / NAME).unlink(missing_ok=True)
+    with writing(folder / NAME):
+        (folder / NAME).unlink(missing_ok=True)
 
 
 def first_line(text: str, longest: int = 300) -> str:

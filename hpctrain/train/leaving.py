@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import Any
 
 from hpctrain.cluster.launcher import end_ranks, is_launched
-from hpctrain.errors import EXIT_FAILURE, EXIT_USAGE, FileSystemError, HpctrainError
+from hpctrain.errors import EXIT_FAILURE, EXIT_USAGE, CheckpointFaultError, FileSystemError, HpctrainError
 from hpctrain.train.signals import stop_request, told_and_code
 from hpctrain.util.text import printable_lines
 
@@ -39,10 +39,10 @@ def exit_code(error: BaseException) -> int:
 def told(error: BaseException) -> str:
     """Return an error of the program as a traceback of the program's own frames; empty for other errors.
 
-    Frames of this package do not help to locate such an error. A filesystem error is printed
+    Frames of this package do not help to locate such an error. A fault of the file system is printed
     without frames.
     """
-    if isinstance(error, FileSystemError):
+    if isinstance(error, (FileSystemError, CheckpointFaultError)):
         return f"hpctrain: error: {error}\n"
     if not isinstance(error, HpctrainError) or error.exit_code != EXIT_USAGE:
         return ""

@@ -10,13 +10,13 @@ import time
 from pathlib import Path
 from typing import Any
 
-from hpctrain.errors import LockError
+from hpctrain.errors import HpctrainError, LockError
 from hpctrain.log import logger
 from hpctrain.train.lock_holder import identity, why_over
 from hpctrain.util import atomic
 from hpctrain.util.claim import Claim
 from hpctrain.util.reading import read_json
-from hpctrain.util.retry import retries
+from hpctrain.util.retry import PASSING, cannot_write, retries
 
 NAME = "lock.json"
 PATIENCE = 2.0  # seconds that another job may take to write its lock or to remove a stale one
@@ -51,7 +51,7 @@ class FolderLock:
                 self._clear_stale(time.monotonic() > deadline)
                 continue
             except OSError as error:
-                raise LockError(f"cannot write to the run's folder {self.path.parent}: {error.strerror}") from error
+                raise self._refusal(error) from error
             self.held = True
             return
 
@@ -73,6 +73,12 @@ class FolderLock:
             except OSError as error:  # the next start finds that the holder has ended
                 logger.warning("cannot delete %s: %s", self.path, error.strerror)
         self.held = False
+
+    def _refusal(self, error: OSError) -> HpctrainError:
+        """Return the error for a lock that cannot be written; on a full disk, a later start may succeed."""
+        if error.errno in PASSING:
+            return cannot_write(self.path, error)
+        return LockError(f"cannot write to the run's folder {self.path.parent}: {error.strerror}")
 
     def _create(self) -> None:
         """Create the lock file with its full content. Raises ``FileExistsError`` if a lock exists."""
@@ -148,7 +154,7 @@ class FolderLock:
             time.sleep(PAUSE)
             return False
         except OSError as error:
-            raise LockError(f"cannot write to the run's folder {self.path.parent}: {error.strerror}") from error
+            raise self._refusal(error) from error
         try:
             if self._read() != holder:
                 return False

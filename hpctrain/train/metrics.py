@@ -26,22 +26,39 @@ _STEPS = 2**53  # more steps than any run makes
 class Metrics:
     """Writer of ``metrics.jsonl`` in a run folder; on resume, rows after the resumed step are removed.
 
-    Each step therefore has at most one row, however often the run was killed.
+    Each step therefore has at most one row, however often the run was killed. Every method raises
+    ``OSError`` if the file cannot be written.
     """
 
     def __init__(self, folder: Path, last_step: int, rows: Sequence[Mapping[str, Any]] | None = None) -> None:
         self.path = folder / NAME
-        self._handle = self._reopen(last_step, rows)
+        self._handle, self._identity = self._shortened(last_step, rows)
 
     def write(self, row: dict[str, Any]) -> None:
         """Append one object; NaN is written as null, because JSON has no NaN."""
         line = json.dumps({key: _finite(value) for key, value in row.items()})
         atomic.append_line(self._handle, line, call=retries.call)
 
+    def has_moved(self) -> bool:
+        """Return whether the path has no file, or another file than the open one: rows would not be found there."""
+        if self._handle < 0:
+            return False
+        try:
+            found = retries.call(os.lstat, self.path)
+        except FileNotFoundError:
+            return True
+        return (found.st_dev, found.st_ino) != self._identity
+
+    def reopen(self) -> None:
+        """Open the file that the path now names, or a new one; the next rows are appended to it."""
+        opened = self._opened()
+        self.close()
+        self._handle, self._identity = opened
+
     def rewind(self, last_step: int, rows: Sequence[Mapping[str, Any]] | None = None) -> None:
         """Remove the rows of all steps after ``last_step``; ``rows`` is the content of the file if known."""
         self.close()
-        self._handle = self._reopen(last_step, rows)
+        self._handle, self._identity = self._shortened(last_step, rows)
 
     def close(self) -> None:
         """Close the file."""
@@ -49,26 +66,51 @@ class Metrics:
             handle, self._handle = self._handle, -1
             os.close(handle)
 
-    def _reopen(self, last_step: int, rows: Sequence[Mapping[str, Any]] | None) -> int:
+    def _shortened(self, last_step: int, rows: Sequence[Mapping[str, Any]] | None) -> tuple[int, tuple[int, int]]:
         found = read(self.path) if rows is None else rows
         kept = [json.dumps(row) + "\n" for row in found if row["step"] <= last_step]
         if os.path.lexists(self.path):
             retries.call(atomic.write_text, self.path, "".join(kept))
-        return retries.call(atomic.open_growing, self.path)
+        return self._opened()
+
+    def _opened(self) -> tuple[int, tuple[int, int]]:
+        """Return a descriptor of the file, and the device and inode by which ``has_moved`` knows it."""
+        handle = retries.call(atomic.open_growing, self.path)
+        status = os.fstat(handle)
+        return handle, (status.st_dev, status.st_ino)
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """Return the objects of a metrics file without an incomplete last line. Raises ``OSError``."""
-    rows = []
+    """Return the rows of a metrics file; see ``scan``. Raises ``OSError``."""
+    return scan(path)[0]
+
+
+def scan(path: Path) -> tuple[list[dict[str, Any]], list[int]]:
+    """Return the rows of a metrics file, and the numbers of the lines that are damaged. Raises ``OSError``.
+
+    An incomplete last line is neither: a killed run leaves it. A missing file has no rows.
+    """
     try:
-        for line in retries.call(lambda: list(read_lines(path))):
-            with suppress(ValueError):
-                row = parse_json(line)
-                if isinstance(row, dict) and type(row.get("step")) is int and abs(row["step"]) < _STEPS:
-                    rows.append(row)
+        lines = retries.call(lambda: list(read_lines(path)))
     except FileNotFoundError:
-        return []
-    return rows
+        return [], []
+    rows, damaged = [], []
+    for number, line in enumerate(lines, 1):
+        row = _row(line)
+        if row is not None:
+            rows.append(row)
+        elif line is None or line.endswith("\n") and line.strip():
+            damaged.append(number)
+    return rows, damaged
+
+
+def _row(line: str | None) -> dict[str, Any] | None:
+    """Return the object of a line; None if it is not a row of metrics."""
+    with suppress(ValueError):
+        row = parse_json(line or "")
+        if isinstance(row, dict) and type(row.get("step")) is int and abs(row["step"]) < _STEPS:
+            return row
+    return None
 
 
 def _finite(value: Any) -> Any:

@@ -23,7 +23,7 @@ from hpctrain.train.receipt_settle import number
 from hpctrain.train.start import carried, start_from
 from hpctrain.train.state import FEED, TrainState
 from hpctrain.train.stops import Stops, warn_if_unwatched
-from hpctrain.util.retry import retries
+from hpctrain.util.retry import PASSING, cannot_write, retries
 
 if TYPE_CHECKING:
     from hpctrain.train.job import Job
@@ -66,6 +66,8 @@ class Opening:
         try:
             retries.call(lambda: folder.mkdir(parents=True, exist_ok=True))
         except OSError as error:
+            if error.errno in PASSING:
+                raise cannot_write(folder, error) from error
             raise UsageError(f"cannot make the run's folder {folder}: {error.strerror}") from error
         self._books.lock()
 
@@ -85,7 +87,7 @@ class Opening:
         steps = self._options.steps
         finished = state.stopped is not None or steps is not None and state.step >= steps
         if first and state.stopped is not None:
-            logger.info('the run was ended after step %d: %s; resume="reopen" goes on', state.step, state.stopped)
+            logger.info('the run was ended after step %d: %s; resume="reopen" continues it', state.step, state.stopped)
         elif first and not finished:
             logger.info("resuming after step %d from %s", state.step, found)
             # A run from a TOML file sets its hyperparameters from the config in every step.

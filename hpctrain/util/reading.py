@@ -52,8 +52,8 @@ def read_text(path: str | Path, limit: int = TEXT) -> str:
         raise ValueError("it is not UTF-8 text") from None
 
 
-def read_lines(path: str | Path, longest: int = MIB) -> Iterator[str]:
-    """Yield the lines of a regular file of any size, without those longer than ``longest`` bytes.
+def read_lines(path: str | Path, longest: int = MIB) -> Iterator[str | None]:
+    """Yield the lines of a regular file of any size; None for each line that is longer than ``longest`` bytes.
 
     Raises ``OSError``, also for a file that consists mostly of holes: programs that append leave no
     holes.
@@ -62,12 +62,12 @@ def read_lines(path: str | Path, longest: int = MIB) -> Iterator[str]:
         status = os.fstat(file.fileno())
         if status.st_size > 1024 * MIB and status.st_blocks * 512 < status.st_size // 2:
             raise OSError(errno.EFBIG, "it is mostly holes", str(path))
-        whole = True
+        begins = True
         while line := file.readline(longest):
             ends = line.endswith(b"\n")
-            if whole and (ends or len(line) < longest):
-                yield line.decode("utf-8", "replace")
-            whole = ends
+            if begins:
+                yield line.decode("utf-8", "replace") if ends or len(line) < longest else None
+            begins = ends
 
 
 def read_json(path: str | Path, limit: int = TEXT) -> Any:

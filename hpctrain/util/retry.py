@@ -6,8 +6,12 @@ import errno
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, TypeVar
+
+from hpctrain.errors import FileSystemError, HpctrainError, UsageError
 
 T = TypeVar("T")
 
@@ -23,6 +27,7 @@ PASSING = {
     for name in "EIO ESTALE ENOSPC EDQUOT EINTR EAGAIN ETIMEDOUT EREMOTEIO ENOLINK ECOMM EHOSTDOWN ENOTCONN".split()
     if hasattr(errno, name)
 }
+NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
 class Retries:
@@ -74,6 +79,42 @@ def patience() -> float:
         return max(float(os.environ[VARIABLE]), 0.0)
     except (KeyError, ValueError):
         return PATIENCE
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Raise a system error within the block as the error of ``cannot_write``, which names the file."""
+    try:
+        yield
+    except HpctrainError:
+        raise
+    except OSError as error:
+        raise cannot_write(path, error) from error
+
+
+def cannot_write(path: Path, error: OSError) -> HpctrainError:
+    """Return the error for a file that cannot be written; if the disk is full, it tells the free bytes.
+
+    A fault that may end is a ``FileSystemError``: a later start may succeed. Anything else, such as
+    a folder in place of the file, is a ``UsageError``.
+    """
+    reason = (error.strerror or str(error)).lower()
+    folder = next((each for each in path.parents if each.exists()), path.parent)
+    if error.errno in NO_SPACE and (free := free_bytes(folder)) is not None:
+        reason += f", {free} bytes are free in {folder}"
+    if error.errno not in PASSING:
+        return UsageError(f"cannot write {path}: {reason}")
+    tried = f"calls were repeated for {patience():g} s"
+    return FileSystemError(f"cannot write {path}: {reason}; {tried}; start again when the file system works")
+
+
+def free_bytes(folder: Path) -> int | None:
+    """Return the bytes that this user can still write into a folder; None if the file system does not tell."""
+    try:
+        status = os.statvfs(folder)
+    except OSError:
+        return None
+    return status.f_bavail * status.f_frsize
 
 
 retries = Retries()

@@ -1,21 +1,27 @@
-"""The books of a run: lock, metrics, receipt and settings go together."""
+"""Records of a run: lock, metrics, receipt and settings, written together."""
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.life import metrics_of, receipt_of
 
-from hpctrain.errors import LockError
+from hpctrain.errors import FileSystemError, LockError, UsageError
+from hpctrain.train import books as module
 from hpctrain.train.books import Books
 from hpctrain.train.metrics import Metrics
 from hpctrain.train.receipt import Receipt
+from hpctrain.util import atomic
+from hpctrain.util.retry import VARIABLE
 
 
-def test_an_attempt_from_lock_to_release(tmp_path: Path) -> None:
+def test_an_attempt_writes_records_from_lock_to_release(tmp_path: Path) -> None:
     books = Books(tmp_path, "42")
     books.lock()
     assert json.loads((tmp_path / "lock.json").read_text())["job_id"] == "42"
@@ -38,7 +44,7 @@ def test_an_attempt_from_lock_to_release(tmp_path: Path) -> None:
     assert not (tmp_path / "lock.json").exists()
 
 
-def test_on_other_ranks_nothing_is_written(tmp_path: Path) -> None:
+def test_other_ranks_write_no_records(tmp_path: Path) -> None:
     books = Books(tmp_path, None)
     books.record({"step": 1})
     books.rewind(0)
@@ -47,13 +53,13 @@ def test_on_other_ranks_nothing_is_written(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_a_receipt_that_fails_still_gives_the_folder_back(tmp_path: Path) -> None:
+def test_a_failing_receipt_still_releases_the_folder(tmp_path: Path) -> None:
     books = Books(tmp_path, None)
     books.lock()
     books.open(0, None, {})
     (tmp_path / "run.json").unlink()
     (tmp_path / "run.json").mkdir()
-    with pytest.raises(OSError):
+    with pytest.raises(UsageError, match="run.json: is a directory"):
         books.close("finished", 1, None)
     assert not (tmp_path / "lock.json").exists()
 
@@ -63,7 +69,7 @@ def _refuse(*_: object, **__: object) -> None:
 
 
 @pytest.mark.parametrize("lenient", [False, True])
-def test_what_the_disk_refuses(
+def test_failed_writes_of_records_stop_or_are_warned_about(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, lenient: bool
 ) -> None:
     books = Books(tmp_path, None, lenient=lenient)
@@ -83,7 +89,7 @@ def test_what_the_disk_refuses(
 
 
 @pytest.mark.parametrize("lenient", [False, True])
-def test_a_failure_is_not_hidden_by_books_that_cannot_be_closed(
+def test_a_failure_is_not_hidden_by_records_that_cannot_be_closed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lenient: bool
 ) -> None:
     books = Books(tmp_path, None, lenient=lenient)
@@ -94,6 +100,129 @@ def test_a_failure_is_not_hidden_by_books_that_cannot_be_closed(
     monkeypatch.setattr("hpctrain.train.receipt.Receipt.end", _refuse)
     books.close("failed", 1, "CheckpointError: disk full")
     assert not (tmp_path / "lock.json").exists()
+
+
+def _opened(folder: Path, last_step: int = 0, **options: Any) -> Books:
+    books = Books(folder, None, **options)
+    books.lock()
+    books.open(last_step, None, {})
+    return books
+
+
+@pytest.mark.parametrize("how", ["deleted", "renamed", "replaced"])
+def test_metrics_that_are_moved_during_a_run_continue_in_a_new_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, how: str
+) -> None:
+    monkeypatch.setattr(module, "CHECK_EVERY", 0.0)
+    books, path = _opened(tmp_path), tmp_path / "metrics.jsonl"
+    books.record({"step": 1})
+    if how == "deleted":
+        path.unlink()
+    else:
+        path.rename(tmp_path / "old.jsonl")
+    if how == "replaced":
+        path.write_text('{"step": 0}\n')
+    books.record({"step": 2})
+    books.record({"step": 3})
+    assert [row["step"] for row in metrics_of(tmp_path)] == ([0, 2, 3] if how == "replaced" else [2, 3])
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert said.startswith(f"{path} was deleted, renamed or replaced") and "\n" not in said
+    books.close("finished", 3, None)
+
+
+def test_the_place_of_the_metrics_is_checked_at_most_once_per_second(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checks: list[int] = []
+    has_moved = Metrics.has_moved
+    monkeypatch.setattr(Metrics, "has_moved", lambda metrics: (checks.append(1), has_moved(metrics))[1])
+    books, began = _opened(tmp_path), time.monotonic()
+    books.record({"step": 1})
+    checks.clear()
+    for step in range(2, 100):
+        books.record({"step": step})
+    assert len(checks) <= time.monotonic() - began
+    books.close("finished", 99, None)
+
+
+@pytest.mark.parametrize("lenient", [False, True])
+def test_a_link_in_place_of_the_metrics_is_not_followed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, lenient: bool
+) -> None:
+    monkeypatch.setattr(module, "CHECK_EVERY", 0.0)
+    books, other = _opened(tmp_path, lenient=lenient), tmp_path / "other"
+    other.write_text("keep me\n")
+    (tmp_path / "metrics.jsonl").unlink()
+    (tmp_path / "metrics.jsonl").symlink_to(other)
+    if lenient:
+        books.record({"step": 1})
+        books.record({"step": 2})
+        assert len(caplog.records) == 1 and "it is a link; going on without" in caplog.text
+    else:
+        with pytest.raises(UsageError, match="cannot write .*metrics.jsonl: it is a link"):
+            books.record({"step": 1})
+    assert other.read_text() == "keep me\n"
+    books.close("failed", 1, "x")
+
+
+def test_rows_do_not_reach_the_metrics_of_a_start_that_took_the_folder_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "CHECK_EVERY", 0.0)
+    books, lock = _opened(tmp_path), tmp_path / "lock.json"
+    books.record({"step": 1})
+    lock.write_text(json.dumps({**json.loads(lock.read_text()), "token": "another"}))
+    (tmp_path / "metrics.jsonl").unlink()
+    with pytest.raises(LockError, match="is now that of job"):
+        books.record({"step": 2})
+    assert not (tmp_path / "metrics.jsonl").exists()
+    books.close("failed", 2, "LockError")
+
+
+@pytest.mark.parametrize("damaged, said", [(1, "1 damaged row is left out"), (3, "3 damaged rows are left out")])
+def test_damaged_rows_are_counted_in_a_warning_when_a_run_resumes(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, damaged: int, said: str
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n' + '{"st\n' * damaged + '{"step": 2}\n{"step": 3, "lo')
+    _opened(tmp_path, 2).close("finished", 2, None)
+    assert [record.getMessage() for record in caplog.records] == [f"{path}: {said}, the first in line 2"]
+    assert [row["step"] for row in metrics_of(tmp_path)] == [1, 2]
+
+
+@pytest.mark.parametrize("name", ["config.toml", "metrics.jsonl", "run.json", "failure.json"])
+@pytest.mark.parametrize("kind", ["folder", "pipe"])
+def test_a_folder_or_a_pipe_in_place_of_a_record_is_bad_input(tmp_path: Path, name: str, kind: str) -> None:
+    path = tmp_path / name
+    if kind == "pipe" and name == "failure.json":
+        pytest.skip("it is removed")
+    os.mkdir(path) if kind == "folder" else os.mkfifo(path)
+    books = Books(tmp_path, None)
+    books.lock()
+    with pytest.raises(UsageError, match=f"(?i){path}: {'is a dir' if kind == 'folder' else 'it is not a regular'}"):
+        books.open(0, "x = 1\n", {})
+    books.close("failed", 0, None)
+
+
+@pytest.mark.parametrize("name", ["lock.json", "run.json", "metrics.jsonl", "config.toml"])
+def test_a_full_disk_at_the_start_names_the_file_and_the_free_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    create, open_growing = atomic.create, atomic.open_growing
+
+    def refuse(path: Path, *arguments: Any, **more: Any) -> int:
+        if name in Path(path).name:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return (open_growing if Path(path).name == "metrics.jsonl" else create)(path, *arguments, **more)
+
+    monkeypatch.setenv(VARIABLE, "0")
+    monkeypatch.setattr(atomic, "create", refuse)
+    monkeypatch.setattr(atomic, "open_growing", refuse)
+    books = Books(tmp_path, None)
+    with pytest.raises(FileSystemError, match=f"cannot write {tmp_path / name}: no space left on device, [0-9]+ bytes"):
+        books.lock()
+        books.open(0, "x = 1\n", {})
+    books.close("failed", 0, None)
 
 
 def test_failed_saves_are_counted(tmp_path: Path) -> None:
@@ -107,7 +236,7 @@ def test_failed_saves_are_counted(tmp_path: Path) -> None:
     books.close("finished", 8, None)
 
 
-def test_the_receipt_is_written_on_the_way_and_not_at_each_step(
+def test_the_receipt_is_written_at_intervals(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     writes: list[int] = []
@@ -129,14 +258,14 @@ def test_the_receipt_is_written_on_the_way_and_not_at_each_step(
 
 
 def _kill(books: Books) -> None:
-    """Leave all files of some books as they are."""
+    """Simulate a kill: leave all files of the records as they are."""
     assert books._metrics is not None
     books._metrics.close()
     (books.folder / "lock.json").unlink()
 
 
-def test_a_kill_between_receipt_and_metrics_loses_nothing(tmp_path: Path) -> None:
-    """The next attempt has accounted for the steps that it will do again, and dies before it drops them."""
+def test_a_kill_between_receipt_and_metrics_loses_no_count(tmp_path: Path) -> None:
+    """The next attempt counts the steps that it will repeat, and dies before it removes them from the metrics."""
     books = Books(tmp_path, None)
     books.lock()
     books.open(0, None, {})
@@ -146,7 +275,7 @@ def test_a_kill_between_receipt_and_metrics_loses_nothing(tmp_path: Path) -> Non
             books.saved(2, 0.1)
     before = (tmp_path / "metrics.jsonl").read_text()
     _kill(books)
-    time.sleep(1.1)  # by less, clocks may differ
+    time.sleep(1.1)  # smaller differences are within the error of clocks
     for _ in range(2):
         again = Books(tmp_path, None)
         again.lock()

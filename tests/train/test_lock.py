@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from support.pace import scaled
 
-from hpctrain.errors import LockError
+from hpctrain.errors import FileSystemError, LockError
 from hpctrain.train import lock
 from hpctrain.train.lock import NAME, FolderLock
 from hpctrain.train.lock_holder import identity, process_started, why_over
@@ -249,7 +249,7 @@ def test_a_failed_write_leaves_no_lock(tmp_path: Path, monkeypatch: pytest.Monke
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(LockError, match="No space left"):
+    with pytest.raises(FileSystemError, match="lock.json: no space left"):
         FolderLock(tmp_path, None).acquire()
     assert not list(tmp_path.iterdir())
 

@@ -1,4 +1,4 @@
-"""Metrics: one row a step, whatever tore the file or sent the run back."""
+"""Metrics: one row per step, also after torn writes and rollbacks."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ def _write(folder: Path, last_step: int, *steps: int) -> None:
     metrics.close()
 
 
-def test_a_row_is_on_disk_when_the_step_ends(tmp_path: Path) -> None:
+def test_a_row_is_written_when_the_step_ends(tmp_path: Path) -> None:
     metrics = Metrics(tmp_path, 0)
     metrics.write({"step": 1, "loss": 0.1})
     assert _rows(tmp_path) == [{"step": 1, "loss": 0.1}]
     metrics.close()
 
 
-def test_no_step_stands_twice_after_a_resume(tmp_path: Path) -> None:
+def test_no_step_is_repeated_after_a_resume(tmp_path: Path) -> None:
     _write(tmp_path, 0, 1, 2, 3, 4, 5)
     _write(tmp_path, 3, 4, 5, 6)
     assert [row["step"] for row in _rows(tmp_path)] == [1, 2, 3, 4, 5, 6]
@@ -39,7 +39,7 @@ def test_no_step_stands_twice_after_a_resume(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("torn", ['{"step": 6, "lo', '{"step": 6}\n{"st', "\0\0\0", "\n", '"text"\n', "\udcff\udcfe"])
-def test_a_torn_end_is_left_out(tmp_path: Path, torn: str) -> None:
+def test_a_torn_last_line_is_ignored(tmp_path: Path, torn: str) -> None:
     _write(tmp_path, 0, 1, 2, 3)
     with (tmp_path / NAME).open("a", errors="surrogateescape") as file:
         file.write(torn)
@@ -48,7 +48,14 @@ def test_a_torn_end_is_left_out(tmp_path: Path, torn: str) -> None:
     assert [row["step"] for row in _rows(tmp_path)] == [1, 2, 3, 4]
 
 
-def test_rewind(tmp_path: Path) -> None:
+def test_damaged_lines_are_counted_but_not_an_incomplete_last_line(tmp_path: Path) -> None:
+    lines = ['{"step": 1}', "", '{"step": 2, "lo', '{"step": 3}', '"text"', '{"step": 1.5}', "x" * 2**21, '{"step": 4}']
+    (tmp_path / NAME).write_text("\n".join([*lines, '{"step": 5, "lo']))
+    rows, damaged = metrics.scan(tmp_path / NAME)
+    assert [row["step"] for row in rows] == [1, 3, 4] and damaged == [3, 5, 6, 7]
+
+
+def test_rewind_removes_later_rows(tmp_path: Path) -> None:
     metrics = Metrics(tmp_path, 0)
     for step in (1, 2, 3, 4):
         metrics.write({"step": step})
@@ -59,7 +66,7 @@ def test_rewind(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == [NAME]
 
 
-def test_what_json_does_not_have_is_null(tmp_path: Path) -> None:
+def test_values_that_are_not_finite_are_null(tmp_path: Path) -> None:
     metrics = Metrics(tmp_path, 0)
     metrics.write({"step": 1, "loss": math.nan, "norm": math.inf, "ok": 1.5})
     metrics.close()
@@ -73,11 +80,11 @@ def test_a_list_is_written_number_by_number(tmp_path: Path) -> None:
     assert _rows(tmp_path) == [{"step": 1, "counts": [3, None, 1]}]
 
 
-def test_no_file_has_no_rows(tmp_path: Path) -> None:
+def test_a_missing_file_has_no_rows(tmp_path: Path) -> None:
     assert read(tmp_path / NAME) == []
 
 
-def test_curves_have_a_value_a_step() -> None:
+def test_curves_have_one_value_per_step() -> None:
     curves = Curves()
     curves.add({"step": 1, "loss": 2.0, "grad_norm": 3.0, "learning_rate": 0.1})
     curves.add({"step": 2, "loss": 1.0, "validation_loss": 1.5})
@@ -98,7 +105,7 @@ def test_every_number_has_a_curve_with_its_own_steps() -> None:
     assert set(curves.columns) - set(own) == {"step", "loss", "learning_rate", "grad_norm"}
 
 
-def test_histograms_are_added_up() -> None:
+def test_histograms_are_summed() -> None:
     curves = Curves()
     for counts in ([1, 2], [], [5, 0, 0, 7], [1]):
         curves.add({"step": 1, "loss": 2.0, "staleness_histogram": counts})
@@ -133,7 +140,7 @@ def test_thinning_is_the_same_after_a_resume(monkeypatch: pytest.MonkeyPatch) ->
     assert repr(parts.columns) == repr(whole.columns)
 
 
-def test_a_curve_of_one_step_over_and_over_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_curve_of_a_repeated_step_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metrics, "LONGEST", 4)
     curves = Curves()
     for _ in range(20):

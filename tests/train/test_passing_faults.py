@@ -1,4 +1,4 @@
-"""File systems that fail for a while cost a run time, those that go on failing end it with one line."""
+"""Faults of file systems: temporary ones only delay a run, permanent ones end it with one line."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 SOURCE = Path(__file__).parents[1] / "support" / "faulty_calls.c"
-# Every call that rank 0 makes below the run's folder after its start-up, as the first run of the program counts them.
+# All system calls of rank 0 in the run's folder after startup, as the first run of the program counts them.
 CALLS = [
     *("open", "stat", "fstat", "read", "write", "pread", "pwrite"),
     *("fsync", "ftruncate", "mkdir", "rename", "unlink", "opendir"),
@@ -60,7 +60,7 @@ for number, (fault, background) in enumerate(json.loads(sys.argv[2])):
 
 @pytest.fixture(scope="module")
 def shim(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a library whose system calls fail as it is told."""
+    """Return a preloaded library whose system calls fail on demand."""
     compiler = shutil.which("cc") or shutil.which("gcc")
     if compiler is None:
         pytest.skip("there is no C compiler")
@@ -76,7 +76,7 @@ def play(shim: Path, folder: Path, runs: list[tuple[str, bool]], patience: float
 
 
 def check_passing(shim: Path, folder: Path, faults: list[tuple[str, str]], background: bool) -> None:
-    """Let each call fail for a while in a run of its own, and compare it with a run without faults."""
+    """Let each call fail temporarily in a run of its own, and compare the run with one without faults."""
     runs = [(f"{call} {getattr(errno, name)} 0.8", background) for call, name in faults]
     result = play(shim, folder, [("none 0 0", background), *runs])
     assert result.returncode == 0 and "Traceback" not in result.stderr, result.stderr[-3000:]
@@ -90,7 +90,7 @@ def check_passing(shim: Path, folder: Path, faults: list[tuple[str, str]], backg
 
 
 @pytest.mark.limit(120)
-def test_faults_that_pass(shim: Path, tmp_path: Path) -> None:
+def test_temporary_faults_only_delay_a_run(shim: Path, tmp_path: Path) -> None:
     faults = [("write", "EIO"), ("rename", "ESTALE"), ("pwrite", "ENOSPC"), ("stat", "EIO")]
     check_passing(shim, tmp_path, faults, background=False)
 
@@ -99,8 +99,8 @@ def test_faults_that_pass(shim: Path, tmp_path: Path) -> None:
 @pytest.mark.limit(500)
 @pytest.mark.parametrize("background", [False, True])
 @pytest.mark.parametrize("name", ["EIO", "ESTALE", "ENOSPC", "EINTR"])
-def test_every_call_may_fail_for_a_while(shim: Path, tmp_path: Path, name: str, background: bool) -> None:
-    if name == "EINTR":  # Python itself repeats the others, without end
+def test_every_call_may_fail_temporarily(shim: Path, tmp_path: Path, name: str, background: bool) -> None:
+    if name == "EINTR":  # Python itself repeats the other calls indefinitely
         check_passing(shim, tmp_path, [(call, name) for call in ("mkdir", "rename", "unlink", "stat")], background)
     else:
         check_passing(shim, tmp_path, [(call, name) for call in CALLS], background)
@@ -110,14 +110,25 @@ def test_every_call_may_fail_for_a_while(shim: Path, tmp_path: Path, name: str, 
 @pytest.mark.parametrize(
     "call", ["write", *(pytest.param(call, marks=pytest.mark.long) for call in CALLS if call != "write")]
 )
-def test_faults_that_last(shim: Path, tmp_path: Path, call: str) -> None:
+def test_permanent_faults_end_a_run_with_one_line(shim: Path, tmp_path: Path, call: str) -> None:
     result = play(shim, tmp_path, [(f"{call} {errno.EIO} 1e9", False)], patience=0.5)
-    if call in ("mkdir", "unlink", "opendir"):  # the run can do without: files stay that should go
+    if call in ("mkdir", "unlink", "opendir"):  # the run does not depend on it: some files are not removed
         assert result.returncode == 0 and "Traceback" not in result.stderr, result.stderr[-3000:]
         return
     lines = [line for line in result.stderr.splitlines() if not line.startswith("warning: ")]
     assert result.returncode in (1, 2), result.stderr[-3000:]
     assert "input/output error" in result.stderr.lower(), result.stderr[-3000:]
     own = [line for line in lines if line.startswith(("hpctrain", "Traceback"))]
-    assert "hpctrain/" not in result.stderr and len(own) <= 2, result.stderr[-3000:]  # none of our frames
+    assert "hpctrain/" not in result.stderr and len(own) <= 2, result.stderr[-3000:]  # no frames of hpctrain
     assert (tmp_path / "runs" / "run0" / "checkpoints" / "step_00000003.h5").exists()
+
+
+@pytest.mark.limit(120)
+@pytest.mark.parametrize("background", [False, True])
+def test_a_disk_that_stays_full_has_the_exit_code_after_which_a_job_restarts(
+    shim: Path, tmp_path: Path, background: bool
+) -> None:
+    result = play(shim, tmp_path, [(f"pwrite {errno.ENOSPC} 1e9", background)], patience=0.5)
+    said = [line for line in result.stderr.splitlines() if not line.startswith("warning: ")]
+    assert result.returncode == 1 and len(said) == 1, result.stderr[-3000:]
+    assert said[0].startswith("hpctrain: error: cannot write ") and "no space left on device: " in said[0]

@@ -7,7 +7,6 @@ folder flushed. After any error the private file is removed, and is never rename
 
 from __future__ import annotations
 
-import errno
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -15,9 +14,7 @@ from pathlib import Path
 from hpctrain.checkpoint.file.reader import verify_file
 from hpctrain.errors import CheckpointError, CheckpointFaultError, HpctrainError
 from hpctrain.util import atomic
-from hpctrain.util.retry import PASSING, retries
-
-_NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+from hpctrain.util.retry import NO_SPACE, PASSING, free_bytes, retries
 
 
 def commit(path: Path, write: Callable[[Path], None], needed: int) -> None:
@@ -69,7 +66,7 @@ def explained(error: Exception, path: Path, temporary: Path, needed: int) -> Exc
             return error
         return CheckpointError(f"cannot write {path}: {error}")
     reason = os.strerror(number) if number else " ".join(str(error).split()) or type(error).__name__
-    if number in _NO_SPACE:
+    if number in NO_SPACE:
         free = _free_bytes(temporary)
         room = "an unknown number of" if free is None else str(free)
         reason += f": {needed} bytes are needed, {room} bytes are free in {path.parent}"
@@ -79,12 +76,11 @@ def explained(error: Exception, path: Path, temporary: Path, needed: int) -> Exc
 
 def _free_bytes(temporary: Path) -> int | None:
     """Return the bytes that were free before the private file was written."""
-    try:
-        status = os.statvfs(temporary.parent)
-    except OSError:
+    free = free_bytes(temporary.parent)
+    if free is None:
         return None
     try:
         taken = temporary.stat().st_blocks * 512
     except OSError:
         taken = 0
-    return status.f_bavail * status.f_frsize + taken
+    return free + taken
