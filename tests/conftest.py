@@ -1,8 +1,8 @@
-"""Let tests run in one process, or on the ranks of ``mpiexec -n N python -m pytest -m ranks``.
+"""Configuration of sessions in one process, or on the ranks of ``mpiexec -n N python -m pytest -m ranks``.
 
-Tests without the marker ``ranks`` run in one process, or in one of the workers of ``-n auto``, which share them. Those
-with it run in a world of a size that the marker names (``ranks(2, 4)``), or of any size from two on where it names
-none. Every test has a time limit, ``limit(seconds)``.
+Tests without the marker ``ranks`` run in one process, or are shared among the workers of ``-n auto``. Tests with the
+marker run in a world of a size that it names (``ranks(2, 4)``), or of any size of at least two if it names none. Every
+test has a time limit, ``limit(seconds)``.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from hpctrain.cluster.launcher import detect
 _WATCHDOG = pytest.StashKey[Watchdog]()
 _COMM = pytest.StashKey[Any]()
 _DONT_WRITE = pytest.StashKey[bool]()
-_MANY = 100  # tests, among which the time to import a compiler is not noticed
-_COLLECTING = 300.0  # seconds; every rank imports every test file, on few cores
+_MANY = 100  # tests, compared with which the time to import a compiler is negligible
+_COLLECTING = 300.0  # seconds; every rank imports every test file on few cores
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -48,16 +48,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     pace.note_start()
-    # What this machine's user has measured must not decide what the tests do.
+    # Stored calibrations of this machine's user must not influence the tests.
     nothing = tempfile.TemporaryDirectory(prefix="hpctrain-no-calibration-")
     config.add_cleanup(nothing.cleanup)
     os.environ["HPCTRAIN_CALIBRATION"] = nothing.name
-    os.environ["HPCTRAIN_FILE_PATIENCE"] = "0"  # faults are injected to last; where they pass, the test says so
+    os.environ["HPCTRAIN_FILE_PATIENCE"] = "0"  # injected faults are permanent; tests of temporary ones set it
     config.addinivalue_line("markers", "limit(seconds): end the session with all stacks if the test takes longer")
-    # Images of containers forbid it; but each of many workers and ranks would compile all the tests anew.
+    # Container images disable bytecode; but then each worker and rank would compile all tests again.
     config.stash[_DONT_WRITE], sys.dont_write_bytecode = sys.dont_write_bytecode, False
     launch = detect()
-    # Taken here because nothing is captured yet: what goes to this descriptor is seen.
+    # Opened here because capturing has not started: output to this descriptor is visible.
     descriptor = os.dup(sys.__stderr__.fileno() if sys.__stderr__ else 2)
     comm = config.stash[_COMM] = world(launch)
     worker = name_of(config)
@@ -67,7 +67,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.option.counts and not worker and not (comm and comm.rank):
         config.pluginmanager.register(Counts(Path(config.option.counts)), "hpctrain-counts")
     if worker:
-        os.environ["OMP_NUM_THREADS"] = "1"  # before torch comes, because the workers share the cores
+        os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported, because the workers share the cores
     if comm is not None:
         if spreads(config):
             raise pytest.UsageError(*([] if comm.rank else [WORKERS_OR_RANKS]))
@@ -103,8 +103,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     sys.dont_write_bytecode = session.config.stash[_DONT_WRITE]
-    # Tests collect garbage again and again, and runs look for schedulers among all objects: those that they made, not
-    # thousands of tests and all of torch. Its compiler would come with the first optimizer.
+    # Tests collect garbage repeatedly, and runs search all objects for schedulers: freezing excludes thousands of tests
+    # and all of torch. Its compiler is imported before, else the first optimizer would import it after the freeze.
     if len(session.items) > _MANY:
         importlib.import_module("torch._dynamo")
     gc.freeze()
@@ -134,7 +134,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
 
 @pytest.fixture(scope="session")
 def comm() -> Any:
-    """Return the communicator of all ranks; in one process a world of size 1 that needs no MPI."""
+    """Return the communicator of all ranks; in one process, a world of size 1 without MPI."""
     from hpctrain.collectives.communicator import Communicator
 
     return Communicator.world()
@@ -149,5 +149,5 @@ def shared_tmp_path(tmp_path: Path, pytestconfig: pytest.Config) -> Path:
 
 @pytest.fixture
 def launch(tmp_path: Path, request: pytest.FixtureRequest) -> JobStarter:
-    """Start jobs of several ranks in subprocesses: ``launch(2, "print('hello')").stdout``."""
+    """Return a function that starts jobs of several ranks: ``launch(2, "print('hello')").stdout``."""
     return JobStarter(tmp_path, request.config.stash[_WATCHDOG], _limit(request.node))

@@ -1,4 +1,4 @@
-"""docs/api.md holds every public name, with the text of its docstring, its signature and its defaults."""
+"""Agreement of docs/api.md with the public names: docstrings, signatures, defaults."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TITLES = {"Job": Job, "Run": Run, "JobLoader": JobLoader, "Communicator": Commun
 
 
 def entries() -> dict[str, Any]:
-    """Return what has a heading of its own, by that heading."""
+    """Return the objects that have a heading of their own, by heading."""
     found: dict[str, Any] = {"hpctrain.init": hpctrain.init}
     for prefix, kind in CLASSES.items():
         for name, member in vars(kind).items():
@@ -40,7 +40,7 @@ def entries() -> dict[str, Any]:
 
 
 def parts() -> dict[str, str]:
-    """Return what is under each heading, spaces and line ends as one blank."""
+    """Return the text under each heading, with white space as single blanks."""
     found = re.split(r"^##+ (.*)$", PAGE.read_text(encoding="utf-8"), flags=re.MULTILINE)[1:]
     return {title.strip("`"): " ".join(text.split()) for title, text in zip(found[::2], found[1::2])}
 
@@ -52,7 +52,7 @@ def text_of(thing: Any) -> str:
 
 
 def rows(title: str) -> dict[str, list[str]]:
-    """Return the cells of the table under a heading, by the names in the first one."""
+    """Return the cells of the table under a heading, by the name in the first cell."""
     text = PAGE.read_text(encoding="utf-8").partition(f"\n## {title}\n")[2].partition("\n## ")[0]
     found = {}
     for line in re.findall(r"^\| (`.*) \|$", text, re.MULTILINE):
@@ -80,7 +80,7 @@ def test_classes_have_their_docstrings(title: str) -> None:
     assert text_of(TITLES[title]) in parts()[title]
 
 
-def test_nothing_else_has_a_heading() -> None:
+def test_only_public_names_have_a_heading() -> None:
     named = {title for title in parts() if "." in title and " " not in title}
     assert named == {*entries(), "hpctrain.checkpoint"}
 
@@ -102,7 +102,7 @@ def test_allowed_values_of_options_are_on_the_page() -> None:
         assert set(values) <= set(re.findall(r"`(\w+)`", table[name][1])), name
 
 
-def test_attributes_exist(comm: Communicator) -> None:
+def test_documented_attributes_exist(comm: Communicator) -> None:
     guard: Any = SimpleNamespace(step=None, close=lambda: None)
     job = Job(comm, torch.device("cpu"), detect(), guard)
     assert all(hasattr(job, name) for name in rows("Job"))
@@ -112,7 +112,7 @@ def test_attributes_exist(comm: Communicator) -> None:
     assert all(hasattr(Strategy, name) for name in rows("Strategy")) and len(rows("Strategy")) == 7
 
 
-def test_errors_and_their_exit_codes() -> None:
+def test_errors_are_documented_with_bases_and_exit_codes() -> None:
     table = rows("Errors and exit codes")
     kinds = {name: kind for name, kind in vars(errors).items() if inspect.isclass(kind)}
     assert list(table) == list(kinds)

@@ -1,4 +1,4 @@
-"""What the documentation points at is there: files, headings, verbs of make."""
+"""References in the documentation: files, headings, targets of make."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ pages = pytest.mark.parametrize("page", PAGES, ids=[str(page.relative_to(ROOT)) 
 
 
 def anchors(page: Path) -> set[str]:
-    """Return the anchors that GitHub gives to the headings of a page."""
+    """Return GitHub's anchors of the headings of a page."""
     headings = re.findall(r"^#+ +(.*)$", FENCE.sub("", page.read_text(encoding="utf-8")), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-") for heading in headings}
 
 
 def targets(makefile: Path) -> set[str]:
-    """Return the verbs of a makefile, patterns as they are written."""
+    """Return the targets of a makefile; patterns are not expanded."""
     return set(re.findall(r"^([a-z][\w%-]*):(?!=)", makefile.read_text(encoding="utf-8"), re.MULTILINE))
 
 
@@ -55,16 +55,16 @@ def missing_verbs(page: Path) -> list[str]:
 
 
 @pages
-def test_links_lead_somewhere(page: Path) -> None:
+def test_links_have_targets(page: Path) -> None:
     assert missing_links(page) == []
 
 
 @pages
-def test_verbs_exist(page: Path) -> None:
+def test_targets_of_make_exist(page: Path) -> None:
     assert missing_verbs(page) == []
 
 
-def test_lost_links_and_verbs_are_found(tmp_path: Path) -> None:
+def test_broken_links_and_targets_are_found(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text(
         "# A heading, here\n[a](page.md) [b](lost.md) [c](#a-heading-here) [d](#lost) [e](https://example.org/)\n"
@@ -74,7 +74,7 @@ def test_lost_links_and_verbs_are_found(tmp_path: Path) -> None:
     assert missing_verbs(page) == ["make tset", "make lnit"]
 
 
-def test_help_lists_every_verb_and_variable() -> None:
+def test_make_help_lists_every_target_and_variable() -> None:
     done = subprocess.run(["make", "help"], cwd=ROOT, capture_output=True, text=True, check=True)
     listed = set(re.findall(r"^  make ([\w-]+)", done.stdout, re.MULTILINE))
     assert listed == {verb.replace("%", "N") for verb in targets(ROOT / "Makefile")}
@@ -93,7 +93,7 @@ def test_help_lists_every_verb_and_variable() -> None:
         (["PYTHON=false", "-B", "env"], "hpctrain needs Python 3.11 or newer"),
     ],
 )
-def test_make_says_what_is_wrong(arguments: list[str], message: str) -> None:
+def test_make_reports_wrong_arguments(arguments: list[str], message: str) -> None:
     done = subprocess.run(["make", *arguments], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 2
     assert message in done.stdout + done.stderr

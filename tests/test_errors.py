@@ -11,7 +11,7 @@ BUILTINS = (ValueError, RuntimeError, OSError, TimeoutError, ArithmeticError)
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind is not errors.HpctrainError])
-def test_every_kind_is_ours_and_a_builtin(kind: type[errors.HpctrainError]) -> None:
+def test_every_error_is_an_hpctrain_error_and_a_builtin(kind: type[errors.HpctrainError]) -> None:
     assert issubclass(kind, errors.HpctrainError)
     assert issubclass(kind, BUILTINS)
     assert kind.exit_code in (errors.EXIT_FAILURE, errors.EXIT_USAGE)
@@ -19,7 +19,7 @@ def test_every_kind_is_ours_and_a_builtin(kind: type[errors.HpctrainError]) -> N
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_message_is_kept_and_everywhere_is_asked_for(kind: type[errors.HpctrainError]) -> None:
+def test_the_message_is_kept_and_everywhere_is_optional(kind: type[errors.HpctrainError]) -> None:
     assert str(kind("what was wrong")) == "what was wrong"
     assert not kind("x").everywhere and kind("x", everywhere=True).everywhere
 

@@ -19,7 +19,7 @@ def loaded_by(code: str) -> set[str]:
 
 
 def milliseconds() -> float:
-    """Return the cumulative time in the last line of the report, that of the package itself."""
+    """Return the cumulative import time of the package, from the last line of the report."""
     lines = run("import hpctrain", "-X", "importtime").stderr.splitlines()
     _, cumulative, name = lines[-1].split("|")
     assert name.strip() == "hpctrain"
@@ -27,22 +27,22 @@ def milliseconds() -> float:
 
 
 def test_import_takes_less_than_50_ms() -> None:
-    # The quickest of several: whatever else the machine does only adds.
+    # The fastest of several: load on the machine only adds time.
     assert min(milliseconds() for _ in range(5)) < 50
 
 
 @pytest.mark.parametrize(
     "module", ["hpctrain", "hpctrain.settings", "hpctrain.shard", "hpctrain.log", "hpctrain.cluster.launcher"]
 )
-def test_import_loads_nothing_heavy(module: str) -> None:
+def test_import_loads_no_heavy_modules(module: str) -> None:
     assert not loaded_by(f"import {module}") & HEAVY
 
 
-def test_the_measure_sees_heavy_modules() -> None:
+def test_the_measurement_detects_heavy_modules() -> None:
     assert "numpy" in loaded_by("import numpy")
 
 
-def test_public_names_come_at_first_use() -> None:
+def test_public_names_are_loaded_at_first_use() -> None:
     assert isinstance(hpctrain.Communicator, type)
     assert set(hpctrain.__all__) >= {"init", "Job", "Communicator", "checkpoint"}
 

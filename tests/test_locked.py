@@ -1,4 +1,4 @@
-"""The locked environments hold versions and hashes of all that setup.cfg asks for, and no address of an index."""
+"""Locked environments: versions and hashes of all requirements of setup.cfg, without the address of an index."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LINE = re.compile(r"([a-z0-9.-]+)==([A-Za-z0-9.+!]+) --hash=sha256:([0-9a-f]{64}
 
 
 def locked(mpi: str) -> dict[str, str]:
-    """Return the versions of an environment by name."""
+    """Return the versions of an environment by package name."""
     text = (ROOT / "packaging" / "locked" / f"{mpi}.txt").read_text()
     rows = [line for line in text.splitlines() if not line.startswith("#")]
     found = [LINE.fullmatch(row) for row in rows]
@@ -41,7 +41,7 @@ def test_every_requirement_is_locked(mpi: str) -> None:
     assert Version(versions["torch"]) in Requirement(torch).specifier and versions["torch"].endswith("+cpu")
 
 
-def test_make_installs_nothing_else() -> None:
+def test_make_installs_locked_packages_only() -> None:
     done = subprocess.run(
         ["make", "-n", "env", "LOCKED=1", "TORCH=other==1"], cwd=ROOT, capture_output=True, text=True, timeout=60
     )

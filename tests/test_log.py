@@ -14,7 +14,7 @@ from hpctrain import log
 
 @pytest.fixture(autouse=True)
 def unconfigured() -> Iterator[None]:
-    """Give the package's logger back as it was."""
+    """Restore the package's logger after the test."""
     handlers, level, propagate = list(log.logger.handlers), log.logger.level, log.logger.propagate
     yield
     log.logger.handlers[:] = handlers
@@ -22,26 +22,26 @@ def unconfigured() -> Iterator[None]:
     log.logger.propagate = propagate
 
 
-def test_nothing_is_said_unless_configured() -> None:
+def test_without_configuration_nothing_is_logged() -> None:
     code = "from hpctrain.log import logger; logger.info('a'); logger.debug('b')"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout + done.stderr == ""
 
 
-def test_root_logger_is_left_alone() -> None:
+def test_the_root_logger_is_not_changed() -> None:
     before = list(logging.getLogger().handlers)
     log.configure()
     assert logging.getLogger().handlers == before
 
 
-def test_rank_0_speaks_plainly(capsys: pytest.CaptureFixture[str]) -> None:
+def test_rank_0_logs_without_prefix(capsys: pytest.CaptureFixture[str]) -> None:
     log.configure(0)
     log.logger.info("step %d", 7)
     log.logger.debug("hidden")
     assert capsys.readouterr().err == "step 7\n"
 
 
-def test_other_ranks_say_who_they_are_and_only_warn(capsys: pytest.CaptureFixture[str]) -> None:
+def test_other_ranks_log_only_warnings_with_rank_and_host(capsys: pytest.CaptureFixture[str]) -> None:
     log.configure(3)
     log.logger.info("hidden")
     log.logger.warning("late")
@@ -49,20 +49,20 @@ def test_other_ranks_say_who_they_are_and_only_warn(capsys: pytest.CaptureFixtur
 
 
 @pytest.mark.parametrize("rank, text", [(0, "debug: fine\n"), (1, "")])
-def test_verbose_lowers_by_one_level(capsys: pytest.CaptureFixture[str], rank: int, text: str) -> None:
+def test_verbose_lowers_the_level_by_one(capsys: pytest.CaptureFixture[str], rank: int, text: str) -> None:
     log.configure(rank, verbose=True)
     log.logger.debug("fine")
     assert capsys.readouterr().err == text
 
 
-def test_configuring_again_replaces(capsys: pytest.CaptureFixture[str]) -> None:
+def test_configuring_again_replaces_the_handler(capsys: pytest.CaptureFixture[str]) -> None:
     log.configure(0)
     log.configure(0)
     log.logger.info("once")
     assert capsys.readouterr().err == "once\n"
 
 
-def test_writes_to_the_stderr_of_the_moment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_messages_go_to_the_current_stderr(monkeypatch: pytest.MonkeyPatch) -> None:
     log.configure(0)
     later = io.StringIO()
     monkeypatch.setattr(sys, "stderr", later)
@@ -70,7 +70,7 @@ def test_writes_to_the_stderr_of_the_moment(monkeypatch: pytest.MonkeyPatch) -> 
     assert later.getvalue() == "here\n"
 
 
-def test_message_goes_above_a_progress_bar(capsys: pytest.CaptureFixture[str]) -> None:
+def test_messages_are_written_above_a_progress_bar(capsys: pytest.CaptureFixture[str]) -> None:
     from tqdm import tqdm
 
     log.configure(0)

@@ -1,4 +1,4 @@
-"""The code of docs/your-own-script.md runs as it stands there, and trains what plain PyTorch trains."""
+"""Code of docs/your-own-script.md: it runs unchanged, and trains the same as plain PyTorch."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import pytest
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "your-own-script.md"
 PLAIN, OWN, NAMES = "A script in plain PyTorch", "The same script with hpctrain", "Names used in the examples below"
-INSIDE = "Inside the communicator of a simulation"  # a whole program
+INSIDE = "Inside the communicator of a simulation"  # a complete program
 MARK = "  # hpctrain"
 
-# Runs each section of the page in a fresh namespace and an empty folder, and prints what the tests look at.
+# Runs each section of the page in a new namespace and an empty folder, and prints the values that the tests check.
 SECTIONS = """
 import json, os, sys
 page, root = sys.argv[1:]
@@ -64,7 +64,7 @@ FACTS = {
 
 
 def sections() -> dict[str, list[str]]:
-    """Return the Python blocks of the page by the headings that they are under."""
+    """Return the Python blocks of the page by heading."""
     found: dict[str, list[str]] = {}
     for part in re.split(r"^## ", PAGE.read_text(encoding="utf-8"), flags=re.MULTILINE)[1:]:
         title = part.partition("\n")[0]
@@ -84,7 +84,7 @@ def lines(text: str) -> list[str]:
 
 
 def printed(stdout: str) -> list[tuple[float, ...]]:
-    """Return epoch, loss and accuracy of the lines that the scripts print."""
+    """Return epoch, loss and accuracy of each line that the scripts print."""
     rows = re.findall(r"^epoch (\d+): loss ([\d.]+), accuracy ([\d.]+)$", stdout, re.MULTILINE)
     return [tuple(map(float, row)) for row in rows]
 
@@ -143,8 +143,8 @@ def test_both_scripts_train_the_same(launch: Any, tmp_path: Path, precision: str
 
 
 @pytest.mark.limit(200)
-def test_a_killed_script_goes_on(launch: Any, tmp_path: Path) -> None:
-    """Kill it behind the loop of the third epoch, on two ranks; it goes on in one process."""
+def test_a_killed_script_resumes(launch: Any, tmp_path: Path) -> None:
+    """The script is killed after the loop of the third epoch on two ranks, and resumes in one process."""
     own = script(OWN, tmp_path)
     killed = f"""
 import runpy, torch
@@ -188,7 +188,7 @@ def test_every_section_runs(launch: Any, tmp_path: Path, ranks: int) -> None:
 
 
 def check(told: dict[str, list[dict[str, Any]]], ranks: int) -> None:
-    """Check what the page says of its sections, on every rank."""
+    """Check the page's statements about its sections on every rank."""
     facts = {title: [one["facts"] for one in row] for title, row in told.items()}
     steps = {title: {one["step"] for one in row} for title, row in told.items()}
     assert all(len(each) == 1 for each in steps.values())
@@ -210,7 +210,7 @@ def check(told: dict[str, list[dict[str, Any]]], ranks: int) -> None:
     assert len({*own}) == ranks and len({*alike}) == 1
 
 
-def test_a_part_of_the_ranks_trains(launch: Any, tmp_path: Path) -> None:
+def test_a_subset_of_the_ranks_trains(launch: Any, tmp_path: Path) -> None:
     (block,) = sections()[INSIDE]
     done = launch(3, block, cwd=tmp_path)
     assert done.returncode == 0, done
@@ -261,7 +261,7 @@ except ValueError as error:
 """
 
 
-def test_what_the_page_says_is_refused(launch: Any, tmp_path: Path) -> None:
+def test_refusals_named_on_the_page_are_refused(launch: Any, tmp_path: Path) -> None:
     (names,) = sections()[NAMES]
     done = launch(2, names + REFUSED, cwd=tmp_path)
     assert done.returncode == 0 and done.stdout.count("refused") == 2, done
@@ -289,7 +289,7 @@ def measure(batch):
 
 
 @pytest.mark.limit(120)
-def test_the_example_of_the_readme(launch: Any, tmp_path: Path) -> None:
+def test_the_example_of_the_readme_runs(launch: Any, tmp_path: Path) -> None:
     text = (PAGE.parents[1] / "README.md").read_text(encoding="utf-8").partition("## In your own script\n")[2]
     code = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)[0]
     count = sum(line.startswith("+ ") for line in code.splitlines())

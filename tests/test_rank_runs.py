@@ -1,4 +1,4 @@
-"""Sessions of pytest on several ranks, started as jobs: what they select, report, and how they end."""
+"""Sessions of pytest on several ranks, started as jobs: selection, report, and end."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_one_or_three(): pass
         (3, {"test_any", "test_one_or_three"}),
     ],
 )
-def test_selection_and_one_report(session: Any, n: int, selected: set[str]) -> None:
+def test_tests_are_selected_by_size_and_reported_once(session: Any, n: int, selected: set[str]) -> None:
     result = session(n, SELECTION, "-v")
     assert result.returncode == 0, result
     assert {name for name in SELECTION.split() if f"::{name.removesuffix('():')} PASSED" in result.stdout} == {
@@ -47,11 +47,11 @@ def test_selection_and_one_report(session: Any, n: int, selected: set[str]) -> N
     assert f"{len(selected)} passed, {4 - len(selected)} deselected" in result.stdout
 
 
-# The ranks of most sessions here meet through bare MPI, because the fixture comm brings torch, which takes seconds.
+# The ranks of most sessions here use plain MPI, because the fixture comm imports torch, which takes seconds.
 
 
-def test_a_failure_of_any_rank_is_that_of_all_and_reported_once(session: Any) -> None:
-    """A shared folder is one folder all the same."""
+def test_a_failure_of_any_rank_fails_the_test_and_is_reported_once(session: Any) -> None:
+    """A shared folder is the same on all ranks in spite of failures."""
     source = """
 from mpi4py.MPI import COMM_WORLD as comm
 @pytest.mark.ranks
@@ -72,7 +72,7 @@ def test_folder(shared_tmp_path, tmp_path):
     result = session(2, source)
     assert result.returncode != 0
     assert "failed on rank 1, call: AssertionError: rank one is wrong" in result.stdout
-    assert "2 failed, 3 passed" in result.stdout, result  # where rank 1 fails, rank 0's own call has passed
+    assert "2 failed, 3 passed" in result.stdout, result  # if rank 1 fails, rank 0's own call has passed
     assert "[rank 1] test_inner.py::test_first (call)" in result.stderr and "said before" in result.stderr
     assert result.stderr.count("[rank 1]") == 1 and "rank zero is wrong" not in result.stderr
 
@@ -89,7 +89,7 @@ def test_more(): comm.barrier()
     assert result.returncode != 0 and "stopping after 1 failures" in result.stdout and result.seconds < scaled(25)
 
 
-def test_hang_ends_with_the_stacks_of_every_rank(session: Any) -> None:
+def test_a_hang_ends_with_the_stacks_of_every_rank(session: Any) -> None:
     source = """
 from mpi4py.MPI import COMM_WORLD as comm
 @pytest.fixture
@@ -112,13 +112,13 @@ def sleeping(): time.sleep(100)
     assert "AssertionError: why the others wait" in result.stderr
 
 
-def test_hang_without_ranks_ends_too(session: Any) -> None:
+def test_a_hang_in_one_process_ends(session: Any) -> None:
     result = session(0, "def test_hang(): time.sleep(100)\n", "-o", "test_limit=1")
     assert result.returncode == 1 and result.seconds < scaled(15)
     assert "test_inner.py::test_hang is not done after 1 s" in result.stderr and "in test_hang" in result.stderr
 
 
-def test_hang_that_holds_the_interpreter_ends_too(session: Any) -> None:
+def test_a_hang_that_holds_the_interpreter_ends(session: Any) -> None:
     source = "import re\ndef test_hang(): re.match('(a*)*b', 'a' * 64)\n"
     result = session(0, source, "-o", "test_limit=1", timeout=30)
     assert result.returncode == 1 and "Timeout" in result.stderr and "in test_hang" in result.stderr
@@ -134,7 +134,7 @@ def test_it(pid): pass
     assert result.returncode != 0 and "rank 0 and rank 1 collected different tests" in result.stderr
 
 
-def test_file_that_one_rank_cannot_import_stops_all(session: Any) -> None:
+def test_a_file_that_one_rank_cannot_import_stops_all(session: Any) -> None:
     source = """
 from mpi4py import MPI
 if MPI.COMM_WORLD.rank == 1: raise ImportError("only here")
@@ -151,25 +151,25 @@ def test_singletons_are_refused(session: Any) -> None:
     assert result.returncode == 4 and "ERROR: srun started 2 processes, but" in result.stderr
 
 
-def test_gpu_tests_are_skipped_where_there_is_none(session: Any) -> None:
+def test_gpu_tests_are_skipped_without_a_gpu(session: Any) -> None:
     result = session(0, "@pytest.mark.gpu\ndef test_it(): pass\n", env={"CUDA_VISIBLE_DEVICES": ""})
     assert "needs a GPU" in result.stdout
 
 
-def test_job_gets_its_arguments_and_no_launcher(launch: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_gets_its_arguments_and_no_variables_of_a_launcher(launch: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PMI_RANK", "5")
     code = "import os, sys\nprint(sys.argv[1:], *map(os.getenv, ['PMI_RANK', 'OMP_NUM_THREADS', 'X', 'HOME']))"
     result = launch(0, code, "a", 2, env={"X": "y", "HOME": None})
     assert (result.returncode, result.stdout) == (0, "['a', '2'] None 1 y None\n")
 
 
-def test_job_beyond_its_time_is_killed_with_all_its_children(launch: Any) -> None:
+def test_a_job_beyond_its_time_limit_is_killed_with_all_its_children(launch: Any) -> None:
     code = "import subprocess, sys, time\nprint('begun', flush=True)\nsubprocess.run(['sleep', '300'])"
     with pytest.raises(pytest.fail.Exception, match="(?s)not done after 3 s.*begun"):
         launch(2, code, timeout=3)
 
 
-def test_survivors_are_named_and_killed(launch: Any) -> None:
+def test_surviving_processes_are_named_and_killed(launch: Any) -> None:
     code = "import subprocess\nprint(subprocess.Popen(['sleep', '300'], start_new_session=True).pid)"
     result = launch(0, code)
     assert result.survivors == (int(result.stdout),)

@@ -38,7 +38,7 @@ class Run:
             raise SettingsError(f"setting steps = {self.steps}: at least 1")
 
 
-def test_file_becomes_a_dataclass(tmp_path: Path) -> None:
+def test_a_file_becomes_a_dataclass(tmp_path: Path) -> None:
     path = tmp_path / "run.toml"
     path.write_text('folder = "runs/b"\nresume = false\n[data]\nfiles = ["a.h5", "b.h5"]\nworkers = 2\n')
     assert build(Run, read_toml(path)) == Run("runs/b", resume=False, data=Data(("a.h5", "b.h5"), workers=2))
@@ -53,7 +53,7 @@ def test_file_becomes_a_dataclass(tmp_path: Path) -> None:
         (b"a = 1\na = 2\n", "not valid TOML"),
     ],
 )
-def test_unreadable_file_is_named(tmp_path: Path, content: bytes | None, reason: str) -> None:
+def test_an_unreadable_file_is_named(tmp_path: Path, content: bytes | None, reason: str) -> None:
     path = tmp_path / "run.toml"
     if content is not None:
         path.write_bytes(content)
@@ -74,30 +74,30 @@ def test_unreadable_file_is_named(tmp_path: Path, content: bytes | None, reason:
         ("folder=", {"folder": ""}),
     ],
 )
-def test_assignment(assignment: str, tree: dict[str, Any]) -> None:
+def test_assignments_are_parsed(assignment: str, tree: dict[str, Any]) -> None:
     found: dict[str, Any] = {}
     assign(found, assignment)
     assert found == tree
 
 
-def test_assignment_wins_over_the_file_and_leaves_the_rest() -> None:
+def test_an_assignment_overrides_the_file_and_keeps_the_rest() -> None:
     tree: dict[str, Any] = {"steps": 1, "data": {"fraction": 0.2, "workers": 3}}
     assign(tree, "data.workers=4")
     assert tree == {"steps": 1, "data": {"fraction": 0.2, "workers": 4}}
 
 
 @pytest.mark.parametrize("assignment", ["steps", "=5", "data.=5", ".steps=5", ""])
-def test_malformed_assignment_is_refused(assignment: str) -> None:
+def test_a_malformed_assignment_is_refused(assignment: str) -> None:
     with pytest.raises(SettingsError, match="write it as section.key=value"):
         assign({}, assignment)
 
 
-def test_value_is_no_section() -> None:
+def test_an_assignment_into_a_value_is_refused() -> None:
     with pytest.raises(SettingsError, match="cannot set steps.x: steps is a value"):
         assign({"steps": 5}, "steps.x=1")
 
 
-def test_unknown_setting_lists_the_known_and_the_likely() -> None:
+def test_an_unknown_setting_lists_known_names_and_a_suggestion() -> None:
     with pytest.raises(SettingsError) as caught:
         build(Run, {"data": {"fractoin": 0.5}})
     assert str(caught.value) == (
@@ -105,7 +105,7 @@ def test_unknown_setting_lists_the_known_and_the_likely() -> None:
     )
 
 
-def test_unknown_without_a_likely_one() -> None:
+def test_an_unknown_name_without_a_similar_one_has_no_suggestion() -> None:
     assert unknown("verb", "zzz", ["train", "plan"]) == "unknown verb: known are plan, train"
 
 
@@ -146,14 +146,14 @@ def test_wrong_values_are_named(tree: dict[str, Any], message: str) -> None:
         ({"steps": 0}, "setting steps = 0: at least 1"),
     ],
 )
-def test_python_is_refused_as_a_file_is(fields: dict[str, Any], message: str) -> None:
+def test_values_from_python_are_refused_like_those_of_a_file(fields: dict[str, Any], message: str) -> None:
     for make in (lambda: Run(**fields), lambda: build(Run, fields)):
         with pytest.raises(SettingsError) as caught:
             make()
         assert str(caught.value) == message
 
 
-def test_python_values_become_the_types_of_the_fields() -> None:
+def test_values_from_python_are_converted_to_the_types_of_fields() -> None:
     made = Run(
         folder=Path("runs/b"),  # type: ignore[arg-type]
         steps=np.int64(3),  # type: ignore[arg-type]
@@ -164,7 +164,7 @@ def test_python_values_become_the_types_of_the_fields() -> None:
     assert Run(data={"fraction": 1}).data == Data(fraction=1.0)  # type: ignore[arg-type]
 
 
-def test_a_section_given_by_a_program() -> None:
+def test_sections_may_be_given_by_a_program() -> None:
     assert section_of(Data, None, "data") == Data()
     assert section_of(Data, {"fraction": 0.5}, "data") == Data(fraction=0.5)
     own = Data(workers=3)
@@ -175,12 +175,12 @@ def test_a_section_given_by_a_program() -> None:
         section_of(Data, 3, "data")
 
 
-def test_what_is_convenient_is_allowed() -> None:
+def test_convenient_forms_are_accepted() -> None:
     made = build(Run, {"data": {"files": "one.h5", "fraction": 1, "workers": 2}})
     assert made.data == Data(("one.h5",), 1.0, 2) and isinstance(made.data.fraction, float)
 
 
-def test_settings_survive_the_way_through_a_file(tmp_path: Path) -> None:
+def test_settings_survive_a_round_trip_through_a_file(tmp_path: Path) -> None:
     before = Run(folder='a "b"\\\n\tc\x00é', data=Data(("x", "y"), 1e-9, None, {"deep er": {"k": [1, 2.5, "t", True]}}))
     path = tmp_path / "config.toml"
     path.write_text(to_toml(to_tree(before)), encoding="utf-8")
@@ -223,14 +223,14 @@ def test_toml_reads_back_unchanged(seed: int) -> None:
         ("x = " + "9" * 5_000, "it has a number with too many digits"),
     ],
 )
-def test_small_texts_that_take_much_are_refused(tmp_path: Path, text: str, reason: str) -> None:
+def test_small_files_that_are_expensive_to_parse_are_refused(tmp_path: Path, text: str, reason: str) -> None:
     (tmp_path / "x.toml").write_text(text)
     with pytest.raises(SettingsError, match=reason) as found:
         read_toml(tmp_path / "x.toml")
     assert len(str(found.value)) < 300
 
 
-def test_dots_within_strings_and_numbers_are_no_key(tmp_path: Path) -> None:
+def test_dots_in_strings_and_numbers_do_not_count_as_keys(tmp_path: Path) -> None:
     long = ".".join("abc" for _ in range(100))
     text = f'a = "{long}"  # {long}\nb = \'{long}\'\nc = """{long}\n{long}"""\nd = [{", ".join(["1.5"] * 100)}]\n'
     (tmp_path / "x.toml").write_text(text)

@@ -1,4 +1,4 @@
-"""Hold docs/settings.md to the settings: every field stands there, with its default."""
+"""Agreement of docs/settings.md with the settings: every field with its default."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hpctrain.settings import to_tree
 from hpctrain.train.settings import Settings
 
 PAGE = Path(__file__).parent.parent / "docs" / "settings.md"
-# Defaults that the page tells in words.
+# Defaults that the page describes in words.
 IN_WORDS = {"run.folder", "data.files", "model.options", "model.dropout"}
 
 
@@ -24,11 +24,11 @@ def fields() -> set[str]:
     return names
 
 
-def test_every_setting_is_documented_and_nothing_else() -> None:
+def test_exactly_the_settings_are_documented() -> None:
     assert set(documented()) == fields()
 
 
-def test_defaults_are_those_of_the_code() -> None:
+def test_documented_defaults_equal_those_of_the_code() -> None:
     page = documented()
     for section, values in to_tree(Settings()).items():
         for key, value in values.items():

@@ -1,4 +1,4 @@
-"""Stretches of a box are compared with what NumPy's slicing finds in the same box."""
+"""Contiguous runs of a box, compared with NumPy's slicing of the same box."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def random_box(chance: random.Random) -> Shard:
 
 
 @pytest.mark.parametrize("seed", range(300))
-def test_runs_are_the_box(seed: int) -> None:
+def test_runs_cover_the_box(seed: int) -> None:
     shard = random_box(random.Random(seed))
     everything = np.arange(math.prod(shard.shape))
     slices = tuple(slice(start, start + extent) for start, extent in zip(shard.start, shard.extent))
@@ -47,11 +47,11 @@ def test_runs_are_the_box(seed: int) -> None:
         (box((4, 0), (0, 0), (4, 0)), []),
     ],
 )
-def test_stretches_are_as_long_as_they_can_be(shard: Shard, runs: list[tuple[int, int, int]]) -> None:
+def test_runs_are_as_long_as_possible(shard: Shard, runs: list[tuple[int, int, int]]) -> None:
     assert list(shard.runs()) == runs
 
 
-def test_whole_tensor() -> None:
+def test_a_whole_tensor_is_one_shard() -> None:
     torch = pytest.importorskip("torch")
     shard = Shard.whole("w", torch.zeros(3, 2, dtype=torch.bfloat16))
     assert (shard.name, shard.shape, shard.dtype, shard.start) == ("w", (3, 2), "bfloat16", (0, 0))
@@ -67,7 +67,7 @@ def test_whole_tensor() -> None:
         ((4, 4), (0,), (4, 4), "same number of dims"),
     ],
 )
-def test_box_outside_of_the_tensor_is_refused(
+def test_a_box_outside_of_the_tensor_is_refused(
     shape: tuple[int, ...], start: tuple[int, ...], extent: tuple[int, ...], reason: str
 ) -> None:
     with pytest.raises(UsageError, match=f"shard of w: .*{reason}"):

@@ -1,6 +1,6 @@
-"""Counts of what makes the code hard to follow may fall, and not rise: ``packaging/structure.py`` says what is counted.
+"""Counts of structures that make the code hard to follow, which may fall but not rise (``packaging/structure.py``).
 
-``tests/golden/structure.json`` has the numbers that were reached. A number that has fallen is written there.
+``tests/golden/structure.json`` has the current numbers. If a number falls, write it there.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def _structure() -> Any:
     return module
 
 
-def test_counts_are_those_that_were_reached() -> None:
+def test_counts_equal_the_recorded_ones() -> None:
     found = _structure().counts()
     counts = {what: found[what] for what in REACHED}
     risen = {what: number for what, number in counts.items() if number > REACHED[what]}
@@ -30,7 +30,7 @@ def test_counts_are_those_that_were_reached() -> None:
     assert counts == REACHED, "some fell: write them to tests/golden/structure.json"
 
 
-def test_cycles_names_and_reaching_inside_are_found(tmp_path: Path) -> None:
+def test_cycles_duplicate_names_and_private_accesses_are_found(tmp_path: Path) -> None:
     structure = _structure()
     texts = {
         "hpctrain/__init__.py": "",

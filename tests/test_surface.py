@@ -1,7 +1,7 @@
-"""What programs, scripts and files of users rely on, held to ``tests/golden/surface.json``.
+"""Public surface on which programs, scripts and files of users rely, compared with ``tests/golden/surface.json``.
 
-A test fails where something is gone or changed; then keep it working, or write the file anew by ``python
-tests/test_surface.py``, and say in CHANGES.md what changes for whom.
+A test fails if something is missing or changed. Then keep it working, or regenerate the file by ``python
+tests/test_surface.py``, and describe in CHANGES.md what changes for whom.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from hpctrain.train.settings import load
 GOLDEN = Path(__file__).parent / "golden"
 EARLIER = GOLDEN / "earlier"
 SURFACE = GOLDEN / "surface.json"
-# Of a run of eight steps in one process; those of the run of an earlier version were made on two ranks, under zero1.
+# Losses of a run of eight steps in one process; the run of the earlier version used two ranks under zero1.
 LOSSES = [5.54003, 5.51587, 5.533203, 5.478641, 5.465372, 5.477381, 5.382722, 5.377868]
 NEWEST = "run/checkpoints/step_00000004.h5"
 VERBS = {
@@ -49,7 +49,7 @@ VERBS = {
 
 @contextmanager
 def earlier_run() -> Iterator[Path]:
-    """Copy the run of an earlier version, and go into the folder of its config."""
+    """Copy the run of an earlier version, and change into the folder of its config."""
     before = os.getcwd()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -62,13 +62,13 @@ def earlier_run() -> Iterator[Path]:
 
 
 def outputs() -> dict[str, Any]:
-    """Return the fields that verbs print with --json of the run of an earlier version."""
+    """Return the fields that verbs print with --json about the run of an earlier version."""
     with earlier_run():
         return {name: surface.fields(json.loads(printed(*words, "--json"))) for name, words in VERBS.items()}
 
 
 def printed(*words: str) -> str:
-    """Return what a verb prints, in this process."""
+    """Run a verb in this process and return its output."""
     output = io.StringIO()
     with redirect_stdout(output):
         code = main(words)
@@ -77,7 +77,7 @@ def printed(*words: str) -> str:
 
 
 def files() -> dict[str, Any]:
-    """Return the fields of the files that the newest code writes when it goes on with an earlier version's run."""
+    """Return the fields of the files that the current code writes when it continues an earlier version's run."""
     with earlier_run() as folder:
         printed("train", "run.toml", "--set", "train.steps=8")
         return {
@@ -97,7 +97,7 @@ SECTIONS: dict[str, Callable[[], Any]] = {
 }
 
 
-def test_a_run_of_an_earlier_version_goes_on() -> None:
+def test_a_run_of_an_earlier_version_is_continued() -> None:
     with earlier_run() as folder:
         printed("train", "run.toml", "--set", "train.steps=8")
         found = [json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
@@ -105,22 +105,22 @@ def test_a_run_of_an_earlier_version_goes_on() -> None:
     assert [row["loss"] for row in found] == pytest.approx(LOSSES, abs=1e-5)
 
 
-def test_the_config_that_an_earlier_version_wrote_has_its_meaning() -> None:
+def test_a_config_of_an_earlier_version_keeps_its_meaning() -> None:
     assert load(EARLIER / "run/config.toml") == load(EARLIER / "run.toml")
 
 
 def current(section: str) -> Any:
-    """Return a section as JSON has it."""
+    """Return a section converted by JSON."""
     return json.loads(json.dumps(SECTIONS[section]()))
 
 
 @pytest.mark.parametrize("section", SECTIONS)
-def test_the_surface_is_the_recorded_one(section: str) -> None:
+def test_the_surface_equals_the_recorded_one(section: str) -> None:
     recorded = json.loads(SURFACE.read_text())[section]
     assert current(section) == recorded, "see the top of this file"
 
 
-def test_nothing_is_recorded_that_is_not_compared() -> None:
+def test_all_recorded_sections_are_compared() -> None:
     assert set(json.loads(SURFACE.read_text())) == set(SECTIONS)
 
 

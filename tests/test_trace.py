@@ -1,4 +1,4 @@
-"""The recorder: what it keeps, what it costs, and what it leaves out."""
+"""Recorder of spans: recorded data, cost, and omissions."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def silent() -> Iterator[None]:
     trace.take()
 
 
-def test_nothing_is_kept_before_start_and_after_take() -> None:
+def test_nothing_is_recorded_before_start_and_after_take() -> None:
     with trace.span("forward"):
         trace.add("optimizer", 0.0, 1.0)
     assert not trace.recording and trace.take() == trace.Recording()
@@ -32,7 +32,7 @@ def test_nothing_is_kept_before_start_and_after_take() -> None:
     assert not trace.recording and trace.take().spans == []
 
 
-def test_a_span_has_its_name_its_facts_its_thread_and_its_time() -> None:
+def test_a_span_has_name_facts_thread_and_times() -> None:
     trace.start()
     before = time.monotonic()
     with trace.span("forward", microbatch=3, chunk=1):
@@ -43,7 +43,7 @@ def test_a_span_has_its_name_its_facts_its_thread_and_its_time() -> None:
     assert before <= span.start <= inside <= span.end <= after
 
 
-def test_spans_nest_and_stand_in_the_order_of_their_ends() -> None:
+def test_nested_spans_are_ordered_by_their_ends() -> None:
     trace.start()
     with trace.span("backward"):
         with trace.span("reduce"):
@@ -53,14 +53,14 @@ def test_spans_nest_and_stand_in_the_order_of_their_ends() -> None:
     assert outer.start <= inner.start <= inner.end <= outer.end
 
 
-def test_a_span_that_fails_is_kept_and_the_error_goes_on() -> None:
+def test_a_span_that_raises_is_recorded_and_the_error_propagates() -> None:
     trace.start()
     with pytest.raises(KeyError), trace.span("forward"):
         raise KeyError
     assert [span.name for span in trace.take().spans] == ["forward"]
 
 
-def test_a_span_that_outlasts_the_recording_is_left_out() -> None:
+def test_a_span_that_outlasts_the_recording_is_omitted() -> None:
     trace.start()
     with trace.span("forward"):
         trace.take()
@@ -68,7 +68,7 @@ def test_a_span_that_outlasts_the_recording_is_left_out() -> None:
     assert trace.take().spans == []
 
 
-def test_threads_are_told_apart() -> None:
+def test_threads_are_distinguished() -> None:
     trace.start()
     thread = threading.Thread(target=lambda: trace.add("send", 1.0, 2.0))
     thread.start()
@@ -78,7 +78,7 @@ def test_threads_are_told_apart() -> None:
     assert one.thread != two.thread == threading.get_ident()
 
 
-def test_beyond_the_limit_spans_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_spans_beyond_the_limit_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trace, "LIMIT", 2)
     trace.start()
     for _ in range(5):
@@ -103,7 +103,7 @@ def test_beyond_the_limit_spans_are_counted(monkeypatch: pytest.MonkeyPatch) -> 
         ("device", "device"),
     ],
 )
-def test_waits_have_a_word_and_say_what_they_are(operation: str, word: str) -> None:
+def test_waits_have_a_name_and_their_operation(operation: str, word: str) -> None:
     waiting = Activity()
     trace.start()
     with waiting(operation):
@@ -118,7 +118,7 @@ def test_waits_have_a_word_and_say_what_they_are(operation: str, word: str) -> N
 
 
 def _cost(spans: int) -> float:
-    """Return the seconds of a span at its cheapest of several tries."""
+    """Return the seconds per span, the lowest of several tries."""
 
     def once() -> float:
         began = time.perf_counter()
@@ -130,6 +130,6 @@ def _cost(spans: int) -> float:
     return min(once() for _ in range(7))
 
 
-def test_it_costs_next_to_nothing_while_nobody_asks() -> None:
-    """A pass of the smallest model takes some hundred microseconds: a hundredth of that."""
+def test_a_span_costs_little_while_no_recording_runs() -> None:
+    """The limit is a hundredth of a pass of the smallest model, which takes some hundred microseconds."""
     assert _cost(2000) < 5e-6

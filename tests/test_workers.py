@@ -1,4 +1,4 @@
-"""Sessions of pytest on several workers, started as jobs: who runs what, and how they end."""
+"""Sessions of pytest on several workers, started as jobs: distribution of tests, and end."""
 
 from __future__ import annotations
 
@@ -15,12 +15,14 @@ from xdist import newhooks
 
 @pytest.fixture
 def session(tmp_path: Path, launch: Any) -> Sessions:
-    """Return a function that runs a file of tests, and the folder where they run."""
+    """Return a function that runs a file of tests in a folder of its own."""
     return Sessions(tmp_path / "project", launch)
 
 
 @pytest.mark.parametrize("cores, workers", [(1, 3), (2, 3), (3, 3), (4, 4), (64, 4)])
-def test_as_many_workers_as_cores_but_three_to_four(monkeypatch: pytest.MonkeyPatch, cores: int, workers: int) -> None:
+def test_the_number_of_workers_is_that_of_cores_within_three_and_four(
+    monkeypatch: pytest.MonkeyPatch, cores: int, workers: int
+) -> None:
     monkeypatch.setattr("support.workers.os.sched_getaffinity", lambda pid: set(range(cores)))
     assert how_many() == workers
 
@@ -43,7 +45,7 @@ def test_on_ranks(): pass
     assert len({pid for pid, _, _ in ran}) == 2 and {threads for _, _, threads in ran} == {"1"}
 
 
-def test_who_shares_out_has_a_limit_until_the_tests_are_collected() -> None:
+def test_the_controller_has_a_time_limit_until_tests_are_collected() -> None:
     calls: list[str] = []
     watchdog: Any = SimpleNamespace(disarm=lambda: calls.append("disarm"))
     plugins = pytest.PytestPluginManager()
@@ -53,7 +55,7 @@ def test_who_shares_out_has_a_limit_until_the_tests_are_collected() -> None:
     assert calls == ["disarm"]
 
 
-def test_hang_in_a_worker_ends_the_session_with_its_stacks(session: Sessions) -> None:
+def test_a_hang_in_a_worker_ends_the_session_with_its_stacks(session: Sessions) -> None:
     source = """
 @pytest.mark.limit(2)
 def test_hang(): sleeping()
@@ -67,7 +69,7 @@ def test_other(n): time.sleep(0.1)
     assert any(f"[gw{number}] " in result.stderr for number in (0, 1))
     assert "crashed while running 'test_inner.py::test_hang'" in result.stdout
     assert "the session ended early, because worker gw" in result.stdout
-    # 40 s of tests were left to the other worker.
+    # 40 s of tests remained for the other worker.
     assert "1 failed" in result.stdout and result.seconds < scaled(25)
 
 
@@ -78,7 +80,7 @@ MANY = "@pytest.mark.parametrize('n', range(20))\n"
 
 
 @pytest.mark.parametrize("place", ["", f"{MANY}def test_it(n): "], ids=["collecting", "in a test"])
-def test_worker_that_dies_fails_the_session(session: Sessions, place: str) -> None:
+def test_a_dead_worker_fails_the_session(session: Sessions, place: str) -> None:
     result = session(0, f"def test_first(): pass\n{place}{DEATH}\n", "-n", "2")
     assert result.returncode == 1, result
     assert "the session ended early, because worker gw1" in result.stdout
@@ -104,7 +106,7 @@ def test_none(): pass
 """
 
 
-def test_few_cases_show_each_value_and_the_rest_are_the_others(session: Sessions) -> None:
+def test_few_cases_have_each_value_and_rest_has_the_others(session: Sessions) -> None:
     outputs = (session(0, CASES, "-v", "--cases", cases).stdout.split() for cases in ("few", "rest"))
     few, rest = ({word.partition("::test_")[2] for word in words if "::" in word} for words in outputs)
     assert few == {"two_parameters[c-a]", "two_parameters[c-b]", "two_parameters[d-a]", "two_parameters[e-a]"} | {
