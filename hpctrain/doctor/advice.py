@@ -6,8 +6,8 @@ from __future__ import annotations
 _WORDS = {
     "memory": {"slurm": "--mem=SIZE in the job's script", "pbs": "mem=SIZE in the job's select (hpctrain: --memory)"},
     "cores": {
-        "slurm": "--cpus-per-task=N on the line of srun, for N cores a rank",
-        "pbs": "ncpus in the job's select (hpctrain: --cpus-per-rank), for N cores a rank",
+        "slurm": "--cpus-per-task=N on the line of srun, for N cores per rank",
+        "pbs": "ncpus in the job's select (hpctrain: --cpus-per-rank), for N cores per rank",
     },
     "more cores": {
         "slurm": "--cpus-per-task=N on the line of srun, too",
@@ -16,7 +16,7 @@ _WORDS = {
     "GPUs": {"slurm": "--gpus-per-node=N", "pbs": "ngpus=N in the job's select (hpctrain: --gpus-per-node)"},
     "leave out": {
         "slurm": "submit again with --exclude={}",
-        "pbs": "name them to the site, which takes them off (pbsnodes -o); PBS has no option to leave nodes out",
+        "pbs": "report them to the site, which can take them offline (pbsnodes -o); PBS has no option to exclude nodes",
     },
 }
 

@@ -121,8 +121,8 @@ def _check_place(facts: Facts) -> Iterator[Finding]:
     if (launch.size or 1) > 1:
         yield note(
             "node",
-            f"started as {launch.size} ranks, of which only the first looks around",
-            "what the ranks have and do together was not looked at",
+            f"started as {launch.size} ranks, of which only rank 0 runs these checks",
+            "the binding and communication of the ranks were not checked",
             "add --preflight for that",
         )
 

@@ -81,14 +81,14 @@ def _check_nccl(gpus: Gpus, torch: Answer) -> Iterator[Finding]:
         yield note(
             "NCCL",
             f"{'CuPy is not installed' if missing else f'CuPy does not load: {gpus.cupy.trouble}'}; {own}",
-            "hpctrain reaches NCCL through CuPy; without it GPUs talk by CUDA-aware MPI, or through the host's memory",
+            "hpctrain reaches NCCL through CuPy; without it GPUs communicate by CUDA-aware MPI, or through host memory",
             "pip install 'hpctrain[cuda]'",
         )
     elif not gpus.cupy.facts.get("nccl"):
         yield note(
             "NCCL",
             f"CuPy {gpus.cupy.facts['cupy']} finds no NCCL; {own}",
-            "GPUs will talk by CUDA-aware MPI, or through the host's memory",
+            "GPUs will communicate by CUDA-aware MPI, or through host memory",
             "pip install nvidia-nccl-cu12, or load the site's NCCL",
         )
     else:

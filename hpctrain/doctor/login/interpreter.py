@@ -62,14 +62,14 @@ def _leaks(python: Interpreter, environ: Mapping[str, str]) -> Iterator[Finding]
         yield error(
             "Python",
             f"PYTHONHOME={home}",
-            "Python takes its own library from there, whichever Python it is",
+            "every Python, of any version, loads its standard library from there",
             "unset PYTHONHOME, and unload the module that sets it",
         )
     if path := environ.get("PYTHONPATH"):
         yield warning(
             "Python",
             f"PYTHONPATH={path}",
-            f"packages in there go before those of {python.prefix}: a torch or numpy of a module, built for another "
+            f"packages there come before those of {python.prefix}: a torch or numpy of a module, built for another "
             "Python, is taken for yours",
             "unset PYTHONPATH in the job, or load the module before the environment and install nothing twice",
         )
@@ -77,6 +77,6 @@ def _leaks(python: Interpreter, environ: Mapping[str, str]) -> Iterator[Finding]
         yield note(
             "Python",
             f"packages in {python.user_site} are in use",
-            "what pip install --user put there goes before the packages of modules and containers",
+            "they take precedence over the packages of modules and containers",
             "export PYTHONNOUSERSITE=1",
         )

@@ -92,7 +92,7 @@ def _check_memory(limits: Limits, scheduler: str | None) -> Iterator[Finding]:
         yield (warning if scheduler else note)(
             "memory",
             f"limited to {tell(limits.memory)} of {tell(limits.installed)}",
-            "a process that needs more is killed without a word",
+            "a process that needs more is killed without a message",
             advice("memory", scheduler) if scheduler else "jobs have limits of their own: look there, too",
         )
     else:

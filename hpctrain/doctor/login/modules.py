@@ -23,7 +23,7 @@ def check(environ: Mapping[str, str], venv: bool) -> Iterator[Finding]:
         yield note(
             "modules",
             f"{', '.join(rivals)} loaded beside a virtual environment",
-            "its packages may be taken for those of the environment",
+            "its packages may take precedence over those of the environment",
             f"module unload {' '.join(rivals)}, or do without the environment",
         )
 

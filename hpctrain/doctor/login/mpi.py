@@ -16,7 +16,7 @@ from hpctrain.jobs import wheels
 
 # Version texts of launchers, and the libraries whose ranks each can start.
 _LAUNCHERS = (
-    ("mpiexec.slurm", "Slurm's stand-in for Torque", ()),
+    ("mpiexec.slurm", "Slurm's wrapper for Torque", ()),
     ("Open MPI", "Open MPI", ("Open MPI",)),
     ("PRRTE", "Open MPI", ("Open MPI",)),
     ("prterun", "Open MPI", ("Open MPI",)),
@@ -74,7 +74,7 @@ def check(mpi: Mpi) -> Iterator[Finding]:
         yield error(
             "MPI",
             f"the wheels of {' and '.join(mpi.wheels)} are both in this environment",
-            "each brings an mpiexec, and the one that was installed last has taken the other's place",
+            "each has an mpiexec, and the one that was installed last has replaced the other",
             "pip uninstall one of them, and reinstall the other with --force-reinstall",
         )
     if not mpi.probe.facts:

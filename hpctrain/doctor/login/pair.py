@@ -37,7 +37,7 @@ def check(mpi: Mpi, slurm: Slurm, environ: Mapping[str, str]) -> Iterator[Findin
         return
     if not slurm.mpi_types:
         advice = f"write srun --mpi={kind}, and see what srun --mpi=list prints on a login node"
-        yield note("srun", f"{mpi.told} needs --mpi={kind}; srun does not tell what it has", _ALONE, advice)
+        yield note("srun", f"{mpi.told} needs --mpi={kind}; srun does not list its types", _ALONE, advice)
         return
     if not offers(slurm, kind):
         yield error(

@@ -52,14 +52,14 @@ def check(pbs: Pbs, environ: Mapping[str, str], slurm: bool) -> Iterator[Finding
         return
     if not pbs.release:
         if not slurm:
-            yield note("PBS", "qstat is here and does not tell its version", "PBS may not answer")
+            yield note("PBS", "qstat exists but does not print its version", "PBS may not answer")
         return
-    yield ok("PBS", f"{pbs.release}; jobs know their own end, since PBS sends no signal before it")
+    yield ok("PBS", f"{pbs.release}; jobs compute their own end, since PBS sends no signal before it")
     if prefix := environ.get("PBS_DPREFIX"):
         yield note(
             "PBS",
             f"PBS_DPREFIX={prefix}",
-            "qsub takes lines that begin so for directives, and passes over #PBS",
+            "qsub reads lines with this prefix as directives, and ignores #PBS",
             "unset PBS_DPREFIX; hpctrain submit does",
         )
     if pbs.server is not None:
@@ -70,19 +70,19 @@ def check(pbs: Pbs, environ: Mapping[str, str], slurm: bool) -> Iterator[Finding
 
 def _check_server(server: pbs_server.Facts, queue: pbs_server.Facts) -> Iterator[Finding]:
     if pbs_server.may_submit_itself(server):
-        yield ok("PBS", "jobs may submit jobs (flatuid = True), so they come back by themselves")
+        yield ok("PBS", "jobs may submit jobs (flatuid = True), so they can resubmit themselves")
     else:
         yield warning(
             "PBS",
             "jobs may not submit jobs (flatuid is not set)",
-            'a job cannot come back by itself: qsub on a node says "Bad UID for job execution"',
+            'a job cannot resubmit itself: qsub on a node says "Bad UID for job execution"',
             "ask the site for qmgr -c 'set server flatuid = True'; else submit again by hand, as the job's output says",
         )
     if str(server.get("job_history_enable", "False")) != "True":
         yield note(
             "PBS",
             "no history of jobs (job_history_enable is not set)",
-            "how a job has ended is known to its own files alone; hpctrain --after takes jobs that wait or run",
+            "only its own files show how a job ended; hpctrain --after accepts jobs that wait or run",
         )
     seconds = pbs_server.kill_delay(queue)
     yield note(

@@ -44,14 +44,14 @@ def _check_loaded(torch: Answer) -> Iterator[Finding]:
         yield note(
             "torch",
             f"{version}, {build(torch)}; import took {seconds:.0f} s",
-            f"{torch.facts['load']:.0f} processes want each core of this node, so that says little",
-            "look again when it is quieter",
+            f"{torch.facts['load']:.0f} processes per core of this node want to run, so this time says little",
+            "check again when the load is lower",
         )
     elif seconds > _SLOW:
         yield warning(
             "torch",
             f"{version}, {build(torch)}; import took {seconds:.0f} s",
-            "all ranks of a job import it at once, which is slower yet, and each start of a job pays for that",
+            "all ranks of a job import it at once, which is even slower, at each start of a job",
             "put the environment on a faster filesystem, or pack it into a container image",
         )
     else:

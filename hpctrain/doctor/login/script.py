@@ -76,10 +76,10 @@ def check(script: str, mpi: Mpi, slurm: Slurm, environ: Mapping[str, str]) -> It
     """Yield the findings on a script that is to run with this MPI under this Slurm."""
     wrong = problems(script)
     for text in wrong:
-        yield error("script", text, "the scheduler refuses it, or understands something else", "hpctrain job check")
+        yield error("script", text, "the scheduler refuses it, or interprets it differently", "hpctrain job check")
     commands = starts(script)
     if not commands:
-        yield note("script", "no line starts ranks (srun, mpirun, mpiexec)", "the program will be one process")
+        yield note("script", "no line starts ranks (srun, mpirun, mpiexec)", "the program will run as one process")
     before = [*wrong]
     for start in commands:
         found = [*_check_srun(script, start, mpi, slurm, environ)] if start.launcher == "srun" else []

@@ -74,7 +74,7 @@ def check(slurm: Slurm, environ: Mapping[str, str]) -> Iterator[Finding]:
             "see with sinfo whether it is up, and whether SLURM_CONF leads to this cluster's slurm.conf",
         )
         return
-    types = ", ".join(slurm.mpi_types) or "not told"
+    types = ", ".join(slurm.mpi_types) or "unknown"
     default = slurm.setting("MpiDefault") or "none"
     yield ok("Slurm", f"{slurm.version.text.split()[-1]}; --mpi: {types} (default: {default})")
     yield from _check_ends(slurm, environ)
@@ -85,14 +85,14 @@ def _check_ends(slurm: Slurm, environ: Mapping[str, str]) -> Iterator[Finding]:
     if slurm.setting("KillOnBadExit") == "0" and environ.get("SLURM_KILL_BAD_EXIT") != "1":
         yield warning(
             "Slurm",
-            "KillOnBadExit = 0: a step goes on when one of its ranks has died",
+            "KillOnBadExit = 0: a step continues after one of its ranks has died",
             "a rank killed by the system (out of memory) leaves the others waiting until the walltime is over",
             "srun --kill-on-bad-exit=1, which scripts of hpctrain job have; or export SLURM_KILL_BAD_EXIT=1",
         )
     if slurm.setting("JobRequeue") == "0":
         yield note(
             "Slurm",
-            "JobRequeue = 0: jobs do not come back by themselves",
+            "JobRequeue = 0: jobs are not requeued automatically",
             "a job that saved and left with exit code 75 can be requeued only where its script asks for it",
             "#SBATCH --requeue, which scripts of hpctrain job have",
         )
@@ -101,13 +101,13 @@ def _check_ends(slurm: Slurm, environ: Mapping[str, str]) -> Iterator[Finding]:
         yield note(
             "Slurm",
             f"KillWait = {slurm.setting('KillWait')}",
-            "so long a job has between SIGTERM and SIGKILL, and a checkpoint may take longer",
+            "a job has this time between SIGTERM and SIGKILL, and a checkpoint may take longer",
             "#SBATCH --signal=USR1@300 warns in time, which scripts of hpctrain job have",
         )
     if slurm.setting("PreemptType") not in ("", "preempt/none") and slurm.setting("PreemptMode") == "CANCEL":
         yield note(
             "Slurm",
-            "PreemptMode = CANCEL: a preempted job is ended and does not come back",
+            "PreemptMode = CANCEL: a preempted job is cancelled and not requeued",
             "it has GraceTime of its partition to save, and must be submitted again",
             "ask for a partition that requeues, or keep --margin large",
         )

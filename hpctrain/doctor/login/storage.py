@@ -77,12 +77,12 @@ _TOPICS = {"shm": "node memory", "tmp": "temporary", "home": "home", "work": "th
 _USES = {
     "shm": "ranks of a node share gradients in memory of this filesystem",
     "tmp": "MPI and Python put files there while they run",
-    "home": "caches and calibrations are kept there",
+    "home": "caches and calibrations are stored there",
     "work": "runs write checkpoints where they are started, unless run.folder says otherwise",
 }
 _ADVICE = {
     "shm": "ask for a larger /dev/shm (in containers: --shm-size, or bind the host's)",
-    "tmp": "export TMPDIR to a folder on the node that is there and may be written, and see df",
+    "tmp": "export TMPDIR to a folder on the node that exists and is writable, and see df",
     "home": "delete or move what is not needed, and see the site's quota command",
     "work": "start runs in a folder of the parallel filesystem, or set run.folder",
 }
@@ -96,9 +96,9 @@ def _checked(place: Place) -> Finding:
     if not facts:
         return error(topic, f"{place.path}: {place.answer.trouble}", use, advice)
     if not facts["there"]:
-        return error(topic, f"{place.path} is not there", use, advice)
+        return error(topic, f"{place.path} does not exist", use, advice)
     if not facts["writable"]:
-        return (note if place.role == "work" else error)(topic, f"{place.path} may not be written", use, advice)
+        return (note if place.role == "work" else error)(topic, f"{place.path} is not writable", use, advice)
     free, size = int(facts["free"]), int(facts["size"])
     told = f"{place.path}: {tell(free)} free of {tell(size)}"
     if free < (_WINDOW if place.role == "shm" else _FREE):

@@ -43,15 +43,15 @@ def _scheduler(environ: Mapping[str, str]) -> Iterator[Finding]:
         yield warning(
             "variables",
             ", ".join(f"{name}={environ[name]}" for name in overriding),
-            "sbatch takes these before what a script says",
-            f"unset {' '.join(overriding)}; hpctrain submit does without them",
+            "these override the directives of a script",
+            f"unset {' '.join(overriding)}; hpctrain submit removes them",
         )
     asked = [name for name in _SRUN if name in environ and "SLURM_JOB_ID" not in environ]
     if asked:
         yield warning(
             "variables",
-            f"{', '.join(f'{name}={environ[name]}' for name in asked)}, and this is no job",
-            "srun takes these for what its line does not say",
+            f"{', '.join(f'{name}={environ[name]}' for name in asked)}, outside of any job",
+            "srun uses these as defaults of its options",
             f"unset {' '.join(asked)}",
         )
 
@@ -63,13 +63,13 @@ def _threads(environ: Mapping[str, str], cores: int) -> Iterator[Finding]:
             continue
         if not text.isdecimal() or int(text) == 0:
             yield warning(
-                "variables", f"{name}={text} is no number of threads", "libraries pass over it", f"unset {name}"
+                "variables", f"{name}={text} is not a number of threads", "libraries ignore it", f"unset {name}"
             )
         elif int(text) > cores:
             yield warning(
                 "variables",
                 f"{name}={text} on a node of {cores} core{'s' if cores > 1 else ''}",
-                "threads that outnumber the cores take turns, and every rank starts so many",
+                "more threads than cores slow each other down, and every rank starts this many",
                 f"unset {name}: each rank then takes its share of the cores that it may use",
             )
     pinned = [name for name in _PINNING if environ.get(name)]
@@ -77,6 +77,6 @@ def _threads(environ: Mapping[str, str], cores: int) -> Iterator[Finding]:
         yield note(
             "variables",
             ", ".join(f"{name}={environ[name]}" for name in pinned),
-            "where the launcher has not bound the ranks, each puts its threads on the same cores",
+            "if the launcher has not bound the ranks, each puts its threads on the same cores",
             "let the launcher bind (srun --cpu-bind=cores), and see the table of hpctrain doctor --preflight",
         )

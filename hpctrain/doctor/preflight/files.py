@@ -83,7 +83,7 @@ def check(found: Sequence[Written], seats: Sequence[Seat], folder: Path) -> Iter
             f"{', '.join(unseen[:8])}{' and more' if len(unseen) > 8 else ''} do not see what {seats[0].host} has made "
             f"in {folder}",
             "all ranks of a run write into one checkpoint, and read it",
-            "name a folder of the parallel filesystem with --folder, and in run.folder",
+            "use a folder of the parallel filesystem for --folder and run.folder",
         )
     for seat, one in zip(seats, found):
         if one.trouble:
@@ -110,5 +110,5 @@ def _prepare(folder: Path, ranks: int) -> tuple[Path, int]:
         place.mkdir(mode=0o700)
         room = os.statvfs(place)
     except OSError as failure:
-        raise UsageError(f"cannot write into {folder}: {failure.strerror}: name another --folder") from failure
+        raise UsageError(f"cannot write into {folder}: {failure.strerror}: give another --folder") from failure
     return place, min(MOST, room.f_bavail * room.f_frsize // (_PART * ranks))

@@ -71,7 +71,7 @@ def _shares(axis: Any, report: Report) -> None:
         axis.plot(ranks, [value / usual for value in values], marker, color=_COLOURS[label], label=label, markersize=5)
     axis.axhline(1 - LEAST, color=_SLOW, linewidth=1.2, linestyle="--", label="slow below (not for writes)")
     axis.set_ylim(0, None)
-    axis.set_title("each rank's share of the usual", fontsize=10, color=_INK)
+    axis.set_title("each rank relative to the median", fontsize=10, color=_INK)
     axis.set_xlabel("rank")
     axis.xaxis.get_major_locator().set_params(integer=True)
     axis.grid(True, axis="y", color="#dddddd", linewidth=0.6)

@@ -67,12 +67,12 @@ def check(found: Sequence[Reduction]) -> Iterator[Finding]:
         yield error(
             "all_reduce",
             f"a wrong sum on {len(wrong)} ranks, {wrong[0]} the first",
-            "what is trained so is worthless",
-            "leave out that rank's node, and run make test-2 on it",
+            "training would compute wrong results",
+            "exclude that rank's node, and run make test-2 on it",
         )
     elif found:
         most = found[-1]
-        yield ok("all_reduce", f"right on all ranks; {tell(most.nbytes)} in {most.seconds * 1e3:.3g} ms")
+        yield ok("all_reduce", f"correct on all ranks; {tell(most.nbytes)} in {most.seconds * 1e3:.3g} ms")
 
 
 def _forecast(found: Sequence[Reduction], nbytes: int) -> float:

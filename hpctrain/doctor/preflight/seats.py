@@ -92,7 +92,7 @@ def check(seats: Sequence[Seat], scheduler: str | None = None) -> Iterator[Findi
         yield note(
             "ranks",
             f"{told}, from {counts[0]} to {counts[-1]} on each",
-            "the fuller nodes are the slower ones, and the others wait for them",
+            "nodes with more ranks are slower, and the others wait for them",
             "--ntasks-per-node=N with Slurm, mpiprocs=N with PBS",
         )
     else:
@@ -137,7 +137,7 @@ def _check_cores(nodes: Mapping[int, Sequence[Seat]], scheduler: str | None) -> 
 
 _BIND = "srun --cpus-per-task=N --cpu-bind=cores; mpiexec -bind-to core:N (MPICH), --map-by ppr:K:node:PE=N (Open MPI)"
 _SHARING: dict[str, tuple[Level, str, str]] = {
-    "crowded": ("warning", "ranks that outnumber their cores take turns, and every collective waits for that", _BIND),
+    "crowded": ("warning", "more ranks than cores: ranks take turns, and every collective waits for that", _BIND),
     "overlap": ("warning", "two ranks on a core have half of it each, while other cores may idle", _BIND),
     "unbound": ("note", "the system may move them from core to core, away from their memory", _BIND),
     "few": ("note", "the others idle, unless another job has them", ""),  # the advice depends on the scheduler
@@ -162,7 +162,7 @@ def _sharing(there: Sequence[Seat]) -> Iterator[tuple[str, str]]:
     bound = not alike or len(there) == 1 < len(there[0].numa) and len(there[0].cpus) < there[0].cores
     spread = [seat.rank for seat in there if bound and len(seat.numa) > 1]
     if spread:
-        yield "spread", f"the cores of {ranks_in_words(spread)} lie in several NUMA nodes"
+        yield "spread", f"the cores of {ranks_in_words(spread)} are in several NUMA nodes"
 
 
 def _pairs(there: Sequence[Seat]) -> Iterator[tuple[Seat, Seat]]:
@@ -181,8 +181,8 @@ def _check_devices(seats: Sequence[Seat], scheduler: str | None) -> Iterator[Fin
             yield error(
                 "GPUs",
                 f"{ranks_in_words(seat.rank for seat in there)} share a GPU of {there[0].host} ({there[0].device})",
-                "they take turns on it, and a run refuses to start so",
-                "start as many ranks a node as it has GPUs",
+                "they take turns on it, and a run refuses to start",
+                "start as many ranks per node as it has GPUs",
             )
     without = [seat.rank for seat in seats if not seat.gpu]
     if users and without:

@@ -42,7 +42,7 @@ def survey(comm: Communicator, device: torch.device, plan: Plan, say: Say = lamb
     If the folder cannot be written, raises ``UsageError`` on all ranks before any measurement.
     """
     begin, part = time.monotonic(), plan.seconds
-    say("who is there")
+    say("finding ranks and nodes")
     there = seats.take(comm, device)
     nodes = hosts.take(comm)
     # Print the placement at once: if a rank hangs later, the error has its number, and this line
@@ -53,7 +53,7 @@ def survey(comm: Communicator, device: torch.device, plan: Plan, say: Say = lamb
     written = files.measure(comm, plan.folder, part * _FILES)
     say("clocks")
     skews = clocks.measure(comm, [node.name for node in nodes], part * _CLOCKS, plan.clock)
-    say("products of matrices")
+    say("matrix products")
     products = rates.measure(comm, plan.product(device), part * _PRODUCTS)
     say("memory")
     streams = rates.measure(comm, plan.stream(device), part * _STREAMS)

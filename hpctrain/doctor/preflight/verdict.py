@@ -24,7 +24,7 @@ def findings(report: Report, scheduler: str | None = None) -> list[Finding]:
         *seats.check(report.seats, scheduler),
         *hosts.check(report.nodes, scheduler),
         *clocks.check(report.skews),
-        *_check_rates(report, "products", "products of matrices", report.products, "GFLOP/s"),
+        *_check_rates(report, "products", "matrix products", report.products, "GFLOP/s"),
         *_check_rates(report, "memory", "reading and writing memory", report.streams, "GB/s"),
         *_check_inside(report),
         *_check_between(report),
@@ -83,14 +83,14 @@ def _check_rates(report: Report, topic: str, what: str, rates: Sequence[float], 
     lagging = slow(_by_rank(rates))
     middle = median_high(rates)
     if not lagging:
-        yield ok(topic, f"{middle / 1e9:.3g} {unit} a rank, all at once; the slowest has {min(rates) / 1e9:.3g}")
+        yield ok(topic, f"{middle / 1e9:.3g} {unit} per rank, all at once; the slowest has {min(rates) / 1e9:.3g}")
         return
     names = [f"rank {rank} on {report.seats[rank].host} ({share:.0%})" for rank, share in lagging.items()]
     yield warning(
         topic,
-        f"slow in {what}: {_listed(names)}; usual are {middle / 1e9:.3g} {unit}",
+        f"slow in {what}: {_listed(names)}; the median is {middle / 1e9:.3g} {unit}",
         "every step waits for the slowest rank",
-        "look at who else computes there, at the binding, and whether the cores or the GPU are throttled",
+        "check for other jobs there, the binding, and whether the cores or the GPU are throttled",
     )
 
 
@@ -104,7 +104,7 @@ def _check_inside(report: Report) -> Iterator[Finding]:
         names = [f"{report.hosts[node]} ({share:.0%})" for node, share in lagging.items()]
         yield warning(
             "messages",
-            f"slow inside of nodes: {_listed(names)}; usual are {told}",
+            f"slow inside of nodes: {_listed(names)}; the median is {told}",
             "messages of such a node's ranks hold up the others",
             "see whether MPI's shared memory works there (/dev/shm)",
         )
@@ -122,9 +122,9 @@ def _check_between(report: Report) -> Iterator[Finding]:
         names = [f"{report.hosts[node]} ({share:.0%})" for node, share in lagging.items()]
         yield warning(
             "messages",
-            f"slow between nodes: {_listed(names)}; usual are {told}",
+            f"slow between nodes: {_listed(names)}; the median is {told}",
             "a collective is as slow as its slowest link",
-            "leave them out, and tell the site: a cable, an adapter or a switch",
+            "exclude them, and tell the site: a cable, an adapter or a switch",
         )
     else:
         yield ok("messages", f"between nodes: {told}, {_played({0: report.between})}")
@@ -132,7 +132,7 @@ def _check_between(report: Report) -> Iterator[Finding]:
     alone = {pair: share for pair, share in lame.items() if not set(pair) & set(lagging)}
     if alone:
         names = [f"{report.hosts[one]} and {report.hosts[two]} ({share:.0%})" for (one, two), share in alone.items()]
-        yield note("messages", f"slow together: {_listed(names)}", "their way may be shared with others")
+        yield note("messages", f"slow together: {_listed(names)}", "their network path may be shared with others")
 
 
 def _check_writers(report: Report) -> Iterator[Finding]:
@@ -142,8 +142,8 @@ def _check_writers(report: Report) -> Iterator[Finding]:
         yield warning(
             "files",
             f"slow in writing: {_listed(names)}",
-            "a checkpoint is there when its slowest rank has written",
-            "leave them out, and tell the site",
+            "a checkpoint is complete when its slowest rank has written",
+            "exclude them, and tell the site",
         )
 
 
@@ -159,7 +159,7 @@ def _check_nodes(report: Report, scheduler: str | None) -> Iterator[Finding]:
             advice("leave out", scheduler, leave),
         )
     else:
-        yield note("nodes", f"{len(names)} of {len(report.hosts)} nodes differ", "so many are not worth leaving out")
+        yield note("nodes", f"{len(names)} of {len(report.hosts)} nodes differ", "too many to exclude")
 
 
 def _usual(every: Sequence[pairs.Pair]) -> str:

@@ -31,7 +31,7 @@ def test_a_slow_import_is_a_warning() -> None:
 
 def test_a_slow_import_on_a_busy_node_is_a_note() -> None:
     found = only(check(torch(seconds=45.0, load=11.2)))
-    assert found.level == "note" and found.why.startswith("11 processes want each core")
+    assert found.level == "note" and found.why.startswith("11 processes per core")
 
 
 def test_a_hanging_import_is_an_error() -> None:

@@ -22,7 +22,7 @@ def test_wrong_sums_and_times_are_findings() -> None:
     right, wrong = Reduction(2**20, 2e-3, (), 4), Reduction(2**12, 1e-5, (1, 3), 4)
     assert told(check([wrong, right])) == [("error", "all_reduce")]
     assert only(check([wrong])).found == "a wrong sum on 2 ranks, 1 the first"
-    assert [finding.found for finding in check([right])] == ["right on all ranks; 1 MiB in 2 ms"]
+    assert [finding.found for finding in check([right])] == ["correct on all ranks; 1 MiB in 2 ms"]
     assert list(check([])) == []
 
 

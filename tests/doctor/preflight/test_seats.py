@@ -32,7 +32,7 @@ def test_ranks_on_separate_cores_are_ok() -> None:
         (ranks((0, 1), (1, 2)), "warning", "ranks 0 and 1 share cores 1 (n1)"),
         (ranks((0,), (0,), (0,)), "warning", "3 ranks on 1 core: 0 (n1)"),
         (ranks((0,), (1,), cores=64), "note", "2 ranks may use 2 of 64 cores (n1)"),
-        (ranks((0, 4), (1, 5), numa=(0, 1)), "note", "the cores of ranks 0-1 lie in several NUMA nodes (n1)"),
+        (ranks((0, 4), (1, 5), numa=(0, 1)), "note", "the cores of ranks 0-1 are in several NUMA nodes (n1)"),
     ],
 )
 def test_shared_or_wrong_cores_are_findings(placement: list[Seat], level: str, words: str) -> None:
