@@ -29,7 +29,7 @@ def job_to_wait_for(scheduler: str, job_id: str, ask: pbs_server.Ask | None = No
         raise UsageError(f"--after {job_id[:40]!r} is not the id of a job; allowed is one such as 1234 or 1234.server")
     if "[" in job_id:
         raise UsageError(
-            f"--after {job_id}: tasks of a PBS array come back as jobs of their own, for which PBS cannot wait; "
+            f"--after {job_id}: tasks of a PBS array restart as jobs of their own, for which PBS cannot wait; "
             "allowed is the id of a single job; submit when qstat shows no task of it any more"
         )
     return _newest_of_chain(job_id, ask)

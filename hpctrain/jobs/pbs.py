@@ -16,7 +16,7 @@ def places(request: Request, profile: Profile) -> dict[str, Value]:
     """Return the values of the placeholders that only PBS templates have."""
     for name in _ONLY_SLURM:
         if getattr(request, name):
-            raise UsageError(f"{name} = {getattr(request, name)!r}: PBS has no such thing; see directives and select")
+            raise UsageError(f"{name} = {getattr(request, name)!r}: PBS does not support it; see directives and select")
     return {
         "time": clock(request.walltime),
         "walltime": request.walltime,
@@ -54,7 +54,7 @@ def _says(request: Request, profile: Profile, option: str, value: str = "") -> b
 def _memory(text: str) -> str:
     """Return an amount of memory with PBS's units; a plain number is in megabytes, as in Slurm."""
     if text == "0":
-        raise UsageError("memory = '0': PBS has no word for all the memory of a node, give an amount such as 200G")
+        raise UsageError("memory = '0': PBS has no value for all the memory of a node, give an amount such as 200G")
     return text.lower() + "b" if text[-1].isalpha() else f"{text}mb"
 
 
@@ -63,7 +63,7 @@ def _array(request: Request) -> str:
     if request.at_once and request.restarts:
         raise UsageError(
             f"at_once = {request.at_once}: tasks of a PBS array that come back are jobs of their own, which its limit "
-            "does not count; allowed with restarts = 0; leave one of them out"
+            "does not count; allowed with restarts = 0; remove one of them"
         )
     if not last:
         raise UsageError("sweep has 1 task: an array of PBS has at least 2")

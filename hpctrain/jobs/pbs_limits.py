@@ -16,7 +16,7 @@ def warnings(queue: str, folder: str, save_seconds: float, ask: pbs_server.Ask |
     found = []
     if not pbs_server.may_submit_itself(server):
         found.append(
-            "this PBS lets no job submit jobs (flatuid is not set), so the job cannot come back by itself; "
+            "this PBS lets no job submit jobs (flatuid is not set), so the job cannot resubmit itself; "
             f"{folder}/output.txt will say how to submit it again; ask the site to set flatuid = True"
         )
     name = queue or str(server.get("default_queue", ""))

@@ -25,9 +25,9 @@ class Profile:
     """Settings for jobs at one site; ``hpctrain job ... --show-profile`` prints them with their values."""
 
     scheduler: Literal["slurm", "pbs"] = field(metadata=_means("the batch system"))
-    site: str = field(default="", metadata=_means("whose machine this is"))
-    source: str = field(default="", metadata=_means("the public page that says so"))
-    date: str = field(default="", metadata=_means("when that was read"))
+    site: str = field(default="", metadata=_means("operator of the machine"))
+    source: str = field(default="", metadata=_means("public page with these facts"))
+    date: str = field(default="", metadata=_means("date at which it was read"))
     tried: str = field(default=UNTRIED, metadata=_means("where and when a script of this profile has run"))
     shell: Literal["/bin/bash", "/bin/bash -l"] = field(
         default="/bin/bash", metadata=_means("the script's first line; -l where only a login shell knows modules")
@@ -41,7 +41,7 @@ class Profile:
     )
     launch_options: tuple[str, ...] = field(default=(), metadata=_means("more options of the launcher, as for binding"))
     gpus: Literal["gpus-per-node", "gpus-per-task", "gres", "ngpus", "none"] = field(
-        default="gpus-per-node", metadata=_means("how GPUs are asked for; none: nodes come with theirs")
+        default="gpus-per-node", metadata=_means("how GPUs are requested; none: every node has its own")
     )
     gpu_type: str = field(default="", metadata=_means("which GPUs, as in --gres=gpu:TYPE:4"))
     chunks: Literal["cpus", "nodes"] = field(
@@ -52,18 +52,18 @@ class Profile:
         default="scatter",
         metadata=_means("PBS: where chunks go; scatter: each to a node of its own, scatter:excl: no other job there"),
     )
-    partition: str = field(default="", metadata=_means("partition or queue, where none is given"))
-    qos: str = field(default="", metadata=_means("quality of service, where none is given"))
-    constraint: str = field(default="", metadata=_means("features of the nodes, where none are given"))
+    partition: str = field(default="", metadata=_means("partition or queue, if none is given"))
+    qos: str = field(default="", metadata=_means("quality of service, if none is given"))
+    constraint: str = field(default="", metadata=_means("features of the nodes, if none are given"))
     directives: tuple[str, ...] = field(default=(), metadata=_means("more directives of the script"))
-    ranks_per_node: int = field(default=0, metadata=_means("ranks a node, where not given"))
-    gpus_per_node: int = field(default=0, metadata=_means("GPUs a node, where not given"))
-    cpus_per_rank: int = field(default=0, metadata=_means("cores a rank, where not given"))
+    ranks_per_node: int = field(default=0, metadata=_means("ranks per node, if not given"))
+    gpus_per_node: int = field(default=0, metadata=_means("GPUs per node, if not given"))
+    cpus_per_rank: int = field(default=0, metadata=_means("cores per rank, if not given"))
     purge: bool = field(default=False, metadata=_means("module purge before modules are loaded"))
     modules: tuple[str, ...] = field(default=(), metadata=_means("modules to load"))
     environment: dict[str, str] = field(default_factory=dict, metadata=_means("variables to set"))
     interface: str = field(default="", metadata=_means("network interfaces for NCCL's sockets, as in hsn0,hsn1"))
-    container: str = field(default="", metadata=_means("the image of a container, where none is given"))
+    container: str = field(default="", metadata=_means("image of a container, if none is given"))
     container_program: str = field(default="apptainer", metadata=_means("what runs it, by PROGRAM exec OPTIONS IMAGE"))
     container_options: tuple[str, ...] = field(default=(), metadata=_means("its options, as in --nv"))
 
@@ -145,7 +145,7 @@ def _read(name: str, environ: Mapping[str, str], but: list[str] | None = None) -
         return read_toml(own), str(own)
     there = shipped() / "profiles" / f"{name}.toml"
     if not there.is_file():
-        raise UsageError(f"{unknown('profile', name, names(environ))}; your own stand in {user_folder(environ)}")
+        raise UsageError(f"{unknown('profile', name, names(environ))}; your own are in {user_folder(environ)}")
     from importlib.resources import as_file
 
     with as_file(there) as path:

@@ -24,7 +24,7 @@ def render(request: Request, profile: Profile) -> str:
     values = {**_shared(request, profile), **_PLACES[profile.scheduler](request, profile)}
     script = fill(read_template(profile.scheduler, request.template), values)
     if found := problems(script):
-        raise UsageError(f"the script would not be understood: {'; '.join(found)}")
+        raise UsageError(f"the script would be invalid: {'; '.join(found)}")
     return script
 
 

@@ -79,7 +79,7 @@ class Request:
             raise UsageError(f"template = {self.template!r}: allowed are {', '.join(TEMPLATES)}")
         self._check_program()
         if (self.template == "array") != bool(self.sweep):
-            raise UsageError("template = 'array' goes with a sweep, and a sweep with it: give both or neither")
+            raise UsageError("template = 'array' needs a sweep, and a sweep needs it: give both or neither")
         if self.gpus_per_node % self.ranks_per_node and self.ranks_per_node % self.gpus_per_node:
             raise UsageError(
                 f"gpus_per_node = {self.gpus_per_node} and ranks_per_node = {self.ranks_per_node}: one must divide "
@@ -99,13 +99,13 @@ class Request:
     def _check_program(self) -> None:
         if self.words and not self.is_program:
             raise UsageError(
-                f"words behind -- are for a program, and {self.config} is none: its name would end in {PROGRAM}"
+                f"arguments after -- are for a program, and {self.config} is not one: its name must end in {PROGRAM}"
             )
         if not self.is_program:
             return
         for name, given in {"settings go": self.settings, "sweep goes": self.sweep}.items():
             if given:
-                raise UsageError(f"{name} with a config, and {self.config} is a program: it takes words behind --")
+                raise UsageError(f"{name} with a config, and {self.config} is a program: it takes arguments after --")
         if self.template != "train":
             raise UsageError(f"template = {self.template!r} runs no program: allowed with {self.config} is train")
 
@@ -115,7 +115,7 @@ class Request:
         if len(self.sweep) > LARGEST_ARRAY - 1:
             raise UsageError(f"sweep has {len(self.sweep)} tasks: at most {LARGEST_ARRAY - 1} are allowed in one array")
         if self.preflight and self.template == "benchmark":
-            raise UsageError("preflight: a benchmark measures by itself; leave preflight out")
+            raise UsageError("preflight: a benchmark measures by itself; remove preflight")
         measuring = f" and nodes are measured for {self.preflight} s" if self.preflight else ""
         if self.template != "benchmark" and self.walltime <= self.margin + EARLY + self.preflight:
             raise UsageError(

@@ -81,7 +81,7 @@ def submit(
         record(Path(folder), facts)
     except OSError as error:
         raise HpctrainError(
-            f"job {job_id} is submitted, but cannot be noted in {folder}/{NAME}: {reason(error)}"
+            f"job {job_id} is submitted, but cannot be recorded in {folder}/{NAME}: {reason(error)}"
         ) from error
     return done
 
@@ -177,7 +177,7 @@ def _entries(text: str) -> list[dict[str, Any]] | None:
 def _check_history(path: Path) -> None:
     """Raise ``UsageError`` if the history cannot be appended to, before a job is submitted."""
     if path.is_symlink() or path.exists() and not path.is_file():
-        raise UsageError(f"cannot note a job in {path}: it must be a regular file and no link; move it away")
+        raise UsageError(f"cannot record a job in {path}: it must be a regular file and no link; move it away")
 
 
 def _after(scheduler: str, job_id: str) -> list[str]:
@@ -207,7 +207,7 @@ def _run(command: list[str], environment: dict[str, str]) -> str:
     for line in reversed(done.stdout.splitlines()):
         if found := _TOLD.fullmatch(line.strip()):
             return found[1]
-    raise LaunchError(f"{command[0]} told no job id: {_line(done.stdout) or 'it printed nothing'}")
+    raise LaunchError(f"{command[0]} printed no job id: {_line(done.stdout) or 'it printed nothing'}")
 
 
 def _line(text: str) -> str:

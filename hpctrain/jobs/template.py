@@ -77,7 +77,7 @@ def _as_is(value: Value) -> str:
     # The value has passed its field's check; this repeats that it contains no character that ends a
     # comment.
     if not text.isprintable():
-        raise ValueError(f"cannot stand in a comment: {text!r}")
+        raise ValueError(f"is not allowed in a comment: {text!r}")
     return text
 
 

@@ -74,7 +74,7 @@ def wrong(capsys: pytest.CaptureFixture[str], *words: str) -> str:
         (["pbs", *BASE, "--sweep", "train.steps=10,0"], "setting train.steps = 0: must be at least 1"),
         (["slurm", "jobs/gpt-tiny.toml"], "--time is missing"),
         (["slurm", "--time", "01:00:00"], "CONFIG.toml is missing"),
-        (["slurm", *BASE, "--", "a"], "words behind -- are for a program, and jobs/gpt-tiny.toml is none"),
+        (["slurm", *BASE, "--", "a"], "arguments after -- are for a program, and jobs/gpt-tiny.toml is not one"),
         (["slurm", *PROGRAM[:1], *BASE[1:]], "--folder is missing: where jobs/program.py keeps its run"),
         (["slurm", "lost.py", *BASE[1:], "--folder", "r"], "no such program: lost.py"),
         (["slurm", *PROGRAM, "--folder", "a;b"], "folder = 'a;b': allowed is letters, digits"),
@@ -186,7 +186,7 @@ def test_a_script_is_checked(capsys: pytest.CaptureFixture[str], tmp_path: Path)
     script.write_text("#!/bin/bash\n#SBATCH --time=1\necho\n#SBATCH --nodes=2\n")
     assert main(["job", "check", str(script)]) == 1
     assert capsys.readouterr().out == (
-        f"{script}: line 4: a directive after the first command (line 3) is passed over\n"
+        f"{script}: line 4: a directive after the first command (line 3) is ignored\n"
     )
     assert main(["job", "check", str(GOLDEN / "train.sbatch")]) == 0
     assert capsys.readouterr().out.endswith("its directives are valid\n")

@@ -55,7 +55,7 @@ def test_an_unknown_job_is_refused() -> None:
 
 @pytest.mark.parametrize("after", ["7[]", "7[].server", "7[2].server"])
 def test_an_array_of_pbs_is_refused(after: str) -> None:
-    with pytest.raises(UsageError, match="tasks of a PBS array come back as jobs of their own"):
+    with pytest.raises(UsageError, match="tasks of a PBS array restart as jobs of their own"):
         job_to_wait_for("pbs", after, pbs(CHAIN))
 
 

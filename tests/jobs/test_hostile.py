@@ -95,7 +95,7 @@ def test_a_field_is_rendered_safely_or_refused_with_its_name(name: str, value: s
     try:
         script = render(with_text(name, value), profile)
     except UsageError as error:
-        assert str(error).startswith((f"{name} ", "the script would not be understood"))
+        assert str(error).startswith((f"{name} ", "the script would be invalid"))
         assert "\n" not in str(error) and str(error).isprintable()
         return
     # The number of lines is the same as with any other value: no value became a line of its own.

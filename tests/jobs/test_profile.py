@@ -70,7 +70,7 @@ def test_a_cycle_of_bases_is_refused(home: dict[str, str]) -> None:
 
 def test_an_unknown_name_lists_the_known_ones(home: dict[str, str]) -> None:
     own(home, "mine", 'scheduler = "pbs"\n')
-    with pytest.raises(UsageError, match="unknown profile: did you mean perlmutter.*mine, param.*your own stand in"):
+    with pytest.raises(UsageError, match="unknown profile: did you mean perlmutter.*mine, param.*your own are in"):
         load("perlmuter", home)
 
 

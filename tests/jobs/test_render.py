@@ -212,7 +212,7 @@ def test_resources_of_pbs_are_in_the_chunk() -> None:
 
 @pytest.mark.parametrize("name", ["reservation", "constraint", "exclude", "qos"])
 def test_options_unknown_to_pbs_are_refused(name: str) -> None:
-    with pytest.raises(UsageError, match=f"^{name} = 'x': PBS has no such thing"):
+    with pytest.raises(UsageError, match=f"^{name} = 'x': PBS does not support it"):
         render(replace(LEAST, **{name: "x"}), PROFILES["generic-pbs"])
 
 
@@ -222,9 +222,9 @@ def test_an_array_of_pbs_needs_two_tasks() -> None:
 
 
 def test_an_unknown_or_repeated_directive_is_refused() -> None:
-    with pytest.raises(UsageError, match="would not be understood: line .*sbatch knows no --walltme"):
+    with pytest.raises(UsageError, match="would be invalid: line .*sbatch knows no --walltme"):
         render(replace(LEAST, directives=("--walltme=3",)), PROFILES["generic-slurm"])
-    with pytest.raises(UsageError, match="--nodes stands in line .* already"):
+    with pytest.raises(UsageError, match="--nodes is already in line"):
         render(replace(LEAST, directives=("--nodes=3",)), PROFILES["generic-slurm"])
 
 
@@ -261,8 +261,8 @@ def test_at_once_is_refused_for_pbs_arrays_that_restart() -> None:
         ({"time": "00:05:00"}, "time = 00:05:00: the run is told to save 300 s before the end"),
         ({"time": "00:06:30", "preflight": 60}, "300 s before .* and nodes are measured for 60 s: ask for more"),
         ({"gpus_per_node": 3, "ranks_per_node": 2}, "one must divide the other"),
-        ({"template": "array"}, "goes with a sweep"),
-        ({"sweep": (("a=1",),)}, "goes with a sweep"),
+        ({"template": "array"}, "needs a sweep"),
+        ({"sweep": (("a=1",),)}, "needs a sweep"),
         ({"template": "other"}, "allowed are train, benchmark, array"),
         ({"template": "array", "sweep": (("a.b=1",),) * 1001}, "at most 1000 are allowed in one array"),
         ({"environment": {"A=B": "c"}}, "environment = 'A=B'"),

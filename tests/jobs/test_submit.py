@@ -73,8 +73,8 @@ def test_job_ids_are_parsed(batch: Batch, tmp_path: Path, printed: str, job_id: 
     "does, message",
     [
         ("echo 'Invalid account' >&2; exit 1", r"sbatch --parsable .* failed \(exit code 1\): Invalid account"),
-        ("exit 0", "sbatch told no job id: it printed nothing"),
-        ("echo 'all well'", "sbatch told no job id: all well"),
+        ("exit 0", "sbatch printed no job id: it printed nothing"),
+        ("echo 'all well'", "sbatch printed no job id: all well"),
     ],
 )
 def test_errors_of_the_scheduler_are_quoted(batch: Batch, tmp_path: Path, does: str, message: str) -> None:
@@ -148,7 +148,7 @@ def test_a_history_that_is_not_a_file_is_refused_before_submission(batch: Batch,
         (folder / "jobs.json").symlink_to(tmp_path / "precious")
     else:
         os.mkfifo(folder / "jobs.json")
-    with pytest.raises(UsageError, match="cannot note a job in .*jobs.json"):
+    with pytest.raises(UsageError, match="cannot record a job in .*jobs.json"):
         submit("slurm", "x", folder, environ=batch.environment())
     assert not batch.calls() and (tmp_path / "precious").read_text() == "keep me"
 
@@ -161,6 +161,6 @@ def test_the_job_id_is_reported_if_recording_fails(
 
     told: list[str] = []
     monkeypatch.setattr(submitting, "record", fail)
-    with pytest.raises(HpctrainError, match="job 1234 is submitted, but cannot be noted in .*: No space left") as found:
+    with pytest.raises(HpctrainError, match="job 1234 is submitted, but cannot be recorded in .*: No space left") as found:
         submit("slurm", "x", tmp_path, environ=batch.environment(), tell=lambda done: told.append(done.job_id))
     assert told == ["1234"] and found.value.exit_code == 1

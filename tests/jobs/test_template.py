@@ -21,7 +21,7 @@ def test_values_are_verbatim_in_comments_and_quoted_elsewhere() -> None:
 
 def test_values_with_line_ends_are_refused_in_comments() -> None:
     for end in "\n\r\u2028":
-        with pytest.raises(ValueError, match="cannot stand in a comment"):
+        with pytest.raises(ValueError, match="is not allowed in a comment"):
             fill("#X @a@\n", {"a": f"b{end}touch x"})
 
 

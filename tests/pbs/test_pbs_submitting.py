@@ -15,7 +15,7 @@ pytestmark = pytest.mark.pbs
 def test_after_refuses_jobs_that_pbs_cannot_wait_for(submitter: PbsSubmitter) -> None:
     with pytest.raises(RuntimeError, match="--after 99999: PBS knows no such job"):
         submitter.submit("--after", "99999")
-    with pytest.raises(RuntimeError, match=r"--after 1\[\]: tasks of a PBS array come back as jobs of their own"):
+    with pytest.raises(RuntimeError, match=r"--after 1\[\]: tasks of a PBS array restart as jobs of their own"):
         submitter.submit("--after", "1[]")
     assert not (submitter.folder / "run").exists(), "nothing was written"
     # The negative: qsub accepts the unknown job and prints an id, and PBS then drops the new job without running it.

@@ -33,7 +33,7 @@ def read(script: str, marker: str) -> Lines:
     for number, line in enumerate(script.split("\n"), 1):
         if line.startswith(f"#{marker}") and line[len(marker) + 1 : len(marker) + 2] in ("", " ", "\t"):
             if command:
-                found.strays.append((number, f"a directive after the first command (line {command}) is passed over"))
+                found.strays.append((number, f"a directive after the first command (line {command}) is ignored"))
                 continue
             _add(found, number, line[len(marker) + 1 :], marker)
         elif re.match(rf"\s*#\s*{marker}\s+-", line, re.IGNORECASE):
@@ -53,7 +53,7 @@ def _add(found: Lines, number: int, text: str, marker: str) -> None:
         # knows no comments).
         words = shlex.split(text, comments=marker == "SBATCH")
     except ValueError:
-        found.strays.append((number, "a quotation mark without its partner"))
+        found.strays.append((number, "an unmatched quotation mark"))
         return
     if words:
         found.directives.append(Directive(number, tuple(words)))

@@ -64,7 +64,7 @@ def check(directives: Sequence[Directive]) -> list[Message]:
                 messages.append((line, complaint))
                 continue
             if letter in seen and letter not in "lWv":
-                messages.append((line, f"-{letter} stands in line {seen[letter]} already"))
+                messages.append((line, f"-{letter} is already in line {seen[letter]}"))
             seen.setdefault(letter, line)
             if letter == "l":
                 messages += [(line, text) for text in _resources(value, resources, line)]
@@ -109,7 +109,7 @@ def _resources(text: str, seen: dict[str, int], line: int) -> list[str]:
             messages.append(f"-l {part}: expected resource=value")
             continue
         if name in seen:
-            messages.append(f"-l {name} stands in line {seen[name]} already")
+            messages.append(f"-l {name} is already in line {seen[name]}")
         seen.setdefault(name, line)
         messages += _resource(name, value)
     return messages
@@ -150,7 +150,7 @@ def _contradictions(seen: dict[str, int]) -> list[Message]:
         messages.append((seen["nodes"], "nodes= is the old form and cannot be mixed with select="))
     if "select" in seen or "place" in seen:
         inside = sorted(name for name in seen if name in _CHUNK)
-        messages += [(seen[name], f"{name} belongs into a chunk of select, not beside it") for name in inside]
+        messages += [(seen[name], f"{name} belongs in a chunk of select, not beside it") for name in inside]
     if "place" in seen and "select" not in seen:
         messages.append((seen["place"], "place= needs select="))
     return messages

@@ -114,7 +114,7 @@ def check(directives: Sequence[Directive]) -> list[Message]:
     for directive in directives:
         for name, value in _options(directive, messages):
             if name in seen:
-                messages.append((directive.line, f"--{name} stands in line {seen[name]} already"))
+                messages.append((directive.line, f"--{name} is already in line {seen[name]}"))
             seen.setdefault(name, directive.line)
             grammar = _TABLE[f"--{name}"].grammar
             if value is not None and grammar and not re.fullmatch(_GRAMMARS[grammar][0], value):
@@ -128,7 +128,7 @@ def _options(directive: Directive, messages: list[Message]) -> Iterator[tuple[st
     while words:
         word = words.pop(0)
         if not word.startswith("-"):
-            messages.append((directive.line, f"{word!r} is not an option, and what follows it is passed over"))
+            messages.append((directive.line, f"{word!r} is not an option, and everything after it is ignored"))
             return
         name, equals, value = word.partition("=") if word.startswith("--") else (word[:2], word[2:], word[2:])
         option = _TABLE.get(name)

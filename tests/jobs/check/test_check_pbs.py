@@ -52,7 +52,7 @@ WRONG = {
     "-J 0-": "-J 0-: expected a range",
     "-j out": "-j out: expected oe, eo or n",
     "-r yes": "-r yes: expected y or n",
-    "-N other": "-N stands in line 2 already",
+    "-N other": "-N is already in line 2",
     "-Z a": "'-Z' is not an option of qsub",
     "--nodes=2": "'--nodes=2' is not an option of qsub",
     "-r y # rerunnable": "'#' is not an option of qsub: a line of directives takes no comment",
@@ -80,9 +80,9 @@ def test_chunks_and_the_old_form_cannot_be_mixed() -> None:
         "line 4: nodes= is the old form and cannot be mixed with select="
     ]
     assert found("#PBS -l select=2", "#PBS -l ncpus=4") == [
-        "line 4: ncpus belongs into a chunk of select, not beside it"
+        "line 4: ncpus belongs in a chunk of select, not beside it"
     ]
-    assert found("#PBS -l walltime=1", "#PBS -l walltime=2") == ["line 4: -l walltime stands in line 3 already"]
+    assert found("#PBS -l walltime=1", "#PBS -l walltime=2") == ["line 4: -l walltime is already in line 3"]
 
 
 def test_a_name_that_is_too_long_is_reported() -> None:
@@ -90,6 +90,6 @@ def test_a_name_that_is_too_long_is_reported() -> None:
 
 
 def test_directives_after_the_first_command_are_reported() -> None:
-    assert found("cd x", "#PBS -V") == ["line 4: a directive after the first command (line 3) is passed over"]
+    assert found("cd x", "#PBS -V") == ["line 4: a directive after the first command (line 3) is ignored"]
     assert found(" #PBS -V") == ["line 3: not a directive, which begins with #PBS at the start of its line"]
     assert found("# PBS is nice") == []

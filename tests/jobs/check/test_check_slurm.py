@@ -47,11 +47,11 @@ WRONG = {
     "--partition=a --nonsense": "sbatch knows no --nonsense",
     "partition=a": "'partition=a' is not an option",
     "--account=a b": "'b' is not an option",
-    '--account="a': "a quotation mark without its partner",
+    '--account="a': "an unmatched quotation mark",
     "--account=a\u2028": "holds the character U+2028",
     "": "an empty directive",
-    "--nodes=2": "--nodes stands in line 2 already",
-    "-N 2": "--nodes stands in line 2 already",
+    "--nodes=2": "--nodes is already in line 2",
+    "-N 2": "--nodes is already in line 2",
     "--gpus-per-task=1": "--gpus-per-task needs a number of tasks",
 }
 
@@ -98,7 +98,7 @@ def test_lines_that_resemble_directives_are_reported(line: str, message: str | N
 
 def test_directives_after_the_first_command_are_reported() -> None:
     (message,) = found("cd x", "#SBATCH --time=1")
-    assert message == "line 4: a directive after the first command (line 3) is passed over"
+    assert message == "line 4: a directive after the first command (line 3) is ignored"
 
 
 @pytest.mark.parametrize(
