@@ -80,7 +80,7 @@ class TimeReport:
             rates.append(f"{step.share_of_peak:.0%} of the peak")
         shown = sorted(((name, part) for name, part in step.parts.items() if part > 0), key=lambda one: -one[1])
         parts = ", ".join(f"{name} {part / step.seconds:.0%}" for name, part in shown if part >= 0.005 * step.seconds)
-        hidden = f", and {readable(step.hidden)} of exchanges behind the passes" if step.hidden else ""
+        hidden = f", and {readable(step.hidden)} of communication overlapped with the passes" if step.hidden else ""
         low, high = (readable(one * step.seconds) for one in self.spread)
         between = f" ({low} to {high})" if low != high else ""
         return [f"a step takes {readable(step.seconds)}{between}: {', '.join(rates)}", f"  of it {parts}{hidden}"]
@@ -90,7 +90,7 @@ class TimeReport:
         return [
             f"{train.steps:,} steps {readable(whole.steps)}, evaluations {readable(whole.evaluations)}, checkpoints "
             f"{readable(whole.checkpoints)} ({tell(whole.checkpoint_bytes)} each), start {readable(whole.start)}",
-            f"walltime to ask for: {whole.walltime} (with a margin of {MARGIN - 1:.0%}, rounded up)",
+            f"walltime to request: {whole.walltime} (with a margin of {MARGIN - 1:.0%}, rounded up)",
         ]
 
     def _assumed(self) -> list[str]:
@@ -131,7 +131,7 @@ def recommend(ways: Sequence[Candidate], forecasts: Forecasts | None = None) -> 
     Raises ``UsageError`` if ``ways`` is empty.
     """
     if not ways:
-        raise UsageError("there is no way to run that could be recommended", everywhere=True)
+        raise UsageError("no configuration can be recommended", everywhere=True)
     fitting = [one for one in ways if one.fits]
     if not fitting:
         least = min(ways, key=lambda one: one.needs)
@@ -150,8 +150,8 @@ def reason(best: Candidate, ways: Sequence[Candidate], seconds: Mapping[str, flo
         rank = f"is the fastest of {len(seconds)} that fit" if others else "is the only one that fits"
         text = f"{best.name} fits in {tell(best.needs)} of {tell(best.limit)} and {rank}"
     else:
-        text = f"{best.name} is the fastest of {len(seconds)}" if others else f"{best.name} is the only way"
-    text += f": {readable(seconds[best.name])} a step"
+        text = f"{best.name} is the fastest of {len(seconds)}" if others else f"{best.name} is the only configuration"
+    text += f": {readable(seconds[best.name])} per step"
     if others:
         second = min(others, key=lambda name: seconds[name])
         text += f", {second} {readable(seconds[second])}"

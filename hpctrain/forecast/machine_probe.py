@@ -52,7 +52,7 @@ def probe(dtype: str = "float32", folder: Path | None = None) -> Machine:
         call = _operators()
         slowest = _slowest_product(kind)
     disk, said = _disk(folder)
-    together = (f"others are at work here: {cores} cores are taken to do {cores} times what one does",)
+    together = (f"other processes are running: {cores} cores are taken to do {cores} times what one does",)
     return Machine(
         name=f"{processor()}, {cores} core{'s' if cores > 1 else ''}",
         source="measured on this machine just now",
@@ -107,7 +107,7 @@ def probe_gpu(dtype: str = "float32", folder: Path | None = None) -> Machine:
     name = torch.cuda.get_device_name(0)
     known = [one for one in DEVICES if one in name]
     if not known:
-        raise UsageError(f"nothing is known of a {name}: name another machine, known are {', '.join(DEVICES)}")
+        raise UsageError(f"unknown GPU {name}: name another machine, known are {', '.join(DEVICES)}")
     disk, said = _disk(folder)
     found = preset(known[0], dtype)
     return replace(found, disk=disk, assumed=(*found.assumed, said))

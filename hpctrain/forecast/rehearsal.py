@@ -106,7 +106,7 @@ def _company(part: Part, ranks: int) -> Iterator[Sequence[Process]]:
             one.stdin.flush()
         for one in company:
             if one.stdout.readline().decode().strip() != READY:
-                raise ValueError("a process of the rehearsal ended before it began")
+                raise ValueError("a process of the measurement ended before it began")
         yield company
     finally:
         alarm.cancel()

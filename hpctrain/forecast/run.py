@@ -33,7 +33,7 @@ class PlannedRun:
 
     def __post_init__(self) -> None:
         if self.ranks < 1 or self.ranks_per_node < 1:
-            raise UsageError(f"{self.ranks} ranks, {self.ranks_per_node} a node: there must be at least 1 of each")
+            raise UsageError(f"{self.ranks} ranks, {self.ranks_per_node} per node: there must be at least 1 of each")
         check_run(self.settings, self.ranks)
 
     @property

@@ -129,7 +129,8 @@ def lines(curve: Curve, wanted: Sequence[int] = ()) -> list[str]:
         if not wanted or point.ranks in wanted:
             rows.append([f"{point.ranks:,}", *_cells(curve, point, "strong"), *_cells(curve, point, "weak")])
     widths = [max(map(len, column)) for column in zip(*rows)]
-    above = f"{'':{widths[0]}}  {'same batch':>{sum(widths[1:4]) + 4}}  {'same samples a rank':>{sum(widths[4:]) + 4}}"
+    strong, weak = sum(widths[1:4]) + 4, sum(widths[4:]) + 4
+    above = f"{'':{widths[0]}}  {'same batch':>{strong}}  {'same samples per rank':>{weak}}"
     return [above, *("  ".join(cell.rjust(width) for cell, width in zip(row, widths)) for row in rows)]
 
 

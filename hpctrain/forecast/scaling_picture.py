@@ -14,7 +14,7 @@ from hpctrain.util import atomic
 from hpctrain.util.text import without_math
 
 KINDS = (".png", ".svg", ".pdf")
-WAYS = {"strong": ("same batch", "#3b6fb6", "o"), "weak": ("same samples a rank", "#5fa55a", "s")}
+WAYS = {"strong": ("same batch", "#3b6fb6", "o"), "weak": ("same samples per rank", "#5fa55a", "s")}
 _INK, _IDEAL = "#333333", "#b8b8b8"
 
 
@@ -43,8 +43,8 @@ def figure(curve: Curve, run: PlannedRun) -> Any:
         _draw_way(rates, shares, curve, way, run.ranks)
     highest = max(curve.efficiency(point, way) or 0.0 for point in curve.points for way in WAYS)
     rates.set_title(f"{without_math(run.facts.name)}, {_strategy(run)}: forecast", loc="left", fontsize=11, color=_INK)
-    rates.set(xscale="log", yscale="log", xlabel="ranks", ylabel="samples a second")
-    shares.set(xscale="log", xlabel="ranks", ylabel="samples a second of a GPU or core", ylim=(0, 1.08 * highest))
+    rates.set(xscale="log", yscale="log", xlabel="ranks", ylabel="samples per second")
+    shares.set(xscale="log", xlabel="ranks", ylabel="samples per second and GPU or core", ylim=(0, 1.08 * highest))
     shares.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
     for axis in (rates, shares):
         axis.spines[["top", "right"]].set_visible(False)
@@ -69,7 +69,7 @@ def _draw_way(rates: Any, shares: Any, curve: Curve, way: str, chosen: int) -> N
     if way == "weak":
         best = max(rate / count for rate, count in zip(throughput, ranks))
         ideal = [best * count for count in ranks]
-        rates.plot(ranks, ideal, color=_IDEAL, linewidth=1.2, linestyle="--", label="in proportion", zorder=1)
+        rates.plot(ranks, ideal, color=_IDEAL, linewidth=1.2, linestyle="--", label="ideal", zorder=1)
     rates.plot(ranks, throughput, color=colour, marker=marker, markersize=4.5, label=label)
     shares.plot(ranks, [curve.efficiency(point, way) for point in points], color=colour, marker=marker, markersize=4.5)
     _mark(rates, ranks, throughput, chosen, colour)

@@ -24,7 +24,7 @@ def heading(run: PlannedRun) -> str:
     samples = run.samples * train.accumulate
     return (
         f"{facts.name}, {facts.numel:,} parameters{row}; {ranks}{mesh}, on {where}; batch {train.batch}: "
-        f"{_count(samples, 'sample')} a {'pipeline' if run.shape.pipe > 1 else 'rank'}{passes}{pieces}"
+        f"{_count(samples, 'sample')} per {'pipeline' if run.shape.pipe > 1 else 'rank'}{passes}{pieces}"
     )
 
 
@@ -32,9 +32,9 @@ def rows_of(run: PlannedRun, memory: Memory) -> list[list[str]]:
     """Return the memory table: one row per category, and columns for a rank and a node."""
     rank, node = memory.rank, memory.node
     if run.device == "cpu":
-        columns = {"a rank": rank.host, "a node": node.host}
+        columns = {"per rank": rank.host, "per node": node.host}
     else:
-        columns = {"a rank's GPU": rank.device, "a rank's host": rank.host, "a node's host": node.host}
+        columns = {"GPU per rank": rank.device, "host per rank": rank.host, "host per node": node.host}
     rows = [["", *columns]]
     of_cpus = ("allocator", "program") if run.device != "cpu" else ()
     for part in PARTS:
@@ -68,7 +68,7 @@ def verdict(one: Candidate) -> str:
 def lines_of(found: Sequence[Candidate]) -> list[list[str]]:
     """Return one row per configuration: a star at the chosen one, its name, its memory needs, and whether it fits."""
     cpu = found[0].run.device == "cpu"
-    rows = [["", "", "a rank", "a node", ""] if cpu else ["", "", "a rank's GPU", "a node's host", ""]]
+    rows = [["", "", "per rank", "per node", ""] if cpu else ["", "", "GPU per rank", "host per node", ""]]
     for one in found:
         rank = one.memory.rank.host_total if cpu else one.memory.rank.device_total
         star = "*" if one.chosen else ""

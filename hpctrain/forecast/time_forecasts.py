@@ -75,7 +75,7 @@ class Forecasts:
             found.append("layers: operations and bytes counted, divided by the rates")
         if run.ranks > 1:
             measured = any(layout.size == run.ranks for layout in self.calibrated)
-            told = "as calibrated for so many ranks" if measured else "by messages, bytes and passes over memory"
+            told = "from the calibration" if measured else "by messages, bytes and passes over memory"
             found.append(f"collectives: {told}{self._load(run.ranks)}")
         return [*found, *self.machine.assumed]
 

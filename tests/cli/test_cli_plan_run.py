@@ -34,7 +34,7 @@ def config(tmp_path: Path) -> str:
 def test_a_table_and_one_line_per_strategy_are_printed(config: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", config, "--ranks", "2", "--host-memory", "1 GB", *MACHINE]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("gpt-tiny, ") and "2 ranks on 1 node, on CPUs; batch 8: 4 samples a rank" in lines[0]
+    assert lines[0].startswith("gpt-tiny, ") and "2 ranks on 1 node, on CPUs; batch 8: 4 samples per rank" in lines[0]
     table = {line[:16].strip(): line[16:].split() for line in lines[3:13]}
     assert table["parameters"][1] == "KiB" and len(table["at the peak"]) == 4
     chosen = [line for line in lines if line.startswith("*")]
@@ -67,7 +67,7 @@ def test_a_run_that_does_not_fit_has_exit_code_1(config: str, capsys: pytest.Cap
     "words, message",
     [
         (["--ranks", "3", "--set", "parallel.pipe=2"], "3 ranks cannot form a mesh"),
-        (["--ranks", "3"], "a batch of 8 samples cannot be dealt out"),
+        (["--ranks", "3"], "a batch of 8 samples cannot be divided evenly"),
         (["--ranks", "-1"], "--ranks -1: must be at least 1"),
         (["--ranks-per-node", "0"], "--ranks-per-node 0: must be at least 1"),
         (["--host-memory", "much"], "--host-memory: 'much' is not a number of bytes"),

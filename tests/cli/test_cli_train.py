@@ -117,7 +117,7 @@ def test_a_missing_config_on_several_ranks_is_one_line_of_error(refused: Any) ->
 
 def test_a_batch_not_divisible_by_the_ranks_is_refused(refused: Any) -> None:
     said = refused(2, "tiny.toml", "--set", "train.batch=3")
-    assert "a batch of 3 samples cannot be dealt out evenly to 2 ranks: nearest are 2 and 4" in said
+    assert "a batch of 3 samples cannot be divided evenly over 2 ranks: nearest are 2 and 4" in said
 
 
 def test_the_folder_is_named_after_the_config(launch: Any, tmp_path: Path) -> None:
@@ -133,7 +133,7 @@ def test_the_folder_is_named_after_the_config(launch: Any, tmp_path: Path) -> No
 @pytest.mark.parametrize(
     "words, said",
     [
-        (["tiny.toml", "data.files=nowhere.h5"], "no data file nowhere.h5: hpctrain data pack makes one"),
+        (["tiny.toml", "data.files=nowhere.h5"], "no data file nowhere.h5: create one with hpctrain data pack"),
         (["tiny.toml", "parallel.pipe=2"], "class Model cannot be cut into stages: write a method layers()"),
         (["gpt.toml", "model.heads=1", "parallel.tensor=2"], "1 heads cannot be split over 2 tensor ranks"),
     ],

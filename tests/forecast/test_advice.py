@@ -31,7 +31,7 @@ def test_a_report_has_rates_walltime_and_assumptions(report: TimeReport, tmp_pat
     text = "\n".join(report.lines())
     rates = r"[\d,.]+ samples/s, [\d,.e+]+ tokens/s, \S+ TFLOP/s, \d+% of the peak"
     assert re.search(rf"a step takes \S+ \w+: {rates}", text)
-    assert re.search(r"walltime to ask for: \d\d:\d\d:00 ", text) and "10,000" in text
+    assert re.search(r"walltime to request: \d\d:\d\d:00 ", text) and "10,000" in text
     assert "A100, data sheet of A100" in text and "60% of 19.5 TFLOP/s" in text
     report.draw(tmp_path / "curve.png")
     assert (tmp_path / "curve.png").exists()
@@ -89,10 +89,10 @@ def test_the_smallest_candidate_is_named_if_none_fits() -> None:
     one = planned(2)
     found = recommend([Candidate("ddp", False, one, 9 * GIB, 4 * GIB), Candidate("fsdp", False, one, 5 * GIB, 4 * GIB)])
     assert found.name is None and found.reason == "none of 2 fits: fsdp needs least, 5.00 GiB of 4.00 GiB"
-    with pytest.raises(UsageError, match="no way to run"):
+    with pytest.raises(UsageError, match="no configuration can"):
         recommend([])
     only = recommend([Candidate("ddp", True, one)], Forecasts(one, "H100"))
-    assert only.name == "ddp" and only.reason.startswith("ddp is the only way: ")
+    assert only.name == "ddp" and only.reason.startswith("ddp is the only configuration: ")
 
 
 def test_a_candidate_is_described_by_its_scarcest_memory() -> None:

@@ -47,7 +47,7 @@ def test_on_a_busy_machine_rates_are_scaled_from_one_core(
     load(monkeypatch, 0.5)
     found = probe(folder=tmp_path)
     assert found.flops[2] == 2 * found.flops[1] and found.bandwidth[2] == 2 * found.bandwidth[1]
-    assert any("others are at work here" in line for line in found.assumed) and found.busy
+    assert any("other processes are running" in line for line in found.assumed) and found.busy
 
 
 def test_the_load_of_other_processes_is_read_from_proc_stat_or_assumed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -113,7 +113,7 @@ def test_a_forecast_uses_the_timed_passes(plan: Any, monkeypatch: pytest.MonkeyP
 
 
 def test_no_passes_are_timed_on_a_busy_machine(plan: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(time_forecasts, "rehearse", lambda *args: pytest.fail("others are at work here"))
+    monkeypatch.setattr(time_forecasts, "rehearse", lambda *args: pytest.fail("other processes are running"))
     run = plan(1)
     forecasts = Forecasts(run)
     forecasts.machine = replace(CPU, busy=True)

@@ -108,8 +108,8 @@ def test_the_figure_shows_strong_weak_and_ideal_scaling(
 ) -> None:
     rates, shares = figure(curve, run).axes
     drawn = {line.get_label(): list(line.get_xdata()) for line in rates.lines}
-    assert {"same batch", "same samples a rank", "in proportion"} <= drawn.keys()
-    assert drawn["same batch"][-1] == 64 and drawn["same samples a rank"][-1] == 10_000
+    assert {"same batch", "same samples per rank", "ideal"} <= drawn.keys()
+    assert drawn["same batch"][-1] == 64 and drawn["same samples per rank"][-1] == 10_000
     assert len(shares.lines) == 2 and "gpt-tiny, ddp" in rates.get_title(loc="left")
     draw(curve, run, tmp_path / "curve.svg")
     assert (tmp_path / "curve.svg").stat().st_size > 1000
