@@ -139,9 +139,11 @@ class Job:
         text to store with the checkpoints, ``provenance`` facts to record in them. ``options`` are
         the fields of ``RunOptions``.
         """
-        from hpctrain.train.options import run_options
+        from hpctrain.train.options import check_arguments, run_options
         from hpctrain.train.session import Run
 
+        named = {"states": states, "config": config, "provenance": provenance}
+        check_arguments(model, optimizer, loader, checkpoints=checkpoints, **named)
         return Run(
             self,
             model,

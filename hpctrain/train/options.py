@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import math
+import numbers
+import operator
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+import numpy as np
 
 from hpctrain.checkpoint.file.layout import ALIGNMENT
 from hpctrain.checkpoint.keep import Best, Keep
@@ -16,6 +21,7 @@ from hpctrain.errors import UsageError
 from hpctrain.settings import unknown
 from hpctrain.train.health import Policy
 from hpctrain.train.settings import check_trace_steps
+from hpctrain.util.text import shown
 
 Resume = Literal["auto", "never", "must", "reopen"]
 OnError = Literal["stop", "continue"]
@@ -27,6 +33,16 @@ _ALLOWED = {
     "on_error": get_args(OnError),
     "best": get_args(Best),
     "io": get_args(IO),
+}
+
+
+_ITEMS = {"start_skip": "patterns", "hints": "name=value"}
+_KINDS: dict[Any, str] = {int: "a whole number", float: "a number", str: "text", bool: "True or False"}
+_ARGUMENTS: dict[str, tuple[Any, str]] = {
+    "checkpoints": ((str, os.PathLike), "the path of a folder"),
+    "states": (Mapping, "a dict of objects with a state"),
+    "config": (str, "text"),
+    "provenance": (Mapping, "a dict"),
 }
 
 
@@ -58,6 +74,7 @@ class RunOptions:
     trace_steps: Sequence[int] = (3, 12)  # the first and the last of these steps, counted from this start
 
     def __post_init__(self) -> None:
+        self._convert()
         for name, least in _AT_LEAST.items():
             count = getattr(self, name)
             if count is not None and count < least:
@@ -66,11 +83,6 @@ class RunOptions:
             value = getattr(self, name)
             if value not in allowed:
                 raise UsageError(f"a run with {name} = {value!r}: allowed are {', '.join(allowed)}", everywhere=True)
-        for name, items in {"start_skip": "patterns", "hints": "name=value"}.items():
-            if isinstance(getattr(self, name), str):
-                raise UsageError(
-                    f"a run with {name} = {getattr(self, name)!r}: give a list of {items}", everywhere=True
-                )
         if self.background and self.io == "mpiio":
             raise UsageError("a run with background and io = 'mpiio': take io = 'posix'", everywhere=True)
         if self.walltime:
@@ -80,6 +92,16 @@ class RunOptions:
             raise UsageError(text, everywhere=True)
         self.storage  # raises if it is wrong
         check_trace_steps(self.trace_steps, "a run with trace_steps")
+
+    def _convert(self) -> None:
+        """Convert each option to its type, in place. Raises ``UsageError`` for a value of another type."""
+        for field, hint in zip(fields(self), get_type_hints(RunOptions).values(), strict=True):
+            value = getattr(self, field.name)
+            if value is None and field.default in (None, ""):
+                value = field.default
+            elif get_origin(hint) is not Literal:  # the allowed values are compared later
+                value = _converted(field.name, hint, value)
+            object.__setattr__(self, field.name, value)  # the dataclass is frozen
 
     @property
     def storage(self) -> Storage:
@@ -99,6 +121,55 @@ class RunOptions:
     def kept(self) -> Keep:
         """Return the retention rule for checkpoints."""
         return Keep(self.keep, self.keep_every, self.keep_best, self.best)
+
+
+def _converted(name: str, hint: Any, value: Any) -> Any:
+    """Return a value of the type that an option has."""
+    kinds = get_args(hint) or (hint,)
+    if get_origin(hint) is Sequence:
+        if isinstance(value, (list, tuple)) and all(_is_a(kinds[0], one) for one in value):
+            return value
+        items = _ITEMS.get(name, "whole numbers")
+        raise UsageError(f"a run with {name} = {shown(value)}: give a list of {items}", everywhere=True)
+    kind = next((each for each in kinds if _is_a(each, value)), None)
+    if kind is None:
+        raise UsageError(f"a run with {name} = {shown(value)}: expected {_KINDS[kinds[0]]}", everywhere=True)
+    return value if issubclass(kind, (str, Path)) else kind(value)
+
+
+def _is_a(kind: type, value: Any) -> bool:
+    """Return whether a value can stand for one of this type: 1e3 for a whole number, NumPy's numbers, 0 for false."""
+    if kind is bool:
+        return isinstance(value, np.bool_) or isinstance(value, int) and value in (0, 1)
+    if kind is str or kind is Path:
+        return isinstance(value, str if kind is str else os.PathLike)
+    if isinstance(value, bool) or kind not in (int, float):
+        return False
+    if kind is float:
+        return isinstance(value, float) or isinstance(value, numbers.Real) and -(2**63) < value < 2**63  # type: ignore
+    try:
+        operator.index(value)
+    except TypeError:
+        return isinstance(value, float) and value.is_integer()
+    return True
+
+
+def check_arguments(model: Any, optimizer: Any, loader: Any, **others: Any) -> None:
+    """Raise ``UsageError`` for an argument of ``job.run`` of another type; ``others`` are all but the options."""
+    for name, given, attribute, what in (
+        ("model", model, "_modules", "a torch.nn.Module"),
+        ("optimizer", optimizer, "param_groups", "a torch.optim.Optimizer"),
+    ):
+        each = list(given.values()) if isinstance(given, Mapping) else [given]
+        if not all(hasattr(one, attribute) for one in each):
+            raise UsageError(f"job.run({name}={shown(given)}): expected {what}, or a dict of several", everywhere=True)
+    if not hasattr(loader, "__iter__") and not hasattr(loader, "__getitem__"):
+        raise UsageError(f"job.run(loader={shown(loader)}): expected a DataLoader or another iterable", everywhere=True)
+    for name, value in others.items():
+        kind, what = _ARGUMENTS[name]
+        missing = name == "checkpoints" and value in (None, "")
+        if missing or value is not None and not isinstance(value, kind):
+            raise UsageError(f"job.run({name}={shown(value)}): expected {what}", everywhere=True)
 
 
 def run_options(given: Mapping[str, Any]) -> RunOptions:

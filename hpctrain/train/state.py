@@ -22,7 +22,7 @@ from hpctrain.checkpoint.file.checksum import crc32
 from hpctrain.checkpoint.file.keys import group_of, keys_in
 from hpctrain.checkpoint.file.reader import Reader
 from hpctrain.checkpoint.keep import Keep
-from hpctrain.checkpoint.named import by_key
+from hpctrain.checkpoint.named import Models, by_key
 from hpctrain.checkpoint.saver import Saver
 from hpctrain.checkpoint.state import Loaded, load, load_own
 from hpctrain.checkpoint.states import Leaf, pack_states
@@ -189,9 +189,12 @@ class TrainState:
     def check_storable(self) -> None:
         """Refuse states that a checkpoint cannot contain. Collective, before the first step.
 
-        Raises ``UsageError`` on all ranks for a value of a type that cannot be stored, and for
-        tensors that differ between the ranks: a checkpoint stores those of rank 0.
+        Raises ``CheckpointError`` on all ranks for a parameter or buffer of a type that cannot be
+        stored, such as a complex one. Raises ``UsageError`` on all ranks for a value of a type that
+        cannot be stored, and for tensors that differ between the ranks: a checkpoint stores those
+        of rank 0.
         """
+        agreed(self.comm, lambda: Models.of(self.models, self.splits).shards())
         for name, part in self.parts.items():
             if parts.is_plain(part):
                 raise UsageError(

@@ -278,6 +278,21 @@ def test_wrong_options_are_refused(job: Any, tmp_path: Path, options: dict[str, 
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.ranks(1, 2)
+@pytest.mark.parametrize("kind", ["parameter", "buffer"])
+def test_a_complex_tensor_is_refused_before_the_first_step(job: Any, shared_tmp_path: Path, kind: str) -> None:
+    training = Training(job, shared_tmp_path, make_batches(2))
+    value = torch.zeros(3, dtype=torch.complex64)
+    if kind == "buffer":
+        training.model.register_buffer("phases", value)
+    else:
+        training.model.register_parameter("phases", torch.nn.Parameter(value, requires_grad=False))
+    with pytest.raises(CheckpointError, match="phases has the dtype complex64: a checkpoint .*float32") as found:
+        training.go()
+    assert found.value.everywhere and found.value.exit_code == 2 and "\n" not in str(found.value)
+    assert not training.losses and not list(shared_tmp_path.iterdir())
+
+
 def test_a_model_must_be_wrapped_and_a_run_entered(job: Any, tmp_path: Path) -> None:
     model = make_net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
