@@ -157,4 +157,4 @@ def test_a_whole_preflight_on_two_ranks(launch: Any, tmp_path: Path) -> None:
     found = json.loads(done.stdout)
     assert [rank["rank"] for rank in found["ranks"]] == [0, 1] and found["all_reduce"][0]["wrong"] == []
     assert done.returncode == (1 if found["counts"]["error"] else 0)
-    assert "preflight: who is there" in done.stderr
+    assert "preflight: finding ranks and nodes" in done.stderr

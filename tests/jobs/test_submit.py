@@ -161,6 +161,6 @@ def test_the_job_id_is_reported_if_recording_fails(
 
     told: list[str] = []
     monkeypatch.setattr(submitting, "record", fail)
-    with pytest.raises(HpctrainError, match="job 1234 is submitted, but cannot be recorded in .*: No space left") as found:
+    with pytest.raises(HpctrainError, match="job 1234 is submitted, but cannot be recorded in .*: No space") as found:
         submit("slurm", "x", tmp_path, environ=batch.environment(), tell=lambda done: told.append(done.job_id))
     assert told == ["1234"] and found.value.exit_code == 1
