@@ -307,6 +307,8 @@ def _convert(hint: Any, value: Any, path: str) -> Any:
         items = [value] if isinstance(value, str) else value
         if not isinstance(items, (list, tuple)):
             raise SettingsError(f"setting {path} = {shown(value)}: expected a list")
+        if any(isinstance(item, str) and not item.strip() for item in items):
+            raise SettingsError(f"setting {path} = {shown(list(items))}: a name is empty")
         converted = tuple(_convert(typing.get_args(hint)[0], item, path) for item in items)
         return value if isinstance(value, tuple) and all(map(operator.is_, converted, value)) else converted
     plain = origin or hint

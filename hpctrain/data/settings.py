@@ -29,8 +29,6 @@ class DataSettings:
         check_fields(self, "data")
         if self.validation_samples < 0:
             raise SettingsError(f"data.validation_samples = {self.validation_samples}: allowed is 0 (all) or more")
-        if not all(self.files):
-            raise SettingsError(f"data.files = {list(self.files)}: a file name is empty")
 
     @property
     def has_tokens(self) -> bool:

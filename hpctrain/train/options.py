@@ -167,7 +167,7 @@ def check_arguments(model: Any, optimizer: Any, loader: Any, **others: Any) -> N
         raise UsageError(f"job.run(loader={shown(loader)}): expected a DataLoader or another iterable", everywhere=True)
     for name, value in others.items():
         kind, what = _ARGUMENTS[name]
-        missing = name == "checkpoints" and value in (None, "")
+        missing = name == "checkpoints" and not str(value or "").strip()
         if missing or value is not None and not isinstance(value, kind):
             raise UsageError(f"job.run({name}={shown(value)}): expected {what}", everywhere=True)
 

@@ -57,6 +57,8 @@ class RunSettings:
 
     def __post_init__(self) -> None:
         check_fields(self, "run")
+        if not self.folder.strip():
+            raise SettingsError(f"setting run.folder = {shown(self.folder)}: name a folder")
         if self.walltime:
             seconds_of(self.walltime)
         if not 0 <= self.margin < math.inf:
@@ -149,6 +151,8 @@ class OptimizerSettings:
 
     def __post_init__(self) -> None:
         check_fields(self, "optimizer")
+        if not self.name.strip():
+            raise SettingsError(f"setting optimizer.name = {shown(self.name)}: name a class of torch.optim")
         if self.factory is not None and not names_function(self.factory):
             text = f"setting optimizer.factory = {shown(self.factory)}"
             raise SettingsError(f"{text}: write it as package.module:function")
@@ -156,8 +160,8 @@ class OptimizerSettings:
             raise SettingsError(f"setting optimizer.betas = {list(self.betas)}: must be two numbers in [0, 1)")
         for name in ("learning_rate", "epsilon", "weight_decay", "warmup", "final"):
             value = getattr(self, name)
-            if value is not None and not value >= 0:
-                raise SettingsError(f"setting optimizer.{name} = {value}: must not be negative")
+            if value is not None and not 0 <= value < math.inf:
+                raise SettingsError(f"setting optimizer.{name} = {value}: must be a finite number >= 0")
         for name, key in OPTIMIZER_ARGUMENTS.items():
             if key in self.options and (name == "learning_rate" or getattr(self, name) is not None):
                 raise SettingsError(f"setting optimizer.options: {key} is set by optimizer.{name}")
