@@ -110,9 +110,12 @@ def run(args: argparse.Namespace) -> int:
         return 0  # rank 0 prints for all ranks
     _check(args)
     if args.config:
+        from hpctrain.train.settings import load
+
+        settings = load(args.config, args.assignments or ())  # a mistake in them is told before torch is imported
         from hpctrain.cli.plan_run import plan
 
-        return plan(args)
+        return plan(args, settings)
     return _measured(args) if args.measured else _ideal(args)
 
 

@@ -17,21 +17,21 @@ from hpctrain.forecast.machine_presets import preset
 from hpctrain.forecast.run import Device, PlannedRun
 from hpctrain.forecast.sizes import parse, tell
 from hpctrain.settings import check_code
-from hpctrain.train.settings import LOSSES, Settings, load
+from hpctrain.train.settings import LOSSES, Settings
 from hpctrain.util.text import printable_lines
 
 if TYPE_CHECKING:
     from hpctrain.forecast.advice import TimeReport
 
 
-def plan(args: argparse.Namespace) -> int:
+def plan(args: argparse.Namespace, settings: Settings) -> int:
     """Print what a run needs; return 0 if it fits, 1 otherwise."""
     from hpctrain.forecast.advice import time_report
 
     if args.machine:
         preset(args.machine)  # refuses an unknown name before the forecast starts
     limits = Limits(_bytes(args.device_memory, "--device-memory"), _bytes(args.host_memory, "--host-memory"))
-    planned = planned_run(args, limits)
+    planned = planned_run(args, settings, limits)
     found = candidates(planned, limits, everything=bool(args.strategies))
     if sys.stderr.isatty():
         print("estimating; measuring this machine takes seconds ...", file=sys.stderr)
@@ -44,9 +44,8 @@ def plan(args: argparse.Namespace) -> int:
     return 0 if found[0].fits else EXIT_FAILURE
 
 
-def planned_run(args: argparse.Namespace, limits: Limits) -> PlannedRun:
+def planned_run(args: argparse.Namespace, settings: Settings, limits: Limits) -> PlannedRun:
     """Return the run that the arguments describe. Raises ``UsageError`` for invalid arguments."""
-    settings = load(args.config, args.assignments or ())
     if not args.allow_code:
         check_functions(settings)
     ranks = _positive(args.ranks if args.ranks is not None else 1, "--ranks")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -89,6 +91,18 @@ def test_bad_input_is_one_line_of_error(
 def test_a_missing_file_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "nowhere.toml"]) == 2
     assert "cannot read settings from nowhere.toml" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [["nowhere.toml"], ["run.toml", "--set", "train.steps=none"]])
+def test_a_missing_file_and_a_wrong_setting_are_reported_without_torch(config: str, words: list[str]) -> None:
+    code = (
+        "import sys; from hpctrain.cli.main import main; code = main(['plan', *sys.argv[1:]]);"
+        "assert 'torch' not in sys.modules; sys.exit(code)"
+    )
+    command = [sys.executable, "-c", code, *words]
+    result = subprocess.run(command, capture_output=True, text=True, cwd=Path(config).parent, timeout=60)
+    assert result.returncode == 2 and result.stderr.count("\n") == 1, result.stderr
+    assert result.stderr.startswith("hpctrain: error: ")
 
 
 def test_options_of_a_run_need_a_config(capsys: pytest.CaptureFixture[str]) -> None:
