@@ -151,13 +151,13 @@ def _check_embedding(name: str, module: nn.Embedding | nn.EmbeddingBag) -> None:
     if module.max_norm is not None:
         text = (
             f"{name} has max_norm, by which each forward pass changes the rows that its samples look up: ranks with "
-            "other samples would change others; leave max_norm out, or train in one process"
+            "other samples would change others; remove max_norm, or train in one process"
         )
         raise UsageError(text, everywhere=True)
     if module.scale_grad_by_freq:
         text = (
             f"{name} has scale_grad_by_freq, which divides gradients by how often a row is looked up in the batch: a "
-            "rank counts in its share alone; leave it out, or train in one process"
+            "rank counts only its own share; remove it, or train in one process"
         )
         raise UsageError(text, everywhere=True)
 

@@ -45,7 +45,7 @@ def whole_copy(
     if settings.tensor == 1 or not settings.check_split or settings.pipe > 1 and can_drop(model):
         return None
     if not fits(model, comm, device):
-        logger.debug("tensor parallelism: no comparison with the whole model, for want of memory")
+        logger.debug("tensor parallelism: no comparison with the whole model, as there is not enough memory")
         return None
     whole = blank_copy(model)
     return whole if all(comm.all_gather_object(whole is not None)) else None

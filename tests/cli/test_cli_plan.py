@@ -144,7 +144,7 @@ def test_a_plot_of_a_measured_step_is_written(traced: Path, tmp_path: Path) -> N
         (["--measured", "runs/a", "--send", "0"], "--measured shows a trace: remove --send"),
         (["--measured", "nowhere"], "nowhere does not exist: a run with train.trace = true writes it"),
         ([*SHORT[1:], "-o", "x.gif"], "cannot draw x.gif: its name must end in .png, .svg, .pdf"),
-        ([*SHORT[1:], "--chunks", "2"], "the schedule 1f1b takes one chunk of the model a stage, not 2"),
+        ([*SHORT[1:], "--chunks", "2"], "the schedule 1f1b takes one chunk of the model per stage, not 2"),
         ([*SHORT[1:], "--forward", "nan"], "'nan' is not a time of at least 0"),
         ([*SHORT[1:], "--backward", "-1"], "'-1' is not a time of at least 0"),
         ([*SHORT[1:-1], "0"], "0 microbatches: a schedule needs at least 1"),

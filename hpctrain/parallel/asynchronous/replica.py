@@ -109,7 +109,7 @@ class Replica(Strategy):
         assert self._hooks.optimizer is not None
         rates = {float(group["lr"]) for group in self._hooks.optimizer.param_groups}
         if len(rates) > 1 and self.settings.rho:
-            raise UsageError("server.rho goes with one learning rate, and the optimizer has several", everywhere=True)
+            raise UsageError("server.rho needs a single learning rate, and the optimizer has several", everywhere=True)
         return rules.moving_rate(self.settings.rho, rates.pop(), self.comm.size)
 
     def contribute_nothing(self, *, backward: bool = True) -> None:

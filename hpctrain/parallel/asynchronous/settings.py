@@ -45,17 +45,17 @@ class ServerSettings:
         if self.period < 1:
             raise SettingsError(f"setting server.period = {self.period}: must be at least 1")
         if not 0 <= self.rho < math.inf:
-            raise SettingsError(f"setting server.rho = {self.rho}: must be a number from 0 on")
+            raise SettingsError(f"setting server.rho = {self.rho}: must be a number >= 0")
         for name in ("max_staleness", "ranks"):
             if getattr(self, name) < 0:
                 raise SettingsError(f"setting server.{name} = {getattr(self, name)}: must not be negative")
         if self.average and self.mode not in ("auto", "synchronous"):
             raise SettingsError(
-                f'setting server.mode = "{self.mode}": an average is one of all workers; leave server.average out'
+                f'setting server.mode = "{self.mode}": an average is over all workers; remove server.average'
             )
         if self.average and self.rho:
             raise SettingsError(
-                f"setting server.rho = {self.rho}: nothing pulls where server.average = true; leave one of them out"
+                f"server.rho = {self.rho} has no effect with server.average = true; remove one of them"
             )
 
 
@@ -84,7 +84,7 @@ def check(settings: ServerSettings, parallel: ParallelSettings, offload: Offload
     for name in ("pipe", "tensor"):
         if getattr(parallel, name) > 1:
             raise SettingsError(
-                f"setting parallel.{name} = {getattr(parallel, name)}: workers of {chosen} hold whole models"
+                f"setting parallel.{name} = {getattr(parallel, name)}: workers with {chosen} hold whole models"
             )
     refused = {
         "parallel.compression": parallel.compression != "none",
@@ -95,7 +95,7 @@ def check(settings: ServerSettings, parallel: ParallelSettings, offload: Offload
     }
     for name, given in refused.items():
         if given:
-            raise SettingsError(f"setting {name}: is not for {chosen}, whose gradients stay on their rank")
+            raise SettingsError(f"setting {name}: not possible with {chosen}, whose gradients stay on their rank")
 
 
 def server_settings(value: ServerSettings | Mapping[str, Any] | None) -> ServerSettings:

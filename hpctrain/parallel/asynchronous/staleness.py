@@ -74,7 +74,7 @@ class Bound:
         """Wait until this worker may update; with a bound, its update counts from here on."""
         if not self._most:
             return
-        operation = "the others, at the bound of staleness"
+        operation = "other workers, at the staleness bound"
         with waiting(operation):
             until(self._let_through, operation, lambda: self._late(operation), SPINS, period=1)
 

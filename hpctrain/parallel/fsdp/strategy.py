@@ -178,7 +178,7 @@ class ShardedDataParallel(Strategy):
         """
         if write and self.settings.mixed_precision != "none":
             raise UsageError(
-                "summon(write=True) would round the parameters to bfloat16 (parallel.mixed_precision): "
+                "unshard(write=True) would round the parameters to bfloat16 (parallel.mixed_precision): "
                 "write into a checkpoint and load that",
                 everywhere=True,
             )
@@ -215,7 +215,7 @@ class ShardedDataParallel(Strategy):
         """Raise ``UsageError`` unless an optimizer holds shards and updates element by element."""
         if not self._owners.check(optimizer):
             raise UsageError(
-                "the optimizer holds no parameter of the model: make it of model.parameters() after job.wrap(model)",
+                "the optimizer holds no parameter of the model: make it from model.parameters() after job.wrap(model)",
                 everywhere=True,
             )
 

@@ -68,7 +68,7 @@ class Disk:
     def _refused(self, error: OSError, nbytes: int = 0) -> UsageError:
         what = f"setting offload.disk = {self._folder}"
         if error.errno not in _FULL:
-            return UsageError(f"{what}: {error.strerror}: must be a folder in which every rank can make files")
+            return UsageError(f"{what}: {error.strerror}: must be a folder in which every rank can create files")
         system = os.statvfs(self._folder)
         free = system.f_bavail * system.f_frsize
         missing = f"{max(nbytes - free, 0) / MIB:.0f} MiB are missing" if free < nbytes else "a quota allows no more"

@@ -133,8 +133,8 @@ class Engine:
         clips = math.isfinite(max_norm)
         if clips and any(kept.early is not None for kept in self._kept):
             raise UsageError(
-                "gradients cannot be clipped any more: the strategy was told by update_early that nobody would, and "
-                "has made updates while backward went on",
+                "gradients cannot be clipped any more: update_early permitted updates during the backward pass, "
+                "which have been made",
                 everywhere=True,
             )
         self.gradients.apply_scale()

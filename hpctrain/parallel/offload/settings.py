@@ -47,7 +47,7 @@ class OffloadSettings:
         check_most(self, "offload", piece_mib=2**24)
         for name in ("disk", "delayed"):
             if getattr(self, name) and not self.any_update:
-                raise SettingsError(f"setting offload.{name}: is for offload.optimizer = true")
+                raise SettingsError(f"setting offload.{name}: needs offload.optimizer = true")
 
     @property
     def any_update(self) -> bool:

@@ -59,7 +59,7 @@ class Ticket(Generic[T]):
 
     def drop(self) -> None:
         """End the job without running it, with an error."""
-        self._error = UsageError(f"the thread {self._name} was closed before it came to this job")
+        self._error = UsageError(f"the thread {self._name} was closed before this job began")
         self._end()
 
     def _end(self) -> None:

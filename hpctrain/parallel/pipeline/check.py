@@ -51,4 +51,4 @@ def _check_updates(schedule: Schedule, actions: tuple[Action, ...]) -> None:
 
 
 def _refused(schedule: Schedule, why: str) -> UsageError:
-    return UsageError(f"the schedule {schedule.name} cannot be played: {why}", everywhere=True)
+    return UsageError(f"the schedule {schedule.name} cannot be executed: {why}", everywhere=True)

@@ -156,7 +156,7 @@ def _check_once(layers: list[Layer]) -> None:
             if module is layer.module and module in seen:
                 raise _refused(
                     f"{layer.name} is a layer twice, or inside the layer {seen[module]}: a module with parameters or "
-                    "buffers must stand in the row once (two modules may share a parameter)"
+                    "buffers must be in the list once (two modules may share a parameter)"
                 )
         seen.update({module: layer.name for module in layer.module.modules()})
     rows = {layer.module: layer.name for layer in layers if _state(layer.module)}

@@ -72,7 +72,7 @@ def make(name: str, ranks: int, microbatches: int, chunks_per_rank: int = 1) -> 
     """Return the named schedule of ``SCHEDULES``. Raises ``UsageError`` on every rank if an argument is not allowed."""
     if name not in SCHEDULES:
         raise UsageError(unknown(f"schedule {shown(name)}", name, list(SCHEDULES)), everywhere=True)
-    for what, number in {"stages": ranks, "microbatches": microbatches, "chunks a stage": chunks_per_rank}.items():
+    for what, number in {"stages": ranks, "microbatches": microbatches, "chunks per stage": chunks_per_rank}.items():
         if number < 1:
             raise UsageError(f"{number} {what}: a schedule needs at least 1", everywhere=True)
     passes = ranks * microbatches * chunks_per_rank
@@ -100,11 +100,11 @@ def forward_only(ranks: int, microbatches: int, chunks_per_rank: int = 1) -> Sch
 def _check_chunks(name: str, chunks: int) -> None:
     if name in _SEVERAL_CHUNKS and chunks < 2:
         raise UsageError(
-            f"the schedule {name} needs at least 2 chunks of the model a stage: it has {chunks}", everywhere=True
+            f"the schedule {name} needs at least 2 chunks of the model per stage: it has {chunks}", everywhere=True
         )
     if name not in _SEVERAL_CHUNKS and chunks > 1:
         takers = ", ".join(_SEVERAL_CHUNKS)
         raise UsageError(
-            f"the schedule {name} takes one chunk of the model a stage, not {chunks}: several are for {takers}",
+            f"the schedule {name} takes one chunk of the model per stage, not {chunks}: several are for {takers}",
             everywhere=True,
         )

@@ -132,7 +132,7 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
     """
     order = playable(schedule)
     if order.stuck:
-        raise UsageError(f"the schedule {schedule.name} cannot be played: ranks wait for each other", everywhere=True)
+        raise UsageError(f"the schedule {schedule.name} cannot be executed: ranks wait for each other", everywhere=True)
     ready: dict[Done | None, tuple[float, int]] = {}  # time and rank at which it is ready
     free = [0.0] * schedule.ranks
     rows: list[list[Span]] = [[] for _ in range(schedule.ranks)]

@@ -35,7 +35,7 @@ class StashedWeights:
         """Begin a step: parameters may have changed since the last one."""
         if self.optimizer is None:
             raise UsageError(
-                "pipedream makes updates inside a step: tell it the optimizer, by job.run or by "
+                "pipedream makes updates inside a step: pass it the optimizer, by job.run or by "
                 "job.strategy(model).check_optimizer(optimizer)",
                 everywhere=True,
             )

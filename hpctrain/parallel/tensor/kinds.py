@@ -19,7 +19,7 @@ KINDS = {
     "heads": "column, by whole attention heads; of fewer key and value heads than ranks each rank computes one",
     "embedding": "an embedding, split by its rows",
     "vocabulary": "a linear layer, split by its outputs, which are gathered where no split loss takes them",
-    "scatter": "with sequence parallelism: sequences are split behind this module",
+    "scatter": "with sequence parallelism: sequences are split after this module",
     "gather": "with sequence parallelism: sequences are whole again from this module on",
     "replicated": "whole on all ranks, applied to split features; gradients are summed over the ranks",
     "whole": "left as it is",

@@ -136,7 +136,7 @@ class WholeModel:
             if not draws:
                 self._compute(args, kwargs)
             if any(comm.all_gather_object(draws or drew())):
-                logger.debug("tensor parallelism: no comparison with the whole model, which draws, or has hooks")
+                logger.debug("tensor parallelism: no comparison with the whole model, which is random, or has hooks")
                 self._expected, self.done = None, True
             elif self._drops:
                 self.done = True
@@ -323,7 +323,7 @@ class WholeModel:
                     where = f"between {before} and {self._name(name)}" if before else f"before {self._name(name)}"
                     where += " (a layer whose outputs are cut into several, as gate and up, must be several layers)"
                 else:
-                    where = f"in {self._name(name)}" + (f", behind {before}" if before else "")
+                    where = f"in {self._name(name)}" + (f", after {before}" if before else "")
                 return (
                     f"the first difference is {where}: between a column- and a row-parallel layer only functions of "
                     "each feature, or of each head, by itself are allowed; write whole for both layers in "

@@ -115,6 +115,6 @@ def test_policies_that_need_all_ranks_are_refused(own: Any) -> None:
     with pytest.raises(SettingsError, match="rollback"):
         check_policy(strategy, "rollback")
     check_policy(strategy, "skip")
-    with pytest.raises(SettingsError, match='server.mode = "round-robin": an average is one of all workers'):
+    with pytest.raises(SettingsError, match='server.mode = "round-robin": an average is over all workers'):
         ServerSettings(mode="round-robin", average=True)
     strategy.detach()

@@ -123,7 +123,7 @@ def test_a_timeout_at_the_staleness_bound_names_the_slow_rank(own: Any, monkeypa
     strategy.settle()
     if own.rank == 1:
         monkeypatch.setenv("HPCTRAIN_TIMEOUT", "0.3")
-        match = rf"at the bound of staleness \({own.size - 1} updates\): rank 0 has read and made no update within 0.3"
+        match = rf"at the staleness bound \({own.size - 1} updates\): rank 0 has read and made no update within 0.3"
         with pytest.raises(DeadlineError, match=match):
             for _ in range(own.size):
                 passes(strategy)
@@ -146,7 +146,7 @@ def test_the_holder_of_a_lock_is_named(own: Any, monkeypatch: pytest.MonkeyPatch
         if own.rank == 1:
             monkeypatch.setenv("HPCTRAIN_TIMEOUT", "0.3")
             other.step()
-            with pytest.raises(DeadlineError, match="the lock of rank 0's memory: rank 0 holds it, and did not let go"):
+            with pytest.raises(DeadlineError, match="the lock of rank 0's memory: timed out after .* held by rank 0"):
                 optimizer.step()
             monkeypatch.delenv("HPCTRAIN_TIMEOUT")
         strategy.settle()

@@ -140,7 +140,7 @@ def test_an_optimizer_of_another_model_is_refused(job: Job, shared_tmp_path: Pat
     optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
     message = refused(job.comm, lambda: job.run(model, optimizer, [], checkpoints=str(shared_tmp_path)))
     assert message == (
-        "the optimizer holds no parameter of the model: make it of model.parameters() after job.wrap(model)"
+        "the optimizer holds no parameter of the model: make it from model.parameters() after job.wrap(model)"
     )
 
 

@@ -123,5 +123,5 @@ def test_unsupported_uses_are_refused(own: Any) -> None:
     trained = Trained.of(own, ParallelSettings(pipe=2, schedule="pipedream"), tied=False)
     strategy: Any = trained.strategy
     strategy._pipeline.versions.optimizer = None
-    with pytest.raises(UsageError, match="tell it the optimizer"):
+    with pytest.raises(UsageError, match="pass it the optimizer"):
         trained.passes(*samples(0))

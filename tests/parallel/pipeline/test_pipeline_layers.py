@@ -163,8 +163,8 @@ WRITE = "write a method layers() that returns its layers in order, such that cal
         ),
         (
             lambda: Row(nn.Linear(2, 2), row=lambda self: [self.parts[0], torch.tanh, self.parts[0]]),
-            "parts.0#2 is a layer twice, or inside the layer parts.0: a module with parameters or buffers must stand "
-            "in the row once (two modules may share a parameter)",
+            "parts.0#2 is a layer twice, or inside the layer parts.0: a module with parameters or buffers must be "
+            "in the list once (two modules may share a parameter)",
         ),
         (
             lambda: Row(Row(nn.Linear(2, 2)), row=lambda self: [self.parts[0].parts[0], self.parts[0]]),

@@ -106,10 +106,10 @@ def test_only_zero_bubble_splits_the_backward_pass() -> None:
         (("1f1", 2, 2), "unknown schedule '1f1': did you mean 1f1b\\? known are 1f1b, gpipe, interleaved, naive, "),
         (("1f1b", 2, 0), "0 microbatches: a schedule needs at least 1"),
         (("gpipe", 0, 2), "0 stages: a schedule needs at least 1"),
-        (("interleaved", 2, 2, 0), "0 chunks a stage: a schedule needs at least 1"),
+        (("interleaved", 2, 2, 0), "0 chunks per stage: a schedule needs at least 1"),
         (("interleaved", 4, 6, 2), "6 microbatches .* over 4 stages: take a multiple of 4, such as 4 or 8"),
         (("interleaved", 4, 3, 2), "3 microbatches .* over 4 stages: take a multiple of 4, such as 4 or 8"),
-        (("interleaved", 4, 4), "needs at least 2 chunks of the model a stage: it has 1"),
+        (("interleaved", 4, 4), "needs at least 2 chunks of the model per stage: it has 1"),
         (("1f1b", 4, 4, 2), "the schedule 1f1b takes one chunk .*, not 2: several are for interleaved"),
     ],
 )
@@ -150,7 +150,7 @@ def broken(name: str, rank: int, text: str, chunk: int | None = None) -> Schedul
     ],
 )
 def test_the_checker_finds_errors(schedule: Schedule, message: str) -> None:
-    with pytest.raises(UsageError, match=f"the schedule {schedule.name} cannot be played: .*{message}"):
+    with pytest.raises(UsageError, match=f"the schedule {schedule.name} cannot be executed: .*{message}"):
         check(schedule)
 
 

@@ -40,7 +40,7 @@ def states_of(optimizer: torch.optim.Optimizer, group: int = 0, *, table: str = 
     except RuntimeError as error:
         what, who = (f"the sparse gradients of {table}", SPARSE) if table else ("dense gradients", DENSE)
         said = str(error).splitlines()[0]
-        raise UsageError(f"{kind} as it is set does not take {what} ({said}): {who}", everywhere=True) from error
+        raise UsageError(f"{kind} with these options cannot use {what} ({said}): {who}", everywhere=True) from error
     tensors, step = [], ""
     for key, value in twin.state[probe].items():
         if value is None:
@@ -62,7 +62,7 @@ def _row_of_ones(matrix: Tensor) -> Tensor:
 def _refusal(kind: str, key: str, table: str) -> str:
     if table:
         return f"{kind} keeps {key}, by which rows of {table} move that have no gradient: {SPARSE}"
-    return f"{kind} keeps {key}, which is no number an element: a server cannot hold it; {DENSE}"
+    return f"{kind} keeps {key}, which is not one number per element: a server cannot hold it; {DENSE}"
 
 
 def together(several: Sequence[States]) -> States:

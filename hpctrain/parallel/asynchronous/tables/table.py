@@ -40,8 +40,8 @@ class Table:
             return None
         if not gradient.is_sparse:
             raise UsageError(
-                f"the parameter {self.name} got a dense gradient: where more than lookups uses a table, leave "
-                "sparse=True out"
+                f"the parameter {self.name} got a dense gradient: a table with sparse=True may only be used for "
+                "lookups; remove sparse=True"
             )
         self.parameter.grad = gradient.coalesce()
         return self.parameter.grad
@@ -77,8 +77,8 @@ def find_tables(model: nn.Module) -> list[Table]:
     for table in tables:
         if any(module.max_norm is not None for module in table.modules):
             raise UsageError(
-                f"the embedding of {table.name} has max_norm, by which passes change rows: a server holds what updates "
-                "have made of them; leave max_norm out",
+                f"the embedding of {table.name} has max_norm, by which passes change rows: a server stores only "
+                "updates; remove max_norm",
                 everywhere=True,
             )
     checks: Any = torch.sparse.check_sparse_tensor_invariants
