@@ -31,7 +31,7 @@ class Carriers:
     def of(self, tensor: Tensor) -> HostedCollectives | DeviceCollectives:
         """Return the collectives that serve a tensor."""
         if tensor.device.type not in ("cpu", "cuda"):
-            raise CommunicationError(f"a tensor on {tensor.device} cannot travel: allowed are tensors on cpu and cuda")
+            raise CommunicationError(f"cannot send a tensor on {tensor.device}: allowed are tensors on cpu and cuda")
         return self.hosted if self.device is None or tensor.device.type == "cpu" else self.device
 
     def use_device(

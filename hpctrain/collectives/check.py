@@ -153,7 +153,7 @@ class OrderCheck:
         limit, size = timeout_seconds(), self._transport.size
         waits = _grouped([come.get(rank) for rank in range(size)], lambda call: f"waiting in {call} at {call.site}")
         text = (
-            f"collective {self._number}: {_name(sorted(missing))} {'has' if len(missing) == 1 else 'have'} not come "
+            f"collective {self._number}: {_name(sorted(missing))} {'has' if len(missing) == 1 else 'have'} not arrived "
             f"within {limit:g} s (HPCTRAIN_TIMEOUT); {waits}"
         )
         before = [self._last.get(rank) if rank in missing else None for rank in range(size)]

@@ -217,7 +217,7 @@ class DeviceCollectives:
         nbytes = tensor.numel() * tensor.element_size()
         abilities = self._abilities
         if tag:
-            abilities = Abilities("NCCL knows no tags", abilities.no_mpi, abilities.ranks_per_gpu, abilities.mpi_reason)
+            abilities = Abilities("NCCL has no tags", abilities.no_mpi, abilities.ranks_per_gpu, abilities.mpi_reason)
         choice: Choice = choose_path(
             operation,
             nbytes,

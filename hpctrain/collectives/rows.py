@@ -59,7 +59,7 @@ def _check(kinds: list[Kind]) -> None:
         if also is not wants:
             raise MismatchError(
                 f"all_gather of rows: the tensor of rank {rank if also else 0} requires a gradient, that of rank "
-                f"{0 if also else rank} does not; the backward pass is a call by all ranks; detach on all, or on none",
+                f"{0 if also else rank} does not; the backward pass is collective; detach on all, or on none",
                 everywhere=True,
             )
 

@@ -275,7 +275,7 @@ def check_own_gpus(identities: Sequence[str]) -> None:
         if name and first != rank:
             raise DeviceError(
                 f"ranks {first} and {rank} use one GPU ({name}) and NCCL refuses that: "
-                "start one rank a GPU, or use algorithm staged",
+                "start one rank per GPU, or use algorithm staged",
                 everywhere=True,
             )
 

@@ -51,10 +51,10 @@ class SingleTransport(Transport):
         """Do nothing: there are no resources to free."""
 
     def _isend(self, tensor: Tensor, peer: int, tag: int) -> Work:
-        raise CommunicationError("a world of one rank has nobody to send to")
+        raise CommunicationError("a world of one rank has no rank to send to")
 
     def _irecv(self, tensor: Tensor, peer: int, tag: int) -> Work:
-        raise CommunicationError("a world of one rank has nobody to receive from")
+        raise CommunicationError("a world of one rank has no rank to receive from")
 
     def _barrier(self) -> None:
         return

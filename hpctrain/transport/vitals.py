@@ -40,7 +40,7 @@ class Vital:
 
     def __str__(self) -> str:
         if self.silent > STALE:
-            return f"rank {self.rank} has given no sign of life for {self.silent:.0f} s"
+            return f"rank {self.rank} has not responded for {self.silent:.0f} s"
         if not self.operation:
             return f"rank {self.rank} is in no collective"
         return f"rank {self.rank} waits in {self.operation}"

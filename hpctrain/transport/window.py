@@ -218,7 +218,7 @@ class NodeMemory(Recordable):
     def _late(self, operation: str, number: int) -> str:
         late = [rank for rank, counter in enumerate(self._counters) if counter[0] < number]
         slow = [rank for rank, counter in enumerate(self._counters) if counter[LINE] < number]
-        who = f"local ranks {late} have not come" if late else f"local ranks {slow} have not finished"
+        who = f"local ranks {late} have not arrived" if late else f"local ranks {slow} have not finished"
         return f"{operation} number {number}: {who} within {timeout_seconds():g} s (HPCTRAIN_TIMEOUT)"
 
 

@@ -95,7 +95,7 @@ def test_a_rank_with_an_extra_call_names_the_missing_ranks(
         others = [rank for rank in range(comm.size) if rank != eager]
         who = f"rank {others[0]} has" if len(others) == 1 else f"ranks {', '.join(map(str, others))} have"
         text = str(caught.value)
-        assert text.startswith(f"collective 2: {who} not come within 0.5 s (HPCTRAIN_TIMEOUT); ")
+        assert text.startswith(f"collective 2: {who} not arrived within 0.5 s (HPCTRAIN_TIMEOUT); ")
         assert f"rank {eager}: waiting in all_reduce(sum) of float32 [2] at collectives/test_check.py:" in text
         assert ": last in broadcast of float32 [7] at collectives/test_check.py:" in text
     comm.barrier()
@@ -110,7 +110,7 @@ def test_a_hanging_rank_is_distinguished_from_waiting_ranks(
         with pytest.raises(DeadlineError) as caught:
             check("barrier")
         waiting = ", ".join(str(rank) for rank in range(comm.size) if rank != 1)
-        late = "rank 1 has not come within 0.5 s (HPCTRAIN_TIMEOUT)"
+        late = "rank 1 has not arrived within 0.5 s (HPCTRAIN_TIMEOUT)"
         assert f"{late}; ranks {waiting}: waiting in barrier at" in str(caught.value)
     comm.barrier()
 

@@ -121,7 +121,7 @@ def test_others_continue_and_a_resumed_worker_is_stale(stalled: Any, tmp_path: P
     # The last time it stays stopped: the others reach the final barrier, and wait until the deadline.
     assert stalled.returncode != 0 and not stalled.survivors and "reached its end" not in stalled.stdout
     said = re.findall(r"^hpctrain: rank [01] of 3 .*: DeadlineError: .*$", stalled.stderr, re.M)
-    assert len(said) == 1 and "a meeting of all workers: ranks [2] have not come within 2 s" in said[0], stalled
+    assert len(said) == 1 and "a barrier of all workers: ranks [2] have not arrived within 2 s" in said[0], stalled
 
 
 def test_a_killed_worker_ends_the_job(launch: Any, tmp_path: Path) -> None:

@@ -22,9 +22,9 @@ class TestSingleTransport(TransportSuite):
 
 
 def test_send_and_recv_are_refused(transport: SingleTransport) -> None:
-    with pytest.raises(CommunicationError, match="nobody to send to"):
+    with pytest.raises(CommunicationError, match="no rank to send to"):
         transport.send(torch.zeros(1), 0)
-    with pytest.raises(CommunicationError, match="nobody to receive from"):
+    with pytest.raises(CommunicationError, match="no rank to receive from"):
         transport.recv(torch.zeros(1), 0)
 
 

@@ -91,7 +91,7 @@ def test_a_rank_that_does_not_arrive_is_named_at_the_deadline(comm: Any, memory:
         with pytest.raises(DeadlineError) as caught:
             memory.wait(lambda: memory.all_arrived(number), "all_reduce", number)
         assert str(caught.value) == (
-            f"all_reduce number 1: local ranks [{late}] have not come within 0.25 s (HPCTRAIN_TIMEOUT)"
+            f"all_reduce number 1: local ranks [{late}] have not arrived within 0.25 s (HPCTRAIN_TIMEOUT)"
         )
     comm.barrier()
 

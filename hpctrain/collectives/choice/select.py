@@ -117,7 +117,7 @@ def choose(
     for name in wanted:
         if name is not None and hindrances.get(name, "unknown") == "":
             return name
-    raise CommunicationError(f"nothing can do {operation} of this tensor: {_reasons(hindrances)}")
+    raise CommunicationError(f"no algorithm supports {operation} of this tensor: {_reasons(hindrances)}")
 
 
 def _named(operation: str, algorithm: str, hindrances: Mapping[str, str]) -> str:

@@ -32,7 +32,7 @@ def ratios(table: Table, times: Times) -> list[str]:
         against = "mpi" if "mpi" in of_key else "next best"
         cells = [_ratio(table, key, of_key, size) for size in sizes]
         rows.append([key[0], key[1], dtypes(key[0], key[2]), against, *cells])
-    return ["times faster than what stands in the fourth column, by bytes of the whole tensor", *columns(rows, right=4)]
+    return ["speedup over the algorithm in the fourth column, by bytes of the whole tensor", *columns(rows, right=4)]
 
 
 def _ratio(table: Table, key: Key, of_key: Mapping[str, Mapping[str, float]], size: int) -> str:

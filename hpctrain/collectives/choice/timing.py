@@ -107,7 +107,7 @@ class Part:
             self._share.zero_()
         wrong = [str(rank) for rank, (right, _) in enumerate(everyone) if not right]
         if wrong:
-            self.left_out[name] = f"it brought wrong numbers to rank {', '.join(wrong)}"
+            self.left_out[name] = f"it returned wrong values on rank {', '.join(wrong)}"
             self.wrong.add(name)
             return None
         if max(seconds for _, seconds in everyone) > SLOW:

@@ -165,6 +165,6 @@ class NodeCollectives:
     def _views(self, tensor: Tensor) -> Sequence[Tensor]:
         """Return views of the same segment in the memory of every local rank."""
         found = self.memory.find(tensor)
-        assert found is not None, "who asks has looked whether the tensor lies in node memory"
+        assert found is not None, "the caller has checked that the tensor is in node memory"
         buffer, offset = found
         return buffer.views(offset, tensor.numel(), tensor.dtype)

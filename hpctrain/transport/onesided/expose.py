@@ -55,7 +55,7 @@ def _over_mpi(
     if wanted == "auto":
         trouble = _trouble(transport)
         if trouble and transport.rank == 0:
-            logger.warning("one-sided MPI %s: messages carry what it would (%s=mpi insists)", trouble, VARIABLE)
+            logger.warning("one-sided MPI %s: using messages instead (%s=mpi requires it)", trouble, VARIABLE)
         wanted = "messages" if trouble else "mpi"
     chosen = ExposedByRma if wanted == "mpi" else ExposedByMessages
     return chosen(transport.comm, lengths, dtype, words)

@@ -49,8 +49,8 @@ class Lock:
 
     def _late(self, rank: int, operation: str) -> str:
         holder = self._word(rank, _HOLDER, 0) - 1
-        who = f"rank {holder} holds it" if holder >= 0 else "nobody gave it on"
-        return f"{operation}: {who}, and did not let go within {timeout_seconds():g} s (HPCTRAIN_TIMEOUT)"
+        who = f"held by rank {holder}" if holder >= 0 else "no current holder"
+        return f"{operation}: timed out after {timeout_seconds():g} s (HPCTRAIN_TIMEOUT); {who}"
 
     def _word(self, rank: int, which: int, amount: int) -> int:
         return self._exposed.fetch_add(rank, self._first + which, amount)

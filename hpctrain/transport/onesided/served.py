@@ -165,14 +165,14 @@ class ExposedByMessages(Exposed):
         self._meetings += 1
         self.fetch_add(self.rank, self._arrivals, 1)
         meeting = [self._comm.Ibarrier()]
-        operation = "a meeting of all workers"
+        operation = "a barrier of all workers"
         with waiting(operation):
             until(lambda: self._done(meeting), operation, lambda: self._absent(operation), SPINS, period=1)
 
     def _absent(self, operation: str) -> str:
         """Return a text about the missing ranks of this node; the state of other nodes is not known here."""
         absent = [rank for rank in self._places if self.fetch_add(rank, self._arrivals) < self._meetings]
-        who = f"ranks {absent} have not come" if absent else "some ranks of other nodes have not come"
+        who = f"ranks {absent} have not arrived" if absent else "some ranks of other nodes have not arrived"
         return f"{operation}: {who} within {timeout_seconds():g} s (HPCTRAIN_TIMEOUT)"
 
     def free(self) -> None:

@@ -113,7 +113,7 @@ def test_an_algorithm_with_wrong_numbers_is_never_chosen(monkeypatch: pytest.Mon
     ranks.costs["mpi"] = lambda n: 1e-4  # otherwise the best at every size
     found = measure(ranks, [1024, 2**21], 100.0)  # the larger size is not checked any more
     assert found.wrong == {(KEY, "mpi"), (("all_reduce", "host", "own"), "mpi")}
-    assert found.left_out[KEY, "mpi"] == "it brought wrong numbers to rank 0, 1"
+    assert found.left_out[KEY, "mpi"] == "it returned wrong values on rank 0, 1"
     assert found.table().rules[KEY] == ((inf, "tree"),)
     assert found.table().best("reduce", "host", "carried", 1024) == "mpi"
 

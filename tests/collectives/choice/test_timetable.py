@@ -33,7 +33,7 @@ def test_lines_show_crossovers_and_gains() -> None:
         "all_reduce  host    others     tree",
         "broadcast   host    all        mpi",
         "",
-        "times faster than what stands in the fourth column, by bytes of the whole tensor",
+        "speedup over the algorithm in the fourth column, by bytes of the whole tensor",
         "operation   tensor  dtypes     against     64B  1KiB",
         "all_reduce  window  MPI's own  mpi        1.00  4.50",
         "all_reduce  host    others     next best  2.00    50",
