@@ -137,7 +137,7 @@ class Keeper:
             try:
                 found.append(Candidate(path.name, step, self._value(path) if self.keep.best else None))
             except CheckpointError as error:
-                logger.warning("%s stays: whether it is the best cannot be seen: %s", path, error)
+                logger.warning("%s is kept: cannot determine whether it is the best: %s", path, error)
         return found
 
     def _value(self, path: Path) -> float | None:

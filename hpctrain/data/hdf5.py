@@ -26,13 +26,13 @@ def open_file(path: str | Path) -> h5py.File:
     """Return the file, opened for reading. Raises ``DataError`` if it is missing or not HDF5."""
     path = Path(path)
     if not path.exists():
-        raise DataError(f"no data file {path}: hpctrain data pack makes one")
+        raise DataError(f"no data file {path}: create one with hpctrain data pack")
     if not path.is_file():
         raise DataError(f"data file {path} is not a regular file")
     try:
         os.close(open_regular(path))
         if not h5py.is_hdf5(path):
-            raise DataError(f"{path} is not an HDF5 file: hpctrain data pack makes one from text")
+            raise DataError(f"{path} is not an HDF5 file: create one from text with hpctrain data pack")
         # No lock: data files appear by rename and are never modified, and parallel filesystems often have no locks.
         return h5py.File(path, "r", locking=False)
     except OSError as error:

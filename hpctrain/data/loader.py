@@ -80,7 +80,7 @@ class Loader:
         for key, what in (("seed", "order"), ("samples", "data")):
             if state[key] != mine[key]:
                 raise DataError(
-                    f"cannot resume with other {what}: the run had {key} = {state[key]}, this one has {mine[key]}"
+                    f"cannot resume with different {what}: the run had {key} = {state[key]}, this one has {mine[key]}"
                 )
         if int(state["position"]) < 0:
             raise DataError(f"the saved position in the data is {state['position']}, expected 0 or more")
@@ -108,4 +108,4 @@ def check_batch(batch: int, size: int, microbatches: int = 1) -> None:
         below, above = batch // unit * unit, (batch // unit + 1) * unit
         parts = f"{size} ranks" + (f" x {microbatches} microbatches" if microbatches > 1 else "")
         nearest = f"{below} and {above}" if below else f"{above}"
-        raise SettingsError(f"a batch of {batch} samples cannot be dealt out evenly to {parts}: nearest are {nearest}")
+        raise SettingsError(f"a batch of {batch} samples cannot be divided evenly over {parts}: nearest are {nearest}")

@@ -147,7 +147,7 @@ def _blocks(piece: Piece) -> Iterator[bytes]:
         if wanted:
             yield wanted
     if (position, crc32) != (piece.source.length, piece.source.crc32):
-        raise DataError(f"{document.path} changed while it was packed: pack again when nobody writes to it")
+        raise DataError(f"{document.path} changed while it was packed: pack again when no other process writes to it")
     yield SEPARATOR
 
 

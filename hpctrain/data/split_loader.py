@@ -123,7 +123,7 @@ class SharedBatches:
                 return
             indices = batch if isinstance(batch, (list, tuple, np.ndarray)) else list(batch)
             if not len(indices):
-                raise UsageError("the batch sampler gave a batch without samples; leave such batches out")
+                raise UsageError("the batch sampler returned an empty batch; omit such batches")
             share = share_of(len(indices), self.rank, self.parts, mark_of(indices))
             self.drawn.append(share)
             seed = mixed(self.streams.seed, self.epoch, number, self.place) + share.loaded.start
@@ -154,7 +154,7 @@ def split_loader(
     """
     if loader.batch_sampler is None:
         raise UsageError(
-            "the DataLoader has batch_size=None: its batches cannot be shared out to the ranks; give it a batch_size, "
+            "the DataLoader has batch_size=None: its batches cannot be divided over the ranks; give it a batch_size, "
             "or pass split=False to job.run if every rank loads samples of its own",
             everywhere=True,
         )
@@ -167,7 +167,7 @@ def split_loader(
         if loader.num_workers and parts > 1:
             raise UsageError(
                 f"the DataLoader of an IterableDataset has num_workers={loader.num_workers}: its samples cannot be "
-                "shared out to the ranks; take num_workers=0, or a dataset that shards itself by job.rank and job.size "
+                "divided over the ranks; use num_workers=0, or a dataset that shards itself by job.rank and job.size "
                 "and split=False in job.run",
                 everywhere=True,
             )
@@ -245,4 +245,4 @@ def skip_over(source: Iterator[Any], count: int, what: str) -> None:
         now = time.monotonic()
         if now - told > _QUIET:
             told = now
-            logger.info("resuming: reading over %s of %s %s, %.0f s", f"{done + 1:,}", f"{count:,}", what, now - began)
+            logger.info("resuming: skipping %s of %s %s, %.0f s", f"{done + 1:,}", f"{count:,}", what, now - began)

@@ -156,7 +156,7 @@ def test_an_unreadable_file_is_kept_if_it_may_be_the_best(tmp_path: Path, caplog
     (tmp_path / step_file(1)).write_bytes(b"torn")
     Keeper(tmp_path, Keep(last=1, best="loss")).tidy()
     assert present(tmp_path) == [1, 2, 4]
-    assert f"{step_file(1)} stays: whether it is the best cannot be seen" in caplog.text
+    assert f"{step_file(1)} is kept: cannot determine whether it is the best" in caplog.text
     Keeper(tmp_path, Keep(last=1)).tidy()
     assert present(tmp_path) == [4]
 

@@ -15,7 +15,7 @@ from hpctrain.errors import DataError
 
 
 def test_missing_folder_and_foreign_files_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="no data file .*gone.h5: hpctrain data pack makes one"):
+    with pytest.raises(DataError, match="no data file .*gone.h5: create one with hpctrain data pack"):
         open_file(tmp_path / "gone.h5")
     with pytest.raises(DataError, match="is not a regular file"):
         open_file(tmp_path)

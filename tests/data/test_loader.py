@@ -118,7 +118,7 @@ def test_an_epoch_of_whole_batches_drops_no_sample() -> None:
      (12, 2, 4, "2 ranks x 4 microbatches: nearest are 8 and 16")],
 )  # fmt: skip
 def test_a_batch_not_divisible_by_the_ranks_is_refused(batch: int, size: int, microbatches: int, nearest: str) -> None:
-    with pytest.raises(SettingsError, match=f"a batch of {batch} samples cannot be dealt out evenly to {nearest}"):
+    with pytest.raises(SettingsError, match=f"a batch of {batch} samples cannot be divided evenly over {nearest}"):
         Loader(Numbers(100), batch=batch, size=size, microbatches=microbatches)
     for allowed in [int(word) for word in nearest.rstrip("$").split("are ")[1].split(" and ")]:
         check_batch(allowed, size, microbatches)
@@ -143,9 +143,9 @@ def test_invalid_arguments_are_refused() -> None:
 
 def test_a_resume_with_other_data_or_order_is_refused() -> None:
     state = Loader(Numbers(100), batch=4, seed=1).state_dict()
-    with pytest.raises(DataError, match="other order: the run had seed = 1, this one has 2"):
+    with pytest.raises(DataError, match="different order: the run had seed = 1, this one has 2"):
         Loader(Numbers(100), batch=4, seed=2).load_state_dict(state)
-    with pytest.raises(DataError, match="other data: the run had samples = 100, this one has 99"):
+    with pytest.raises(DataError, match="different data: the run had samples = 100, this one has 99"):
         Loader(Numbers(99), batch=4, seed=1).load_state_dict(state)
     with pytest.raises(DataError, match="lacks samples"):
         Loader(Numbers(100), batch=4, seed=1).load_state_dict({"position": 3, "seed": 1})

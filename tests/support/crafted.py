@@ -152,7 +152,7 @@ ATTACKS: dict[str, Attack] = {
     "circle_below": Attack(
         _edit(lambda file, other: file.create_group("/a/b").__setitem__("c", file["/a"])), "/a/b/c is a second name"
     ),
-    "depth": Attack(_edit(lambda file, other: file.create_group("/a" * 100)), "lies more than 8 groups deep"),
+    "depth": Attack(_edit(lambda file, other: file.create_group("/a" * 100)), "is more than 8 groups deep"),
     "two_in_one": Attack(_two_in_one, "two datasets share the bytes"),
     # How bytes are stored -------------------------------------------------------------------------
     "deflate": Attack(

@@ -96,7 +96,7 @@ def _to_json(value: Any, what: str) -> str:
     except (TypeError, ValueError, RecursionError) as error:
         raise UsageError(
             f"{what} is of type {type(value).__name__} and cannot be stored ({error}): allowed are numbers, text, "
-            "true and false, nothing, and lists and tables of them"
+            "true and false, None, and lists and dicts of them"
         ) from error
 
 

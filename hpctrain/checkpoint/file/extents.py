@@ -70,7 +70,7 @@ def by_tensor(table: Table, count: int) -> list[list[Extent]]:
     found: list[list[Extent]] = [[] for _ in range(count)]
     for number, offset, nbytes, crc in table.tolist():
         if not 0 <= number < count:
-            raise CheckpointError(f"{layout.EXTENTS} speaks of a tensor {number}: there are {count}")
+            raise CheckpointError(f"{layout.EXTENTS} refers to a tensor {number}: there are {count}")
         found[number].append(Extent(offset, nbytes, crc))
     return found
 

@@ -88,7 +88,7 @@ def _compare(handle: int, row: Row, buffer: memoryview) -> None:
         crc = crc32(piece, crc)
     if crc != row.crc32:
         raise CheckpointError(
-            f"{row.name} did not arrive: its {row.nbytes} bytes at {row.offset} have the CRC-32 {crc:08x} in the file "
+            f"{row.name} is wrong: its {row.nbytes} bytes at {row.offset} have the CRC-32 {crc:08x} in the file "
             f"and {row.crc32:08x} in memory"
         )
 
@@ -99,7 +99,7 @@ def write_at(handle: int, data: memoryview, offset: int) -> None:
     while done < len(data):
         written = os.pwrite(handle, data[done : done + layout.PIECE], offset + done)
         if written == 0:
-            raise CheckpointError(f"the filesystem took none of {len(data) - done} bytes at offset {offset + done}")
+            raise CheckpointError(f"the filesystem wrote none of {len(data) - done} bytes at offset {offset + done}")
         done += written
 
 
@@ -108,7 +108,7 @@ def _read_at(handle: int, piece: memoryview, offset: int, name: str) -> None:
     while done < len(piece):
         count = os.preadv(handle, [piece[done:]], offset + done)
         if count == 0:
-            raise CheckpointError(f"{name} did not arrive: the file ends {len(piece) - done} bytes too early")
+            raise CheckpointError(f"{name} is incomplete: the file ends {len(piece) - done} bytes too early")
         done += count
 
 

@@ -90,7 +90,7 @@ class _Walker:
 
     def group(self, group: h5py.h5g.GroupID, path: str, depth: int) -> None:
         if depth > _DEEPEST:
-            raise self._refusal(path, f"lies more than {_DEEPEST} groups deep")
+            raise self._refusal(path, f"is more than {_DEEPEST} groups deep")
         self.found.groups[path] = self._attributes(group, path)
         with refusing(f"{self.name}: {path}"):
             for name in h5py.Group(group):

@@ -57,7 +57,7 @@ def stretches(
         source = sources[part.box]
         place, data = places[source.path], source.bytes(part.begin, part.end)
         if place is None:
-            raise CheckpointError(f"HDF5 gave {source.path} no place in the file")
+            raise CheckpointError(f"HDF5 allocated no space for {source.path} in the file")
         for to, at, length in source.stretches(part.begin, part.end):
             yield Stretch(place + to, data[at : at + length], source.path)
 

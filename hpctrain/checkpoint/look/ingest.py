@@ -113,7 +113,7 @@ def _state_dict(path: Path) -> Mapping[str, torch.Tensor]:
             return found
     held = sorted(map(str, content))[:8] if isinstance(content, dict) else type(content).__name__
     raise UsageError(
-        f"{path} holds no model that can be taken over: expected a table of tensors, itself or under "
+        f"{path} holds no model that can be imported: expected a dict of tensors, itself or under "
         f"{', '.join(_INSIDE)}, found {held}"
     )
 

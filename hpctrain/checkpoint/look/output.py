@@ -18,7 +18,7 @@ def check_output(target: Path, inputs: Iterable[str | Path], *, force: bool) -> 
         return
     # A link is replaced; its target is not changed.
     if not target.is_symlink() and any(Path(each).exists() and target.samefile(each) for each in inputs):
-        raise UsageError(f"{target} is what is read: choose another name to write")
+        raise UsageError(f"{target} is the input file: choose another name to write")
     if not force:
         raise UsageError(f"{target} exists: choose another name, or --force to replace it")
 

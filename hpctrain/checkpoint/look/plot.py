@@ -99,7 +99,7 @@ def _draw_staleness(axis: Any, counts: Sequence[float]) -> None:
     axis.set_yscale("log")
     axis.set_ylim(bottom=0.5)
     axis.xaxis.get_major_locator().set_params(integer=True)
-    more = " (the last bar: and staler)" if len(counts) == _HANDED_OUT else ""
+    more = " (the last bar: and above)" if len(counts) == _HANDED_OUT else ""
     axis.set_xlabel(f"staleness: updates of others between reading and updating{more}")
     axis.set_ylabel("updates")
 

@@ -78,7 +78,7 @@ class Aside:
         if not self._received and not self._gone:
             self._receive()
         if not self._received:
-            raise CheckpointError(f"the process that writes checkpoints is gone: {self._fate()}")
+            raise CheckpointError(f"the process that writes checkpoints has ended: {self._fate()}")
         self._under_way -= 1
         error, result = self._received.popleft()
         if error is None:

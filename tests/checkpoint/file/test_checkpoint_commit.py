@@ -113,7 +113,7 @@ def test_bytes_changed_by_the_write_are_never_committed(target: Path, monkeypatc
 
     real = os.pwrite
     monkeypatch.setattr(os, "pwrite", lambda handle, data, offset: real(handle, swapped(data), offset))
-    with pytest.raises(CheckpointError, match="/model/w did not arrive"):
+    with pytest.raises(CheckpointError, match="/model/w is wrong"):
         commit(target, write(NEW), 1)
     monkeypatch.undo()
     assert holds(target, OLD) and os.listdir(target.parent) == [target.name]

@@ -111,7 +111,7 @@ def test_partial_writes_and_small_chunks_are_completed(tmp_path: Path, monkeypat
 
 def test_a_write_of_zero_bytes_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "pwrite", lambda *_: 0)
-    with pytest.raises(CheckpointError, match="took none of 8 bytes at offset"):
+    with pytest.raises(CheckpointError, match="wrote none of 8 bytes at offset"):
         write_file(tmp_path / "p.h5", [Source.of("/model/a", np.arange(1))], {})
 
 

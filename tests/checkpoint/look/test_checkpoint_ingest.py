@@ -93,7 +93,7 @@ def test_a_file_with_executable_content_is_refused_and_not_run(tmp_path: Path, o
 
 def test_contents_that_cannot_be_imported_are_named(tmp_path: Path) -> None:
     torch.save({"epoch": 3, "weights": {"w": torch.ones(1)}}, tmp_path / "a.pt")
-    with pytest.raises(UsageError, match=r"expected a table of tensors.*found \['epoch', 'weights'\]"):
+    with pytest.raises(UsageError, match=r"expected a dict of tensors.*found \['epoch', 'weights'\]"):
         ingest(tmp_path / "a.pt", tmp_path / "m.h5")
     torch.save({"../x/y": torch.ones(1)}, tmp_path / "b.pt")
     with pytest.raises(CheckpointError, match="the name '../x/y' .* cannot be stored"):

@@ -100,7 +100,7 @@ def test_the_staleness_histogram_has_its_own_panel(tmp_path: Path, drawn: list[A
     assert top.get_xlabel() == "step" and below.get_xlabel().startswith("staleness") and below.get_yscale() == "log"
     assert top.get_xlim()[1] > 9 > below.get_xlim()[1]
     plot(file_with(tmp_path, step=[5, 9], loss=[2.0, 1.0], staleness_histogram=[1] * LONGEST), tmp_path / "loss.png")
-    assert drawn[1].axes[1].get_xlabel().endswith("(the last bar: and staler)")
+    assert drawn[1].axes[1].get_xlabel().endswith("(the last bar: and above)")
     plot(file_with(tmp_path, step=[5, 9], loss=[2.0, 1.0], staleness_histogram=[]), tmp_path / "loss.png")
     assert len(drawn[2].axes) == 1
 

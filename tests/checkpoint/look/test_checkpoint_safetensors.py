@@ -70,7 +70,7 @@ def test_a_name_reserved_by_the_format_is_refused() -> None:
     ("header", "message"),
     [
         (b"[" * 100_000, "header of .* is not as"),
-        (b'{"w": 1, "w": 2}', "a name stands twice"),
+        (b'{"w": 1, "w": 2}', "a name occurs twice"),
         (b"\xff{}", "header of .* is not as"),
         ([], "header of .* is not as"),
         ({"w": {**HEAD["w"], "dtype": "F8_E4M3"}}, "has the dtype 'F8_E4M3'"),

@@ -136,7 +136,7 @@ def test_a_killed_writer_process_is_an_error_and_the_next_save_starts_another(tm
     until(lambda: not saver.busy)  # the file is laid out, under its private name
     process_of(saver).kill()
     process_of(saver).wait()
-    with pytest.raises(CheckpointError, match="the process that writes checkpoints is gone: killed by SIGKILL"):
+    with pytest.raises(CheckpointError, match="the process that writes checkpoints has ended: killed by SIGKILL"):
         saver.wait()
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
     saver.save(tmp_path / "c.h5", model=model)
@@ -236,7 +236,7 @@ def test_a_failure_of_one_rank_is_an_error_on_all_ranks(tmp_path: Path) -> None:
 
     results = ThreadRanks(2).run(body)
     assert {type(result) for result in results} == {CheckpointError}, results
-    assert "rank 1: the process that writes checkpoints is gone" in str(results[0])
+    assert "rank 1: the process that writes checkpoints has ended" in str(results[0])
     assert not list(tmp_path.iterdir())
 
 

@@ -52,14 +52,14 @@ def test_an_input_is_never_replaced_by_its_output(file: Path, tmp_path: Path) ->
     link = tmp_path / "other.h5"
     link.symlink_to(file)
     for read in (file, link):
-        with pytest.raises(UsageError, match="is what is read: choose another name"):
+        with pytest.raises(UsageError, match="is the input file: choose another name"):
             call("export", read, "--to", "npz", "-o", file, "--force")
     call("export", file, "--to", "npz", "-o", link, "--force")  # replaces the link
     assert file.read_bytes() == before and not link.is_symlink()
     with pytest.raises(UsageError, match="the name of the output is empty"):
         call("export", file, "--to", "npz", "-o", "")
     call("export", file, "--to", "torch", "-o", tmp_path / "model.pt")
-    with pytest.raises(UsageError, match="is what is read"):
+    with pytest.raises(UsageError, match="is the input file"):
         call("import", tmp_path / "model.pt", "-o", tmp_path / "model.pt", "--force")
     assert file.read_bytes() == before
 
