@@ -226,5 +226,5 @@ def _number(environ: Environ, name: str) -> int | None:
     if text is None:
         return None
     if not (text.isascii() and text.isdigit() and len(text) < 19):
-        raise LaunchError(f"{name}={text!r} is not a number: the launcher sets it, unset it if no launcher is at work")
+        raise LaunchError(f"{name}={text!r} is not a number: the launcher sets it, unset it if there is no launcher")
     return int(text)

@@ -34,7 +34,7 @@ class Claim:
             found = None
         except OSError as error:
             reason = (error.strerror or str(error)).lower()
-            raise FileSystemError(f"cannot read {self.path}: {reason}; whose folder it is cannot be known") from error
+            raise FileSystemError(f"cannot read {self.path}: {reason}; the owner of the folder is unknown") from error
         if isinstance(found, dict) and found.get("token") == self.token:
             return
         holder = found if isinstance(found, dict) else {}

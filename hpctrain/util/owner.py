@@ -33,7 +33,7 @@ def foreign_file(module: str, uid: int | None = None) -> str:
         if status.st_uid not in (0, mine):
             return f"{path}, which belongs to {_name(status.st_uid)}"
         if status.st_mode & stat.S_IWOTH and not (stat.S_ISDIR(status.st_mode) and status.st_mode & stat.S_ISVTX):
-            return f"{path}, which everybody may write"
+            return f"{path}, which every user may write"
     return ""
 
 

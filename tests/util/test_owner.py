@@ -58,7 +58,7 @@ def test_code_of_another_user_needs_allow_code(here: Path, name: str, capsys: py
 
 def test_world_writable_code_needs_allow_code(here: Path) -> None:
     os.chmod("marked_one.py", 0o666)
-    with pytest.raises(SettingsError, match="which everybody may write: allowed is code of yours"):
+    with pytest.raises(SettingsError, match="which every user may write: allowed is code of yours"):
         check_code("marked_one:make", "model.factory")
     assert not Path("ran").exists()
 
