@@ -53,7 +53,7 @@ def merge(comm: Communicator, recording: Recording, path: Path, *, place: str = 
         try:
             _write(path, reports)
         except OSError as error:
-            logger.warning("cannot write %s: %s; continuing without it", path, error.strerror)
+            logger.warning("cannot write %s: %s; continuing without", path, error.strerror)
 
 
 def _plain(span: Span, ahead: float) -> list[Any]:

@@ -17,7 +17,6 @@ from hpctrain.train import books as module
 from hpctrain.train.books import Books
 from hpctrain.train.metrics import Metrics
 from hpctrain.train.receipt import Receipt
-from hpctrain.util import atomic
 from hpctrain.util.retry import VARIABLE
 
 
@@ -84,7 +83,7 @@ def test_failed_writes_of_records_stop_or_are_warned_about(
             with pytest.raises(OSError, match="no space left"):
                 note()
     books.close("finished", 1, None)
-    said = f"cannot write into {tmp_path}: No space left on device; going on without"
+    said = f"cannot write into {tmp_path}: No space left on device; continuing without"
     assert [record.getMessage() for record in caplog.records] == [said] * lenient
 
 
@@ -130,19 +129,18 @@ def test_metrics_that_are_moved_during_a_run_continue_in_a_new_file(
     books.close("finished", 3, None)
 
 
-def test_the_place_of_the_metrics_is_checked_at_most_once_per_second(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    checks: list[int] = []
-    has_moved = Metrics.has_moved
-    monkeypatch.setattr(Metrics, "has_moved", lambda metrics: (checks.append(1), has_moved(metrics))[1])
-    books, began = _opened(tmp_path), time.monotonic()
+def test_the_place_of_the_metrics_is_checked_once_per_interval(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "CHECK_EVERY", 1000.0)
+    books = _opened(tmp_path)
     books.record({"step": 1})
-    checks.clear()
+    (tmp_path / "metrics.jsonl").unlink()
     for step in range(2, 100):
         books.record({"step": step})
-    assert len(checks) <= time.monotonic() - began
-    books.close("finished", 99, None)
+    assert not (tmp_path / "metrics.jsonl").exists()
+    monkeypatch.setattr(module, "CHECK_EVERY", 0.0)
+    books.record({"step": 100})
+    assert [row["step"] for row in metrics_of(tmp_path)] == [100]
+    books.close("finished", 100, None)
 
 
 @pytest.mark.parametrize("lenient", [False, True])
@@ -157,7 +155,7 @@ def test_a_link_in_place_of_the_metrics_is_not_followed(
     if lenient:
         books.record({"step": 1})
         books.record({"step": 2})
-        assert len(caplog.records) == 1 and "it is a link; going on without" in caplog.text
+        assert len(caplog.records) == 1 and "it is a link; continuing without" in caplog.text
     else:
         with pytest.raises(UsageError, match="cannot write .*metrics.jsonl: it is a link"):
             books.record({"step": 1})
@@ -208,16 +206,16 @@ def test_a_folder_or_a_pipe_in_place_of_a_record_is_bad_input(tmp_path: Path, na
 def test_a_full_disk_at_the_start_names_the_file_and_the_free_bytes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    create, open_growing = atomic.create, atomic.open_growing
+    fsync = os.fsync
 
-    def refuse(path: Path, *arguments: Any, **more: Any) -> int:
-        if name in Path(path).name:
+    def refuse(handle: int) -> None:
+        if name in os.readlink(f"/proc/self/fd/{handle}"):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return (open_growing if Path(path).name == "metrics.jsonl" else create)(path, *arguments, **more)
+        fsync(handle)
 
+    (tmp_path / "metrics.jsonl").touch()  # as a start finds it that resumes: it replaces the file
     monkeypatch.setenv(VARIABLE, "0")
-    monkeypatch.setattr(atomic, "create", refuse)
-    monkeypatch.setattr(atomic, "open_growing", refuse)
+    monkeypatch.setattr(os, "fsync", refuse)
     books = Books(tmp_path, None)
     with pytest.raises(FileSystemError, match=f"cannot write {tmp_path / name}: no space left on device, [0-9]+ bytes"):
         books.lock()

@@ -97,14 +97,14 @@ def test_a_run_leaves_its_files_in_its_folder(project: Path, comm: Any, capsys: 
 @pytest.mark.parametrize(
     "words, said",
     [
-        (["data.files=nowhere.h5"], "no data file nowhere.h5: hpctrain data pack makes one"),
+        (["data.files=nowhere.h5"], "no data file nowhere.h5: create one with hpctrain data pack"),
         (["data.files=tiny.toml"], "tiny.toml is not an HDF5 file"),
         (["data.files=foreign.h5"], "foreign.h5 is not a token file: its format attribute is None"),
         (["data.files=floats.h5"], "floats.h5: /train/tokens is float32 with 1 dims, allowed are integers"),
         (["data.files=[]"], "data.files is empty"),
         (["data.format=arrays"], "corpus.h5 is not an array file: its format attribute is 'hpctrain-tokens'"),
         (["model.factory=bytes_model:missing"], "bytes_model has no missing"),
-        (["model.options={}", "train.accumulate=7"], "a batch of 12 samples cannot be dealt out evenly"),
+        (["model.options={}", "train.accumulate=7"], "a batch of 12 samples cannot be divided evenly"),
         (["train.start_from=nowhere.h5"], "cannot start from nowhere.h5"),
         (["run.device=cuda"], "no GPU is visible to this rank"),
     ],

@@ -41,7 +41,7 @@ class Harm:
     rank: int = 1
 
 
-DIED = "killed (no exit record); last recorded step 6"
+DIED = r"killed \(no exit record\); last recorded step 6"
 HARMS = {
     "exception": Harm(
         "raise RuntimeError('no more')",

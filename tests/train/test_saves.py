@@ -94,7 +94,7 @@ def test_a_dead_writer_is_reported_and_replaced(job: Any, shared_tmp_path: Path,
     options = {"steps": STEPS, "every": 2, "background": True, "on_error": on_error}
     training = Training(job, shared_tmp_path, make_batches(STEPS), **options)
     if on_error == "stop":
-        with pytest.raises(CheckpointError, match="the process that writes checkpoints is gone: killed by SIGKILL"):
+        with pytest.raises(CheckpointError, match="the process that writes checkpoints has ended: killed by SIGKILL"):
             training.go(kill)
         job.comm.barrier()  # rank 0 has removed the partial file
         assert where[-1] < STEPS

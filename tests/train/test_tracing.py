@@ -162,7 +162,7 @@ def test_an_unwritable_trace_is_a_warning(
     job.comm.barrier()
     training = Traced(job, shared_tmp_path, trace_steps=(1, 2)).go()
     assert training.run.step == STEPS
-    assert ("trace.json: Is a directory; going on without" in caplog.text) == (job.rank == 0)
+    assert ("trace.json: Is a directory; continuing without" in caplog.text) == (job.rank == 0)
 
 
 @pytest.mark.ranks(1, 2, 3)
