@@ -13,25 +13,30 @@ import datetime
 import difflib
 import functools
 import importlib
+import logging
 import numbers
 import operator
 import os
 import re
 import sys
+import sysconfig
 import tomllib
+import traceback
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from hpctrain.errors import SettingsError
+from hpctrain.errors import HpctrainError, SettingsError
 from hpctrain.util.owner import foreign_file, is_standard
 from hpctrain.util.reading import read_text
-from hpctrain.util.text import printable, shorten, shown
+from hpctrain.util.text import LINE, printable, shorten, shown
 
 T = TypeVar("T")
 Tree = dict[str, Any]
+
+logger = logging.getLogger("hpctrain")
 
 LARGEST = 2**18  # bytes of a TOML file: tomllib takes seconds for a MiB
 _MOST_PARTS = 32  # of a key
@@ -39,6 +44,8 @@ _LONGEST_NAME = 80  # characters of a key or a choice in an error
 _STRINGS = re.compile(
     r'''"""(?:\\.|[^\\])*?"""|\'{3}.*?\'{3}|"(?:\\.|[^"\\\n])*"|'[^'\n]*'|#[^\n]*''', re.DOTALL
 )
+_PACKAGE = Path(__file__).resolve().parent
+_INSTALLED = {"site-packages", "dist-packages"}
 _BETWEEN = re.compile(r"[\n=\[\]{},]")
 
 # Other names for allowed values: they are not accepted, but the error suggests the allowed one.
@@ -186,7 +193,7 @@ def function_named(path: str, setting: str) -> Callable[..., Any]:
         found: Any = importlib.import_module(module_name)
     except Exception as error:
         raise SettingsError(
-            f"{setting} {path}: cannot import {module_name}: {type(error).__name__}: {error} "
+            f"{setting} {path}: cannot import {module_name}: {type(error).__name__}: {error}{_place_of(error)} "
             f"(looked in {os.getcwd()} and the Python path)"
         ) from error
     for part in name.split("."):
@@ -201,6 +208,43 @@ def function_named(path: str, setting: str) -> Callable[..., Any]:
     if is_standard(str(getattr(called, "__module__", ""))):  # torch:os.system
         raise SettingsError(_not_standard(path, setting))
     return found  # type: ignore[no-any-return]
+
+
+def call_named(setting: str, path: str, function: Callable[..., T], *arguments: Any, **options: Any) -> T:
+    """Call the function of a setting, which ``function_named`` has returned.
+
+    Raises ``UserCodeError`` for an error inside it: one line with the setting, the error, and the
+    file and line in the user's code. With ``hpctrain train -v``, the traceback is logged.
+    """
+    try:
+        return function(*arguments, **options)
+    except Exception as error:
+        logger.debug("%s %s:", setting, path, exc_info=True)
+        ours = isinstance(error, HpctrainError)
+        told = shorten(" ".join(f"{'' if ours else f'{type(error).__name__}: '}{error}".split()), LINE)
+        text = f"{setting} {path}: {told}{_place_of(error)}"
+        if isinstance(error, HpctrainError):
+            raise type(error)(text, everywhere=error.everywhere) from error
+        raise UserCodeError(text) from error
+
+
+class UserCodeError(HpctrainError):
+    """Error inside a function that a setting names."""
+
+
+def _place_of(error: Exception) -> str:
+    """Return file and line of the innermost frame of the user's code: of no installed package, if there is one."""
+    frames = traceback.extract_tb(error.__traceback__)
+    outside = [one for one in frames if not one.filename.startswith("<") and not _is_below(one.filename, _PACKAGE)]
+    standard = Path(sysconfig.get_paths()["stdlib"])
+    own = [one for one in outside if not _INSTALLED & {*Path(one.filename).parts}]
+    own = [one for one in own if not _is_below(one.filename, standard)]
+    place = own[-1] if own else outside[0] if outside else None
+    return "" if place is None else f" ({place.filename}:{place.lineno})"
+
+
+def _is_below(file: str, folder: Path) -> bool:
+    return Path(file).is_relative_to(folder)
 
 
 def check_code(path: str, setting: str, uid: int | None = None) -> None:

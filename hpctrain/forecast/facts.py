@@ -18,6 +18,7 @@ from hpctrain.models.build import build
 from hpctrain.parallel.fsdp.units import find_units
 from hpctrain.parallel.pipeline.layers import find_layers
 from hpctrain.parallel.pipeline.skip import Join, Keep
+from hpctrain.settings import UserCodeError
 from hpctrain.train.settings import Settings
 
 META = torch.device("meta")
@@ -205,13 +206,12 @@ def _on_meta(settings: Settings, known: Mapping[str, Any]) -> nn.Module:
         try:
             with META:
                 return build(settings.model, **known)
-        except HpctrainError:
-            raise
-        except Exception:
-            if settings.model.factory is None:
-                raise
+        except UserCodeError:
+            pass  # the factory may need values
         try:
             return build(settings.model, **known).to(META)
+        except UserCodeError as error:
+            raise SettingsError(str(error)) from error
         except HpctrainError:
             raise
         except Exception as error:

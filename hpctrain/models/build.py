@@ -13,7 +13,7 @@ from hpctrain.models.convnet import ConvNet
 from hpctrain.models.gpt import GPT
 from hpctrain.models.mlp import MLP
 from hpctrain.models.settings import ModelSettings
-from hpctrain.settings import function_named
+from hpctrain.settings import call_named, function_named
 
 _BUILTIN: dict[str, Callable[..., nn.Module]] = {"convnet": ConvNet, "mlp": MLP}
 
@@ -49,10 +49,10 @@ def build(
 
 
 def _from_factory(path: str, options: dict[str, Any]) -> nn.Module:
-    """Import and call a user's function; its own errors propagate with their traceback."""
+    """Import and call a user's function. Raises ``UserCodeError`` for an error inside it."""
     function = function_named(path, "model.factory")
     _check_options(f"model.factory {path}", function, options)
-    model = function(**options)
+    model = call_named("model.factory", path, function, **options)
     if not isinstance(model, nn.Module):
         raise SettingsError(f"model.factory {path} returned {type(model).__name__}, expected a torch.nn.Module")
     return model

@@ -29,11 +29,15 @@ class Books:
     """Records in a run folder, written by rank 0 only; the other ranks open no files, and calls have no effect.
 
     ``lenient`` records belong to a run that continues without checkpoints, too: if a write fails,
-    it is skipped with a warning.
+    it is skipped with a warning. ``check_every`` is the time between two checks of the folder while
+    steps are recorded; by default ``CHECK_EVERY``.
     """
 
-    def __init__(self, folder: Path, job_id: str | None, *, lenient: bool = False) -> None:
+    def __init__(
+        self, folder: Path, job_id: str | None, *, lenient: bool = False, check_every: float | None = None
+    ) -> None:
         self.folder, self.lenient = folder, lenient
+        self._check_every = CHECK_EVERY if check_every is None else check_every
         self._refused = False
         self._lock = FolderLock(folder, job_id)
         self._metrics: Metrics | None = None
@@ -81,7 +85,8 @@ class Books:
             return
         metrics, receipt, is_first = self._metrics, self._receipt, self._tally.is_starting
         self._tally.step(row)
-        self._note(metrics.path, lambda: metrics.write({**row, "unix_time": round(time.time(), 3)}), age=CHECK_EVERY)
+        timed = {**row, "unix_time": round(time.time(), 3)}
+        self._note(metrics.path, lambda: metrics.write(timed), age=self._check_every)
         if is_first:
             self._note(receipt.path, lambda: receipt.update(**self._tally.facts()))
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from hpctrain.errors import SettingsError
 from hpctrain.parallel.strategy import trainable
-from hpctrain.settings import function_named, unknown
+from hpctrain.settings import call_named, function_named, unknown
 from hpctrain.train.settings import OPTIMIZER_ARGUMENTS, OptimizerSettings
 
 DEFAULT = "adamw"
@@ -68,7 +68,7 @@ def make(model: nn.Module, settings: OptimizerSettings) -> torch.optim.Optimizer
     given = arguments(maker, settings)
     groups = _groups(model, maker, given)
     if settings.factory is not None:
-        made = maker(groups, **given)
+        made: Any = call_named("optimizer.factory", settings.factory, maker, groups, **given)
         if not isinstance(made, torch.optim.Optimizer):
             raise SettingsError(
                 f"optimizer.factory {settings.factory} returned {type(made).__name__}, expected a torch.optim.Optimizer"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from hpctrain.models.convnet import ConvNet
 from hpctrain.models.gpt import GPT
 from hpctrain.models.mlp import MLP
 from hpctrain.models.settings import ModelSettings
+from hpctrain.settings import UserCodeError
 
 SOURCE = """
 import torch
@@ -37,6 +39,16 @@ def nothing():
 
 def broken():
     return {}["key"]
+
+def deep():
+    return nn.Linear([1], 2)
+
+def lines():
+    raise ValueError("two\\nlines")
+
+def ours():
+    from hpctrain.models.mlp import MLP
+    return MLP(input_shape=(3,), outputs=0)
 """
 
 
@@ -97,9 +109,39 @@ def test_a_wrong_factory_is_refused(project: Path, factory: str, options: dict[s
         build(ModelSettings(factory=factory, options=options))
 
 
-def test_an_error_inside_a_factory_is_raised_unchanged(project: Path) -> None:
-    with pytest.raises(KeyError, match="key"):
-        build(ModelSettings(factory="mynets_of_test:broken"))
+@pytest.mark.parametrize(
+    "factory, said, line",
+    [
+        ("mynets_of_test:broken", "KeyError: 'key'", 'return {}["key"]'),
+        ("mynets_of_test:deep", "TypeError: empty.*", "return nn.Linear([1], 2)"),
+        ("mynets_of_test:lines", "ValueError: two lines", 'raise ValueError("two\\nlines")'),
+    ],
+)
+def test_an_error_inside_a_factory_names_the_factory_the_error_and_the_line(
+    project: Path, factory: str, said: str, line: str
+) -> None:
+    number = 1 + [one.strip() for one in SOURCE.splitlines()].index(line)
+    with pytest.raises(UserCodeError) as found:
+        build(ModelSettings(factory=factory))
+    assert re.fullmatch(rf"model.factory {factory}: {said} \(/.*mynets_of_test.py:{number}\)", str(found.value))
+    assert found.value.exit_code == 1 and isinstance(found.value.__cause__, (KeyError, TypeError, ValueError))
+
+
+def test_an_error_of_ours_inside_a_factory_keeps_its_kind(project: Path) -> None:
+    with pytest.raises(SettingsError, match="^model.factory mynets_of_test:ours: .*mynets_of_test.py:[0-9]+.$"):
+        build(ModelSettings(factory="mynets_of_test:ours"))
+
+
+def test_an_error_inside_an_installed_factory_names_the_line_that_was_called() -> None:
+    options = {"in_features": "x", "out_features": 2}
+    with pytest.raises(UserCodeError, match="^model.factory torch.nn:Linear: TypeError: .*linear.py:[0-9]+.$"):
+        build(ModelSettings(factory="torch.nn:Linear", options=options))
+
+
+def test_an_error_when_the_module_of_a_factory_is_imported_names_the_line(project: Path) -> None:
+    (project / "late_of_test.py").write_text("x = 1\ny = x / 0\n")
+    with pytest.raises(SettingsError, match="ZeroDivisionError: division by zero .*late_of_test.py:2. .looked in"):
+        build(ModelSettings(factory="late_of_test:f"))
 
 
 def test_wrong_options_and_data_are_refused() -> None:
