@@ -319,7 +319,7 @@ def test_accumulation_by_an_index_continues_over_a_resume(
     caplog.clear()
     with caplog.at_level("WARNING", "hpctrain"):
         own = train(0)
-    warned = any("let run.batch and run.last decide" in one.getMessage() for one in caplog.records)
+    warned = any("use run.batch and run.last to decide" in one.getMessage() for one in caplog.records)
     assert warned == (index == "of enumerate" and job.rank == 0)
     if index == "of the run":
         _same(own.weights(), plain.model)

@@ -117,7 +117,7 @@ def test_errors_of_the_program_are_not_changed(job: Any) -> None:
 def test_a_softmax_over_split_features_is_named(job: Any, dropout: float) -> None:
     act = nn.Sequential(nn.Softmax(dim=-1), nn.Dropout(dropout))
     model = nn.Sequential(nn.Linear(5, WIDTH), Block(Attention(), act), nn.Linear(WIDTH, 3))
-    with pytest.raises(MismatchError, match=r"difference is in 1.act.0 \(Softmax, .* behind 1.fc \(Linear, ") as e:
+    with pytest.raises(MismatchError, match=r"difference is in 1.act.0 \(Softmax, .* after 1.fc \(Linear, ") as e:
         _step(job, model, BOTH)
     assert e.value.everywhere
 
