@@ -138,7 +138,7 @@ def _converted(name: str, hint: Any, value: Any) -> Any:
 
 
 def _is_a(kind: type, value: Any) -> bool:
-    """Return whether a value can stand for one of this type: 1e3 for a whole number, NumPy's numbers, 0 for false."""
+    """Return whether a value converts to this type without loss: 1e3 to int, NumPy's numbers, 0 to bool."""
     if kind is bool:
         return isinstance(value, np.bool_) or isinstance(value, int) and value in (0, 1)
     if kind is str or kind is Path:
