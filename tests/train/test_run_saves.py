@@ -101,7 +101,7 @@ def test_a_full_disk_ends_in_an_error_and_not_in_a_requeue(
         done = trained(2, run, *words)
         assert _refused(done) == "step_00000020.h5"
         assert "no checkpoint of step 10: rank" in done.stderr and ": cannot write" in done.stderr
-        assert "the newest that exists is" in done.stderr and "step_00000005.h5; going on" in done.stderr
+        assert "the newest that exists is" in done.stderr and "step_00000005.h5; continuing" in done.stderr
         assert len(metrics_of(run)) == 20 and checkpoints_of(run) == ["step_00000005.h5"]
 
         signalled = trained(2, run, *words, env={"SIGNAL_AT": "7"})
