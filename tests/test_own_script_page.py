@@ -256,7 +256,7 @@ try:
     with job.run(late, torch.optim.SGD(late.parameters(), lr=0.1), loader, checkpoints="runs/late"):
         pass
 except ValueError as error:
-    assert "make them before job.wrap" in str(error)
+    assert "create them before job.wrap" in str(error)
     print("refused")
 """
 
