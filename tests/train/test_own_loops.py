@@ -660,7 +660,7 @@ def test_different_orders_on_ranks_are_an_error(job: Any, shared_tmp_path: Path)
     [
         (lambda: DataLoader(_dataset(), batch_size=None), "batch_size=None"),
         (lambda: [], "the loader has no batches"),
-        (lambda: 7, "cannot be iterated over"),
+        (lambda: 7, "expected a DataLoader or another iterable"),
     ],
 )
 def test_unsupported_loaders_are_refused(job: Any, shared_tmp_path: Path, loader: Any, said: str) -> None:
